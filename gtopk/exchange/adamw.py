@@ -36,6 +36,7 @@ from .sampling import SWEEP, Sampling, times_sampled
 # Keys of the optimizer's state of a parameter: the number of steps that were sampled; s, which is
 # -1 where there is no sample yet; sums of the mean gradient's squares by rows.
 STEP, SHARED, SHARED_ROWS = "step", "shared_exp_avg_sq", "shared_row_squares"
+# No mean of squares is negative.
 UNKNOWN: Final = -1.0
 
 _ROW_DECAY: Final = 0.99
@@ -104,6 +105,7 @@ def refuse_amsgrad(group: dict[str, Any]) -> None:
 
 def is_decoupled(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether weight decay shrinks parameters, as AdamW's, or is added to gradients."""
+    # torch's later Adams have an option for it; of earlier ones the class tells.
     return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
 
 
@@ -226,6 +228,7 @@ class AdamSteps:
         """Go on from the moments of a plain AdamW, which are of the mean gradient."""
         steps, share = int(state[STEP]), self.share
         hyper = self._hypers[number] or GONE
+        # Out of the state: a plain Adam that gets it later must find that they are missing.
         square = state.pop("exp_avg_sq")
         mean = state.pop("exp_avg")
         state.pop("max_exp_avg_sq", None)
@@ -276,6 +279,7 @@ class AdamSteps:
         """Add this step's sample to the shared moment; return R, [all rows], on the host."""
         sample = self._sampling.at(self._steps)
         places = sample.places.to(gradient.device)
+        # Half of float32's bytes, and its range: float16 would lose small gradients.
         sent = gradient[places].to(torch.bfloat16)
         on_wire = to_array(sent)
         # A copy, as the sum overwrites `on_wire`.
@@ -306,6 +310,8 @@ class AdamSteps:
         """Return the weight of each new sample in the mean of all its coordinate's samples, [s]."""
         weights = []
         for steps, hyper in zip(self._steps, self._hypers, strict=True):
+            # A coordinate has one sample a sweep: Adam's moment would have faded by so much since
+            # the last. The divisor frees the mean of its bias to zero, as Adam's.
             decay = (hyper or GONE).beta2 ** SWEEP
             weights.append((1.0 - decay) / (1.0 - decay ** times_sampled(steps + 1)))
         return torch.tensor(weights, dtype=self._shared.dtype, device="cpu")[numbers]

@@ -127,6 +127,7 @@ class AlgorithmSelector:
         self.probing = False
         if dense is None or "dense" in self.corrections:
             return None
+        # As much better than modelled as the model is ever wrong.
         may_be_better = self._cost(dense.seconds / CLEARLY, dense) < cost
         exposed = self._training.exposed(dense.seconds)
         if not may_be_better and PROBE_STEPS * exposed >= PREMIUM * self._passed_seconds:
@@ -148,6 +149,7 @@ class AlgorithmSelector:
             elsewhere_seconds=measured.elsewhere_seconds, room_seconds=measured.room_seconds
         )
         exposed = self._training.exposed(measured.seconds)
+        # Without what hid behind backward: that has lengthened no step.
         self._passed_seconds += self.window * (exposed + measured.elsewhere_seconds)
         cost = self._cost(measured.seconds, running)
         wire, expected = measured.communicate_seconds, running.communicate_seconds
@@ -156,6 +158,7 @@ class AlgorithmSelector:
             or abs(wire - expected) > APART * expected  # may be short, but tells of dense's wire
         )
         self._learn(measured, apart)
+        # The budget is backward's time then: where that changes, so does what fits it.
         moved = self.compression.hide_behind_backward and (
             abs(backward_seconds - self._backward_seconds) > APART * self._backward_seconds
         )
@@ -182,6 +185,7 @@ class AlgorithmSelector:
         )
         if not (doubtful and self._is_worth(best, cost, moved)):
             self._doubted = False
+            # Nothing speaks for a change: the next look may come after twice as many steps.
             again = probed or self._is_faster
             self.window = FIRST_WINDOW if again else min(2 * self.window, LONGEST_WINDOW)
             return running.candidate
@@ -192,6 +196,7 @@ class AlgorithmSelector:
             return running.candidate
         # Doubts may come again: the more switches there were, the later the next.
         self._doubted = False
+        # To go back from a probe is no change of mind.
         self.switches += 0 if probed else 1
         self.window = min(FIRST_WINDOW * 2**self.switches, LONGEST_WINDOW)
         return best.candidate
@@ -201,6 +206,8 @@ class AlgorithmSelector:
         if new == old:
             return False
         same = (new.algorithm, new.widening) == (old.algorithm, old.widening)
+        # A budget of bytes or seconds decides here, not the cost: the best within it is run, unless
+        # it is the same way at nearly the same density.
         if self.density is None and same:
             return moved or abs(new.density - old.density) > APART * old.density
         if self.density is None:
@@ -271,12 +278,14 @@ class AlgorithmSelector:
         if self.compression.hide_behind_backward:
             return Budget(seconds=self._backward_seconds * self.budget_share)
         if self.compression.bytes_per_step is not None:
+            # The user's number is of all bytes, those of the engine's own messages included.
             allowed = self.compression.bytes_per_step * self.budget_share
             return Budget(bytes_per_step=allowed - self._agreeing_bytes())
         return Budget(density=self.density)
 
     def _agreeing_bytes(self) -> int:
         """Return the bytes that a rank sends in a step to agree with the others on operations."""
+        # As many names as the engine's cache holds by default: its longest usual message.
         return cycle_bytes(self.calibration.network.ranks, names=1024)
 
     def _correction(self, algorithm: str) -> Correction:

@@ -72,6 +72,7 @@ class AutomaticExchange:
         self.residual: Residual = open_residual(bucket, compression)
         self.selector: AlgorithmSelector | None = None  # None: the ranks have not met yet
         self._progress = progress
+        # Never run: the first call replaces it by rank 0's choice.
         self._exchange: Exchange = DenseExchange()
         self._exchanged: Exchanged | None = None  # exchanged, not applied yet
         self._seen: list[tuple[float, ...]] = []  # by step: Measured's seconds, backward's
@@ -116,13 +117,10 @@ class AutomaticExchange:
         backward_ended = self._progress.backward_began + self._progress.backward_seconds
         return self.room_share * max(0.0, backward_ended - bucket.captured_at)
 
-    def sent_mass(self) -> float:
-        """Return the sent mass of the exchange that runs."""
-        return self._exchange.sent_mass()
-
     def _begin(self, bucket: Bucket, transport: Transport) -> AlgorithmSelector:
         alone = transport.size == 1  # nothing is sent: no links to measure
         calibration = assumed(1) if alone else calibration_of(transport, bucket.device)
+        # Negated, as the largest of all ranks' numbers is returned: the shortest backward counts.
         (fastest,) = agree_on_slowest(transport, [-self._progress.backward_seconds])
         selector = AlgorithmSelector(
             self.compression, calibration, bucket.length, bucket.dtype.itemsize, self.budget_share
@@ -151,6 +149,7 @@ class AutomaticExchange:
                 exchanged.select_seconds,
                 merge_seconds,
                 exchanged.communicate_seconds - merge_seconds,
+                # Without what did not fit the room: the rest is the same with any exchange.
                 step_seconds - max(0.0, exchanged.seconds - room_seconds),
                 room_seconds,
                 self._progress.backward_seconds,
@@ -198,6 +197,7 @@ class AutomaticExchange:
         if candidate.algorithm == "dense":
             self._exchange = DenseExchange(self.residual)
             return
+        # Masking and Adam's moments are not given again: the residual, which stays, has them.
         compression = KINDS[candidate.algorithm](
             candidate.density,
             momentum_correction=self.compression.momentum_correction,

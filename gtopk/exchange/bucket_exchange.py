@@ -53,6 +53,7 @@ def open_exchange(
     budget_share: this bucket's, of the elements of a step that are compressed.
     room_share: this bucket's, of the time from when its gradients are ready until backward ends.
     """
+    # These two first: both are kinds of SparseCompression.
     if isinstance(compression, Hierarchical) and compression.inside == "dense":
         return NodeExchange(bucket, compression, progress)
     if isinstance(compression, Shards):
@@ -122,6 +123,7 @@ class BucketExchange:
 
     def record(self) -> dict[str, Any]:
         """Return the bucket's record for a checkpoint: names and regions, without the residual."""
+        # The residual is kept by parameter instead: a resumed run may have other buckets.
         regions = self.exchange.regions if isinstance(self.exchange, SparseExchange) else None
         return {"names": self.names, "regions": regions.record() if regions is not None else None}
 
@@ -239,6 +241,7 @@ class BucketExchange:
     def decay(self, factor: float) -> None:
         """Multiply the residual by a factor; call it after `snapshot`."""
         residual = self.exchange.residual
+        # After a snapshot to multiply is to copy, too: not for a factor of 1.
         if residual is not None and not residual.is_empty and factor != 1.0:
             with self.bucket.on_stream():
                 residual.decay(factor)
@@ -253,6 +256,7 @@ class BucketExchange:
         if residual is None or not missing_everywhere:
             return
         ends = itertools.accumulate(parameter.numel() for parameter in self.parameters)
+        # With their places: the residual finds by them what has one entry a parameter, or a row.
         parts = {
             place: slice(end - parameter.numel(), end)
             for place, (name, parameter, end) in enumerate(
@@ -309,10 +313,11 @@ class BucketExchange:
         if residual is None:
             return None
         with self.bucket.on_stream():
-            return residual.residual_size(self.exchange.sent_mass())
+            return residual.residual_size()
 
     def finish_joined_step(self) -> None:
         """End a step of a rank that has joined: the residual changes, parameters do not."""
+        # Final at once: no optimizer will step here, which would make it so.
         self._apply()
         self.commit()
         self.release_gradients()
@@ -393,6 +398,7 @@ def mean_square_ratio(bucket_exchanges: Sequence[Any]) -> float:
         and residual.shares_second_moment
     ]
     mean, own = (sum(sums) for sums in zip(*found, strict=True)) if found else (1.0, 1.0)
+    # On average over ranks the mean gradient is the shorter one; a sample may say otherwise.
     return min(1.0, mean / own) if mean > 0 and own > 0 else 1.0
 
 
@@ -421,6 +427,7 @@ class DrainingExchange:
 
     def __init__(self, bucket: Bucket, next_exchange: Exchange) -> None:
         self.next_exchange = next_exchange
+        # The exchange that follows takes no momentum: a velocity that was saved has no place here.
         self.residual = Residual(bucket.length, bucket.dtype, device=bucket.device)
         self.is_drained = False
         self._dense = DenseExchange(self.residual)
@@ -439,7 +446,3 @@ class DrainingExchange:
         """Put the sum in place."""
         self._dense.apply(bucket)
         self.is_drained = self._is_drained_now
-
-    def sent_mass(self) -> float:
-        """Return 0: there is no residual."""
-        return 0.0

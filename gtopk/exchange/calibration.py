@@ -24,9 +24,11 @@ from .buckets.arrays import Timestamp, current_stream, located
 from .residual import Residual
 
 _ELEMENTS: Final = 1 << 22  # of the gradient that a GPU is measured with
+# The first rounds have no threshold yet, and compile the kernels.
 _WARM_UP, _ROUNDS = 3, 5
 _HOST: Final = torch.device("cpu")
 
+# Weakly: the calibration goes with the world that was measured.
 _of_transport: WeakKeyDictionary[Transport, Calibration] = WeakKeyDictionary()
 
 
@@ -65,6 +67,7 @@ def measure_on(home: torch.device) -> list[float]:
             clear_at(held.values, picked.indices)
             flat.zero_()  # a step does so, too, to put the update in place
 
+        # As a dense step does: into one buffer, weighted, and back.
         def copy() -> None:
             flat.copy_(gradient)
             flat.mul_(1.0)

@@ -104,9 +104,6 @@ class Exchange(Protocol):
     def apply(self, bucket: Bucket) -> None:
         """Replace the gradients by the sum that was kept, which was finite."""
 
-    def sent_mass(self) -> float:
-        """Return the sum of the absolute values that the last step took out of the residual."""
-
 
 class SparseExchange:
     """Top-k with error feedback: entries that are not sent stay in the residual.
@@ -130,19 +127,19 @@ class SparseExchange:
         self._result: (
             tuple[SparseVector, SparseVector, SparseVector, SparseVector | None] | None
         ) = None
-        self._last_sent: tuple[SparseVector, SparseVector] | None = None  # picked, and returned
         self.options: dict[str, Any] = {}
         self._set_k(bucket.length)
         formats = compression.formats()
+        # Of several the cost model chooses, which needs all ranks: in the first exchange.
         self.format = formats[0] if len(formats) == 1 else None
 
     def _set_k(self, length: int) -> None:
         self._density = self.compression.density_at(self._progress.steps)
         self.k = selected(self._density, length)
-        regions = self.regions
-        self.options = self.compression.options(self.k, length)
-        if regions is not None:
-            self.options["regions"] = regions
+        # While the density warms up k changes in every step: boundaries that were learnt, and
+        # nodes, which all ranks have to look for together, stay.
+        kept = {what: self.options[what] for what in self.options if what in ("regions", "nodes")}
+        self.options = {**self.compression.options(self.k, length), **kept}
 
     @property
     def regions(self) -> Regions | None:
@@ -153,6 +150,7 @@ class SparseExchange:
     def signature(self) -> str:
         """Return the options; while the density warms up, the step, too."""
         steps = self._progress.steps
+        # k follows from the step then: ranks that count differently would select unlike numbers.
         warming = steps < self.compression.warmup_steps
         return self.compression.signature() + (f" at step {steps}" if warming else "")
 
@@ -178,6 +176,7 @@ class SparseExchange:
             picked = self._select(bucket, transport)
             chosen = Timestamp(bucket.device)
             select_seconds, ready_at = begun.seconds_until(chosen), ready(bucket, chosen)
+        # The seconds of the exchange that are not spent waiting are those of coding and merging.
         picked_at, waited = time.perf_counter(), transport.traffic.wait_seconds
         coded_before = coded()
         self._result = None
@@ -188,6 +187,7 @@ class SparseExchange:
             kept = None if rest is None else self._own_part(rest, transport)
             self._result = picked, update, returned, kept
         communicate_seconds = time.perf_counter() - picked_at
+        # Only the second moment's sample goes by allreduce, whose bytes not all transports count.
         shares = self.residual.shares_second_moment
         return Exchanged(
             algorithm,
@@ -206,7 +206,7 @@ class SparseExchange:
         """Take out of the residual what was sent and did not return; put the update in place."""
         assert self._result is not None
         picked, update, returned, kept = self._result
-        self._result, self._last_sent = None, (picked, returned)
+        self._result = None
         self._remove_sent(picked, returned, update)
         if kept is not None:  # after the picks were cleared: it has their indices
             self.residual.add(kept)
@@ -222,16 +222,10 @@ class SparseExchange:
         # One rank alone: the rest is of the sum, and the same on all.
         return rest if transport.rank == 0 else None
 
-    def sent_mass(self) -> float:
-        """Return the sum of the absolute values picked in the last step, less those returned."""
-        if self._last_sent is None:
-            return 0.0
-        picked, returned = (float(abs(vector.values).sum()) for vector in self._last_sent)
-        return max(0.0, picked - returned)
-
     def _select(self, bucket: Bucket, transport: Transport) -> SparseVector:
         """Accumulate and select."""
         if self.residual.has_moments:
+            # `flat` holds Adam's steps by now, and they carry this rank's share already.
             return self.residual.accumulate_and_select(bucket.flat, self.k)
         return self.residual.accumulate_and_select(bucket.addend(), self.k, bucket.weight)
 
@@ -289,11 +283,13 @@ class DenseExchange:
         return self.residual is None or not self.residual.has_moments
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
+        # Nothing to add or to scale: the gradients are the sum where they lie.
         if transport.size == 1 and self.residual is None and bucket.weight * bucket.scale == 1.0:
             self._is_alone, begun = True, Timestamp(bucket.device)
             return _dense(bucket, transport, begun, begun, finite=bucket.all_finite())
         by_torch = self.residual is None and only_torch_reaches(bucket, transport)
         transport = transport_of(transport, bucket, by_torch or bucket.device.type == "cuda")
+        # Asked again: where some ranks have no GPU, all of them now have another transport.
         if by_torch and only_torch_reaches(bucket, transport):
             begun = Timestamp(bucket.device)
             with profiled("exchange"):
@@ -313,6 +309,7 @@ class DenseExchange:
                     transport.allreduce(on_host)
             else:
                 transport.allreduce(gradient)
+            # The error is of the sum, the same on all ranks: one keeps it, or it would grow P-fold.
             keeps = self.residual is not None and transport.rank == 0
             self._kept = bucket.rounding_error() if keeps else None
             dense = _dense(bucket, transport, begun, added)
@@ -329,6 +326,7 @@ class DenseExchange:
             self._sum = None
             return
         if self.residual is not None:
+            # Not where it was added to the gradient: the step might have been skipped after that.
             self.residual.subtract_fraction(self._fraction)
             if self._kept is not None:
                 self.residual.add_dense(self._kept)
@@ -341,10 +339,6 @@ class DenseExchange:
             return True
         sends = self.residual.is_empty or self._fraction == 1.0
         return sends and not self.residual.has_stashed
-
-    def sent_mass(self) -> float:
-        """Return 0: there is no residual."""
-        return 0.0
 
 
 _CASTS: Final[dict[type[Compressor], torch.dtype]] = {
@@ -369,6 +363,7 @@ class CompressorExchange:
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         transport = transport_of(transport, bucket, bucket.device.type == "cuda")
         began = Timestamp(bucket.device)
+        # Weighted first: in fp16 a sum of whole gradients may overflow where their mean does not.
         bucket.gather()
         if self._sent_as is not None and bucket.views[0].is_floating_point():
             seconds = self._reduce_cast(bucket, transport, self._sent_as)
@@ -387,6 +382,7 @@ class CompressorExchange:
 
     def _reduce_compressed(self, bucket: Bucket, transport: Transport) -> float:
         compressed = [self.compressor.compress(view) for view in bucket.views]
+        # A Compressor may leave some tensors as they are: integers, say.
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index, (tensor, _) in enumerate(compressed):
             by_dtype.setdefault(tensor.dtype, []).append(index)
@@ -404,10 +400,6 @@ class CompressorExchange:
     def apply(self, bucket: Bucket) -> None:
         """Put the sum in place."""
         bucket.scatter()
-
-    def sent_mass(self) -> float:
-        """Return 0: there is no residual."""
-        return 0.0
 
 
 def _allreduce(flat: torch.Tensor, transport: Transport) -> float:
@@ -468,6 +460,7 @@ def ready(bucket: Bucket, now: Timestamp) -> float | None:
     """
     if bucket.device.type == "cpu":
         return None
+    # A GPU's events tell only how far apart they are: this counts back from the host's clock.
     return time.perf_counter() - bucket.ready.seconds_until(now)
 
 

@@ -62,6 +62,7 @@ class AdamMoments:
 
     def _alike(self) -> Iterator[tuple[int, int]]:
         """Return runs of neighbouring parameters of one age: the age, and how many elements."""
+        # One age means one bias: such neighbours, mostly all parameters, are worked on in one call.
         each = zip(self._ages.tolist(), self._sizes, strict=True)
         for age, group in itertools.groupby(each, key=lambda one: one[0]):
             yield age, sum(size for _, size in group)
@@ -80,7 +81,10 @@ class AdamMoments:
         pieces = (each.split(length) for each in (gradient, first, second))
         for g, m, v in zip(*pieces, strict=True):
             m.lerp_(g, 1.0 - beta1)
+            # g is w times the mean gradient: its square, over w, is the w g^2 of the formula.
             v.mul_(beta2).addcmul_(g, g, value=(1.0 - beta2) / share)
+            # The gradient's memory holds the step from here on. The bias of m goes below the line:
+            # one pass less than to divide m by it.
             torch.sqrt(v, out=g)
             g.mul_(bias1 / math.sqrt(bias2 * share)).add_(bias1 * EPS)
             torch.div(m, g, out=g)

@@ -50,6 +50,7 @@ class NodeExchange(SparseExchange):
             self._move_to_owners(hierarchy)
         shard = hierarchy.scatter(bucket.gather())
         self.residual.is_empty = False
+        # A short vector has no shard for every rank of a node.
         if not shard.size:
             return SparseVector.empty(0, shard.dtype)
         k = hierarchy.shard_k(self.k)
@@ -58,6 +59,7 @@ class NodeExchange(SparseExchange):
     @property
     def signature(self) -> str:
         """Return the options, and whether shards are to be brought home first."""
+        # To bring them home is a collective: all ranks do so in the same step, or none does.
         return super().signature + (
             ", shards to be brought home" if self.residual.may_be_misplaced else ""
         )

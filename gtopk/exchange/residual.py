@@ -24,7 +24,7 @@ from collectives.transports import Transport
 from collectives.vector import SparseVector, is_on_device
 
 from .adamw import AdamSteps, OwnMoments
-from .buckets.arrays import view_array, view_tensor, zeros
+from .buckets.arrays import Memory, view_tensor, zeros
 from .moments import AdamMoments
 
 PART: Final = 0.5  # how long the part is that a dense step sends, over the gradient's length
@@ -52,6 +52,7 @@ def drain_fraction(held_square: float, gradient_square: float, steps: int) -> fl
     ratio = PART * math.sqrt(gradient_square / held_square)
     if not math.isfinite(ratio):
         return 0.0  # a norm is not finite: the step will not count
+    # The second term grows to a third, a half, then all of what is left: nothing stays for ever.
     return min(1.0, max(ratio, 1.0 / max(1, MOST_STEPS - steps)))
 
 
@@ -76,21 +77,6 @@ class ResidualSize(NamedTuple):
     square: float = 0.0
     mass: float = 0.0
     sent_mass: float = 0.0
-
-
-class Memory(NamedTuple):
-    """One vector of a residual, as a tensor and as the kernels' array of the same memory."""
-
-    tensor: torch.Tensor
-    array: NDArray[Any]
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Memory:
-        return cls(tensor, view_array(tensor))
-
-    def like(self) -> Memory:
-        """Return uninitialized memory of the same kind."""
-        return Memory.of(torch.empty_like(self.tensor))
 
 
 class Residual:
@@ -146,6 +132,8 @@ class Residual:
         # Place in _memory, slice there, values; None: no parameter is set aside, on any rank.
         self._stashed: list[tuple[int, slice, torch.Tensor]] | None = None
         self._step: Step | None = None  # accumulates and selects on a GPU
+        # Picked and returned in the last step; None: it was dense.
+        self._last_sent: tuple[SparseVector, SparseVector] | None = None
         self._steps: AdamSteps | None = None
 
     def hold_adam_moments(self, steps: AdamSteps) -> None:
@@ -250,6 +238,7 @@ class Residual:
             memory = None if faster is None else faster.array
             momentum = Momentum(self._memory[1].array, self.momentum, memory)
         if is_on_device(self.values):
+            # A Step is of one k: its buffers, and the CUDA graph that it replays, have that size.
             if self._step is None or self._step.k != k:
                 self._step = open_step(self.values, k)
             picked, self.threshold = self._step(
@@ -287,6 +276,7 @@ class Residual:
         update, and of which less than half returned. An index alone does not tell: it may be in the
         update by another rank's pick, while this rank's own was dropped and returned.
         """
+        self._last_sent = picked, returned
         here = slice(None) if where is None else where
         values = self._writable(0).array[here]
         # All picks are cleared, and what returned is added: a dropped pick comes back whole, one
@@ -312,8 +302,12 @@ class Residual:
         """Multiply the values by a factor."""
         self._writable(0).tensor.mul_(factor)
 
-    def residual_size(self, sent_mass: float) -> ResidualSize:
-        """Return the size of the residual; reads all of it."""
+    def residual_size(self) -> ResidualSize:
+        """Return the size of the residual after the last step; reads all of it."""
+        sent_mass = 0.0
+        if self._last_sent is not None:
+            picked, returned = (float(abs(vector.values).sum()) for vector in self._last_sent)
+            sent_mass = max(0.0, picked - returned)
         if self.is_empty:
             return ResidualSize(sent_mass=sent_mass)
         here = self._memory[0].tensor
@@ -374,6 +368,7 @@ class Residual:
                 elif name == ROWS:
                     where = slice(*row_ends[place : place + 2])
                 self._stashed.append((number, where, tensor[where].clone()))
+                # Ages and row sums are not sent: nothing has to be kept out of the step.
                 if name not in (AGE, ROWS):
                     tensor[where] = 0
 
@@ -469,6 +464,7 @@ class Residual:
 
     def subtract_fraction(self, fraction: float) -> None:
         """Remove this fraction of the residual: it has been sent."""
+        self._last_sent = None
         if fraction == 1.0:
             self.clear()
         elif not self.is_empty:
@@ -478,6 +474,7 @@ class Residual:
     def clear(self) -> None:
         """Empty the residual: all of it has been sent."""
         if not self.is_empty:
+            # No copy: a snapshot keeps the old values beside, and the other buffer is zeroed.
             if self._target_buffer(0) is not None:
                 self._swap_buffers(0)
             self._memory[0].tensor.zero_()  # by torch, on its current stream

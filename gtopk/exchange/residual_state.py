@@ -11,7 +11,6 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-import numpy as np
 import torch
 
 from ..errors import DamagedError
@@ -60,6 +59,7 @@ def require_shapes(
 def copy_residuals(bucket_exchanges: Sequence[Any]) -> dict[str, ResidualState]:
     """Return copies of the residuals of the buckets, by parameter name."""
     return {
+        # Not in the parameter's own memory order: another run may have another.
         name: {what: view.clone(memory_format=torch.contiguous_format) for what, view in views}
         for name, views in _views(bucket_exchanges)
     }
@@ -105,6 +105,7 @@ def nonzero_names(residuals: Mapping[str, ResidualState]) -> list[str]:
     return [
         name
         for name, parts in residuals.items()
+        # Not for its velocity or moments: they are nothing that was not sent.
         if any(what in parts and parts[what].any() for what in ("residual", OWNER_ERROR))
     ]
 
@@ -135,22 +136,14 @@ def _views(bucket_exchanges: Sequence[Any]) -> Iterator[tuple[str, list[tuple[st
         if residual is None:
             continue
         tensors = residual.after_last_step()
-        starts = np.cumsum([0, *(p.numel() for p in bucket_exchange.parameters)]).tolist()
+        in_shape = {
+            what: bucket_exchange.bucket.split(tensor)
+            for what, tensor in tensors.items()
+            if what not in (AGE, ROWS)
+        }
         row = 0
-        for number, (name, parameter, stride, start) in enumerate(
-            zip(
-                bucket_exchange.names,
-                bucket_exchange.parameters,
-                bucket_exchange.bucket.strides,
-                starts,
-                strict=False,
-            )
-        ):
-            views = {
-                what: tensor.as_strided(parameter.shape, stride, start)
-                for what, tensor in tensors.items()
-                if what not in (AGE, ROWS)
-            }
+        for number, name in enumerate(bucket_exchange.names):
+            views = {what: parts[number] for what, parts in in_shape.items()}
             if AGE in tensors:
                 views[AGE] = tensors[AGE][number]
             if ROWS in tensors:

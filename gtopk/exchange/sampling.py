@@ -39,6 +39,7 @@ class Sampling:
     """
 
     def __init__(self, sizes: Sequence[int], rows: Sequence[int]) -> None:
+        # The device is named throughout: a script may have set another default than the host.
         lengths = torch.tensor(sizes, dtype=torch.int64, device="cpu")
         self._ends = lengths.cumsum(0)
         self._begins = self._ends - lengths
@@ -50,6 +51,7 @@ class Sampling:
         within = torch.arange(len(self._number), device="cpu")
         within -= (blocks.cumsum(0) - blocks)[self._number]
         self._block = self._begins[self._number] + within * SWEEP
+        # From the product's upper bits: the lower ones follow the block's number too closely.
         self._phase = (within * _MULTIPLIER % (1 << 32)) // (1 << 16) % SWEEP
 
     def at(self, steps: Sequence[int]) -> Sample:
@@ -59,6 +61,7 @@ class Sampling:
         """
         taken = torch.tensor(steps, dtype=torch.int64, device="cpu")[self._number]
         places = self._block + (self._phase + _STRIDE * taken) % SWEEP
+        # The last block of a parameter may be shorter than SWEEP.
         inside = places < self._ends[self._number]
         places, numbers = places[inside], self._number[inside]
         rows = (places - self._begins[numbers]) // self._row_length[numbers]

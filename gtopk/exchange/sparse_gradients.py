@@ -74,6 +74,7 @@ class SparseGradientExchange:
 
     def start_draining(self) -> None:
         """Make room for a residual, which the next step sends; all ranks call it alike."""
+        # As wide as a bucket's residual, of which this may have been a part.
         dtype = torch.promote_types(self._parameter.dtype, torch.float32)
         self.unsent = torch.zeros(self._parameter.shape, dtype=dtype, device="cpu")
 
@@ -82,6 +83,7 @@ class SparseGradientExchange:
         gradient = self._parameter.grad
         self._captured = gradient, -1 if gradient is None else gradient._version
         self._weight, self._scale = weight, scale
+        # A placeholder is no gradient: its zeros would travel as entries of every row.
         mine = None if lacks_gradient(self._parameter) else gradient
         self._indices, self._values = _entries(self._parameter, mine)
 
@@ -130,9 +132,11 @@ class SparseGradientExchange:
         """Gather every rank's entries."""
         begun = time.perf_counter()
         with profiled("select"):
+            # Here, as nothing adds the ranks' entries up before the optimizer does.
             values = (self._values * self._weight).cpu().contiguous()
             # `contiguous` would keep a single index's odd stride: any stride counts as contiguous.
             indices = self._indices.t().cpu().clone(memory_format=torch.contiguous_format)
+            # The number of sparse dimensions goes first: a rank without entries does not know it.
             mine = torch.tensor([indices.shape[1] if len(indices) else 0], device="cpu")
         prepared = time.perf_counter()
         with profiled("exchange"):
@@ -148,6 +152,7 @@ class SparseGradientExchange:
             entries = along.to_sparse(dimensions)
             rows = torch.cat([rows, entries._indices()], dim=1)
             gathered = torch.cat([gathered, entries._values().to(gathered.dtype)])
+        # With the residual's part, which is in the units of weighted gradients, too.
         gathered = gathered * self._scale
         self._sum = torch.sparse_coo_tensor(
             rows,
@@ -171,6 +176,7 @@ class SparseGradientExchange:
         """Return the sum of all ranks' residuals, in the parameter's shape; None: there is none."""
         if self.unsent is None:
             return None
+        # A copy: the step may not count.
         total = self.unsent.clone()
         transport.allreduce(total.view(-1).numpy())
         return total

@@ -75,6 +75,7 @@ class Deltas:
                 f"op=Adasum combines floating-point numbers, and {compressor.__name__} makes "
                 f"{', '.join(others)}"
             )
+        # One array a dtype, with the lengths: Adasum's products are of each tensor by itself.
         self._fused = [self._fuse(places) for places in by_dtype.values()]
 
     def _fuse(self, places: list[int]) -> _Fused:
@@ -128,6 +129,7 @@ class _AdasumOptimizer(Wrapping):
         if self._world.size > 1:
             trained = self._trained()
             self._hooks.watch(trained)
+            # One bucket of all: passes are counted at its first and last gradient only.
             self._hooks.watch_buckets([trained])
             place_placeholders(self._parameter_names)
         self._enter(self._world)
@@ -182,6 +184,7 @@ class _AdasumOptimizer(Wrapping):
         self._hooks.forget()
         trained = self._trained()
         self._parameter_names.add(self.param_groups)
+        # Parameters may have come since: an unfrozen layer's, say.
         self._hooks.watch(trained if self._world.size > 1 else [])
         entries = [_entries(p.grad) for p in trained if p.grad is not None]
         finite = all(bool(part.isfinite().all()) for part in entries)
@@ -224,6 +227,7 @@ class _AdasumOptimizer(Wrapping):
             "skip_synchronize() is not for op=Adasum: gradients are not exchanged, what the step "
             "changed is; clip or unscale this rank's gradients before step()"
         )
+        # Never reached: with it the function is a generator, as `contextmanager` needs one.
         yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -236,6 +240,7 @@ class _AdasumOptimizer(Wrapping):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # After a skip, too: the script may have replaced the gradients since.
         if not self._are_finite or world.current() is not self._world:
             self.synchronize()
         finite, self._are_finite = self._are_finite, None

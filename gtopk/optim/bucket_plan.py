@@ -178,6 +178,7 @@ def arrange(
     whole = [n for n in order if n in dense and n not in sparse]
     parts += [Part("dense", whole)] if whole else []
     parts += [Part("sparse", [n]) for n in order if n in sparse]
+    # A part is complete with the last of its gradients.
     place = {number: at for at, number in enumerate(order)}
     return sorted(parts, key=lambda part: max(place[number] for number in part.numbers))
 
@@ -225,6 +226,7 @@ class Plan:
         signature = self.options.signature()
         for name, parameter in zip(self.names, self.trained, strict=True):
             said = f"parameter '{name}' {list(parameter.shape)} {parameter.dtype}"
+            # Vectors follow memory order: with other strides a rank would add up other elements.
             if not parameter.is_contiguous():
                 strides = torch.empty_like(parameter, device="meta").stride()
                 said += f" of strides {list(strides)}"
@@ -276,9 +278,11 @@ class Plan:
         numbers = {parameter: number for number, parameter in enumerate(self.trained)}
         groups, order = self._by_hand(numbers)
         order += [numbers[parameter] for parameter in self.order if parameter in numbers]
+        # Those without a gradient yet: from the last layer to the first, as backward comes to them.
         order += reversed(range(len(self.trained)))
         feedback = self.options.feedback
         return arrange(
+            # Each once, at its first place: a checkpoint's order goes before that of backward here.
             list(dict.fromkeys(order)),
             [parameter.numel() for parameter in self.trained],
             self._sizes(ranks),
@@ -299,6 +303,7 @@ class Plan:
         if isinstance(groups, int):
             return groups, []
         if groups is not None:
+            # A group may hold parameters that are frozen, and so in no bucket.
             return [[numbers[p] for p in group if p in numbers] for group in groups], []
         places = {name: number for number, name in enumerate(self.names)}
         bucket_exchanges = [

@@ -147,6 +147,7 @@ class _DistributedOptimizer(Readings):
             self._synchronized = True
             return
         require_scaled(self.scaler, self)
+        # With nobody to exchange with, twice is as good as once.
         if self._reducer.peers.size > 1:
             self._shared.refuse_agreed(self._world.rank)
         self._log_compression()
@@ -235,6 +236,7 @@ class _DistributedOptimizer(Readings):
                     "        optimizer.step()",
                     stacklevel=2,
                 )
+            # A rank alone may unscale where it likes: there is no other rank's scale to part from.
             if self._reducer.peers.size > 1:
                 require_no_fused_unscaling(self)
             self.synchronize()
@@ -317,6 +319,7 @@ class _DistributedOptimizer(Readings):
                 RECIPE,
                 extra=EVERYWHERE,
             )
+        # A scaler was updated by now: its new scale gets to the host while backward runs.
         begin_to_read_scale(self.scaler)
         self._synchronized, self._agreed = False, None
         self._corrected.forget()
@@ -356,6 +359,7 @@ class _DistributedOptimizer(Readings):
         self._corrected.forget()
         self._skipped.end_row()
         self._reducer.drop()
+        # While the residual whose steps the parameters hold is still there.
         if self._local is not None:
             self._local.restore()
         super().load_state_dict(state_dict, *args, **kwargs)

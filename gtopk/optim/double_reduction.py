@@ -43,6 +43,7 @@ def groups_of_ddp(parameters: Iterable[torch.Tensor]) -> list[Any]:
     ]
     found = []
     for owner in gc.get_referrers(*lists):
+        # Since Python 3.11 an object may have no dict, and is the referrer itself.
         kept = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
         if "reducer" in kept and any(kept.get("_module_parameters") is each for each in lists):
             found.append(kept["process_group"])
@@ -76,6 +77,7 @@ class SharedParameters:
 
     def refuse_agreed(self, rank: int) -> None:
         """Raise ValueError where another optimizer has exchanged a gradient already."""
+        # A copy: an optimizer that is made in another thread adds itself.
         with _adding:
             others = [*self._others]
         for parameter in self._names if others else ():

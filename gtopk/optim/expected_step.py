@@ -79,6 +79,7 @@ class ExpectedStep:
         def calibrate(transport: Transport, all_flags: list[int]) -> Calibration | None:
             return calibration_of(transport, home) if all(all_flags) else None
 
+        # By every rank's flag: to measure is a collective, so all ranks do it, or none.
         self._calibration = peers.run("advice", [], calibrate, flags=settings.ADVICE.read())
         self.expect(bucket_exchanges)
         if self._calibration is not None and here.rank == 0 and not here.advised:
@@ -132,6 +133,7 @@ class ExpectedStep:
         self._dense_seconds = None
         if is_compressed:
             buckets = self._other_buckets(asked, is_compressed, self._calibration) or len(asked)
+            # Dense gradients would go in buckets of other sizes: taken to be equally long.
             length = -(-sum(_lengths(bucket_exchanges)) // buckets)
             value_bytes, _ = value_bytes_of(asked)
             dense = expected(Compression.none, length, self._calibration, value_bytes)

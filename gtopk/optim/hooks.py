@@ -59,6 +59,7 @@ class BackwardHooks:
         self._incomplete: list[int] = []  # places of those that are not complete yet
         self._recording: list[RemovableHandle] = []
         self._counting: list[RemovableHandle] = []
+        # Not at the program's end, when the parameters go as well.
         weakref.finalize(self, _remove, self._recording, self._counting).atexit = False
         # Autograd has a thread for the host and one for each GPU: hooks may run side by side.
         self._lock = threading.Lock()
@@ -68,6 +69,7 @@ class BackwardHooks:
 
     def set_limit(self, passes: int) -> None:
         """Set the limit; raise ValueError where it is below 1."""
+        # Before `check_count`, which allows 0.
         if isinstance(passes, int) and passes < 1:
             raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
         check_count("backward_passes_per_step", passes)
@@ -80,8 +82,10 @@ class BackwardHooks:
         asked = {id(p): p for p in parameters if p.requires_grad}
         news = [parameter for key, parameter in asked.items() if key not in known]
         self._watched += news
+        # The list's own method: torch calls it without any Python code.
         append = self._accumulated.append
         self._recording += [p.register_post_accumulate_grad_hook(append) for p in news]
+        # Without buckets any gradient may be the first, or the last.
         if not self._members:
             self._count_at(news)
 
@@ -130,6 +134,7 @@ class BackwardHooks:
         self._accumulated.clear()
         self._counted = 0
         self._passes.clear()
+        # A step without gradients says nothing of the next one's.
         self._seen, self._order = self._order or self._seen, []
         self.began = self._ended = 0.0
         self._complete.clear()
@@ -159,6 +164,7 @@ class BackwardHooks:
             if self._listener is None or (listener := self._listener()) is None:
                 return
             told = [place for place in self._incomplete if self._members[place] <= self._complete]
+            # Off the list before the call, which may raise: a bucket is told of once.
             for place in told:
                 self._incomplete.remove(place)
                 self._notify(listener, place)
@@ -186,6 +192,7 @@ class BackwardHooks:
         ids = [*map(id, news)]
         passes = self._passes
         passes.update(ids)
+        # At the limit, not from there on: a gradient is complete once.
         complete = {i: p for i, p in zip(ids, news, strict=True) if passes[i] == self.limit}
         self._order += complete.values()
         self._complete |= complete.keys()

@@ -16,12 +16,14 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from ..compression import ErrorFeedback, SparseCompression
 from ..errors import page
+from ..exchange.buckets.parameters import parameters_of
 from .grad_scaler import is_unscaled, loss_scale
 from .options import instead_of_clipping
 
 _log = logging.getLogger("gtopk")
 
 _FIRST, _EVERY = 20, 50  # passes whose gradients are compared
+# A norm that is taken twice differs by rounding; clipping takes far more than that.
 _SHORTER: Final = 0.999
 
 
@@ -81,6 +83,8 @@ def _warn_of_second_moments(
         return
     times = ""
     if isinstance(compression, SparseCompression):
+        # Entries that are updated in a part d of the steps, by u, have m = d u and v = d u^2:
+        # Adam's steps of them, m / sqrt(v), are only sqrt(d) long.
         updated = min(1.0, compression.density * compression.widening())
         times = f" (up to {updated**-0.5:.2g} times)"
     _log.warning(
@@ -182,9 +186,8 @@ class CorrectedGradients:
         """
         if not self._agreed:
             return
-        stepped = [p for group in optimizer.param_groups for p in group["params"]]
         # A weak reference to a gradient that is no more is None, too.
-        having = [p for p in stepped if p in self._agreed and p.grad is not None]
+        having = [p for p in parameters_of(optimizer) if p in self._agreed and p.grad is not None]
         here = [p for p in having if self._agreed[p][0]() is p.grad]
         if not here:
             return

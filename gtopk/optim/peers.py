@@ -42,6 +42,7 @@ def register_shadow(reducer: ShadowedReducer, engine: Engine, name: str) -> None
 
 def abort_steps(engine: Engine) -> None:
     """Leave the steps that this rank is in, before it joins: the others take them without it."""
+    # A copy: a reducer that is collected meanwhile leaves the dict.
     for reducer in list(_by_name.get(engine, {}).values()):
         reducer.abort()
 
@@ -51,6 +52,7 @@ def _shadow_work(
 ) -> Work:
     if join_descriptor == LEFT_OUT:
         return lambda transport, all_flags: None
+    # From the right: names of parameters have dots, too.
     of, _, index = name.rpartition(".")
     if of not in reducers:
         raise RuntimeError(f"this rank has joined, and its optimizer of {of} is no more")
@@ -102,6 +104,7 @@ class Peers:
         """
 
         def without(transport: Transport, all_flags: list[int]) -> Any:
+            # All submit with the flags 1, and a rank that has joined has 0.
             pairs = zip(transport.ranks, all_flags, strict=True)
             return work(transport, [rank for rank, is_there in pairs if not is_there])
 

@@ -77,6 +77,7 @@ class PlannedBuckets:
         if any(self.bucket_exchanges[self._index[parameter]].has_residual for parameter in gone):
             return True  # its residual waits until it is there again
         known = [parameter for parameter in trained if parameter in self._index]
+        # A new parameter needs no bucket as long as it has no gradient.
         is_new = any(p.grad is not None for p in trained if p not in self._index)
         return is_new or not self.accepts_gradients(known)
 
@@ -93,6 +94,7 @@ class PlannedBuckets:
         Raises HorovodInternalError, on all ranks alike, where they disagree, or one has joined.
         """
         names = [self._names[parameter] for parameter in trained]
+        # Copies: the buckets go, and a parameter may come into another one, or into none.
         residuals = {**self._residuals, **copy_residuals(self.bucket_exchanges)}
         plan = Plan(
             self._options,
@@ -111,6 +113,7 @@ class PlannedBuckets:
             agreed, peers.name, self._progress, peers.size
         )
         load_residuals(self.bucket_exchanges, residuals)
+        # Only for the same parameters in the same order: regions are places among them.
         records = {tuple(record["names"]): record for record in agreed.records}
         for bucket_exchange in self.bucket_exchanges:
             if tuple(bucket_exchange.names) in records:
@@ -130,6 +133,7 @@ class PlannedBuckets:
             for index, bucket_exchange in enumerate(self.bucket_exchanges)
             for p in bucket_exchange.parameters
         }
+        # A hash, as each bucket's operation carries it.
         said = "\n".join([*signature, *map(str, agreed.parts)])
         self.signature = f"plan {hashlib.blake2b(said.encode(), digest_size=8).hexdigest()}"
 
@@ -144,6 +148,7 @@ class PlannedBuckets:
         if not self.bucket_exchanges:
             return self._residuals, self._wanted
         residuals = {**self._residuals, **copy_residuals(self.bucket_exchanges)}
+        # A state was loaded: its buckets come with the next plan.
         if self._loaded_steps is not None:
             return residuals, self._wanted
         return residuals, [bucket_exchange.record() for bucket_exchange in self.bucket_exchanges]
@@ -178,6 +183,7 @@ class PlannedBuckets:
 
     def _sparse_among(self, trained: Iterable[torch.nn.Parameter]) -> list[str]:
         """Return the names of parameters with sparse gradients, here now or on any rank before."""
+        # Those of before as well: a step may bring this rank no gradient of them.
         return [
             self._names[parameter]
             for parameter in trained

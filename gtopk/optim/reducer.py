@@ -113,8 +113,10 @@ class Reducer:
         self.planned = PlannedBuckets(names, options, self.progress)
         self.scaler = scaler
         self.samples = Samples()
+        # SyncBatchNorm looks up by it what this rank's next gradients weigh.
         note_stepper(self, names)
         self._clips_before = options.clips_before
+        # The norm of all gradients is known only when backward has ended.
         overlaps = options.overlap and not self._clips_before
         self.overlap = Overlap(overlaps, options.compression)
         is_planned = options.groups is None and options.bucket_bytes is None
@@ -140,6 +142,7 @@ class Reducer:
         """
         self._commit_or_roll_back()
         self.peers = peers_in(here, self.options.process_set, self.names.values())
+        # `drop` waits for the old engine's thread, which may still be at work in the buckets.
         transaction, self._transaction = self._transaction, None
         if transaction is not None:
             transaction.drop()
@@ -254,6 +257,7 @@ class Reducer:
         """Make the buckets with all ranks, and exchange them from now on."""
         trained = self.trained()
         self.names.add(self._param_groups)
+        # Whole gradients may be averaged twice; of compressed ones DDP would have sent all before.
         if self.options.feedback is not None:
             refuse_ddp(trained)
         note_stepper(self, trained)
@@ -319,6 +323,7 @@ class Reducer:
         return applied.is_discarded and not applied.has_changed_parameters
 
     def _commit_or_roll_back(self) -> None:
+        # The gradients were cleared or replaced, and nobody has stepped: the residual gets it back.
         if self._applied is not None and self.is_discarded:
             self._roll_back()
         self.commit()
@@ -376,12 +381,14 @@ class Reducer:
                 "every rank must take a step before one joins"
             )
         shadow = self._shadow
+        # A bucket that comes once more is of the others' next try.
         if shadow is None or index in shadow.shadowed:
             shadow = self._open()
         self._shadow = shadow
         reduce = shadow.shadow_work(index)
 
         def work(transport: Transport, all_flags: list[int]) -> None:
+            # True, and so 1, where the step had an update: it counts on this rank, too.
             self.progress.steps += reduce(transport, all_flags)
             here.note_preempted(shadow.preempted)
 
@@ -434,6 +441,7 @@ class Reducer:
     @property
     def steps(self) -> int:
         """Return the number of steps taken, with those before the state that was loaded last."""
+        # An update that no optimizer has stepped with is counted, and may still be undone.
         return self.planned.steps - (self._applied is not None)
 
     def known_names(self) -> set[str]:

@@ -52,6 +52,7 @@ class Divergence(NamedTuple):
 
     def majority(self) -> list[int] | None:
         """Return the ranks of the side that has more than half of all ranks; None: none has."""
+        # More than half of all, not the largest side: of two and two, either may be wrong.
         most = max(self.ranks_by_checksum.values(), key=len)
         return most if 2 * len(most) > sum(map(len, self.ranks_by_checksum.values())) else None
 
@@ -125,6 +126,7 @@ def spread_majority(transport: Transport, own: Mapping[str, bytes], problem: str
     Raises MismatchError, on every rank alike, where no side has more than half of the ranks, or one
     of them has a problem.
     """
+    # Before anything is compared: a rank with a problem has packed nothing.
     problems = zip(transport.ranks, transport.gather_object(problem), strict=True)
     if said := "; ".join(f"{name_ranks([rank])}: {each}" for rank, each in problems if each):
         raise MismatchError(f"the replicas are no longer the same, and cannot be healed: {said}")
@@ -145,6 +147,7 @@ def spread_majority(transport: Transport, own: Mapping[str, bytes], problem: str
         sick.update(transport.ranks[place] for place in others)
         if transport.rank == healthy[0]:
             content = np.frombuffer(own[each.name], np.uint8)
+            # All are begun before the first is waited for.
             for sent in [transport.send(content, place) for place in others]:
                 sent()
         elif transport.rank in others:
@@ -171,6 +174,7 @@ def install_parameters(
             here = own.get(key)
             if isinstance(here, torch.Tensor) and _are_alike(here, value):
                 here.copy_(value)  # in place: other objects may refer to it
+            # Scalars stay on the host, as Adam's count of steps does.
             elif isinstance(value, torch.Tensor) and value.dim():
                 own[key] = value.to(parameter.device)
             else:
@@ -270,6 +274,7 @@ class ReplicaCheck:
         if not self._is_due:
             return None
         parameters, is_error = self._of.names, self._on_divergence == "error"
+        # Now, in the caller's thread: parameters may have moved on when the comparison is run.
         own, names = checksums(parameters), list(parameters.values())
 
         def compare_ranks(transport: Transport) -> list[Divergence]:
@@ -319,6 +324,7 @@ class ReplicaCheck:
             "replicas.heal", [], lambda transport, _: spread_majority(transport, own, problem)
         )
         install_parameters(parameters, repaired, state)
+        # To be sure: whoever could not take the bits over must not train on.
         again, names = checksums(parameters), list(parameters.values())
         self._of.peers.run(
             "replicas.healed", [], lambda t, all_flags: require_the_same(t, again, names)

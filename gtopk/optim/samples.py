@@ -21,6 +21,7 @@ from collectives.kernels import squared_norm, squared_norms
 
 from ..exchange.buckets.arrays import current_stream, device_of, located, view_array
 
+# Of an int64 that is not negative: 35 bits, one that tells whether there is a number, and its 27.
 FLAG_BITS_BELOW_SAMPLES: Final = 35
 MOST: Final = 2**27 - 1
 
@@ -65,6 +66,7 @@ class Samples:
         """
         if self.count is None:
             return 1
+        # A sum has its number of samples in it already.
         return min(self.count, 1) if self.summed else self.count
 
     def weight(self, all_flags: Sequence[int]) -> float:
@@ -76,6 +78,7 @@ class Samples:
         return self._part(self.count or 0, all_flags)
 
     def _part(self, of: int, all_flags: Sequence[int]) -> float:
+        # Where no rank has a sample nothing counts, and nothing is divided by 0.
         total = sum(_number(flags) or 0 for flags in all_flags)
         return of / total if total and self.count else 0.0
 
@@ -164,6 +167,8 @@ class LocalClip:
         if self._allowed_norm is not None:
             allowed = self._allowed_norm * math.sqrt(share)
         if self._allowed_mean is not None:
+            # This rank's gradient is 1 / sqrt(ratio) times as long as the mean one, to which it
+            # gives its share.
             allowed = min(allowed, self._allowed_mean * share / math.sqrt(self._ratio))
         return min(1.0, allowed / norm)
 

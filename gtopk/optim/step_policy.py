@@ -93,4 +93,5 @@ class StepPolicy:
 
     def note_step(self) -> None:
         """Let learning-rate schedulers know that a step was taken."""
+        # torch's schedulers read this mark, to warn where they come before the optimizer.
         self._optimizer._opt_called = self._optimizer._wrapped._opt_called = True

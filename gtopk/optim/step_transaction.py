@@ -191,6 +191,7 @@ class StepTransaction:
             self.bucket_exchanges[index].is_unchanged() for index in self.operations
         )
         late = self._late()
+        # With another plan to come they would be captured in vain.
         if not unplanned:
             for index in late:
                 self._capture_gradients(index)
@@ -302,6 +303,7 @@ class StepTransaction:
 
         def work(transport: Transport, all_flags: list[int]) -> bool:
             self._work(index, [], transport, all_flags)
+            # The last bucket ends the transaction: only then does this rank know whether it counts.
             if index < len(self.bucket_exchanges) - 1:
                 return False
             applies = not self.void and self.finite() and self._done == len(self.bucket_exchanges)
@@ -357,6 +359,7 @@ class StepTransaction:
         try:
             self._reduce(index, missing, transport, all_flags)
             self._done += 1
+        # A disagreement is raised on all ranks alike: no rank exchanges the buckets after it.
         except BaseException:
             self._stopped = True
             raise
@@ -418,6 +421,7 @@ class StepTransaction:
     def _check_missing(
         self, index: int, missing: list[str], transport: Transport, all_flags: list[int]
     ) -> None:
+        # Where all checksums agree, as they mostly do, all ranks lack what this one lacks.
         everywhere = set(missing)
         here = [rank for rank, flags in enumerate(all_flags) if flags & _HERE]
         checksums = {all_flags[rank] & _MISSING for rank in here}
@@ -425,6 +429,7 @@ class StepTransaction:
         joined_unaware = len(here) < len(all_flags) and any(checksums)
         if len(checksums) > 1 or joined_unaware:
             said = transport.gather_object(missing)
+            # Without those that have no samples, and so no gradients by right.
             heard = {transport.ranks[r]: said[r] for r in here if is_weighted(all_flags[r])}
             if len(set(map(tuple, heard.values()))) > 1:
                 if not self._missing_is_zero:

@@ -51,6 +51,7 @@ class _StderrHandler(logging.Handler):
         return said if begins else f"{self._whose}: {said}"
 
     def emit(self, record: logging.LogRecord) -> None:
+        # Looked up at each record: the script may configure logging after `init`.
         if logging.getLogger().handlers:
             return
         if self._is_echo and getattr(record, "everywhere", False):
@@ -74,6 +75,7 @@ def install_handler(rank: int, environ: Mapping[str, str] = os.environ) -> None:
         return
     handler = _StderrHandler(rank, all_ranks=bool(asked))
     _log.addHandler(handler)
+    # A level that the script has set stays.
     if _log.level == logging.NOTSET:
         usual = logging.INFO if rank == 0 else logging.WARNING
         _log.setLevel(_LEVELS[asked] if asked else usual)

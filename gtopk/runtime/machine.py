@@ -50,8 +50,9 @@ def load() -> float:
     return round(os.getloadavg()[0], 2)
 
 
-def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+def processor() -> str:
     """Return the processor's name where the kernel tells it, else its architecture."""
+    cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):

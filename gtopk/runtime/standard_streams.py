@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Final, TextIO
 
 _IN_ASCII: Final = {"µ": "u", "μ": "u", "×": "x", "\u2009": " ", "\u202f": " ", "\xa0": " "}  # noqa: RUF001
@@ -33,6 +33,7 @@ def _spelt(error: UnicodeError) -> tuple[str | bytes, int]:
     first = error.object[error.start]
     if first in _IN_ASCII:
         return _IN_ASCII[first], error.start + 1
+    # One character alone, as the next one may have a spelling.
     one = UnicodeEncodeError(
         error.encoding, error.object, error.start, error.start + 1, error.reason
     )
@@ -82,6 +83,6 @@ def run_within(work: Callable[[], object], seconds: float) -> None:
         thread.join(seconds)
 
 
-def wants_colour(stream: TextIO, environ: Mapping[str, str] = os.environ) -> bool:
+def wants_colour(stream: TextIO) -> bool:
     """Tell whether to write colours: to a terminal, unless NO_COLOR says no (no-color.org)."""
-    return stream.isatty() and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

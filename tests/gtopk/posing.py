@@ -153,8 +153,11 @@ def pose(monkeypatch: pytest.MonkeyPatch, library: Any) -> Callable[[], list[str
     def view(tensor: torch.Tensor) -> Posing:
         return Posing(arrays.view_array(tensor))
 
+    monkeypatch.setattr(buckets, "view_array", view)
+    monkeypatch.setattr(
+        arrays.Memory, "of", classmethod(lambda cls, tensor: cls(tensor, view(tensor)))
+    )
     for module in (buckets, residual):
-        monkeypatch.setattr(module, "view_array", view)
         monkeypatch.setattr(module, "view_tensor", lambda array: arrays.view_tensor(array.content))
     monkeypatch.setattr(buckets, "_on_gpu", lambda device: True)
     monkeypatch.setattr(bucket_exchange.BucketExchange, "checks_finite_first", False)

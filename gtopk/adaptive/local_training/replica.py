@@ -203,7 +203,7 @@ class RoundExchange:
     def residual_size(self) -> ResidualSize | None:
         """Return how large the residual is after the last reduction; reads all of it."""
         residual = self.exchange.residual
-        return None if residual is None else residual.residual_size(self.exchange.sent_mass())
+        return None if residual is None else residual.residual_size()
 
 
 class Replica:

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,11 +29,13 @@ def to_array(tensor: torch.Tensor) -> NDArray[Any]:
         copy = begin_copy(flat)
         await_copies([flat])
         return view_dense(copy)
+    # A copy, as the ranks' sum is written over it.
     return np.array(view_dense(flat))
 
 
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's elements as ranks can reduce them, [numel]; a view where possible."""
+    # A tensor may be negated by a mark alone: its memory then holds the opposite values.
     flat = tensor.detach().resolve_neg().reshape(-1)
     flat = _of_stride_1(flat) if flat.is_contiguous() else flat
     return flat.to(torch.uint8) if flat.dtype == torch.bool else flat
@@ -58,6 +60,7 @@ def begin_copy(flat: torch.Tensor) -> torch.Tensor:
 
     The copy is complete after `await_copies`.
     """
+    # The host would wait for a copy into pageable memory, whatever `non_blocking` says.
     pinned = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
     return pinned.copy_(flat, non_blocking=True)
 
@@ -72,6 +75,7 @@ def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a host tensor on a device; to a GPU by way of page-locked memory, without a wait."""
     if device.type != "cuda":
         return host.to(device)
+    # torch keeps the page-locked memory until the copy is done, though nothing refers to it here.
     return host.pin_memory().to(device, non_blocking=True)
 
 
@@ -108,6 +112,7 @@ def view_array(tensor: torch.Tensor) -> NDArray[Any]:
             f"{tuple(tensor.stride())} for shape {list(tensor.shape)}; use tensor.contiguous()"
         )
     flat = _of_stride_1(tensor.detach())
+    # NumPy has no bfloat16, and torch has uint16 only since 2.3: so by way of int16.
     bits = flat.dtype == torch.bfloat16
     if bits:
         flat = flat.view(torch.int16)
@@ -118,6 +123,21 @@ def view_array(tensor: torch.Tensor) -> NDArray[Any]:
     else:
         array = flat.numpy()
     return array.view(np.uint16) if bits else array
+
+
+class Memory(NamedTuple):
+    """One vector, as a tensor and as the kernels' array of the same memory."""
+
+    tensor: torch.Tensor
+    array: NDArray[Any]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Memory:
+        return cls(tensor, view_array(tensor))
+
+    def like(self) -> Memory:
+        """Return uninitialized memory of the same kind."""
+        return Memory.of(torch.empty_like(self.tensor))
 
 
 def located(tensors: Sequence[torch.Tensor]) -> Located:
@@ -153,6 +173,7 @@ def view_tensor(array: NDArray[Any]) -> torch.Tensor:
 def zeros(length: int, dtype: np.dtype[Any], device: torch.device) -> torch.Tensor:
     """Return zeros, [length], ready for any stream: waits until a GPU has written them."""
     tensor = torch.zeros(length, dtype=getattr(torch, dtype.name), device=device)
+    # Once, where it is made: any stream may use it from then on without waiting.
     if tensor.is_cuda:
         torch.cuda.current_stream(device).synchronize()
     return tensor
@@ -160,6 +181,7 @@ def zeros(length: int, dtype: np.dtype[Any], device: torch.device) -> torch.Tens
 
 def device_of(parameters: Sequence[torch.Tensor]) -> torch.device:
     """Return the kernels' device for these: their GPU, where all are on one; else the host."""
+    # One launch reads all of a bucket: with parameters on several GPUs it works on the host.
     devices = {parameter.device for parameter in parameters}
     if len(devices) == 1 and next(iter(devices)).type == "cuda" and _kernels_reach_gpus():
         return devices.pop()
@@ -175,13 +197,6 @@ def _kernels_reach_gpus() -> bool:
         _log.warning("gradients on a GPU go through the host, there and back: %s", error)
         return False
     return True
-
-
-@contextmanager
-def stream_of(tensor: torch.Tensor) -> Iterator[None]:
-    """Let the kernels work on torch's current stream of the tensor's GPU; no change on the host."""
-    with current_stream(tensor.device)():
-        yield
 
 
 def current_stream(of: torch.device) -> Callable[[], AbstractContextManager[None]]:

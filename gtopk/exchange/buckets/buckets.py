@@ -115,6 +115,7 @@ class Bucket:
         own = [parameter.grad for parameter in self.parameters]
         self.lacking = lack_gradients(own)
         if gradients is None:
+            # Both are rare, and this runs for all gradients of a step: one pass finds none.
             others = [
                 (place, gradient)
                 for place, gradient in enumerate(own)
@@ -126,6 +127,7 @@ class Bucket:
                 elif is_expanded(gradient):  # its elements share memory: an update needs its own
                     self.parameters[place].grad = own[place] = gradient.clone()
             gradients = own
+        # For a missing one, zeros that the parameter may keep: the update may need a place.
         self.gradients = [
             torch.zeros_like(p)
             if gradient is None
@@ -134,6 +136,7 @@ class Bucket:
             else (gradient.detach() if gradient.requires_grad else gradient)
             for p, gradient in zip(self.parameters, gradients, strict=True)
         ]
+        # The caller's: the engine's thread, which reads the gradients, has another one.
         self._on_stream = self._current_stream()
         with self._on_stream():
             self.ready = Timestamp(self.device)
@@ -200,6 +203,7 @@ class Bucket:
         for gradient, stride in zip(self.gradients, self.strides, strict=True):
             if gradient.device != self.device or not _is_ordered(gradient, stride):
                 return None
+        # The kernels get no empty parts: an empty tensor need not have an address.
         filled = [gradient for gradient in self.gradients if gradient.numel()]
         if _on_gpu(self.device):
             return located(filled)
@@ -227,6 +231,7 @@ class Bucket:
 
     def fits_sum(self) -> bool:
         """Tell whether the sum in `flat` is finite, also in the gradients' dtypes."""
+        # Whatever is finite fits: the kernel tells that in a quicker pass.
         if self.largest == np.finfo(self.dtype).max:
             return bool(all_finite(self.flat))
         least, most = self._flat.aminmax()
@@ -433,6 +438,7 @@ def _sample_of(flat: torch.Tensor) -> torch.Tensor:
 
 def is_expanded(tensor: torch.Tensor) -> bool:
     """Tell whether elements share their memory, as after `expand`."""
+    # A stride of 0 shares nothing where its dimension has one element.
     return 0 in tensor.stride() and any(
         step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
     )

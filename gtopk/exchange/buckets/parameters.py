@@ -44,6 +44,7 @@ class ParameterNames(dict[torch.nn.Parameter, str]):
                     continue
                 name = self._given.get(parameter)
                 if name is None:
+                    # torch's own name may be taken, by one that the user has given.
                     torchs = group.get("param_names", ())
                     base = torchs[j] if j < len(torchs) else f"noname.{i}.{j}"
                     others = (f"{base}~{number}" for number in count(2))
@@ -62,6 +63,7 @@ def name_parameters(
     """
     if named_parameters is None:
         return ParameterNames(optimizer.param_groups)
+    # It may be a generator, and is gone through several times.
     pairs = list(named_parameters)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise ValueError(
@@ -102,6 +104,7 @@ def require_trained(names: Mapping[torch.nn.Parameter, str]) -> list[torch.nn.Pa
             "a distributed optimizer needs a parameter that requires a gradient, and all "
             f"{len(names)} are frozen: thaw one (requires_grad_()), or step the plain optimizer"
         )
+    # Before sizes are read: a lazy parameter has none.
     refuse_complex(trained, names)
     refuse_lazy(trained, names)
     if not any(parameter.numel() for parameter in trained):
@@ -135,9 +138,14 @@ def require_known(
         raise ValueError(f"{what}, but now others do, too: {'; '.join(later)}")
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """Return all parameters, in their order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def trained_by(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     """Return the parameters that require a gradient by now, in their order."""
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return [p for p in parameters_of(optimizer) if p.requires_grad]
 
 
 def with_gradients(param_groups: Iterable[dict[str, Any]]) -> list[torch.nn.Parameter]:

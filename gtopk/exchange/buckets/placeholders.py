@@ -64,6 +64,7 @@ def _is_untouched(gradient: torch.Tensor) -> bool:
     if (mark := getattr(gradient, _MARK, None)) is None:
         return False
     if mark != gradient._version:
+        # Once `_placed` is empty, no step searches it any more.
         _placed.pop(id(gradient), None)
         return False
     return True
@@ -94,6 +95,7 @@ def renew(placeholders: Iterable[torch.Tensor]) -> None:
 
 
 def _mark(placeholder: torch.Tensor) -> None:
+    # By id below: a WeakSet would compare tensors with ==, value by value.
     setattr(placeholder, _MARK, placeholder._version)
     _placed[id(placeholder)] = placeholder
 
@@ -106,6 +108,7 @@ def _drop_for_sparse(parameter: torch.nn.Parameter) -> None:
     known = weakref.ref(parameter)  # the parameter holds the hook
 
     def hook(gradient: torch.Tensor) -> None:
+        # For one gradient only: after it the placeholder is gone, or has become a gradient.
         handle.remove()
         owner = known()
         if gradient.is_sparse and owner is not None:

@@ -16,6 +16,7 @@ from torch.utils.weak import TensorWeakRef
 from ...compression import ErrorFeedback, Hierarchical
 from ...errors import check_choice
 from ...exchange.adamw import SHARED, SHARED_ROWS, AdamGroups, is_decoupled, refuse_amsgrad
+from ...exchange.buckets.parameters import parameters_of
 from ...reduce_ops import Adasum
 from .local_residual import on_this_rank, take_center, versions_of
 
@@ -30,9 +31,11 @@ def groups_to_step_before(
     """
     if not isinstance(compression, ErrorFeedback) or compression.corrects:
         return None
+    # A node's sum, and its residual, is no rank's own.
     if isinstance(compression, Hierarchical) and compression.inside == "dense":
         return None
     own = (torch.optim.Adam, torch.optim.AdamW)
+    # Below what torch wraps around it: a class with a `step` of its own may do more.
     stepping = inspect.unwrap(type(optimizer).step)
     if not isinstance(optimizer, own) or stepping not in [inspect.unwrap(e.step) for e in own]:
         return None
@@ -52,6 +55,7 @@ def apply_agreed_steps(optimizer: Any, agreed: AgreedSteps | None) -> None:
     if agreed is not None:
         agreed.require_unchanged()
     for group in optimizer.param_groups:
+        # The decay of Adam proper was added to its gradients: the steps have it already.
         keep = 1.0
         if is_decoupled(group, optimizer):
             keep -= float(group["lr"]) * float(group["weight_decay"])
@@ -81,8 +85,7 @@ def keep_precision(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, An
     state_dict: the one that the optimizer has just loaded.
     """
     saved = [number for group in state_dict["param_groups"] for number in group["params"]]
-    here = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, parameter in zip(saved, here, strict=True):
+    for number, parameter in zip(saved, parameters_of(optimizer), strict=True):
         for name in (SHARED, SHARED_ROWS):
             tensor = state_dict["state"].get(number, {}).get(name)
             if tensor is not None:

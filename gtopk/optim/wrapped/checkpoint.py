@@ -30,6 +30,7 @@ import torch
 
 from collectives.transports import Transport
 
+from ...exchange.buckets.parameters import parameters_of
 from ...exchange.residual import AGE, ROWS, SECOND_MOMENT
 from ...exchange.residual_state import (
     ResidualState,
@@ -46,6 +47,7 @@ _log = logging.getLogger("gtopk")
 KEY: Final = "gtopk"
 FORMAT: Final = 1
 GRADIENTS, CHANGES = "gradients", "changes"
+# Names of the file format: older checkpoints have them, whatever the code calls things now.
 _FIELDS: Final = {"format", "ranks", "steps", "lanes", "held"}
 
 
@@ -74,10 +76,9 @@ def undo_step(whole: dict[str, Any], optimizer: torch.optim.Optimizer, reducer: 
     """Make a state_dict() what it was before a step that is exchanged and not taken yet."""
     before = state_before(reducer.planned.bucket_exchanges)
     state = whole["state"]
-    numbers = enumerate(p for group in optimizer.param_groups for p in group["params"])
     ordered = {  # by number: buckets make states from the last parameter on
         number: {**state.pop(number), **before.get(parameter, {})}
-        for number, parameter in numbers
+        for number, parameter in enumerate(parameters_of(optimizer))
         if number in state
     }
     whole["state"] = {**ordered, **state}
@@ -119,6 +120,7 @@ def gather_held(own: dict[str, Any], rank: int, place: int, transport: Transport
     if rank != place:
         transport.send(np.frombuffer(encode(own["held"][rank]), np.uint8), place)()
         return
+    # One after the other: the root has room for one message more at a time.
     for source in range(transport.size):
         if source != place:
             own["held"][source] = decode(transport.receive(source).tobytes())
@@ -132,6 +134,7 @@ def load(holder: ResidualOwner, part: Mapping[str, Any]) -> None:
     so. Raises ValueError for a part in another format.
     """
     if (of := part.get("holds", GRADIENTS)) != holder.residual_of:
+        # Of zeros nothing is lost.
         if any(map(nonzero_names, part["held"].values())):
             _log.warning(
                 "rank %d of %d has no residual: that of the state is of %s, and this optimizer "
@@ -214,6 +217,7 @@ def _residuals_for(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, 
 
 def is_part(value: object) -> bool:
     """Tell whether a value is a part from `save`, or the state of a hook."""
+    # At least: parts of later versions have more.
     return isinstance(value, dict) and value.keys() >= _FIELDS
 
 
@@ -222,6 +226,7 @@ def check_part(part: Any) -> None:
     if not is_part(part):
         raise ValueError(f"the residual of a rank must have {', '.join(sorted(_FIELDS))}")
     for name, least in (("format", 1), ("ranks", 1), ("steps", 0)):
+        # By the exact type, as True is an int, too.
         if type(part[name]) is not int or part[name] < least:
             raise ValueError(f"the {name} of a rank's residual is {part[name]!r}")
     if part.get("holds", GRADIENTS) not in (GRADIENTS, CHANGES):
@@ -264,6 +269,7 @@ def _divide(
         residuals = _sum([parts[source] for source in mine])
         residuals = _rescaled(residuals, len(mine), saved, ranks)
         return residuals, _takeover_message(mine, saved, rank, ranks)
+    # Each rank has saved its own alone, and goes on with that.
     if rank in parts and saved == ranks:
         return _sum([parts[rank]]), ""
     there = ", ".join(map(str, parts))
@@ -312,7 +318,9 @@ def _sum(parts: list[Mapping[str, ResidualState]]) -> dict[str, ResidualState]:
             own = total.setdefault(name, {})
             for what, tensor in tensors.items():
                 if what not in own:
+                    # A copy: the state that is loaded stays the caller's.
                     own[what] = tensor.clone()
+                # Ages are of the same training: the oldest tells how many steps there were.
                 elif what == AGE:
                     own[what] = torch.maximum(own[what], tensor)
                 else:  # gathered parts lie on the host, except the root's own

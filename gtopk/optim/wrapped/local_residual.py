@@ -119,6 +119,7 @@ class LocalResidual:
         """
         if self._roots or self._finding is not None or self._has_given_up:
             return
+        # Weakly: torch's hook of all modules must not keep this alive.
         known = weakref.ref(self)
 
         def find(module: torch.nn.Module, inputs: Any) -> None:
@@ -143,6 +144,7 @@ class LocalResidual:
             hook = _Hook(self)
             # Before FSDP's hook, which gathers the parameters of all ranks.
             module.register_forward_pre_hook(hook.before_forward, prepend=True)
+            # Of the models within wrappers, too: a script may take the state of either.
             for each in _layers(module):
                 each.register_state_dict_pre_hook(hook.before_state_dict)
                 each.register_load_state_dict_pre_hook(hook.before_load_state_dict)
@@ -171,10 +173,12 @@ class LocalResidual:
             if not parameter.requires_grad:
                 continue  # a frozen layer keeps its values, and its residual waits
             if (other := _sources.get(parameter)) is not None:
+                # The optimizer made last has the parameter, whichever model is called first.
                 if other._number > self._number:
                     continue
                 other._restore(parameter)
             here, center = on_this_rank(parameter), self._center.get(parameter)
+            # A model may have been moved to another device, or dtype, since the last step.
             if center is None or (center.shape, center.dtype, center.device) != (
                 here.shape,
                 here.dtype,
@@ -193,6 +197,7 @@ class LocalResidual:
     @torch.no_grad()
     def restore(self) -> None:
         """Make the parameters the center; raise RuntimeError where one was changed meanwhile."""
+        # A copy: `_restore` takes them off.
         applied = [*self._versions]
         for parameter in applied:
             self._restore(parameter)
@@ -238,9 +243,11 @@ class LocalResidual:
             return  # there is no residual
         if self._roots:
             self._stop_finding()
+        # After the first step, before which there was nothing to apply.
         elif self._finding is None and not self._has_given_up:
             self.find_models()
         else:
+            # A whole step has passed since, and no model was called in it.
             if not self._has_given_up and self._source.peers.rank == 0:
                 _log.warning(
                     "no torch.nn.Module with the optimizer's parameters was called in a step: "
@@ -283,6 +290,7 @@ def _watch_wrapping() -> None:
             for residual in {_sources[p] for p in inner.parameters() if p in _sources}:
                 residual.restore()
 
+    # DDP broadcasts rank 0's parameters when it is made: they must be the center by then.
     register_module_module_registration_hook(restore)
 
 
@@ -309,6 +317,7 @@ class _Hook:
             return
         if not module.training:
             residual.restore()
+        # Without gradients nothing is learnt in this call: parameters stay as they are.
         elif torch.is_grad_enabled():
             residual.apply()
 

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from ...exchange.buckets.parameters import parameters_of
+
 Path: TypeAlias = tuple[Any, ...]
 Tree: TypeAlias = dict[str, Any]
 
@@ -57,7 +59,7 @@ def tree(optimizer: torch.optim.Optimizer) -> Tree:
         ],
         "parameters": {
             number: state[parameter]
-            for number, parameter in enumerate(_parameters(optimizer))
+            for number, parameter in enumerate(parameters_of(optimizer))
             if parameter in state
         },
         "other": {key: part for key, part in state.items() if not isinstance(key, torch.Tensor)},
@@ -66,13 +68,14 @@ def tree(optimizer: torch.optim.Optimizer) -> Tree:
 
 def install(tree: Tree, optimizer: torch.optim.Optimizer) -> None:
     """Make the options and the state those of the tree; the groups stay the same objects."""
+    # In place: schedulers hold on to the groups.
     for group, options in zip(optimizer.param_groups, tree["groups"], strict=True):
         group.update(options)
     state = optimizer.state
     for key in [key for key in state if not isinstance(key, torch.Tensor)]:
         del state[key]
     state.update(tree["other"])
-    for number, parameter in enumerate(_parameters(optimizer)):
+    for number, parameter in enumerate(parameters_of(optimizer)):
         state.pop(parameter, None)
         if number in tree["parameters"]:
             state[parameter] = tree["parameters"][number]
@@ -155,13 +158,9 @@ def lay_out_as_parameters(optimizer: torch.optim.Optimizer) -> None:
                 state[key] = laid_out.copy_(part)
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _device(path: Path, optimizer: torch.optim.Optimizer) -> torch.device:
     """Return the device of the parameter that a path belongs to, else of the first."""
-    return _parameters(optimizer)[path[1] if path[0] == "parameters" else 0].device
+    return parameters_of(optimizer)[path[1] if path[0] == "parameters" else 0].device
 
 
 def _is_tensor(part: Any) -> bool:
@@ -170,6 +169,7 @@ def _is_tensor(part: Any) -> bool:
 
 def _rebuild(part: Any, leaf: Callable[[Any, Path], Any], path: Path = ()) -> Any:
     """Return a copy of a tree with leaf(part, path) in place of each part that is no container."""
+    # The exact types: another container, which may be more than its items, is a leaf.
     if type(part) in (dict, OrderedDict):
         return type(part)((key, _rebuild(p, leaf, (*path, key))) for key, p in part.items())
     if type(part) in (list, tuple):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...exchange.buckets.parameters import parameters_of
 from ...exchange.buckets.placeholders import placeholders, remove_placeholders, renew
 from .tree import lay_out_as_parameters
 
@@ -72,7 +73,7 @@ class Wrapping(torch.optim.Optimizer):
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients; those that are placeholders, of zeros, stay placeholders."""
-        untouched = placeholders(_parameters(self))
+        untouched = placeholders(parameters_of(self))
         super().zero_grad(*args, **kwargs)
         renew(untouched)
 
@@ -94,19 +95,16 @@ class Wrapping(torch.optim.Optimizer):
 
     def _step_wrapped(self) -> None:
         """Step as the wrapped optimizer does, with the gradients as they are."""
-        remove_placeholders(_parameters(self))
+        remove_placeholders(parameters_of(self))
         super().step()
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # schedulers made before
 
     def _take_agreed_step(self, step: Callable[[Any], None]) -> None:
         """Call this in place of the wrapped optimizer's step, between that one's hooks."""
-        remove_placeholders(_parameters(self))
+        remove_placeholders(parameters_of(self))
+        # With torch's wrapper, so that the optimizer's hooks and a profiler see a step.
         self.profile_hook_step(step)(self)
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # schedulers made before
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def wrap(optimizer: torch.optim.Optimizer, kind: type[Wrapping]) -> Any:

@@ -37,6 +37,7 @@ def clock_offset(transport: Transport, boot: str | None = None) -> Offset:
     boots = transport.gather_object(boot or _this_boot())
     others = [rank for rank, each in enumerate(boots) if each != boots[0]]
     found = Offset()
+    # One rank after the other: a rank 0 that is busy would lengthen the round trips.
     for rank in others:
         if transport.rank == 0:
             for _ in range(_ROUND_TRIPS):
@@ -69,6 +70,7 @@ def _this_boot() -> str:
     try:
         return _BOOT.read_text(encoding="ascii").strip()
     except OSError:
+        # Not on Linux: ranks of one host are taken to read one clock.
         import socket
 
         return socket.gethostname()

@@ -44,6 +44,7 @@ from .operation import (
     Request,
     ShadowWork,
     Work,
+    do_nothing,
     gather_announcements,
 )
 from .readiness_table import PROGRAM_ENDED, CycleOutcome, ReadinessTable, ReadyOperation
@@ -185,7 +186,8 @@ class Engine:
         `submit` raises ValueError.
         """
         request = Request("join", OperationSpec((), None, ()), 0)
-        operation = Operation(request, self.transport.size, _nothing, (), self._wake_for, self._at)
+        size = self.transport.size
+        operation = Operation(request, size, do_nothing, (), self._wake_for, self._at)
         with self._changed:
             self._refuse_when_closed("join")
             if self._joining is not None:
@@ -261,6 +263,8 @@ class Engine:
             self._cycle()
         self._fail_all(self._over or PeerError("gtopk has been shut down"))
         with self._changed:
+            # Nothing runs any more; the transport is left when this rank closes or its program
+            # ends.
             while self._closing is None:
                 self._changed.wait(_LOOK_SECONDS)
                 self._leave_if_program_ended()
@@ -493,7 +497,3 @@ class Engine:
             if name in self._negotiating:
                 self._negotiating.remove(name)
                 self._notify(Event("end", "negotiate", name, now))
-
-
-def _nothing(transport: Transport, all_flags: list[int]) -> None:
-    """Do nothing: the operation only agrees with the other ranks."""

@@ -25,7 +25,7 @@ from collectives.transports.transport import print_line
 from ... import settings
 from .agreement import advice_on, name_ranks
 from .fusion import ArrayIndex, Dense, Fuser, all_on_gpu, fuse_arrays, neutral_array
-from .operation import Event, Operation, Phase, ShadowWork, What, Work
+from .operation import Event, Operation, Phase, ShadowWork, What, Work, do_nothing
 from .readiness_table import ReadinessTable, ReadyOperation
 
 _SHORTEST_IDLE_SECONDS: Final = 0.02
@@ -67,6 +67,7 @@ def settings_from(environ: Mapping[str, str] = os.environ) -> Settings:
         cycle_seconds=settings.CYCLE_TIME.read(environ) / 1e3,
         cache_capacity=int(settings.CACHE_CAPACITY.read(environ)),
         fusion_threshold_bytes=int(settings.FUSION_THRESHOLD.read(environ)),
+        # 0 s would mean at once; it stands for never.
         stall_warning_seconds=math.inf if unchecked else warning or math.inf,
         stall_shutdown_seconds=math.inf if unchecked else shutdown or math.inf,
     )
@@ -111,6 +112,7 @@ class Stalls:
         A checkpoint's are told of early, once, with advice.
         """
         now = time.perf_counter()
+        # One line for all that wait for the same ranks.
         stalled: dict[tuple[int, ...], list[Operation]] = {}
         for operation in announced:
             since = max(self._warned.get(operation.name, 0.0), operation.announced)
@@ -178,7 +180,7 @@ def part_of(
     name, spec, all_flags = ready
     if operation is not None:
         return Part(name, all_flags, operation.fusion, operation.work, operation)
-    work: Work = _nothing
+    work: Work = do_nothing  # the reduction of dense arrays is its whole part
     if spec.join_descriptor is not None:
         if shadow_work is None:
             raise RuntimeError(
@@ -191,10 +193,6 @@ def part_of(
     return Part(
         name, all_flags, [neutral_array(layout, place) for layout in spec.dense], work, None
     )
-
-
-def _nothing(transport: Transport, all_flags: list[int]) -> None:
-    """Do nothing: the reduction of dense arrays is the whole part of a rank that has joined."""
 
 
 class FusionGroup(NamedTuple):

@@ -79,6 +79,7 @@ class DeferredGpuArray:
 
     def write(self, array: NDArray[Any]) -> None:
         """Copy an array as `on_host` returns it into the tensor."""
+        # No event to wait for: `on_host`, before it, has waited for the values.
         with on_own_stream(self.tensor.device):
             self.tensor.copy_(tensor_of(array, self.tensor))
 
@@ -106,6 +107,7 @@ def on_own_stream(device: torch.device, events: Sequence[Event] = ()) -> Iterato
         return
     streams: dict[int, torch.cuda.Stream] = _own.__dict__.setdefault("streams", {})
     index = device.index or 0
+    # Around both: at its end torch.cuda.stream alone would open a context on GPU 0.
     with torch.cuda.device(index):
         if index not in streams:
             streams[index] = torch.cuda.Stream(index)
@@ -239,9 +241,10 @@ class Layout(NamedTuple):
 def layout_of(dense: Dense) -> Layout:
     """Return the layout of an array; raise ValueError for one that cannot be reduced in place."""
     array = dense.array
+    # Layouts are announced by msgpack, which takes no scalars of NumPy.
+    factors = float(dense.prescale), float(dense.postscale)
     if isinstance(array, DeferredGpuArray):
         name = str(array.tensor.dtype).removeprefix("torch.")
-        factors = float(dense.prescale), float(dense.postscale)
         return Layout(name, array.tensor.numel(), dense.reduction, *factors)
     if (
         not (array.dtype.kind in "iuf" or is_narrow(array.dtype))
@@ -254,7 +257,7 @@ def layout_of(dense: Dense) -> Layout:
             f"writable, got {array.dtype} {list(array.shape)} with strides {array.strides}"
         )
     name = _BFLOAT16 if array.dtype == BFLOAT16 else array.dtype.name
-    return Layout(name, array.size, dense.reduction, float(dense.prescale), float(dense.postscale))
+    return Layout(name, array.size, dense.reduction, *factors)
 
 
 def dtype_named(name: str) -> np.dtype[Any]:

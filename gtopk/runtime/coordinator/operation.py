@@ -46,6 +46,7 @@ from collectives.transports import Traffic, Transport
 from ...errors import HorovodInternalError
 from .fusion import Dense, Layout
 
+# "gtk" and a version above, and in the lower half the length of the text.
 _PROTOCOL: Final = 0x67746B01 << 32
 _WORD_BITS: Final = 64
 
@@ -211,6 +212,11 @@ Observer = Callable[[Event], None]
 # An operation's function: it gets the transport and every rank's flags, in rank order.
 Work = Callable[[Transport, list[int]], Any]
 
+
+def do_nothing(transport: Transport, all_flags: list[int]) -> None:
+    """Do nothing: the work of an operation that only agrees with the other ranks, or is done."""
+
+
 # Makes the work of a rank that has joined, from an operation's name and join descriptor.
 ShadowWork = Callable[[str, bytes], Work]
 
@@ -231,10 +237,10 @@ class Operation:
         ranks: int,
         work: Work,
         fusion: Sequence[Dense],
-        hurry: Callable[[Operation], threading.Event | None],
+        wake_for: Callable[[Operation], threading.Event | None],
         where: Callable[[], str],
     ) -> None:
-        """hurry: tells the engine that a thread waits; returns the event to wait for, None if done.
+        """wake_for: tells the engine that a thread waits; returns its event, None where it is done.
 
         where: returns at which step this rank is.
         """
@@ -243,13 +249,14 @@ class Operation:
         self.ranks = ranks
         self.work = work
         self.fusion = fusion
+        # All of now: it may fail before it is announced, or agreed on.
         self.submitted = self.announced = self.agreed = time.perf_counter()
         self.queue_seconds = self.agree_seconds = 0.0
         self.done = False  # whether `wait` would return at once
         self.result: Any = None
         self.error: BaseException | None = None
         self.finished: threading.Event | None = None  # made for the first that waits
-        self._wake_for = hurry
+        self._wake_for = wake_for
         self._where = where
         self._traffic: Traffic | None = None
 
@@ -276,6 +283,7 @@ class Operation:
             text += "; a larger GTOPK_TIMEOUT (seconds) waits longer"
         elif self.name not in text:
             text += f"; '{self.name}' cannot be done"
+        # As a whole word: "at step 1" is not in "at step 12".
         if where and not re.search(rf"{re.escape(where)}\b", text):
             text += f"; {where}"
         failure = HorovodInternalError(text)
@@ -288,14 +296,10 @@ class Operation:
         self.queue_seconds = time.perf_counter() - self.submitted - self.agree_seconds
 
     def finish(self, result: Any = None, error: BaseException | None = None) -> None:
-        """Set the outcome, and drop work and arrays; the caller holds the engine's lock."""
+        """Set the outcome, and free work and arrays; the caller holds the engine's lock."""
         self.result, self.error = result, error
-        self.work, self.fusion = _nothing, ()
+        self.work, self.fusion = do_nothing, ()
         # After the outcome: `wait` reads `done` without the lock, and then the outcome.
         self.done = True
         if self.finished is not None:
             self.finished.set()
-
-
-def _nothing(transport: Transport, all_flags: list[int]) -> None:
-    """Replace the work of an operation that is done, so that its arrays are freed."""

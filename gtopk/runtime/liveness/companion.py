@@ -167,6 +167,7 @@ class Companion:
             while not self._leaving:
                 now = time.monotonic()
                 process = read_process(self._setting.parent)
+                # Adopted by another process, or child of a zombie: either way the rank has ended.
                 if os.getppid() != self._setting.parent or not process.state:
                     while self._follow_orders():  # its last words
                         pass
@@ -194,6 +195,7 @@ class Companion:
                 os.unlink(path)
 
     def _beat(self, process: Process, now: float) -> None:
+        # While the rank lives: of one that has ended /proc shows no maps.
         if self._beats % _BEATS_PER_LOOK == 0:
             self._segments |= segments_of(self._setting.parent)
         self._beats += 1
@@ -279,6 +281,7 @@ class Companion:
 
     def _print_loss_for_rank(self, ended: float) -> None:
         """Print which rank was lost before this one ended, if this one could not print it."""
+        # The news of a loss may still be in the socket.
         self._receive_beats()
         lost = self._watch.lost_before(ended - _SURELY_SECONDS)
         if self._end_reason != WITHOUT_A_WORD or lost is None:

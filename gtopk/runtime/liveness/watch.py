@@ -149,6 +149,7 @@ class Watch:
         self.lost: dict[int, str] = {}
         self.lost_at: dict[int, float] = {}
         self._timeout_seconds = timeout_seconds
+        # A warning is of use only well before the end.
         self._warning_seconds = min(warning_seconds, timeout_seconds / 2)
         self._states = [_PeerState() for _ in peers]
         self._begun = self._checked_at = now
@@ -168,6 +169,7 @@ class Watch:
             return
         seen.heard = now
         if beat.state is State.STOPPED:
+            # From the first of these beats: the companion of a stopped rank goes on beating.
             seen.stopped = now if seen.stopped is None else seen.stopped
         elif beat.state is State.LEFT:
             seen.left = True
@@ -208,6 +210,7 @@ class Watch:
             return f"stopped for {now - since:.1f} s (SIGSTOP?)"
         heard = [self._states[other].heard or self._begun for other in self.watches]
         whose = "its host or its network"
+        # Where all are silent at once, it may be this host that nothing reaches.
         if len(heard) > 1 and max(heard) < now - self._warning_seconds:
             whose += f", or that of {self._own}, which hears no other rank,"
         return f"silent for {now - since:.1f} s: {whose} is down"

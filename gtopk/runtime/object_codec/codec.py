@@ -60,6 +60,7 @@ class _Writer:
 
     def __init__(self, may_pickle: bool) -> None:
         self._may_pickle = may_pickle
+        # Names of files may hold lone surrogates, which stand for bytes that are no UTF-8.
         self._packer = msgpack.Packer(unicode_errors="surrogatepass")
         self._head = bytearray()
         self._bulk: list[Buffer] = []
@@ -74,6 +75,7 @@ class _Writer:
         try:
             composite = composite_of(obj)
             if composite:
+                # As a list: the number of parts goes ahead of them.
                 self._write_composite(composite.code, list(composite.take_apart(obj)))
             else:
                 leaf = leaf_of(obj)
@@ -83,6 +85,7 @@ class _Writer:
 
     def message(self) -> bytes:
         """Return header, head and bulk in one piece."""
+        # Piece by piece: the content is joined, and so copied, only once.
         crc = zlib.crc32(self._head)
         for content in self._bulk:
             crc = zlib.crc32(content, crc)
@@ -139,6 +142,7 @@ class _Writer:
 
 def _is_plain(obj: Any) -> bool:
     """Return whether this is one of msgpack's own types, ints up to 64 bits among them."""
+    # By the exact type: a subclass would come back as its base.
     kind = type(obj)
     return obj is None or kind in (bool, float, str) or (kind is int and -(2**63) <= obj < 2**64)
 
@@ -159,6 +163,7 @@ def decode(
     """
     message = data.data if isinstance(data, np.ndarray) else memoryview(data)
     flags, head, bulk = _open(message)
+    # Before anything of the content is read.
     if flags and not (pickle_allowed() if allow_pickle is None else allow_pickle):
         raise ObjectFormatError(
             "the object holds a pickle, which can execute anything; set GTOPK_ALLOW_PICKLE=1 on "
@@ -197,6 +202,7 @@ def _open(message: memoryview) -> tuple[int, memoryview, memoryview]:
     content = message[HEADER_BYTES:]
     if head_bytes > content.nbytes:
         raise malformed(f"a head of {head_bytes} bytes does not fit into {content.nbytes}")
+    # Against damage, not against forgers, who can compute it as well.
     if crc != zlib.crc32(content):
         raise malformed("their checksum does not match their content")
     return flags, content[:head_bytes], content[head_bytes:]
@@ -209,6 +215,8 @@ class _Reader:
         self, head: memoryview, bulk: memoryview, may_unpickle: bool, imports: bool
     ) -> None:
         self._unpacker = msgpack.Unpacker(
+            # Lists and dicts come as extensions; msgpack's own would take memory by a number that
+            # anyone can write.
             max_buffer_size=max(head.nbytes, 1),  # 0 would mean 2 GiB
             max_array_len=0,
             max_map_len=0,

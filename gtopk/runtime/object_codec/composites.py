@@ -43,8 +43,10 @@ def name_of(kind: type) -> str:
 def why_not(obj: Any) -> str:
     """Return why a dataclass's object cannot be encoded by its fields; "": it can."""
     kind = type(obj)
+    # The receiver will look the class up by its name.
     if _found(name_of(kind)) is not kind:
         return "of a class that is not defined at the top of a module"
+    # The items of a list or a dict are in no field.
     native = [base for base in kind.__mro__[1:-1] if base.__module__ == "builtins"]
     if native:
         return f"a {native[0].__name__}, too"
@@ -57,6 +59,7 @@ def why_not(obj: Any) -> str:
 def fields_of(obj: Any) -> Iterator[tuple[str, object]]:
     """Yield the name and the value of each field that is set."""
     for field in dataclasses.fields(obj):
+        # A field may have no value yet, as with init=False; the receiver's has none then.
         if hasattr(obj, field.name):
             yield field.name, getattr(obj, field.name)
 
@@ -125,6 +128,7 @@ def _members(members: Iterable[object]) -> Iterator[Step]:
 
 def _pairs(mapping: dict[Any, Any]) -> Iterator[Step]:
     for key, value in mapping.items():
+        # A key is a part, too: it may be a tuple, say.
         yield Step(" (key {})", key, key)
         yield Step("[{}]", key, value)
 
@@ -143,6 +147,7 @@ def _ordered_dict_parts(mapping: OrderedDict[Any, Any]) -> Iterator[Step]:
 
 
 def _default_dict_parts(mapping: defaultdict[Any, Any]) -> Iterator[Step]:
+    # The factory is called later on: only harmless ones may come from a message.
     if mapping.default_factory not in _FACTORY_NAMES:
         raise UnsupportedError(f"of {mapping.default_factory}")
     yield Step(".default_factory", None, _FACTORY_NAMES[mapping.default_factory])

@@ -133,6 +133,7 @@ def leaf_of(obj: object) -> Leaf:
 
 
 def _big_int_parts(number: int) -> tuple[Sequence[Plain], Buffer]:
+    # One bit more than the number has, for its sign.
     return (), number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)
 
 
@@ -161,6 +162,7 @@ def _shape(dimensions: Sequence[object], itemsize: int, content: memoryview) -> 
     return shape
 
 
+# Not objects, whose bytes are addresses, nor records.
 _NUMPY_DTYPE: Final = re.compile(
     r"[<>|](b1|[iu][1248]|f(2|4|8|12|16)|c(8|16|24|32)|[mM]8(\[\w+(/\w+)?\])?|[SU]\d{1,9})"
 )
@@ -180,6 +182,7 @@ def _array(content: memoryview, name: str, *dimensions: object) -> NDArray[Any]:
         raise malformed("an array's dtype is unknown")
     dtype = np.dtype(name)
     shape = _shape(dimensions, dtype.itemsize, content)
+    # A copy: it can be written to, and does not keep the whole message in memory.
     array: NDArray[Any] = np.ndarray(shape, dtype, bytearray(content))
     if dtype.kind == "b":
         _check_bools(array.view(np.uint8))
@@ -215,6 +218,7 @@ def _tensor_parts(tensor: torch.Tensor) -> tuple[Sequence[Plain], Buffer]:
         raise UnsupportedError("on the meta device, where nothing has content")
     if tensor.dim() > MAX_DIMENSIONS:
         raise UnsupportedError(f"of {tensor.dim()} dimensions")
+    # A tensor may be negated or conjugated by a mark alone: its values must travel.
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     # Not view(-1): tensors of one or no element may keep odd strides, which other dtypes refuse.
     content = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().data
@@ -228,6 +232,7 @@ def _tensor(
     if name.startswith("q"):
         raise malformed("a tensor is quantized")
     shape = _shape(dimensions, dtype.itemsize, content)
+    # Filled by a copy: made of the message's bytes it would share them.
     tensor = torch.empty(shape, dtype=dtype, device="cpu")
     elements = tensor.view(-1).view(torch.uint8).numpy()
     elements[:] = content

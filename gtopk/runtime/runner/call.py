@@ -75,6 +75,7 @@ def pack(
         raise TypeError(
             f"gtopk.run: {error}; for this call alone, allow_pickle=True does"
         ) from None
+    # A rank that needs nothing of the script does not load it: that may take long.
     needs_script = b"__main__:" in content or objects.holds_pickle(content)
     if not needs_script:
         surroundings = {k: v for k, v in surroundings.items() if not k.startswith("init_main")}
@@ -97,6 +98,7 @@ def reference(func: Callable[..., Any], in_script: bool) -> str | None:
         return None
     where = f"{module}:{name}"
     try:
+        # The name may lead to another object: to a decorator's result, say.
         return where if resolve(where) is func else None
     except (ImportError, AttributeError):
         return None
@@ -160,6 +162,7 @@ def of_error(error: BaseException, own_frames: int) -> bytes:
         words = " ".join(str(error).split())
         what = f"raised {type(error).__name__}{words and f': {words}'}"
     consequence = isinstance(error, HorovodInternalError)
+    # Texts alone: the caller may not have the exception's class.
     failure = Failure(what, text, consequence, place())
     return objects.encode({"failure": [*failure]}, allow_pickle=False)
 
@@ -219,6 +222,7 @@ def collect(
         if causes:
             _wait_for_end(launcher, _LEAVE_SECONDS)
             raise _of_failure(causes[0], ranks, failures[causes[0]])
+        # Reports may still be on their way, and so may the one that has the cause.
         if (ended and now > ended + _DRAIN_SECONDS) or (failed and now > failed + _CAUSE_SECONDS):
             raise _without_cause(failures, lost, absent, ranks, launcher)
         if absent and now > begun + start_seconds:

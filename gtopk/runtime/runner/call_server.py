@@ -64,6 +64,7 @@ class AuthenticatedConnection:
         except BaseException:
             connection.close()
             raise
+        # In the same order at both ends.
         nonces = other + mine if accepted else mine + other
         self._key = hmac.digest(secret, b"gtopk channel" + nonces, "sha256")
 
@@ -74,6 +75,7 @@ class AuthenticatedConnection:
             for part, text in ((b"l", length), (b"c", content))
         ]
         self._sent += 1
+        # Without a limit: long arguments take as long as the link needs.
         self._connection.settimeout(None)
         self._connection.sendall(b"".join([length, marks[0], content, marks[1]]))
 
@@ -99,6 +101,7 @@ class AuthenticatedConnection:
 
     def _check(self, part: bytes, text: bytes, deadline: float | None) -> None:
         expected = self._mark(not self._accepted, self._received, part, text)
+        # In constant time, which tells nothing of the right mark.
         if not hmac.compare_digest(self._read(_MARK_BYTES, deadline), expected):
             raise UnauthenticatedError(
                 "the other end does not know the secret, or somebody is between"
@@ -170,6 +173,7 @@ class CallServer:
             except OSError:  # closed; or other clients' connections use up the process's files
                 time.sleep(0.0 if self._closed else _BREATH_SECONDS)
                 continue
+            # A thread each: a visitor that says nothing must not keep ranks waiting.
             threading.Thread(target=self._receive, args=(visitor, host), daemon=True).start()
 
     def _receive(self, visitor: socket.socket, host: str) -> None:
@@ -182,6 +186,7 @@ class CallServer:
         try:
             (number,) = RANK.unpack(connection.receive(RANK.size, patiently=False))
             with self.changed:
+                # A second one of a number gets nothing: the first has the call.
                 if not 0 <= number < self._ranks or number in self.came:
                     return
                 rank = number
@@ -206,6 +211,7 @@ class CallServer:
     def _refuse(self, host: str, error: Exception) -> None:
         """Print that another client connected, once for each host."""
         with self.changed:
+            # Once a host: somebody who scans ports must not fill the log.
             known = host in self._refused
             self._refused.add(host)
         if not known:

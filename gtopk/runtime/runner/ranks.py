@@ -57,6 +57,7 @@ def host_options(hosts: Sequence[Host], environ: Mapping[str, str]) -> list[str]
     names = [
         name
         for name in sorted(environ)
+        # mpirun's -x takes no name such as bash's exported functions have.
         if re.fullmatch(r"[A-Za-z_]\w*", name) and not _STAYS.fullmatch(name)
     ]
     return ["--host", places, *(word for name in names for word in ("-x", name))]
@@ -145,6 +146,7 @@ def start_program(places: Places, program: list[str], needed: Mapping[str, str])
 
 def launcher_at_hand(hosts: Sequence[Host] = ()) -> str:
     """Return the launcher to use: mpirun, or torchrun for ranks here where MPI is incomplete."""
+    # mpirun alone is not enough: the ranks join by mpi4py.
     complete = find_mpirun() is not None and importlib.util.find_spec("mpi4py") is not None
     return "torchrun" if not complete and all(host.is_this_one for host in hosts) else "mpirun"
 
@@ -175,6 +177,7 @@ def _by_torchrun(places: Places, program: list[str], variables: dict[str, str]) 
         )
     if places.mpi_args is not None:
         raise ValueError(f"mpi_args={places.mpi_args!r} is for mpirun; the ranks start by torchrun")
+    # The rest is for mpirun; without this one torchrun would give each rank a single thread.
     threads = {
         name: value
         for name, value in rank_environment(places.ranks).items()
@@ -191,6 +194,7 @@ def _by_mpirun(places: Places, program: list[str], variables: dict[str, str]) ->
         refuse_other_than_open_mpi(identify(mpirun))
         variables |= ssh_environment(places.ssh_port, places.ssh_identity_file)
     ranks_here = None if places.elsewhere else places.ranks
+    # What the caller asks for comes last, and counts.
     variables = {**rank_environment(ranks_here), **variables}
     if places.elsewhere:
         options = [*host_options(places.hosts, {**os.environ, **variables}), *options]
@@ -254,6 +258,7 @@ def run(
     be started; TypeError for what cannot travel, or is of a wrong type; ValueError for arguments
     that make no sense. When it returns or raises, every process that it started has ended.
     """
+    # First of all, as long as the arguments are the only local names.
     given = {name: value for name, value in locals().items() if name in _ELASTIC}
     _refuse_elastic({name: value for name, value in given.items() if value is not None})
     if use_gloo and use_mpi:
@@ -290,6 +295,7 @@ def run(
         executable or sys.executable,
         output_filename,
     )
+    # Where all ranks are here, no other host can connect.
     server = CallServer(
         ranks, messages, own_address(places.elsewhere) if places.elsewhere else "127.0.0.1"
     )

@@ -24,6 +24,7 @@ def main() -> None:
     """Fetch the call from the server that the environment names, make it, report the outcome."""
     job = launched_by()
     rank, ranks = (job.rank, job.size) if job else (0, 1)
+    # Out of the environment, too: programs that the function starts must not have the secret.
     address, secret = settings.RUN_ADDRESS.take(), settings.RUN_SECRET.take()
     if folder := settings.RUN_OUTPUT.take():
         _print_into(Path(folder) / f"rank.{rank:0{len(str(ranks - 1))}}")
@@ -33,7 +34,6 @@ def main() -> None:
     from ... import __version__
     from .. import object_codec as objects
     from . import call
-    from . import call as report
 
     prepared = objects.decode(preparation, allow_pickle=False)
     allow_pickle = prepared["allow_pickle"]
@@ -46,9 +46,10 @@ def main() -> None:
         for module in prepared["to_install"]:
             importlib.import_module(module).install()
         call.apply_surroundings(prepared["surroundings"])
-        said = report.of_result(call.make(content, allow_pickle), allow_pickle)
+        said = call.of_result(call.make(content, allow_pickle), allow_pickle)
     except BaseException as error:
-        said = report.of_error(error, _FRAMES)
+        said = call.of_error(error, _FRAMES)
+    # First: after the report the caller may end this process.
     standard_streams.flush()
     connection.send(said)
     connection.close()

@@ -100,6 +100,7 @@ def write(
 
     operation: "": it computed. how: how the rank ended. error: its exception; None: it was ended.
     """
+    # The traceback of a consequence shows where this rank waited, not what went wrong.
     is_own = error is not None and not isinstance(error, HorovodInternalError | PeerError)
     content = {
         **record_of(rank, size),
@@ -229,6 +230,7 @@ class Guard:
         sys.excepthook = self._on_exception
         threading.excepthook = self._on_thread_exception
         Guard._installed = self
+        # A script's own handler stays, as it may save. Only the main thread can set one.
         in_main_thread = threading.current_thread() is threading.main_thread()
         if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -310,11 +312,13 @@ class Guard:
         error: BaseException,
         traceback: TracebackType | None,
     ) -> None:
+        # The traceback first: afterwards the process ends.
         self._excepthook(kind, error, traceback)
         self._fail(error)
 
     def _on_thread_exception(self, arguments: threading.ExceptHookArgs) -> None:
         self._threading_excepthook(arguments)
+        # A thread that exits so ends itself alone, as without gtopk.
         if arguments.exc_type is not SystemExit:
             self._fail(arguments.exc_value or arguments.exc_type())
 
@@ -383,12 +387,14 @@ class Guard:
             lost = self._heartbeat.lost(_WORD_SECONDS)
             stopped += f", as rank {lost.rank} is lost ({lost.why})" if lost else ""
             self._heartbeat.explain(stopped)
+            # Else SIGTERM is a scheduler's or a user's, and no failure.
             if lost:
                 write_error_file(f"{self.name} ({self.place}) {stopped}", None)
         self._print(f"{stopped}{advice}")
         self._record_end(stopped)
 
     def _on_lost(self, lost: LostRank) -> None:
+        # First: operations that wait for it fail by this, and the script may catch that.
         self.member.transport.lose(lost.rank, lost.why)
         if self.member.engine.ranks_may_leave:
             return
@@ -424,6 +430,7 @@ class Guard:
 
     def _write(self, how: str, error: BaseException | None) -> None:
         lost = self._lost()
+        # A rank that is stopped while none is lost has not failed.
         if self._failures and (error is not None or (lost and not self._has_reported)):
             write(
                 self._failures,

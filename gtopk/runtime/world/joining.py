@@ -91,6 +91,7 @@ def srun_address(environ: Mapping[str, str]) -> Address:
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     try:
         job, step = int(environ["SLURM_JOB_ID"]), int(environ.get("SLURM_STEP_ID", "0"))
+        # Another port for each step of a job, and for jobs side by side.
         return Address(first_node(nodes), 20000 + (16 * job + step) % 10000)
     except (KeyError, ValueError) as error:
         raise RuntimeError(
@@ -156,6 +157,7 @@ class HorovodrunServer:
                 # A server that many ranks ask at once refuses, resets, or answers too late.
                 code = error.code if isinstance(error, urllib.error.HTTPError) else 0
                 is_said_later = (method, code) == ("GET", 404)
+                # An error of the request is final, but for this one: rank 0 has not published yet.
                 if 400 <= code < 500 and not is_said_later:
                     raise
                 if time.monotonic() > deadline:
@@ -199,6 +201,7 @@ def communicator_of(ranks: Sequence[int]) -> MPI.Intracomm:
     """Return a communicator of these ranks of MPI.COMM_WORLD; only they call this."""
     from mpi4py import MPI
 
+    # Create would be a call of all ranks; this one is of the group's alone.
     return MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.group.Incl(ranks))
 
 
@@ -279,6 +282,7 @@ def join(
     timeouts = _timeouts_seconds()
     if timeout_seconds is not None:
         timeouts = timeout_seconds, timeouts[1]
+    # Before any socket is opened: it would get the number of a stream that is closed.
     occupy_closed_descriptors()
     require_sound_ranks()
     those = comm if is_communicator(comm) else _ranks(comm)
@@ -332,8 +336,10 @@ def _join(comm: Any, job: Launched | None, name: str, timeouts: tuple[float, flo
             return _join_mpi(comm, timeouts[0])
     if name == "torch.distributed" and (job or comm):
         # Without a limit on seconds: torch's store has a timeout of its own, MPI's start has none.
+        # A process group of the script's own may be of some of those launched.
         with _watched(job, all_join=not comm and not _has_process_group()):
             return _join_torch(job, comm, *timeouts)
+    # This process is alone: a list can only be of rank 0.
     if comm:
         _check(comm, 0, 1)
     return open_transport(name, *timeouts)

@@ -70,6 +70,7 @@ def emulate_as_said(
     transport: Transport, texts: Sequence[str], environ: Mapping[str, str] = os.environ
 ) -> None:
     """Pace messages as `emulate_on` does; texts: every rank's GTOPK_LINK."""
+    # As texts, and before any is read: all ranks raise the same, or none does.
     for rank, text in enumerate(texts):
         if text != texts[0]:
             raise ValueError(
@@ -115,6 +116,7 @@ def over_gpus(
     if choice is not None:
         _log_choice(transport, choice)
         return transport
+    # It may choose again, for vectors that lie elsewhere: each choice is logged once.
     said: set[RouteChoice] = set()
 
     def log_choice(choice: RouteChoice) -> None:
@@ -155,6 +157,7 @@ def choose_gpu_route(transport: Transport, environ: Mapping[str, str] = os.envir
     if choice is None:
         place = transport.neighbours().index(transport.rank)
         nccl = NcclTransport(transport, timeout_seconds=transport.timeout_seconds, automatic=True)
+        # A launcher may let each rank see a single GPU, its own.
         nccl.connect(0 if gpus_of_ranks[transport.rank] == 1 else place)
         choice = nccl.choice
         nccl.disconnect("it was tried")
@@ -288,6 +291,7 @@ class World:
         self.termination_requested = False
         self.preempted: list[int] = []
         self.optimizers: Counter[str] = Counter()
+        # Those of now: an observer follows a world from its beginning, or not at all.
         self._observers = tuple(_observers)
         node = transport.neighbours()
         self.local_rank, self.local_size = node.index(self.rank), len(node)
@@ -349,6 +353,7 @@ class World:
         Optimizers with the same names are numbered in the order in which they are made. Those of
         some ranks (None: of all) are counted apart, as other ranks may not have them.
         """
+        # The least, which is the same in whatever order a rank has its parameter groups.
         first = min(names)
         if ranks is not None and len(ranks) < self.size:
             first += f".of.{'.'.join(map(str, ranks))}"

@@ -23,6 +23,7 @@ from . import world
 from .guard import Guard
 from .membership import World
 
+# As shells report a program that SIGTERM has ended.
 EXIT_CODE: Final = 128 + signal.SIGTERM
 
 
@@ -82,6 +83,7 @@ class Termination:
                 "gtopk.termination() must be entered in the main thread, the only one that Python "
                 f"tells of signals, got thread '{threading.current_thread().name}'"
             )
+        # None stands for a handler that was not set by Python, and cannot be set by it again.
         self._before = signal.signal(signal.SIGTERM, self._on_sigterm) or signal.SIG_DFL
         return self
 
@@ -92,6 +94,7 @@ class Termination:
         traceback: TracebackType | None,
     ) -> None:
         """Restore the handler of SIGTERM; end the program where a rank was preempted."""
+        # Not where the script, or another block, has set a handler since.
         if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
             signal.signal(signal.SIGTERM, self._before)
         if error is None and not self and self._world_or_last().termination_requested:

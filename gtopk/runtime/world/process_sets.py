@@ -51,6 +51,7 @@ class ProcessSet:
     @property
     def ranks(self) -> list[int] | None:
         """The ranks, in order; those of a communicator are known once the set is registered."""
+        # Also before init(): errors show a set by its ranks.
         members = self._find() if world.is_initialized() else None
         return list(members.ranks) if members else self._ranks
 
@@ -130,6 +131,7 @@ def requested_sets(process_sets: object) -> list[ProcessSet]:
     if process_sets is None:
         return []
     if isinstance(process_sets, str) and process_sets.lower() == "dynamic":
+        # As if the user had set it: `add_process_set` looks there.
         os.environ[settings.DYNAMIC_PROCESS_SETS.name] = "1"
         return []
     sets: list[Any] = list(process_sets) if isinstance(process_sets, Iterable) else [None]
@@ -162,6 +164,7 @@ def register(process_set: ProcessSet) -> None:
         return given or _ranks_of_all(process_set.mpi_comm, transport)[transport.rank]
 
     signature = "an mpi4py communicator" if given is None else f"ranks {given}"
+    # Also where the set is refused: the next name is then a new one on all ranks.
     here.sets_made += 1
     name = f"add_process_set.{here.sets_made}"
     ranks: list[int] = here.engine.submit(name, [signature], find_ranks).wait()
@@ -229,6 +232,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if not number or process_set._find() is None:  # 0 is all ranks
         return False
     here.close_set(number, "removed its process set")
+    # All ranks meet, those outside the set, too: afterwards none of them has it.
     process_set.process_set_id = None
     signature = [f"number {number}"]
     name = f"remove_process_set.{number}"
@@ -237,6 +241,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def _must_be_dynamic() -> None:
+    # First, for before init() that is the error to raise.
     world.current()
     if not settings.DYNAMIC_PROCESS_SETS.read():
         raise ValueError(

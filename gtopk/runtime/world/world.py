@@ -140,6 +140,7 @@ def init_on(transport: Transport, before: World | None = None) -> None:
             _warn_of_slow_kernels()
         if heartbeat_seconds > 0 and is_needed(transport):
             heartbeat = Heartbeat(heartbeat_seconds, settings_from().stall_warning_seconds)
+        # Before the ranks meet: it travels in the one message of that.
         own = None if heartbeat is None else heartbeat.introduce(transport)
         # Compared also where the heartbeat is off here: it may be on elsewhere.
         said = f"{settings.HEARTBEAT_TIMEOUT.name}={heartbeat_seconds:g}"
@@ -208,6 +209,7 @@ def shutdown() -> None:
         _leaving = Leaving(partial(_process.close, how, in_order), _guard)
     logs.remove_handler()
     _process = _guard = _handled = None
+    # Only now: whatever failed, the world is left.
     for failure in failures:
         raise failure
 
@@ -308,6 +310,7 @@ def _end_without_mpi() -> None:
 
 
 def _what_ended_the_program() -> BaseException | None:
+    # Set by Python once it has printed the exception that ends the program.
     error: BaseException | None = getattr(sys, "last_value", None)
     return error
 
@@ -352,6 +355,7 @@ def _after_fork() -> None:
     if guard is None:
         return
     guard.release_after_fork()
+    # Else a forked process that ends would leave the world in its parent's name.
     atexit.unregister(_at_exit)
     _unreported.clear()
     _forked_from = guard.member.transport.rank
@@ -362,6 +366,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _find() -> World | None:
+    # A thread's own world first: ranks may be threads of one process.
     return getattr(_of_thread, "world", None) or _process
 
 

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from collectives.transports import LocalTransport
+from collectives.transports import LocalTransport, Transport
+from collectives.transports.local import local_world, run_ranks
 from gtopk.compression import Compression, FP16Compressor
+from gtopk.exchange import exchange
 from gtopk.exchange.bucket_exchange import open_bucket_exchange
 from gtopk.exchange.exchange import Progress
 
@@ -68,3 +70,34 @@ def test_a_cast_sends_what_a_compressor_with_such_functions_sends(
         assert torch.equal(second, own_second)
         assert not torch.equal(first, second)
         assert first.all()
+
+
+def test_nodes_are_looked_for_once_also_while_the_density_warms_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked: list[int] = []
+    find_nodes = exchange.find_nodes
+
+    def find(transport: Transport, node_size: int | None) -> list[list[int]]:
+        looked.append(transport.rank)
+        return find_nodes(transport, node_size)
+
+    monkeypatch.setattr(exchange, "find_nodes", find)
+
+    def program(transport: Transport) -> list[int]:
+        progress, parameter = Progress(), torch.nn.Parameter(torch.zeros(100))
+        compression = Compression.hierarchical(density=0.05, warmup_steps=3)
+        made = open_bucket_exchange("lane", [parameter], ["p"], compression, progress)
+        sizes = []
+        for _ in range(4):
+            parameter.grad = torch.arange(100.0)
+            made.capture_gradients(0.5, 1.0)
+            sizes.append(made.reduce(transport).selected)
+            made.apply(())
+            progress.steps += 1
+        return sizes
+
+    first, *others = run_ranks(local_world(2), program)
+    assert all(each == first for each in others)
+    assert len(set(first)) == len(first)  # another k in each step
+    assert sorted(looked) == [0, 1]

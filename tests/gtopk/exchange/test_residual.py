@@ -24,7 +24,7 @@ def check_a_dense_step(device: str) -> None:
     velocity[1], values[2] = 4 * TINY, 3 * TINY
     held.is_empty = False
     # Shorter than half the velocity.
-    assert held.add_fraction_to(residual.view_array(gradient)) == 1.0
+    assert held.add_fraction_to(residual.Memory.of(gradient).array) == 1.0
     assert (gradient.double() / TINY).tolist() == [3, 5, 6, 3]
     assert (velocity.double() / TINY).tolist() == [3, 5, 3, 3]
     assert (values.double() / TINY).tolist() == [0, 0, 3, 0]
@@ -90,11 +90,11 @@ def test_steps_are_undone_to_the_bit_and_go_on_as_if_they_had_not_been(momentum:
     nothing = SparseVector.empty(length, np.dtype(np.float32))
     for number in range(8):
         gradient = random.standard_normal(length).astype(np.float32)
-        array = residual.view_array(torch.from_numpy(gradient))
+        array = residual.Memory.of(torch.from_numpy(gradient)).array
         if number % 3 != 1:
             before = plain(held)
             held.snapshot()
-            wrong = residual.view_array(torch.from_numpy(gradient * np.float32(np.nan)))
+            wrong = residual.Memory.of(torch.from_numpy(gradient * np.float32(np.nan))).array
             held.accumulate_and_select(wrong, k)
             assert plain(held) == before  # what a checkpoint would save now
             held.restore()

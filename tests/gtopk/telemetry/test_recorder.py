@@ -391,7 +391,8 @@ def test_what_is_held_back_is_measured_and_dated(tmp_path: Path) -> None:
     residual.remove_sent(picked, SparseVector.empty(length, np.dtype(np.float32)), picked)
     left = np.float64(residual.values)
     sent = float(abs(np.float64(picked.values)).sum())
-    found = residual.residual_size(sent)
+    found = residual.residual_size()
+    assert found.sent_mass == pytest.approx(sent, rel=1e-5)
     assert found.square == pytest.approx(float((left**2).sum()), rel=1e-5)
     assert found.mass == pytest.approx(float(abs(left).sum()), rel=1e-5)
 
