@@ -239,8 +239,8 @@ class Controller:
     def _limits(self, windows: Sequence[Window]) -> Limits:
         """Return the limits, tightened by each rank's memory if they still allow the total."""
         high = [
-            # Not below its least size: what memory then does not hold is computed in parts.
-            max(min(most, window.most), low)
+            # Not below a grain, or its least size: a batch that does not fit is computed in parts.
+            max(min(most, max(window.most, self.limits.grain)), low)
             for most, window, low in zip(
                 self.limits.high, windows, self.limits.lowest(), strict=True
             )

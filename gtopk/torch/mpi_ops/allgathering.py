@@ -233,6 +233,8 @@ def sparse_allreduce_async(
         raise ValueError(f"sparse tensors take op=Average or op=Sum, got {NAMES.get(op, op)}")
     if tensor.layout != torch.sparse_coo:
         raise ValueError(f"a sparse COO tensor is needed, got one of layout {tensor.layout}")
+    # Before the indices are on their way: they would be left in flight.
+    check(tensor)
     shape = tensor.shape
     signature = [f"{tensor.dtype} {list(shape)}"]
     size = process_set.engine.transport.size
