@@ -179,7 +179,7 @@ class _Normalize(torch.autograd.Function):
         mean, invstd = _spread_out(input, batch.mean, (batch.variance + eps).rsqrt())
         ctx.save_for_backward(input, weight, mean, invstd)
         ctx.total, ctx.rank_weight = batch.total, rank_weight
-        # Its dtype alone: the bias itself is not needed, and saving it would keep it alive.
+        # Its dtype alone: no gradient depends on the bias itself.
         ctx.bias_dtype = None if bias is None else bias.dtype
         output = (_widened(input) - mean) * invstd
         if weight is not None:

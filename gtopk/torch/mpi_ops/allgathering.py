@@ -179,7 +179,7 @@ def begin_allgather(
         )
 
     kind = "grouped_allgather" if group else "allgather"
-    own = describe_each(tensors, describe_rows) if group else [*map(describe_rows, tensors)]
+    own = describe_each(tensors, describe_rows, group)
     flags = place_flags(on_gpu)
     return submit(kind, name, process_set, [*signature, *own], work, make_tensors, flags=flags)
 

@@ -259,11 +259,7 @@ def _begin(
 
     finished = Finish()
     kind = "grouped_allreduce" if group else "allreduce"
-    signature = (
-        describe_each(tensors, describe, str(reduction))
-        if group
-        else [f"{describe(tensor)} {reduction}" for tensor in tensors]
-    )
+    signature = describe_each(tensors, describe, group, str(reduction))
     fusion = () if combines else denses
     flags = place_flags(on_gpu)
     return submit(kind, name, process_set, signature, work, finish, flags=flags, fusion=fusion)

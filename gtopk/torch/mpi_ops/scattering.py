@@ -190,11 +190,7 @@ def _begin(
         return tuple(outputs) if group else outputs[0]
 
     kind = "grouped_reducescatter" if group else "reducescatter"
-    signature = (
-        describe_each(tensors, describe, str(reduction))
-        if group
-        else [f"{describe(tensor)} {reduction}" for tensor in tensors]
-    )
+    signature = describe_each(tensors, describe, group, str(reduction))
     flags = place_flags(on_gpu)
     return submit(kind, name, process_set, signature, work, finish, flags=flags)
 

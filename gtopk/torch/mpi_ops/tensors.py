@@ -173,9 +173,14 @@ def describe_rows(tensor: torch.Tensor) -> str:
 
 
 def describe_each(
-    tensors: Sequence[torch.Tensor], describe: Callable[[torch.Tensor], str], common: str = ""
+    tensors: Sequence[torch.Tensor],
+    describe: Callable[[torch.Tensor], str],
+    group: bool,
+    common: str = "",
 ) -> list[str]:
-    """Return the texts of a group that must be equal: `common`, then one for each tensor."""
+    """Return the texts that must be equal; of a group: `common`, then one for each tensor."""
+    if not group:
+        return [f"{describe(tensor)} {common}".strip() for tensor in tensors]
     numbered = [f"tensor {number}: {describe(tensor)}" for number, tensor in enumerate(tensors)]
     return [f"{len(tensors)} tensors {common}".strip(), *numbered]
 
