@@ -166,6 +166,8 @@ def adapt(
     """
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+    # Before the check of the class: op=Adasum gives an optimizer of another class, whose error
+    # would not help.
     if getattr(optimizer, "op", None) == Adasum:
         raise ValueError(
             "adapt weights an average of gradients, and op=Adasum combines what each rank's own "
@@ -181,18 +183,21 @@ def adapt(
     if optimizer.process_set is not global_process_set:
         raise ValueError("adapt divides the batches of all ranks: it takes no process_set")
     require_not_taken(optimizer)
+    # A loader that `adapt` made comes here, too, where a script adapts what it has adapted already.
     if not isinstance(loader, DataLoader):
         raise TypeError(
             f"adapt needs a torch.utils.data.DataLoader, got {type(loader).__name__}; to adapt "
             "another way, give it the DataLoader that was adapted before"
         )
-    if mode != "balanced":  # the other modes let the wrapped optimizer step
-        require_plain(optimizer.state.values(), world.current().rank)
-    if mode != "balanced" and hides_behind_backward(optimizer.step_policy.options.compression):
-        raise ValueError(
-            f"hide_behind_backward=True is not for mode {mode!r}, which exchanges no gradients "
-            "during a step's backward pass; give density= or bytes_per_step="
-        )
+    here = world.current()
+    if mode != "balanced":
+        # In the other modes the wrapped optimizer steps: it cannot go on from such steps' moments.
+        require_plain(optimizer.state.values(), here.rank)
+        if hides_behind_backward(optimizer.step_policy.options.compression):
+            raise ValueError(
+                f"hide_behind_backward=True is not for mode {mode!r}, which exchanges no gradients "
+                "during a step's backward pass; give density= or bytes_per_step="
+            )
     if loader.batch_size is None:
         raise ValueError(
             "adapt makes the batches itself, and needs a DataLoader with a batch_size, got one "
@@ -204,12 +209,13 @@ def adapt(
             f"mode {mode!r} hands out the samples of an epoch by their indices: it needs a data "
             f"set of a length that is no IterableDataset, got {type(loader.dataset).__name__}"
         )
-    here = world.current()
     known = MODES[mode].options
+    # Here, not by the record's constructor: its TypeError would not name the mode.
     if unknown := [name for name in options if name not in known.names()]:
         raise TypeError(
             f"mode {mode!r} has no option {unknown[0]!r}; it has {', '.join(known.names())}"
         )
+    # As many samples a step as the script has had, when each rank had a batch of its own.
     if global_batch is None:
         global_batch = loader.batch_size * here.size
     chosen = known(global_batch, **options)

@@ -39,6 +39,7 @@ from .throughput.policies import (
 )
 
 _log = logging.getLogger("gtopk")
+# Finite, so that it can be divided into grains and gathered as an integer.
 _NO_BOUND: Final = 1 << 40  # samples
 
 
@@ -65,8 +66,10 @@ class BalancedLoader(LoaderBase):
         require_one_pass(job.optimizer)
         super().__init__(job, "balanced")
         self._options = options
+        # By the counter of unnamed operations: ranks that make their loaders in one order get equal
+        # names.
         self._name = f"adapt.{next(world.sets[0].unnamed)}"
-        self._most = [_NO_BOUND] * world.size  # of every rank, for its memory
+        # Equal sizes for now: the bounds are known only when all ranks have told theirs, below.
         self._plan = Plan(self._equal(options.global_batch))
         self._source = open_source(job.loader, self._plan, world.rank, job.order, options.seed)
         self._memory = Memory(world.rank)
@@ -77,9 +80,10 @@ class BalancedLoader(LoaderBase):
         self._targets_goodput = options.policy == "goodput"
         needed = self._targets_goodput or options.lr_scaling == "adascale"
         probes = options.noise_every or (100 if needed else 0)
+        # One rank's gradient alone does not show its noise: see `noise_scale.estimate`.
         self._noise_every = probes if world.size > 1 else 0
         self._copy = GradientCopy(trained_by(job.optimizer)) if self._noise_every else None
-        self._lead, self._most = self._gather_limits()
+        self._lead, self._most = self._gather_limits()  # every rank's largest size, for its memory
         self._limits = self._limits_of(options.global_batch)
         self._limits.check()
         sizes = round_sizes([float(size) for size in self._plan.at(0)], self._limits)
@@ -141,6 +145,7 @@ class BalancedLoader(LoaderBase):
         # A grain that does not fit into memory is computed in parts.
         most = [min(max(each // grain, 1) * grain, samples) for each in self._most]
         equal, least = self._equal(samples), self._options.min_batch
+        # A least size above an equal share, or above a rank's memory, would leave no sizes.
         low = [min(least, *each) for each in zip(equal, most, strict=True)]
         return Limits(samples, low, most, grain)
 
@@ -192,11 +197,13 @@ class BalancedLoader(LoaderBase):
 
     def _batches(self) -> Generator[Any, None, None]:
         self._enter()
+        # Again: a script may have called set_backward_passes_per_step since the loader was made.
         require_one_pass(self._optimizer)
         if self._cut is not None:
             self._abandon()
         with self._epochs.iterate() as (epoch, start):
             self._check_iteration(epoch, start)
+            # Workers may have cut ahead in an iteration that was left: those steps are cut anew.
             self._plan.drawn = self.step
             for cut, batch in self._source.begin(epoch, self.step, start, self._compare):
                 self._begin_batch(cut)
@@ -210,13 +217,16 @@ class BalancedLoader(LoaderBase):
 
     def _begin_batch(self, cut: Cut) -> None:
         self._cut = cut
+        # Before the batch is out: a state taken in the loop's body counts it, as `_state` does.
         self._epochs.reach(cut.start + cut.total)
         self.num_samples = cut.sizes[self._world.rank]
         reduction = self._options.loss_reduction
         self._current_batch.make_current(cut, self.num_samples, reduction, self._world)
         self._rate.scale(cut.total, self._noise.value)
+        # Every rank is at the same step, so all probe or none does: a probe is a collective.
         if self._copy is not None and self.step % self._noise_every == 0:
             self._copy.arm(trained_by(self._optimizer), loss_scale(self._optimizer.scaler))
+        # Last: none of the above is the batch's own time.
         self._timer.start(self.num_samples)
 
     def _close_step(self) -> None:
@@ -225,12 +235,14 @@ class BalancedLoader(LoaderBase):
         seconds = self._timer.elapsed_seconds()
         if self._copy is not None and (gradient := self._copy.disarm()) is not None:
             self._probe(gradient, self._cut)
+        # An epoch's last step may be smaller than planned, and would pass for a faster rank.
         regular = self._cut.sizes == self._plan.at(self._cut.step)
         if seconds is not None and regular and self._controller.counts(self.step):
             self._seconds.append(seconds)
             if self._targets_goodput and (step := self._optimizer.last_step) is not None:
                 self._exchanges.append(self._timer.exchanged(step))
         self._finish_batch()
+        # By the step alone, whatever this rank measured: all gather their windows, or none does.
         if self._controller.is_due(self.step):
             self._decide()
 
@@ -270,6 +282,7 @@ class BalancedLoader(LoaderBase):
         # Workers prefetch: the steps before that are cut already, on some rank at least.
         takes_effect = self.step + self._lead
         sizes = self._controller.decide(windows, self.step, takes_effect)
+        # A bound never rises again: what did not fit once is not tried a second time.
         self._most = [min(a, window.most) for a, window in zip(self._most, windows, strict=True)]
         if self._targets_goodput and self._noise.is_sure:
             # The last rank waited for nobody: the least is the time of the exchange alone.
@@ -283,8 +296,10 @@ class BalancedLoader(LoaderBase):
         costs, now = self._controller.costs(), self._limits.total
         reference = self._options.global_batch
         seen = Measurements(costs, exchange_seconds, self._noise.value.scale, reference)
-        feasible = sum(self._limits_of(self._options.totals()[-1]).highest())
         totals = self._options.totals()
+        # Where the ranks' memory together holds less than max_global_batch, larger totals have no
+        # sizes.
+        feasible = sum(self._limits_of(totals[-1]).highest())
         totals = range(totals.start, min(totals.stop, feasible + 1), totals.step)
         total = next_total(seen, self._limits_of, totals, now)
         if total == now:
@@ -313,8 +328,9 @@ class BalancedLoader(LoaderBase):
         if self._options.loss_reduction == "sum":
             gradient = gradient / max(size, 1)
         weight = size / cut.total
-        square = weight * float(gradient @ gradient) if size else 0.0
-        mine = np.append(weight * gradient.numpy() if size else 0.0 * gradient.numpy(), square)
+        square = weight * float(gradient @ gradient)
+        # L rides along as one more element, so that one allreduce gives both sums.
+        mine = np.append(weight * gradient.numpy(), square)
 
         def work(transport: Transport, all_flags: list[int]) -> None:
             transport.allreduce(mine)
@@ -335,6 +351,7 @@ class BalancedLoader(LoaderBase):
         """
         self._enter()
         samples = whole_number("a global batch", samples)
+        # Before the range is checked: ranks with unlike numbers must all raise the same error.
         name, signature = f"{self._name}.global_batch", [f"a global batch of {samples} samples"]
         self._world.engine.submit(name, signature, lambda transport, all_flags: None).wait()
         if samples < 1:
@@ -342,7 +359,9 @@ class BalancedLoader(LoaderBase):
         limits = self._limits_of(samples)
         scale = samples / self._limits.total
         sizes = round_sizes([scale * size for size in self._controller.sizes], limits)
+        # The batch in hand is cut already, and so are those that workers prefetch.
         step = self.step + (self._cut is not None) + self._lead
+        # Only now: `round_sizes` has raised where the bounds do not allow the number.
         self._limits = limits
         self._controller.resize(limits, sizes, step)
         self._seconds.clear()
@@ -355,6 +374,7 @@ class BalancedLoader(LoaderBase):
         Call it in place of `loss_of(batch).backward()`. A size that did not fit bounds this rank
         from the next window on.
         """
+        # A placeholder's samples do not count, and it is computed as one, whole.
         size = max(self.num_samples, 1)
         return self._memory.backward(loss_of, batch, size, self._options.loss_reduction == "sum")
 
@@ -406,6 +426,7 @@ class BalancedLoader(LoaderBase):
 
     def _load_sizes(self, state: dict[str, Any]) -> None:
         """Resume with another loader's sizes, cut to the bounds of this one."""
+        # Checked first: a state that does not fit must change nothing.
         limits = self._limits_of(state["global_batch"])
         limits.check()
         planned = state["plan"]["sizes"]

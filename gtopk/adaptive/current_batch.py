@@ -36,8 +36,7 @@ class CurrentBatch(StepListener):
 
     def __init__(self, optimizer: Any) -> None:
         self._known = weakref.ref(optimizer)
-        options = getattr(optimizer, "_options", None)  # None for a plain optimizer
-        self._adam = options and options.adam
+        self._adam = optimizer.step_policy.options.adam
         self.factor = 1.0
         self._rates: list[Any] | None = None  # to restore after the step
         self._batch: object = None
@@ -75,6 +74,8 @@ class CurrentBatch(StepListener):
         """Make a batch the current one, with this number of samples on this rank; 0: no weight."""
         self._restore_rates()  # a step that has failed called no hook behind it
         self._batch, self._left_samples, self._world = batch, None, here
+        # Each step, also a skipped one, makes a report of its own: another object means a step
+        # since.
         self._step_before = self._optimizer.last_step
         self._optimizer.step_policy.set_weightless(samples == 0)
         self._optimizer.set_num_samples(samples, loss_reduction)
@@ -86,9 +87,8 @@ class CurrentBatch(StepListener):
         said, self._batch, self._left_samples = self._left_samples, None, None
         self.factor = 1.0
         self._optimizer.step_policy.set_weightless(False)
-        if (
-            said is None or said is self._optimizer.step_policy.samples()
-        ):  # the script has set no other number
+        # Else the script has set another number since, for a step of its own.
+        if said is None or said is self._optimizer.step_policy.samples():
             self._optimizer.set_num_samples(None)
 
     def leave(self, batch: object) -> None:
@@ -140,6 +140,7 @@ class CurrentBatch(StepListener):
     def _restore_rates(self) -> None:
         """Undo the multiplication, but of rates that were set since, by a schedule or a state."""
         for group, rate, multiplied in self._rates or ():
+            # By identity: a schedule may have set an equal number, which is to stay.
             if group["lr"] is multiplied:
                 group["lr"] = rate
         self._rates = None

@@ -98,6 +98,8 @@ class LoaderBase(ABC):
         Raises RuntimeError, on every rank, where one goes on although it was asked to drain.
         """
         alike = len(set(said)) == 1
+        # They differ a second time although all were asked. Every rank has the same `said` and was
+        # asked at the same time, so all raise.
         if not alike and self.drain_wanted:
             drained = [rank for rank, each in enumerate(said) if each]
             others = [rank for rank, each in enumerate(said) if not each]
@@ -164,15 +166,15 @@ class Epochs:
         self.start = 0
         self._iteration: object = None  # None: the next one begins at epoch and start
         self._is_left = False  # a script left the iteration half-way, which ends the epoch
-        self._loop: weakref.ref[Generator[Any, None, None]] | None = (
-            None  # the generator whose batches are handed out
-        )
+        # Of the generator whose batches are handed out.
+        self._loop: weakref.ref[Generator[Any, None, None]] | None = None
 
     def loop(self, batches: Generator[Any, None, None], rank: int) -> Iterator[Any]:
         """Close an unfinished iteration, and yield the batches of this one.
 
         Raises RuntimeError in a loop that goes on after another one has closed it.
         """
+        # One iteration at a time: two would both move the epoch's place and the optimizer's batch.
         self.close()
         own = self._loop = weakref.ref(batches)
         try:
@@ -212,6 +214,7 @@ class Epochs:
         """Return the epoch and place at which to iterate; an epoch left half-way counts as over."""
         if self._iteration is not None and self.start:
             self.finish()
+        # Scripts go on calling set_epoch of their DistributedSampler, which draws nothing any more.
         if self._sampler is not None and self._sampler.epoch != self._followed:
             self._followed = self._sampler.epoch
             self.set(self._followed)
@@ -248,4 +251,5 @@ class Epochs:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume where another loader stopped."""
         self._go_to(state["epoch"], state["start"])
+        # The sampler's epoch of now is from before the state: only a later set_epoch counts.
         self._followed = self.epoch if self._sampler is None else self._sampler.epoch

@@ -37,9 +37,10 @@ class Memory:
             try:
                 loss, gradients = self._in_parts(loss_of, batch, size, summed)
                 break
-            except (torch.cuda.OutOfMemoryError, RuntimeError) as error:
+            except RuntimeError as error:  # torch.cuda.OutOfMemoryError is one
                 if size == 1 or self.most == 1 or not ran_out(error):
                     raise
+                # A batch may be smaller than the bound: then it is the batch that did not fit.
                 before = min(self.most or size, size)
             # Outside the handler: the traceback refers to the memory that is to be freed.
             self.most = -(-before // 2)
@@ -62,12 +63,14 @@ class Memory:
         self, loss_of: Callable[[Any], torch.Tensor], batch: Any, size: int, summed: bool
     ) -> tuple[torch.Tensor, MutableMapping[torch.Tensor, torch.Tensor]]:
         """Return the loss of the whole batch and its gradients."""
+        # The bound of an earlier batch holds here, too: another try would run out once more.
         most = size if self.most is None else min(size, self.most)
         loss = torch.zeros((), device="cpu")
         gradients = WeakTensorKeyDictionary()  # drops leaves that a part has made for itself
         for first in range(0, size, most):
             last = min(first + most, size)
             part = batch if last - first == size else slice_of(batch, size, first, last)
+            # A mean of the whole is the parts' means, weighted by their samples.
             share = 1.0 if summed else (last - first) / size
             of_part = loss_of(part) * share
             loss = loss.to(of_part.device) + of_part.detach()
@@ -86,6 +89,7 @@ class Memory:
 def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
     """Return all leaves to which `backward` would add gradients, of whichever optimizer."""
     found = []
+    # A list, not recursion: a graph may be deeper than Python's stack.
     left: list[Any] = [loss.grad_fn] if loss.grad_fn else []
     seen = set(left)
     while left:
@@ -114,6 +118,7 @@ def without_hooks(leaves: Collection[torch.Tensor]) -> Iterator[None]:
 
 def ran_out(error: BaseException) -> bool:
     """Tell whether an error means that memory has run out, on a GPU or on the host."""
+    # The host's allocator raises a plain RuntimeError, known by its text alone.
     return isinstance(error, torch.cuda.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
@@ -129,6 +134,7 @@ def slice_of(batch: Any, size: int, first: int, last: int) -> Any:
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(slice_of(value, size, first, last) for value in batch))
     if isinstance(batch, (list, tuple)):
+        # A list of tensors is one of columns, even where it is as long as the batch.
         if len(batch) == size and not any(isinstance(value, torch.Tensor) for value in batch):
             return batch[first:last]
         return type(batch)(slice_of(value, size, first, last) for value in batch)

@@ -56,6 +56,7 @@ class NoiseAverage:
 
     def add(self, noise: Noise) -> None:
         """Add one more estimate."""
+        # The weight is averaged, too: dividing by it takes out the zeros that averages begin with.
         for name, value in (("variance", noise.variance), ("square", noise.square), ("weight", 1)):
             old = getattr(self, f"_{name}")
             setattr(self, f"_{name}", REMEMBERED * old + (1 - REMEMBERED) * value)
@@ -65,6 +66,7 @@ class NoiseAverage:
         """Return the averages, neither below zero; None before the first estimate."""
         if not self._weight:
             return None
+        # Unbiased estimates of something small are below zero now and then.
         return Noise(max(self._variance / self._weight, 0.0), max(self._square / self._weight, 0.0))
 
     @property
@@ -104,6 +106,7 @@ class GradientCopy:
     def _watch(self, parameters: Iterable[torch.Tensor]) -> None:
         take = weakref.WeakMethod(self._take)
         for parameter in parameters:
+            # A second hook would copy the gradient twice.
             if parameter in self._places:
                 continue
             place = self._places[parameter] = len(self._places)
@@ -116,6 +119,7 @@ class GradientCopy:
 
     def _take(self, place: int, gradient: torch.Tensor) -> None:
         if self._copies is not None:
+            # In float64: the variance is the difference of two sums that are nearly equal.
             copy = gradient.detach().to("cpu", torch.float64, copy=True)
             self._copies[place] = copy.to_dense()  # an embedding's may be sparse
 

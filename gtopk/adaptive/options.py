@@ -40,7 +40,9 @@ class Options:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
+            # Types are texts here, by `from __future__ import annotations`.
             if field.type == "int" or (field.type == "int | None" and value is not None):
+                # Whole numbers of NumPy become ints: ranks compare options by their repr.
                 object.__setattr__(self, field.name, whole_number(field.name, value))
 
     def check(self) -> None:
@@ -105,11 +107,14 @@ class BalancedOptions(Options):
                     f"{self.policy!r}; another keeps global_batch as it is"
                 )
             return
+        # The given batch is the reference of the efficiency and where the search begins: it must be
+        # in the range.
         if not (least or self.global_batch) <= self.global_batch < most:
             raise ValueError(
                 "policy 'goodput' needs min_global_batch <= global_batch < max_global_batch, got "
                 f"{least}, {self.global_batch} and {most}"
             )
+        # A larger batch makes fewer steps an epoch: at the same rate it would learn less.
         if self.lr_scaling == "none":
             raise ValueError(
                 "policy 'goodput' changes the global batch, and the learning rate has to follow: "
@@ -120,6 +125,7 @@ class BalancedOptions(Options):
         """Return the global batches that may be chosen."""
         low = self.min_global_batch or self.global_batch
         high = self.max_global_batch or self.global_batch
+        # Upwards: a total below min_global_batch is not to be chosen.
         return range(-(-low // self.grain) * self.grain, high + 1, self.grain)
 
 

@@ -47,6 +47,7 @@ def columns_of(block: Sequence[Any]) -> Array:
     told = [len(block)]
     for column in zip(*rows, strict=True):
         known = any(column)
+        # A single sample cannot show whether its column tells samples apart: it is taken to.
         told.append(known and (len(set(column)) > 1 or len(column) == 1))
         told.append(known and zlib.crc32(np.array(column, np.uint32).data))
     return np.array(told, np.uint32)
@@ -68,6 +69,7 @@ def checksum(value: Any, before: int = 0) -> int:
     if isinstance(value, (bytes, bytearray)):
         return zlib.crc32(value, before)
     if isinstance(value, (str, int, float, complex, np.generic)):
+        # Not hash(): Python salts that of a text anew in every process.
         return zlib.crc32(repr(value).encode(), before)
     if isinstance(value, (Mapping, list, tuple)):
         for part in _parts(value):
@@ -170,8 +172,11 @@ class BatchSampler(Sampler[list[int]]):
         self.cuts: deque[Cut] = deque()
 
     def __iter__(self) -> Iterator[list[int]]:
+        # An iteration that was left may have drawn more than was handed out.
         self.cuts.clear()
         for cut in cut_epoch(self.plan, self.step, self.start, self.length, self.drop_last):
+            # DataLoader draws ahead for its workers: the places wait here, in the order of the
+            # batches.
             self.cuts.append(cut)
             yield [self.order[place] for place in cut.batch(self.rank)]
 
@@ -184,6 +189,7 @@ class DatasetSource:
     ) -> None:
         length = len(loader.dataset)  # type: ignore[arg-type]
         self._order = order or order_of(loader, length, seed)
+        # By the order's length, not the data set's: order= may leave samples out.
         self._sampler = BatchSampler(plan, rank, len(self._order(0)), loader.drop_last)
         self._loader = rebuilt(loader, batch_sampler=self._sampler)
         self._numbers = Numbers(loader, self._loader, rank)
@@ -227,6 +233,8 @@ class StreamSource:
     lead = 0
 
     def __init__(self, loader: DataLoader[Any], plan: Plan, rank: int, seed: int) -> None:
+        # Samples come one by one, as the plan makes the batches. Without a collate_fn torch would
+        # turn arrays into tensors first.
         self._loader = rebuilt(loader, batch_size=None, collate_fn=as_it_is)
         self._numbers = Numbers(loader, self._loader, seed=seed)
         self._collate = loader.collate_fn
@@ -289,6 +297,7 @@ def order_of(loader: DataLoader[Any], length: int, seed: int) -> Order:
     for a sampler that does not draw every sample once.
     """
     sampler = loader.sampler
+    # By the method, not the class: a subclass that draws by itself has another order.
     draws = type(sampler).__iter__
     if isinstance(sampler, (RandomSampler, SequentialSampler)) and len(sampler) != length:
         raise ValueError(
@@ -332,6 +341,7 @@ def rebuilt(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
             "prefetch_factor",
             "persistent_workers",
         )
+        # torch's releases have unlike options.
         if name in inspect.signature(DataLoader).parameters and hasattr(loader, name)
     }
     return DataLoader(loader.dataset, **{**kept, **changed})
@@ -369,6 +379,7 @@ class Numbers:
         if self._loader is None:
             return
         seed = torch.initial_seed() if self._seed is None else self._seed
+        # Primes far apart, so that no two of epoch, rank and part give one seed.
         seed += 1_000_003 * epoch + 7_919 * self._rank + 15_485_863 * part
         # A DataLoader draws into a tensor on the default device, which takes no other generator.
         generator = torch.Generator(torch.empty(()).device)

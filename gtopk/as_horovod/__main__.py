@@ -25,6 +25,7 @@ def main() -> None:
         print(_USAGE, file=sys.stderr)
         sys.exit(2)
     name = settings.ALLOW_PICKLE.name
+    # Horovod's scripts send any object, as pickles. In the environment, so that children do, too.
     os.environ[name] = os.environ.get(name) or "1"
     install()
     follow()

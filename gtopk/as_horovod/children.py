@@ -22,8 +22,10 @@ def follow() -> None:
 
     def get_preparation_data(name: str) -> dict[str, Any]:
         told = prepare(name)
+        # Both are taken out: else the child would run the script before gtopk stands for Horovod.
         path, module = told.pop("init_main_from_path", None), told.pop("init_main_from_name", None)
         if path or module:
+            # Preparation data has no place for it, and a spawned process inherits the environment.
             os.environ[settings.AS_HOROVOD_MAIN.name] = json.dumps([path, module])
             told["init_main_from_name"] = _SPAWNED
         return told

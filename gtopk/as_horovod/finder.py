@@ -32,6 +32,7 @@ def install() -> None:
     """
     if any(isinstance(finder, Finder) for finder in sys.meta_path):
         return
+    # Before anything is installed: a refusal must leave the process as it was.
     if settings.TRANSPORT.read() == "horovod":
         raise RuntimeError(
             "GTOPK_TRANSPORT must not be 'horovod' where gtopk stands for Horovod: the real one "
@@ -42,6 +43,7 @@ def install() -> None:
         raise RuntimeError(
             f"horovod must not be imported before gtopk stands for it, and was, from {where}"
         )
+    # First: the finders behind it would find an installed Horovod.
     sys.meta_path.insert(0, Finder())
 
 
@@ -98,6 +100,8 @@ class _Alias(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Replace the new module by gtopk's in sys.modules."""
+        # The import system returns what is in sys.modules after this, not the module that it has
+        # made.
         sys.modules[module.__name__] = importlib.import_module(self._module)
 
 

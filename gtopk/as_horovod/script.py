@@ -24,6 +24,7 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
         return
     try:
+        # As Python opens scripts: audit hooks see it.
         with io.open_code(os.path.abspath(path)) as file:
             source = file.read()
     except OSError as error:
@@ -37,6 +38,7 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
         __cached__=None,
         __loader__=SourceFileLoader("__main__", path),
     )
+    # dont_inherit: else this file's `from __future__` would hold for the script.
     exec(compile(source, os.path.abspath(path), "exec", dont_inherit=True), main.__dict__)
 
 
@@ -44,6 +46,8 @@ def run_module(name: str, arguments: Sequence[str]) -> None:
     """Run a module, or a package's __main__, found on sys.path."""
     sys.argv[:] = ["-m", *arguments]
     _become_main()
+    # What `python -m` itself calls: runpy.run_module would put sys.argv and __main__ back at the
+    # end.
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]
 
 
@@ -60,6 +64,7 @@ def _become_main() -> ModuleType:
 
 def _begin_path_with(folder: str) -> None:
     """Put a script's folder first in sys.path, in place of the one that -m has put there."""
+    # With `python -P` there is no such entry.
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = folder
     if importlib.util.find_spec("collectives") is None:  # gtopk was found in that other folder

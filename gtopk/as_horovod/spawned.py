@@ -18,4 +18,6 @@ if __name__ == "__mp_main__":
         if _path
         else runpy.run_module(_module, run_name=__name__, alter_sys=True)
     )
+    # The child's __main__ gets these names: pickles of the parent look the script's classes up
+    # there.
     globals().update(_script)

@@ -43,6 +43,7 @@ def check_rounds(inner_steps: int | None, overlap_steps: int, fragments: int) ->
             + (", and without inner_steps outer_step() waits for it" if inner_steps is None else "")
         )
     check_count("fragments", fragments)
+    # One fragment needs no turns, so that it may go without inner_steps.
     if fragments < 1 or fragments > max(1, inner_steps or 0):
         raise ValueError(
             f"fragments must lie in 1..inner_steps={inner_steps}, got {fragments}: "
@@ -80,6 +81,7 @@ def assign_parameters(names: Mapping[torch.nn.Parameter, str], fragments: int) -
             f"fragments must be at most the number of parameters with values, "
             f"{sum(map(bool, sizes))}, got {fragments}"
         )
+    # By their first parameters: the turns then follow the depth of the model.
     return sorted(dealt)
 
 
@@ -144,6 +146,7 @@ class Fragment:
         covered, turn: as in `Round`.
         """
         before = Round(self.steps_made, self.steps_made - self.wasted, self.early, turn)
+        # A lost replica's steps are in no sum, and so in no report.
         before.covered = min(covered, before.made)
         with before.waiting():
             self.exchange.begin(name, self.center, signature, before.made, preempted)
@@ -160,6 +163,7 @@ class Fragment:
         With overlap the replica does not move yet: a rank may receive earlier than others.
         """
         before = self.before
+        # A checkpoint may have received it already; then only the replica is still to move.
         if before is None or before.has_ended:
             return
         with before.waiting():
@@ -187,6 +191,8 @@ class Fragment:
 
     def give_back(self, before: Round) -> None:
         """Count the steps of a round whose exchange has failed to this one."""
+        # Its changes were never summed: they are still in the replica, and the next exchange sends
+        # them.
         self.before = None
         self.steps_made += before.steps
         self.wasted += before.steps - before.made
@@ -194,6 +200,7 @@ class Fragment:
 
     def show_center(self, before: Round) -> None:
         """Let the replica be the center, and the steps that it has made since."""
+        # Whoever waits has made no steps since: the parameters are the center now.
         if not before.sent:
             self.center = []
         elif before.is_lost or not self.steps_made:
@@ -217,6 +224,7 @@ class Fragment:
         torch._foreach_copy_([*self.parameters], self.center)
         self.wasted = self.steps_made
         if self.before is not None and self.before.error is not None:
+            # Its changes go with the replica: none of its steps is in the next sum.
             self.before.made = 0
         elif self.before is not None:
             # `show_center` then moves the replica by nothing but the center's own move until then,
@@ -237,6 +245,7 @@ class Fragment:
             "sent": [],
             "is_lost": False,
         }
+        # A loader of this state cannot raise the error any more: it begins as after `give_back`.
         if before is not None and has_failed:
             state["steps_made"] = self.steps_made + before.steps
             state["wasted"] = self.wasted + before.steps - before.made
@@ -294,6 +303,7 @@ class Fragments:
                     process_set,
                     here,
                     residual_decay,
+                    # Its share of bytes_per_step is that of its elements.
                     sum(every[place].numel() for place in places) / elements,
                 ),
             )
@@ -323,7 +333,7 @@ class Fragments:
 
     @property
     def first(self) -> OuterExchange:
-        """Return the first fragment's exchange: ranks are those of all."""
+        """Return the first fragment's exchange; all fragments have the same ranks."""
         return self._fragments[0].exchange
 
     def layout(self) -> list[str]:
@@ -348,6 +358,7 @@ class Fragments:
         """
         steps, count = inner_steps or 0, len(self)
         if count > 1 and inner_steps != self._spaced_for:
+            # The one that is furthest in its round first, as it would have been anyway.
             in_order = sorted(self, key=lambda each: -(each.steps_made + each.early))
             for number, fragment in enumerate(in_order, 1):
                 steps_left = -(-steps * number // count)
@@ -359,6 +370,7 @@ class Fragments:
 
         outer_steps: how many have been counted; the state counts those that have ended since.
         """
+        # The first one's keys lie at the top: so states had them before there were fragments.
         first, *others = (fragment.state() for fragment in self)
         outer_steps += sum(fragment.is_uncounted for fragment in self)
         spaced = {"outer_steps": outer_steps, "inner_steps": self._spaced_for}
@@ -409,6 +421,7 @@ class Fragments:
         if count > 1:
             name = f"{name}.{turn}"
             signature = [*signature, f"fragment {self._fragments.index(fragment)} of {count}"]
+        # Since the latest end of any round, so that no step is in two reports.
         covered = min(each.steps_made for each in self)
         fragment.begin(name, signature, outer, preempted, covered, turn)
         self.turn = turn + 1

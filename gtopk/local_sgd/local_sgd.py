@@ -91,6 +91,8 @@ class _LocalSGD(Wrapping):
         self._names = {p: names[p] for p in require_trained(names)}
         self.outer = outer(list(self._names))
         if isinstance(compression, ErrorFeedback):
+            # momentum_correction is a momentum already: with the outer optimizer's a change would
+            # count by both.
             require_one_momentum(self.outer, compression, outer=True)
         self.outer_steps = self.skipped_steps = 0
         self.last_step: StepReport | None = None
@@ -126,7 +128,7 @@ class _LocalSGD(Wrapping):
         return self._fragments.layout()
 
     def load_shared_state(self, common: dict[str, Any]) -> None:
-        """Be where another rank is in its round; its replica comes with broadcast_parameters."""
+        """Go to where another rank is in its round; broadcast_parameters brings its replica."""
         self._receive()  # this rank's residual goes by it, as the others' do
         for fragment in self._fragments:
             if fragment.before is not None and (outcome := fragment.before.outcome) is not None:
@@ -140,6 +142,7 @@ class _LocalSGD(Wrapping):
 
         closure: called once, before, to compute the loss and the gradients.
         """
+        # Before the closure and the step: the center is the model that all ranks begin from.
         self._begin_round()
         loss = None
         if closure is not None:
@@ -148,6 +151,7 @@ class _LocalSGD(Wrapping):
         self._step_wrapped()
         self._world.step += 1
         self._fragments.space(self.inner_steps)
+        # All count first: a move may send other fragments back, and with them this step.
         for fragment in self._fragments:
             fragment.steps_made += 1
         for fragment in self._fragments:
@@ -229,6 +233,7 @@ class _LocalSGD(Wrapping):
         moved = False
         for fragment in self._fragments:
             if fragment.before is not None:
+                # `or` last: each fragment has to move, whatever the others did.
                 moved = self._move(fragment) or moved
         for fragment in self._fragments:
             moved = self._end_round(fragment, "the script called outer_step()") or moved
@@ -241,6 +246,7 @@ class _LocalSGD(Wrapping):
         why: the reason, compared between ranks: with another one they would end different rounds.
         overlap: do not wait for the exchange; returns False then.
         """
+        # Where inner_steps was set below overlap_steps, the exchange before is still under way.
         moved = fragment.before is not None and self._move(fragment)
         self._require_known()
         self._fragments.begin(
@@ -287,6 +293,7 @@ class _LocalSGD(Wrapping):
         self.outer_steps += 1
         self.skipped_steps += not outcome.moves
         self._report(fragment, before, outcome)
+        # A replica lost in one fragment shows in the others' exchanges, too: it counts once.
         lost = {rank: n for rank, n in outcome.lost.items() if rank not in before.gone_back}
         for other in self._fragments:
             if other.before is not None:
@@ -329,6 +336,7 @@ class _LocalSGD(Wrapping):
         `outer_step()`. Save it on every rank, as `gtopk.save_checkpoint` does. Waits for exchanges
         that have begun.
         """
+        # First: it waits for exchanges under way, which change residuals and centers.
         round_state = self.shared_state()
         return {
             **super().state_dict(),
@@ -352,6 +360,7 @@ class _LocalSGD(Wrapping):
         Raises ValueError for a state of another format.
         """
         own = state_dict.get(_KEY)
+        # Before anything changes: a state of another version must leave this optimizer as it is.
         if own is not None and own.get("format") != _FORMAT:
             raise ValueError(
                 f"the state of LocalSGD must be of format {_FORMAT}, got {own.get('format')!r}; "
@@ -375,6 +384,8 @@ class _LocalSGD(Wrapping):
             self.outer.load_state_dict(own["outer"])
             lay_out_as_parameters(self.outer)
             self.outer_steps = own["outer_steps"]
+            # Replicas belong to ranks and fragments: else only the centers, which all ranks share,
+            # can be used.
             if own["ranks"] == len(self._fragments.ranks) and self._fragments.matches(own):
                 self._fragments.load(own)
             elif self._fragments.restore_centers(own):

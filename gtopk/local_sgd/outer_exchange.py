@@ -97,7 +97,7 @@ class Round:
     steps:   that this rank has made in it; made: those of them that count.
     early:   by how many steps it was shorter than others.
     turn:    of its exchange, which names it; -1: its exchange was before a checkpoint.
-    covered: the steps that its report tells of: since a round of any fragment was over before.
+    covered: the steps that its report covers: those since any fragment's round ended last.
     sent:    the replica that is exchanged; empty where the rank waits for the changes.
     options: of the outer optimizer, when the round was over.
     waits:   when the program stood still for it.
@@ -204,7 +204,9 @@ class LostReplicas(SkipCounter):
         moved: whether the outer step has changed the model, by the replicas of the others.
         Raises FloatingPointError where these are more outer steps in a row than allowed.
         """
+        # Before `_lengthen`, which may raise: the count is to include the last ones.
         self.count += len(lost)
+        # Three names each: a replica that is not finite may have hundreds.
         where = "; ".join(f"rank {r}: {', '.join(map(repr, n[:3]))}" for r, n in lost.items())
         why = f"a replica is not finite on {where}" if lost else "the sum of replicas overflowed"
         _log.warning(
@@ -270,6 +272,7 @@ class OuterExchange:
 
     def enter(self, here: World, name: str) -> None:
         """Enter the next world, after `shutdown` or a failure; `meet` before an exchange."""
+        # Taken out first: the residual of the new bucket begins empty.
         self._enter(here, name, self._take_out())
 
     def _enter(self, here: World, name: str, residuals: Mapping[str, ResidualState]) -> None:
@@ -359,9 +362,12 @@ class OuterExchange:
             for parameter, change in zip(bucket_exchange.parameters, changes, strict=True):
                 is_still = not parameter.requires_grad and not bool(change.any())
                 parameter.grad = None if is_still else change
+            # Unweighted: the shares follow from all ranks' steps, which `_work` learns.
             bucket_exchange.capture_gradients(1.0, 1.0)
             frozen = bucket_exchange.missing()
             mine = [] if bucket_exchange.all_finite() else bucket_exchange.not_finite()
+            # The sum comes into these, in `ended`: meanwhile the parameters have the script's
+            # gradients.
             taken = [parameter.grad for parameter in bucket_exchange.parameters]
         if mine:
             torch._foreach_zero_(changes)  # 0 times NaN is NaN: a weight of 0 is not enough
@@ -389,6 +395,7 @@ class OuterExchange:
         the residual is then as before.
         """
         assert self._under_way is not None
+        # Forgotten first: where the wait fails, there is nothing to wait for again.
         (operation, taken), self._under_way = self._under_way, None
         bucket_exchange = self._bucket_exchange
         try:

@@ -1,4 +1,4 @@
-"""The outer optimizer: what makes one, its options, which ranks have alike, and its step."""
+"""The outer optimizer: how it is made, the options that ranks compare, and its step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserv
 
 from ..optim.replica_check import checksums
 
-# What makes the outer optimizer of these parameters; the model's own, which are z when it steps.
+# Makes the outer optimizer for these parameters: the model's own, which are z when it steps.
 Outer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -44,7 +44,8 @@ def options_by_group(outer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def state_of(outer: torch.optim.Optimizer, parameters: Iterable[torch.nn.Parameter]) -> str:
-    """Return what tells the outer optimizer's state from another: all ranks have the same."""
+    """Return a text by which ranks compare the outer optimizer's state: all must have the same."""
+    # By parameter: the order of `outer.state` is that in which it was filled.
     state = [value for p in parameters for value in outer.state.get(p, {}).values()]
     tensors = checksums([value for value in state if isinstance(value, torch.Tensor)])
     others = [value for value in state if isinstance(value, (int, float))]

@@ -73,14 +73,17 @@ def _named(params: object) -> list[Named]:
 
 def _broadcast_in_place(named: Iterable[Named], root_rank: int) -> None:
     """Overwrite tensors of any layout and dtype by the root's; raise the first error at the end."""
+    # All are begun before any is waited for, so that they share cycles of the engine.
     flights = [_begin_in_place(name, tensor, root_rank) for name, tensor in named]
     errors = []
     for target, dense, handle in flights:
         try:
             synchronize(handle)
         except HorovodInternalError as error:
+            # Raised at the end: the tensors behind it are to be received, too.
             errors.append(error)
         else:
+            # Only now: a broadcast that failed must leave the tensor as it was.
             if dense is not target:
                 target.copy_(dense)
     if errors:
@@ -125,6 +128,7 @@ def _unexpanded(tensor: torch.Tensor) -> tuple[torch.Tensor, list[str]]:
 def _transferable(dense: torch.Tensor) -> torch.Tensor:
     """Return the tensor itself, or a view of it in a dtype that collectives know."""
     if dense.is_complex():
+        # A view, not a copy: what is received lies in the complex tensor itself.
         return torch.view_as_real(dense)
     is_float8 = dense.dtype.is_floating_point and dense.dtype.itemsize == 1
     return dense.view(torch.uint8) if is_float8 else dense
@@ -151,6 +155,7 @@ def _pack(obj: object) -> _EncodedObject:
     try:
         content = encode(obj)
     except Exception as error:  # of any kind: no rank may wait for an object that never comes
+        # The error's text travels in the object's place, so that all ranks raise the same.
         text = str(error) if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
         return _EncodedObject(text.encode(errors="replace"), error=error)
     return _EncodedObject(content, holds_pickle(content))
@@ -163,6 +168,7 @@ def _exchange_labels(
     mine = _ObjectHeader(
         len(parcel.content), parcel.error is not None, parcel.has_pickle, pickle_allowed()
     )
+    # On the host, whatever the default device: the transport may not carry that one.
     own = torch.tensor([mine], dtype=torch.int64, device="cpu")
     rows = allgather(own, f"{name}.label", process_set)
     labels = [_ObjectHeader(row[0], *map(bool, row[1:])) for row in rows.tolist()]
@@ -198,6 +204,7 @@ def broadcast_object(
     is_root = rank() == root_rank
     parcel = _pack(obj) if is_root else _EncodedObject(b"")
     label = _exchange_labels(parcel, name, process_set)[ranks.index(root_rank)]
+    # As long as the root's: a broadcast needs equal shapes on all ranks.
     content = _as_tensor(parcel.content if is_root else bytes(label.content_bytes))
     received = broadcast_(content, root_rank, f"{name}.content", process_set).numpy()
     if label.failed:
@@ -261,6 +268,8 @@ def broadcast_optimizer_state(
         }
     message = broadcast_object(message, root_rank, name)
     difference = optimizer_tree.difference(layout, message["layout"])
+    # All compare, and all hear of the differences: one that raised alone would leave the rest
+    # waiting.
     complaints = allgather_object(difference, f"{name}.layout")
     if any(complaints):
         raise ValueError(
@@ -276,6 +285,7 @@ def broadcast_optimizer_state(
         tensors = {slot.path: optimizer_tree.at(own, slot.path) for slot in slots}
     else:
         tensors = optimizer_tree.make_tensors(slots, own, optimizer)
+    # Small tensors came with the skeleton; these travel one by one, in place.
     large = [slot.path for slot in slots if slot.value is None]
     _broadcast_in_place(
         [(f"{name}.{'.'.join(map(str, path))}", tensors[path]) for path in large], root_rank

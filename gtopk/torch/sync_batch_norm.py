@@ -135,6 +135,7 @@ def _statistics_of_all(input: torch.Tensor, eps: float, counts: bool) -> _Statis
     counts: whether this rank's rows count.
     """
     wide = _widened(input.detach())
+    # A placeholder's rows are other ranks' samples: counted, they would count twice.
     count = input.shape[0] * math.prod(input.shape[2:]) if counts else 0
     mean = variance = torch.zeros(input.shape[1], dtype=torch.float64, device="cpu")
     if count:
@@ -143,6 +144,8 @@ def _statistics_of_all(input: torch.Tensor, eps: float, counts: bool) -> _Statis
     of_this_rank = {
         "count": torch.tensor([count], device="cpu"),
         "mean": mean[None],
+        # The standard deviation's inverse, as in torch's own SyncBatchNorm; its square gives the
+        # variance back.
         "invstd": (variance + eps).rsqrt()[None],
     }
     # All are begun before any is waited for, so that they share a cycle of the engine.
@@ -152,6 +155,7 @@ def _statistics_of_all(input: torch.Tensor, eps: float, counts: bool) -> _Statis
     ]
     rows, means, invstds = map(mpi_ops.synchronize, handles)
     total = int(rows.sum())
+    # At least 1: without any rows `forward` raises its own error, and no NaN is made.
     shares = (rows.double() / max(total, 1))[:, None]
     mean = (shares * means).sum(0)
     # Chan et al. 1979: the variance within the ranks, and between them.
@@ -175,6 +179,7 @@ class _Normalize(torch.autograd.Function):
         mean, invstd = _spread_out(input, batch.mean, (batch.variance + eps).rsqrt())
         ctx.save_for_backward(input, weight, mean, invstd)
         ctx.total, ctx.rank_weight = batch.total, rank_weight
+        # Its dtype alone: no gradient depends on the bias itself.
         ctx.bias_dtype = None if bias is None else bias.dtype
         output = (_widened(input) - mean) * invstd
         if weight is not None:
@@ -193,6 +198,7 @@ class _Normalize(torch.autograd.Function):
         sum_dy, sum_dy_xmu = dy.sum(dims), (dy * xmu).sum(dims)
         gradients: list[torch.Tensor | None] = [None] * 6
         if of_weight:
+            # Of this rank's rows only: the optimizer exchanges it, as any parameter's gradient.
             gradients[1] = (sum_dy_xmu * invstd.flatten()).to(weight.dtype)
         if of_bias:
             gradients[2] = sum_dy.to(ctx.bias_dtype)
@@ -205,6 +211,8 @@ class _Normalize(torch.autograd.Function):
                 )
                 for name, tensor in (("sum_dy", sum_dy), ("sum_dy_xmu", sum_dy_xmu))
             ]
+            # A rank without weight gets a gradient that its optimizer multiplies by 0; it must be
+            # finite.
             total = ctx.total * max(ctx.rank_weight, 1)
             sums = [mpi_ops.synchronize(handle) / total for handle in handles]
             mean_dy, mean_dy_xmu = _spread_out(input, *sums)

@@ -72,6 +72,7 @@ class DelayedLoader(LoaderBase):
         self._options = options
         check(job)
         length = self._indexed(job)
+        # Filled anew for each pass: the DataLoader keeps this very list as its batch_sampler.
         self._mine: list[list[int]] = []  # indices of this pass's micro-batches
         self._loader = rebuilt(job.loader, batch_sampler=self._mine)
         self._numbers = Numbers(job.loader, self._loader, world.rank)
@@ -136,6 +137,7 @@ class DelayedLoader(LoaderBase):
         self._rate.scale(samples, None)
         policy = self._optimizer.step_policy
         policy.skipped.end_row()
+        # After the reduction: the update is the same on all ranks, and so is its norm.
         policy.clip()
         with self._optimizer.skip_synchronize(), self._settings.set():
             self._wrapped_step()
@@ -147,6 +149,7 @@ class DelayedLoader(LoaderBase):
         self._report(skipped=True)
         where = "; ".join(f"rank {rank}" for rank in culprits)
         self._optimizer.step_policy.skipped.note(self._world.rank, self._world.step, where)
+        # Here only: an applied round is counted by the optimizer's own step.
         self._world.step += 1
 
     def _report(self, skipped: bool) -> None:
@@ -170,6 +173,8 @@ class DelayedLoader(LoaderBase):
                 f"rank {self._world.rank}: mode 'abs' takes one optimizer.step() with every batch "
                 "of its loader, before loader.drain() and the next batch; there is none in hand"
             )
+        # Around `poll`, too: it may apply an earlier round's update, which no GradScaler has
+        # scaled.
         with unscaled_gradients(self._optimizer) as (loss_scale, overflow):
             if overflow:
                 self._leave_out()
@@ -178,6 +183,7 @@ class DelayedLoader(LoaderBase):
             if self.num_samples:
                 summed = self._options.loss_reduction == "sum"
                 self.rounds.add(self.num_samples, summed, loss_scale)
+            # The round has taken the gradients of what it trains; others would pile up.
             self._optimizer.zero_grad()
             self.rounds.poll()
         self._settings.seen = self.round
@@ -187,6 +193,7 @@ class DelayedLoader(LoaderBase):
         """Finish the current micro-batch without its gradients."""
         self._has_batch = False
         self._optimizer.zero_grad()
+        # A placeholder, handed out so that the script can drain: it is no micro-batch of the pass.
         if not self.num_samples:
             return
         if not self.left_out:
@@ -215,6 +222,7 @@ class DelayedLoader(LoaderBase):
         with self._epochs.iterate() as (epoch, start):
             order = self._order(epoch)
             self._length, self._order_said = len(order), order_in_words(order)
+            # Else a state was loaded, whose passes say what is left of the epoch.
             if start == 0:
                 self._passes.begin([range(self._length)])
             self._in_epoch = True
@@ -232,6 +240,7 @@ class DelayedLoader(LoaderBase):
         self._numbers.begin(self._epochs.epoch, self._passes.number)
         self.rounds.begin()
         self._in_pass = True
+        # Without a batch the DataLoader is not asked: it would start its workers for nothing.
         for batch, places in zip(self._loader if mine else (), mine, strict=True):
             yield from self._yield_batch(batch, len(places))
             if self.rounds.ended:
@@ -242,6 +251,7 @@ class DelayedLoader(LoaderBase):
         self.num_samples = samples
         self._has_batch = True
         yield batch
+        # The script's code behind the batch has run: a schedule that follows `round` has seen it.
         self._settings.seen = self.round  # after a batch without a step, too
         if self._has_batch:
             self._leave_out()
@@ -260,6 +270,8 @@ class DelayedLoader(LoaderBase):
         if self._abandoned is None:
             return
         self._require_its_world()
+        # The other ranks may wait in the old rounds' operations: these must end before new ones
+        # begin.
         self._abandoned.abandon()
         self._abandoned.finish()
         self.exchange.pop_reduction()  # this exchange belongs to no reported step
@@ -278,6 +290,7 @@ class DelayedLoader(LoaderBase):
 
         Raises RuntimeError, on every rank, where one goes on although it was asked to drain.
         """
+        # Compared on all ranks: with unlike numbers left they would deal unlike passes.
         left = f"{len(self._passes.left)} micro-batches left"
         signature = [f"epoch {self._epochs.epoch}", left, self._order_said]
         said = self._wire.meet(signature, drains)
@@ -361,6 +374,7 @@ def check(job: Job[RoundOptions]) -> None:
             "size by micro_batch= and use backward_passes_per_step=1, got "
             f"{job.optimizer.backward_passes_per_step}"
         )
+    # AdaScale needs the noise scale, and rounds add gradients up before anybody could probe them.
     if job.options.lr_scaling == "adascale":
         raise ValueError("mode 'abs' measures no noise: use lr_scaling 'none', 'linear' or 'sqrt'")
     momentum = max(float(group.get("momentum", 0.0)) for group in job.optimizer.param_groups)

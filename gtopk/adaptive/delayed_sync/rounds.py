@@ -71,8 +71,10 @@ class AgreedSettings:
         Raises MismatchError, on all ranks, where these ranks' settings differ.
         """
         told = transport.gather_object(said)
+        # A rank with nothing left to compute stays behind: its settings are of an earlier round.
         newest = max(int(seen) for seen, *_ in told)
         by_rank = {rank: words for rank, (seen, *words) in enumerate(told) if int(seen) == newest}
+        # As texts: JSON writes a float so that it comes back to the bit.
         first = next(iter(by_rank.values()))
         if any(words != first for words in by_rank.values()):
             signature = {
@@ -121,6 +123,7 @@ def _number(own: object) -> Any:
     """Return a number, or a list of numbers, as JSON has it; None for anything else."""
     if isinstance(own, torch.Tensor) and own.numel() == 1:
         return float(own)
+    # A bool is an int to Python, and a switch: no schedule moves it.
     if isinstance(own, int | float) and not isinstance(own, bool):
         return own
     if isinstance(own, tuple | list):
@@ -148,13 +151,6 @@ class Pending(Protocol):
         """Return the result."""
 
 
-class RoundReadiness(NamedTuple):
-    """The outcome that all ranks learn once each of them was ready."""
-
-    samples: int
-    is_last: bool  # a rank has nothing left to compute
-
-
 class RoundReduction(NamedTuple):
     """A round's outcome, the same on every rank.
 
@@ -173,8 +169,8 @@ class RoundReduction(NamedTuple):
 class Wire(Protocol):
     """The operations of all ranks; neither call waits."""
 
-    def ready(self, samples: int, is_last: bool) -> Pending:
-        """Announce that this rank may end the round; the result is RoundReadiness."""
+    def ready(self, is_last: bool) -> Pending:
+        """Announce that this rank may end the round; the result: whether it is any rank's last."""
 
     def reduce(self, sums: list[torch.Tensor | None], samples: int, batches: int) -> Pending:
         """Reduce sums over samples to their mean over all ranks'; the result is RoundReduction."""
@@ -219,6 +215,7 @@ class Rounds:
         self.skipped = 0
         self.ended = False
         self.batches = [0] * ranks
+        # Until a round is known, each rank is to bring an equal share of the least batch.
         self.samples = [1] * ranks
 
     @property
@@ -250,6 +247,7 @@ class Rounds:
         Gradients in 16 bits are added up in float32: sums over samples outgrow their dtype.
         loss_scale: the factor of the loss, which is divided out.
         """
+        # Sums over samples add up, whatever the micro-batches' sizes; means do not.
         scale = (1 if summed else samples) / loss_scale
         for place, parameter in enumerate(self._parameters):
             gradient, parameter.grad = parameter.grad, None
@@ -300,26 +298,26 @@ class Rounds:
         if self._ready is None:
             # A round ends in a later call of `poll`: one more micro-batch is sure to be in it.
             promised = self._samples + (0 if is_last else self._next)
+            # By the last round's samples: fast ranks wait with `ready` until they have done more.
             share = self.samples[self._rank] / sum(self.samples)
             if is_last or promised >= share * self._least_samples:
-                self._ready = self._wire.ready(promised, is_last)
+                self._ready = self._wire.ready(is_last)
             return
         if waits:
             return
-        ready: RoundReadiness = self._ready.wait()
+        # All ranks have their shares, whose sum is the least batch, or one has nothing left.
+        is_any_last: bool = self._ready.wait()
         self._ready = None
-        if ready.samples >= self._least_samples or ready.is_last:
-            self._end_round()
-            self.ended = ready.is_last
-            self.number += not ready.is_last
-        else:
-            self.poll(is_last)
+        self._end_round()
+        self.ended = is_any_last
+        self.number += not is_any_last
 
     def _end_round(self) -> None:
         """Apply the round before, and begin to reduce this one."""
         # The exchange has one bucket and one residual: the reduction before must be over.
         self._finish_reduction()
         self._reducing = self._wire.reduce(self._sums, self._samples, self._batches)
+        # The exchange has copied them: the next round adds to gradients of its own.
         self._sums = [None] * len(self._parameters)
         self._samples = self._batches = 0
 
@@ -332,6 +330,7 @@ class Rounds:
             return
         self.batches = [a + b for a, b in zip(self.batches, reduced.batches, strict=True)]
         total = sum(reduced.samples)
+        # A round that was cut short at the end of a pass tells nothing of the ranks' speeds.
         if total > 0 and not self.ended:
             self.samples = list(reduced.samples)
         if reduced.update is None:
@@ -350,6 +349,8 @@ class Rounds:
         self._finish_reduction()
 
 
+# Flags of a reduction, with the counts above them: they travel with the agreement on the operation,
+# so that no message is added.
 _FINITE: Final = 1  # this rank's sums are finite
 _MISSES: Final = 2  # some of its parameters have no gradient
 _COMPARES: Final = 4  # it checks its replica: not where it has loaded a state in this round
@@ -389,20 +390,15 @@ class RoundWire:
         self.samples = 0  # of this rank, in the round that is reduced
         self.divergences: list[Divergence] | None = None  # found when it began; None: not checked
 
-    def ready(self, samples: int, is_last: bool) -> TimedOperation:
+    def ready(self, is_last: bool) -> TimedOperation:
         """Announce that this rank may end the round."""
-
-        def work(transport: Transport, all_flags: list[int]) -> RoundReadiness:
-            return RoundReadiness(
-                sum(flags >> 1 for flags in all_flags), any(flags & 1 for flags in all_flags)
-            )
-
-        return self._submit("ready", [], work, samples << 1 | is_last)
+        return self._submit("ready", [], lambda transport, all_flags: any(all_flags), int(is_last))
 
     def reduce(self, sums: list[torch.Tensor | None], samples: int, batches: int) -> TimedOperation:
         """Reduce the sums of a round to their mean."""
         finite = self.exchange.capture_sums(sums, self._local_clip_norm)
         missing = [str(place) for place, each in enumerate(sums) if each is None]
+        # Read now: `work` runs on the engine's thread, while the script may change both.
         said, compare, self.divergences = self._settings.encode(), self._replicas.begin(), None
 
         def work(transport: Transport, all_flags: list[int]) -> RoundReduction:
@@ -417,6 +413,8 @@ class RoundWire:
                     self.divergences = compare(transport)
                 self._settings.agree(transport, said)
                 nowhere: set[str] = set()
+                # Names are gathered only where each rank misses some: a gradient on one rank is one
+                # for all.
                 if all(flags & _MISSES for flags in all_flags):
                     nowhere = set.intersection(*map(set, transport.gather_object(missing)))
                 total = sum(counts)
@@ -428,6 +426,7 @@ class RoundWire:
                     ]
             return RoundReduction(update, counts, done, culprits)
 
+        # Here the round's own computing ends; what comes now is of the next one.
         self._steps.computed()
         self.samples = samples
         return self._submit(

@@ -52,6 +52,7 @@ class WallClock:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Count the time meanwhile as waiting for others; do not nest it."""
+        # The time until here was computed: `_pass` closes that span.
         began = self._pass()
         try:
             yield
@@ -139,6 +140,8 @@ class LocalSteps:
         if ran is not None:
             seen.exchanged[len(seen.exchanged)] = ran.exchanged
             seen.spans.append((ran.began, ran.ended))
+            # Sampling the residual reads all of it: only every so many exchanges that had an
+            # update.
             self._exchanged += ran.exchanged.finite
             recorder = recorder_of(self._world)
             if recorder is not None and ran.exchanged.finite and is_sampling_due(self._exchanged):
@@ -149,6 +152,7 @@ class LocalSteps:
         seen, self._seen = self._seen, RecordedStep()
         computed, self._computed = self._computed, []
         waits = self.spent.pop_waits()
+        # In the optimizer's place, where scripts and observers look for every mode's steps.
         self._optimizer.last_step = done = report(
             seen,
             step=max(0, step),  # -1: this rank has had no batch so far
@@ -211,6 +215,7 @@ def require_not_taken(optimizer: Any) -> None:
 def require_no_common_step(optimizer: Any, why: str) -> None:
     """Raise ValueError for options that need a common step of all ranks; why: there is none."""
     asked = optimizer.step_policy.options
+    # Each needs one update that all ranks share, or one decision of all ranks about it.
     for name, value in (
         ("local_clip_norm", asked.local_clip_norm),
         ("global_clip_norm", asked.global_clip_norm),

@@ -119,6 +119,7 @@ class RoundExchange:
         residuals = (
             {} if self.exchange.residual is None else self.exchange.residual.after_last_step()
         )
+        # Before anything is changed: a state that does not fit must leave the residual as it is.
         for name in ("residual", "velocity"):
             if state[name] is not None and name not in residuals:
                 raise ValueError(
@@ -129,6 +130,7 @@ class RoundExchange:
             tensor.zero_() if state[name] is None else tensor.copy_(state[name])
         if (residual := self.exchange.residual) is not None:
             residual.is_empty = state["residual"] is None
+            # Entries may be here now that another rank is to go on with; all ranks load together.
             residual.may_be_misplaced = True
         self.progress.steps = state["steps"]
         if self._regions is not None and state["regions"] is not None:
@@ -171,10 +173,13 @@ class RoundExchange:
         Then the residual is as it was before. share: this rank's share of the update, for clipping.
         """
         bucket, residual = self.bucket, self.exchange.residual
+        # Not when the sums were captured: weight and share follow from all ranks' counts, known
+        # only now.
         bucket.weight = weight * self._clip.factor(weight, share)
         began = time.perf_counter()
         with bucket.on_stream():
             if residual is not None:
+                # Before the exchange adds this round's sums: an overflow is known only at its end.
                 residual.snapshot()
             exchanged = self.exchange(bucket, transport)
             reduced = time.perf_counter()
@@ -184,8 +189,10 @@ class RoundExchange:
             elif residual is not None:
                 residual.restore()
         if residual is not None:
+            # On both ways: a stale one would bring back an earlier round.
             residual.drop_snapshot()
         ended = time.perf_counter()
+        # Applying reads and writes what was selected, and is reported with it.
         select_seconds = exchanged.select_seconds + ended - reduced
         self._last_reduction = TimedReduction(
             replace(exchanged, select_seconds=select_seconds), began, ended
@@ -263,6 +270,7 @@ class Replica:
         finite = self.reduction.capture_sums(self.offsets())
         if not finite:
             self.reset()
+            # Again, of zeros now: the other ranks reduce, and this one has to take part.
             self.reduction.capture_sums(self.offsets())
         return finite
 
@@ -283,6 +291,7 @@ class Replica:
         unsent = self.reduction.residual_views
         self.was_center = update is None or unsent is None or not weight
         if unsent is not None and not self.was_center:
+            # The residual is of weighted offsets: o' = (w o - s + r) / w.
             torch._foreach_add_(list(self._own), _like(unsent, self.center), alpha=1 / weight)
         self.reduction.clear_residual()
 
@@ -316,6 +325,7 @@ class Replica:
             torch._foreach_add_(self.center, _like(update, self.center))
             return
         step = torch._foreach_sub(self.center, self._before)
+        # Before the center moves: the next momentum is from here.
         torch._foreach_copy_(self._before, self.center)
         torch._foreach_mul_(step, self._momentum)
         torch._foreach_add_(step, _like(update, self.center))
@@ -324,6 +334,7 @@ class Replica:
     @contextmanager
     def at_center(self) -> Iterator[None]:
         """Show the center in the parameters meanwhile; other methods use the replica's own copy."""
+        # May be nested: `drain` within `merged` works on the copy that the outer context shows.
         outer = self._own
         self._own = self._copy()
         with torch.no_grad():
@@ -332,6 +343,7 @@ class Replica:
             yield
         finally:
             with torch.no_grad():
+                # Also what a drain or a loaded state has changed meanwhile.
                 torch._foreach_copy_(list(outer), self._own)
             self._own = outer
 
@@ -369,6 +381,7 @@ class Replica:
         if self._before:
             torch._foreach_copy_(self._before, list(state["before"] or state["center"]))
         torch._foreach_copy_(list(self._own), list(state["own"] or state["center"]))
+        # Within `at_center` the parameters show the loaded center at once.
         self._show_center()
         self.was_center = not state["own"]
 

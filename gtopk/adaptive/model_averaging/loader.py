@@ -107,6 +107,7 @@ class MergingLoader(LoaderBase):
         counts = STRATEGIES[options.algorithm].is_dynamic and options.replay is None
 
         def work(transport: Transport, all_flags: list[int]) -> tuple[list[int], Counter | None]:
+            # The counter is opened by all ranks together, so within an operation of all.
             return list(all_flags), transport.counter() if counts else None
 
         signature = ["mode='adaptive-sgd'", f"{length} samples", *options.signature()]
@@ -132,6 +133,7 @@ class MergingLoader(LoaderBase):
         self._steps.spent.begin()
         with self._epochs.iterate() as (epoch, start):
             order = self._order(epoch)
+            # Else a state was loaded, whose mega-batches say what is left of the epoch.
             if start == 0:
                 self._stretches.begin([range(len(order))])
             self._taken.order = order
@@ -147,6 +149,7 @@ class MergingLoader(LoaderBase):
 
     def _begin(self, epoch: int, order_said: str) -> None:
         """Begin an epoch, the same on all ranks; agree on the cursor's largest count."""
+        # Not in the constructor: the model may be loaded or broadcast after it.
         replica = self._resumed() or self._open_replica()
         if not self._is_compared:
             self._compare(replica)
@@ -157,6 +160,7 @@ class MergingLoader(LoaderBase):
         operation = self._world.engine.submit(
             f"{self._name}.epoch",
             signature,
+            # Each rank has seen the counter at its own takes only.
             lambda transport, all_flags: max(all_flags),
             flags=self._cursor.count,
         )
@@ -185,6 +189,7 @@ class MergingLoader(LoaderBase):
         names = self._optimizer.step_policy.names
         named = {p: names[p] for p in replica.parameters}
         signature = [f"parameter '{name}' {list(p.shape)} {p.dtype}" for p, name in named.items()]
+        # At the center: replicas that went on from a state differ by their offsets.
         with replica.at_center():
             own = checksums(named)
         operation = self._world.engine.submit(
@@ -216,6 +221,7 @@ class MergingLoader(LoaderBase):
     def _finish(self, take: range) -> None:
         """Note a batch as finished, once."""
         assert self._finished is not None
+        # Once by its step, once more when the loop comes back; only the last take can be in hand.
         if take not in self._finished[-1:]:
             self._finished.append(take)
 
@@ -248,6 +254,7 @@ class MergingLoader(LoaderBase):
         Raises RuntimeError without a current batch, and where the parameters show the merged model.
         """
         optimizer = self._optimizer
+        # A local step counts for a take: without one, its samples would be in no report.
         if self._current_batch is None:
             raise RuntimeError(
                 f"rank {self._world.rank}: optimizer.step() without a batch in hand; in mode "
@@ -263,8 +270,10 @@ class MergingLoader(LoaderBase):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # An empty take: the batch was handed out without weight, for a drain.
         if not self._current_batch:
             return loss
+        # The learning rate is of mean gradients, as nothing divides by the samples later.
         if self._options.loss_reduction == "sum":
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -290,6 +299,7 @@ class MergingLoader(LoaderBase):
             self._optimizer.state.clear()
         mine = Report(
             batches.sizes[self._world.rank],
+            # Reported as no work: it is in no model, although its samples are finished.
             self._updates if finite else 0,
             sum(map(len, self._finished)) if finite else 0,
             norm if finite else 0.0,
@@ -300,6 +310,8 @@ class MergingLoader(LoaderBase):
 
         def work(transport: Transport, all_flags: list[int]) -> Any:
             told = [decode(message) for message in transport.allgather(message)]
+            # All decide from the same reports: weights, sizes and whether there is an exchange at
+            # all.
             reports = [report for report, _ in told]
             weights = batches.merge_weights(reports)
             update = None
@@ -311,6 +323,7 @@ class MergingLoader(LoaderBase):
             f"{self._name}.merge", [replica.signature], work, flags=drains
         )
         reports, weights, self._count, update, said = self._await(operation)
+        # Before `_finished` is cleared, from which the samples are counted.
         self._report(skipped=update is None)
         weight = weights[self._world.rank]
         (replica.pull if batches.strategy.force else replica.merge)(update, weight)
@@ -391,6 +404,7 @@ class MergingLoader(LoaderBase):
         replica = self._resumed()
         if replica is None:
             return
+        # With a force the center is the model by itself; without a merge so far all are at it.
         if self._stretches.strategy.force or self._weights is None:
             replica.collapse()
             return
@@ -413,6 +427,7 @@ class MergingLoader(LoaderBase):
         """
         replica = self._replica
         going = self._finished is not None and (self._updates or self._finished)
+        # A state holds the replica after a merge; its steps since can be repeated only from there.
         if going and replica is not None and not replica.was_center:
             raise RuntimeError(
                 "this rank's replica keeps what it has not sent, and has gone on since the last "
@@ -447,6 +462,7 @@ class MergingLoader(LoaderBase):
             number = self._stretches.number
             self.record = [*self.record[:number], *[[]] * (number - len(self.record))]
         self._finished, self._lost_in_a_row = None, 0
+        # Weights are of that job's ranks.
         self._weights = state["weights"] if state["ranks"] == self._world.size else None
         if self._replica is not None and replica:
             self._replica.load_state_dict(replica)

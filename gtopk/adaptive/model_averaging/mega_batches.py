@@ -41,6 +41,7 @@ class TakenBatches(Sampler[list[int]]):
         if self.is_weightless:
             yield list(self.order[: self.size])
             return
+        # Taken when the DataLoader asks: with workers, prefetched takes are this rank's already.
         while take := self._take():
             self.taken.append(take)
             yield [self.order[place] for part in self.stretch.places(take) for place in part]
@@ -61,6 +62,7 @@ class MegaBatches:
         self.options = options
         self.strategy = STRATEGIES[options.algorithm]
         self.first_size = max(1, options.global_batch // len(most))
+        # An eighth of the largest is the paper's default, as far as it is known here.
         least = [options.min_batch or max(1, each // 8) for each in most]
         self._limits = Limits(0, least, most, options.grain)
         for rank, (low, high) in enumerate(
@@ -103,6 +105,7 @@ class MegaBatches:
         if not strategy.is_dynamic:
             return (strategy.steps or options.local_steps) * sum(self.sizes)
         wanted = options.mega_batch or BATCHES * self.first_size
+        # Equal parts of what is left: a short rest would be a merge after few updates.
         stretches = max(1, round(len(self._left) / wanted))
         return -(-len(self._left) // stretches)
 
@@ -115,16 +118,20 @@ class MegaBatches:
         if not finite:
             return [0.0] * len(reports)
         rule = WEIGHTS[options.merge_weights] if strategy.is_dynamic else equal_weights
+        # Among the finite replicas only, so that their weights sum to one.
         weights = iter(perturb_weights(rule(finite), finite, options.perturbation))
         return [next(weights) if report.finite else 0.0 for report in reports]
 
     def close(self, reports: Sequence[Report]) -> None:
         """Finish a merge: remove the samples that ranks have finished, and compute new sizes."""
         finished = [take for report in reports for take in report.takes]
+        # Unfinished samples come before those that were not handed out: they are first in the next
+        # stretch.
         behind = self._left.places(range(len(self._open), len(self._left)))
         self._left = SampleRange([*self._open.remaining(finished), *behind])
         self._open = SampleRange([])
         self.number += 1
+        # A lost replica reports no updates, which tell nothing of its rank's speed.
         if self.strategy.is_dynamic and all(report.finite for report in reports):
             updates = [report.updates for report in reports]
             self.sizes = RULES[self.options.batch_rule](self.sizes, updates, self._limits)
@@ -152,5 +159,6 @@ class MegaBatches:
         self.number = state["number"]
         self._left = SampleRange([range(start, stop) for start, stop in state["left"]])
         given = self.options.global_batch
+        # Sizes of other ranks, or around another first size, are no start for these.
         if (len(state["sizes"]), state.get("global_batch", given)) == (self.ranks, given):
             self.sizes = clip_to_limits(state["sizes"], self._limits)

@@ -64,9 +64,12 @@ def multiplicative(sizes: Sequence[int], updates: Sequence[int], limits: Limits)
 
     Counts that differ by one are ignored: a rank may have come just too late for another batch.
     """
+    # Else sizes would never settle: updates are whole numbers.
     if max(updates) - min(updates) <= 1:
         return list(sizes)
     wanted = [size * count for size, count in zip(sizes, updates, strict=True)]
+    # Only ratios matter for equal update counts: the largest sizes give the fewest updates to pay
+    # for.
     scale = min(
         most / size for size, most in zip(wanted, limits.highest(), strict=True) if size > 0
     )
@@ -173,6 +176,7 @@ class MergingOptions(Options):
 
     def signature(self) -> list[str]:
         """Return the options that must be equal on all ranks, as text; a record by its hash."""
+        # A record may be long, and a function cannot be compared: only its presence is.
         said = "nothing" if self.replay is None else "a function"
         if isinstance(self.replay, list):
             said = hashlib.blake2b(repr(self.replay).encode(), digest_size=8).hexdigest()

@@ -98,6 +98,7 @@ def encode(report: Report, count: int) -> Array:
     """Return a report, and the count that its rank's cursor has seen, as a message."""
     numbers = [report.size, report.updates, report.samples, report.finite, count]
     takes = [bound for take in report.takes for bound in (take.start, take.stop)]
+    # A float as its bits: the whole message is then one array of integers.
     head = np.array([report.norm]).view(np.int64)
     return np.concatenate([head, np.array([*numbers, *takes], np.int64)]).view(np.uint8)
 

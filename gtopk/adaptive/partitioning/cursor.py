@@ -80,6 +80,8 @@ class SharedCursor:
     def __init__(self, counter: Counter) -> None:
         self.count = 0
         self._counter = counter
+        # Where the open stretch begins in the counter, which is never set back: ranks may still be
+        # counting.
         self._begin = self._total = 0
 
     def open(self, number: int, total: int, sizes: Sequence[int], count: int) -> None:
@@ -109,6 +111,7 @@ class ReplayedCursor:
 
     def open(self, number: int, total: int, sizes: Sequence[int], count: int) -> None:
         """Get the takes of this stretch from the replay; raise ValueError where they do not fit."""
+        # Checked by every rank before a batch: a gap would be samples that nobody is given.
         takes = self._replay(number, total, sizes)
         check_takes(number, total, takes, len(sizes))
         self._takes, self._number = iter(takes[self._rank]), number
@@ -164,6 +167,7 @@ def by_speed(speeds: Sequence[float]) -> Replay:
 
     def replay(number: int, total: int, sizes: Sequence[int]) -> list[list[range]]:
         takes: list[list[range]] = [[] for _ in speeds]
+        # When each rank is free next; of equal times the heap gives the lower rank.
         free = [(0.0, rank) for rank in range(len(speeds))]
         position = 0
         while position < total:
@@ -183,6 +187,7 @@ def in_step(number: int, total: int, sizes: Sequence[int]) -> list[list[range]]:
     start = 0
     while start < total:
         left = total - start
+        # The last step is divided in proportion, so that all ranks still step together.
         parts = divide(left, sizes) if left < sum(sizes) else sizes
         for each, size in zip(takes, parts, strict=True):
             if size:

@@ -84,6 +84,7 @@ def clamp(wanted: Sequence[float], limits: Limits) -> list[float]:
         room = [b - size for size, b in zip(sizes, high, strict=True)]
     else:
         room = [size - a for size, a in zip(sizes, low, strict=True)]
+    # One pass is enough: a rank's part of what is missing never exceeds its room.
     space = math.fsum(room)
     if space == 0:
         return sizes
@@ -106,6 +107,7 @@ def round_sizes(wanted: Sequence[float], limits: Limits) -> list[int]:
         for size, a, b in zip(exact, low, high, strict=True)
     ]
     while sum(sizes) < limits.total:
+        # Never empty: the limits allow the total, and both are whole grains.
         may = [rank for rank, size in enumerate(sizes) if size + grain <= high[rank]]
         sizes[max(may, key=lambda rank: exact[rank] - sizes[rank])] += grain
     return sizes
@@ -196,6 +198,7 @@ def cut_epoch(
             if drop_last:
                 return
             sizes = tuple(divide(left, sizes))
+        # Before the yield: from here on a worker may be loading this batch.
         plan.drawn = step + 1
         yield Cut(step, start, sizes)
         step, start = step + 1, start + sum(sizes)
@@ -203,6 +206,7 @@ def cut_epoch(
 
 def shuffled(length: int, seed: int, epoch: int) -> list[int]:
     """Return the order of an epoch: a permutation that depends on seed and epoch alone."""
+    # On the host, whatever the default device is: all ranks must draw the same order.
     generator = torch.Generator().manual_seed(seed + epoch)
     order: list[int] = torch.randperm(length, generator=generator, device="cpu").tolist()
     return order
@@ -226,8 +230,10 @@ def left_over(dealt: Sequence[range], done: Sequence[int]) -> list[int]:
 
 def speeds_after(done: Sequence[int], before: Sequence[int]) -> list[int]:
     """Return the speeds measured in a pass; a short pass leaves them as before."""
+    # In a shorter pass one micro-batch more or less would change a speed by a quarter or more.
     if sum(done) < 4 * len(done):
         return list(before)
+    # Never 0: a rank that is dealt nothing would never be measured again.
     return [max(1, n) for n in done]
 
 
@@ -252,6 +258,7 @@ class Passes:
         self.left = [
             part[first : first + self._size]
             for part in places
+            # Within a part only: a state's parts are ranges, and a micro-batch must be one.
             for first in range(0, len(part), self._size)
         ]
 

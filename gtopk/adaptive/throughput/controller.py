@@ -30,6 +30,8 @@ from .policies import Cost, SpeedModel, equal_finish, spread_of
 
 WARMUP_STEPS: Final = 5
 SETTLING_STEPS: Final = 2  # after the prefetched ones
+# Two bounds, EVEN to begin a HOLD and STILL_EVEN to leave it: a spread near one of them would else
+# go in and out.
 EVEN: Final = 0.05
 STILL_EVEN: Final = 0.10
 APART: Final = 0.30
@@ -104,11 +106,13 @@ class Controller:
     def _choose(self, windows: Sequence[Window]) -> list[int]:
         now = [window.size for window in windows]
         seconds = [window.seconds if window.size else 0.0 for window in windows]
+        # Before the models see these seconds, which they would then predict too well.
         self._note_surprises(now, seconds)
         changed = [
             model.observe(size, each)
             for model, size, each in zip(self._models, now, seconds, strict=True)
         ]
+        # A rank of another speed may need a large move at once.
         if any(changed):
             self._fine_left = 0
         spread = spread_of(seconds)
@@ -123,12 +127,14 @@ class Controller:
         wanted = equal_finish(costs, limits)
         if spread > self._above(APART) and not self._fine_left:
             self._fine_left = FINE_WINDOWS
+            # A solution is a new start: earlier turns, and the damping by them, are of other sizes.
             self._last_moves = [0] * len(now)
             self._damping = [1.0] * len(now)
             sizes = wanted
         else:
             self._fine_left = max(0, self._fine_left - 1)
             sizes = self._damped(now, wanted, limits)
+        # Each change costs a window's begin: the steps until it takes effect, and those to settle.
         if self._gain(now, sizes, costs) < LEAST_GAIN:
             self._hold()
             return round_sizes([float(size) for size in now], limits)
@@ -143,6 +149,8 @@ class Controller:
         if len(self._held) < HELD_WINDOWS:
             return now
         of_ranks = [*zip(*self._held, strict=True)]
+        # The mean here: HOLD's windows are medians already, and their mean is surer than any of
+        # them.
         means = [statistics.fmean(each) for each in of_ranks]
         unsure = max(
             statistics.stdev(each) / mean if mean else 0.0
@@ -150,6 +158,7 @@ class Controller:
         ) / math.sqrt(HELD_WINDOWS)
         self._held.clear()
         costs = [
+            # The fixed part is the model's: with one size the windows of a HOLD cannot tell it.
             Cost(cost.fixed, (mean - cost.fixed) / size) if size and mean > cost.fixed else cost
             for cost, mean, size in zip(self.costs(), means, now, strict=True)
         ]
@@ -160,6 +169,7 @@ class Controller:
     def _stays(self, spread: float) -> bool:
         """Tell whether the ranks end close enough to each other, with hysteresis."""
         still_even, apart = self._above(STILL_EVEN), self._above(APART)
+        # Between the bounds it takes two windows: one may be noise.
         if self._holding and still_even <= spread <= apart:
             self._uneven_windows += 1
             self._holding = self._uneven_windows < 2
@@ -221,13 +231,16 @@ class Controller:
     def costs(self) -> list[Cost]:
         """Return every rank's cost; a rank without samples so far counts as the slowest known."""
         known = [model.cost for model in self._models if model.known]
+        # The slowest: a rank that turns out faster gets more soon, one that is slower would hold up
+        # all.
         slowest = max(known, key=lambda cost: cost.per_sample)
         return [model.cost if model.known else slowest for model in self._models]
 
     def _limits(self, windows: Sequence[Window]) -> Limits:
         """Return the limits, tightened by each rank's memory if they still allow the total."""
         high = [
-            max(min(most, window.most), low)
+            # Not below a grain, or its least size: a batch that does not fit is computed in parts.
+            max(min(most, max(window.most, self.limits.grain)), low)
             for most, window, low in zip(
                 self.limits.high, windows, self.limits.lowest(), strict=True
             )
@@ -271,6 +284,7 @@ class Controller:
         Raises TypeError for sizes that no controller can have.
         """
         ranks, sizes = len(self.sizes), state["sizes"]
+        # A state may come from a damaged or forged file: see `checkpoint.validation`.
         for name in ("sizes", "models", "last_moves", "damping"):
             if len(state[name]) != ranks:
                 raise TypeError(f"{name} must be of {ranks} ranks, got {len(state[name])}")

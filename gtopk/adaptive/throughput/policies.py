@@ -78,6 +78,7 @@ class GradientTimer:
 
     def _watch(self) -> None:
         """Add hooks to all parameters trained by now: layers are thawed, and groups added."""
+        # Weak: the parameter keeps its hooks, and must not keep the timer of a loader that is gone.
         stop = weakref.WeakMethod(self._stop)
 
         def hook(parameter: torch.Tensor) -> None:
@@ -138,6 +139,7 @@ class SpeedModel:
         if not self._seen:
             raise ValueError("a speed model needs an observation first")
         size, seconds = self._seen[-1]
+        # One size cannot tell the fixed part from the part of the samples.
         return fit(self._seen) or Cost(0.0, seconds / size)
 
     @property
@@ -159,6 +161,7 @@ class SpeedModel:
             return False
         changed = self._is_foreign(size, seconds)
         if changed:
+            # All of them: a fit over both speeds would be right for neither.
             self._seen.clear()
         self._seen.append((size, seconds))
         del self._seen[:-REMEMBERED]
@@ -190,6 +193,7 @@ def summarise(seconds: Sequence[float]) -> float:
     The lower median is one of the values, never the mean of two from before and after a change.
     """
     half = len(seconds) // 2
+    # Not the mean: a few steps that the system has held up would move that.
     median = statistics.median_low(seconds)
     if half < 2:
         return median
@@ -205,6 +209,7 @@ def fit(seen: Sequence[tuple[int, float]]) -> Cost | None:
     sizes = [size for size, _ in seen]
     if len(seen) < 2 or max(sizes) - min(sizes) <= VARIED * sum(sizes) / len(sizes):
         return None
+    # The speed may drift: a window counts half as much as the one after it.
     weights = [FORGETTING ** (len(seen) - 1 - place) for place in range(len(seen))]
     total = sum(weights)
     mean_size = sum(w * b for w, (b, _) in zip(weights, seen, strict=True)) / total
@@ -214,6 +219,7 @@ def fit(seen: Sequence[tuple[int, float]]) -> Cost | None:
     )
     slope = above / sum(w * (b - mean_size) ** 2 for w, (b, _) in zip(weights, seen, strict=True))
     proportional = mean_seconds / mean_size
+    # Up to `proportional`: above it the fixed part would be negative.
     slope = min(max(slope, LEAST_SLOPE * proportional), proportional)
     return Cost(mean_seconds - slope * mean_size, slope)
 
@@ -232,6 +238,7 @@ def equal_finish(costs: Sequence[Cost], limits: Limits) -> list[int]:
     limits.check()
     low, high, grain = limits.lowest(), limits.highest(), limits.grain
     exact = _filled(costs, limits)
+    # Never too much in all: `_filled` stays below the total, so that grains are only added.
     sizes = [max(math.floor(size / grain) * grain, a) for size, a in zip(exact, low, strict=True)]
     for _ in range((limits.total - sum(sizes)) // grain):
         open_ranks = [rank for rank, size in enumerate(sizes) if size + grain <= high[rank]]
@@ -256,6 +263,7 @@ def _filled(costs: Sequence[Cost], limits: Limits) -> list[float]:
             for cost, a, b in zip(costs, low, high, strict=True)
         ]
 
+    # Bisection: bounds make the sum of the sizes monotonic in the level, but not smooth.
     below, above = 0.0, max(cost.seconds(b) for cost, b in zip(costs, high, strict=True))
     while above - below > 1e-15 * above:
         middle = (below + above) / 2
@@ -266,6 +274,7 @@ def _filled(costs: Sequence[Cost], limits: Limits) -> list[float]:
             below = middle
         else:
             above = middle
+    # From below: `equal_finish` can add what is missing, and takes nothing away.
     return at(below)
 
 
@@ -299,6 +308,7 @@ class Measurements:
 
 def efficiency(total: int, noise_scale: float, reference: int) -> float:
     """Return the efficiency of a sample in a batch of `total`; in the reference batch it is 1."""
+    # The limit: the quotient of two infinities would be NaN.
     if math.isinf(noise_scale):
         return 1.0
     return (noise_scale + reference) / (noise_scale + total)

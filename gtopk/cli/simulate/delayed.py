@@ -16,7 +16,7 @@ import torch
 
 from collectives.transports import Transport
 
-from ...adaptive.delayed_sync.rounds import Pending, RoundReadiness, RoundReduction, Rounds
+from ...adaptive.delayed_sync.rounds import Pending, RoundReduction, Rounds
 from ...adaptive.local_training.replica import RoundExchange
 from ...adaptive.partitioning.cuts import Passes, shuffled
 from .setting import Record, Setting
@@ -79,9 +79,9 @@ class SimulatedWire:
         self._ends, self._rank = ends, rank
         self._met = {"ready": 0, "reduce": 0, "pass": 0}
 
-    def ready(self, samples: int, is_last: bool) -> Seat:
+    def ready(self, is_last: bool) -> Seat:
         """Announce that this rank may end the round."""
-        return self._join_meeting("ready", (samples, is_last))
+        return self._join_meeting("ready", is_last)
 
     def reduce(self, gradients: list[torch.Tensor | None], samples: int, batches: int) -> Seat:
         """Reduce the sums of a round."""
@@ -131,8 +131,7 @@ class Ends:
             meeting.results = parts
             return
         if kind == "ready":
-            ready = RoundReadiness(sum(n for n, _ in parts), any(is_last for _, is_last in parts))
-            meeting.results = [ready] * len(parts)
+            meeting.results = [any(parts)] * len(parts)
             return
         counts, batches = ([part[place] for part in parts] for place in (1, 2))
         if not any(counts):

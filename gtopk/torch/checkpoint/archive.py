@@ -133,6 +133,8 @@ class Archive:
                 f"{self.folder} has a checkpoint {last}, after which there is no number: remove it"
             )
         self._next = 1 + last
+        # One text for all ranks' parts, so that parts of two attempts under one number are told
+        # apart.
         self._attempt: str = broadcast_object(secrets.token_hex(8), name="checkpoint.attempt")
         self._whole = sorted(number for number, *_, absent in self._candidates() if not absent)
         # These are never removed: where nothing is whole, lost files may be restored, and files
@@ -145,6 +147,8 @@ class Archive:
             f"{self.folder} cannot be made or listed",
         )
         holders: dict[Part, list[int]] = {}
+        # Each host may have a folder of its own: which rank can read a part is known only by
+        # asking.
         for holder, parts in enumerate(allgather_object(mine, "checkpoint.parts")):
             for part in parts:
                 holders.setdefault(Part(*part), []).append(holder)
@@ -164,7 +168,7 @@ class Archive:
         Raises CheckpointError, on every rank alike, where all finished ones are damaged, or lack
         files.
         """
-        found = self.find_and(lambda found: found)
+        found = self.find_and()
         if found is not None:
             self.log_resume(found)
         return found
@@ -183,17 +187,19 @@ class Archive:
     ) -> Any | None:
         """Find a checkpoint as `find` does, pass it through `takes`; return the last one's result.
 
-        takes: the first gets a Found, each other one the result of the one before; all ranks call
-            them together. One that raises DamagedError, perhaps not on every rank, rejects the
-            checkpoint as a damaged one: no rank calls the next, and an older checkpoint is tried.
+        takes: the first gets a Found, each other one the result of the one before; without any, the
+            Found itself is returned. All ranks call them together. One that raises DamagedError,
+            perhaps not on every rank, rejects the checkpoint as a damaged one: no rank calls the
+            next, and an older checkpoint is tried.
         missing_ranks: "report": where none is whole, find the one that lacks the fewest ranks' own
             parts, of several the newest.
         way_out: the end of the error's text where "report" would find one.
         """
         newest, problems = self._newest(takes)
-        # Both lists are those of all ranks: all look again, or none does.
+        # Both lists are those of all ranks: all look again, or none does. A running job may have
+        # finished newer ones, and removed these.
         while newest is None and self._list() != self._parts:
-            self.scan()  # a running job may have finished newer ones, and removed these
+            self.scan()
             newest, problems = self._newest(takes)
         if newest is None:
             self._protected = self._numbers()
@@ -223,6 +229,7 @@ class Archive:
 
     def _without_some(self) -> list[tuple[int, int, int]]:
         """Return number, step and ranks of checkpoints whose common part is there, best first."""
+        # With the common part, which every candidate has: the difference only orders them.
         owned = Counter(part[:3] for part in self._parts)
         shared = sorted((part[:3] for part in self._parts if part.name == ALL), reverse=True)
         return sorted(shared, key=lambda of: of[2] - owned[of])
@@ -250,6 +257,7 @@ class Archive:
             if newest is not None:
                 return newest, []
             self._warn_of_incomplete(number, problem)
+            # Not counted in `kept`: else damaged ones would crowd out those that can be loaded.
             self._whole = [each for each in self._whole if each != number]
             damaged.append(problem)
         return None, damaged
@@ -265,6 +273,7 @@ class Archive:
         before, problem = 0, ""
         try:
             for part, holders in self._parts.items():
+                # One reader for each part: the others learn the number below.
                 if part[:3] in lacking and holders[0] == rank():
                     before = max(before, read_json(self.folder, part)[0].before)
         except (OSError, DamagedError, FormatError) as error:
@@ -346,6 +355,7 @@ class Archive:
                     continue
                 problem, unread = str(error), isinstance(error, OSError)
             if refusal or problem:
+                # Enough for this checkpoint: the other ranks are waiting for the outcome.
                 break
         attempts = {content.attempt for content in contents.values()}
         # Reached by every rank, whatever it could read: one that raised before would leave the
@@ -378,6 +388,7 @@ class Archive:
         run: runs the part of it that needs no other rank; default: at once.
         """
         path = self.folder / parts_of(self._next, snapshot.step, size())[0].folder
+        # Used up at once, even if the write fails: no number is used twice.
         number, self._next = self._next, self._next + 1
         parts = [(name_of(rank()), snapshot.own)]
         if rank() == 0:
@@ -422,6 +433,7 @@ class Archive:
             )
         if not any(problems):
             self.number = writing.number
+            # Only now that a newer one is whole may the older ones go.
             self._whole = [*self._whole, writing.number][-self.kept :]
         stay = {*self._whole, *self._protected}
         # Where the disk fails, raise the same error as the other ranks; a later save removes.
@@ -444,6 +456,8 @@ def gather_outcomes(engine: Engine, writings: Sequence[PendingWrite]) -> Operati
 
     The result: for each, by rank, the error that kept the rank from writing, or "".
     """
+    # Waits for this rank's writer here, in the script's thread: the engine's must not wait for a
+    # disk.
     mine = [problem_text(writing.outcome.result()) for writing in writings]
 
     def work(transport: Transport, all_flags: list[int]) -> list[list[str]]:

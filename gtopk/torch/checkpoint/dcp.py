@@ -151,6 +151,8 @@ class Reader(StorageReader):
         if not isinstance(state, dict) or not isinstance(state.get("others"), dict):
             raise DamagedError(f"{part.file}: it holds what no save writes")
         ours = {name: state[name] for name in _OF_OURS if name in state}
+        # DCP's own names for nested state: the planner that loads has flattened its state the same
+        # way.
         flattening = DefaultSavePlanner()
         flattening.set_up_planner({**ours, **state["others"]})
         return dict(flattening.state_dict)
@@ -161,10 +163,12 @@ class Reader(StorageReader):
         pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        # The plan carries it to rank 0, which chooses one for all.
         return replace(plan, storage_data=self._part)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Make all ranks read one checkpoint: a job may finish another while they look."""
+        # Parts compare by their numbers first.
         newest = max(plan.storage_data for plan in plans)
         self._open_part(newest)
         self._warn_of_what_is_lost({item.storage_index.fqn for p in plans for item in p.items})
@@ -277,6 +281,8 @@ class Writer(StorageWriter):
                 size = value.nbytes
             pieces.append((item.index.fqn, at, value))
             results.append(WriteResult(item.index, size, plan.storage_data))
+        # A shard's name is none of a checkpoint's parts: no reader takes an unfinished save for
+        # one.
         write_part(self._folder, plan.storage_data, Content("", take_apart(pieces)))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
@@ -313,6 +319,7 @@ class Writer(StorageWriter):
         write_part(self._folder, whole._replace(name=name_of(0)), own)
         # Last: with the part "all" the checkpoint is whole, and any reader may take it.
         write_part(self._folder, whole, Content(attempt, take_apart(saved), before))
+        # After the whole is on the disk: until then the shards are the only copy.
         for path in (self._folder / whole.folder).glob("shard-*"):
             path.unlink()
 

@@ -117,6 +117,7 @@ def missing_parts(number: int, step: int, ranks: int, there: Container[Part]) ->
 
 
 def _each_part(number: int, step: int, ranks: int) -> Iterator[Part]:
+    # Lazy: a file's name may claim a million ranks.
     names = chain([ALL], map(name_of, range(ranks)))
     return (Part(number, step, ranks, name) for name in names)
 
@@ -159,6 +160,7 @@ def remove_checkpoints(folder: Path, unwanted: Callable[[int], bool]) -> None:
 
 
 def _checkpoints(folder: Path) -> Iterator[tuple[Path, re.Match[str]]]:
+    # A list: checkpoints are removed while this is walked through.
     for path in list(folder.iterdir()):
         match = _FOLDER.fullmatch(path.name)
         is_ours = match and Part(int(match[1]), int(match[2]), 0, ALL).folder == path.name
@@ -200,6 +202,7 @@ def write_part(folder: Path, part: Part, content: Content) -> None:
 
 def encode_with_checksum(record: Json) -> bytes:
     """Return a record as JSON that holds its own checksum."""
+    # NaN is no JSON: `tree` has a mark for it, so that one here is a mistake.
     body = json.dumps(record, indent=1, allow_nan=False).encode()
     digest = hashlib.sha256(body).hexdigest().encode()
     return b'{"sha256": "%b", "part":\n%b}\n' % (digest, body)
@@ -232,6 +235,7 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any
         dtype, shape = DTYPES[tensors[name].dtype], list(tensors[name].shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
+    # So that the tensors begin at a multiple of 8, as safetensors' own files do.
     text += b" " * (-len(text) % 8)
     if len(text) > _MOST_HEADER_BYTES:
         raise ValueError(
@@ -271,6 +275,7 @@ def temporary_path(path: Path) -> Iterator[Path]:
         if isinstance(error, OSError) and error.filename is None:
             raise OSError(error.errno, error.strerror, str(path)) from None
         raise
+    # The new name, too, is durable only with its folder.
     sync(path.parent)
 
 
@@ -314,6 +319,7 @@ def read_json(folder: Path, part: Part) -> tuple[Content, Json]:
         if type(before) is not int:
             raise DamagedError(f"its 'before' must be an integer, got {before!r}")
         try:
+            # A bool is an int to Python, and 1.0 equals 1: neither was ever written.
             if type(record["format"]) is not int:
                 raise DamagedError(f"its format is {record['format']!r}")
             if record["format"] != FORMAT:
@@ -325,6 +331,7 @@ def read_json(folder: Path, part: Part) -> tuple[Content, Json]:
             of = Part(part.number, record["step"], record["ranks"], record["name"])
         except KeyError as error:
             raise DamagedError(f"it lacks {error}") from None
+        # A file that was renamed or copied is another checkpoint's, with a right checksum.
         if of != part:
             raise DamagedError(f"it is {of.file}")
     return content, told
@@ -340,6 +347,7 @@ def read_tensors(path: Path, told: dict[str, Any]) -> dict[str, torch.Tensor]:
 
     if not isinstance(told, dict) or type(told.get("bytes")) is not int:
         raise DamagedError("its size is not told")
+    # Before reading: one that was cut short need not be hashed.
     if path.stat().st_size != told["bytes"]:
         raise DamagedError(f"it has {path.stat().st_size} bytes of {told['bytes']}")
     content = read_file(path, told["bytes"])

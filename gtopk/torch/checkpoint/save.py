@@ -41,6 +41,7 @@ class Saving:
 
         Raises CheckpointError, on every rank alike, when a rank could not write its part.
         """
+        # Else `conclude` was called before, as the ranks left: nothing is to be gathered any more.
         if self.writing is not None:
             (problems,) = gather_outcomes(world.current().engine, [self.writing]).wait()
             self.conclude(problems)
@@ -83,6 +84,7 @@ class _Opened(NamedTuple):
         again where `wait` has.
         """
         while self.under_way:
+            # Taken off first: its error is raised once, and not by every later save.
             saving = self.under_way.pop()
             if saving.writing is not None:
                 saving.wait()
@@ -256,7 +258,9 @@ def load_latest(
         opened.wait_for_saves()
     except CheckpointError as error:
         _log.warning("%s; the newest that is whole is loaded", error, extra=EVERYWHERE)
+    # Again, also in an open folder: other jobs, or people, may have changed it since.
     opened.archive.scan()
+    # For the cause of the error at the end: between ranks only texts travel.
     unfit: list[Exception] = []
 
     def sound(assembled: Assembled) -> Assembled:
@@ -275,6 +279,7 @@ def load_latest(
             unfit.append(error)
             raise DamagedError(f"{found.path.name} cannot be loaded: {error!r:.300}") from error
         except (ValueError, RuntimeError) as error:
+            # A subclass may need other arguments to be made again.
             if type(error) in (ValueError, RuntimeError) and str(found.path) not in str(error):
                 raise type(error)(f"{found.path}: {error}") from error
             raise
@@ -311,10 +316,12 @@ def _open(folder: Path, keep: int | None = None) -> _Opened:
     here = world.current()
     if here not in _opened:
         _opened[here] = _Folders()
+        # So that the world waits for checkpoints under way before its ranks leave.
         here.unfinished.append(_opened[here])
     folders = _opened[here]
     folder = Path(os.path.realpath(folder))  # Path.resolve raises where links go round in a circle
     if folder not in folders:
+        # One Archive for each folder: two would give one number to two checkpoints.
         folders[folder] = _Opened(Archive(folder, keep or 1), [])
     if keep is not None:
         folders[folder].archive.kept = keep

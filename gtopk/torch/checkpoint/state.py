@@ -134,6 +134,7 @@ def _integer(text: Any) -> Any:
 
 def take_generators() -> dict[str, Any]:
     """Return the state of this rank's generators; of GPUs, only the current one's."""
+    # 625 words as an array, not as a tuple: they go among the tensors, not into the JSON.
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -147,6 +148,7 @@ def take_generators() -> dict[str, Any]:
 
 def check_generators(state: dict[str, Any]) -> None:
     """Raise an error for a state that `put_generators` could not set; nothing is changed."""
+    # On generators of its own, so that a bad state raises before the process's are touched.
     torch.Generator().set_state(state["torch"])
     np.random.RandomState().set_state(state["numpy"])
     version, words, gauss = state["python"]
@@ -194,6 +196,8 @@ def take_state(
         state["model"] = model.state_dict()
     if optimizer is not None:
         state["optimizer"] = optimizer.state_dict()
+        # Apart from the rest: the residual differs on every rank, and is summed on other numbers of
+        # ranks.
         own["held"]["optimizer"] = state["optimizer"].pop(optimizer_checkpoint.KEY, None)
     if loader is not None:
         if not hasattr(loader, "state_dict"):
@@ -239,7 +243,9 @@ def snapshot(
     Raises ValueError, on every rank alike, where they are not at the same step: their parts would
     never make a whole checkpoint.
     """
+    # As text: the tree may be nested deeper than the object codec allows.
     tree = json.dumps(taken.tree)
+    # Only hashes travel: each rank writes what differs from rank 0's, and nothing twice.
     digests = {name: _digest(tensor) for name, tensor in taken.tensors.items()}
     first_tree, first, first_alike = broadcast_object(
         (tree, digests, alike), 0, "checkpoint.digests"
@@ -269,6 +275,7 @@ def _digest(tensor: torch.Tensor) -> bytes:
     """Return a hash of a tensor's bits, dtype and shape: zeros of any shape have the same bits."""
     digest = hashlib.sha256(repr((tensor.dtype, [*tensor.shape])).encode())
     digest.update(bits_of(tensor))
+    # 128 bits are enough against chance, and half as many to send.
     return digest.digest()[:16]
 
 
@@ -297,6 +304,7 @@ def assemble(found: Found) -> Assembled:
         }
         if own is not None and found.ranks == size():
             tree = tree if own["tree"] is None else json.loads(own["tree"])
+            # Over rank 0's, by name: what was equal is in its part only.
             tensors |= own["differing"]
         # A rank may have the parts of several: where each host has its own folder, its ranks read
         # all parts in it, also when there are fewer of them now.
@@ -399,6 +407,7 @@ def put_state(
         loader.load_state_dict(_of(state, "loader", found))
     ours = {"optimizer", *state["others"]}
     values = {name: part for name, part in residuals.items() if name not in ours}
+    # What load_state_dict takes is popped below: the rest is plain data for the script.
     values |= {name: _with(residuals.get(name), other) for name, other in state["others"].items()}
     for name, target in others.items():
         if hasattr(target, "load_state_dict") and values.get(name) is not None:

@@ -116,6 +116,7 @@ class _Flattener:
 
     def _keep(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
         """Store the tensor, unless it is stored; return its name."""
+        # By place, not by object: state_dict() makes a new tensor of tied weights at every key.
         storage = tensor.device, tensor.untyped_storage().data_ptr()
         bits = tensor.is_conj(), tensor.is_neg()
         place = tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
@@ -157,6 +158,7 @@ def _as_tensor(array: np.ndarray) -> torch.Tensor | None:
     name = array.dtype.name
     if not array.dtype.isnative or not (name in _ARRAYS or name in _ARRAYS_AS):
         return None
+    # safetensors lacks some unsigned dtypes in earlier releases: their bits travel as signed ones.
     return torch.from_numpy(np.array(array, order="C").view(_ARRAYS_AS.get(name, name)))
 
 
@@ -173,6 +175,7 @@ def put_together(tree: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
         return _put(tree, tensors)
     except DamagedError:
         raise
+    # A checksum shows that the file is unchanged, not that gtopk wrote it.
     except RecursionError:
         raise DamagedError("it is nested too deep") from None
     except (ArithmeticError, KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -184,6 +187,7 @@ def _put(tree: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
         return [_put(item, tensors) for item in tree]
     if not isinstance(tree, dict):
         return tree
+    # By the first key alone: `take` writes no plain dict with a key that begins with "$".
     mark = next(iter(tree), "")
     if not mark.startswith("$"):
         return {key: _put(value, tensors) for key, value in tree.items()}

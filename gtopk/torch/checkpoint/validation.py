@@ -34,6 +34,7 @@ def run_on_all(take: Callable[[], T], what: str) -> T:
     try:
         taken = take()
     except Exception as error:  # of any kind
+        # Kept, not raised: the other ranks are on their way to the gather below.
         problem = f"{type(error).__name__}: {error}"
     if problems := by_rank(allgather_object(problem_text(problem), "checkpoint.problem")):
         raise CheckpointError(f"{what}: {problems}")
@@ -54,6 +55,7 @@ def take_on_all(take: Callable[[Any], Any], given: Any, what: str) -> tuple[Any 
         refusal = error
     mine = problem_text(damage), problem_text("" if refusal is None else f"{refusal!r:.300}")
     damages, refusals = zip(*allgather_object(mine, "checkpoint.taken"), strict=True)
+    # After the gather: every rank has to take part in it, the failed one, too.
     if refusal is not None:
         raise refusal
     if refused := by_rank(refusals):
@@ -63,6 +65,7 @@ def take_on_all(take: Callable[[Any], Any], given: Any, what: str) -> tuple[Any 
 
 def broadcast_tensors(tensors: dict[str, torch.Tensor], source: int) -> dict[str, torch.Tensor]:
     """Return one rank's tensors on every rank; all ranks call it together."""
+    # First the shapes: the receivers have to make room before a broadcast.
     layout = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     layout = broadcast_object(layout, source, "checkpoint.layout")
     if rank() != source:
@@ -157,6 +160,7 @@ def check_alike(place: str, saved: Any, like: Any) -> None:
     None may stand for anything, on either side; an integer for a float; lists may be of any length,
     and dicts may lack keys, or have more.
     """
+    # First: a None in `like` lets anything else pass, and a NaN for a size is an endless loop.
     if isinstance(saved, float) and math.isnan(saved) and not _is_nan(like):
         raise DamagedError(f"{place} is not a number")
     if saved is None or like is None or isinstance(saved, torch.Tensor):
@@ -166,6 +170,7 @@ def check_alike(place: str, saved: Any, like: Any) -> None:
     elif isinstance(like, torch.Tensor):
         fits = isinstance(saved, Real) and not isinstance(saved, bool)  # a rate, now a tensor
     elif isinstance(like, Real):
+        # A bool is a number to Python.
         fits = isinstance(saved, Real) and not isinstance(saved, bool)
         if fits and not math.isfinite(saved) and math.isfinite(like):
             raise DamagedError(f"{place} is {saved}")

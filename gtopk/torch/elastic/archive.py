@@ -69,6 +69,7 @@ def open_archive(before: Archive | None = None) -> Archive | None:
     another state on one of them uses the folder; CheckpointError, when one cannot list it.
     """
     folder = settings.ELASTIC_DIR.read()
+    # As text, and checked only after the ranks have compared: a bad number must be an error on all.
     kept = settings.ELASTIC_KEEP.text() or settings.ELASTIC_KEEP.shown
     here = world.current()
     other = _open[here]() if here in _open else None
@@ -93,5 +94,6 @@ def open_archive(before: Archive | None = None) -> Archive | None:
             "choice"
         )
     archive = Archive(path, newest)
+    # Weak: a state that the script has dropped frees its folder.
     _open[here] = weakref.ref(archive)
     return archive

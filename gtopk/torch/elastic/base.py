@@ -68,6 +68,7 @@ class State:
     ) -> None:
         self._bcast_object = bcast_object
         self._rank = get_rank
+        # Its put is reentrant: the handler of a signal may call `on_hosts_updated`.
         self._host_messages: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
         self._last_updated_timestamp = 0.0
         self._reset_callbacks: list[Callable[[], object]] = []
@@ -106,6 +107,7 @@ class State:
         self.save()
         self._saved_step = world.current().step
         self._keep()
+        # Before the interrupt, which may leave: this commit is whole.
         self._commits += 1
         self.check_host_updates()
 
@@ -119,6 +121,7 @@ class State:
             told, what = self._host_messages.get()
             if told > self._last_updated_timestamp:
                 timestamp, update = max(told, timestamp), update | what
+        # One allreduce of the maximum: the flags of all ranks and the newest time come together.
         mine = torch.tensor(
             [timestamp, bool(update & HostUpdateResult.removed), update & HostUpdateResult.added],
             dtype=torch.float64,
@@ -127,6 +130,7 @@ class State:
         latest, removed, added = allreduce(mine, op=Max, name="elastic.host_updates").tolist()
         if latest > self._last_updated_timestamp:
             self._last_updated_timestamp = latest
+            # Without new ranks all have the same state already, and there is nobody to send it to.
             raise HostsUpdatedInterrupt(skip_sync=bool(removed and not added))
 
     def _go_back(self) -> None:
@@ -175,7 +179,9 @@ class ObjectState(State):
         self._is_resumed = False
         for name, value in kwargs.items():
             setattr(self, name, value)
+        # Its keys are the state's names: `save` reads the attributes of these.
         self._saved_state = kwargs
+        # By the class: a subclass's `save` may need what its constructor sets later.
         ObjectState.save(self)
 
     def save(self) -> None:
@@ -205,6 +211,7 @@ class ObjectState(State):
         if found:
             self._check_names(found)
             run_on_all(partial(self._load, found), f"{found.path} cannot be loaded")
+            # Samplers and learning rates are of that job's number of ranks.
             if found.ranks != size():
                 self.on_reset()
         self._share()
@@ -302,6 +309,7 @@ def run_fn(
                     state.sync()
                 return func(state, *args, **kwargs)
             except HorovodInternalError:
+                # A commit since is progress: only failures without one count as the same failure.
                 attempts = 1 if state._commits > commits else attempts + 1
                 commits = state._commits
                 if attempts > _ATTEMPTS:
@@ -310,6 +318,7 @@ def run_fn(
                 restored, skip_sync = True, False
             except HostsUpdatedInterrupt as interrupt:
                 skip_sync = interrupt.skip_sync
+            # Outside the handlers: where it fails, nothing is left to go back to.
             reset()
             # After the reset, which carries the step of the failure over to the new world.
             if restored:

@@ -50,6 +50,7 @@ class ElasticSampler(Sampler[int]):
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Count a batch as processed, of this size on every rank."""
+        # All ranks' samples: the state must not depend on how many there are.
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, int]:
@@ -67,6 +68,7 @@ class ElasticSampler(Sampler[int]):
         self.num_replicas, self.rank = size(), rank()
         length = len(self.dataset)  # type: ignore[arg-type]  # torch's Dataset does not promise it
         if self.shuffle:
+            # On the host, whatever the default device is: all ranks must draw the same order.
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             order = torch.randperm(length, generator=generator, device="cpu").tolist()
         else:
@@ -79,6 +81,8 @@ class ElasticSampler(Sampler[int]):
         """Yield this rank's samples; all ranks have equally many."""
         remaining = self.remaining_indices
         for place in range(self.rank, self.total_size, self.num_replicas):
+            # From the beginning again: all ranks must take as many steps, or one would wait for the
+            # rest.
             yield remaining[place % len(remaining)]
 
     def __len__(self) -> int:

@@ -116,6 +116,8 @@ class OptimizerStateHandler(StateDictHandler):
 
     def restore(self) -> None:
         super().restore()
+        # Saved before the first step: there is no residual to load, so that the present one has to
+        # go.
         if KEY not in self._saved and hasattr(self.value, "forget_steps"):
             self.value.forget_steps()
 
@@ -211,6 +213,7 @@ class TorchState(ObjectState):
     Raises ValueError for a loader of hvd.adapt in another mode: none goes on after a recovery.
     """
 
+    # Of the class: `__setattr__` reads it before the constructor has set one.
     _handlers: Mapping[str, StateHandler] = {}
 
     def __init__(
@@ -223,7 +226,9 @@ class TorchState(ObjectState):
         found = {name: _handler_of(value) for name, value in kwargs.items()}
         self._handlers = {name: handler for name, handler in found.items() if handler}
         for name, handler in self._handlers.items():
+            # Past this class's own, which would save the value that its handler has just saved.
             super().__setattr__(name, handler.value)
+        # None, where a script passes no model, is a plain value, too.
         plain = {name: kwargs[name] for name, handler in found.items() if handler is None}
         super().__init__(**plain)
 
@@ -265,6 +270,7 @@ class TorchState(ObjectState):
 
     def _resume_here(self, found: Found) -> None:
         for name, handler in self._handlers.items():
+            # A commit's own part has a name only where its rank had something to keep.
             owned = [
                 OwnValues(each.rank, each.state[name]) for each in found.owned if name in each.state
             ]

@@ -111,7 +111,9 @@ def begin_allgather(
     transport = process_set.engine.transport
     rank = transport.rank
     scalar = any(check(tensor).dim() == 0 for tensor in tensors)
+    # Detached: the operation must not keep the script's graph alive.
     likes = [tensor.detach() for tensor in tensors]
+    # A scalar goes on to the operation: raising here would leave the other ranks waiting for it.
     row_counts = np.array([0 if scalar else len(tensor) for tensor in tensors], np.int64)
     on_gpu = not scalar and accepted_by(tensors, transport)
     mine = (
@@ -132,6 +134,8 @@ def begin_allgather(
             if all_on_gpu(all_flags):
                 return gather_on_gpu(transport)
             own = [each.bytes_on_host() for each in mine]
+            # The operation must be the same on all ranks: one without a GPU sends every rank
+            # through the host.
             return gather(transport, np.concatenate([message, *own]))
 
     def gather(transport: Transport, message: NDArray[np.uint8]) -> list[tuple[Any, list[int]]]:
@@ -157,6 +161,8 @@ def begin_allgather(
             rows = [int(count[number]) for count in counts]
             in_row = math.prod(like.shape[1:])
             bounds = [end * in_row for end in itertools.accumulate(rows, initial=0)]
+            # Made at once for all rows, with this rank's in their place: NCCL gathers into it
+            # without a copy.
             whole = own.tensor.new_empty(bounds[-1])
             whole[bounds[rank] : bounds[rank + 1]] = own.tensor
             transport.allgather_into(whole, bounds)  # type: ignore[arg-type]
@@ -173,7 +179,7 @@ def begin_allgather(
         )
 
     kind = "grouped_allgather" if group else "allgather"
-    own = describe_each(tensors, describe_rows) if group else [*map(describe_rows, tensors)]
+    own = describe_each(tensors, describe_rows, group)
     flags = place_flags(on_gpu)
     return submit(kind, name, process_set, [*signature, *own], work, make_tensors, flags=flags)
 
@@ -195,6 +201,7 @@ class _Allgather(torch.autograd.Function):
     ) -> Any:
         gathered = synchronize(begin_allgather(tensors, name, process_set, list, group=group))
         ctx.process_set = process_set
+        # The tensors themselves need not be saved: their gradients are rows of the whole.
         ctx.places = [
             (each.begin, len(tensor)) for each, tensor in zip(gathered, tensors, strict=True)
         ]
@@ -202,6 +209,7 @@ class _Allgather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        # Averaged, not summed, as in Horovod: the ranks' losses are averaged.
         reduced = grouped_allreduce(gradients, op=Average, process_set=ctx.process_set)
         own = [
             gradient.narrow(0, *place) for gradient, place in zip(reduced, ctx.places, strict=True)
@@ -225,9 +233,12 @@ def sparse_allreduce_async(
         raise ValueError(f"sparse tensors take op=Average or op=Sum, got {NAMES.get(op, op)}")
     if tensor.layout != torch.sparse_coo:
         raise ValueError(f"a sparse COO tensor is needed, got one of layout {tensor.layout}")
+    # Before the indices are on their way: they would be left in flight.
+    check(tensor)
     shape = tensor.shape
     signature = [f"{tensor.dtype} {list(shape)}"]
     size = process_set.engine.transport.size
+    # Not coalesced first: the entries are gathered as they are, and added where the result is used.
     indices, values = tensor._indices().t(), tensor._values()
     in_flight_indices, in_flight_values = (
         begin_allgather(
@@ -243,6 +254,7 @@ def sparse_allreduce_async(
             values = synchronize(in_flight_values)
         if op == Average:
             values = (values / size).to(values.dtype)
+        # They were valid on their ranks; a check would read them back from a GPU.
         return torch.sparse_coo_tensor(
             indices.t(), values, shape, device=values.device, check_invariants=False
         )

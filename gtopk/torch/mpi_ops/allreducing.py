@@ -45,6 +45,7 @@ def compress(
 
     Raises TypeError for a compression that is none of Horovod's kind.
     """
+    # By its methods, as in Horovod: scripts bring compressors of their own.
     if not hasattr(compression, "compress"):
         raise TypeError(
             f"compression must be Compression.none, .fp16, .bf16 or a Compressor class, got "
@@ -61,12 +62,15 @@ def compress(
 
 def combine(denses: Sequence[Dense], transport: Transport) -> None:
     """Combine arrays of floats over the ranks, in their own memory."""
+    # dict.fromkeys, not a set: all ranks must go through the dtypes in one order.
     for dtype in dict.fromkeys(dense.on_host.dtype for dense in denses):
         alike = [dense for dense in denses if dense.on_host.dtype == dtype]
         for dense in alike:
+            # Here, not by the engine, which scales only what it fuses.
             scale(dense.on_host, dense.prescale)
         lengths = [dense.on_host.size for dense in alike]
         whole = np.concatenate([dense.on_host for dense in alike])
+        # The lengths keep tensors apart: Adasum's factors are of each tensor's own dot products.
         adasum.allreduce(transport, whole, lengths)
         for dense, part in zip(alike, np.split(whole, np.cumsum(lengths)[:-1]), strict=True):
             dense.on_host[...] = part
@@ -220,6 +224,7 @@ def _begin(
     dtypes = [check(tensor).dtype for tensor in tensors]
     combines = reduction.op == Adasum  # not element by element, so the engine cannot fuse it
     on_gpu = not combines and accepted_by(tensors, transport)
+    # Where possible in the outputs: reduced there, they need no copy back.
     memories = [memory_of(o, t, on_gpu) for o, t in zip(outputs, tensors, strict=True)]
     # One wait for all copies, which go on side by side.
     if not on_gpu:
@@ -254,11 +259,7 @@ def _begin(
 
     finished = Finish()
     kind = "grouped_allreduce" if group else "allreduce"
-    signature = (
-        describe_each(tensors, describe, str(reduction))
-        if group
-        else [f"{describe(tensor)} {reduction}" for tensor in tensors]
-    )
+    signature = describe_each(tensors, describe, group, str(reduction))
     fusion = () if combines else denses
     flags = place_flags(on_gpu)
     return submit(kind, name, process_set, signature, work, finish, flags=flags, fusion=fusion)
@@ -295,5 +296,7 @@ class _Allreduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        # By the function itself, so that the gradient has one, too; without a name, which may be in
+        # use.
         reduced = _Allreduce.apply(ctx.group, None, *ctx.arguments, *gradients)  # type: ignore[no-untyped-call]
         return None, None, None, None, *(reduced if ctx.group else [reduced])

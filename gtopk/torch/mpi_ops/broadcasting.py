@@ -22,10 +22,10 @@ from .tensors import (
     check,
     check_in_place,
     describe,
-    elements_of,
     empty_like,
     from_bytes,
     mark_written,
+    memory_of,
     place_flags,
     require_tensor,
     submit,
@@ -104,6 +104,7 @@ def begin_refused(
     def work(transport: Transport, all_flags: list[int]) -> Any:
         raise MismatchError(f"the tensor cannot be broadcast: {why}")
 
+    # Other ranks, whose tensor is in order, have another signature: they hear why by the mismatch.
     signature = [f"a tensor that cannot be broadcast: {why}"]
     return submit("broadcast", name, process_set, signature, work, lambda result: result)
 
@@ -121,11 +122,12 @@ def begin_broadcast(
 
     signature: further texts that must be equal on all ranks.
     """
+    # The transport counts within the set, Horovod's argument in the world.
     root = check_root(root_rank, process_set).index(root_rank)
     check(tensor)
     is_root = current().rank == root_rank
     on_gpu = accepted_by([tensor], process_set.engine.transport)
-    mine = DeferredGpuArray.now(elements_of(tensor, output)) if on_gpu else None
+    mine = DeferredGpuArray.now(memory_of(output, tensor, on_gpu=True).elements) if on_gpu else None
     # A copy: the script may change the tensor before the operation is run.
     message = np.array(view_bytes(tensor)) if is_root and not on_gpu else None
     finished = Finish()
@@ -143,6 +145,7 @@ def begin_broadcast(
     def finish(result: NDArray[np.uint8] | torch.Tensor) -> torch.Tensor:
         finished.wait([result])
         if isinstance(result, torch.Tensor):
+            # Received in place: copying it onto itself would be a second pass over it.
             if result.data_ptr() == output.data_ptr():
                 return mark_written(output)
             result = result.view(tensor.dtype).reshape(tensor.shape)

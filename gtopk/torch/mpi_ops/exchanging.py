@@ -63,6 +63,7 @@ def alltoall_async(
     # A row without elements travels as a byte: the receiver counts rows by their bytes.
     bytes_of_a_row = row_bytes(tensor) or 1
     ends = [end * bytes_of_a_row for end in itertools.accumulate(sizes, initial=0)]
+    # Rows without elements have no memory for NCCL to send.
     on_gpu = not scalar and row_bytes(tensor) > 0 and accepted_by([tensor], transport)
     mine, content = None, np.zeros(sum(sizes), np.uint8)
     if on_gpu:
@@ -138,12 +139,14 @@ class _Alltoall(torch.autograd.Function):
         output, received_splits = synchronize(alltoall_async(tensor, splits, name, process_set))
         ctx.arguments = received_splits, process_set
         ctx.shape = tensor.shape
+        # Integers have no gradient.
         ctx.mark_non_differentiable(received_splits)
         return output, received_splits
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         received_splits, process_set = ctx.arguments
+        # Back as it came: each rank sends as many rows as it got from there.
         returned, _ = alltoall(gradients[0], received_splits, process_set=process_set)
         stayed = returned.new_zeros([ctx.shape[0] - len(returned), *ctx.shape[1:]])  # has none
         return torch.cat([returned, stayed]), None, None, None

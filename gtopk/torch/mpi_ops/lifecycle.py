@@ -101,6 +101,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     Raises ValueError where HOROVOD_TIMELINE is neither DYNAMIC nor a file.
     """
     here = current()
+    # As in Horovod, whose scripts expect the refusal.
     if not settings.HOROVOD_TIMELINE.read():
         raise ValueError(
             "start_timeline needs HOROVOD_TIMELINE in the environment: DYNAMIC, or a file"
@@ -116,6 +117,8 @@ def stop_timeline() -> None:
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until every rank of the set has called it, but not for operations in flight."""
+    # Numbered: two barriers in a row are two operations, also where a rank is at the second
+    # already.
     name = f"barrier.noname.{next(process_set.members.unnamed)}"
     # Agreeing on the operation is the barrier.
     process_set.engine.submit(name, [], lambda transport, all_flags: None).wait()
@@ -144,6 +147,7 @@ def join(device: int = -1) -> int:
     counts = engine.submit(
         "join.unnamed", [], lambda transport, all_flags: all_flags, flags=count
     ).wait()
+    # All go on from the largest: names of operations without one must match again.
     everyone.unnamed = itertools.count(max(counts))
     return last
 
@@ -193,9 +197,11 @@ def init(
         call this; over MPI the other ranks must `import mpi4py.MPI`, which starts MPI.
     process_sets: the sets to register at once; "dynamic" allows to add and remove some later.
     """
+    # Before the ranks join: a bad argument must not leave a world behind.
     wanted = sets.requested_sets(process_sets)
     if world.is_initialized():
         return
+    # Handles of a world that is gone: their numbers must not answer for the next one's operations.
     forget_all()
     world.init(comm)
     for process_set in wanted:

@@ -69,6 +69,7 @@ class Reduction:
             return Dense(elements, exchange, self.prescale_factor, self.postscale_factor)
         if dtype == torch.float16:
             return Dense(elements, exchange, self.prescale_factor / size, self.postscale_factor)
+        # After the sum, rounded once with the factor: only float16 could overflow by then.
         return Dense(elements, exchange, self.prescale_factor, self.postscale_factor / size)
 
     def end(self, array: NDArray[Any], dtype: torch.dtype, size: int) -> NDArray[Any]:
@@ -86,6 +87,7 @@ class Reduction:
             if self.postscale_factor != 1.0:
                 scale_tensor(tensor, self.postscale_factor / size)
             else:
+                # torch truncates integers exactly, as `end` does on the host.
                 return tensor.div(size, rounding_mode="trunc")
         return tensor
 
@@ -116,6 +118,8 @@ def reduction_of(
     Warns the caller's caller of the deprecated `average`. Raises ValueError where both are given,
     InvalidCallError for an unknown op.
     """
+    # Four frames: the warning is to name the script's line, behind `reduction_of` and the public
+    # function.
     op = op_of(op, average, stacklevel=4)
     if op not in _EXCHANGES:
         raise InvalidCallError(f"op must be one of {', '.join(NAMES.values())}, got {op!r}")

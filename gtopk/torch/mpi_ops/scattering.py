@@ -125,6 +125,7 @@ def _begin(
     scalar = any(check(tensor).dim() == 0 for tensor in tensors)
     likes = [tensor.detach() for tensor in tensors]
     on_gpu = not scalar and accepted_by(tensors, transport)
+    # Copies: the reduction works in place, and the script keeps its tensor.
     memories: list[Any] = [
         flattened(tensor).clone() if on_gpu else to_array(tensor) for tensor in tensors
     ]
@@ -139,6 +140,7 @@ def _begin(
             raise MismatchError(
                 "reducescatter needs tensors with at least one dimension, got a scalar"
             )
+        # By whole rows: a rank's part is a tensor of the same row shape.
         bounds = [
             [row * math.prod(like.shape[1:]) for row in _first_rows(like, size)] for like in likes
         ]
@@ -159,9 +161,11 @@ def _begin(
         end: Callable[[Any, torch.dtype, int], Any],
     ) -> list[Any]:
         parts = list(arrays)
+        # One message for each dtype and reduction, not for each tensor.
         kinds = [
             (array.dtype, dense.reduction) for array, dense in zip(arrays, denses, strict=True)
         ]
+        # dict.fromkeys, not a set: all ranks must go through the kinds in one order.
         for kind in dict.fromkeys(kinds):
             alike = [n for n, other in enumerate(kinds) if other == kind]
             reduced = _reduce_scatter(
@@ -181,15 +185,12 @@ def _begin(
             begin, end = _first_rows(like, size)[rank : rank + 2]
             tensor = part if isinstance(part, torch.Tensor) else view_tensor(part)
             shape = [end - begin, *like.shape[1:]]
+            # The sum of small integers is wider than their dtype: see `Reduction`.
             outputs.append(to_device(tensor, like.device).to(like.dtype).reshape(shape))
         return tuple(outputs) if group else outputs[0]
 
     kind = "grouped_reducescatter" if group else "reducescatter"
-    signature = (
-        describe_each(tensors, describe, str(reduction))
-        if group
-        else [f"{describe(tensor)} {reduction}" for tensor in tensors]
-    )
+    signature = describe_each(tensors, describe, group, str(reduction))
     flags = place_flags(on_gpu)
     return submit(kind, name, process_set, signature, work, finish, flags=flags)
 
@@ -223,15 +224,18 @@ def _reduce_scatter(
         [array[ends[rank] : ends[rank + 1]] for array, ends in zip(arrays, bounds, strict=True)]
         for rank in range(transport.size)
     ]
+    # By rank, then by tensor: what a rank gets is one stretch of the message.
     whole = join([part for of_a_rank in parts for part in of_a_rank])
     sizes = [sum(map(len, of_a_rank)) for of_a_rank in parts]
     ends = list(itertools.accumulate(sizes, initial=0))
     transport.reduce_scatter(whole, ends, denses[0].reduction)
+    # One more than parts: the last is the end of this rank's stretch.
     begins = itertools.accumulate(map(len, parts[transport.rank]), initial=ends[transport.rank])
     own = [
         whole[begin : begin + len(part)]
         for begin, part in zip(begins, parts[transport.rank], strict=False)
     ]
+    # Only this rank's part: the others scale theirs.
     for dense, part in zip(denses, own, strict=True):
         multiply(part, dense.postscale)
     return own
@@ -254,8 +258,7 @@ class _Reducescatter(torch.autograd.Function):
         *tensors: torch.Tensor,
     ) -> Any:
         ctx.reduction, ctx.process_set = reduction, process_set
-        outputs = synchronize(_begin(tensors, name, reduction, process_set, group=True))
-        return outputs
+        return synchronize(_begin(tensors, name, reduction, process_set, group=True))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

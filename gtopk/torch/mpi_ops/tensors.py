@@ -53,6 +53,7 @@ def submit(
     Raises ValueError on a rank outside the set, and while an operation of this name is in flight.
     """
     members = process_set.members
+    # The kind is a part: an allreduce and a broadcast may have one name, as in Horovod.
     full_name = f"{kind}.{name or f'noname.{next(members.unnamed)}'}"
     operation = process_set.engine.submit(full_name, signature, work, flags, fusion=fusion)
     handle = next(_next_handle)
@@ -68,6 +69,7 @@ def synchronize(handle: int) -> Any:
     """
     if handle not in _handles:
         return None
+    # Before the wait: a handle whose operation failed is used up, too.
     operation, finish = _handles.pop(handle)
     return finish(operation.wait())
 
@@ -171,9 +173,14 @@ def describe_rows(tensor: torch.Tensor) -> str:
 
 
 def describe_each(
-    tensors: Sequence[torch.Tensor], describe: Callable[[torch.Tensor], str], common: str = ""
+    tensors: Sequence[torch.Tensor],
+    describe: Callable[[torch.Tensor], str],
+    group: bool,
+    common: str = "",
 ) -> list[str]:
-    """Return the texts of a group that must be equal: `common`, then one for each tensor."""
+    """Return the texts that must be equal; of a group: `common`, then one for each tensor."""
+    if not group:
+        return [f"{describe(tensor)} {common}".strip() for tensor in tensors]
     numbered = [f"tensor {number}: {describe(tensor)}" for number, tensor in enumerate(tensors)]
     return [f"{len(tensors)} tensors {common}".strip(), *numbered]
 
@@ -185,6 +192,7 @@ def row_bytes(tensor: torch.Tensor) -> int:
 
 def accepted_by(tensors: Sequence[torch.Tensor], transport: Transport) -> bool:
     """Tell whether a transport may work on all of these where they lie, on a GPU."""
+    # All or none: one operation has one place, which its flags tell the others.
     return bool(tensors) and all(map(transport.carries, tensors))
 
 
@@ -198,6 +206,7 @@ def view_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
     flat = as_bytes(tensor)
     if flat.is_cuda:
         copy = begin_copy(flat)
+        # The copy is begun on the current stream, behind what makes the tensor.
         await_copies([flat])
         flat = copy
     array: NDArray[np.uint8] = flat.cpu().numpy()
@@ -208,17 +217,10 @@ def from_bytes(
     message: NDArray[np.uint8], like: torch.Tensor, shape: Sequence[int]
 ) -> torch.Tensor:
     """Return bytes of `view_bytes` as a tensor of the dtype and device of `like`."""
+    # torch cannot view an array without bytes as another dtype.
     if not message.size:
         return like.new_empty(shape)
     return to_device(torch.from_numpy(message).view(like.dtype).reshape(shape), like.device)
-
-
-def elements_of(tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's elements on its device, [numel], in the output's memory if possible.
-
-    A bool is uint8: true is 1.
-    """
-    return memory_of(output, tensor, on_gpu=True).elements  # type: ignore[no-any-return]
 
 
 class Memory(NamedTuple):
@@ -239,7 +241,9 @@ def memory_of(output: torch.Tensor, tensor: torch.Tensor, on_gpu: bool = False) 
     on_gpu: whether they stay on the GPU; else elements copied from a GPU are there after
             `await_copies`.
     """
+    # A bool is reduced as uint8, and the bits of a negated view are not its values.
     as_it_is = output.dtype != torch.bool and not output.is_neg() and output.is_contiguous()
+    # In the output's own memory the result needs no copy back.
     if on_gpu and as_it_is:
         if output is not tensor:
             output.copy_(tensor.detach())
@@ -258,6 +262,7 @@ def memory_of(output: torch.Tensor, tensor: torch.Tensor, on_gpu: bool = False) 
 
 def mark_written(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose memory was written past torch, after telling autograd of the write."""
+    # Inference tensors have no version to count.
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
     return tensor
@@ -269,6 +274,7 @@ def write(reduced: Any, output: torch.Tensor, memory: Memory) -> torch.Tensor:
         if reduced.data_ptr() == output.data_ptr():
             return mark_written(output)
         written = reduced
+    # By address: the engine may have reduced it in place, or brought another array.
     elif is_host_array(output) and reduced.ctypes.data == output.data_ptr():
         return mark_written(output)
     elif memory.pinned is not None and reduced.ctypes.data == memory.pinned.data_ptr():

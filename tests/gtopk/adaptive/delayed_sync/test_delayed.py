@@ -16,7 +16,6 @@ from collectives.errors import MismatchError
 from collectives.transports import Transport
 from gtopk.adaptive.delayed_sync.rounds import (
     AgreedSettings,
-    RoundReadiness,
     RoundReduction,
     Rounds,
 )
@@ -102,8 +101,8 @@ class AtOnce:
         def wait(self) -> Any:
             return self.result
 
-    def ready(self, samples: int, is_last: bool) -> Any:
-        return self.Over(RoundReadiness(samples, is_last))
+    def ready(self, is_last: bool) -> Any:
+        return self.Over(is_last)
 
     def reduce(self, gradients: list[Any], samples: int, batches: int) -> Any:
         return self.Over(RoundReduction([g / samples for g in gradients], [samples], [batches]))

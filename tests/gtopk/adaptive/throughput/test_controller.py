@@ -273,6 +273,12 @@ def test_memory_that_is_too_small_for_the_batch_is_not_asked() -> None:
     assert controller.decide(windows, 25, 25) == [128, 64, 32, 32]
 
 
+def test_a_rank_whose_memory_holds_less_than_a_grain_keeps_one() -> None:
+    """It is computed in parts; without samples the rank would do nothing from then on."""
+    controller = Controller([16, 16], Limits(32, [0, 0], [32, 32], grain=8))
+    assert controller.decide([Window(16, 0.2, 5), Window(16, 0.2, 32)], 25, 25) == [8, 24]
+
+
 def test_seconds_of_another_total_do_not_count_in_a_hold() -> None:
     controller = start()
     for step in (25, 45):

@@ -174,6 +174,20 @@ def test_a_tensor_without_elements_of_its_own_in_memory_is_refused_in_words(rank
     ranks(2, program)
 
 
+def test_a_sparse_tensor_of_a_dtype_that_is_not_sent_leaves_nothing_in_flight(ranks):
+    whole = torch.eye(2, dtype=torch.complex64).to_sparse()
+
+    def program(rank):
+        before = hvd.allreduce_async(torch.ones(1))
+        with pytest.raises(ValueError, match=r"^Tensor type .* is not supported\.$"):
+            hvd.sparse_allreduce_async(whole, "x", hvd.Sum)
+        after = hvd.allreduce_async(torch.ones(1))
+        assert after == before + 1  # no handle between them
+        hvd.synchronize(before), hvd.synchronize(after)
+
+    ranks(1, program)
+
+
 @pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.fp16])
 def test_so_is_one_that_is_to_be_compressed(ranks, compression):
     def program(rank):
