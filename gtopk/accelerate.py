@@ -45,5 +45,6 @@ def compress(
     prepared = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     state = state_for(prepared, density, scaler=accelerator.scaler, **options)
     model.register_comm_hook(state, gtopk_hook)
+    # Without it save_state() would lose what the ranks have not sent.
     accelerator.register_for_checkpointing(state.stateful(model))
     return state

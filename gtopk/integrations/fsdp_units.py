@@ -52,8 +52,10 @@ class Unit:
             self.stand_ins[called] = stand_in(one, shape.numel())
             self.padded[called] = torch.empty(shape, device="meta")
             self._of[called] = each
+        # In place of the method, as FSDP has no hook where the gradients are still by parameter; it
+        # looks the method up at each call.
         self._reduce = group.post_backward
-        group.post_backward = self._post_backward  # FSDP looks it up at each call
+        group.post_backward = self._post_backward
 
     def require_sharded_only(self) -> None:
         """Raise ValueError where FSDP itself reduces the gradients between replicas, too."""
@@ -151,6 +153,7 @@ class Unit:
                     # Its gradient of earlier passes is to be exchanged with this pass.
                     whole = self._of[name].unsharded_param
                     whole.grad = torch.zeros_like(whole)
+        # Before FSDP reduces: afterwards it has freed the gradients that tell.
         self.with_gradient = [name for name, each in self._of.items() if self._has_gradient(each)]
         none_before = [p for p in self.parameters if p.grad is None]
         self._reduce(*call)
@@ -160,6 +163,7 @@ class Unit:
 
     def _has_gradient(self, parameter: Any) -> bool:
         """Tell whether FSDP is about to reduce a gradient of this parameter."""
+        # Not `unsharded_param`, which raises before the first forward pass has gathered it.
         whole = getattr(parameter, "_unsharded_param", None)
         if whole is None:
             return False  # it was in no forward pass yet
@@ -223,6 +227,7 @@ def place_in(replicas: DeviceMesh, parameters: Iterable[torch.Tensor]) -> Place:
     def gather(transport: Transport, all_flags: list[int]) -> list[list[str]]:
         return transport.gather_object(said)
 
+    # A mesh that both share would exchange gradients of different shards with each other.
     if both := set(alike) & set(replica) - {here.rank}:
         raise ValueError(
             f"replicas must be the mesh of the ranks that hold the same shard, got that of ranks "
@@ -233,6 +238,7 @@ def place_in(replicas: DeviceMesh, parameters: Iterable[torch.Tensor]) -> Place:
     groups = [[tuple(map(int, ranks.split())) for ranks in words] for words in told]
     together = [_reached_from(rank, groups) for rank in range(here.size)]
     wanted = {each[0] for each in groups} | set(together)
+    # Registering is collective: all ranks register all sets, in one order, also those of others.
     found = {ranks: find_or_register(list(ranks)) for ranks in sorted(wanted)}
     everyone = found[together[here.rank]]
     return Place(found[alike], everyone, replica.index(here.rank), len(replica))

@@ -68,6 +68,7 @@ def expected(
             predict(compression.candidate(format), length, network, rates, value_bytes)
             for format in compression.formats()
         ]
+        # The run itself takes the quickest of the formats that it may send.
         return min(found, key=lambda each: each.seconds)
     if isinstance(compression, ErrorFeedback):
         return None
@@ -88,6 +89,7 @@ class Exchanging(Protocol):
 def _way_of(bucket_exchange: Sized) -> Exchange | None:
     """Return how a bucket is exchanged, but for what is sent along once; None: as it is, sparse."""
     exchange = bucket_exchange.exchange if isinstance(bucket_exchange, Exchanging) else None
+    # Draining is a single step's: a prediction for it would be wrong from the next step on.
     return exchange.next_exchange if isinstance(exchange, DrainingExchange) else exchange
 
 
@@ -183,8 +185,10 @@ def advice(
     """
     density = getattr(compression, "density", None) or usual_density(sum(lengths))
     rates = calibration.rates
+    # Methods are compared at exact values: what fewer bits would save is a choice of its own.
     exact = {format: rate for format, rate in rates.coding.items() if format.values == "exact"}
     buckets = [len(lengths), other_buckets or len(lengths)]
+    # The numbers are given by what runs: buckets in use first, those of the other case second.
     if not isinstance(compression, ErrorFeedback):
         buckets.reverse()
     cluster = Cluster(

@@ -188,6 +188,7 @@ def pays_clearly(cluster: Cluster, rates: Rates, formats: Sequence[Format]) -> b
         _in_quickest_format(name, cluster, rates, formats).seconds
         for name in offered(cluster.network)
     )
+    # The margin is of whole steps: of an exchange that backward hides, an error changes nothing.
     if backward + dense > (1 + ERROR) * (backward + sparse):
         return True
     return None if sparse < dense else False
@@ -248,6 +249,7 @@ def compare(cluster: Cluster, rates: Rates, formats: Sequence[Format] | None = N
     gtopk = next(each for each in sparse if each.candidate.algorithm == "gtopk")
     on = Calibration(cluster.network, rates, "")
     budget = Budget(bytes_per_step=gtopk.sent.most_bytes)
+    # In one format: at equal bytes a shorter index must not pass for a better method.
     one = [gtopk.candidate.format]
     equal = choose(cluster.length, on, budget, one, value_bytes=cluster.value_bytes)
     return Comparison(

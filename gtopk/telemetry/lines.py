@@ -110,7 +110,9 @@ _STEERING: Final = re.compile(
 Check = Callable[[Any], bool]
 
 
+# By `type`, not isinstance: True would pass for a count of 1.
 def _is_count(value: Any) -> bool:
+    # Bounded, as Python's whole numbers are not: later arithmetic in floats would overflow.
     return type(value) is int and 0 <= value <= _MOST
 
 
@@ -220,6 +222,7 @@ def sound(line: Line, rank: int | None) -> Line | None:
     holds, may_hold = _HOLDS.get(what, ({}, {}))
     if what != "begin" and not _is_number(line.get("seconds")):
         return None
+    # An unknown kind has no fields here, and passes: a record of a later version is shown in part.
     if not all(name in line and check(line[name]) for name, check in holds.items()):
         return None
     if not all(check(line[name]) for name, check in may_hold.items() if name in line):
@@ -251,6 +254,7 @@ def shown(value: Any) -> Any:
     return [shown(each) for each in value] if isinstance(value, list) else value
 
 
+# All lines share a few names: this keeps one text for each.
 @lru_cache(1 << 12)  # all lines share a few names: this keeps one text for each
 def _steady(text: str) -> str:
     return _STEERING.sub(_spelt, text)

@@ -46,14 +46,16 @@ class RankFile:
         """
         with self._path.open("rb") as file:
             status = os.fstat(file.fileno())
+            # Another file, or a shorter one, has taken its place: what was read is of neither.
             if status.st_ino != self._inode or status.st_size < self._read_bytes:
                 self.attempts, self._before, self.earlier_runs, self.unsound = [], [], 0, 0
                 self._inode, self._read_bytes = status.st_ino, 0
             file.seek(self._read_bytes)
             while texts := file.readlines(_BLOCK_BYTES):
+                # Its rest may follow: it is read again, from its beginning, the next time.
                 is_cut = not texts[-1].endswith(b"\n") and _parsed(texts[-1]) is None
                 if is_cut:
-                    texts.pop()  # an incomplete line, whose rest may follow
+                    texts.pop()
                 self._read_bytes += sum(map(len, texts))
                 self._take(texts)
                 if is_cut:
@@ -93,6 +95,7 @@ class RankFile:
         """Decide by a line whether the last attempt resumes those before it."""
         if what == "resumed":
             self.attempts = self._before + self.attempts
+        # A first step without "resumed" before it shows that the run is a new one.
         if what in ("resumed", "step"):
             self.earlier_runs += what == "step" and bool(self._before)
             self._before = []
@@ -110,6 +113,7 @@ def has_ended(path: Path) -> bool:
     """Tell whether the last run in a rank's file has an "end"; without a run, no."""
     try:
         with path.open("rb") as file:
+            # The end alone: a long run's file has hundreds of megabytes, and a job waits here.
             file.seek(max(0, path.stat().st_size - _BLOCK_BYTES))
             texts = file.read().splitlines()
     except OSError:
@@ -131,6 +135,7 @@ def _without_old_steps(texts: Sequence[bytes], count: int) -> list[bytes]:
     kept = []
     left = count
     for text in reversed(texts):
+        # By the bytes that `as_text` writes; a line written otherwise is kept, and parsed.
         is_step = text.startswith(_STEP) and _SKIPPED not in text
         left = count if text.startswith(_BEGIN) else left - is_step
         if not is_step or left >= 0:
@@ -229,6 +234,7 @@ class RankRecord:
         self.begins = [place for place in self.begins if place < self.earlier] + [self.earlier]
         if not self.steps:
             self.from_step = step
+        # Messages stay: a warning of a step that was repeated was given nevertheless.
         for notes in (self.residuals, self.scores, self.values):
             notes[:] = [note for note in notes if note.step <= step]  # they come before it
 
@@ -344,6 +350,7 @@ def _put_together(found: Iterable[Sequence[list[Line]]]) -> Run:
     """Return the last run, put together from all ranks' attempts."""
     files = {attempts[-1][0]["rank"]: _attempts_by_start(attempts) for attempts in found}
     newest = max(files.values(), key=lambda each: _when(_last(each)))
+    # By the newest begin of all files: a folder may hold files of ranks that only earlier runs had.
     ranks, met = _last(newest)["ranks"], [*newest][-1]
     # A world has the ranks from 0 on: the lowest one was in all of the run, and what others did
     # without it was another; as was what ranks beyond this world's did.

@@ -61,6 +61,8 @@ class Recorder:
         self._bytes = self._samples = self._steps = 0
         self._samples_said: int | None = None  # by the script, for the current step
         self._left_out: Noted | None = None  # the last step, if `every` leaves it out
+        # Reentrant: a handler of SIGTERM may end the record, and run within another write of its
+        # thread.
         self._writing = threading.RLock()
         self._closing = threading.Event()
         self._ended = False
@@ -78,6 +80,7 @@ class Recorder:
         self._samples += report.samples or 0
         self._steps += 1
         noted = (report, self._now(), self._bytes, self._samples)
+        # Skipped steps are rare and wanted; the first one shows that the record works.
         if self._steps % self._every == 0 or report.skipped or self._steps == 1:
             self._left_out = None
             self._noted.append(noted)
@@ -142,11 +145,13 @@ class Recorder:
             return []
         if not self._ended:
             self._note_left_out()
+        # Before the thread is waited for, and then the last flush: nothing may be noted in between.
         self._closing.set()
         _log.removeHandler(self._handler)
         self._thread.join()
         self.flush()
         with self._writing:
+            # An end was written: the run of such a sink is over, too.
             open_still = [
                 s for s in self._sinks if not self._ended and getattr(s, "goes_on", False)
             ]

@@ -32,7 +32,7 @@ from ..errors import page
 from ..runtime.coordinator.clocks import agree_on_now, clock_offset
 from ..runtime.machine import processor
 from ..runtime.world import world
-from ..runtime.world.membership import World, register
+from ..runtime.world.membership import World, WorldObserver, register
 from ..settings import MLFLOW, PROMETHEUS, RUN, TENSORBOARD, WANDB
 from . import timeline
 from .lines import FORMAT, LARGEST_VALUE, Line, as_text, path_of
@@ -90,8 +90,9 @@ class LineFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         length = os.fstat(self._file).st_size
+        # An earlier writer was killed within a line: ours would become a part of it.
         if length and os.pread(self._file, 1, length - 1) != b"\n":
-            os.write(self._file, b"\n")  # an earlier writer was killed within a line
+            os.write(self._file, b"\n")
 
     def take(self, lines: Sequence[Line]) -> None:
         content = memoryview("".join(map(as_text, lines)).encode())
@@ -130,7 +131,8 @@ _records: Final[WeakKeyDictionary[World, _Records]] = WeakKeyDictionary()
 
 def _records_of(world: World) -> _Records:
     found = _records.get(world)
-    if found is None:  # it was made before this was imported
+    # The world was made before this module was imported, and registered.
+    if found is None:
         found = _records[world] = _Records(settings_from())
     return found
 
@@ -173,7 +175,8 @@ def start(world: World, settings: Settings, own: Sequence[Sink] = ()) -> None:
     """
     _end(world, "it is recorded elsewhere from now on")
     _log_earlier_run(world, settings)
-    with ExitStack() as opened:  # where a later one cannot be, the earlier ones are closed
+    # Where a later one cannot be opened, the earlier ones are closed.
+    with ExitStack() as opened:
         sinks = []
         for opening in _openings(world, settings).values():
             sinks.append(opening())
@@ -183,8 +186,8 @@ def start(world: World, settings: Settings, own: Sequence[Sink] = ()) -> None:
     _record(world, [*sinks, *own])
 
 
-class _WorldRecords:
-    """Starts the recording that the environment or the world before asks for; a WorldObserver."""
+class _WorldRecords(WorldObserver):
+    """Starts the recording that the environment or the world before asks for."""
 
     def join(self, world: World, before: World | None) -> bool:
         settings = settings_from() if before is None else settings_of(before)
@@ -198,12 +201,14 @@ class _WorldRecords:
         _log_earlier_run(world, settings)
         records = _records_of(world)
         open_still = [*records.open_still]
-        records.open_still.clear()  # the list is that of the world before
+        # The list is that of the world before, which would close what goes on here.
+        records.open_still.clear()
         sinks: list[Sink] = []
         for variable, opening in _openings(world, settings).items():
             kind = _GOING_ON.get(variable)
             goes_on = [sink for sink in open_still if kind is not None and isinstance(sink, kind)]
-            if goes_on and world.rank == 0:  # another rank would have begun a run of its own
+            # Only where rank 0 is the same process: another one has begun a run of its own.
+            if goes_on and world.rank == 0:
                 sinks += goes_on[:1]
                 continue
             try:
@@ -216,15 +221,9 @@ class _WorldRecords:
             _close(sink)
         _record(world, sinks)
 
-    def open_set(self, world: World, number: int) -> None:
-        pass
-
     def resume(self, world: World) -> None:
         if (recorder := recorder_of(world)) is not None:
             recorder.note_resumed()
-
-    def leave(self, world: World) -> None:
-        pass
 
     def pause(self, world: World) -> None:
         _pause(world)
@@ -236,7 +235,8 @@ class _WorldRecords:
             records.balance = Balance()  # it is said once
         if (recorder := recorder_of(world)) is not None:
             recorder.end(how, in_order)
-        while records.open_still:  # the world after, in which they were to go on, never stood
+        # The next world, in which they were to go on, was never set up.
+        while records.open_still:
             end = {"what": "end", "seconds": 0.0, "step": world.step}
             _close(records.open_still.pop(), [{**end, "how": how, "in_order": in_order}])
 
@@ -312,8 +312,6 @@ def _pause(world: World) -> None:
 
 
 def _begin(world: World, began: float) -> Line:
-    import torch
-
     records = _records_of(world)
     return {
         "what": "begin",
@@ -379,6 +377,7 @@ def record(
     address = parse_address(prometheus, "prometheus") if prometheus else None
     settings = Settings(folder, every, tensorboard, address, wandb, mlflow)
     here = world.current()
+    # Anew, and by all ranks: their clocks may have drifted since `init`, or were never compared.
     here.clock, here.began_unix_seconds = here.engine.submit(
         "clocks", [], lambda t, all_flags: (clock_offset(t), agree_on_now(t))
     ).wait()
@@ -458,6 +457,7 @@ class LossWatch:
         """
         if self.is_over:
             return ""
+        # Detached: a loss that is kept would keep its graph, and with it all activations.
         self._values.append(value.detach() if isinstance(value, torch.Tensor) else value)
         if len(self._values) < WINDOW:
             return ""

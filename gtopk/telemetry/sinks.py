@@ -45,6 +45,7 @@ class Page:
         text: Callable[[], str],
     ) -> None:
         self._paths, self._type, self._text = paths, content_type, text
+        # Bound in the program's thread, so that a port in use is an error of whoever asked for it.
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._socket = socket.create_server(address, family=family, backlog=_CALLS)
         self.address: tuple[str, int] = address[0], self._socket.getsockname()[1]
@@ -191,7 +192,8 @@ class Metrics:
         with self._lock:
             for line in lines:
                 for metric, value in _metrics_of(line).items():
-                    if value is None:  # not in this step: an old value would be taken for a new one
+                    # Not in this step: an old value would be taken for a new one.
+                    if value is None:
                         self._values.pop(metric, None)
                     else:
                         self._values[metric] = value
@@ -205,6 +207,7 @@ class Metrics:
 
     def text(self) -> str:
         """Return all of it in Prometheus's text format."""
+        # A copy, as making the text takes longer than the recorder's thread should wait.
         with self._lock:
             values = dict(self._values)
         said = []
@@ -407,7 +410,8 @@ class MLflow:
             for line in lines
             for name, value in self._sent.scalars(line)
         ]
-        for begin in range(0, len(metrics), 1000):  # it takes no more at once
+        # MLflow refuses a batch of more.
+        for begin in range(0, len(metrics), 1000):
             self._client.log_batch(self._run, metrics[begin : begin + 1000])
 
     def close(self) -> None:
@@ -423,5 +427,6 @@ def _warn_of_failure(lines: Sequence[Line]) -> bool:
 
 def _metric_name(name: str) -> str:
     """Return a name that MLflow accepts: "acc@1" becomes "acc_1"."""
+    # MLflow raises for a name that is no normal path, too.
     plain = _NO_METRIC_NAME.sub("_", name.replace(",", ""))
     return posixpath.normpath(f"/{plain}").lstrip("/") or "_"

@@ -116,6 +116,7 @@ def parts(step: StepReport) -> dict[str, float]:
     applied = min(waited, max(0.0, step.apply_seconds))
     room = waited - applied
     seconds = {part: max(0.0, shown * each) for part, each in busy.items()}
+    # Both threads measure by themselves: the engine's parts may exceed what the program has waited.
     total = sum(seconds.values())
     fits = min(1.0, room / total) if total else 1.0
     seconds = {part: fits * each for part, each in seconds.items()}
@@ -292,6 +293,7 @@ def report(
     exchange_seconds = sum(each.seconds for each in exchanged) + apply_seconds
     agree_seconds = sum(operation.agree_seconds for operation in operations)
     predictions = [each.predicted_seconds for each in exchanged]
+    # Exchanges that choose by themselves, as of Compression.auto, know better than the step does.
     if predictions and None not in predictions:
         predicted_seconds = sum(filter(None, predictions))
     return StepReport(
@@ -330,6 +332,7 @@ def report(
 
 def seconds_outside(span: tuple[float, float], waits: Sequence[tuple[float, float]]) -> float:
     """Return the seconds of a span in which the program did not wait."""
+    # Waits do not overlap, so that their shares of the span add up.
     begun, ended = span
     waited = sum(max(0.0, min(ended, until) - max(begun, since)) for since, until in waits)
     return max(0.0, ended - begun - waited)

@@ -46,7 +46,7 @@ class StragglerState(NamedTuple):
     seconds: by place among the ranks; 0 where a rank had none.
     slow:    the places of the ranks that were slow in several scores in a row.
     hosts:   the hosts of all ranks, if `slow` has changed.
-    crowded: the hosts whose ranks outnumber the cores.
+    oversubscribed: the hosts whose ranks outnumber the cores.
     """
 
     seconds: list[float]
@@ -71,7 +71,7 @@ class Stragglers:
         self._world, self._engine = here, engine
         self._name = f"{name}.speed"
         self._recent: deque[float] = deque(maxlen=_WINDOW)
-        self._log_operation: Operation | None = None
+        self._operation: Operation | None = None
         # The engine's thread's own; equal on all ranks.
         self._slow: list[int] = []
         self._in_a_row: Counter[int] = Counter()  # scores that found a rank slow, by its place
@@ -90,21 +90,23 @@ class Stragglers:
             return
         if seconds is not None:
             self._recent.append(seconds)
-        if self._log_operation is not None and self._log_operation.done:
-            if self._log_operation.error is None:  # else a rank has joined, or left
-                self._receive(self._log_operation.result)
-            self._log_operation = None
+        if self._operation is not None and self._operation.done:
+            if self._operation.error is None:  # else a rank has joined, or left
+                self._receive(self._operation.result)
+            self._operation = None
         # All ranks submit alike: the last exchange of flags was announced before those of the steps
         # since, which have ended on every rank, and so has it.
-        if steps % _EVERY == 0 and self._log_operation is None:
+        if steps % _EVERY == 0 and self._operation is None:
+            # As flags, in microseconds: they ride on the announcement, and nothing else is sent.
             median = statistics.median(self._recent) if self._recent else 0.0
-            self._log_operation = self._engine.submit(
+            self._operation = self._engine.submit(
                 self._name, [], self._take, flags=round(1e6 * median)
             )
 
     def _take(self, transport: Transport, all_flags: Sequence[int]) -> StragglerState:
         """Run on the engine's thread, on all ranks alike."""
         told = StragglerState([flags / 1e6 for flags in all_flags], [], [], set())
+        # Slow below a fourth, caught up above half: between the two a rank stays what it is.
         for place, score in enumerate(told.scores()):
             is_slow = place in self._slow
             if score is not None and is_slow:
