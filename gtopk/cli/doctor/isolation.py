@@ -21,6 +21,7 @@ address on to a private one is not seen from here.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import ipaddress
 import json
 import os
@@ -315,10 +316,19 @@ def run_probes(names: Sequence[str], silence_seconds: float = SILENCE_SECONDS) -
 
 def answer(*names: str) -> None:
     """Print a finding a line; this is what the child does."""
+    # What packages print is not for the doctor: it would take such a line for a finding.
     channel = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what packages print is not for the doctor
+    os.dup2(2, 1)
     for name in names:
-        channel.write(json.dumps(run_probe(name)).encode() + b"\n")
+        finding = run_probe(name)
+        # What this probe has printed must not explain how the next one ends. Buffers first, C's
+        # own too: their content would come later.
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+        ctypes.CDLL(None).fflush(None)
+        os.lseek(2, 0, os.SEEK_SET)
+        os.ftruncate(2, 0)
+        channel.write(json.dumps(finding).encode() + b"\n")
 
 
 def how_it_ended(process: subprocess.Popen[bytes], errors: IO[bytes]) -> str:
