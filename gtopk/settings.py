@@ -71,6 +71,7 @@ def _number(
         try:
             value = float(text)
         except ValueError:
+            # It fails the comparison below, and so gets the same words.
             value = math.nan
         if not 0 <= value < math.inf or (value == 0 and not may_be_zero):
             raise ValueError(f"a number of {unit}{', at least 0' if may_be_zero else ' above 0'}")
@@ -83,6 +84,7 @@ def _whole(name: str, about: str, default: int, unit: str) -> Setting[int]:
     """Return a setting that counts `unit` from 1 on."""
 
     def parse(text: str) -> int:
+        # int() would also take "1_0", "+1" and spaces.
         if not text.isdecimal() or int(text) < 1:
             raise ValueError(f"a whole number of {unit}, at least 1")
         return int(text)

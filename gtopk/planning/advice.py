@@ -98,6 +98,8 @@ def expected_seconds(bucket_exchanges: Sequence[Sized], calibration: Calibration
     seconds = 0.0
     for bucket_exchange in bucket_exchanges:
         exchange = _way_of(bucket_exchange)
+        # A NodeExchange is a SparseExchange, too, but its dense sums inside nodes are beyond the
+        # model.
         plain = isinstance(exchange, DenseExchange | SparseExchange)
         if (
             not isinstance(bucket_exchange, Exchanging)
@@ -156,6 +158,7 @@ def say_once(here: World, said: Advice) -> None:
     if here.rank == 0 and not here.advised:
         here.advised = True
         _log.info("%s", said.sentence)
+        # Only where they are shown: the details search for a bandwidth, and the first step waits.
         if _log.isEnabledFor(logging.DEBUG) and (details := said.explain()):
             _log.debug("%s", details)
 
@@ -183,12 +186,13 @@ def advice(
     over: the name of the transport.
     value_bytes, dense_value_bytes: as in `Cluster`.
     """
+    # Dense has no density: it is compared with sparse methods at the one to begin with.
     density = getattr(compression, "density", None) or usual_density(sum(lengths))
     rates = calibration.rates
     # Methods are compared at exact values: what fewer bits would save is a choice of its own.
     exact = {format: rate for format, rate in rates.coding.items() if format.values == "exact"}
+    # The compressed case first, whichever of the two runs.
     buckets = [len(lengths), other_buckets or len(lengths)]
-    # The numbers are given by what runs: buckets in use first, those of the other case second.
     if not isinstance(compression, ErrorFeedback):
         buckets.reverse()
     cluster = Cluster(

@@ -106,6 +106,7 @@ class Cluster:
 
 
 def _over(new: float, old: float) -> float:
+    # Of a link without latency, or on which bytes take no time, nothing is in proportion.
     return new / old if old else 1.0
 
 
@@ -261,6 +262,7 @@ def compare(cluster: Cluster, rates: Rates, formats: Sequence[Format] | None = N
             for each in reversed(equal)
             if each.candidate.algorithm != "dense"
         ],
+        # The tree and shards stand beside the others to compare: Compression.auto offers neither.
         min([dense, *(s for s in sparse if s.candidate.algorithm in SPARSE)], key=exposed),
         cluster.reduced(SHARDS, rates) if has_shards else None,
         rates,
@@ -308,6 +310,7 @@ def where_it_pays(edge: BreakEven) -> str:
             return f"{side} {highest} {at_slow}: a time may be {_OFF}"
         case _, math.inf:
             return f"{side} {lowest} {at_fast}: a time may be {_OFF}"
+    # The unit once, where both have the same: "6 to 8.9 Gbit/s".
     bounds = f"{lowest.removesuffix(SPACE + highest.rpartition(SPACE)[2])} to {highest}"
     if not edge.is_a_number or edge.bits_per_second is None:
         return f"{side} a bandwidth of {bounds}: a time may be {_OFF}"

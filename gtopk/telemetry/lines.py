@@ -227,6 +227,7 @@ def sound(line: Line, rank: int | None) -> Line | None:
         return None
     if not all(check(line[name]) for name, check in may_hold.items() if name in line):
         return None
+    # A file that was copied to another rank's name would count its steps twice.
     if what == "begin" and not line["rank"] == rank < line["ranks"]:
         return None
     if what == "values":

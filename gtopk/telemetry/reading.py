@@ -305,6 +305,7 @@ class Reader:
 
         If a folder holds several runs, one after the other, it is the last, with those it resumed.
         """
+        # Known files go on where they were read; those that are gone are forgotten.
         self._files = {
             path: self._files.get(path) or RankFile(path, self._recent_steps)
             for path in sorted(self._folder.glob(_PATTERN))
@@ -389,6 +390,7 @@ def _record(attempts: Attempts, lead: Attempts, began: float) -> RankRecord:
         reference = lead[met][0]
         # On rank 0's clock, and from there by its calendar: attempts share no other clock.
         start = reference["unix_seconds"] + begin["seconds"] - reference["seconds"] - began
+        # A rank may have joined the run late: elastic's new hosts.
         if met == next(iter(attempts)):
             record.began_seconds = start
         if record.end is not None and not record.in_order:  # why this attempt was needed

@@ -151,7 +151,7 @@ class Recorder:
         self._thread.join()
         self.flush()
         with self._writing:
-            # An end was written: the run of such a sink is over, too.
+            # Only without an end: after one, the run of such a sink is over, too.
             open_still = [
                 s for s in self._sinks if not self._ended and getattr(s, "goes_on", False)
             ]

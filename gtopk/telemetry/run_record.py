@@ -173,7 +173,9 @@ def start(world: World, settings: Settings, own: Sequence[Sink] = ()) -> None:
     Raises OSError where a file or an endpoint cannot be opened, ImportError where a package that is
     asked for is not installed.
     """
-    _end(world, "it is recorded elsewhere from now on")
+    if (recorder := recorder_of(world)) is not None:
+        recorder.end("it is recorded elsewhere from now on")
+    _pause(world)
     _log_earlier_run(world, settings)
     # Where a later one cannot be opened, the earlier ones are closed.
     with ExitStack() as opened:
@@ -294,13 +296,6 @@ def _record(world: World, sinks: list[Sink]) -> None:
         records.recorded_to.add(records.settings.run)
         if world.resumed:
             records.recorder.note_resumed()
-
-
-def _end(world: World, how: str) -> None:
-    """Write how this recording ends, and stop it."""
-    if (recorder := recorder_of(world)) is not None:
-        recorder.end(how, True)
-    _pause(world)
 
 
 def _pause(world: World) -> None:

@@ -94,6 +94,7 @@ class Page:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         request = await reader.readuntil(b"\r\n\r\n")
+        # Padded: a request line may have fewer words.
         method, path, *_ = [*request.decode("latin-1").split("\r\n")[0].split(" "), "", ""]
         if method != "GET":
             status, text = HTTPStatus.METHOD_NOT_ALLOWED, f"GET {self._paths[-1]}\n"
@@ -130,6 +131,7 @@ def parse_address(text: str, said_by: str) -> Address:
     host, _, port = text.rpartition(":")
     if not port.isdecimal() or not 0 <= int(port) < 65536:
         raise ValueError(f"{said_by} must be PORT or HOST:PORT, as 9400, got {text!r}")
+    # IPv6 addresses stand in brackets, as in URLs.
     return Address(host.strip("[]") or _LOOPBACK, int(port))
 
 
@@ -146,7 +148,8 @@ class Endpoint:
         self._metrics = Metrics(rank)
         try:
             self._page = Page(address, ("/", "/metrics"), _TYPE, self._metrics.text)
-        except (OSError, OverflowError) as error:  # the latter of ports beyond 65535
+        # OverflowError of ports beyond 65535: local ranks count up from the port that was given.
+        except (OSError, OverflowError) as error:
             raise OSError(
                 f"no Prometheus endpoint can be at {address.host}:{address.port}: {error}"
             ) from error
@@ -218,6 +221,7 @@ class Metrics:
             said += [f"# HELP {name} {about}", f"# TYPE {name} {kind}"]
             for label, value in found.items():
                 more = f",{label}" if label else ""
+                # Python's spelling is an error to Prometheus, which then drops the whole page.
                 number = f"{value}".replace("nan", "NaN").replace("inf", "Inf")
                 said.append(f'{name}{{rank="{self._rank}"{more}}} {number}')
         return "\n".join(said) + "\n"
@@ -255,6 +259,7 @@ def _metrics_of(line: Line) -> dict[tuple[str, str], float | None]:
 
 
 def _quoted(text: str) -> str:
+    # Backslashes first: those that quotes and line ends get must stay.
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 

@@ -161,6 +161,7 @@ class Timeline:
     def _write(self) -> None:
         goes_on = True
         while goes_on:
+            # All that waits at once: a burst of events is one write to the file.
             heard = [self._events.get()]
             while not self._events.empty():
                 heard.append(self._events.get())

@@ -61,6 +61,7 @@ class Training:
     def __init__(self, length: int) -> None:
         torch.manual_seed(0)
         beside = _FEATURES + _CLASSES
+        # The positive root of hidden^2 + (features + classes) * hidden = length.
         hidden = max(1, round((math.sqrt(beside**2 + 4 * length) - beside) / 2))
         self._network = torch.nn.Sequential(
             torch.nn.Linear(_FEATURES, hidden),
@@ -199,6 +200,7 @@ class Answer:
     def __init__(self, total: Array, k: int) -> None:
         self.k = k
         self.keys = reference.keys(total)
+        # By keys, which order magnitudes as whole numbers do: NaN would compare as neither.
         self.at_k = np.partition(self.keys, total.size - k)[total.size - k]
         # Zeros may be selected or not.
         self.least = k if self.at_k else int(np.count_nonzero(self.keys))

@@ -35,7 +35,7 @@ from collectives.kernels import reference
 from collectives.kernels.host.calls import use_threads
 from collectives.vector import Array
 
-from ..arguments import share, whole_number
+from ..arguments import fail, share, whole_number
 from ..charts import aligned
 from .harness import (
     Range,
@@ -43,7 +43,6 @@ from .harness import (
     bench_parser,
     describe,
     one_of,
-    refuse,
     show_progress,
     silent,
     write_json,
@@ -104,6 +103,8 @@ class Rounds:
         for method, taken in zip(self._methods, self._taken, strict=True):
             np.copyto(own, residual)
             with use_threads(method.threads):
+                # One thread's own time leaves out what else the machine does; several threads have
+                # only a clock.
                 begun, began = time.thread_time(), time.perf_counter()
                 picked = method.step(own, gradient, k)
                 both = time.thread_time() - begun, time.perf_counter() - began
@@ -154,6 +155,7 @@ def measure(
         if number >= warm_up - 3:  # long enough before for thresholds to settle
             progress(f"{source.label}: round {number - warm_up + 1} of {rounds}")
             rows.run(residual, gradient, k, counts=number >= warm_up)
+        # By the reference, so that all methods get the same residuals, whatever they select.
         picked, threshold = reference.accumulate_and_select(residual, gradient, k, threshold)
         reference.clear_at(residual, picked.indices)
         source.apply(picked)
@@ -187,8 +189,9 @@ def measure_cases(
 ) -> Iterator[list[Record]]:
     """Time our twins and torch.topk, case by case."""
     k = max(2, round(length * density))
+    # Written before it is zeroed: fresh pages of zeros are all one page, which is read for nothing.
     nothing = np.full(length, 1, np.float32)
-    nothing[:] = 0  # memory of its own: pages of fresh zeros would all be one
+    nothing[:] = 0
     for name, residual, guess in cases(length, k):
         ours = [Method(twin, Ours(TWINS[twin], guess)) for twin in sorted(TWINS)]
         rows = Rounds([Method(FLOOR, floor), *ours, Method("torch.topk", torch_topk)], words)
@@ -311,6 +314,7 @@ def count_rescans(
             answer = Answer(residual + gradient, k)
             picked, thresholds[place], scans = search(residual, gradient, k, thresholds[place])
             counted.exact &= answer.is_given_by(picked)
+            # The first step has no threshold to begin with.
             if step and scans > 1:
                 counted.rescans += 1
                 counted.at_changes += step in densities or step in drops
@@ -364,9 +368,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     known = [method.name for method in all_methods(options.threads)]
     if unknown := set(options.methods or known) - set(known):
-        return refuse(
-            "selection", f"--methods must be among {', '.join(known)}; got {', '.join(unknown)}"
-        )
+        wrong = f"--methods must be among {', '.join(known)}; got {', '.join(unknown)}"
+        return fail("bench selection", wrong, code=2)
     torch.set_num_threads(1)
     machine = describe()
     print(", ".join(f"{name}: {value}" for name, value in machine.items()))

@@ -66,6 +66,7 @@ class Axis:
             step = round_step((self.high - self.low) / 5)
             first = math.ceil(self.low / step - 1e-9)
             values = [step * i for i in range(first, math.floor(self.high / step + 1e-9) + 1)]
+        # Products of a step miss a bound by rounding, and its tick would be lost.
         slack = 1 + 1e-9
         return [v for v in values if self.low <= v * slack and v <= self.high * slack]
 
@@ -238,21 +239,3 @@ def swatch(part: str) -> str:
         '<svg class="key" viewBox="0 0 34 14" aria-hidden="true">'
         f'<rect class="{part}" width="34" height="14"/></svg>'
     )
-
-
-# Of pictures that stand alone, without a page.
-STYLE: Final = """
-svg { color-scheme: light dark; --ground: #fff; --text: #1b2026; --muted: #59636e; --rule: #e4e8ec;
-  --ours: #0072b2; --baseline: #7a5c00; }
-@media (prefers-color-scheme: dark) { svg { --ground: #12161b; --text: #e6eaee; --muted: #9ba6b2;
-  --rule: #303943; --ours: #5ab4ee; --baseline: #e0b84c; } }
-.ground { fill: var(--ground); }
-text { font: 13px system-ui, "Segoe UI", Roboto, Helvetica, Arial, sans-serif; fill: var(--text); }
-text.title { font-size: 20px; font-weight: 650; } text.case { font-weight: 650; font-size: 15px; }
-text.tick, text.fact { fill: var(--muted); font-size: 12px; } text.reference { font-weight: 650; }
-.middle { text-anchor: middle; } .end { text-anchor: end; }
-.grid { stroke: var(--rule); } .model { stroke: var(--text); stroke-width: 2; }
-.ours { --ink: var(--ours); } .baseline { --ink: var(--baseline); }
-.range { stroke: var(--ink); stroke-width: 3; opacity: 0.45; } .median { fill: var(--ink); }
-.stem { stroke: var(--ink); stroke-width: 1; stroke-dasharray: 1 4; }
-"""

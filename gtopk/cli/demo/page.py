@@ -144,7 +144,8 @@ def loss_over_seconds(records: Sequence[Record], all_records: Sequence[Record]) 
     lines = []
     for record in records:
         curve = [(x.place(seconds), y.place(loss)) for seconds, loss in mean_curve(record)]
-        marked = [curve[-1]]  # and others, so far apart that those of a short line are, too
+        # From the end on, so far apart that the markers of a short line do not touch either.
+        marked = [curve[-1]]
         for point in reversed(curve):
             if marked[-1][0] - point[0] >= (RIGHT - LEFT) / 12:
                 marked.append(point)

@@ -128,6 +128,7 @@ BELOW = 0.01  # of dense's accuracy at the end, rounded down to a whole per cent
 
 def level(dense: Record) -> float:
     """Return the accuracy to reach: of 0.972 at dense's end, 0.96."""
+    # 1e-9: in floats 100 * (0.57 - 0.01) is just below 56.
     return math.floor(100 * (dense["accuracy"] - BELOW) + 1e-9) / 100
 
 
@@ -165,10 +166,13 @@ def accuracy_verdict(record: Record, other: Record) -> Verdict:
     Both methods start a seed with the same split and the same weights, so the difference within a
     seed is free of what makes one seed easier than another. One seed alone: any shortfall counts.
     """
+    # Paired by seed: the variance between seeds, the same for both methods, would hide a
+    # difference.
     mean, error = paired_difference(record, other)
     name = "dense" if other["method"] == "dense" else other["label"]
     paired = "" if error is None else f"± {points(error)}, paired over {record['seeds']} seeds"
-    if round(abs(mean), 5) == 0:  # float32 accuracies: no image more or less
+    # Accuracies are float32 shares of 360 images: a smaller difference is not one image.
+    if round(abs(mean), 5) == 0:
         return Verdict(
             f"equals that of {name} ({paired or percent_text(record['accuracy'])})", False
         )

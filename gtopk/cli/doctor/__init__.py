@@ -78,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     findings: list[Finding] = []
     examined = map(grade, _examine(job, not options.no_run, options.ranks))
+    # JSON is one object: it cannot be printed finding by finding, as they come.
     if options.json:
         findings.extend(examined)
         ready = not _failed(findings)
@@ -102,7 +103,8 @@ def _check_job(job: Launched, links: bool) -> list[Finding]:
 
 
 def _examine(job: Launched | None, run: bool, links: bool) -> Iterator[Finding]:
-    if job is not None:  # first, as the other ranks wait
+    # In a job the ranks first, as the others wait for this one.
+    if job is not None:
         yield check_launcher()
         yield from _check_job(job, links)
         if not links:

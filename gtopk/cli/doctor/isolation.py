@@ -68,6 +68,7 @@ def judge_interface(
 
     found: addresses by interface; resolved: what the host's name stands for; "" for nothing.
     """
+    # No other host reaches a loopback address, whatever its interface is called.
     outer = {name: each for name, each in found.items() if not each.startswith("127.")}
     chosen = next((name for name, each in outer.items() if each == choice.address), "")
     if choice.address and not chosen:
@@ -167,6 +168,7 @@ def ports(
 
 def judge_ports(found: Sequence[Port], own: Sequence[tuple[str, str]]) -> Finding:
     """Report the ports that the internet may reach."""
+    # A port at all addresses is judged by each of them.
     names = {address: f"{address} ({interface})" for interface, address in own}
     reached = [(port, public) for port in found if (public := _public(port.address, own))]
     if not reached:
@@ -205,7 +207,9 @@ def _meeting(own: Sequence[tuple[str, str]], environ: Mapping[str, str]) -> str:
     if not name or not environ.get("MASTER_PORT") or environ.get("TORCHELASTIC_RUN_ID"):
         return ""
     address = _resolved(name)
-    if address.startswith("127."):  # of a name that hosts have for themselves: at all addresses
+    # Debian gives a host's own name such an address. It is not the one that others use, so the
+    # port is bound to all addresses.
+    if address.startswith("127."):
         return address if name == "localhost" or name.startswith("127.") else _EVERYWHERE
     return address if address in (each for _, each in own) else ""
 
@@ -296,6 +300,7 @@ def like_this_process(module: str, function: str, *arguments: object) -> list[st
 def run_probes(names: Sequence[str], silence_seconds: float = SILENCE_SECONDS) -> Iterator[Finding]:
     """Yield a finding for each name, in order, as they come."""
     waiting = list(names)
+    # A child runs as many probes as it survives: a new one for each would import torch each time.
     while waiting:
         with tempfile.TemporaryFile() as errors, _child(waiting, errors) as process:
             lines = _lines_of(process)
@@ -345,6 +350,7 @@ def how_it_ended(process: subprocess.Popen[bytes], errors: IO[bytes]) -> str:
 
 @contextlib.contextmanager
 def _child(names: Sequence[str], errors: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    # A session of its own, so that what a probe has started (mpirun) ends with it.
     process = subprocess.Popen(
         like_this_process(__name__, answer.__name__, *names),
         stdin=subprocess.DEVNULL,

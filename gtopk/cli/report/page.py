@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
+from typing import Any
 
 from ...telemetry.lines import shown
 from ...telemetry.reading import Run, Step
@@ -62,8 +63,9 @@ def figures(run: Run) -> dict[str, list[str]]:
 def learnt(run: Run) -> list[str]:
     """Show each logged value over steps, time and bytes, one at a time."""
     axes = series.axes(run)
+    # Step 100 of one rank may be hours from that of another.
     if series.steps_alone(run):
-        del axes["steps"]  # those that go by at different paces are no axis
+        del axes["steps"]
     return [_learnt(run, name, axes, place) for place, name in enumerate(series.value_names(run))]
 
 
@@ -185,14 +187,12 @@ def prediction_figure(run: Run) -> str:
     apart = sorted(s.report.exchange_seconds / (s.report.predicted_seconds or 1) for s in steps)
     return figure(
         "The exchange, predicted and measured",
-        legend((drawings.series_key(place), name) for place, name in enumerate(found))
-        + drawings.lines_plot(
+        _lines(
             "Seconds of a step's exchange, predicted and measured",
             found,
             "a step's exchange takes",
             written=seconds_text,
             logarithmic=drawings.are_apart([p for points in found.values() for p in points], 8),
-            from_zero=True,
             bands=False,
         ),
         f"On rank {rank.rank}: from accumulate to apply, as the cost model means it. What was "
@@ -225,14 +225,8 @@ def batches_figure(run: Run) -> str:
             reading += " A mean over what is recorded as one."
     return figure(
         "Batch sizes",
-        legend((drawings.series_key(place), name) for place, name in enumerate(shown))
-        + drawings.lines_plot(
-            "Samples of each rank's steps",
-            shown,
-            "samples",
-            over=series.over(run),
-            from_zero=True,
-            bands=False,
+        _lines(
+            "Samples of each rank's steps", shown, "samples", over=series.over(run), bands=False
         ),
         reading
         + (f" The first {drawings.MANY} ranks of {len(found)}." if len(found) > len(shown) else ""),
@@ -263,19 +257,23 @@ def density_figure(run: Run) -> str:
     found = {"a rank selects": sent, "the update holds": updated}
     return figure(
         "Density",
-        legend((drawings.series_key(place), name) for place, name in enumerate(found))
-        + drawings.lines_plot(
+        _lines(
             "Share of the gradient's values that a rank selects, and that the update holds",
             found,
             "of the gradient's values",
             over=series.over(run),
             written=drawings.share_text,
             logarithmic=drawings.are_apart([*sent, *updated], 30),
-            from_zero=True,
         ),
         "Of all values that are exchanged: what a rank selects, and what the agreed update holds. "
         "Parameters that are kept dense count in both.",
     )
+
+
+def _lines(title: str, found: Mapping[str, Sequence[Point]], y_name: str, **how: Any) -> str:
+    """Return lines in one plot, from zero on, below their legend; how: as for `lines_plot`."""
+    keys = legend((drawings.series_key(place), name) for place, name in enumerate(found))
+    return keys + drawings.lines_plot(title, found, y_name, from_zero=True, **how)
 
 
 def _share_of(what: str) -> Callable[[Step], float | None]:

@@ -43,6 +43,8 @@ class Clock:
         """Note what every rank has computed; returns when all are at the end of their step."""
         batches = gathered("simulated.step", samples, seconds)
         record, longest = self.record, max(taken for _, taken in batches)
+        # A synchronous step is as long as its slowest rank, and then the exchange that it did not
+        # hide.
         waited = self._setting.wait_seconds(longest, self._reduce_seconds)
         if self._probes != NEVER and record.steps % self._probes == 0:
             waited += self._probe_seconds
@@ -50,6 +52,7 @@ class Clock:
         record.exchange += waited
         record.steps += 1
         sizes = [int(size) for size, _ in batches]
+        # What a rank computed, without what it waited for slower ones.
         record.busy = [a + b for a, (_, b) in zip(record.busy, batches, strict=True)]
         record.samples += sum(sizes)
         record.sizes.append((record.seconds, sizes))

@@ -24,7 +24,7 @@ from collectives.wire.values import VALUE_CODES
 
 from ....runtime.launch import launched_by, transport_name
 from ....units import bandwidth_text, bytes_text, count_text, seconds_text
-from ...arguments import Command, above_zero, from_zero, number_in, share, whole_number
+from ...arguments import Command, above_zero, fail, from_zero, number_in, share, whole_number
 from ...charts import aligned
 from ..harness import (
     TIMEOUT_SECONDS,
@@ -32,7 +32,6 @@ from ..harness import (
     bench_parser,
     on_launched_rank,
     one_of,
-    refuse,
     write_json,
 )
 from .cases import DISTRIBUTIONS, Record, Results, checked
@@ -98,19 +97,21 @@ def facts(results: Results) -> list[str]:
     ]
 
 
-_HEADINGS: Final = ("", "median", "min - max", "wire", "/wire", "/+code", "/gtopk")
-_COST_HEADINGS: Final = ("CPU of a rank", "sent by a rank", "messages")
+_HEADINGS: Final = (
+    *("", "median", "min - max", "wire", "/wire", "/+code", "/gtopk"),
+    *("CPU of a rank", "sent by a rank", "messages"),
+)
 
 
 def table(results: Results) -> str:
     """Return the results as text for a terminal."""
     lines = [*facts(results), ""]
     for case, rows in panels(results["records"]).items():
-        cells = [(*_HEADINGS, *_COST_HEADINGS), *(_cells(row, rows) for row in rows)]
+        cells = [_HEADINGS, *(_cells(row, rows) for row in rows)]
         lines += [title(case), *aligned(cells), ""]
     lines += [
-        "* what ratios are told against. ~ reckoned, the least there can be; the rest is",
-        "counted; either way of the rank that sends most. wire: the model's time, latency and",
+        "* the reference, over whose time /gtopk is. ~ computed, the least there can be; the",
+        "rest is counted; of the rank that sends most. wire: the model's time, latency and",
         "bandwidth alone; /wire: measured over it; /+code: with encode, decode and merge added.",
     ]
     return "\n".join(lines)
@@ -168,11 +169,8 @@ def _cell(label: str, rows: Sequence[Record]) -> str:
     row = next((row for row in rows if row["label"] == label), None)
     if row is None:
         return ""
-    seconds, ratio, against = (
-        row["seconds"],
-        row["measured_over_modelled"],
-        times_reference(row, rows),
-    )
+    seconds, ratio = row["seconds"], row["measured_over_modelled"]
+    against = times_reference(row, rows)
     words = [seconds_text(median(row))]
     if row["rounds"] > 1:
         words[0] += f" ({seconds_text(seconds['min'])}-{seconds_text(seconds['max'])})"
@@ -273,10 +271,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(markdown([read(path) for path in options.markdown]))
             return 0
     except (OSError, ValueError) as error:
-        return refuse("collectives", error)
+        return fail("bench collectives", error, code=2)
     command = shlex.join(["gtopk", "bench", "collectives", *given])
     if (options.transport or transport_name(launched_by())) == "local":
         size = max(options.ranks or [4])
+        # As threads, without a launcher: they exchange through memory, and no network is measured.
         found = run_ranks(local_world(size, TIMEOUT_SECONDS), lambda t: run(options, command, t))
         deliver(found[0], options)
         return 0
@@ -285,6 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = run(options, command, transport)
         if transport.rank == 0:
             deliver(results, options)
+        # Ranks that were not measured are still on their way: whoever left would seem to have died.
         transport.leave("the benchmark is done")
 
     return on_launched_rank(measured, options.transport)
