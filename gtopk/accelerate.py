@@ -35,7 +35,8 @@ def compress(
     Raises ValueError where the model is not wrapped in DistributedDataParallel, TypeError for what
     is no optimizer.
     """
-    model = getattr(model, "_orig_mod", model)  # compiled last, with a dynamo_backend
+    # With a dynamo_backend the model is compiled last, around DDP.
+    model = getattr(model, "_orig_mod", model)
     if not isinstance(model, DistributedDataParallel):
         raise ValueError(
             "gtopk.accelerate.compress needs a model that accelerator.prepare has wrapped in "

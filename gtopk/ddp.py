@@ -270,7 +270,8 @@ class GTopKState(HookState):
         """Tell DDP that a bucket is done; an error is kept for `_raise_failure`."""
         try:
             operation.wait()
-            if pending.is_last:  # all buckets before it are done, too
+            # The finisher goes by order: all buckets before the last are done, too.
+            if pending.is_last:
                 self._steps.note_wait_end()
                 self._world.note_preempted([*self._preempted])
                 where = [

@@ -83,7 +83,8 @@ class GTopK(TrainerCallback):  # type: ignore[misc,unused-ignore]
     ) -> None:
         """Register the hook; raise ValueError where Trainer has not wrapped the model in DDP."""
         self._trainer = trainer = _in_training(self)
-        model = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)  # compiled last
+        # Trainer compiles last: DDP is inside the compiled module.
+        model = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)
         if not isinstance(model, DistributedDataParallel):
             raise ValueError(
                 "gtopk.transformers.GTopK needs a Trainer that wraps the model in "
@@ -119,7 +120,8 @@ class GTopK(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._model = model.module
         if self._wrapped is None or self._wrapped() is not model:
             self._wrapped = ref(model)
-            model.register_comm_hook(self, _exchange)  # DDP takes a hook only once
+            # DDP takes a hook only once: it gets the callback, whose state may be replaced.
+            model.register_comm_hook(self, _exchange)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
@@ -202,7 +204,8 @@ class GTopK(TrainerCallback):  # type: ignore[misc,unused-ignore]
                 _take_precise_state(optimizer, folder)
                 held: dict[str, Any] = found.values["residuals"]
                 return held
-        ResidualNote.take(optimizer)  # else it is told of again, in the first step
+        # The warning below tells of the loss: the first step must not tell of it again.
+        ResidualNote.take(optimizer)
         if args.process_index == 0:
             _log.warning(
                 "the residuals and moments that gtopk saved with %s, at step %d, are in none of "

@@ -230,7 +230,8 @@ SIMULATED: Final = Path(__file__).parents[2] / "mpi_scripts" / "simulated_plan.p
 
 _PAYS: Final = {None: "never", math.inf: "always"}  # otherwise below or above a bandwidth
 MOST_RANKS = 65_536
-MOST_ELEMENTS = 10**15  # beyond, a float cannot resolve a single one
+# Beyond, a float cannot resolve a single one.
+MOST_ELEMENTS = 10**15
 
 
 def parser() -> Command:

@@ -27,11 +27,6 @@ from ..runtime.runner.ranks import LAUNCHERS, Places, Start, launcher_at_hand, s
 from .arguments import Command, as_argument, fail
 
 
-def in_allocation() -> bool:
-    """Tell whether srun can start ranks from here."""
-    return bool(os.environ.get("SLURM_JOB_ID")) and shutil.which("srun") is not None
-
-
 def allocated_tasks() -> int:
     """Return the number of tasks asked for, or else how many fit the cores of the nodes.
 
@@ -45,8 +40,10 @@ def allocated_tasks() -> int:
     return sum(int(cores) // of_a_task * int(times or 1) for cores, times in each) or usable_cores()
 
 
-_SAVE_SECONDS: Final = 30.0  # the time that torchrun gives its ranks, too
-_END_SECONDS: Final = 5.0  # the time that it then needs to end them
+# The time that torchrun gives its ranks, too.
+_SAVE_SECONDS: Final = 30.0
+# The time that it then needs to end them.
+_END_SECONDS: Final = 5.0
 
 
 class _TerminationRequested(KeyboardInterrupt):
@@ -194,18 +191,17 @@ def _let_save(launcher: subprocess.Popen[bytes], command: Sequence[str]) -> None
 
 def _places(options: argparse.Namespace, hosts: list[Host]) -> Places:
     """Return the places of the ranks; raise ValueError for a number of them out of range."""
-    launcher, ranks = options.launcher or _launcher(hosts), options.ranks
+    launcher, ranks = options.launcher, options.ranks
+    if launcher is None:
+        # In an allocation srun knows hosts and cores; hosts that are named may lie outside it.
+        by_srun = os.environ.get("SLURM_JOB_ID") and shutil.which("srun") and not hosts
+        launcher = "srun" if by_srun else launcher_at_hand(hosts)
     if ranks is None:
         by_srun = launcher == "srun" and not hosts
         ranks = sum(h.slots for h in hosts) or (allocated_tasks() if by_srun else usable_cores())
     if ranks < 1:
         raise ValueError(f"--ranks must be at least 1, got {ranks}")
     return Places(ranks, hosts, launcher, options.mpi_args, interfaces=options.interfaces)
-
-
-def _launcher(hosts: list[Host]) -> str:
-    """Return the launcher to use by default."""
-    return "srun" if in_allocation() and not hosts else launcher_at_hand(hosts)
 
 
 def _program(options: argparse.Namespace) -> list[str]:

@@ -105,7 +105,8 @@ def _read(path: Path) -> Trace:
         whose = next(each["args"] for each in records if each.get("name") == RANK)
         return Trace(
             int(whose["rank"]),
-            int(whose.get("ranks", 0)),  # earlier versions did not write it
+            # Earlier versions did not write it.
+            int(whose.get("ranks", 0)),
             _finite(whose.get("run", 0.0)),
             str(whose["host"]),
             _finite(whose["began_seconds"]),
@@ -142,7 +143,8 @@ def _records(text: str) -> Iterator[Record]:
         try:
             record = json.loads(line.strip(" ,[]") or "{}")
         except (ValueError, RecursionError):
-            continue  # the line in which a rank was killed; nonsense
+            # The line in which a rank was killed, or nonsense.
+            continue
         if isinstance(record, dict):
             yield record
 

@@ -62,18 +62,19 @@ class Status:
 
 
 def status_of(run: Run, folder: Path, now: Callable[[], float] = time.time) -> list[Status]:
-    return [_status(rank, _silent_seconds(folder, rank.rank, now())) for rank in run.ranks]
-
-
-def _silent_seconds(folder: Path, rank: int, now: float) -> float:
-    return max(0.0, now - path_of(folder, rank).stat().st_mtime)
+    written = [path_of(folder, rank.rank).stat().st_mtime for rank in run.ranks]
+    return [
+        _status(rank, max(0.0, now() - seconds))
+        for rank, seconds in zip(run.ranks, written, strict=True)
+    ]
 
 
 def _longest_pause(rank: RankRecord, recent: Sequence[Step]) -> float:
     """Return the most seconds to expect between two lines, also if only some steps are written."""
     steps = [step.report.compute_seconds + step.report.synchronize_seconds for step in recent]
     if len(recent) == 1:
-        return steps[0] * int(rank.begin.get("every", 1))  # earlier versions did not write it
+        # Earlier versions did not write `every`.
+        return steps[0] * int(rank.begin.get("every", 1))
     pauses = [later.seconds - step.seconds for step, later in itertools.pairwise(recent)]
     return max([*steps, *pauses], default=0.0)
 
@@ -259,7 +260,6 @@ def _await_run(folder: Path, every: float) -> None:
     said = False
     while True:
         try:
-            # A reader of its own: one that has failed once must not count lines twice.
             Reader(folder, RECENT).read()
             return
         except OSError as error:

@@ -139,7 +139,8 @@ class HookedAdam:
         """Remove all hooks: the optimizer steps as usual, or for another state."""
         self.forget()
         if self._local is not None:
-            self._local.eval()  # its residual is not sent any more
+            # Its residual is not sent any more: forward passes must not include it.
+            self._local.eval()
         for handle in (self._before, *self._others):
             handle.remove()
         self._passes.close()
@@ -156,12 +157,6 @@ class HookedAdam:
                 self._passes.accumulating,
                 page("Several models, and GANs"),
             )
-
-    def _warn_of_lost_residual(self) -> None:
-        """Warn, in the first step, where the optimizer goes on without an earlier hook's state."""
-        if self._lacks_residual:
-            warn_of_lost_residual(self.peers.world.rank, self._optimizer)
-        self._lacks_residual = False
 
     def note(self, *, again: bool = False) -> None:
         """Note that a pass that counts has ended: gradients are agreed steps now.
@@ -219,7 +214,9 @@ class HookedAdam:
             # Checked for all parameters before the first one changes: an error leaves the model
             # whole.
             self._require_agreed(parameter)
-        self._warn_of_lost_residual()
+        if self._lacks_residual:
+            self._lacks_residual = False
+            warn_of_lost_residual(self.peers.world.rank, self._optimizer)
         # Only a fused optimizer has it: a GradScaler leaves the unscaling to that.
         if stepped and (scale := getattr(optimizer, "grad_scale", None)) is not None:
             torch._foreach_div_([gradient for _, gradient in stepped], float(scale))

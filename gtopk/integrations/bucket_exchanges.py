@@ -283,7 +283,8 @@ class PassTransaction:
         """End the step, and tell whether it counted."""
         counted = not self._void
         for bucket_exchange in self._exchanged:
-            bucket_exchange.commit()  # a void step was undone: there is nothing to commit
+            # A void step was undone: there is nothing to commit.
+            bucket_exchange.commit()
             bucket_exchange.release_gradients()
         self._exchanged, self._void = [], False
         return counted

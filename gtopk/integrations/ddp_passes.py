@@ -84,7 +84,8 @@ class HookReplicas:
         """Warn of replicas that differ, or add HorovodInternalError, on every rank alike."""
         try:
             self.check.end(operation.wait(), {})
-        except Exception as error:  # in a thread that goes on with the pass's other buckets
+        except Exception as error:
+            # Not raised here: this thread goes on with the pass's other buckets.
             failures.append(error)
 
 
@@ -123,10 +124,12 @@ def write_flat_gradients(parameters: Sequence[torch.Tensor], buffer: torch.Tenso
         parts = split(buffer, parameters)
         for parameter, part, (grad, version) in zip(parameters, parts, before, strict=True):
             if parameter.grad is not grad or (grad is not None and grad._version != version):
-                continue  # DDP has written it
+                # DDP has written it.
+                continue
             update = as_shaped(part, parameter)
             if grad is not None:
-                grad.copy_(update)  # changes nothing where it is a view of DDP's bucket
+                # Changes nothing where it is a view of DDP's bucket.
+                grad.copy_(update)
             # A gradient of zeros would let the optimizer decay a parameter that no rank used.
             elif update.any():
                 parameter.grad = torch.empty_like(parameter).copy_(update)

@@ -95,7 +95,8 @@ class Unit:
         group = self._group
         return (
             gradients.dtype == group._orig_dtype
-            and gradients.dtype in (torch.float32, torch.bfloat16)  # FSDP divides others
+            # FSDP divides gradients of other types afterwards.
+            and gradients.dtype in (torch.float32, torch.bfloat16)
             and not getattr(group, "force_sum_reduction_for_comms", False)
             and not any(self._is_read(self._of[name]) for name in self.with_gradient)
         )
@@ -159,7 +160,8 @@ class Unit:
         self._reduce(*call)
         if self.is_to_accumulate:
             for parameter in none_before:
-                parameter.grad = None  # FSDP has made it from the zeros
+                # FSDP has made it from the zeros.
+                parameter.grad = None
 
     def _has_gradient(self, parameter: Any) -> bool:
         """Tell whether FSDP is about to reduce a gradient of this parameter."""

@@ -144,7 +144,8 @@ class HookSteps:
             # Where backward waited for each bucket, all of the engine's work was waited for.
             waits=[((self._waited_since or 0.0) if overlapped else 0.0, math.inf)],
             synchronize_seconds=self._waited_seconds,
-            apply_seconds=0.0,  # the engine's thread applies
+            # The engine's thread applies, within the exchange.
+            apply_seconds=0.0,
             predicted_seconds=self._expected.seconds,
             skipped=not counted,
             samples=None,
@@ -461,7 +462,8 @@ class HookState(ABC):
 
         prefix: of the names.
         """
-        self._abort_pass()  # in case an error has ended the last pass
+        # An error may have ended the last pass: what it has taken from the residual comes back.
+        self._abort_pass()
         self._skips.warn_of_saving(self._world.rank)
         # Residuals of a model that has changed are saved again: a later run may have the names
         # anew.

@@ -114,16 +114,14 @@ _adding = threading.Lock()
 
 def _check_all(optimizer: torch.optim.Optimizer, *call: Any) -> None:
     """Let all living hooks check an optimizer that is about to step."""
-    for each in _living:
-        if (checks := each()) is not None:
-            checks.check(optimizer)
+    for checks in filter(None, (each() for each in _living)):
+        checks.check(optimizer)
 
 
 def _note_step(optimizer: torch.optim.Optimizer, *call: Any) -> None:
     """Let all living hooks know that an optimizer has stepped their models."""
-    for each in _living:
-        if (checks := each()) is not None:
-            checks.note_step(optimizer)
+    for checks in filter(None, (each() for each in _living)):
+        checks.note_step(optimizer)
 
 
 def _holds(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer | None) -> bool:

@@ -237,8 +237,8 @@ def _in_short(
     takes = f"dense takes {seconds_text(dense)} {with_article(per)} (estimate)"
     if beyond:
         return f"{takes}; {beyond} as it runs here is beyond the model"
-    candidate = runs.candidate if _is_compressed(runs) else found.candidate
-    seconds = runs.seconds if _is_compressed(runs) else found.seconds
+    sparse = runs if _is_compressed(runs) else found
+    seconds, candidate = sparse.seconds, sparse.candidate
     name = f"{LABELS[candidate.algorithm]} at {_amount(candidate)}"
     if seconds * SAME < dense:
         verb = "saves" if compressed else "would save"
@@ -274,10 +274,11 @@ def _verdict(
     )
     if beyond:
         return f"{said}: {beyond} as it runs here is beyond the model"
-    compressed = _is_compressed(runs)
-    seconds = runs.seconds if _is_compressed(runs) else found.seconds
-    if _is_compressed(runs) and runs.candidate != found.candidate:
-        said += f", {LABELS[runs.candidate.algorithm]} as it runs {seconds_text(seconds)}"
+    compressed, seconds = _is_compressed(runs), found.seconds
+    if _is_compressed(runs):
+        seconds = runs.seconds
+        if runs.candidate != found.candidate:
+            said += f", {LABELS[runs.candidate.algorithm]} as it runs {seconds_text(seconds)}"
     if seconds * SAME < dense.seconds:
         verdict = "saves" if compressed else "would save"
         return f"{said}: {verdict} up to {seconds_text(dense.seconds - seconds)}"

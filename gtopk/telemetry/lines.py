@@ -96,7 +96,8 @@ def _short(value: Any) -> Any:
     return round(value, _DIGITS) if abs(value) >= 1 else float(f"{value:.{_DIGITS}g}")
 
 
-MOST_RANKS: Final = 100_000  # as many as the files' names have digits for
+# As many as the files' names have digits for.
+MOST_RANKS: Final = 100_000
 _MOST: Final = 10**18  # bytes, steps, entries
 _LONGEST_SECONDS: Final = 1e12
 _LAST_DATE: Final = 250e9  # seconds since 1970: in the year 9892
@@ -117,7 +118,8 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= _LONGEST_SECONDS  # NaN is not
+    # False for NaN, too.
+    return type(value) in (int, float) and abs(value) <= _LONGEST_SECONDS
 
 
 def _is_date(value: Any) -> bool:
@@ -256,7 +258,7 @@ def shown(value: Any) -> Any:
 
 
 # All lines share a few names: this keeps one text for each.
-@lru_cache(1 << 12)  # all lines share a few names: this keeps one text for each
+@lru_cache(1 << 12)
 def _steady(text: str) -> str:
     return _STEERING.sub(_spelt, text)
 

@@ -125,7 +125,8 @@ def has_ended(path: Path) -> bool:
 def _parsed(text: bytes) -> Line | None:
     try:
         line = json.loads(text)
-    except (ValueError, RecursionError):  # a killed rank's half a line; nonsense
+    except (ValueError, RecursionError):
+        # Half a line of a killed rank; or nonsense.
         return None
     return line if isinstance(line, dict) and "what" in line else None
 
@@ -236,7 +237,8 @@ class RankRecord:
             self.from_step = step
         # Messages stay: a warning of a step that was repeated was given nevertheless.
         for notes in (self.residuals, self.scores, self.values):
-            notes[:] = [note for note in notes if note.step <= step]  # they come before it
+            # A note of a step comes before the step.
+            notes[:] = [note for note in notes if note.step <= step]
 
 
 @dataclass
@@ -393,7 +395,8 @@ def _record(attempts: Attempts, lead: Attempts, began: float) -> RankRecord:
         # A rank may have joined the run late: elastic's new hosts.
         if met == next(iter(attempts)):
             record.began_seconds = start
-        if record.end is not None and not record.in_order:  # why this attempt was needed
+        # It says why this attempt was needed.
+        if record.end is not None and not record.in_order:
             step = record.steps[-1].report.step if record.steps else 0
             record.messages.append(Note(record.last_seconds, step, {"text": record.end}))
         record.end, record.earlier = None, len(record.steps)

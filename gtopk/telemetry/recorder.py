@@ -22,7 +22,8 @@ from .step_report import StepReport
 _log = logging.getLogger("gtopk")
 
 Noted = tuple[StepReport, float, int, int]  # what step_line makes a line of
-_PAUSE_SECONDS: Final = 0.2  # between two writes; a killed rank may lose this much
+# Between two writes; a killed rank may lose as much.
+_PAUSE_SECONDS: Final = 0.2
 
 
 class Sink(Protocol):
@@ -204,7 +205,8 @@ class _MessageHandler(logging.Handler):
         self._recorder.note_message(record.levelname, record.getMessage())
 
 
-_SAMPLED_EVERY: Final = 50  # steps: a sample takes about twice what a step's selection does
+# Steps: a sample takes about twice the time of a step's selection.
+_SAMPLED_EVERY: Final = 50
 
 
 class BucketExchange(Protocol):

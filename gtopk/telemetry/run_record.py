@@ -340,8 +340,10 @@ register(_WorldRecords())
 
 
 WINDOW: Final = 20  # values of the loss that are taken together
-_WINDOWS: Final = 100  # windows watched: a run is fragile in its beginning
-_ERRORS: Final = 4.0  # standard errors: noise does not explain a larger rise
+# Only the beginning of a run is so fragile.
+_WINDOWS: Final = 100
+# Standard errors: noise does not explain a larger rise.
+_ERRORS: Final = 4.0
 _SHARE: Final = 0.05  # of the lowest mean: a rise that matters
 
 
@@ -423,7 +425,8 @@ def log_samples(count: int) -> None:
 def _number(value: Any) -> float:
     try:
         return float(value.detach() if isinstance(value, torch.Tensor) else value)
-    except OverflowError:  # of a whole number beyond all floats
+    except OverflowError:
+        # Of a whole number beyond all floats.
         return math.inf
 
 

@@ -68,7 +68,8 @@ class Page:
         server = await asyncio.start_server(
             self._receive, sock=self._socket, limit=_REQUEST_BYTES, backlog=_VISITS
         )
-        self._socket.listen(_CALLS)  # asyncio's backlog is also how many it accepts at a time
+        # Again, as asyncio's backlog is also how many it accepts at a time.
+        self._socket.listen(_CALLS)
         await self._closing.wait()
         # First accept connections under way: a closed server would leave their sockets open.
         self._loop.remove_reader(self._socket)
@@ -109,7 +110,8 @@ class Page:
         )
         writer.write(head.encode() + body)
         writer.close()
-        await writer.wait_closed()  # it has taken all
+        # Until the visitor has taken all: the caller aborts the connection.
+        await writer.wait_closed()
 
 
 _LOOPBACK: Final = "127.0.0.1"
@@ -221,7 +223,7 @@ class Metrics:
             said += [f"# HELP {name} {about}", f"# TYPE {name} {kind}"]
             for label, value in found.items():
                 more = f",{label}" if label else ""
-                # Python's spelling is an error to Prometheus, which then drops the whole page.
+                # As Prometheus's format spells them.
                 number = f"{value}".replace("nan", "NaN").replace("inf", "Inf")
                 said.append(f'{name}{{rank="{self._rank}"{more}}} {number}')
         return "\n".join(said) + "\n"
@@ -368,7 +370,7 @@ class Wandb:
             self._run.define_metric(names, step_metric="gtopk/step")
 
     def take(self, lines: Sequence[Line]) -> None:
-        self._has_failed |= _warn_of_failure(lines)
+        self._has_failed |= _tells_of_failure(lines)
         for line in lines:
             if values := dict(self._sent.scalars(line)):
                 self._run.log({**values, "gtopk/step": line["step"]})
@@ -408,7 +410,7 @@ class MLflow:
         self._sent = _Sent()
 
     def take(self, lines: Sequence[Line]) -> None:
-        self._has_failed |= _warn_of_failure(lines)
+        self._has_failed |= _tells_of_failure(lines)
         now = int(1e3 * time.time())
         metrics = [
             self._metric(_metric_name(name), value, now, line["step"])
@@ -425,7 +427,7 @@ class MLflow:
             self._client.set_terminated(self._run, "FAILED" if self._has_failed else "FINISHED")
 
 
-def _warn_of_failure(lines: Sequence[Line]) -> bool:
+def _tells_of_failure(lines: Sequence[Line]) -> bool:
     """Tell whether this rank has left out of order."""
     return any(line["what"] == "end" and not left_in_order(line) for line in lines)
 

@@ -175,7 +175,8 @@ class Balance:
         if not is_dense:
             self.exposed_seconds += count * _exposed(step) * step.exchange_seconds
         self.dense_seconds += count * dense_seconds
-        if step.predicted_seconds is not None:  # None while the density warms up
+        # None while the density warms up.
+        if step.predicted_seconds is not None:
             self.expected_steps += count
             self.expected_seconds += count * step.predicted_seconds
             self.then_seconds += count * step.exchange_seconds
@@ -228,7 +229,8 @@ class Balance:
         A prediction so wrong for the exchanges that ran tells nothing of those that did not.
         """
         expected, dense = self.expected_seconds, self.then_dense_seconds
-        if (dense > self.then_seconds) != (saved > 0):  # other steps, a warm-up's, have decided
+        # Steps without a prediction, a warm-up's, have decided.
+        if (dense > self.then_seconds) != (saved > 0):
             return False
         return dense * SAME < expected if saved > 0 else expected * SAME < dense
 
@@ -332,7 +334,6 @@ def report(
 
 def seconds_outside(span: tuple[float, float], waits: Sequence[tuple[float, float]]) -> float:
     """Return the seconds of a span in which the program did not wait."""
-    # Waits do not overlap, so that their shares of the span add up.
     begun, ended = span
     waited = sum(max(0.0, min(ended, until) - max(begun, since)) for since, until in waits)
     return max(0.0, ended - begun - waited)

@@ -31,12 +31,16 @@ if TYPE_CHECKING:
     from ..runtime.world.membership import World
 
 _log = logging.getLogger("gtopk")
-_EVERY: Final = 6  # steps: no two windows share one
-_WINDOW: Final = 5  # a single step that evaluates or saves does not move the median
-_IN_A_ROW: Final = 3  # scores: a rank that slows down is reported within 22 steps
+# Steps: longer than a window, so that no two share one.
+_EVERY: Final = 6
+# A single step that evaluates or saves does not move the median.
+_WINDOW: Final = 5
+# Scores: a rank that slows down is reported within 22 steps.
+_IN_A_ROW: Final = 3
 SLOW: Final = 0.25
 CAUGHT_UP: Final = 0.5
-_LEAST_SECONDS: Final = 0.01  # shorter steps are too noisy to compare
+# Shorter steps are too noisy to compare.
+_LEAST_SECONDS: Final = 0.01
 QUIET_SECONDS: Final = 60.0  # after a warning
 
 
@@ -91,7 +95,8 @@ class Stragglers:
         if seconds is not None:
             self._recent.append(seconds)
         if self._operation is not None and self._operation.done:
-            if self._operation.error is None:  # else a rank has joined, or left
+            # With an error a rank has joined, or left: there are no scores.
+            if self._operation.error is None:
                 self._receive(self._operation.result)
             self._operation = None
         # All ranks submit alike: the last exchange of flags was announced before those of the steps

@@ -39,7 +39,8 @@ def _json_alone(run: Callable[[list[str]], int], words: list[str]) -> int:
         # What a benchmark prints for people must not get between the records.
         with contextlib.redirect_stdout(sys.stderr):
             code = run(words)
-        if file.exists():  # rank 0 writes it
+        # Rank 0 alone writes it.
+        if file.exists():
             print(file.read_text(encoding="utf-8"), end="")
     return code
 

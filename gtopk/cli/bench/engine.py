@@ -49,7 +49,8 @@ from .harness import (
 
 GOAL_RATIO: Final = 1.5
 _WARM_UP_ROUNDS: Final = 3
-_REPEATS: Final = 50  # of a negotiation in a round: one alone is too short to time
+# One negotiation alone is too short to time.
+_REPEATS: Final = 50
 
 
 class Record(TypedDict):

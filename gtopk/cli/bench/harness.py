@@ -41,7 +41,8 @@ from ...runtime.world.joining import join
 from ...runtime.world.membership import emulate_on
 from ..arguments import Command, output_file
 
-TIMEOUT_SECONDS: Final = 3600.0  # ranks that are not measured wait for those that are
+# Ranks that are not measured wait for those that are.
+TIMEOUT_SECONDS: Final = 3600.0
 T = TypeVar("T")
 
 

@@ -111,8 +111,10 @@ def open_source(name: str, length: int) -> Source:
 # (residual, gradient, k) -> the picks, which are cleared in the residual.
 Step = Callable[[Array, Array, int], SparseVector]
 
-FLOOR: Final = "a += g"  # the part that no method can avoid
-COPY: Final = "copy"  # shows the memory's speed without computing
+# The part that no method can avoid.
+FLOOR: Final = "a += g"
+# Shows the memory's speed without computing.
+COPY: Final = "copy"
 TWINS: Final = {"gtopk-reference": reference} | (
     {} if why_not_compiled() else {"gtopk-compiled": host}
 )

@@ -152,7 +152,8 @@ def measure(
     threshold = 0.0
     for number in range(warm_up + rounds):
         gradient = source.next_gradient()
-        if number >= warm_up - 3:  # long enough before for thresholds to settle
+        # Some rounds before the first that counts, for the methods' own thresholds to settle.
+        if number >= warm_up - 3:
             progress(f"{source.label}: round {number - warm_up + 1} of {rounds}")
             rows.run(residual, gradient, k, counts=number >= warm_up)
         # By the reference, so that all methods get the same residuals, whatever they select.
@@ -210,21 +211,23 @@ class MergeRecord(NamedTuple):
     nanoseconds_per_input_entry: Range
 
 
-def measure_merges(k: int, rounds: int, most_lists: int = 8) -> list[MergeRecord]:
+_LISTS: Final = 8  # that are summed, as those of eight ranks
+
+
+def measure_merges(k: int, rounds: int) -> list[MergeRecord]:
     """Time the merge of two selections of independent normal values at density 0.01, and a sum.
 
     Whose lists they are changes from round to round: a processor learns those that come again.
     """
     random = np.random.default_rng(0)
     picks = [
-        reference.select(random.standard_normal(100 * k, np.float32), k)[0]
-        for _ in range(most_lists)
+        reference.select(random.standard_normal(100 * k, np.float32), k)[0] for _ in range(_LISTS)
     ]
     times: dict[tuple[str, int], list[float]] = {
-        (name, lists): [] for lists in (2, most_lists) for name in TWINS
+        (name, lists): [] for lists in (2, _LISTS) for name in TWINS
     }
     for number in range(3 + rounds):
-        order = [picks[at] for at in random.permutation(most_lists)]
+        order = [picks[at] for at in random.permutation(_LISTS)]
         for (name, lists), row in times.items():
             twin: Any = TWINS[name]
             begun = time.thread_time()

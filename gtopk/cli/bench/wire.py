@@ -23,7 +23,8 @@ from ..charts import aligned
 from .harness import Range, add_words, bench_parser, describe, write_json
 from .methods import open_source
 
-_STEPS = 12  # until a residual is what error feedback leaves
+# Until a residual is what error feedback leaves.
+_STEPS = 12
 
 
 class Entries(NamedTuple):

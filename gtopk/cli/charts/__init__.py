@@ -59,7 +59,8 @@ class Axis:
         if self.logarithmic:
             powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             decades = math.log10(self.high / self.low)
-            room = 3 if self.stop < self.start else 2  # labels stack closer than they queue
+            # Labels need less room above each other than side by side.
+            room = 3 if self.stop < self.start else 2
             steps = (1,) if decades > room else (1, 2, 5)
             values = [step * 10.0**power for power in powers for step in steps]
         else:
@@ -157,7 +158,8 @@ def prose(words: str) -> str:
     return re.sub("g?[Tt]op-k", r'<span class="whole">\g<0></span>', escape(words))
 
 
-POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # load, run nothing
+# The page loads nothing and runs nothing, whatever the texts in a record are.
+POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 def page(title: str, own_style: str, body: str) -> str:

@@ -221,7 +221,8 @@ def figures(records: Sequence[Record]) -> list[str]:
             f"{seeds}{cut} It is no race: an epoch does not take every method the same time.",
         )
     ]
-    if min(record["bytes_per_step"] for record in records) > 0:  # a single rank sends none
+    # A single rank sends nothing, and a logarithmic axis has no zero.
+    if min(record["bytes_per_step"] for record in records) > 0:
         formula = [record["label"] for record in records if not record["bytes_counted"]]
         source = f" Bytes of {', '.join(formula)} follow a formula; the others are counted."
         found.append(

@@ -190,7 +190,8 @@ def this_machine() -> Machine:
 def main(plan_json: str, results: str) -> None:
     """Run the whole plan on this rank."""
     plan = Plan(**json.loads(plan_json))
-    os.environ.setdefault(settings.ADVICE.name, "off")  # of links inside one machine
+    # Advice on links inside one machine is of no use to a cluster.
+    os.environ.setdefault(settings.ADVICE.name, "off")
     # A link in the caller's environment would slow the first part, too, which is of the machine.
     os.environ.pop(settings.LINK.name, None)
     hvd.init()

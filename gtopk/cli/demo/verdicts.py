@@ -91,9 +91,11 @@ def checked(records: Sequence[Mapping[str, Any]]) -> list[Record]:
     return [cast("Record", record) for record in records]
 
 
-LATENCY_SECONDS = 50e-6  # assumed: a message over Ethernet and a kernel's TCP
+# Assumed: a message over Ethernet and a kernel's TCP.
+LATENCY_SECONDS = 50e-6
 
-GTOPK = GTopK()  # the sparse methods' format and growth are its defaults
+# The sparse methods' format and growth are its defaults.
+GTOPK = GTopK()
 ALGORITHMS = {"dense": "dense", "topk": "topk-allgather"}
 
 
@@ -234,7 +236,8 @@ def link_verdict(dense: Record, sparse: Record) -> Verdict:
     its, mine = seconds_to(loss, dense), seconds_to(loss, sparse)
     assert its is not None
     assert mine is not None
-    if not mine or not its:  # the first step made it worse
+    # The first epoch made the loss worse: the start is the best, and times have no ratio.
+    if not mine or not its:
         return Verdict("No epoch has brought the loss down", True)
     times, outcome = max(its / mine, mine / its), "sooner" if mine < its else "later, a loss"
     return Verdict(

@@ -32,7 +32,8 @@ __all__ = ["Finding", "State", "main"]
 ESSENTIAL: Final = ("Python", "gtopk", "numpy", "torch", "kernels")
 NEEDED: Final = (*ESSENTIAL, ranks.NAME, ranks.LINKS)
 
-_EXAMPLE_RANKS: Final = 4  # as the pages have it
+# As the docs have it.
+_EXAMPLE_RANKS: Final = 4
 
 _NAME_WIDTH: Final = max(map(len, PROBES))
 _STATE_WIDTH: Final = max(len(state.value) for state in State)
@@ -168,7 +169,8 @@ def _conclude(findings: Sequence[Finding], job: Launched | None) -> str:
 
 def _by_hand() -> Iterator[str]:
     """Yield how to start ranks without `gtopk run`: the settings that each launcher needs here."""
-    from collectives.cores import usable_cores  # which needs NumPy
+    # Here, as it needs NumPy, without which the report still comes.
+    from collectives.cores import usable_cores
 
     yield ""
     yield "It sets all that its launcher needs here. By hand:"

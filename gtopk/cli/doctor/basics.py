@@ -357,7 +357,8 @@ def check_nccl() -> Finding:
             "NCCL", State.MISSING, "reached through CuPy, or through torch's CUDA builds", advice
         )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # CuPy warns where it finds no NCCL; so do we, in our way
+        # CuPy warns where it finds no NCCL; the finding says so in our words.
+        warnings.simplefilter("ignore")
         nccl = import_module("cupy.cuda.nccl")
     if not nccl.available:
         of_cupy = re.search(r"\d+", " ".join(cupy_packages()))
@@ -399,7 +400,8 @@ def _refusal(use: Callable[[], object]) -> str:
     """Return why a GPU cannot be used."""
     try:
         use()
-    except Exception as error:  # its text is what we are after
+    except Exception as error:
+        # Whatever it raises: its text is what the report needs.
         return f"{error}".split(". ")[0].splitlines()[0]
     return "it sees no GPU"
 

@@ -197,7 +197,8 @@ def own_addresses() -> list[tuple[str, str]]:
 def _choice() -> Choice:
     try:
         return choose(False)
-    except ValueError:  # an interface that is not there, as "interface" says
+    except ValueError:
+        # An interface that is not there: the probe of the interface says so.
         return Choice("", "")
 
 
@@ -282,7 +283,8 @@ def run_probe(name: str) -> Finding:
     probe = PROBES[name]
     try:
         return probe.check()
-    except (Exception, SystemExit) as error:  # a broken package may raise anything
+    except (Exception, SystemExit) as error:
+        # A broken package may raise anything, also when it is imported.
         said = gist(f"{error}")
         return Finding(name, State.FAIL, f"{type(error).__name__}: {said}", probe.repair)
 

@@ -36,7 +36,8 @@ _MESSAGE_BYTES: Final = 1 << 16
 _LARGE_BYTES: Final = 1 << 20
 _SWAPS: Final = 5  # of which the quickest counts
 _MUCH: Final = 4.0  # times slower than the median
-_REPORT_TIMES: Final = 3  # times TRY_SECONDS: what a report gets to come
+# Times TRY_SECONDS: a rank that has waited for others in vain reports late.
+_REPORT_TIMES: Final = 3
 
 
 class Swapped(NamedTuple):

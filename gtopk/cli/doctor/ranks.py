@@ -65,7 +65,8 @@ def check_new_ranks(seconds: float = JOB_SECONDS) -> Finding:
             return Finding(NAME, State.FAIL, detail, _see_all(_RANKS_ALONE, launcher))
         except LaunchError as error:
             return Finding(NAME, State.FAIL, f"{error}", INSTALL_MPI)
-        except ImportError as error:  # of NumPy, which tells the cores
+        except ImportError as error:
+            # Of NumPy, by which cores are counted.
             return Finding(NAME, State.FAIL, f"{error}", PROBES["numpy"].repair)
         errors.seek(0)
         said = gist(errors.read().decode(errors="replace"))
@@ -96,9 +97,9 @@ def check_running_ranks(job: Launched, seconds: float = JOB_SECONDS) -> list[Fin
     return findings
 
 
-def check_links(job: Launched, seconds: float = JOB_SECONDS) -> list[Finding]:
+def check_links(job: Launched) -> list[Finding]:
     """Try the link of each pair of the running job's ranks; every one of them must call this."""
-    links = _report_of(swap.__name__, job, seconds)
+    links = _report_of(swap.__name__, job, JOB_SECONDS)
     if isinstance(links, Finding):
         return [links]
     tried, broken, slow = links["tried"], links["broken"], links["slow"]

@@ -40,20 +40,22 @@ _EXPLAINED = {
 
 def figures(run: Run) -> dict[str, list[str]]:
     """Return the figures there is something for, under the headings they stand below."""
+    scores = [note for rank in run.ranks for note in rank.scores]
+    residuals = [note for rank in run.ranks for note in rank.residuals]
     found = {
         "What was learnt": learnt(run),
         "Where the time went": [
             parts_figure(run),
             over_steps_figure(run),
-            stragglers_figure(run),
+            _one_line(run, series.of_notes(run, scores, "score"), *_SCORE),
             prediction_figure(run),
         ],
         "What each rank worked on": [batches_figure(run)],
         "What was sent, and the residual": [
             density_figure(run),
-            bits_figure(run),
-            norm_figure(run),
-            age_figure(run),
+            _one_line(run, series.of_steps(run, series.bits_per_entry), *_BITS),
+            _one_line(run, series.of_notes(run, residuals, "norm"), *_NORM),
+            _one_line(run, series.of_notes(run, residuals, "age_steps"), *_AGE),
         ],
     }
     kept = {heading: [each for each in those if each] for heading, those in found.items()}
@@ -233,21 +235,6 @@ def batches_figure(run: Run) -> str:
     )
 
 
-def stragglers_figure(run: Run) -> str:
-    """Show how fast the ranks compute beside the fastest."""
-    notes = [note for rank in run.ranks for note in rank.scores]
-    return _one_line(
-        run,
-        series.of_notes(run, notes, "score"),
-        "Straggler score",
-        "score",
-        "How fast a rank computes: the fastest rank's median seconds over its own, every "
-        "6 steps. 1 is the fastest rank; where the band goes down to 0.25, the others wait three "
-        "quarters of their time for the slowest.",
-        drawings.plain_text,
-    )
-
-
 def density_figure(run: Run) -> str:
     """Show the share of the values that is sent, and updated."""
     sent = series.of_steps(run, _share_of("selected"))
@@ -286,60 +273,41 @@ def _share_of(what: str) -> Callable[[Step], float | None]:
     return share
 
 
-def bits_figure(run: Run) -> str:
-    """Show the bits of an entry on the wire."""
-    return _one_line(
-        run,
-        series.of_steps(run, series.bits_per_entry),
-        "Bits per entry",
-        "bits",
-        "Bits per entry (index and value) in the messages that a rank sent, headers included. "
-        "In memory an entry takes 64.",
-        drawings.plain_text,
-    )
+# Of plots of one line: the title, the name of the y axis, and how to read it.
+_SCORE = (
+    "Straggler score",
+    "score",
+    "How fast a rank computes: the fastest rank's median seconds over its own, every 6 steps. 1 is "
+    "the fastest rank; where the band goes down to 0.25, the others wait three quarters of their "
+    "time for the slowest.",
+)
+_BITS = (
+    "Bits per entry",
+    "bits",
+    "Bits per entry (index and value) in the messages that a rank sent, headers included. In "
+    "memory an entry takes 64.",
+)
+_NORM = (
+    "Norm of the residual",
+    "norm",
+    "What a rank has accumulated and not sent, sampled now and then. It levels off where a step "
+    "sends as much as it adds. If it keeps growing, raise the density.",
+)
+_AGE = (
+    "Age of the residual",
+    "steps",
+    "How many steps like the last would send as much as the residual: the sum of its absolute "
+    "values over that of those sent. A value waits about that long (Little's law), if values do "
+    "not cancel out.",
+)
 
 
-def norm_figure(run: Run) -> str:
-    """Show the norm of the residual."""
-    notes = [note for rank in run.ranks for note in rank.residuals]
-    return _one_line(
-        run,
-        series.of_notes(run, notes, "norm"),
-        "Norm of the residual",
-        "norm",
-        "What a rank has accumulated and not sent, sampled now and then. It levels off where a "
-        "step sends as much as it adds. If it keeps growing, raise the density.",
-        drawings.plain_text,
-    )
-
-
-def age_figure(run: Run) -> str:
-    """Show the age of the residual."""
-    notes = [note for rank in run.ranks for note in rank.residuals]
-    return _one_line(
-        run,
-        series.of_notes(run, notes, "age_steps"),
-        "Age of the residual",
-        "steps",
-        "How many steps like the last would send as much as the residual: the sum of its absolute "
-        "values over that of those sent. A value waits about that long (Little's law), "
-        "if values do not cancel out.",
-        drawings.plain_text,
-    )
-
-
-def _one_line(
-    run: Run,
-    points: Sequence[Point],
-    title: str,
-    y_name: str,
-    reading: str,
-    written: drawings.Written,
-) -> str:
+def _one_line(run: Run, points: Sequence[Point], title: str, y_name: str, reading: str) -> str:
+    """Return a figure with the line of these points; "" without any."""
     if not points:
         return ""
     drawn = drawings.lines_plot(
-        title, {title: points}, y_name, over=series.over(run), written=written, from_zero=True
+        title, {title: points}, y_name, over=series.over(run), from_zero=True
     )
     return figure(title, drawn, f"{reading} The band goes from the least of the ranks to the most.")
 

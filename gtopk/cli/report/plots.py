@@ -113,7 +113,8 @@ def _ticks(axis: Axis, written: Written) -> dict[float, str]:
 def parts_of_ranks(by_rank: Mapping[int, Mapping[str, float]]) -> str:
     """Draw a bar for each rank, of its mean step, stacked by part."""
     totals = {rank: sum(seconds.values()) for rank, seconds in by_rank.items()}
-    scale = (WIDTH - 130) / (max(totals.values()) or 1.0)  # a step by a hook may take no time
+    # A hook's step may take no time at all.
+    scale = (WIDTH - 130) / (max(totals.values()) or 1.0)
     row = ROW if len(by_rank) <= MANY else SLIM_ROW
     drawn = []
     for place, (rank, seconds) in enumerate(by_rank.items()):

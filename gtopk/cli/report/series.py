@@ -56,7 +56,8 @@ def several(covers: str, count: int = 2) -> str:
 
 Place: TypeAlias = Callable[[Note], float]
 BINS: Final = 120  # points of a line
-_SETTLING: Final = 2  # first steps, which plan and calibrate
+# The first steps plan buckets and measure links.
+_SETTLING: Final = 2
 
 
 class Point(NamedTuple):

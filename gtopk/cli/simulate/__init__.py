@@ -52,7 +52,8 @@ from .setting import (
     open_task,
 )
 
-_SLOWEST, _FASTEST = 1e-6, 1e9  # beyond, a batch's seconds are lost beside others, or others in it
+# Beyond these a batch's seconds are lost beside others, or others in it.
+_SLOWEST, _FASTEST = 1e-6, 1e9
 _SLOWDOWN = re.compile(r"(?P<rank>\d+):(?P<factor>[\d.]+)@(?P<second>.+)")
 
 

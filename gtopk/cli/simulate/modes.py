@@ -22,7 +22,8 @@ from ...telemetry.step_report import StepReport
 from . import delayed, hogbatch, replicas
 from .setting import Record, Setting, mean_loss
 
-NEVER = 1_000_000_000  # steps of a window that never fills: batches stay equal
+# Steps of a window that never fills: batches stay equal.
+NEVER = 1_000_000_000
 
 
 class Clock:
@@ -123,7 +124,8 @@ def train(setting: Setting, mode: str) -> Record:
         setting.optimizer(model.parameters()),
         model.named_parameters(),
         setting.compression,
-        max_skipped_steps=NEVER,  # the record counts them
+        # The record counts skipped steps; a mode that diverges is a result, and no error.
+        max_skipped_steps=NEVER,
     )
     loader = adapt(
         DataLoader(range(task.samples), 1, shuffle=True),  # type: ignore[arg-type]

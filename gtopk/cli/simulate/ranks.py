@@ -53,7 +53,8 @@ def filtered_logs() -> Iterator[None]:
 
 T = TypeVar("T")
 _CHANNEL: Final = 0
-_TIMEOUT_SECONDS: Final = 3600.0  # a thread that computes for long has not failed
+# A thread that computes for long has not failed.
+_TIMEOUT_SECONDS: Final = 3600.0
 
 
 class Ranks(Protocol):

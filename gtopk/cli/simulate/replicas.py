@@ -187,7 +187,8 @@ class _Run:
         def merge(transport: Transport) -> None:
             trained, weight = workers[transport.rank].trained, weights[transport.rank]
             assert trained is not None
-            with np.errstate(over="ignore", invalid="ignore"):  # as the engine has it
+            # As the engine has it: a merge finds numbers that are not finite by itself.
+            with np.errstate(over="ignore", invalid="ignore"):
                 update = trained.replica.exchange(transport, weight)
             change = trained.replica.pull if batches.strategy.force else trained.replica.merge
             change(update, weight)

@@ -14,7 +14,7 @@ import json
 import shlex
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -212,7 +212,7 @@ def parser() -> Command:
     words("--picks", one_of(DISTRIBUTIONS), ["uniform"], help=picks)
     words(
         "--algorithms",
-        known_algorithm,
+        functools.partial(_known_to, parse),
         list(KNOWN),
         may_be_none=True,
         help=f"from {', '.join(KNOWN)}; with options such as gtopk:growth=2.0 or "
@@ -222,7 +222,7 @@ def parser() -> Command:
     words("--baselines", one_of(BASELINES), list(BASELINES), may_be_none=True, help=baselines)
     words(
         "--formats",
-        known_format,
+        functools.partial(_known_to, formats_of),
         ["exact"],
         help=f"a code of values ({', '.join(VALUE_CODES)}) with the code of indices that the model "
         f"picks, or both, such as packed+bf16 (indices: {', '.join(INDEX_CODES)}); default: exact",
@@ -242,15 +242,9 @@ def parser() -> Command:
     return described
 
 
-def known_algorithm(word: str) -> str:
-    """Return the name of an algorithm, with its options; raise ValueError for an unknown one."""
-    parse(word)
-    return word
-
-
-def known_format(word: str) -> str:
-    """Return the name of a format, or of its value code; raise ValueError for an unknown one."""
-    formats_of(word)
+def _known_to(read: Callable[[str], object], word: str) -> str:
+    """Return a word as it is written; raise ValueError where `read` does."""
+    read(word)
     return word
 
 

@@ -121,7 +121,8 @@ class ModelledLibrary:
 
     def broadcast(self, message: Array, root: int) -> None:
         self._calls.broadcast(message, root)
-        if (self._rank + 1) % self._size != root:  # as if passed on from one to the next
+        # As if passed on from one rank to the next: the last one sends nothing.
+        if (self._rank + 1) % self._size != root:
             self.traffic.count(message.size)
 
     def barrier(self) -> None:
