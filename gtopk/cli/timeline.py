@@ -139,6 +139,7 @@ def _is_shown(record: Record) -> bool:
 
 def _records(text: str) -> Iterator[Record]:
     """Yield the records of a trace, one for each line without the brackets."""
+    # Line by line: the trace of a killed rank may end in the middle of one, and is no JSON.
     for line in text.splitlines():
         try:
             record = json.loads(line.strip(" ,[]") or "{}")

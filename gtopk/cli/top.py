@@ -150,6 +150,7 @@ def rows(statuses: Sequence[Status], width: int | None = None) -> tuple[list[str
         *map(ours.index, _LAST),
     ):
         lengths = [max(len(row[place]) for row in [headings, *cells]) for place in kept[:-1]]
+        # The state may be longer than its line, but its usual word has to fit.
         if width is None or sum(lengths) + 2 * len(lengths) + len("running") <= width:
             break
         kept = [place for place in kept if place != dispensable]

@@ -150,6 +150,7 @@ class Advice(NamedTuple):
     """The sentence that is logged, and how to work out its grounds, for GTOPK_LOG=debug."""
 
     sentence: str
+    # str() is "": there are no details.
     explain: Callable[[], str] = str
 
 

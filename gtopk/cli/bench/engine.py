@@ -196,6 +196,7 @@ def _milliseconds(seconds: Spread) -> str:
 
 
 _RESNET50: Final = [math.prod(shape) for layer in resnet50() for shape in layer]
+# "small": as many, and so short that the engine's own work is what counts.
 GRADIENTS: Final = {"resnet50": _RESNET50, "small": [1000] * len(_RESNET50)}  # lengths
 
 

@@ -279,6 +279,8 @@ def measure(
         # In another order each round: whoever comes first after a wait finds colder caches.
         turn = done % len(contenders)
         for contender in (*contenders[turn:], *contenders[:turn]):
+            # A barrier: the step that is timed must not wait for ranks that are still in the one
+            # before.
             allgather_object(None)
             contender.step(counts=done >= 0)
         progress(f"round {done + 1} of {rounds}" if done >= 0 else "warming up")

@@ -108,6 +108,7 @@ class Rounds:
                 begun, began = time.thread_time(), time.perf_counter()
                 picked = method.step(own, gradient, k)
                 both = time.thread_time() - begun, time.perf_counter() - began
+            # The floor is the first of the methods.
             floor = floor or both
             if counts:
                 clock = int(method.threads > 1)

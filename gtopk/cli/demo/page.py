@@ -112,6 +112,7 @@ def accuracy_over_bytes(records: Sequence[Record]) -> str:
     """Draw mean test accuracy over the bytes a rank has sent so far, on a logarithmic axis."""
     curves = {record["method"]: sent_and_accuracy(record) for record in records}
     y = accuracy_axis(records)
+    # What lies below the accuracy axis, which is cut off, must not stretch this one.
     seen = [sent for curve in curves.values() for sent, accuracy in curve if accuracy >= y.low]
     x = horizontal(min(seen) / 1.5, max(seen), logarithmic=True)
     lines = []
@@ -174,6 +175,7 @@ def step_time_by_part(records: Sequence[Record]) -> str:
             )
             left += width
             if seconds:
+                # In columns: words right below a narrow part would overlap.
                 column = place * WIDTH / len(PARTS)
                 rows.append(text((column, top + 56), PART_NAMES[part], "tick"))
                 rows.append(text((column, top + 74), seconds_text(seconds), "tick"))

@@ -76,8 +76,10 @@ def _learnt(run: Run, name: str, axes: Mapping[str, series.Place], place: int) -
     drawn = {}
     for over, place_of in axes.items():
         points = series.logged(run, name, place_of)
+        # A single rank sends nothing: bytes are no axis then.
         if not points or (over == "bytes" and points[-1].x == 0):
             continue
+        # An accuracy that the script logs in per cent is no share.
         share = share and all(p.low >= 0 and p.high <= 1 for p in points)
         written = drawings.share_text if share else drawings.plain_text
         title = f"{name} over {drawings.X_NAMES[over]}"
@@ -239,6 +241,7 @@ def density_figure(run: Run) -> str:
     """Show the share of the values that is sent, and updated."""
     sent = series.of_steps(run, _share_of("selected"))
     updated = series.of_steps(run, _share_of("updated"))
+    # Dense sends everything: a constant tells nothing.
     if not sent or all(point.low == 1 for point in sent):
         return ""
     found = {"a rank selects": sent, "the update holds": updated}
@@ -315,6 +318,7 @@ def _one_line(run: Run, points: Sequence[Point], title: str, y_name: str, readin
 def page(run: Run, name: str) -> str:
     """Return the page of a run; name: what its record's folder is called."""
     style = (files(__package__) / "page.css").read_text(encoding="utf-8")
+    # A folder's name may hold what steers a terminal or a page.
     title = f"Run {shown(name)}"
     drawn = "".join(plots(heading, those) for heading, those in figures(run).items())
     return shared_page(

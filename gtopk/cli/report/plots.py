@@ -189,6 +189,7 @@ def _stacked(
         above = [under + shown[part] for under, (_, shown) in zip(below, found, strict=True)]
         lower = [(at, y.place(value)) for at, value in zip(places, below, strict=True)]
         upper = [(at, y.place(value)) for at, value in zip(places, above, strict=True)]
+        # A part without any time would still be drawn as a line.
         if any(high > low for high, low in zip(above, below, strict=True)):
             drawn.append(f'<path class="part {part}" d="M{path(lower)}L{path(upper[::-1])}Z"/>')
         below = above

@@ -293,6 +293,7 @@ def verdict(run: Run) -> str:
 def _last_value(run: Run, name: str) -> Tile:
     notes = [note for rank in run.ranks for note in rank.values if name in note.content]
     alone = steps_alone(run)
+    # By step, as logged values belong to one; of ranks that count steps by themselves, by time.
     last = max(notes, key=lambda note: (0 if alone else note.step, note.seconds))
     value = last.content[name]
     if value is None:
@@ -308,6 +309,7 @@ def _last_value(run: Run, name: str) -> Tile:
 def _sent(run: Run) -> Tile | None:
     """Return the bytes of a step, beside those of the best dense allreduce."""
     steps = [step.report for step in _settled_steps(run)]
+    # Earlier versions did not write how many ranks exchanged.
     ranks = max((step.ranks for step in steps), default=0) or int(run.first.begin["ranks"])
     if not steps or ranks == 1:
         return None

@@ -284,6 +284,7 @@ def _setting(
         mega_batch=options.mega_batch,
         evaluate_every=options.evaluate_every,
         overlap=options.overlap,
+        # Modes of classes are compared by loss, which the others then note, too.
         losses=any(mode in OF_CLASSES for mode in options.modes),
         classes=_classes(options),
         processes=processes,
@@ -293,6 +294,7 @@ def _setting(
 def _classes(options: argparse.Namespace) -> Classes:
     fastest = max(options.speeds)
     found = [rank for rank, speed in enumerate(options.speeds) if speed == fastest]
+    # A class that --sizes does not name has its usual ones.
     return Classes(
         options.fast or found, options.fast_overhead, {**Classes().sizes, **options.sizes}
     )
@@ -340,7 +342,8 @@ def render_classes(records: Sequence[Record], setting: Setting) -> list[list[str
                 for record in records
                 if record.loss and record.seed == seed and math.isfinite(record.loss[-1][1])
             ),
-            default=-math.inf,  # which no mode reaches
+            # Which no mode reaches.
+            default=-math.inf,
         )
         for seed in {record.seed for record in records}
     }

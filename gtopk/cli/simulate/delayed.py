@@ -233,6 +233,7 @@ class SimulatedRank:
         self._close(sum(self._rounds.samples))
 
     def _close(self, samples: int) -> None:
+        # Rounds are the same on all ranks: one counts them.
         if self._rank:
             return
         record, task = self._record, self._setting.task
@@ -265,6 +266,7 @@ def simulate(setting: Setting) -> Record:
 
 def run(programs: Sequence[Iterator[float | Pending]], time: Time) -> None:
     """Run the ranks' programs, each resumed when what it yielded has finished, until all end."""
+    # At equal times by rank: every process moves the ranks in the same order.
     due = [(time.now, rank) for rank in range(len(programs))]
     waiting: dict[int, Seat] = {}
     while due:

@@ -89,6 +89,7 @@ class Hogbatch:
         worker, record = self.workers[rank], self.record
         own = worker.model.parameters() if worker.model is not None else repeat(None)
         finite = True
+        # Not strict, as `repeat` has no end.
         for shared, parameter in zip(self.model.parameters(), own, strict=False):
             gradient = None if parameter is None else parameter.grad
             shared.grad = torch.zeros_like(shared) if gradient is None else gradient
@@ -99,6 +100,7 @@ class Hogbatch:
         # for.
         rate = self.setting.learning_rate * worker.samples / self.setting.global_batch
         self.optimizer.param_groups[0]["lr"] = rate
+        # One bad batch must not ruin the shared model; it is a step all the same, as time went by.
         if finite:
             self.optimizer.step()
         record.skipped += not finite

@@ -128,6 +128,7 @@ class Processes:
         with self._transport.operation("a simulated rank's word"):
             message = values.reshape(-1).view(np.uint8) if self.here == [root] else None
             received = self._transport.broadcast(message, root)
+        # In place, as the tensor is the caller's.
         values[...] = received.view(values.dtype).reshape(values.shape)
 
 

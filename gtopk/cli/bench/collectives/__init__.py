@@ -155,6 +155,7 @@ def _markdown_of(results: Results) -> Iterator[str]:
         yield ""
         yield "| |" + "".join(f" P = {ranks} |" for ranks in columns)
         yield "|---|" + "---|" * len(columns)
+        # In the order that most ranks give: a table is read for its last column.
         last = columns[max(columns)]
         labels = list(
             dict.fromkeys(row["label"] for rows in (last, *columns.values()) for row in rows)
@@ -266,6 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
     except (OSError, ValueError) as error:
         return fail("bench collectives", error, code=2)
+    # In the record, so that the measurement can be repeated.
     command = shlex.join(["gtopk", "bench", "collectives", *given])
     if (options.transport or transport_name(launched_by())) == "local":
         size = max(options.ranks or [4])

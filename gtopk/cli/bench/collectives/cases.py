@@ -78,6 +78,7 @@ def picks(distribution: str, length: int, k: int, rank: int, seed: int) -> Spars
 
 def uniform(length: int, k: int, shared: Random, own: Random) -> Array:
     if length < _LONG or 4 * k > length:
+        # Unshuffled, as the caller sorts them.
         return own.choice(length, k, replace=False, shuffle=False)
     drawn = np.unique(own.integers(length, size=k))
     # Some fall together: at most a quarter of them, as k is no more than that of the vector.

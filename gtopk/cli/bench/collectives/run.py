@@ -164,6 +164,7 @@ def measure(
     found = [Measured(contender) for contender in contenders]
     for number in range(rounds):
         for measured in found:
+            # Each contender once, whatever it takes: its result is to be checked.
             if number == 0 or sum(measured.seconds) < budget_seconds:
                 progress(f"{case}: round {number + 1} of {rounds}, {measured.contender.name}")
                 go(measured, task, everyone if number == 0 else None, interface)
