@@ -66,8 +66,8 @@ class HookGroups(AdamGroups):
         if not parameters or any(bool(on_this_rank(p.grad).any()) for p in parameters):
             return False
         for parameter in parameters:
-            # Where torch's Adam keeps it; the script's default device may be a GPU.
             shared, rows = self.first_state(parameter)
+            # Where torch's Adam keeps it; the script's default device may be a GPU.
             step = torch.tensor(0.0, device="cpu")
             self._optimizer.state[parameter] = {STEP: step, SHARED: shared, SHARED_ROWS: rows}
         return True

@@ -229,7 +229,7 @@ def place_in(replicas: DeviceMesh, parameters: Iterable[torch.Tensor]) -> Place:
     def gather(transport: Transport, all_flags: list[int]) -> list[list[str]]:
         return transport.gather_object(said)
 
-    # A mesh that both share would exchange gradients of different shards with each other.
+    # With a rank that is in both, gradients of different shards would be added up.
     if both := set(alike) & set(replica) - {here.rank}:
         raise ValueError(
             f"replicas must be the mesh of the ranks that hold the same shard, got that of ranks "

@@ -193,7 +193,6 @@ def join_world() -> World:
     if not world.is_initialized():
         world.init()
     here = world.current()
-    # DDP's buckets would be exchanged with ranks that hold other parts of the batch, unnoticed.
     # Nodes, process sets and residuals go by rank: two numberings would mix them up in silence.
     if torch.distributed.get_rank() != here.rank:
         raise ValueError(
