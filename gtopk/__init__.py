@@ -77,6 +77,7 @@ __version__ = "0.1.0"
 
 def _check_collectives() -> None:
     """Raise ImportError when another `collectives` shadows the one gtopk was installed with."""
+    # Found, not imported: another package of this name would run its code before the error.
     spec = importlib.util.find_spec("collectives")
     found = Path(spec.origin) if spec and spec.origin else None
     if found is None or not (found.parent / "vector.py").exists():

@@ -35,7 +35,8 @@ def compress(
     Raises ValueError where the model is not wrapped in DistributedDataParallel, TypeError for what
     is no optimizer.
     """
-    model = getattr(model, "_orig_mod", model)  # compiled last, with a dynamo_backend
+    # With a dynamo_backend the model is compiled last, around DDP.
+    model = getattr(model, "_orig_mod", model)
     if not isinstance(model, DistributedDataParallel):
         raise ValueError(
             "gtopk.accelerate.compress needs a model that accelerator.prepare has wrapped in "
@@ -45,5 +46,6 @@ def compress(
     prepared = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     state = state_for(prepared, density, scaler=accelerator.scaler, **options)
     model.register_comm_hook(state, gtopk_hook)
+    # Without it save_state() would lose what the ranks have not sent.
     accelerator.register_for_checkpointing(state.stateful(model))
     return state

@@ -152,6 +152,7 @@ class ErrorFeedback:
 
     def signature(self) -> str:
         """Return the options in words, which must be equal on all ranks."""
+        # dataclasses list inherited fields first, which would put the density last.
         names = [field.name for field in sorted(fields(self), key=lambda f: f.kw_only is True)]
         return " ".join(f"{name}={getattr(self, name)}" for name in names)
 
@@ -179,8 +180,11 @@ class SparseCompression(ErrorFeedback):
 
     def density_at(self, steps: int) -> float:
         """Return the density of the step after `steps` steps."""
+        # A density above `warmup_from` needs no warm-up: its first steps would send less, not more.
         if steps >= self.warmup_steps or self.warmup_from <= self.density:
             return self.density
+        # In equal ratios, as Lin et al. do: equal differences would stay near `warmup_from` for
+        # long.
         share = steps / self.warmup_steps
         return float(self.warmup_from ** (1.0 - share) * self.density**share)
 
@@ -360,6 +364,7 @@ class Shards(SparseCompression):
             raise ValueError(
                 f"bits must be one of {', '.join(map(str, CODES_OF_BITS))}; got {self.bits!r}"
             )
+        # Before the checks of the base class, which read both.
         object.__setattr__(self, "density", 1.0 / self.period)
         object.__setattr__(self, "values", CODES_OF_BITS[self.bits])
         super().__post_init__()
@@ -369,6 +374,8 @@ class Shards(SparseCompression):
 
     def signature(self) -> str:
         """Return the options, which must be equal on all ranks."""
+        # Fields without init follow from the others: ranks that differ in them would be named
+        # twice.
         given = [each for each in fields(self) if each.init]
         names = [each.name for each in sorted(given, key=lambda f: f.kw_only is True)]
         return " ".join([self.algorithm, *(f"{name}={getattr(self, name)}" for name in names)])

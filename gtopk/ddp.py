@@ -163,24 +163,35 @@ class GTopKState(HookState):
             refuse_another_group(bucket.parameters(), self._peers.ranks)
         refuse_another_model(bucket, self._bucket_exchanges)
         if not bucket.index():
-            self._abort_pass()  # in case an error has ended the last pass
+            # An error in backward ends a pass without a word: only the next pass's first bucket
+            # tells, and what the engine still has of the old one must not count for this one.
+            self._abort_pass()
             self._passes.watch(bucket.parameters())
         bucket_exchange = self._bucket_exchanges.bucket_exchange_of(bucket.parameters(), buffer)
+        # The exchange has one parameter, the whole bucket: its gradient is DDP's own memory, into
+        # which the agreed entries are written without a copy.
         bucket_exchange.parameters[0].grad = buffer
+        # Without its devices a future would not make DDP's stream wait for the exchange's.
         devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices or None)
-        is_joined = torch._C._current_graph_task_id() == -1  # by DDP.join
+        # Outside of a backward pass DDP.join calls: this rank has run out of batches, and shadows
+        # the others' buckets with zeros.
+        is_joined = torch._C._current_graph_task_id() == -1
         number, is_last = bucket.index(), bucket.is_last()
         pending = PendingBucket(bucket_exchange, number, is_last, is_joined, buffer, future)
+        # Before the last bucket: the finisher goes by order, and so has noted what the comparison
+        # found when DDP is told that this bucket, the last that it waits for, is done.
         if is_last and (comparison := self._replicas.begin(is_joined)) is not None:
             self._finisher.submit(self._replicas.end, comparison, self._failures)
         if self._global_clip_norm is None:
             self._begin(pending, 1.0)
         else:
             self._begin_clipped(pending)
+        # DDP.join waits for the future itself, and no backward pass ends here to raise an error.
         if is_joined:
             return future.then(self._value_or_failure)
-        after_ddp(self._raise_failure)  # DDP would take an exception in the future for a tensor
+        # Not in the future: DDP would take the exception there for a tensor.
+        after_ddp(self._raise_failure)
         write_flat_gradients(bucket.parameters(), buffer)
         if is_last:
             after_ddp(self._note_agreed)
@@ -199,6 +210,7 @@ class GTopKState(HookState):
             allowed_mean=self._global_clip_norm,
             ratio=mean_square_ratio([each.bucket_exchange for each in together]),
         )
+        # One factor for all buckets: it comes of the norm of the whole gradient.
         factor = self._steps.clip_factor = clip.factor(self._weight, self._weight)
         for each in together:
             self._begin(each, factor)
@@ -247,6 +259,8 @@ class GTopKState(HookState):
                 self._preempted.add(rank)
         for place in self._transaction.not_finite:
             self._not_finite.setdefault(ranks[place], []).append(bucket)
+        # DDP tells which bucket is its last, not how many there are; the last may be exchanged
+        # first.
         self._buckets = bucket + 1 if is_last else self._buckets
         if self._transaction.buckets == self._buckets:
             self._counted = self._close_pass()
@@ -256,7 +270,8 @@ class GTopKState(HookState):
         """Tell DDP that a bucket is done; an error is kept for `_raise_failure`."""
         try:
             operation.wait()
-            if pending.is_last:  # all buckets before it are done, too
+            # The finisher goes by order: all buckets before the last are done, too.
+            if pending.is_last:
                 self._steps.note_wait_end()
                 self._world.note_preempted([*self._preempted])
                 where = [
@@ -309,7 +324,9 @@ class GTopKState(HookState):
 
     def _abort_pass(self) -> None:
         """Undo a pass that an error has ended, if there is one, so that another may begin."""
-        self._finisher.submit(int).result()  # runs after the tasks that wait for its buckets
+        # An empty task: it runs after those that wait for the pass's buckets, so none of them
+        # writes into the state that is cleared below.
+        self._finisher.submit(int).result()
         super()._abort_pass()
         self._pending, self._buckets, self._failures, self._not_finite = [], 0, [], {}
 
@@ -322,6 +339,7 @@ class GTopKState(HookState):
         Raises ValueError for a state of another format, and for tensors of other shapes.
         """
         named = named_parameters(model)
+        # All that can raise comes first: a state that does not fit leaves the residual as it is.
         residuals = residuals_for(state, self._rank, self._ranks)
         residuals = under_known_names(residuals, named)
         require_shapes(residuals, named)
@@ -359,10 +377,30 @@ def state_for(optimizers: Sequence[Any], density: float, **options: Any) -> GTop
     count.
     """
     own = [*map(plain, optimizers)]
+    # The script's own optimizer=, None too, has precedence over the one that is found here.
     state = GTopKState(density, **{"optimizer": own[0] if len(own) == 1 else None, **options})
     for each in own if len(own) > 1 else []:
         each.register_step_pre_hook(state.drop_skipped)
     return state
+
+
+def take_over_clipping(state: GTopKState, norm: float, option: str, instead: str) -> bool:
+    """Let the state clip mean gradients to `norm` where a trainer would clip AdamW's steps.
+
+    option: the trainer's, for an error. instead: how to leave it out, in words.
+    Returns whether the state clips: the trainer must not clip then. Raises ValueError where the
+    trainer would clip the steps of a correction, which the state cannot do in its place.
+    """
+    if state.compression.corrects:
+        correction = "adam" if state.compression.adam_correction else "momentum"
+        raise ValueError(
+            f"with {correction}_correction gradients are steps with momentum by the time that they "
+            f"would be clipped to {option}={norm:g}, and far longer: {instead}, or leave the "
+            "correction out and use AdamW, whose gradients are clipped before its moments"
+        )
+    if state.makes_adam_steps:
+        state.global_clip_norm = norm
+    return state.makes_adam_steps
 
 
 def gtopk_hook(state: GTopKState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

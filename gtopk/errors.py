@@ -88,6 +88,7 @@ class RankError(RuntimeError):
 
 def check_count(name: str, value: object) -> None:
     """Raise TypeError or ValueError for what is no number of things."""
+    # bool is an int in Python, and True would pass for a count of 1.
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     if value < 0:

@@ -35,7 +35,8 @@ try:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-    _set_hook = FSDPModule.set_all_reduce_hook  # of torch 2.7; the class itself is of 2.6
+    # Looked up here, as torch 2.6 has the class without the method.
+    _set_hook = FSDPModule.set_all_reduce_hook
 except (ImportError, AttributeError) as missing:
     raise ImportError(f"gtopk.fsdp needs torch 2.7 or newer, got {torch.__version__}") from missing
 
@@ -105,6 +106,7 @@ def replicate(
     Joins the ranks (`hvd.init`) where nobody has. Raises ValueError for options out of range, for
     another model or mesh than the above, and for complex parameters.
     """
+    # Refused by name: Compression.gtopk would only say that it has no such option.
     if options.pop("global_clip_norm", None) is not None:
         raise ValueError(f"global_clip_norm is not for replicas of a sharded model: {_NO_CLIPPING}")
     refuse_complex(model.parameters(), {p: name for name, p in model.named_parameters()})
@@ -117,6 +119,7 @@ def replicate(
         raise ValueError(
             f"replicas must be a mesh of one dimension, as mesh['replicate'], got {replicas}"
         )
+    # Only now: a model or a mesh that is refused above leaves no world behind.
     join_world()
     units = units_of(model)
     for unit in units.values():
@@ -125,6 +128,7 @@ def replicate(
     state = ReplicaState(
         model, list(units.values()), place, how, scaler, max_skipped_steps, optimizer, of_adam
     )
+    # The hooks last: had anything above raised, the model would still train as FSDP does.
     for module, unit in units.items():
         _set_hook(module, partial(state.exchange, unit))
     return state
@@ -194,8 +198,8 @@ class ReplicaState(HookState):
         compression: SparseCompression,
         scaler: Any,
         max_skipped_steps: int,
-        optimizer: torch.optim.Optimizer | None = None,
-        of_adam: Mapping[str, Any] | None = None,
+        optimizer: torch.optim.Optimizer | None,
+        of_adam: Mapping[str, Any],
     ) -> None:
         self.process_set = place.replicas
         self._model, self._place = model, place
@@ -205,8 +209,7 @@ class ReplicaState(HookState):
         here, together = world.current(), place.replicas.members.ranks
         name = here.name_optimizer(["fsdp"])
         peers = Peers(here, place.replicas.engine, name, together, takes_part=True)
-        by_adam = of_adam or {"adam": None}
-        super().__init__(peers, compression, scaler, max_skipped_steps, optimizer, by_adam)
+        super().__init__(peers, compression, scaler, max_skipped_steps, optimizer, of_adam)
         self._nonfinite: list[torch.Tensor] = []  # the last pass made their gradients NaN
         self._finite = True  # this rank's gradients in the pass
         self._unfinished: list[_Unfinished] = []  # of this pass, in the same order on all ranks
@@ -248,7 +251,8 @@ class ReplicaState(HookState):
         unit.add_accumulated(gradients)
         self._passes.require_cleared(map(unit.parameter, unit.with_gradient))
         self._await_end_of_pass()
-        if any(each.unit is unit for each in self._unfinished):  # a module that is used twice
+        # A module that is used twice in a pass has one residual, which its first exchange writes.
+        if any(each.unit is unit for each in self._unfinished):
             self._finish()
         names = unit.with_gradient
         bucket_exchange = self._bucket_exchanges[unit].bucket_exchange_of(
@@ -274,7 +278,8 @@ class ReplicaState(HookState):
         while self._unfinished:
             _, operation, stream = self._unfinished.pop(0)
             self._finite &= operation.wait()
-            if stream is not None:  # the engine has enqueued the exchange on it by now
+            # Only after the wait: by then the engine has enqueued the whole exchange on the stream.
+            if stream is not None:
                 torch.cuda.current_stream(stream.device).wait_stream(stream)
             if not self._unfinished:
                 self._steps.note_wait_end()
@@ -282,7 +287,8 @@ class ReplicaState(HookState):
     def _await_end_of_pass(self) -> None:
         number = torch._C._current_graph_task_id()
         if number != self._pass:
-            self._abort_pass()  # in case an error has ended the last pass
+            # A pass that an error has ended runs no callback: the next one's number tells.
+            self._abort_pass()
             self._pass = number
             # FSDP's own callbacks may hand over more; one queued by a callback comes after them.
             queue = Variable._execution_engine.queue_callback
@@ -300,8 +306,9 @@ class ReplicaState(HookState):
 
         Waits for its exchanges: they write into gradients and residuals.
         """
+        # Each error ends one `_finish`: backward has raised it, or another one of the same pass.
         while self._unfinished:
-            with suppress(Exception):  # backward has raised it, or another one of the same pass
+            with suppress(Exception):
                 self._finish()
         super()._abort_pass()
         self._finite, self._has_waited = True, False
@@ -329,6 +336,8 @@ class ReplicaState(HookState):
         overlapped, self._has_waited = not self._has_waited, False
         ranks = zip(everyone.members.ranks, all_flags, strict=True)
         where = [f"rank {rank}" for rank, flags in ranks if flags & _PassFlags.NOT_FINITE]
+        # The report raises after too many skipped steps; a script that goes on must still find its
+        # gradients noted as NaN, not as the agreed ones of the pass before.
         try:
             self._report_pass(self._close_pass(), overlapped, where)
         finally:
@@ -380,6 +389,7 @@ class ReplicaState(HookState):
                 )
             residuals[name] = parts
         for unit in self._bucket_exchanges:
+            # Earlier versions saved one residual a module, under the module's name.
             residuals.update(unit.by_parameter(residuals.pop(unit.name, {})))
             for name, shard in unit.stand_ins.items():
                 rows = unit.padded[name].shape
@@ -389,6 +399,8 @@ class ReplicaState(HookState):
         why = "the model has no sharded parameter of that name; shard those that were"
         with self._loading(state, residuals, known, why):
             for unit, bucket_exchanges in self._bucket_exchanges.items():
+                # Gradients of passes before the load are of other parameters than those that
+                # follow.
                 unit.accumulated.clear()
                 bucket_exchanges.put_residuals(
                     {shard: residuals.get(name, {}) for name, shard in unit.stand_ins.items()}

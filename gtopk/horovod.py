@@ -51,6 +51,7 @@ def _on_horovod(function: Callable[P, T]) -> Callable[P, T]:
 
 def _open_world() -> None:
     if not world.is_initialized():
+        # Ranks may still be leaving the world before: another begins when all of them have left.
         world.finish_leaving()
         world.init_on(join_over("horovod"))
 

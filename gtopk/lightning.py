@@ -26,7 +26,7 @@ try:
 except ImportError as missing:
     raise ImportError("gtopk.lightning needs Lightning: pip install lightning") from missing
 
-from .ddp import GTopKState, gtopk_hook, state_for
+from .ddp import GTopKState, gtopk_hook, state_for, take_over_clipping
 from .integrations.ddp_passes import unwrapped
 from .telemetry.sinks import scalars_of_step
 
@@ -63,6 +63,8 @@ class GTopK(Callback):
                 f"DistributedDataParallel: use strategy='ddp', got "
                 f"{type(trainer.strategy).__name__}"
             )
+        # The Trainer wraps the module anew for each fit, and DDP takes a hook only once: the
+        # residual of the fit before moves to a new state, unless a checkpoint has brought one.
         if self._loaded is None and self.state is not None and self._module is pl_module:
             self._loaded = self.state.state_dict(model)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -75,25 +77,17 @@ class GTopK(Callback):
             self.state.load_state_dict(self._loaded, model)
         self._loaded, self._module, self._is_fitting = None, pl_module, True
         model.register_comm_hook(self.state, gtopk_hook)
-        if scaler is not None and only is None:  # the scaler has to see a NaN before it is dropped
+        # Within step(), not in `on_before_optimizer_step`: the scaler has to see a NaN before it is
+        # dropped, and then lowers its scale.
+        if scaler is not None and only is None:
             for optimizer in trainer.optimizers:
                 optimizer.register_step_pre_hook(self.state.drop_skipped)
 
     def _take_over_clipping(self, state: GTopKState, trainer: Trainer, norm: float) -> None:
-        """Let the state clip the mean gradient where the Trainer would clip AdamW's steps.
-
-        Raises ValueError where the Trainer would clip steps, and the state cannot clip instead.
-        """
-        if state.compression.corrects:
-            correction = "adam" if state.compression.adam_correction else "momentum"
-            raise ValueError(
-                f"with {correction}_correction gradients are steps with momentum by the time that "
-                f"the Trainer would clip them to gradient_clip_val={norm:g}, and far longer: leave "
-                "gradient_clip_val out, or leave the correction out and use AdamW, whose gradients "
-                "are clipped before its moments"
-            )
-        if not state.makes_adam_steps:
+        """Let the state clip in the Trainer's place; raise ValueError where neither may clip."""
+        if not take_over_clipping(state, norm, "gradient_clip_val", "leave gradient_clip_val out"):
             return
+        # An enum, or its text, or None for the default.
         algorithm = str(getattr(trainer.gradient_clip_algorithm, "value", None) or "norm")
         if algorithm != "norm":
             raise ValueError(
@@ -101,8 +95,7 @@ class GTopK(Callback):
                 "are when the Trainer clips them: use 'norm', which clips the mean gradient before "
                 "the moments, or GTopK(adam_steps='after')"
             )
-        state.global_clip_norm = self._clip_val = norm
-        trainer.gradient_clip_val = None
+        trainer.gradient_clip_val, self._clip_val = None, norm
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the Trainer's gradient_clip_val."""
@@ -145,6 +138,7 @@ class GTopK(Callback):
 
         LearningRateFinder saves and loads one within a fit.
         """
+        # Empty, not None, without a part: such a fit begins without the residual of an earlier one.
         part = checkpoint.get("gtopk", {})
         if not self._is_fitting:
             self._loaded = part

@@ -71,6 +71,7 @@ def _number(
         try:
             value = float(text)
         except ValueError:
+            # It fails the comparison below, and so gets the same words.
             value = math.nan
         if not 0 <= value < math.inf or (value == 0 and not may_be_zero):
             raise ValueError(f"a number of {unit}{', at least 0' if may_be_zero else ' above 0'}")
@@ -83,6 +84,7 @@ def _whole(name: str, about: str, default: int, unit: str) -> Setting[int]:
     """Return a setting that counts `unit` from 1 on."""
 
     def parse(text: str) -> int:
+        # int() would also take "1_0", "+1" and spaces.
         if not text.isdecimal() or int(text) < 1:
             raise ValueError(f"a whole number of {unit}, at least 1")
         return int(text)
@@ -90,7 +92,7 @@ def _whole(name: str, about: str, default: int, unit: str) -> Setting[int]:
     return Setting(name, about, parse, default, str(default))
 
 
-def _word(name: str, about: str, words: tuple[str, ...], shown: str = "unset") -> Setting[str]:
+def _word(name: str, about: str, words: tuple[str, ...], shown: str) -> Setting[str]:
     """Return a setting that is one of `words`, in upper case or lower; unset: ""."""
 
     def parse(text: str) -> str:
@@ -186,7 +188,8 @@ ALLOW_PICKLE: Final[Setting[bool]] = Setting(
     "GTOPK_ALLOW_PICKLE",
     "`1`: objects that are not plain data travel as pickles, where both sides have it. Then "
     "whoever can send to a rank can execute code there",
-    lambda text: text == "1",  # else no: an error would come in mid-exchange
+    # Anything else is no: an error would come in the middle of an exchange.
+    lambda text: text == "1",
     False,
     "0; `1` under `python -m gtopk.as_horovod`",
 )

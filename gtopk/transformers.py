@@ -37,7 +37,7 @@ except ImportError as missing:
         "gtopk.transformers needs Transformers: pip install transformers accelerate"
     ) from missing
 
-from .ddp import GTopKState, gtopk_hook
+from .ddp import GTopKState, gtopk_hook, take_over_clipping
 from .exchange.residual_state import norm_of
 from .integrations.optimizer_checks import ResidualNote
 from .telemetry.sinks import scalars_of_step
@@ -83,7 +83,8 @@ class GTopK(TrainerCallback):  # type: ignore[misc,unused-ignore]
     ) -> None:
         """Register the hook; raise ValueError where Trainer has not wrapped the model in DDP."""
         self._trainer = trainer = _in_training(self)
-        model = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)  # compiled last
+        # Trainer compiles last: DDP is inside the compiled module.
+        model = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)
         if not isinstance(model, DistributedDataParallel):
             raise ValueError(
                 "gtopk.transformers.GTopK needs a Trainer that wraps the model in "
@@ -101,19 +102,26 @@ class GTopK(TrainerCallback):  # type: ignore[misc,unused-ignore]
             scaler=trainer.accelerator.scaler,
             **self._options,
         )
-        self._take_over_clipping(self.state, args)
+        # The latter if an error has ended the training before, which then did not restore it.
+        norm = args.max_grad_norm or self._max_grad_norm
+        instead = "give TrainingArguments(max_grad_norm=0)"
+        if norm and take_over_clipping(self.state, norm, "max_grad_norm", instead):
+            args.max_grad_norm, self._max_grad_norm = 0.0, norm
         saved = state.stateful_callbacks.get(_KEY)
         if state.global_step and saved is not None:
             held = self._load(saved, args, state, optimizer)
         if held is not None:
             self.state.load_state_dict(held, model)
+        # A name of the run's own: a folder left by another run in the same place is never taken for
+        # ours.
         self._name = broadcast_object(f"gtopk-{secrets.token_hex(4)}", 0)
         folder = str(Path(args.output_dir).absolute())
         state.stateful_callbacks[_KEY] = {"name": self._name, "output_dir": folder}
         self._model = model.module
         if self._wrapped is None or self._wrapped() is not model:
             self._wrapped = ref(model)
-            model.register_comm_hook(self, _exchange)  # DDP takes a hook only once
+            # DDP takes a hook only once: it gets the callback, whose state may be replaced.
+            model.register_comm_hook(self, _exchange)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
@@ -149,14 +157,16 @@ class GTopK(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
         """Save each rank's residual and moments in Trainer's checkpoint."""
+        # Nothing goes on from a checkpoint without an optimizer, or from a trial of a search.
         if self.state is None or args.save_only_model or state.is_hyper_param_search:
-            return  # nothing to go on from
+            return
         assert self._model is not None
         folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", self._name)
         held = self.state.state_dict(self._model)
         save_checkpoint(folder, None, None, step=state.global_step, keep=1, residuals=held)
+        # An earlier run in this output_dir may have come as far, and left its residuals here.
         if args.local_process_index == 0:
-            for each in folder.parent.glob("gtopk-*"):  # an earlier run may have come as far
+            for each in folder.parent.glob("gtopk-*"):
                 if each != folder:
                     shutil.rmtree(each, ignore_errors=True)
 
@@ -165,24 +175,6 @@ class GTopK(TrainerCallback):  # type: ignore[misc,unused-ignore]
     ) -> None:
         """Restore Trainer's max_grad_norm."""
         args.max_grad_norm, self._max_grad_norm = args.max_grad_norm or self._max_grad_norm, 0.0
-
-    def _take_over_clipping(self, state: GTopKState, args: TrainingArguments) -> None:
-        """Let the state clip the mean gradient where Trainer would clip AdamW's steps.
-
-        Raises ValueError where Trainer would clip steps, and the state cannot clip instead.
-        """
-        norm = args.max_grad_norm or self._max_grad_norm  # the latter if an error ended training
-        if state.compression.corrects and norm:
-            correction = "adam" if state.compression.adam_correction else "momentum"
-            raise ValueError(
-                f"with {correction}_correction gradients are steps with momentum by the time that "
-                f"Trainer would clip them to max_grad_norm={norm:g}, and far longer: give "
-                "TrainingArguments(max_grad_norm=0), or leave the correction out and let Trainer "
-                "use AdamW, whose gradients are clipped before its moments"
-            )
-        if state.makes_adam_steps and norm:
-            state.global_clip_norm = norm
-            args.max_grad_norm, self._max_grad_norm = 0.0, norm
 
     def _load(
         self,
@@ -199,6 +191,8 @@ class GTopK(TrainerCallback):  # type: ignore[misc,unused-ignore]
         folders = [Path(saved["output_dir"], name), Path(args.output_dir, name)]
         if args.resume_from_checkpoint:
             folders.insert(0, Path(args.resume_from_checkpoint))
+        # All ranks must take the same folder, and hosts may not share one: what any rank sees
+        # counts.
         here = [(folder / saved["name"]).is_dir() for folder in folders]
         for folder, *ranks in zip(folders, *allgather_object(here), strict=True):
             if not any(ranks):
@@ -210,7 +204,8 @@ class GTopK(TrainerCallback):  # type: ignore[misc,unused-ignore]
                 _take_precise_state(optimizer, folder)
                 held: dict[str, Any] = found.values["residuals"]
                 return held
-        ResidualNote.take(optimizer)  # else it is told of again, in the first step
+        # The warning below tells of the loss: the first step must not tell of it again.
+        ResidualNote.take(optimizer)
         if args.process_index == 0:
             _log.warning(
                 "the residuals and moments that gtopk saved with %s, at step %d, are in none of "

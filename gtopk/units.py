@@ -51,8 +51,10 @@ def duration_text(seconds: float) -> str:
 
 def digits(value: float, count: int = 3) -> str:
     """Return `value` with so many digits, or two of a small share, and no exponent; 10 as "10"."""
+    # What float arithmetic has added to a whole number must not make it "10.0".
     if round(value, count + 3) == round(value):
         return f"{value:,.0f}"
+    # Of the rounded text, not of log10: 9.999 is 10.0 in three digits, with one decimal less.
     power = int(f"{value:.{count - 1}e}".partition("e")[2])
     if power < -1:
         return f"{value:.{count - 2 - power}f}".rstrip("0")
@@ -66,6 +68,7 @@ def scaled(value: float, units: tuple[str, ...], written: Callable[[float], str]
     """
     if math.isinf(value):
         return f"infinite{SPACE}{units[0]}"
+    # The logarithm of a power of 1000 may fall just short of a whole number.
     power = int(math.log10(abs(value)) / 3 + 1e-9) if abs(value) >= 1 else 0
     power = min(power, len(units) - 1)
     return f"{written(value / 1000**power)}{SPACE}{units[power]}"

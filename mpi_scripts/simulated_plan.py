@@ -22,7 +22,7 @@ from collectives.cost import Link
 from collectives.cost_model import Network, Prediction
 from collectives.errors import CollectiveError
 from gtopk.cli import plan
-from gtopk.cli.arguments import as_argument, bandwidth, duration, number_in, whole_number
+from gtopk.cli.arguments import as_argument, bandwidth, duration, fail, number_in, whole_number
 from gtopk.cli.plan import render as render_plan
 from gtopk.planning.comparison import LABELS, Comparison, exposed_seconds
 from gtopk.units import bandwidth_text, digits, seconds_text
@@ -210,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         platform = platform_of(options, comparison.cluster.network)
         found = simulated(comparison, platform)
     except (SimulationError, ValueError) as error:
-        return plan.fail(str(error))
+        return fail("plan", error, code=2)
     content = plan.as_record(comparison, rates, origin)
     content["simulated"] = as_record(found, platform, options.backward_ms)
     lines = render_plan(comparison, rates, origin)

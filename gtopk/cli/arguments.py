@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import sys
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
@@ -18,6 +19,12 @@ from typing import Any, Final, TypeVar
 from ..runtime.launch import launched_by
 
 T = TypeVar("T")
+
+
+def fail(command: str, reason: object, code: int = 1) -> int:
+    """Print on stderr why a command cannot go on, and return its exit code."""
+    print(f"gtopk {command}: {reason}", file=sys.stderr)
+    return code
 
 
 def as_argument(read: Callable[[str], T]) -> Callable[[str], T]:
@@ -53,7 +60,8 @@ class Command(argparse.ArgumentParser):
         """
         if default is not None and "default" not in help:
             help += "; default: %(default)s"
-        # The completion of a shell knows by the type None or Path that a word may name a file.
+        # as_argument would hide both: a word that may name a file is completed by its type, None or
+        # Path.
         kind = as_argument(read) if read not in (None, Path) else read
         self.add_argument(name, type=kind, default=default, help=help, **more)  # type: ignore[arg-type]
 
@@ -109,6 +117,7 @@ def output_file(text: str) -> Path:
         return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Opened to append: a file that is there keeps its content if the command fails later.
         is_new = not path.exists()
         with path.open("a"):
             pass
@@ -189,8 +198,9 @@ def count(text: str) -> int:
     found = _COUNT.fullmatch(text.strip())
     if found is None:
         raise ValueError(f"must be a number such as 25557032 or 25.6M, got {text!r}")
+    # Exact, by Decimal: in floats 8.2M is 8,199,999.999999999, and not whole.
     times = _COUNTS[found["prefix"].lower()]
-    # Decimal raises where floats are infinite.
+    # First in floats, whose range ends at infinity: Decimal would raise for such an exponent.
     if not 1.0 <= _number(found["number"]) * times < math.inf:
         raise ValueError(f"must be at least 1, got {text!r}")
     exact = Decimal(_plain(found["number"])) * times

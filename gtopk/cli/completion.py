@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from .arguments import Command
+from .arguments import Command, fail
 from .bench import BENCHMARKS
 from .main import COMMANDS
 
@@ -46,10 +45,8 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
     for name, module in places.items():
         try:
             found[name] = importlib.import_module(module, __package__).parser()
-        except (
-            ImportError,
-            OSError,
-        ):  # torch raises the latter where one of its libraries is missing
+        # torch raises OSError where one of its libraries is missing: the others still complete.
+        except (ImportError, OSError):
             found[name] = argparse.ArgumentParser()
     return found
 
@@ -77,7 +74,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         import shtab
     except ImportError:
-        print("gtopk completion: shtab is not installed: pip install shtab", file=sys.stderr)
-        return 1
+        return fail("completion", "shtab is not installed: pip install shtab")
     print(shtab.complete(_all_commands(shtab.FILE), options.shell))
     return 0

@@ -54,18 +54,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     It is 130 after Ctrl-C, and 141 where the output's reader ends (`gtopk plan ... | head -1`), as
     for programs that SIGINT or SIGPIPE ends: with pipefail a shell can tell that output is cut.
     """
-    if sys.stdout is None:  # closed (>&-): writing to it must fail as on a full disk
+    # Closed (>&-): writing to it must fail as on a full disk, and not with an AttributeError.
+    if sys.stdout is None:
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
     spell_in_any_encoding()
     try:
         try:
             code = _run(list(sys.argv[1:] if arguments is None else arguments))
-        except SystemExit:  # of argparse, after its help
+        # Of argparse, after its help, which may be in the buffer still.
+        except SystemExit:
             _flush()
             raise
         _flush()
         return code
     except KeyboardInterrupt:
+        # The world's hook must see the error, to end the other ranks with its reason.
         if _is_one_of_several():
             raise
         return _INTERRUPTED
@@ -94,6 +97,7 @@ def _lacks_stdout() -> bool:
     try:
         print(flush=True)
     except OSError:
+        # Python flushes stdout once more at its exit, and would print a second error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return True
     return False
@@ -113,7 +117,3 @@ def _run(words: list[str]) -> int:
     wrong = f"gtopk: no command {words[0]!r}\n\n" if words else ""
     print(wrong + usage(), file=sys.stderr)
     return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -44,6 +44,7 @@ from .arguments import (
     bandwidth,
     count,
     duration,
+    fail,
     number_in,
     share,
 )
@@ -107,6 +108,7 @@ def render(comparison: Comparison, rates: Rates, rates_origin: str) -> list[str]
             f"Equal k is not equal accuracy. For {bytes_text(sent)} a rank, these update:",
             *aligned([(*_EQUAL_HEADINGS, times), *rows]),
         ]
+    # Lines are broken by now, and whoever searches or parses them expects plain spaces.
     return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
 
 
@@ -181,6 +183,7 @@ def verdict(comparison: Comparison, clearly: bool | None) -> str:
             f"Do not compress here: dense adds {dense_adds} to a step{at_most}, and no sparse "
             f"method less. At this latency it pays {where}."
         )
+    # No advice by less than the model's own error.
     if clearly is None:
         return (
             f"Too close to tell: the best sparse method adds {adds} to a step, dense {dense_adds}, "
@@ -188,6 +191,7 @@ def verdict(comparison: Comparison, clearly: bool | None) -> str:
             f"compression pays {where}."
         )
     algorithm = cheapest.candidate.algorithm
+    # Compression calls it so.
     name = {"topk-allgather": "topk"}.get(algorithm, algorithm)
     indices, values = cheapest.candidate.format
     wire = "" if indices == USUAL_INDICES else f', wire="{indices}"'
@@ -217,6 +221,7 @@ def show(lines: Sequence[str]) -> None:
     console = Console(highlight=False)
     for line in lines:
         style = "bold green" if line.startswith(">") else None
+        # The lines are broken already, and brackets in them are no markup.
         console.print(line, style=style, markup=False, soft_wrap=True)
 
 
@@ -225,7 +230,8 @@ SIMULATED: Final = Path(__file__).parents[2] / "mpi_scripts" / "simulated_plan.p
 
 _PAYS: Final = {None: "never", math.inf: "always"}  # otherwise below or above a bandwidth
 MOST_RANKS = 65_536
-MOST_ELEMENTS = 10**15  # beyond, a float cannot resolve a single one
+# Beyond, a float cannot resolve a single one.
+MOST_ELEMENTS = 10**15
 
 
 def parser() -> Command:
@@ -282,13 +288,17 @@ def milliseconds(text: str) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the comparison and return the exit code."""
     grammar = parser()
+    # --simulate has more options than this grammar, which only its own program knows.
     options, unknown = grammar.parse_known_args(arguments)
     if options.simulate:
         if not SIMULATED.exists():
             return fail(
+                "plan",
                 f"--simulate needs a checkout of gtopk, with mpi_scripts/{SIMULATED.name}: "
-                "git clone its source, and call gtopk from there"
+                "git clone its source, and call gtopk from there",
+                code=2,
             )
+        # By path: the installed package has no mpi_scripts, and must not import them.
         code: int = runpy.run_path(str(SIMULATED))["main"](arguments)
         return code
     if unknown:
@@ -296,7 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         comparison, rates, origin = compared(options)
     except ValueError as error:
-        return fail(str(error))
+        return fail("plan", error, code=2)
     content, lines = as_record(comparison, rates, origin), render(comparison, rates, origin)
     return deliver(content, lines, options.json)
 
@@ -317,6 +327,7 @@ def compared(options: argparse.Namespace) -> tuple[Comparison, Rates, str]:
             f"got {options.ranks_per_node}"
         )
     formats = [format for format in FORMATS if format.values == options.values]
+    # Shards have no indices to code: their values' rate is kept under raw ones.
     measured = {*formats, SHARDS.format._replace(indices="raw")}
     if options.no_measure:
         origin = "as assumed, not measured"
@@ -336,6 +347,7 @@ def compared(options: argparse.Namespace) -> tuple[Comparison, Rates, str]:
         options.ranks_per_node,
         Link.of(options.node_bandwidth, options.node_latency),
     )
+    # Inside a node dense is the library's own: no words answer its long messages there.
     if network.is_one_node:
         network = network._replace(native_bytes=0)
     cluster = Cluster(length, network, options.density, options.backward_ms)
@@ -353,14 +365,8 @@ def deliver(content: dict[str, Any], lines: list[str], file: str | None) -> int:
         try:
             Path(file).write_text(record + "\n", encoding="utf-8")
         except OSError as error:
-            return fail(f"--json {file} cannot be written: {error.strerror}")
+            return fail("plan", f"--json {file} cannot be written: {error.strerror}", code=2)
     return 0
-
-
-def fail(reason: str) -> int:
-    """Print why nothing can be estimated, and return the exit code."""
-    print(f"gtopk plan: {reason}", file=sys.stderr)
-    return 2
 
 
 def as_record(comparison: Comparison, rates: Rates, origin: str) -> dict[str, Any]:

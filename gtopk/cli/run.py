@@ -24,12 +24,7 @@ from .. import settings
 from ..runtime.launch import LaunchError
 from ..runtime.launch.job import Host, job, parse_hosts, read_hostfile, refuse_inside_a_job
 from ..runtime.runner.ranks import LAUNCHERS, Places, Start, launcher_at_hand, start_program
-from .arguments import Command, as_argument
-
-
-def in_allocation() -> bool:
-    """Tell whether srun can start ranks from here."""
-    return bool(os.environ.get("SLURM_JOB_ID")) and shutil.which("srun") is not None
+from .arguments import Command, as_argument, fail
 
 
 def allocated_tasks() -> int:
@@ -45,8 +40,10 @@ def allocated_tasks() -> int:
     return sum(int(cores) // of_a_task * int(times or 1) for cores, times in each) or usable_cores()
 
 
-_SAVE_SECONDS: Final = 30.0  # the time that torchrun gives its ranks, too
-_END_SECONDS: Final = 5.0  # the time that it then needs to end them
+# The time that torchrun gives its ranks, too.
+_SAVE_SECONDS: Final = 30.0
+# The time that it then needs to end them.
+_END_SECONDS: Final = 5.0
 
 
 class _TerminationRequested(KeyboardInterrupt):
@@ -68,7 +65,8 @@ def parser() -> Command:
         "any failure. SIGTERM and Ctrl-C reach the ranks as SIGTERM; torchrun gives them 30 s to\n"
         "save. A second signal ends them at once. If this command is killed, they end with it.",
         usage="gtopk run [OPTIONS] SCRIPT [ARGUMENTS]",
-        allow_abbrev=False,  # a script's --host must not count as --hosts or --hostfile
+        # A script's --host must not count as --hosts or --hostfile.
+        allow_abbrev=False,
     )
     ranks = "default: the hosts' slots; by srun, the allocation's tasks or cores; else the cores"
     described.add_argument("-n", "--ranks", type=int, help=ranks)
@@ -129,11 +127,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "is another one"
             )
         start = start_program(places, _program(options), _variables(options))
+        # A dry run starts nothing, so it may be asked for within a job.
         if not options.dry_run:
             refuse_inside_a_job()
     except (LaunchError, OSError, ValueError) as error:
-        print(f"gtopk run: {error}", file=sys.stderr)
-        return 2
+        return fail("run", error, code=2)
     if options.dry_run or options.json:
         _say(start, places, options.json)
     if options.dry_run:
@@ -141,8 +139,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with job(start.command, start.variables) as launcher, _signals_raised():
         try:
             code = launcher.wait()
-            if code and "torch.distributed.run" not in start.command:  # it reports each rank
-                print(f"gtopk run: {_message_of(code)}", file=sys.stderr)
+            # torchrun itself reports each rank's end.
+            if code and "torch.distributed.run" not in start.command:
+                fail("run", _message_of(code))
             return code
         except _TerminationRequested as request:
             _let_save(launcher, start.command)
@@ -155,6 +154,7 @@ def _message_of(code: int) -> str:
         by = f" ({signal.Signals(code - 128 if code > 0 else -code).name})"
     except ValueError:
         by = ""
+    # Popen gives a negative code to a process that a signal has ended: here the launcher itself.
     who = "a rank" if code > 0 else "the launcher"
     return f"{who} ended with exit code {code}{by}"
 
@@ -183,25 +183,25 @@ def _let_save(launcher: subprocess.Popen[bytes], command: Sequence[str]) -> None
     if "torch.distributed.run" in command:
         time_to_save = f"the ranks have {_SAVE_SECONDS:g} s, none after a second signal"
     with suppress(_TerminationRequested, subprocess.TimeoutExpired):
-        launcher.terminate()  # for Ctrl-C, too: ranks within gtopk.termination() handle SIGTERM
+        # SIGTERM for Ctrl-C, too: it is what ranks within gtopk.termination() handle.
+        launcher.terminate()
         print(f"gtopk run: ending the ranks; {time_to_save}", file=sys.stderr)
         launcher.wait(_SAVE_SECONDS + _END_SECONDS)
 
 
 def _places(options: argparse.Namespace, hosts: list[Host]) -> Places:
     """Return the places of the ranks; raise ValueError for a number of them out of range."""
-    launcher, ranks = options.launcher or _launcher(hosts), options.ranks
+    launcher, ranks = options.launcher, options.ranks
+    if launcher is None:
+        # In an allocation srun knows hosts and cores; hosts that are named may lie outside it.
+        by_srun = os.environ.get("SLURM_JOB_ID") and shutil.which("srun") and not hosts
+        launcher = "srun" if by_srun else launcher_at_hand(hosts)
     if ranks is None:
         by_srun = launcher == "srun" and not hosts
         ranks = sum(h.slots for h in hosts) or (allocated_tasks() if by_srun else usable_cores())
     if ranks < 1:
         raise ValueError(f"--ranks must be at least 1, got {ranks}")
     return Places(ranks, hosts, launcher, options.mpi_args, interfaces=options.interfaces)
-
-
-def _launcher(hosts: list[Host]) -> str:
-    """Return the launcher to use by default."""
-    return "srun" if in_allocation() and not hosts else launcher_at_hand(hosts)
 
 
 def _program(options: argparse.Namespace) -> list[str]:
@@ -216,7 +216,8 @@ def _program(options: argparse.Namespace) -> list[str]:
         return [sys.executable, "-m", script, *words]
     if Path(script).is_file():
         if os.access(script, os.X_OK) and not script.endswith(".py"):
-            return [os.path.join(".", script), *words]  # not a program of this name on PATH
+            # Not a program of this name on PATH.
+            return [os.path.join(".", script), *words]
         return [sys.executable, script, *words]
     if shutil.which(script) is None:
         raise ValueError(f"SCRIPT must be a file or a program, and '{script}' is neither")
@@ -225,6 +226,7 @@ def _program(options: argparse.Namespace) -> list[str]:
 
 def _variables(options: argparse.Namespace) -> dict[str, str]:
     asked = {settings.RUN.name: options.record, settings.TIMELINE.name: options.timeline}
+    # Absolute: ranks on other hosts may begin in another folder.
     variables = {name: os.path.abspath(folder) for name, folder in asked.items() if folder}
     return variables | ({settings.LINK.name: options.link} if options.link else {})
 

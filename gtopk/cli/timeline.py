@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from ..telemetry.timeline import RANK
 from ..units import seconds_text
-from .arguments import Command
+from .arguments import Command, fail
 
 _PATTERN: Final = "timeline-*.json"
 
@@ -62,13 +62,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = options.out or options.folder / "timeline.json"
     try:
         found = read_traces(options.folder)
+        # A folder may hold files of a run with more ranks, from before: times would mix.
         last = max(trace.run for trace in found)
         traces = [trace for trace in found if trace.run == last]
         records = list(merged(traces))
         out.write_text(json.dumps(records) + "\n", encoding="utf-8")
     except (OSError, ValueError) as error:
-        print(f"gtopk timeline: {error}", file=sys.stderr)
-        return 1
+        return fail("timeline", error)
     if earlier := [str(trace.rank) for trace in found if trace.run != last]:
         whose = f"rank{'s' * (len(earlier) > 1)} {', '.join(earlier)}"
         print(f"gtopk timeline: {whose}: of an earlier run, and left out", file=sys.stderr)
@@ -105,7 +105,8 @@ def _read(path: Path) -> Trace:
         whose = next(each["args"] for each in records if each.get("name") == RANK)
         return Trace(
             int(whose["rank"]),
-            int(whose.get("ranks", 0)),  # earlier versions did not write it
+            # Earlier versions did not write it.
+            int(whose.get("ranks", 0)),
             _finite(whose.get("run", 0.0)),
             str(whose["host"]),
             _finite(whose["began_seconds"]),
@@ -138,11 +139,13 @@ def _is_shown(record: Record) -> bool:
 
 def _records(text: str) -> Iterator[Record]:
     """Yield the records of a trace, one for each line without the brackets."""
+    # Line by line: the trace of a killed rank may end in the middle of one, and is no JSON.
     for line in text.splitlines():
         try:
             record = json.loads(line.strip(" ,[]") or "{}")
         except (ValueError, RecursionError):
-            continue  # the line in which a rank was killed; nonsense
+            # The line in which a rank was killed, or nonsense.
+            continue
         if isinstance(record, dict):
             yield record
 
@@ -158,10 +161,12 @@ def merged(traces: Sequence[Trace]) -> Iterator[Record]:
         later_microseconds = 1e6 * (trace.began_seconds - began)
         for record in trace.records:
             moved = {**record, "pid": trace.rank}
+            # A rank's rows become threads, as the rank itself is a process of the merged trace.
             if record["ph"] == "M":
                 moved["name"] = record.get("name", "").replace("process", "thread")
+            # A global mark would cross the rows of all ranks.
             if record.get("s") == "g":
-                moved["s"] = "p"  # a mark of this rank only
+                moved["s"] = "p"
             if "ts" in record:
                 moved["ts"] = round(record["ts"] + later_microseconds, 1)
             yield moved

@@ -17,7 +17,7 @@ from ..telemetry.lines import path_of, shown
 from ..telemetry.reading import NoRunError, RankRecord, Reader, Run, Step, accuracy_and_loss_first
 from ..telemetry.step_report import PARTS, batch, density, parts
 from ..units import bytes_text, count_text, digits, duration_text, seconds_text
-from .arguments import Command, number_in
+from .arguments import Command, fail, number_in
 from .charts import aligned
 
 if TYPE_CHECKING:
@@ -62,27 +62,30 @@ class Status:
 
 
 def status_of(run: Run, folder: Path, now: Callable[[], float] = time.time) -> list[Status]:
-    return [_status(rank, _silent_seconds(folder, rank.rank, now())) for rank in run.ranks]
-
-
-def _silent_seconds(folder: Path, rank: int, now: float) -> float:
-    return max(0.0, now - path_of(folder, rank).stat().st_mtime)
+    written = [path_of(folder, rank.rank).stat().st_mtime for rank in run.ranks]
+    return [
+        _status(rank, max(0.0, now() - seconds))
+        for rank, seconds in zip(run.ranks, written, strict=True)
+    ]
 
 
 def _longest_pause(rank: RankRecord, recent: Sequence[Step]) -> float:
     """Return the most seconds to expect between two lines, also if only some steps are written."""
     steps = [step.report.compute_seconds + step.report.synchronize_seconds for step in recent]
     if len(recent) == 1:
-        return steps[0] * int(rank.begin.get("every", 1))  # earlier versions did not write it
+        # Earlier versions did not write `every`.
+        return steps[0] * int(rank.begin.get("every", 1))
     pauses = [later.seconds - step.seconds for step, later in itertools.pairwise(recent)]
     return max([*steps, *pauses], default=0.0)
 
 
 def _status(rank: RankRecord, silent_seconds: float) -> Status:
-    recent = rank.steps[rank.earlier :][-RECENT:]  # without the time between two attempts
+    # Of the last attempt: the time between two would count as that of a step.
+    recent = rank.steps[rank.earlier :][-RECENT:]
     last = recent[-1].report if recent else None
     # The first one has measured the links, too.
     reports = [step.report for step in recent[1:] or recent]
+    # Skipped steps have no local ones: where all were skipped, they count as recorded.
     own = sum(report.local_steps for report in reports) or len(reports)
     means = None
     if reports:
@@ -91,7 +94,9 @@ def _status(rank: RankRecord, silent_seconds: float) -> Status:
     seconds = recent[-1].seconds - recent[0].seconds if len(recent) > 1 else 0.0
     values: dict[str, float | None] = {}
     for note in rank.values:
+        # Each name's last value: a script may log some of them less often.
         values |= note.content
+    # Twice its longest pause: a rank whose steps take a minute is not silent after ten seconds.
     silent_after_seconds = max(SILENT_SECONDS, 2 * _longest_pause(rank, recent))
     state = "silent" if silent_seconds > silent_after_seconds else "running"
     return Status(
@@ -145,6 +150,7 @@ def rows(statuses: Sequence[Status], width: int | None = None) -> tuple[list[str
         *map(ours.index, _LAST),
     ):
         lengths = [max(len(row[place]) for row in [headings, *cells]) for place in kept[:-1]]
+        # The state may be longer than its line, but its usual word has to fit.
         if width is None or sum(lengths) + 2 * len(lengths) + len("running") <= width:
             break
         kept = [place for place in kept if place != dispensable]
@@ -203,6 +209,7 @@ def as_table(statuses: Sequence[Status], title: str, width: int | None = None) -
     headings, cells = rows(statuses, width)
     table = Table(title=escape(title), title_justify="left", box=None, pad_edge=False)
     for heading in headings:
+        # The state alone may wrap: figures in two lines could be read as two.
         right = heading not in ("host", "state")
         table.add_column(escape(heading), justify="right" if right else "left", no_wrap=right)
     for status, row in zip(statuses, cells, strict=True):
@@ -244,11 +251,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _refresh(snapshots, options.run)
         return 0
     except ValueError as error:
-        print(f"gtopk top: {error}", file=sys.stderr)
-        return 1
+        return fail("top", error)
     except KeyboardInterrupt:
-        print("gtopk top: ended by Ctrl-C; the run itself goes on", file=sys.stderr)
-        return 0
+        return fail("top", "ended by Ctrl-C; the run itself goes on", code=0)
 
 
 def _await_run(folder: Path, every: float) -> None:
@@ -281,6 +286,7 @@ def _snapshots(folder: Path, every: float) -> Iterator[list[Status]]:
             statuses = status_of(run, folder)
         except OSError as error:
             raise ValueError(str(error)) from error
+        # Told when it changes: a line a second would scroll the table away.
         lacks = [each for each in (run.lacks(), run.unread()) if each is not None]
         for each in lacks:
             if each not in lacked:

@@ -66,6 +66,7 @@ def is_version_greater_equal_than(ver: str, target: str) -> bool:
         raise ValueError(f"versions must be strings, got {ver!r} and {target!r}")
     if len(target.split(".")) != 3:
         raise ValueError(f"target must be 'major.minor.patch', got {target!r}")
+    # torch's own class: `packaging` need not be installed.
     return bool(TorchVersion(ver) >= target)
 
 

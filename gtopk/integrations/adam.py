@@ -67,12 +67,14 @@ class HookGroups(AdamGroups):
             return False
         for parameter in parameters:
             shared, rows = self.first_state(parameter)
+            # Where torch's Adam keeps it; the script's default device may be a GPU.
             step = torch.tensor(0.0, device="cpu")
             self._optimizer.state[parameter] = {STEP: step, SHARED: shared, SHARED_ROWS: rows}
         return True
 
     def first_state(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a parameter's shared second moment and row sums before the first step."""
+        # Second moments of 16-bit gradients underflow in 16 bits.
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         rows = torch.zeros(rows_of(parameter), dtype=dtype, device="cpu")
         return torch.full_like(parameter, UNKNOWN, dtype=dtype), rows
@@ -116,6 +118,7 @@ class HookedAdam:
         self._in_closure = False
         self._hidden: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # gradients, in a step
         self._loading: Mapping[str, Any] = {}
+        # Two that apply the same agreed steps would move the parameters twice.
         if (last := _owners.get(optimizer)) is not None and (owner := last()) is not None:
             owner.detach()
         _owners[optimizer] = ref(self)
@@ -136,7 +139,8 @@ class HookedAdam:
         """Remove all hooks: the optimizer steps as usual, or for another state."""
         self.forget()
         if self._local is not None:
-            self._local.eval()  # its residual is not sent any more
+            # Its residual is not sent any more: forward passes must not include it.
+            self._local.eval()
         for handle in (self._before, *self._others):
             handle.remove()
         self._passes.close()
@@ -154,12 +158,6 @@ class HookedAdam:
                 page("Several models, and GANs"),
             )
 
-    def _warn_of_lost_residual(self) -> None:
-        """Warn, in the first step, where the optimizer goes on without an earlier hook's state."""
-        if self._lacks_residual:
-            warn_of_lost_residual(self.peers.world.rank, self._optimizer)
-        self._lacks_residual = False
-
     def note(self, *, again: bool = False) -> None:
         """Note that a pass that counts has ended: gradients are agreed steps now.
 
@@ -168,8 +166,9 @@ class HookedAdam:
         if not again:
             self._warn_of_unused()
         self._is_due = self._has_residual = True
-        # Within a closure torch is going through these hooks: their dict must not change then.
-        if not self._in_closure:  # register anew: run after hooks that came later and may clip
+        # Registered anew, the hook runs after those that came later and may clip. But within a
+        # closure torch is going through these hooks: their dict must not change then.
+        if not self._in_closure:
             self._before.remove()
             self._before = self._optimizer.register_step_pre_hook(self._before_step)
 
@@ -193,6 +192,7 @@ class HookedAdam:
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         loss = None
+        # Called here and not by the optimizer, which would find gradients that are hidden by then.
         if closure is not None:
             self._in_closure = True
             try:
@@ -211,10 +211,14 @@ class HookedAdam:
             self._hide(stepped)
             return None
         for parameter, _ in stepped:
+            # Checked for all parameters before the first one changes: an error leaves the model
+            # whole.
             self._require_agreed(parameter)
-        self._warn_of_lost_residual()
+        if self._lacks_residual:
+            self._lacks_residual = False
+            warn_of_lost_residual(self.peers.world.rank, self._optimizer)
+        # Only a fused optimizer has it: a GradScaler leaves the unscaling to that.
         if stepped and (scale := getattr(optimizer, "grad_scale", None)) is not None:
-            # A GradScaler leaves unscaling to a fused optimizer.
             torch._foreach_div_([gradient for _, gradient in stepped], float(scale))
         apply_agreed_steps(optimizer, agreed=None)
         self._is_due = False
@@ -222,6 +226,7 @@ class HookedAdam:
         if self._local is not None:
             self._local.restore()
             self._local.end_step()
+        # The optimizer returns the loss of its closure: this one has it, without another pass.
         return None if closure is None else ((optimizer, lambda: loss), {})
 
     def _hide(self, stepped: list[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
@@ -261,6 +266,7 @@ class HookedAdam:
         self._loading = state_dict
 
     def _after_load(self, optimizer: Any) -> None:
+        # torch casts loaded state to the parameters' dtype.
         keep_precision(optimizer, self._loading)
         self._loading = {}
         self._look_for_steps()
@@ -268,6 +274,7 @@ class HookedAdam:
     def _look_for_steps(self) -> None:
         """Note whether the optimizer's state is of steps whose residual this hook lacks."""
         steps = (state for state in self._optimizer.state.values() if SHARED in state)
+        # A single rank has no residual to lose: it steps as its optimizer would.
         may_lack = len(self.peers.ranks) > 1 and not self._has_residual
         self._lacks_residual = may_lack and any(state.get(STEP, 0) > 0 for state in steps)
 

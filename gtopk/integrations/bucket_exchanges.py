@@ -40,7 +40,7 @@ class BucketExchanges:
         ],
     ) -> None:
         self._open_bucket_exchange = open_bucket_exchange
-        # By the identities of their parameters
+        # By the identities of their parameters.
         self._bucket_exchanges: dict[tuple[int, ...], BucketExchange] = {}
         # By parameter: its bucket, its number there, and where it begins.
         self._bucket_of: dict[torch.Tensor, tuple[BucketExchange, int, int]] = {}
@@ -86,6 +86,7 @@ class BucketExchanges:
         """Set frozen parameters' gradients to zero, and keep their residuals out of the bucket."""
         for parameter, gradient in zip(parameters, split(buffer, parameters), strict=True):
             if not parameter.requires_grad:
+                # Whatever DDP has there must neither be sent nor join the residual.
                 gradient.zero_()
                 if parameter not in self._residuals:
                     self._residuals[parameter] = self._copy_of(parameter)
@@ -111,6 +112,7 @@ class BucketExchanges:
     def _put_in(self, parameter: torch.Tensor, residuals: ResidualState) -> None:
         """Replace the residual of a parameter in its bucket."""
         views = self._views(parameter)
+        # An owner's error that has no place in this bucket joins the residual: nothing is lost.
         if OWNER_ERROR not in views:
             residuals = without_owner_errors(residuals)
         for what, part in views.items():
@@ -118,9 +120,8 @@ class BucketExchanges:
         residual = self._bucket_of[parameter][0].exchange.residual
         assert residual is not None
         residual.is_empty = False
-        residual.may_be_misplaced |= (
-            OWNER_ERROR in residuals
-        )  # owners differ in other buckets, or ranks
+        # Another bucket, or another number of ranks, has other owners for the same entries.
+        residual.may_be_misplaced |= OWNER_ERROR in residuals
 
     def _copy_of(self, parameter: torch.Tensor) -> ResidualState:
         return {what: part.clone() for what, part in self._views(parameter).items()}
@@ -180,6 +181,7 @@ class BucketExchanges:
 
     def put_residuals(self, residuals: dict[torch.Tensor, ResidualState]) -> None:
         """Replace all residuals, given in their parameters' shapes, from the next step on."""
+        # Buckets are made anew: the next pass may bring others, which take the residuals from here.
         self._bucket_exchanges, self._bucket_of, self._residuals = {}, {}, {}
         for parameter, parts in residuals.items():
             for what, tensor in parts.items():
@@ -231,18 +233,21 @@ class PassTransaction:
         Returns what the exchange did, its select_seconds with those of applying; None where the
         step was void already, and nothing was exchanged.
         """
-        again = (
-            bucket_exchange in self._exchanged
-        )  # a module that is used twice: keep what was remembered before the step
+        # A module that is used twice in a pass is exchanged twice: `undo` must go back to before
+        # the first time.
+        again = bucket_exchange in self._exchanged
         self._exchanged.append(bucket_exchange)
         self.not_finite = [n for n, flags in enumerate(all_flags) if flags & BucketFlags.NOT_FINITE]
         self._void |= bool(self.not_finite)
         exchanged = None
+        # Whether the step is void follows from all ranks' flags and sums: all exchange, or none.
         if not self._void:
             if not again:
                 bucket_exchange.snapshot()
             exchanged = bucket_exchange.reduce(transport)
-            if not exchanged.finite:  # on all ranks alike
+            # The update is the same on all ranks, and so is this verdict: all gather here, to name
+            # the ranks; where none says so, finite gradients had a sum that is not.
+            if not exchanged.finite:
                 self._void = True
                 said = transport.gather_object(not bucket_exchange.all_finite())
                 self.not_finite = [place for place, is_theirs in enumerate(said) if is_theirs]
@@ -278,7 +283,8 @@ class PassTransaction:
         """End the step, and tell whether it counted."""
         counted = not self._void
         for bucket_exchange in self._exchanged:
-            bucket_exchange.commit()  # a void step was undone: there is nothing to commit
+            # A void step was undone: there is nothing to commit.
+            bucket_exchange.commit()
             bucket_exchange.release_gradients()
         self._exchanged, self._void = [], False
         return counted
@@ -286,6 +292,7 @@ class PassTransaction:
 
 def as_shaped(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return elements in the order of memory as a view in the parameter's shape."""
+    # A parameter may be channels_last, or have gaps: its gradient in a bucket has none.
     strides = torch.empty_like(parameter, device="meta").stride()
     return part.as_strided(parameter.shape, strides)
 

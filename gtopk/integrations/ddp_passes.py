@@ -69,6 +69,7 @@ class HookReplicas:
 
         is_joined: this rank has joined: no rank compares then.
         """
+        # In the pass after a step: the hook hears of passes, and not of the step that follows one.
         self.check.await_step(updates=self.progress.steps > 0)
         if (compare := self.check.begin()) is None:
             return None
@@ -83,7 +84,8 @@ class HookReplicas:
         """Warn of replicas that differ, or add HorovodInternalError, on every rank alike."""
         try:
             self.check.end(operation.wait(), {})
-        except Exception as error:  # in a thread that goes on with the pass's other buckets
+        except Exception as error:
+            # Not raised here: this thread goes on with the pass's other buckets.
             failures.append(error)
 
 
@@ -115,16 +117,20 @@ def write_flat_gradients(parameters: Sequence[torch.Tensor], buffer: torch.Tenso
     With find_unused_parameters, or a static graph, DDP does not change the .grad of such a
     parameter. But its residual is sent in that step as in any other.
     """
+    # Identity alone does not tell: DDP writes in place where .grad is a view of its bucket.
     before = [(p.grad, -1 if p.grad is None else p.grad._version) for p in parameters]
 
     def write() -> None:
         parts = split(buffer, parameters)
         for parameter, part, (grad, version) in zip(parameters, parts, before, strict=True):
             if parameter.grad is not grad or (grad is not None and grad._version != version):
-                continue  # DDP has written it
+                # DDP has written it.
+                continue
             update = as_shaped(part, parameter)
             if grad is not None:
-                grad.copy_(update)  # changes nothing where it is a view of DDP's bucket
+                # Changes nothing where it is a view of DDP's bucket.
+                grad.copy_(update)
+            # A gradient of zeros would let the optimizer decay a parameter that no rank used.
             elif update.any():
                 parameter.grad = torch.empty_like(parameter).copy_(update)
 
@@ -161,9 +167,10 @@ def process_set_of(group: ProcessGroup | None) -> ProcessSet:
 
 def refuse_another_group(parameters: Sequence[torch.Tensor], ranks: Sequence[int]) -> None:
     """Raise ValueError where DDP averages these parameters over others than the hook's `ranks`."""
+    # The usual case, without another group, is cheap: the search below takes a tenth of a second.
     known = torch.distributed.distributed_c10d._world.pg_group_ranks.values()
     if all(set(group) == set(ranks) for group in known):
-        return  # there is no other group, and the tenth of a second is saved
+        return
     found = [*map(torch.distributed.get_process_group_ranks, groups_of_ddp(parameters))]
     if found and all(set(group) != set(ranks) for group in found):
         raise ValueError(

@@ -89,6 +89,8 @@ class _ShardState(MutableMapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         value = self._state[key]
+        # load_state_dict puts other DTensors in: the view is good only for the one that was put in
+        # here.
         own, whole = self._views.get(key, (None, None))
         if own is value:
             return whole
@@ -124,6 +126,7 @@ def residuals_of(
     for unit, exchanges in bucket_exchanges.items():
         for stand_in, residual in exchanges.residuals():
             parameter = unit.parameter(unit.name_of(stand_in))
+            # The last shard may be shorter than the first, whose length all vectors have.
             shape = on_this_rank(parameter.detach()).shape
             yield parameter, residual[: shape.numel()].view(shape)  # type: ignore[misc]
 

@@ -52,8 +52,10 @@ class Unit:
             self.stand_ins[called] = stand_in(one, shape.numel())
             self.padded[called] = torch.empty(shape, device="meta")
             self._of[called] = each
+        # In place of the method, as FSDP has no hook where the gradients are still by parameter; it
+        # looks the method up at each call.
         self._reduce = group.post_backward
-        group.post_backward = self._post_backward  # FSDP looks it up at each call
+        group.post_backward = self._post_backward
 
     def require_sharded_only(self) -> None:
         """Raise ValueError where FSDP itself reduces the gradients between replicas, too."""
@@ -93,7 +95,8 @@ class Unit:
         group = self._group
         return (
             gradients.dtype == group._orig_dtype
-            and gradients.dtype in (torch.float32, torch.bfloat16)  # FSDP divides others
+            # FSDP divides gradients of other types afterwards.
+            and gradients.dtype in (torch.float32, torch.bfloat16)
             and not getattr(group, "force_sum_reduction_for_comms", False)
             and not any(self._is_read(self._of[name]) for name in self.with_gradient)
         )
@@ -151,15 +154,18 @@ class Unit:
                     # Its gradient of earlier passes is to be exchanged with this pass.
                     whole = self._of[name].unsharded_param
                     whole.grad = torch.zeros_like(whole)
+        # Before FSDP reduces: afterwards it has freed the gradients that tell.
         self.with_gradient = [name for name, each in self._of.items() if self._has_gradient(each)]
         none_before = [p for p in self.parameters if p.grad is None]
         self._reduce(*call)
         if self.is_to_accumulate:
             for parameter in none_before:
-                parameter.grad = None  # FSDP has made it from the zeros
+                # FSDP has made it from the zeros.
+                parameter.grad = None
 
     def _has_gradient(self, parameter: Any) -> bool:
         """Tell whether FSDP is about to reduce a gradient of this parameter."""
+        # Not `unsharded_param`, which raises before the first forward pass has gathered it.
         whole = getattr(parameter, "_unsharded_param", None)
         if whole is None:
             return False  # it was in no forward pass yet
@@ -223,6 +229,7 @@ def place_in(replicas: DeviceMesh, parameters: Iterable[torch.Tensor]) -> Place:
     def gather(transport: Transport, all_flags: list[int]) -> list[list[str]]:
         return transport.gather_object(said)
 
+    # With a rank that is in both, gradients of different shards would be added up.
     if both := set(alike) & set(replica) - {here.rank}:
         raise ValueError(
             f"replicas must be the mesh of the ranks that hold the same shard, got that of ranks "
@@ -233,6 +240,7 @@ def place_in(replicas: DeviceMesh, parameters: Iterable[torch.Tensor]) -> Place:
     groups = [[tuple(map(int, ranks.split())) for ranks in words] for words in told]
     together = [_reached_from(rank, groups) for rank in range(here.size)]
     wanted = {each[0] for each in groups} | set(together)
+    # Registering is collective: all ranks register all sets, in one order, also those of others.
     found = {ranks: find_or_register(list(ranks)) for ranks in sorted(wanted)}
     everyone = found[together[here.rank]]
     return Place(found[alike], everyone, replica.index(here.rank), len(replica))

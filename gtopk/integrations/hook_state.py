@@ -57,9 +57,8 @@ def compression_of(
     """
     if compression is None:
         compression = GTopK(density, **options)
-    elif given := [*options] + ["density"] * (
-        density != GTopK.density
-    ):  # the default of hooks, too
+    # Hooks have the density's default of Compression.gtopk: any other one was given.
+    elif given := [*options, *(["density"] if density != GTopK.density else [])]:
         raise ValueError(
             f"give compression or the options of gTop-k, not both: got {', '.join(sorted(given))} "
             f"beside {compression!r}"
@@ -105,6 +104,8 @@ class HookSteps:
     def add_bucket(self, bucket_exchange: BucketExchange) -> int:
         """Note a bucket, in the program's thread; return its number in the step."""
         self._seen.bucket_exchanges.append(bucket_exchange)
+        # Apart from `note_submit`: the engine may exchange the bucket, and ask for its number,
+        # before `submit` has returned the operation.
         return len(self._seen.bucket_exchanges) - 1
 
     def note_submit(self, number: int, operation: Operation) -> None:
@@ -133,15 +134,18 @@ class HookSteps:
 
         overlapped: the program has waited for the last bucket only, not for each.
         """
+        # First: measuring the links moves the end of the wait, which the report subtracts.
         self._expect()
         ended, before = self._ended or 0.0, self._ended_before
         self.last = report(
             self._seen,
             step=self._world.step,
             compute_seconds=max(0.0, ended - before - self._waited_seconds) if before else 0.0,
+            # Where backward waited for each bucket, all of the engine's work was waited for.
             waits=[((self._waited_since or 0.0) if overlapped else 0.0, math.inf)],
             synchronize_seconds=self._waited_seconds,
-            apply_seconds=0.0,  # the engine's thread applies
+            # The engine's thread applies, within the exchange.
+            apply_seconds=0.0,
             predicted_seconds=self._expected.seconds,
             skipped=not counted,
             samples=None,
@@ -159,6 +163,8 @@ class HookSteps:
     def _expect(self) -> None:
         """Predict the exchange of the last step's buckets; measure links after the first step."""
         sizes = [bucket_exchange.elements for bucket_exchange in self._seen.bucket_exchanges]
+        # After the first step, not before: its buckets are not known until it has ended. The time
+        # that measuring takes is waiting, not computing.
         if not self._sizes:
             begun = time.perf_counter()
             self._expected.measure(self._seen.bucket_exchanges, self._peers)
@@ -187,6 +193,7 @@ def join_world() -> World:
     if not world.is_initialized():
         world.init()
     here = world.current()
+    # Nodes, process sets and residuals go by rank: two numberings would mix them up in silence.
     if torch.distributed.get_rank() != here.rank:
         raise ValueError(
             f"rank {torch.distributed.get_rank()} of torch.distributed is rank {here.rank} of "
@@ -394,6 +401,8 @@ class HookState(ABC):
         bucket_exchange.capture_gradients(factor * self._weight / scale, scale)
         if is_joined:
             bucket_exchange.set_weight(bucket_exchange.bucket.weight, 0.0)
+        # In the program's thread, so that buckets are numbered in the order in which DDP hands them
+        # over.
         number = self._steps.add_bucket(bucket_exchange)
 
         def work(transport: Transport, all_flags: list[int]) -> bool:
@@ -452,8 +461,11 @@ class HookState(ABC):
 
         prefix: of the names.
         """
-        self._abort_pass()  # in case an error has ended the last pass
+        # An error may have ended the last pass: what it has taken from the residual comes back.
+        self._abort_pass()
         self._skips.warn_of_saving(self._world.rank)
+        # Residuals of a model that has changed are saved again: a later run may have the names
+        # anew.
         mine = {name: parts for name, parts in (*self._unmatched.items(), *residuals) if parts}
         return {
             "format": FORMAT,

@@ -14,6 +14,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any, Final
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -22,7 +23,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.weak import TensorWeakRef
 
 from ..compression import ErrorFeedback
 from ..errors import check_count, page
@@ -94,9 +94,10 @@ class HookSkips(SkippedSteps):
 
         Gradients of other models with a hook of gtopk stay: they hold what was sent for them.
         """
+        # Once for each pass: gradients that the script has put there since are not of that pass.
         if self.counted or self._dropped.get(optimizer) == self.count:
             return
-        self._dropped[optimizer] = self.count  # later gradients are of another pass
+        self._dropped[optimizer] = self.count
         others = set[torch.Tensor]().union(*(each.parameters() for each in _everyones))
         kept = others.difference(self.parameters())
         for group in optimizer.param_groups:
@@ -113,16 +114,14 @@ _adding = threading.Lock()
 
 def _check_all(optimizer: torch.optim.Optimizer, *call: Any) -> None:
     """Let all living hooks check an optimizer that is about to step."""
-    for each in _living:
-        if (checks := each()) is not None:
-            checks.check(optimizer)
+    for checks in filter(None, (each() for each in _living)):
+        checks.check(optimizer)
 
 
 def _note_step(optimizer: torch.optim.Optimizer, *call: Any) -> None:
     """Let all living hooks know that an optimizer has stepped their models."""
-    for each in _living:
-        if (checks := each()) is not None:
-            checks.note_step(optimizer)
+    for checks in filter(None, (each() for each in _living)):
+        checks.note_step(optimizer)
 
 
 def _holds(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer | None) -> bool:
@@ -231,6 +230,7 @@ class OptimizerChecks:
             if not any(p in parameters for p in theirs):
                 return
             if self._stepped is not None and optimizer is not self._stepped:
+                # A container of optimizers calls the step of the one inside, which is checked then.
                 if _holds(optimizer, self._stepped):
                     return
                 raise ValueError(
@@ -242,7 +242,9 @@ class OptimizerChecks:
                 self._has_warned = True
                 trained = sum(p.numel() for p in parameters if p.requires_grad)
                 warn_of_few_entries(self._compression, trained)
-            if self._stepped is None:  # in each step, if the script goes on after an error
+            # Before the optimizer counts as seen: a script that catches the error and goes on gets
+            # it again in the next step.
+            if self._stepped is None:
                 require_one_momentum(optimizer, self._compression)
                 require_plain(optimizer.state.values(), self._rank)
                 if self._says:
@@ -270,9 +272,7 @@ class PassWatch:
     accumulating: how to add up passes, for the error.
     """
 
-    def __init__(
-        self, rank: int, made_by: str, accumulating: str = "within `with model.no_sync():`"
-    ) -> None:
+    def __init__(self, rank: int, made_by: str, accumulating: str) -> None:
         self.agreed: AgreedSteps | None = None  # of the last pass
         self._rank, self._made_by, self.accumulating = rank, made_by, accumulating
         self._watched: dict[torch.Tensor, Any] = {}
@@ -293,13 +293,14 @@ class PassWatch:
             that is not exchanged may add to agreed steps, as in a GAN.
         """
         parameters = list(parameters) if self._made_by else []
-        if not self._added.isdisjoint(parameters):  # others get gradients later in this pass
+        # Only the first bucket's tell: other parameters get their gradients later in this pass.
+        if not self._added.isdisjoint(parameters):
             self._added.clear()
             raise self._error()
         for parameter in parameters:
             if parameter not in self._watched and parameter.requires_grad:
                 self._watched[parameter] = parameter.register_hook(
-                    _WeakGradientHook(self._track_gradient, parameter)
+                    partial(self._track_gradient, parameter)
                 )
 
     def require_cleared(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -328,19 +329,9 @@ class PassWatch:
             f"residual what no step applies ({page('Several models, and GANs')})"
         )
 
-    def _track_gradient(self, parameter: torch.nn.Parameter) -> None:
+    def _track_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Note, before a pass adds to a gradient, whether it is still an agreed step."""
         if self.agreed is None or not self.agreed.is_in(parameter):
             self._added.discard(parameter)
         elif not self.agreed.is_changed(parameter):
             self._added.add(parameter)
-
-
-class _WeakGradientHook:
-    """A tensor's gradient hook: calls a function with the tensor, which it refers to weakly."""
-
-    def __init__(self, call: Callable[[Any], None], tensor: torch.Tensor) -> None:
-        self._call, self._of = call, TensorWeakRef(tensor)
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        self._call(self._of())

@@ -68,6 +68,7 @@ def expected(
             predict(compression.candidate(format), length, network, rates, value_bytes)
             for format in compression.formats()
         ]
+        # The run itself takes the quickest of the formats that it may send.
         return min(found, key=lambda each: each.seconds)
     if isinstance(compression, ErrorFeedback):
         return None
@@ -88,6 +89,7 @@ class Exchanging(Protocol):
 def _way_of(bucket_exchange: Sized) -> Exchange | None:
     """Return how a bucket is exchanged, but for what is sent along once; None: as it is, sparse."""
     exchange = bucket_exchange.exchange if isinstance(bucket_exchange, Exchanging) else None
+    # Draining is a single step's: a prediction for it would be wrong from the next step on.
     return exchange.next_exchange if isinstance(exchange, DrainingExchange) else exchange
 
 
@@ -96,6 +98,8 @@ def expected_seconds(bucket_exchanges: Sequence[Sized], calibration: Calibration
     seconds = 0.0
     for bucket_exchange in bucket_exchanges:
         exchange = _way_of(bucket_exchange)
+        # A NodeExchange is a SparseExchange, too, but its dense sums inside nodes are beyond the
+        # model.
         plain = isinstance(exchange, DenseExchange | SparseExchange)
         if (
             not isinstance(bucket_exchange, Exchanging)
@@ -146,6 +150,7 @@ class Advice(NamedTuple):
     """The sentence that is logged, and how to work out its grounds, for GTOPK_LOG=debug."""
 
     sentence: str
+    # str() is "": there are no details.
     explain: Callable[[], str] = str
 
 
@@ -154,6 +159,7 @@ def say_once(here: World, said: Advice) -> None:
     if here.rank == 0 and not here.advised:
         here.advised = True
         _log.info("%s", said.sentence)
+        # Only where they are shown: the details search for a bandwidth, and the first step waits.
         if _log.isEnabledFor(logging.DEBUG) and (details := said.explain()):
             _log.debug("%s", details)
 
@@ -181,9 +187,12 @@ def advice(
     over: the name of the transport.
     value_bytes, dense_value_bytes: as in `Cluster`.
     """
+    # Dense has no density: it is compared with sparse methods at the one to begin with.
     density = getattr(compression, "density", None) or usual_density(sum(lengths))
     rates = calibration.rates
+    # Methods are compared at exact values: what fewer bits would save is a choice of its own.
     exact = {format: rate for format, rate in rates.coding.items() if format.values == "exact"}
+    # The compressed case first, whichever of the two runs.
     buckets = [len(lengths), other_buckets or len(lengths)]
     if not isinstance(compression, ErrorFeedback):
         buckets.reverse()
@@ -229,8 +238,8 @@ def _in_short(
     takes = f"dense takes {seconds_text(dense)} {with_article(per)} (estimate)"
     if beyond:
         return f"{takes}; {beyond} as it runs here is beyond the model"
-    candidate = runs.candidate if _is_compressed(runs) else found.candidate
-    seconds = runs.seconds if _is_compressed(runs) else found.seconds
+    sparse = runs if _is_compressed(runs) else found
+    seconds, candidate = sparse.seconds, sparse.candidate
     name = f"{LABELS[candidate.algorithm]} at {_amount(candidate)}"
     if seconds * SAME < dense:
         verb = "saves" if compressed else "would save"
@@ -266,10 +275,11 @@ def _verdict(
     )
     if beyond:
         return f"{said}: {beyond} as it runs here is beyond the model"
-    compressed = _is_compressed(runs)
-    seconds = runs.seconds if _is_compressed(runs) else found.seconds
-    if _is_compressed(runs) and runs.candidate != found.candidate:
-        said += f", {LABELS[runs.candidate.algorithm]} as it runs {seconds_text(seconds)}"
+    compressed, seconds = _is_compressed(runs), found.seconds
+    if _is_compressed(runs):
+        seconds = runs.seconds
+        if runs.candidate != found.candidate:
+            said += f", {LABELS[runs.candidate.algorithm]} as it runs {seconds_text(seconds)}"
     if seconds * SAME < dense.seconds:
         verdict = "saves" if compressed else "would save"
         return f"{said}: {verdict} up to {seconds_text(dense.seconds - seconds)}"

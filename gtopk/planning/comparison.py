@@ -106,6 +106,7 @@ class Cluster:
 
 
 def _over(new: float, old: float) -> float:
+    # Of a link without latency, or on which bytes take no time, nothing is in proportion.
     return new / old if old else 1.0
 
 
@@ -188,6 +189,7 @@ def pays_clearly(cluster: Cluster, rates: Rates, formats: Sequence[Format]) -> b
         _in_quickest_format(name, cluster, rates, formats).seconds
         for name in offered(cluster.network)
     )
+    # The margin is of whole steps: of an exchange that backward hides, an error changes nothing.
     if backward + dense > (1 + ERROR) * (backward + sparse):
         return True
     return None if sparse < dense else False
@@ -248,6 +250,7 @@ def compare(cluster: Cluster, rates: Rates, formats: Sequence[Format] | None = N
     gtopk = next(each for each in sparse if each.candidate.algorithm == "gtopk")
     on = Calibration(cluster.network, rates, "")
     budget = Budget(bytes_per_step=gtopk.sent.most_bytes)
+    # In one format: at equal bytes a shorter index must not pass for a better method.
     one = [gtopk.candidate.format]
     equal = choose(cluster.length, on, budget, one, value_bytes=cluster.value_bytes)
     return Comparison(
@@ -259,6 +262,7 @@ def compare(cluster: Cluster, rates: Rates, formats: Sequence[Format] | None = N
             for each in reversed(equal)
             if each.candidate.algorithm != "dense"
         ],
+        # The tree and shards stand beside the others to compare: Compression.auto offers neither.
         min([dense, *(s for s in sparse if s.candidate.algorithm in SPARSE)], key=exposed),
         cluster.reduced(SHARDS, rates) if has_shards else None,
         rates,
@@ -306,6 +310,7 @@ def where_it_pays(edge: BreakEven) -> str:
             return f"{side} {highest} {at_slow}: a time may be {_OFF}"
         case _, math.inf:
             return f"{side} {lowest} {at_fast}: a time may be {_OFF}"
+    # The unit once, where both have the same: "6 to 8.9 Gbit/s".
     bounds = f"{lowest.removesuffix(SPACE + highest.rpartition(SPACE)[2])} to {highest}"
     if not edge.is_a_number or edge.bits_per_second is None:
         return f"{side} a bandwidth of {bounds}: a time may be {_OFF}"

@@ -96,7 +96,8 @@ def _short(value: Any) -> Any:
     return round(value, _DIGITS) if abs(value) >= 1 else float(f"{value:.{_DIGITS}g}")
 
 
-MOST_RANKS: Final = 100_000  # as many as the files' names have digits for
+# As many as the files' names have digits for.
+MOST_RANKS: Final = 100_000
 _MOST: Final = 10**18  # bytes, steps, entries
 _LONGEST_SECONDS: Final = 1e12
 _LAST_DATE: Final = 250e9  # seconds since 1970: in the year 9892
@@ -110,12 +111,15 @@ _STEERING: Final = re.compile(
 Check = Callable[[Any], bool]
 
 
+# By `type`, not isinstance: True would pass for a count of 1.
 def _is_count(value: Any) -> bool:
+    # Bounded, as Python's whole numbers are not: later arithmetic in floats would overflow.
     return type(value) is int and 0 <= value <= _MOST
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= _LONGEST_SECONDS  # NaN is not
+    # False for NaN, too.
+    return type(value) in (int, float) and abs(value) <= _LONGEST_SECONDS
 
 
 def _is_date(value: Any) -> bool:
@@ -220,10 +224,12 @@ def sound(line: Line, rank: int | None) -> Line | None:
     holds, may_hold = _HOLDS.get(what, ({}, {}))
     if what != "begin" and not _is_number(line.get("seconds")):
         return None
+    # An unknown kind has no fields here, and passes: a record of a later version is shown in part.
     if not all(name in line and check(line[name]) for name, check in holds.items()):
         return None
     if not all(check(line[name]) for name, check in may_hold.items() if name in line):
         return None
+    # A file that was copied to another rank's name would count its steps twice.
     if what == "begin" and not line["rank"] == rank < line["ranks"]:
         return None
     if what == "values":
@@ -251,7 +257,8 @@ def shown(value: Any) -> Any:
     return [shown(each) for each in value] if isinstance(value, list) else value
 
 
-@lru_cache(1 << 12)  # all lines share a few names: this keeps one text for each
+# All lines share a few names: this keeps one text for each.
+@lru_cache(1 << 12)
 def _steady(text: str) -> str:
     return _STEERING.sub(_spelt, text)
 

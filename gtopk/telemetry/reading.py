@@ -46,14 +46,16 @@ class RankFile:
         """
         with self._path.open("rb") as file:
             status = os.fstat(file.fileno())
+            # Another file, or a shorter one, has taken its place: what was read is of neither.
             if status.st_ino != self._inode or status.st_size < self._read_bytes:
                 self.attempts, self._before, self.earlier_runs, self.unsound = [], [], 0, 0
                 self._inode, self._read_bytes = status.st_ino, 0
             file.seek(self._read_bytes)
             while texts := file.readlines(_BLOCK_BYTES):
+                # Its rest may follow: it is read again, from its beginning, the next time.
                 is_cut = not texts[-1].endswith(b"\n") and _parsed(texts[-1]) is None
                 if is_cut:
-                    texts.pop()  # an incomplete line, whose rest may follow
+                    texts.pop()
                 self._read_bytes += sum(map(len, texts))
                 self._take(texts)
                 if is_cut:
@@ -93,6 +95,7 @@ class RankFile:
         """Decide by a line whether the last attempt resumes those before it."""
         if what == "resumed":
             self.attempts = self._before + self.attempts
+        # A first step without "resumed" before it shows that the run is a new one.
         if what in ("resumed", "step"):
             self.earlier_runs += what == "step" and bool(self._before)
             self._before = []
@@ -110,6 +113,7 @@ def has_ended(path: Path) -> bool:
     """Tell whether the last run in a rank's file has an "end"; without a run, no."""
     try:
         with path.open("rb") as file:
+            # The end alone: a long run's file has hundreds of megabytes, and a job waits here.
             file.seek(max(0, path.stat().st_size - _BLOCK_BYTES))
             texts = file.read().splitlines()
     except OSError:
@@ -121,7 +125,8 @@ def has_ended(path: Path) -> bool:
 def _parsed(text: bytes) -> Line | None:
     try:
         line = json.loads(text)
-    except (ValueError, RecursionError):  # a killed rank's half a line; nonsense
+    except (ValueError, RecursionError):
+        # Half a line of a killed rank; or nonsense.
         return None
     return line if isinstance(line, dict) and "what" in line else None
 
@@ -131,6 +136,7 @@ def _without_old_steps(texts: Sequence[bytes], count: int) -> list[bytes]:
     kept = []
     left = count
     for text in reversed(texts):
+        # By the bytes that `as_text` writes; a line written otherwise is kept, and parsed.
         is_step = text.startswith(_STEP) and _SKIPPED not in text
         left = count if text.startswith(_BEGIN) else left - is_step
         if not is_step or left >= 0:
@@ -229,8 +235,10 @@ class RankRecord:
         self.begins = [place for place in self.begins if place < self.earlier] + [self.earlier]
         if not self.steps:
             self.from_step = step
+        # Messages stay: a warning of a step that was repeated was given nevertheless.
         for notes in (self.residuals, self.scores, self.values):
-            notes[:] = [note for note in notes if note.step <= step]  # they come before it
+            # A note of a step comes before the step.
+            notes[:] = [note for note in notes if note.step <= step]
 
 
 @dataclass
@@ -299,6 +307,7 @@ class Reader:
 
         If a folder holds several runs, one after the other, it is the last, with those it resumed.
         """
+        # Known files go on where they were read; those that are gone are forgotten.
         self._files = {
             path: self._files.get(path) or RankFile(path, self._recent_steps)
             for path in sorted(self._folder.glob(_PATTERN))
@@ -344,6 +353,7 @@ def _put_together(found: Iterable[Sequence[list[Line]]]) -> Run:
     """Return the last run, put together from all ranks' attempts."""
     files = {attempts[-1][0]["rank"]: _attempts_by_start(attempts) for attempts in found}
     newest = max(files.values(), key=lambda each: _when(_last(each)))
+    # By the newest begin of all files: a folder may hold files of ranks that only earlier runs had.
     ranks, met = _last(newest)["ranks"], [*newest][-1]
     # A world has the ranks from 0 on: the lowest one was in all of the run, and what others did
     # without it was another; as was what ranks beyond this world's did.
@@ -382,9 +392,11 @@ def _record(attempts: Attempts, lead: Attempts, began: float) -> RankRecord:
         reference = lead[met][0]
         # On rank 0's clock, and from there by its calendar: attempts share no other clock.
         start = reference["unix_seconds"] + begin["seconds"] - reference["seconds"] - began
+        # A rank may have joined the run late: elastic's new hosts.
         if met == next(iter(attempts)):
             record.began_seconds = start
-        if record.end is not None and not record.in_order:  # why this attempt was needed
+        # It says why this attempt was needed.
+        if record.end is not None and not record.in_order:
             step = record.steps[-1].report.step if record.steps else 0
             record.messages.append(Note(record.last_seconds, step, {"text": record.end}))
         record.end, record.earlier = None, len(record.steps)

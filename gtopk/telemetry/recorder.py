@@ -22,7 +22,8 @@ from .step_report import StepReport
 _log = logging.getLogger("gtopk")
 
 Noted = tuple[StepReport, float, int, int]  # what step_line makes a line of
-_PAUSE_SECONDS: Final = 0.2  # between two writes; a killed rank may lose this much
+# Between two writes; a killed rank may lose as much.
+_PAUSE_SECONDS: Final = 0.2
 
 
 class Sink(Protocol):
@@ -61,6 +62,8 @@ class Recorder:
         self._bytes = self._samples = self._steps = 0
         self._samples_said: int | None = None  # by the script, for the current step
         self._left_out: Noted | None = None  # the last step, if `every` leaves it out
+        # Reentrant: a handler of SIGTERM may end the record, and run within another write of its
+        # thread.
         self._writing = threading.RLock()
         self._closing = threading.Event()
         self._ended = False
@@ -78,6 +81,7 @@ class Recorder:
         self._samples += report.samples or 0
         self._steps += 1
         noted = (report, self._now(), self._bytes, self._samples)
+        # Skipped steps are rare and wanted; the first one shows that the record works.
         if self._steps % self._every == 0 or report.skipped or self._steps == 1:
             self._left_out = None
             self._noted.append(noted)
@@ -142,11 +146,13 @@ class Recorder:
             return []
         if not self._ended:
             self._note_left_out()
+        # Before the thread is waited for, and then the last flush: nothing may be noted in between.
         self._closing.set()
         _log.removeHandler(self._handler)
         self._thread.join()
         self.flush()
         with self._writing:
+            # Only without an end: after one, the run of such a sink is over, too.
             open_still = [
                 s for s in self._sinks if not self._ended and getattr(s, "goes_on", False)
             ]
@@ -199,7 +205,8 @@ class _MessageHandler(logging.Handler):
         self._recorder.note_message(record.levelname, record.getMessage())
 
 
-_SAMPLED_EVERY: Final = 50  # steps: a sample takes about twice what a step's selection does
+# Steps: a sample takes about twice the time of a step's selection.
+_SAMPLED_EVERY: Final = 50
 
 
 class BucketExchange(Protocol):

@@ -32,7 +32,7 @@ from ..errors import page
 from ..runtime.coordinator.clocks import agree_on_now, clock_offset
 from ..runtime.machine import processor
 from ..runtime.world import world
-from ..runtime.world.membership import World, register
+from ..runtime.world.membership import World, WorldObserver, register
 from ..settings import MLFLOW, PROMETHEUS, RUN, TENSORBOARD, WANDB
 from . import timeline
 from .lines import FORMAT, LARGEST_VALUE, Line, as_text, path_of
@@ -90,8 +90,9 @@ class LineFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         length = os.fstat(self._file).st_size
+        # An earlier writer was killed within a line: ours would become a part of it.
         if length and os.pread(self._file, 1, length - 1) != b"\n":
-            os.write(self._file, b"\n")  # an earlier writer was killed within a line
+            os.write(self._file, b"\n")
 
     def take(self, lines: Sequence[Line]) -> None:
         content = memoryview("".join(map(as_text, lines)).encode())
@@ -130,7 +131,8 @@ _records: Final[WeakKeyDictionary[World, _Records]] = WeakKeyDictionary()
 
 def _records_of(world: World) -> _Records:
     found = _records.get(world)
-    if found is None:  # it was made before this was imported
+    # The world was made before this module was imported, and registered.
+    if found is None:
         found = _records[world] = _Records(settings_from())
     return found
 
@@ -171,9 +173,12 @@ def start(world: World, settings: Settings, own: Sequence[Sink] = ()) -> None:
     Raises OSError where a file or an endpoint cannot be opened, ImportError where a package that is
     asked for is not installed.
     """
-    _end(world, "it is recorded elsewhere from now on")
+    if (recorder := recorder_of(world)) is not None:
+        recorder.end("it is recorded elsewhere from now on")
+    _pause(world)
     _log_earlier_run(world, settings)
-    with ExitStack() as opened:  # where a later one cannot be, the earlier ones are closed
+    # Where a later one cannot be opened, the earlier ones are closed.
+    with ExitStack() as opened:
         sinks = []
         for opening in _openings(world, settings).values():
             sinks.append(opening())
@@ -183,8 +188,8 @@ def start(world: World, settings: Settings, own: Sequence[Sink] = ()) -> None:
     _record(world, [*sinks, *own])
 
 
-class _WorldRecords:
-    """Starts the recording that the environment or the world before asks for; a WorldObserver."""
+class _WorldRecords(WorldObserver):
+    """Starts the recording that the environment or the world before asks for."""
 
     def join(self, world: World, before: World | None) -> bool:
         settings = settings_from() if before is None else settings_of(before)
@@ -198,12 +203,14 @@ class _WorldRecords:
         _log_earlier_run(world, settings)
         records = _records_of(world)
         open_still = [*records.open_still]
-        records.open_still.clear()  # the list is that of the world before
+        # The list is that of the world before, which would close what goes on here.
+        records.open_still.clear()
         sinks: list[Sink] = []
         for variable, opening in _openings(world, settings).items():
             kind = _GOING_ON.get(variable)
             goes_on = [sink for sink in open_still if kind is not None and isinstance(sink, kind)]
-            if goes_on and world.rank == 0:  # another rank would have begun a run of its own
+            # Only where rank 0 is the same process: another one has begun a run of its own.
+            if goes_on and world.rank == 0:
                 sinks += goes_on[:1]
                 continue
             try:
@@ -216,15 +223,9 @@ class _WorldRecords:
             _close(sink)
         _record(world, sinks)
 
-    def open_set(self, world: World, number: int) -> None:
-        pass
-
     def resume(self, world: World) -> None:
         if (recorder := recorder_of(world)) is not None:
             recorder.note_resumed()
-
-    def leave(self, world: World) -> None:
-        pass
 
     def pause(self, world: World) -> None:
         _pause(world)
@@ -236,7 +237,8 @@ class _WorldRecords:
             records.balance = Balance()  # it is said once
         if (recorder := recorder_of(world)) is not None:
             recorder.end(how, in_order)
-        while records.open_still:  # the world after, in which they were to go on, never stood
+        # The next world, in which they were to go on, was never set up.
+        while records.open_still:
             end = {"what": "end", "seconds": 0.0, "step": world.step}
             _close(records.open_still.pop(), [{**end, "how": how, "in_order": in_order}])
 
@@ -296,13 +298,6 @@ def _record(world: World, sinks: list[Sink]) -> None:
             records.recorder.note_resumed()
 
 
-def _end(world: World, how: str) -> None:
-    """Write how this recording ends, and stop it."""
-    if (recorder := recorder_of(world)) is not None:
-        recorder.end(how, True)
-    _pause(world)
-
-
 def _pause(world: World) -> None:
     """Write all notes without an end: the run goes on in another world."""
     records = _records_of(world)
@@ -312,8 +307,6 @@ def _pause(world: World) -> None:
 
 
 def _begin(world: World, began: float) -> Line:
-    import torch
-
     records = _records_of(world)
     return {
         "what": "begin",
@@ -347,8 +340,10 @@ register(_WorldRecords())
 
 
 WINDOW: Final = 20  # values of the loss that are taken together
-_WINDOWS: Final = 100  # windows watched: a run is fragile in its beginning
-_ERRORS: Final = 4.0  # standard errors: noise does not explain a larger rise
+# Only the beginning of a run is so fragile.
+_WINDOWS: Final = 100
+# Standard errors: noise does not explain a larger rise.
+_ERRORS: Final = 4.0
 _SHARE: Final = 0.05  # of the lowest mean: a rise that matters
 
 
@@ -379,6 +374,7 @@ def record(
     address = parse_address(prometheus, "prometheus") if prometheus else None
     settings = Settings(folder, every, tensorboard, address, wandb, mlflow)
     here = world.current()
+    # Anew, and by all ranks: their clocks may have drifted since `init`, or were never compared.
     here.clock, here.began_unix_seconds = here.engine.submit(
         "clocks", [], lambda t, all_flags: (clock_offset(t), agree_on_now(t))
     ).wait()
@@ -429,7 +425,8 @@ def log_samples(count: int) -> None:
 def _number(value: Any) -> float:
     try:
         return float(value.detach() if isinstance(value, torch.Tensor) else value)
-    except OverflowError:  # of a whole number beyond all floats
+    except OverflowError:
+        # Of a whole number beyond all floats.
         return math.inf
 
 
@@ -458,6 +455,7 @@ class LossWatch:
         """
         if self.is_over:
             return ""
+        # Detached: a loss that is kept would keep its graph, and with it all activations.
         self._values.append(value.detach() if isinstance(value, torch.Tensor) else value)
         if len(self._values) < WINDOW:
             return ""

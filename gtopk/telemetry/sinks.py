@@ -45,6 +45,7 @@ class Page:
         text: Callable[[], str],
     ) -> None:
         self._paths, self._type, self._text = paths, content_type, text
+        # Bound in the program's thread, so that a port in use is an error of whoever asked for it.
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._socket = socket.create_server(address, family=family, backlog=_CALLS)
         self.address: tuple[str, int] = address[0], self._socket.getsockname()[1]
@@ -67,7 +68,8 @@ class Page:
         server = await asyncio.start_server(
             self._receive, sock=self._socket, limit=_REQUEST_BYTES, backlog=_VISITS
         )
-        self._socket.listen(_CALLS)  # asyncio's backlog is also how many it accepts at a time
+        # Again, as asyncio's backlog is also how many it accepts at a time.
+        self._socket.listen(_CALLS)
         await self._closing.wait()
         # First accept connections under way: a closed server would leave their sockets open.
         self._loop.remove_reader(self._socket)
@@ -93,6 +95,7 @@ class Page:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         request = await reader.readuntil(b"\r\n\r\n")
+        # Padded: a request line may have fewer words.
         method, path, *_ = [*request.decode("latin-1").split("\r\n")[0].split(" "), "", ""]
         if method != "GET":
             status, text = HTTPStatus.METHOD_NOT_ALLOWED, f"GET {self._paths[-1]}\n"
@@ -107,7 +110,8 @@ class Page:
         )
         writer.write(head.encode() + body)
         writer.close()
-        await writer.wait_closed()  # it has taken all
+        # Until the visitor has taken all: the caller aborts the connection.
+        await writer.wait_closed()
 
 
 _LOOPBACK: Final = "127.0.0.1"
@@ -129,6 +133,7 @@ def parse_address(text: str, said_by: str) -> Address:
     host, _, port = text.rpartition(":")
     if not port.isdecimal() or not 0 <= int(port) < 65536:
         raise ValueError(f"{said_by} must be PORT or HOST:PORT, as 9400, got {text!r}")
+    # IPv6 addresses stand in brackets, as in URLs.
     return Address(host.strip("[]") or _LOOPBACK, int(port))
 
 
@@ -145,7 +150,8 @@ class Endpoint:
         self._metrics = Metrics(rank)
         try:
             self._page = Page(address, ("/", "/metrics"), _TYPE, self._metrics.text)
-        except (OSError, OverflowError) as error:  # the latter of ports beyond 65535
+        # OverflowError of ports beyond 65535: local ranks count up from the port that was given.
+        except (OSError, OverflowError) as error:
             raise OSError(
                 f"no Prometheus endpoint can be at {address.host}:{address.port}: {error}"
             ) from error
@@ -191,7 +197,8 @@ class Metrics:
         with self._lock:
             for line in lines:
                 for metric, value in _metrics_of(line).items():
-                    if value is None:  # not in this step: an old value would be taken for a new one
+                    # Not in this step: an old value would be taken for a new one.
+                    if value is None:
                         self._values.pop(metric, None)
                     else:
                         self._values[metric] = value
@@ -205,6 +212,7 @@ class Metrics:
 
     def text(self) -> str:
         """Return all of it in Prometheus's text format."""
+        # A copy, as making the text takes longer than the recorder's thread should wait.
         with self._lock:
             values = dict(self._values)
         said = []
@@ -215,6 +223,7 @@ class Metrics:
             said += [f"# HELP {name} {about}", f"# TYPE {name} {kind}"]
             for label, value in found.items():
                 more = f",{label}" if label else ""
+                # As Prometheus's format spells them.
                 number = f"{value}".replace("nan", "NaN").replace("inf", "Inf")
                 said.append(f'{name}{{rank="{self._rank}"{more}}} {number}')
         return "\n".join(said) + "\n"
@@ -252,6 +261,7 @@ def _metrics_of(line: Line) -> dict[tuple[str, str], float | None]:
 
 
 def _quoted(text: str) -> str:
+    # Backslashes first: those that quotes and line ends get must stay.
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
@@ -360,7 +370,7 @@ class Wandb:
             self._run.define_metric(names, step_metric="gtopk/step")
 
     def take(self, lines: Sequence[Line]) -> None:
-        self._has_failed |= _warn_of_failure(lines)
+        self._has_failed |= _tells_of_failure(lines)
         for line in lines:
             if values := dict(self._sent.scalars(line)):
                 self._run.log({**values, "gtopk/step": line["step"]})
@@ -400,14 +410,15 @@ class MLflow:
         self._sent = _Sent()
 
     def take(self, lines: Sequence[Line]) -> None:
-        self._has_failed |= _warn_of_failure(lines)
+        self._has_failed |= _tells_of_failure(lines)
         now = int(1e3 * time.time())
         metrics = [
             self._metric(_metric_name(name), value, now, line["step"])
             for line in lines
             for name, value in self._sent.scalars(line)
         ]
-        for begin in range(0, len(metrics), 1000):  # it takes no more at once
+        # MLflow refuses a batch of more.
+        for begin in range(0, len(metrics), 1000):
             self._client.log_batch(self._run, metrics[begin : begin + 1000])
 
     def close(self) -> None:
@@ -416,12 +427,13 @@ class MLflow:
             self._client.set_terminated(self._run, "FAILED" if self._has_failed else "FINISHED")
 
 
-def _warn_of_failure(lines: Sequence[Line]) -> bool:
+def _tells_of_failure(lines: Sequence[Line]) -> bool:
     """Tell whether this rank has left out of order."""
     return any(line["what"] == "end" and not left_in_order(line) for line in lines)
 
 
 def _metric_name(name: str) -> str:
     """Return a name that MLflow accepts: "acc@1" becomes "acc_1"."""
+    # MLflow raises for a name that is no normal path, too.
     plain = _NO_METRIC_NAME.sub("_", name.replace(",", ""))
     return posixpath.normpath(f"/{plain}").lstrip("/") or "_"

@@ -116,6 +116,7 @@ def parts(step: StepReport) -> dict[str, float]:
     applied = min(waited, max(0.0, step.apply_seconds))
     room = waited - applied
     seconds = {part: max(0.0, shown * each) for part, each in busy.items()}
+    # Both threads measure by themselves: the engine's parts may exceed what the program has waited.
     total = sum(seconds.values())
     fits = min(1.0, room / total) if total else 1.0
     seconds = {part: fits * each for part, each in seconds.items()}
@@ -174,7 +175,8 @@ class Balance:
         if not is_dense:
             self.exposed_seconds += count * _exposed(step) * step.exchange_seconds
         self.dense_seconds += count * dense_seconds
-        if step.predicted_seconds is not None:  # None while the density warms up
+        # None while the density warms up.
+        if step.predicted_seconds is not None:
             self.expected_steps += count
             self.expected_seconds += count * step.predicted_seconds
             self.then_seconds += count * step.exchange_seconds
@@ -227,7 +229,8 @@ class Balance:
         A prediction so wrong for the exchanges that ran tells nothing of those that did not.
         """
         expected, dense = self.expected_seconds, self.then_dense_seconds
-        if (dense > self.then_seconds) != (saved > 0):  # other steps, a warm-up's, have decided
+        # Steps without a prediction, a warm-up's, have decided.
+        if (dense > self.then_seconds) != (saved > 0):
             return False
         return dense * SAME < expected if saved > 0 else expected * SAME < dense
 
@@ -292,6 +295,7 @@ def report(
     exchange_seconds = sum(each.seconds for each in exchanged) + apply_seconds
     agree_seconds = sum(operation.agree_seconds for operation in operations)
     predictions = [each.predicted_seconds for each in exchanged]
+    # Exchanges that choose by themselves, as of Compression.auto, know better than the step does.
     if predictions and None not in predictions:
         predicted_seconds = sum(filter(None, predictions))
     return StepReport(

@@ -31,12 +31,16 @@ if TYPE_CHECKING:
     from ..runtime.world.membership import World
 
 _log = logging.getLogger("gtopk")
-_EVERY: Final = 6  # steps: no two windows share one
-_WINDOW: Final = 5  # a single step that evaluates or saves does not move the median
-_IN_A_ROW: Final = 3  # scores: a rank that slows down is reported within 22 steps
+# Steps: longer than a window, so that no two share one.
+_EVERY: Final = 6
+# A single step that evaluates or saves does not move the median.
+_WINDOW: Final = 5
+# Scores: a rank that slows down is reported within 22 steps.
+_IN_A_ROW: Final = 3
 SLOW: Final = 0.25
 CAUGHT_UP: Final = 0.5
-_LEAST_SECONDS: Final = 0.01  # shorter steps are too noisy to compare
+# Shorter steps are too noisy to compare.
+_LEAST_SECONDS: Final = 0.01
 QUIET_SECONDS: Final = 60.0  # after a warning
 
 
@@ -46,7 +50,7 @@ class StragglerState(NamedTuple):
     seconds: by place among the ranks; 0 where a rank had none.
     slow:    the places of the ranks that were slow in several scores in a row.
     hosts:   the hosts of all ranks, if `slow` has changed.
-    crowded: the hosts whose ranks outnumber the cores.
+    oversubscribed: the hosts whose ranks outnumber the cores.
     """
 
     seconds: list[float]
@@ -71,7 +75,7 @@ class Stragglers:
         self._world, self._engine = here, engine
         self._name = f"{name}.speed"
         self._recent: deque[float] = deque(maxlen=_WINDOW)
-        self._log_operation: Operation | None = None
+        self._operation: Operation | None = None
         # The engine's thread's own; equal on all ranks.
         self._slow: list[int] = []
         self._in_a_row: Counter[int] = Counter()  # scores that found a rank slow, by its place
@@ -90,21 +94,24 @@ class Stragglers:
             return
         if seconds is not None:
             self._recent.append(seconds)
-        if self._log_operation is not None and self._log_operation.done:
-            if self._log_operation.error is None:  # else a rank has joined, or left
-                self._receive(self._log_operation.result)
-            self._log_operation = None
+        if self._operation is not None and self._operation.done:
+            # With an error a rank has joined, or left: there are no scores.
+            if self._operation.error is None:
+                self._receive(self._operation.result)
+            self._operation = None
         # All ranks submit alike: the last exchange of flags was announced before those of the steps
         # since, which have ended on every rank, and so has it.
-        if steps % _EVERY == 0 and self._log_operation is None:
+        if steps % _EVERY == 0 and self._operation is None:
+            # As flags, in microseconds: they ride on the announcement, and nothing else is sent.
             median = statistics.median(self._recent) if self._recent else 0.0
-            self._log_operation = self._engine.submit(
+            self._operation = self._engine.submit(
                 self._name, [], self._take, flags=round(1e6 * median)
             )
 
     def _take(self, transport: Transport, all_flags: Sequence[int]) -> StragglerState:
         """Run on the engine's thread, on all ranks alike."""
         told = StragglerState([flags / 1e6 for flags in all_flags], [], [], set())
+        # Slow below a fourth, caught up above half: between the two a rank stays what it is.
         for place, score in enumerate(told.scores()):
             is_slow = place in self._slow
             if score is not None and is_slow:

@@ -47,7 +47,7 @@ from weakref import WeakKeyDictionary
 from .. import settings
 from ..runtime.coordinator import Engine, Event, Observer
 from ..runtime.coordinator.clocks import Offset
-from ..runtime.world.membership import World
+from ..runtime.world.membership import World, WorldObserver
 
 _log = logging.getLogger("gtopk")
 _LIBRARY: Final = {"mpi": "MPI", "torch.distributed": "GLOO", "nccl": "NCCL"}
@@ -113,6 +113,8 @@ class Timeline:
         self._open: Counter[int] = Counter()  # by row: spans that have begun and not ended
         self._is_over = False  # the disk is full, say
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        # Of the records alone: the next ones are written over the closing bracket. The empty record
+        # first lets each of them begin with a comma.
         self._length = os.pwrite(self._file, b"[\n{}" + _END, 0) - len(_END)
         if whose is not None:
             told = {
@@ -150,6 +152,7 @@ class Timeline:
 
     def close(self) -> None:
         """Write all noted events, and stop."""
+        # Before the None, behind which nothing is read.
         for engine, observer in self._watched:
             engine.remove_observer(observer)
         self._events.put(None)
@@ -158,6 +161,7 @@ class Timeline:
     def _write(self) -> None:
         goes_on = True
         while goes_on:
+            # All that waits at once: a burst of events is one write to the file.
             heard = [self._events.get()]
             while not self._events.empty():
                 heard.append(self._events.get())
@@ -176,7 +180,8 @@ class Timeline:
         except OSError as error:
             self._is_over = True
             _log.warning("the timeline ends here, as %s; training goes on", error)
-            with contextlib.suppress(OSError):  # drop the part that fitted, restore the end
+            # Drop the part that fitted, and restore the end: what was written before stays JSON.
+            with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._length)
                 os.pwrite(self._file, _END, self._length)
 
@@ -224,7 +229,8 @@ class Timeline:
         elif event.phase == "begin":
             self._open[row] += 1
             yield {"ph": "B", "name": self._label(event), **at, **place}
-        elif self._open[row]:  # else it began before the timeline
+        # Else the span began before the timeline: an end without a begin would close another one.
+        elif self._open[row]:
             self._open[row] -= 1
             yield {"ph": "E", **at, **place}
 
@@ -281,8 +287,8 @@ def stop(world: World) -> None:
         timeline.close()
 
 
-class WorldTimelines:
-    """Starts the timeline that GTOPK_TIMELINE or HOROVOD_TIMELINE names; a WorldObserver."""
+class WorldTimelines(WorldObserver):
+    """Starts the timeline that GTOPK_TIMELINE or HOROVOD_TIMELINE names."""
 
     def join(self, world: World, before: World | None) -> bool:
         return settings.TIMELINE.read() != ""
@@ -308,17 +314,8 @@ class WorldTimelines:
     def open_set(self, world: World, number: int) -> None:
         _watch(world, number)
 
-    def resume(self, world: World) -> None:
-        pass
-
     def leave(self, world: World) -> None:
         stop(world)
-
-    def pause(self, world: World) -> None:
-        pass
-
-    def end(self, world: World, how: str, in_order: bool) -> None:
-        pass
 
 
 def path_of(folder: Path, rank: int) -> Path:

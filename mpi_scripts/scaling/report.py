@@ -14,13 +14,29 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Final
 
-from gtopk.cli.charts import STYLE, Axis, text
+from gtopk.cli.charts import Axis, text
 from gtopk.units import bandwidth_text, bytes_text, count_text, digits, percent_text, seconds_text
 
 from .measure import Record, Results
 from .models import PUBLISHED, WORKERS
 
 BASELINE = "ssgd"
+# The picture stands alone, without a page that would give it colours.
+STYLE: Final = """
+svg { color-scheme: light dark; --ground: #fff; --text: #1b2026; --muted: #59636e; --rule: #e4e8ec;
+  --ours: #0072b2; --baseline: #7a5c00; }
+@media (prefers-color-scheme: dark) { svg { --ground: #12161b; --text: #e6eaee; --muted: #9ba6b2;
+  --rule: #303943; --ours: #5ab4ee; --baseline: #e0b84c; } }
+.ground { fill: var(--ground); }
+text { font: 13px system-ui, "Segoe UI", Roboto, Helvetica, Arial, sans-serif; fill: var(--text); }
+text.title { font-size: 20px; font-weight: 650; } text.case { font-weight: 650; font-size: 15px; }
+text.tick, text.fact { fill: var(--muted); font-size: 12px; } text.reference { font-weight: 650; }
+.middle { text-anchor: middle; } .end { text-anchor: end; }
+.grid { stroke: var(--rule); } .model { stroke: var(--text); stroke-width: 2; }
+.ours { --ink: var(--ours); } .baseline { --ink: var(--baseline); }
+.range { stroke: var(--ink); stroke-width: 3; opacity: 0.45; } .median { fill: var(--ink); }
+.stem { stroke: var(--ink); stroke-width: 1; stroke-dasharray: 1 4; }
+"""
 
 
 def facts(results: Results) -> list[str]:

@@ -36,9 +36,11 @@ def _json_alone(run: Callable[[list[str]], int], words: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "records.json")
         words[words.index("--json") + 1] = str(file)
+        # What a benchmark prints for people must not get between the records.
         with contextlib.redirect_stdout(sys.stderr):
             code = run(words)
-        if file.exists():  # rank 0 writes it
+        # Rank 0 alone writes it.
+        if file.exists():
             print(file.read_text(encoding="utf-8"), end="")
     return code
 

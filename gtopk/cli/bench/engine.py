@@ -49,7 +49,8 @@ from .harness import (
 
 GOAL_RATIO: Final = 1.5
 _WARM_UP_ROUNDS: Final = 3
-_REPEATS: Final = 50  # of a negotiation in a round: one alone is too short to time
+# One negotiation alone is too short to time.
+_REPEATS: Final = 50
 
 
 class Record(TypedDict):
@@ -85,6 +86,7 @@ def negotiation(transport: Transport, names: int, rounds: int) -> Record:
     layout = layout_of(Dense(np.zeros(1, np.float32)))
     spec = OperationSpec(("float32 [1]",), None, (layout,))
     requests = [Request(f"allreduce.{number}", spec, 0) for number in range(names)]
+    # Once by name, outside the timing: in a training names have slots from the second step on.
     table.enter(gather_announcements(transport, Announcement(fresh=tuple(requests)), table.slots))
     words = -(-names // 64)
     bare = np.zeros(transport.size * (1 + words), np.int64)
@@ -119,7 +121,9 @@ def step(engine: Engine, case: str, lengths: Sequence[int], rounds: int) -> Reco
         ]
         for operation in operations:
             operation.wait()
-        while engine.activity != "idle":  # its thread sets the last outcome before it is idle
+        # Its thread sets the last outcome before it is idle, and would still send in the turn of
+        # the bare allreduce.
+        while engine.activity != "idle":
             time.sleep(0)
         cycles.append(engine.cycles - before)
 
@@ -142,12 +146,14 @@ def _alternate(
     """Return the seconds of each in every round, of the slowest rank."""
     seconds = np.zeros((2, _WARM_UP_ROUNDS + rounds))
     for number in range(seconds.shape[1]):
+        # In turns, so that the machine's other work meets both alike.
         for row, call in enumerate((ours, bare)):
             transport.barrier()
             begun = time.perf_counter()
             for _ in range(repeats):
                 call()
             seconds[row, number] = (time.perf_counter() - begun) / repeats
+    # After all rounds: an exchange between them would be part of what is measured.
     transport.allreduce(seconds.reshape(-1), "max")
     ours_seconds, bare_seconds = seconds[:, _WARM_UP_ROUNDS:].tolist()
     return ours_seconds, bare_seconds
@@ -190,6 +196,7 @@ def _milliseconds(seconds: Spread) -> str:
 
 
 _RESNET50: Final = [math.prod(shape) for layer in resnet50() for shape in layer]
+# "small": as many, and so short that the engine's own work is what counts.
 GRADIENTS: Final = {"resnet50": _RESNET50, "small": [1000] * len(_RESNET50)}  # lengths
 
 

@@ -41,7 +41,8 @@ from ...runtime.world.joining import join
 from ...runtime.world.membership import emulate_on
 from ..arguments import Command, output_file
 
-TIMEOUT_SECONDS: Final = 3600.0  # ranks that are not measured wait for those that are
+# Ranks that are not measured wait for those that are.
+TIMEOUT_SECONDS: Final = 3600.0
 T = TypeVar("T")
 
 
@@ -115,6 +116,7 @@ class PerRank(TypedDict):
 def spread(seconds: Sequence[float]) -> Spread:
     """Return the spread of a contender's rounds."""
     if len(seconds) == 1:
+        # statistics.quantiles needs two values.
         quartiles = [seconds[0]] * 3
     else:
         quartiles = statistics.quantiles(seconds, n=4, method="inclusive")
@@ -182,12 +184,6 @@ def write_json(content: object, path: Path | None) -> None:
         print(f"written to {path}")
 
 
-def refuse(benchmark: str, reason: object) -> int:
-    """Print why nothing can be measured, and return the exit code of wrong usage."""
-    print(f"gtopk bench {benchmark}: {reason}", file=sys.stderr)
-    return 2
-
-
 def on_launched_rank(work: Callable[[Transport], object], over: str | None = None) -> int:
     """Do a benchmark's work as one rank of a launcher's; a failure here ends the job.
 
@@ -198,8 +194,10 @@ def on_launched_rank(work: Callable[[Transport], object], over: str | None = Non
         emulate_on(transport)
         work(transport)
     except BaseException as error:
+        # Of several ranks one has the cause; the others' PeerErrors, which tell of it, say no more.
         if not isinstance(error, PeerError) or transport.rank == 0:
             traceback.print_exc()
+        # `abort` ends the process without flushing.
         sys.stderr.flush()
         transport.abort(1)
         raise
@@ -301,7 +299,7 @@ def _gpt2() -> Iterator[Layer]:
     yield norm
 
 
-# What a step costs whatever it computes depends on how many parameters there are, and how long.
+# A step's own cost hangs on how many parameters there are, and how long: these span both.
 SHAPES: Final[Mapping[str, Callable[[], Iterator[Layer]]]] = {
     "one-50m": lambda: iter([((50_000_000,),)]),
     "160x1000": lambda: iter([((1000,),)] * 160),
@@ -312,6 +310,7 @@ SHAPES: Final[Mapping[str, Callable[[], Iterator[Layer]]]] = {
 }
 
 
+# Backward takes two products where forward takes one: for inputs and for weights.
 FORWARD_SHARE: Final = 1 / 3
 
 
@@ -346,7 +345,9 @@ class _Pass(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outputs: torch.Tensor) -> Any:
+        # Asleep, not busy: a GPU would compute now, and leave the core to the exchange.
         time.sleep(ctx.seconds)
+        # Copies: autograd hands a gradient over as .grad, which optimizers change in place.
         return outputs[0], None, None, *(gradient.clone() for gradient in ctx.gradients)
 
 
@@ -397,6 +398,7 @@ def real(model: str, batch: int, rank: int) -> Compute:
     labels = torch.randint(0, 10, (batch,), generator=generator)
 
     def make() -> nn.Module:
+        # All ranks and all contenders begin with the same weights.
         torch.manual_seed(0)
         return NETWORKS[model]()
 

@@ -61,6 +61,7 @@ class Training:
     def __init__(self, length: int) -> None:
         torch.manual_seed(0)
         beside = _FEATURES + _CLASSES
+        # The positive root of hidden^2 + (features + classes) * hidden = length.
         hidden = max(1, round((math.sqrt(beside**2 + 4 * length) - beside) / 2))
         self._network = torch.nn.Sequential(
             torch.nn.Linear(_FEATURES, hidden),
@@ -110,8 +111,10 @@ def open_source(name: str, length: int) -> Source:
 # (residual, gradient, k) -> the picks, which are cleared in the residual.
 Step = Callable[[Array, Array, int], SparseVector]
 
-FLOOR: Final = "a += g"  # the part that no method can avoid
-COPY: Final = "copy"  # shows the memory's speed without computing
+# The part that no method can avoid.
+FLOOR: Final = "a += g"
+# Shows the memory's speed without computing.
+COPY: Final = "copy"
 TWINS: Final = {"gtopk-reference": reference} | (
     {} if why_not_compiled() else {"gtopk-compiled": host}
 )
@@ -199,6 +202,7 @@ class Answer:
     def __init__(self, total: Array, k: int) -> None:
         self.k = k
         self.keys = reference.keys(total)
+        # By keys, which order magnitudes as whole numbers do: NaN would compare as neither.
         self.at_k = np.partition(self.keys, total.size - k)[total.size - k]
         # Zeros may be selected or not.
         self.least = k if self.at_k else int(np.count_nonzero(self.keys))

@@ -40,7 +40,7 @@ from ...optim.distributed import DistributedOptimizer
 from ...runtime.liveness.address import own_address
 from ...runtime.world import world
 from ...torch.functions import allgather_object
-from ..arguments import share, whole_number
+from ..arguments import fail, share, whole_number
 from ..charts import aligned
 from .collectives.run import count_hosts
 from .harness import (
@@ -51,7 +51,6 @@ from .harness import (
     bench_parser,
     one_of,
     real,
-    refuse,
     shapes,
     show_progress,
     silent,
@@ -61,11 +60,8 @@ from .harness import (
 POWER_RANK: Final = 2
 WHOLE_MODEL_MB: Final = 1 << 16
 _START: Final = timedelta(seconds=120)
-_UNPACED: Final = (
-    "ddp",
-    "ddp-powersgd",
-    "horovod",
-)  # an emulated link slows gtopk's messages alone
+# An emulated link slows gtopk's messages alone.
+_UNPACED: Final = ("ddp", "ddp-powersgd", "horovod")
 
 
 def own_host(transport: Transport) -> str:
@@ -77,13 +73,15 @@ def own_host(transport: Transport) -> str:
 
 def open_gloo(master: str) -> Any:
     """Return gloo's group of all ranks; master: rank 0's address."""
-    if torch.distributed.is_initialized():  # by the library's own, where gloo carries the world
+    # The library has it where gloo carries the world.
+    if torch.distributed.is_initialized():
         return torch.distributed.group.WORLD
     here = world.current()
     store = None
     if here.rank == 0:
         store = TCPStore(master, 0, here.size, True, _START, wait_for_workers=False)
 
+    # By flags: rank 0 alone has a port, and any free one will do.
     def tell(transport: Transport, all_flags: list[int]) -> int:
         return max(all_flags)
 
@@ -98,6 +96,8 @@ def open_gloo(master: str) -> Any:
 
 def register_power(model: Any, group: Any) -> None:
     """Register PyTorch's PowerSGD hook with DDP."""
+    # From the third step on: PyTorch allows no earlier one, as DDP rebuilds its buckets after the
+    # first.
     state = powerSGD_hook.PowerSGDState(
         group, matrix_approximation_rank=POWER_RANK, start_powerSGD_iter=2
     )
@@ -165,7 +165,8 @@ def ways(density: float, group: Any = None) -> dict[str, Way]:
     def horovod(model: nn.Module) -> tuple[nn.Module, Any]:
         peer = importlib.import_module("horovod.torch")
         peer.init()
-        if peer.size() != world.current().size:  # its launcher's variables are not here
+        # Without its launcher's variables each rank would be alone, and exchange nothing.
+        if peer.size() != world.current().size:
             raise RuntimeError(
                 f"Horovod sees {peer.size()} ranks here, and gtopk {world.current().size}: start "
                 "the benchmark by gtopk run or mpirun"
@@ -241,6 +242,7 @@ class Contender:
             for step in zip(*(zip(*rank, strict=True) for rank in everyones), strict=True)
         ]
         working = sum(w for _, w in exposed)
+        # Round by round: what slows a round down slows all ways in it.
         above = [mine - its for mine, its in zip(self.wall, plain.wall, strict=True)]
         first, _, third = statistics.quantiles(above, n=4) if len(above) > 1 else above * 3
         return Record(
@@ -274,8 +276,11 @@ def measure(
     """
     contenders = [Contender(name, way, compute) for name, way in compared.items()]
     for done in range(-warm_up, rounds):
+        # In another order each round: whoever comes first after a wait finds colder caches.
         turn = done % len(contenders)
         for contender in (*contenders[turn:], *contenders[:turn]):
+            # A barrier: the step that is timed must not wait for ranks that are still in the one
+            # before.
             allgather_object(None)
             contender.step(counts=done >= 0)
         progress(f"round {done + 1} of {rounds}" if done >= 0 else "warming up")
@@ -317,14 +322,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return the exit code."""
     options = parser().parse_args(arguments)
     if "horovod" in (options.ways or ()) and not _is_built():
-        return refuse("optimizer", "--ways horovod needs Horovod itself: see `make horovod`")
+        needs = "--ways horovod needs Horovod itself: see `make horovod`"
+        return fail("bench optimizer", needs, code=2)
     link = settings.LINK.text()
     if link and (unpaced := [way for way in options.ways or () if way in _UNPACED]):
-        return refuse(
-            "optimizer",
+        return fail(
+            "bench optimizer",
             f"{settings.LINK.name}={link} does not slow the messages of {', '.join(unpaced)}: "
             "leave them out, or emulate hosts by mpi_scripts/emulated_network.sh",
+            code=2,
         )
+    # Ranks of one machine share its cores: torch's threads would take them from each other.
     torch.set_num_threads(1)
     world.init()
     here = world.current()

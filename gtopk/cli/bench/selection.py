@@ -35,7 +35,7 @@ from collectives.kernels import reference
 from collectives.kernels.host.calls import use_threads
 from collectives.vector import Array
 
-from ..arguments import share, whole_number
+from ..arguments import fail, share, whole_number
 from ..charts import aligned
 from .harness import (
     Range,
@@ -43,7 +43,6 @@ from .harness import (
     bench_parser,
     describe,
     one_of,
-    refuse,
     show_progress,
     silent,
     write_json,
@@ -104,9 +103,12 @@ class Rounds:
         for method, taken in zip(self._methods, self._taken, strict=True):
             np.copyto(own, residual)
             with use_threads(method.threads):
+                # One thread's own time leaves out what else the machine does; several threads have
+                # only a clock.
                 begun, began = time.thread_time(), time.perf_counter()
                 picked = method.step(own, gradient, k)
                 both = time.thread_time() - begun, time.perf_counter() - began
+            # The floor is the first of the methods.
             floor = floor or both
             if counts:
                 clock = int(method.threads > 1)
@@ -151,9 +153,11 @@ def measure(
     threshold = 0.0
     for number in range(warm_up + rounds):
         gradient = source.next_gradient()
-        if number >= warm_up - 3:  # long enough before for thresholds to settle
+        # Some rounds before the first that counts, for the methods' own thresholds to settle.
+        if number >= warm_up - 3:
             progress(f"{source.label}: round {number - warm_up + 1} of {rounds}")
             rows.run(residual, gradient, k, counts=number >= warm_up)
+        # By the reference, so that all methods get the same residuals, whatever they select.
         picked, threshold = reference.accumulate_and_select(residual, gradient, k, threshold)
         reference.clear_at(residual, picked.indices)
         source.apply(picked)
@@ -187,8 +191,9 @@ def measure_cases(
 ) -> Iterator[list[Record]]:
     """Time our twins and torch.topk, case by case."""
     k = max(2, round(length * density))
+    # Written before it is zeroed: fresh pages of zeros are all one page, which is read for nothing.
     nothing = np.full(length, 1, np.float32)
-    nothing[:] = 0  # memory of its own: pages of fresh zeros would all be one
+    nothing[:] = 0
     for name, residual, guess in cases(length, k):
         ours = [Method(twin, Ours(TWINS[twin], guess)) for twin in sorted(TWINS)]
         rows = Rounds([Method(FLOOR, floor), *ours, Method("torch.topk", torch_topk)], words)
@@ -207,21 +212,23 @@ class MergeRecord(NamedTuple):
     nanoseconds_per_input_entry: Range
 
 
-def measure_merges(k: int, rounds: int, most_lists: int = 8) -> list[MergeRecord]:
+_LISTS: Final = 8  # that are summed, as those of eight ranks
+
+
+def measure_merges(k: int, rounds: int) -> list[MergeRecord]:
     """Time the merge of two selections of independent normal values at density 0.01, and a sum.
 
     Whose lists they are changes from round to round: a processor learns those that come again.
     """
     random = np.random.default_rng(0)
     picks = [
-        reference.select(random.standard_normal(100 * k, np.float32), k)[0]
-        for _ in range(most_lists)
+        reference.select(random.standard_normal(100 * k, np.float32), k)[0] for _ in range(_LISTS)
     ]
     times: dict[tuple[str, int], list[float]] = {
-        (name, lists): [] for lists in (2, most_lists) for name in TWINS
+        (name, lists): [] for lists in (2, _LISTS) for name in TWINS
     }
     for number in range(3 + rounds):
-        order = [picks[at] for at in random.permutation(most_lists)]
+        order = [picks[at] for at in random.permutation(_LISTS)]
         for (name, lists), row in times.items():
             twin: Any = TWINS[name]
             begun = time.thread_time()
@@ -311,6 +318,7 @@ def count_rescans(
             answer = Answer(residual + gradient, k)
             picked, thresholds[place], scans = search(residual, gradient, k, thresholds[place])
             counted.exact &= answer.is_given_by(picked)
+            # The first step has no threshold to begin with.
             if step and scans > 1:
                 counted.rescans += 1
                 counted.at_changes += step in densities or step in drops
@@ -364,9 +372,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     known = [method.name for method in all_methods(options.threads)]
     if unknown := set(options.methods or known) - set(known):
-        return refuse(
-            "selection", f"--methods must be among {', '.join(known)}; got {', '.join(unknown)}"
-        )
+        wrong = f"--methods must be among {', '.join(known)}; got {', '.join(unknown)}"
+        return fail("bench selection", wrong, code=2)
     torch.set_num_threads(1)
     machine = describe()
     print(", ".join(f"{name}: {value}" for name, value in machine.items()))

@@ -23,7 +23,8 @@ from ..charts import aligned
 from .harness import Range, add_words, bench_parser, describe, write_json
 from .methods import open_source
 
-_STEPS = 12  # until a residual is what error feedback leaves
+# Until a residual is what error feedback leaves.
+_STEPS = 12
 
 
 class Entries(NamedTuple):
@@ -89,6 +90,7 @@ def measure(entries: Entries, rounds: int) -> list[Record]:
     vector, k = entries.vector, max(1, entries.vector.entries)
     messages = {format: encode(vector, k, format).message for format in FORMATS}
     spent: dict[Format, list[list[float]]] = {format: [[], []] for format in FORMATS}
+    # A short list alone would take less than the clock can tell.
     times = min(_MOST_TIMES, math.ceil(_ENTRIES_A_ROUND / k))
     for _ in range(rounds + 1):
         for format, message in messages.items():

@@ -59,13 +59,15 @@ class Axis:
         if self.logarithmic:
             powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             decades = math.log10(self.high / self.low)
-            room = 3 if self.stop < self.start else 2  # labels stack closer than they queue
+            # Labels need less room above each other than side by side.
+            room = 3 if self.stop < self.start else 2
             steps = (1,) if decades > room else (1, 2, 5)
             values = [step * 10.0**power for power in powers for step in steps]
         else:
             step = round_step((self.high - self.low) / 5)
             first = math.ceil(self.low / step - 1e-9)
             values = [step * i for i in range(first, math.floor(self.high / step + 1e-9) + 1)]
+        # Products of a step miss a bound by rounding, and its tick would be lost.
         slack = 1 + 1e-9
         return [v for v in values if self.low <= v * slack and v <= self.high * slack]
 
@@ -156,7 +158,8 @@ def prose(words: str) -> str:
     return re.sub("g?[Tt]op-k", r'<span class="whole">\g<0></span>', escape(words))
 
 
-POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # load, run nothing
+# The page loads nothing and runs nothing, whatever the texts in a record are.
+POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 def page(title: str, own_style: str, body: str) -> str:
@@ -238,21 +241,3 @@ def swatch(part: str) -> str:
         '<svg class="key" viewBox="0 0 34 14" aria-hidden="true">'
         f'<rect class="{part}" width="34" height="14"/></svg>'
     )
-
-
-# Of pictures that stand alone, without a page.
-STYLE: Final = """
-svg { color-scheme: light dark; --ground: #fff; --text: #1b2026; --muted: #59636e; --rule: #e4e8ec;
-  --ours: #0072b2; --baseline: #7a5c00; }
-@media (prefers-color-scheme: dark) { svg { --ground: #12161b; --text: #e6eaee; --muted: #9ba6b2;
-  --rule: #303943; --ours: #5ab4ee; --baseline: #e0b84c; } }
-.ground { fill: var(--ground); }
-text { font: 13px system-ui, "Segoe UI", Roboto, Helvetica, Arial, sans-serif; fill: var(--text); }
-text.title { font-size: 20px; font-weight: 650; } text.case { font-weight: 650; font-size: 15px; }
-text.tick, text.fact { fill: var(--muted); font-size: 12px; } text.reference { font-weight: 650; }
-.middle { text-anchor: middle; } .end { text-anchor: end; }
-.grid { stroke: var(--rule); } .model { stroke: var(--text); stroke-width: 2; }
-.ours { --ink: var(--ours); } .baseline { --ink: var(--baseline); }
-.range { stroke: var(--ink); stroke-width: 3; opacity: 0.45; } .median { fill: var(--ink); }
-.stem { stroke: var(--ink); stroke-width: 1; stroke-dasharray: 1 4; }
-"""

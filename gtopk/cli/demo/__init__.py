@@ -20,7 +20,7 @@ from collectives.cores import usable_cores
 from ...compression import Compression, SparseCompression
 from ...runtime.launch import LaunchError, explain, rank_environment, run
 from ...units import about_bandwidth_text, bytes_text, count_text
-from ..arguments import Command, share, whole_number
+from ..arguments import Command, fail, share, whole_number
 from ..run import parse_link
 from .verdicts import (
     LATENCY_SECONDS,
@@ -113,6 +113,8 @@ def equal_bytes_density(density: float, ranks: int, growth: float = USUAL_GROWTH
     """
     if ranks == 1:
         return density
+    # The butterfly takes a power of two: the ranks beyond it fold in first, and get the result
+    # back.
     paired = 1 << (ranks.bit_length() - 1)
     lists = paired * (paired.bit_length() - 1) + (1 + growth) * (ranks - paired)
     return min(1.0, density * ranks * (ranks - 1) / lists)
@@ -149,16 +151,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     lacking = [name for module, name in NEEDED.items() if not importlib.util.find_spec(module)]
     if lacking:
-        return fail(f"the demo needs {', '.join(lacking)}: pip install {' '.join(lacking)}")
+        needs = f"the demo needs {', '.join(lacking)}: pip install {' '.join(lacking)}"
+        return fail("demo", needs)
     plan = Plan(
         options.ranks, options.seeds, options.epochs, density=options.density, link=options.link
     )
     if refused := _refusal(plan, options.out):
-        fail(refused)
-        return 2
+        return fail("demo", refused, code=2)
     from rich.console import Console
 
     # What the table takes at the least: a narrower terminal breaks its lines and loses no figure.
+    # 80 where stdout is a file, as rich would take the width of the terminal that is not written
+    # to.
     width = max(80, Console().width) if sys.stdout.isatty() else 80
     console = Console(width=width, highlight=False, quiet=options.json)
     announce(console, plan)
@@ -176,9 +180,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with progress_shown(console) as on_line:
                 code = run(plan.ranks, program, on_line=on_line)
         except LaunchError as error:
-            return fail(str(error))
+            return fail("demo", error)
         if code != 0 or not results.exists():
-            return fail(f"the ranks ended with exit code {code}; what they said stands above")
+            ended = f"the ranks ended with exit code {code}; what they said stands above"
+            return fail("demo", ended)
         records: list[Record] = json.loads(results.read_text(encoding="utf-8"))
     show(console, records)
     write_report(records, options.out)
@@ -190,12 +195,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         soft_wrap=True,
     )
     return 0
-
-
-def fail(reason: str) -> int:
-    """Print why nothing was shown, and return the exit code."""
-    print(f"gtopk demo: {reason}", file=sys.stderr)
-    return 1
 
 
 def _refusal(plan: Plan, out: Path) -> str:
@@ -213,8 +212,9 @@ def _refusal(plan: Plan, out: Path) -> str:
         )
     try:
         out.mkdir(parents=True, exist_ok=True)
+        # Tried before the ranks start, not after minutes of training.
         with tempfile.TemporaryFile(dir=out):
-            pass  # before the ranks start, not after minutes of training
+            pass
     except OSError as error:
         return f"--out must be a folder that can be written to, got '{out}': {error.strerror}"
     return ""
@@ -295,6 +295,7 @@ def show(console: Console, records: Sequence[Record]) -> None:
         *("ms/step\ncompute", "select\n+ copy", "\ncommun."),
     ):
         table.add_column(heading, justify="right", no_wrap=True)
+    # Those behind are over the link, whose times stand in a sentence of their own.
     for record in records[: len(METHODS)]:
         seeds, parts = record["accuracy_by_seed"], record["step_seconds"]
         sd = f" ± {100 * statistics.stdev(seeds):.2f}" if len(seeds) > 1 else ""

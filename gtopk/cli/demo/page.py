@@ -112,6 +112,7 @@ def accuracy_over_bytes(records: Sequence[Record]) -> str:
     """Draw mean test accuracy over the bytes a rank has sent so far, on a logarithmic axis."""
     curves = {record["method"]: sent_and_accuracy(record) for record in records}
     y = accuracy_axis(records)
+    # What lies below the accuracy axis, which is cut off, must not stretch this one.
     seen = [sent for curve in curves.values() for sent, accuracy in curve if accuracy >= y.low]
     x = horizontal(min(seen) / 1.5, max(seen), logarithmic=True)
     lines = []
@@ -144,7 +145,8 @@ def loss_over_seconds(records: Sequence[Record], all_records: Sequence[Record]) 
     lines = []
     for record in records:
         curve = [(x.place(seconds), y.place(loss)) for seconds, loss in mean_curve(record)]
-        marked = [curve[-1]]  # and others, so far apart that those of a short line are, too
+        # From the end on, so far apart that the markers of a short line do not touch either.
+        marked = [curve[-1]]
         for point in reversed(curve):
             if marked[-1][0] - point[0] >= (RIGHT - LEFT) / 12:
                 marked.append(point)
@@ -173,6 +175,7 @@ def step_time_by_part(records: Sequence[Record]) -> str:
             )
             left += width
             if seconds:
+                # In columns: words right below a narrow part would overlap.
                 column = place * WIDTH / len(PARTS)
                 rows.append(text((column, top + 56), PART_NAMES[part], "tick"))
                 rows.append(text((column, top + 74), seconds_text(seconds), "tick"))
@@ -220,7 +223,8 @@ def figures(records: Sequence[Record]) -> list[str]:
             f"{seeds}{cut} It is no race: an epoch does not take every method the same time.",
         )
     ]
-    if min(record["bytes_per_step"] for record in records) > 0:  # a single rank sends none
+    # A single rank sends nothing, and a logarithmic axis has no zero.
+    if min(record["bytes_per_step"] for record in records) > 0:
         formula = [record["label"] for record in records if not record["bytes_counted"]]
         source = f" Bytes of {', '.join(formula)} follow a formula; the others are counted."
         found.append(

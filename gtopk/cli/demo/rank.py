@@ -66,6 +66,7 @@ def train(plan: Plan, method: Method, seed: int, done: int, total: int) -> Run:
     )
     optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), method.compression)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    # All methods get the same batches, as the order hangs on seed and epoch alone.
     together = plan.batch * hvd.size()
     accuracies: list[float] = []
     losses, trained = [mean_loss(task, model)], [0.0]
@@ -88,6 +89,7 @@ def train(plan: Plan, method: Method, seed: int, done: int, total: int) -> Run:
             trained.append(epoch_ended - begun - looked_seconds)
             accuracies.append(task.accuracy(model))
             losses.append(mean_loss(task, model))
+            # Rank 0's evaluation is no part of training: its time is taken out of the curve.
             looked_seconds += time.perf_counter() - epoch_ended
             progress(method, seed, epoch, accuracies[-1], done + epoch + 1, total)
     hvd.barrier()
@@ -100,6 +102,7 @@ def replicas_identical(model: torch.nn.Module) -> bool:
     """Tell whether all ranks hold the same bits."""
     digest = hashlib.blake2b()
     for parameter in model.parameters():
+        # Bits, not values: replicas that drift begin with the last one.
         digest.update(parameter.detach().numpy().tobytes())
     return len(set(hvd.allgather_object(digest.hexdigest()))) == 1
 
@@ -187,8 +190,10 @@ def this_machine() -> Machine:
 def main(plan_json: str, results: str) -> None:
     """Run the whole plan on this rank."""
     plan = Plan(**json.loads(plan_json))
-    os.environ.setdefault(settings.ADVICE.name, "off")  # of links inside one machine
-    os.environ.pop(settings.LINK.name, None)  # at first
+    # Advice on links inside one machine is of no use to a cluster.
+    os.environ.setdefault(settings.ADVICE.name, "off")
+    # A link in the caller's environment would slow the first part, too, which is of the machine.
+    os.environ.pop(settings.LINK.name, None)
     hvd.init()
     machine = this_machine()
     methods = plan.methods()

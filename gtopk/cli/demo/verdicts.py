@@ -91,9 +91,11 @@ def checked(records: Sequence[Mapping[str, Any]]) -> list[Record]:
     return [cast("Record", record) for record in records]
 
 
-LATENCY_SECONDS = 50e-6  # assumed: a message over Ethernet and a kernel's TCP
+# Assumed: a message over Ethernet and a kernel's TCP.
+LATENCY_SECONDS = 50e-6
 
-GTOPK = GTopK()  # the sparse methods' format and growth are its defaults
+# The sparse methods' format and growth are its defaults.
+GTOPK = GTopK()
 ALGORITHMS = {"dense": "dense", "topk": "topk-allgather"}
 
 
@@ -128,6 +130,7 @@ BELOW = 0.01  # of dense's accuracy at the end, rounded down to a whole per cent
 
 def level(dense: Record) -> float:
     """Return the accuracy to reach: of 0.972 at dense's end, 0.96."""
+    # 1e-9: in floats 100 * (0.57 - 0.01) is just below 56.
     return math.floor(100 * (dense["accuracy"] - BELOW) + 1e-9) / 100
 
 
@@ -165,10 +168,13 @@ def accuracy_verdict(record: Record, other: Record) -> Verdict:
     Both methods start a seed with the same split and the same weights, so the difference within a
     seed is free of what makes one seed easier than another. One seed alone: any shortfall counts.
     """
+    # Paired by seed: the variance between seeds, the same for both methods, would hide a
+    # difference.
     mean, error = paired_difference(record, other)
     name = "dense" if other["method"] == "dense" else other["label"]
     paired = "" if error is None else f"± {points(error)}, paired over {record['seeds']} seeds"
-    if round(abs(mean), 5) == 0:  # float32 accuracies: no image more or less
+    # Accuracies are float32 shares of 360 images: a smaller difference is not one image.
+    if round(abs(mean), 5) == 0:
         return Verdict(
             f"equals that of {name} ({paired or percent_text(record['accuracy'])})", False
         )
@@ -230,7 +236,8 @@ def link_verdict(dense: Record, sparse: Record) -> Verdict:
     its, mine = seconds_to(loss, dense), seconds_to(loss, sparse)
     assert its is not None
     assert mine is not None
-    if not mine or not its:  # the first step made it worse
+    # The first epoch made the loss worse: the start is the best, and times have no ratio.
+    if not mine or not its:
         return Verdict("No epoch has brought the loss down", True)
     times, outcome = max(its / mine, mine / its), "sooner" if mine < its else "later, a loss"
     return Verdict(

@@ -32,7 +32,8 @@ __all__ = ["Finding", "State", "main"]
 ESSENTIAL: Final = ("Python", "gtopk", "numpy", "torch", "kernels")
 NEEDED: Final = (*ESSENTIAL, ranks.NAME, ranks.LINKS)
 
-_EXAMPLE_RANKS: Final = 4  # as the pages have it
+# As the docs have it.
+_EXAMPLE_RANKS: Final = 4
 
 _NAME_WIDTH: Final = max(map(len, PROBES))
 _STATE_WIDTH: Final = max(len(state.value) for state in State)
@@ -78,6 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     findings: list[Finding] = []
     examined = map(grade, _examine(job, not options.no_run, options.ranks))
+    # JSON is one object: it cannot be printed finding by finding, as they come.
     if options.json:
         findings.extend(examined)
         ready = not _failed(findings)
@@ -102,7 +104,8 @@ def _check_job(job: Launched, links: bool) -> list[Finding]:
 
 
 def _examine(job: Launched | None, run: bool, links: bool) -> Iterator[Finding]:
-    if job is not None:  # first, as the other ranks wait
+    # In a job the ranks first, as the others wait for this one.
+    if job is not None:
         yield check_launcher()
         yield from _check_job(job, links)
         if not links:
@@ -166,7 +169,8 @@ def _conclude(findings: Sequence[Finding], job: Launched | None) -> str:
 
 def _by_hand() -> Iterator[str]:
     """Yield how to start ranks without `gtopk run`: the settings that each launcher needs here."""
-    from collectives.cores import usable_cores  # which needs NumPy
+    # Here, as it needs NumPy, without which the report still comes.
+    from collectives.cores import usable_cores
 
     yield ""
     yield "It sets all that its launcher needs here. By hand:"

@@ -82,6 +82,7 @@ def check_gtopk() -> Finding:
     package = import_module("gtopk")
     folder = Path(package.__path__[0])
     detail = f"{package.__version__}, {folder}"
+    # `python train.py` puts the script's folder first on its path, before the installed package.
     here = Path.cwd() / "gtopk"
     if (here / "__init__.py").is_file() and here.resolve() != folder.resolve():
         detail += f"; but a script in this folder imports {here}"
@@ -105,6 +106,7 @@ def check_numpy() -> Finding:
     if not installed("numpy"):
         return Finding("numpy", State.MISSING, "gtopk computes with it", "pip install numpy")
     numpy = import_module("numpy")
+    # A computation, as a damaged library may import and then fail.
     if (total := numpy.arange(5, dtype=numpy.float32).sum()) != 10:
         raise ArithmeticError(f"0 + 1 + 2 + 3 + 4 = {total}")
     return Finding("numpy", State.OK, numpy.__version__)
@@ -138,6 +140,7 @@ def check_torch_distributed() -> Finding:
     if "gloo" not in backends:
         return Finding(name, State.WARN, f"no gloo, only {', '.join(backends) or 'nothing'}", mend)
     ones = import_module("torch").ones(3)
+    # A store in memory: no port is opened, and no rank is waited for.
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     distributed.all_reduce(ones)
     distributed.destroy_process_group()
@@ -278,6 +281,7 @@ def check_launcher(environ: Mapping[str, str] = os.environ) -> Finding:
 def _library() -> tuple[str, str]:
     """Return vendor and version of the library that mpi4py loads."""
     import_module("mpi4py").rc.initialize = False
+    # Works without MPI_Init, which would end the process where its launcher is of another MPI.
     text = import_module("mpi4py.MPI").Get_library_version()
     for vendor, mark, pattern in (
         ("Open MPI", "Open MPI", r"Open MPI v?(\d[\w.]*)"),
@@ -303,6 +307,7 @@ def check_cuda() -> Finding:
     if not installed("torch"):
         return Finding("CUDA", State.MISSING, "comes with torch", "pip install torch")
     torch = import_module("torch")
+    # ROCm's torch answers under the name of CUDA.
     version = torch.version.cuda or torch.version.hip
     if version is None:
         driver = _driver_major()
@@ -352,7 +357,8 @@ def check_nccl() -> Finding:
             "NCCL", State.MISSING, "reached through CuPy, or through torch's CUDA builds", advice
         )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # CuPy warns where it finds no NCCL; so do we, in our way
+        # CuPy warns where it finds no NCCL; the finding says so in our words.
+        warnings.simplefilter("ignore")
         nccl = import_module("cupy.cuda.nccl")
     if not nccl.available:
         of_cupy = re.search(r"\d+", " ".join(cupy_packages()))
@@ -361,13 +367,16 @@ def check_nccl() -> Finding:
         return _torchs_nccl(advice) or Finding(
             "NCCL", State.MISSING, "CuPy finds no libnccl", advice
         )
-    version = nccl.get_version()
-    dotted = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
-    return Finding("NCCL", State.OK, f"{dotted}, through CuPy")
+    return Finding("NCCL", State.OK, f"{_dotted(nccl.get_version())}, through CuPy")
+
+
+def _dotted(version: int) -> str:
+    """Return NCCL's 22809 as "2.28.9"."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
 def _torchs_nccl(advice: str) -> Finding | None:
-    """Return a text on torch's own NCCL; None where it has none."""
+    """Return a finding on torch's own NCCL; None where it has none."""
     if not installed("torch"):
         return None
     import_module("torch")
@@ -375,13 +384,14 @@ def _torchs_nccl(advice: str) -> Finding | None:
     version = gpu.torch_nccl()
     if not version:
         return None
-    dotted = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
-    detail = f"{dotted} of torch carries dense reductions; sparse ones go through the host"
+    by_torch = f"{_dotted(version)} of torch"
+    detail = f"{by_torch} carries dense reductions; sparse ones go through the host"
     return Finding("NCCL", State.WARN, detail, advice)
 
 
 def cupy_packages() -> list[str]:
     """Return the installed packages that bring a `cupy`; two of them overwrite each other."""
+    # By distribution: the module that won the overwriting does not tell of the others.
     names = {distribution.metadata["Name"] for distribution in metadata.distributions()}
     return sorted(name for name in names if name and re.fullmatch(r"cupy(-(cuda|rocm).*)?", name))
 
@@ -390,7 +400,8 @@ def _refusal(use: Callable[[], object]) -> str:
     """Return why a GPU cannot be used."""
     try:
         use()
-    except Exception as error:  # its text is what we are after
+    except Exception as error:
+        # Whatever it raises: its text is what the report needs.
         return f"{error}".split(". ")[0].splitlines()[0]
     return "it sees no GPU"
 
@@ -408,6 +419,7 @@ def _major() -> int:
 
 def _torch_major() -> int | None:
     """Return the CUDA that torch is built for, without importing it."""
+    # Its file is read, as importing torch takes seconds, and may be what fails.
     spec = util.find_spec("torch")
     version = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
     if version is None or not version.exists():

@@ -21,6 +21,7 @@ address on to a private one is not seen from here.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import ipaddress
 import json
 import os
@@ -67,6 +68,7 @@ def judge_interface(
 
     found: addresses by interface; resolved: what the host's name stands for; "" for nothing.
     """
+    # No other host reaches a loopback address, whatever its interface is called.
     outer = {name: each for name, each in found.items() if not each.startswith("127.")}
     chosen = next((name for name, each in outer.items() if each == choice.address), "")
     if choice.address and not chosen:
@@ -166,6 +168,7 @@ def ports(
 
 def judge_ports(found: Sequence[Port], own: Sequence[tuple[str, str]]) -> Finding:
     """Report the ports that the internet may reach."""
+    # A port at all addresses is judged by each of them.
     names = {address: f"{address} ({interface})" for interface, address in own}
     reached = [(port, public) for port in found if (public := _public(port.address, own))]
     if not reached:
@@ -194,7 +197,8 @@ def own_addresses() -> list[tuple[str, str]]:
 def _choice() -> Choice:
     try:
         return choose(False)
-    except ValueError:  # an interface that is not there, as "interface" says
+    except ValueError:
+        # An interface that is not there: the probe of the interface says so.
         return Choice("", "")
 
 
@@ -204,7 +208,9 @@ def _meeting(own: Sequence[tuple[str, str]], environ: Mapping[str, str]) -> str:
     if not name or not environ.get("MASTER_PORT") or environ.get("TORCHELASTIC_RUN_ID"):
         return ""
     address = _resolved(name)
-    if address.startswith("127."):  # of a name that hosts have for themselves: at all addresses
+    # Debian gives a host's own name such an address. It is not the one that others use, so the
+    # port is bound to all addresses.
+    if address.startswith("127."):
         return address if name == "localhost" or name.startswith("127.") else _EVERYWHERE
     return address if address in (each for _, each in own) else ""
 
@@ -277,7 +283,8 @@ def run_probe(name: str) -> Finding:
     probe = PROBES[name]
     try:
         return probe.check()
-    except (Exception, SystemExit) as error:  # a broken package may raise anything
+    except (Exception, SystemExit) as error:
+        # A broken package may raise anything, also when it is imported.
         said = gist(f"{error}")
         return Finding(name, State.FAIL, f"{type(error).__name__}: {said}", probe.repair)
 
@@ -295,6 +302,7 @@ def like_this_process(module: str, function: str, *arguments: object) -> list[st
 def run_probes(names: Sequence[str], silence_seconds: float = SILENCE_SECONDS) -> Iterator[Finding]:
     """Yield a finding for each name, in order, as they come."""
     waiting = list(names)
+    # A child runs as many probes as it survives: a new one for each would import torch each time.
     while waiting:
         with tempfile.TemporaryFile() as errors, _child(waiting, errors) as process:
             lines = _lines_of(process)
@@ -315,10 +323,19 @@ def run_probes(names: Sequence[str], silence_seconds: float = SILENCE_SECONDS) -
 
 def answer(*names: str) -> None:
     """Print a finding a line; this is what the child does."""
+    # What packages print is not for the doctor: it would take such a line for a finding.
     channel = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what packages print is not for the doctor
+    os.dup2(2, 1)
     for name in names:
-        channel.write(json.dumps(run_probe(name)).encode() + b"\n")
+        finding = run_probe(name)
+        # What this probe has printed must not explain how the next one ends. Buffers first, C's
+        # own too: their content would come later.
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+        ctypes.CDLL(None).fflush(None)
+        os.lseek(2, 0, os.SEEK_SET)
+        os.ftruncate(2, 0)
+        channel.write(json.dumps(finding).encode() + b"\n")
 
 
 def how_it_ended(process: subprocess.Popen[bytes], errors: IO[bytes]) -> str:
@@ -335,6 +352,7 @@ def how_it_ended(process: subprocess.Popen[bytes], errors: IO[bytes]) -> str:
 
 @contextlib.contextmanager
 def _child(names: Sequence[str], errors: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    # A session of its own, so that what a probe has started (mpirun) ends with it.
     process = subprocess.Popen(
         like_this_process(__name__, answer.__name__, *names),
         stdin=subprocess.DEVNULL,

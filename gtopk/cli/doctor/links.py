@@ -36,7 +36,8 @@ _MESSAGE_BYTES: Final = 1 << 16
 _LARGE_BYTES: Final = 1 << 20
 _SWAPS: Final = 5  # of which the quickest counts
 _MUCH: Final = 4.0  # times slower than the median
-_REPORT_TIMES: Final = 3  # times TRY_SECONDS: what a report gets to come
+# Times TRY_SECONDS: a rank that has waited for others in vain reports late.
+_REPORT_TIMES: Final = 3
 
 
 class Swapped(NamedTuple):
@@ -65,8 +66,9 @@ def try_links(transport: Transport) -> Links | None:
     """
     found = _gather(transport, [socket.gethostname(), sorted(_meet_all(transport).items())])
     tried = transport.size * (transport.size - 1) // 2
+    # Over a broken link measuring would wait for what does not come.
     if broken := _name_broken(found):
-        _broadcast_decision(transport, False)  # measuring would wait for what does not come
+        _broadcast_decision(transport, False)
         return Links(tried, broken, [])
     if not _broadcast_decision(transport, True):
         return None
@@ -84,6 +86,7 @@ def _message(sender: int, receiver: int) -> bytes:
 
 def _meet_all(transport: Transport) -> dict[int, str]:
     """Swap messages with every other rank; return what was wrong, by rank."""
+    # All sends first: a rank that waited for one broken link would be late on all others.
     others = [rank for rank in range(transport.size) if rank != transport.rank]
     for other in others:
         transport.send(np.frombuffer(_message(transport.rank, other), np.uint8), other)
@@ -148,6 +151,7 @@ def _name_broken(found: Sequence[Any]) -> list[str]:
 
 def rounds(size: int) -> Iterator[list[tuple[int, int]]]:
     """Yield the pairs that swap at a time, each pair once in all (the circle method)."""
+    # One seat stays, the others move on by one: each pair meets once.
     seats = [*range(size), *([-1] * (size % 2))]
     half = len(seats) // 2
     for _ in range(len(seats) - 1):
@@ -181,6 +185,7 @@ def _quickest_swap(transport: Transport, other: int) -> float:
     for _ in range(_SWAPS):
         begun = time.perf_counter()
         transport.exchange(message, other)
+        # Of which the quickest counts: other traffic can only add.
         taken.append(time.perf_counter() - begun)
     return min(taken)
 
@@ -188,6 +193,7 @@ def _quickest_swap(transport: Transport, other: int) -> float:
 def name_slow(swapped: Sequence[Swapped], hosts: Sequence[str]) -> list[str]:
     """Return a text for each pair that is much slower than the median of its kind."""
     slow = []
+    # Apart: links between hosts are slower than those inside, and none of them is bad for it.
     for within in (True, False):
         kind = [each for each in swapped if (hosts[each.one] == hosts[each.other]) == within]
         if not kind:
@@ -222,6 +228,7 @@ def describe(calibration: Calibration) -> str:
         links.append(f"between hosts {_link(network.between)}")
     if network.within is not None:
         links.append(f"inside a host {_link(network.within)}")
+    # At exact values, as the pages' figures are: rounding is a choice of its own.
     choices = choose(LENGTH, calibration, Budget(density=DENSITY), _EXACT)
     seconds = {each.candidate.algorithm: each for each in reversed(choices)}
     dense, best = seconds.pop("dense"), min(seconds.values(), key=lambda each: each.seconds)

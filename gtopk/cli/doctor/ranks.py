@@ -65,7 +65,8 @@ def check_new_ranks(seconds: float = JOB_SECONDS) -> Finding:
             return Finding(NAME, State.FAIL, detail, _see_all(_RANKS_ALONE, launcher))
         except LaunchError as error:
             return Finding(NAME, State.FAIL, f"{error}", INSTALL_MPI)
-        except ImportError as error:  # of NumPy, which tells the cores
+        except ImportError as error:
+            # Of NumPy, by which cores are counted.
             return Finding(NAME, State.FAIL, f"{error}", PROBES["numpy"].repair)
         errors.seek(0)
         said = gist(errors.read().decode(errors="replace"))
@@ -96,9 +97,9 @@ def check_running_ranks(job: Launched, seconds: float = JOB_SECONDS) -> list[Fin
     return findings
 
 
-def check_links(job: Launched, seconds: float = JOB_SECONDS) -> list[Finding]:
+def check_links(job: Launched) -> list[Finding]:
     """Try the link of each pair of the running job's ranks; every one of them must call this."""
-    links = _report_of(swap.__name__, job, seconds)
+    links = _report_of(swap.__name__, job, JOB_SECONDS)
     if isinstance(links, Finding):
         return [links]
     tried, broken, slow = links["tried"], links["broken"], links["slow"]
@@ -131,6 +132,7 @@ def _report_of(function: str, job: Launched, seconds: float) -> dict[str, Any] |
             output, _ = child.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             child.kill()
+            # Reaps it; what it has printed by now is no whole report.
             child.communicate()
             detail = f"the {job.size} of them did not come together in {seconds:g} s"
             return Finding(NAME, State.FAIL, detail, _diagnose(job))
@@ -197,6 +199,8 @@ def add_up(measure_network: bool = True) -> None:
     total = np.empty(_MEGABYTE // 4, np.float32)
     seconds = []
     for _ in range(5):
+        # Anew each time, as the sum is left in its place. 1 + 2 + ... + P shows a rank that is
+        # missing.
         total[:] = world.rank + 1
         world.barrier()
         begun = time.perf_counter()
@@ -210,8 +214,10 @@ def add_up(measure_network: bool = True) -> None:
     sums = {
         "size": world.size,
         "right": bool((total == world.size * (world.size + 1) / 2).all()),
+        # The slowest rank's best: the first sums open connections.
         "seconds": max(took for _, _, _, took in places),
         "hosts": [host for host, _, _, _ in places],
+        # Ranks bound to cores of their own have them all together; a container's quota is for all.
         "cores": {host: min(len(allowed[host]), quota) for host, _, quota, _ in places},
         "transport": f"{world.name} ({world.library()})",
         "gpus": choose_gpu_route(world),
@@ -230,6 +236,7 @@ def swap() -> None:
     from ...runtime.world.joining import join
     from .links import TRY_SECONDS, try_links
 
+    # Before `join`, which reads it: a cut link must be an error in seconds, not in ten minutes.
     os.environ[settings.TIMEOUT.name] = str(TRY_SECONDS)
     world = join()
     links = try_links(world)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...telemetry.reading import RankRecord, Run, read_run
-from ..arguments import Command
+from ..arguments import Command, fail
 from . import series
 from .series import happenings, tiles, verdict, what_was_run
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run = read_run(options.run)
     except (OSError, ValueError) as error:
-        return _fail(str(error))
+        return fail("report", error)
     for amiss in (run.lacks(), run.unread()):
         if amiss is not None:
             print(f"gtopk report: {': '.join(amiss)}", file=sys.stderr)
@@ -43,21 +43,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(as_record(run), indent=1))
         return 0
     if not any(rank.steps for rank in run.ranks):
-        return _fail(f"the run in '{options.run}' has no steps yet, so there is nothing to draw")
+        return fail("report", f"the run in '{options.run}' has no steps yet: nothing can be drawn")
     from .page import page
 
     out = options.out or options.run / "report.html"
     try:
         out.write_text(page(run, options.run.resolve().name), encoding="utf-8")
     except OSError as error:
-        return _fail(f"--out {out} cannot be written: {error.strerror}")
+        return fail("report", f"--out {out} cannot be written: {error.strerror}")
     print(out)
     return 0
-
-
-def _fail(reason: str) -> int:
-    print(f"gtopk report: {reason}", file=sys.stderr)
-    return 1
 
 
 def as_record(run: Run) -> dict[str, Any]:

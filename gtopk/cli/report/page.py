@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
+from typing import Any
 
 from ...telemetry.lines import shown
 from ...telemetry.reading import Run, Step
@@ -39,20 +40,22 @@ _EXPLAINED = {
 
 def figures(run: Run) -> dict[str, list[str]]:
     """Return the figures there is something for, under the headings they stand below."""
+    scores = [note for rank in run.ranks for note in rank.scores]
+    residuals = [note for rank in run.ranks for note in rank.residuals]
     found = {
         "What was learnt": learnt(run),
         "Where the time went": [
             parts_figure(run),
             over_steps_figure(run),
-            stragglers_figure(run),
+            _one_line(run, series.of_notes(run, scores, "score"), *_SCORE),
             prediction_figure(run),
         ],
         "What each rank worked on": [batches_figure(run)],
         "What was sent, and the residual": [
             density_figure(run),
-            bits_figure(run),
-            norm_figure(run),
-            age_figure(run),
+            _one_line(run, series.of_steps(run, series.bits_per_entry), *_BITS),
+            _one_line(run, series.of_notes(run, residuals, "norm"), *_NORM),
+            _one_line(run, series.of_notes(run, residuals, "age_steps"), *_AGE),
         ],
     }
     kept = {heading: [each for each in those if each] for heading, those in found.items()}
@@ -62,8 +65,9 @@ def figures(run: Run) -> dict[str, list[str]]:
 def learnt(run: Run) -> list[str]:
     """Show each logged value over steps, time and bytes, one at a time."""
     axes = series.axes(run)
+    # Step 100 of one rank may be hours from that of another.
     if series.steps_alone(run):
-        del axes["steps"]  # those that go by at different paces are no axis
+        del axes["steps"]
     return [_learnt(run, name, axes, place) for place, name in enumerate(series.value_names(run))]
 
 
@@ -72,8 +76,10 @@ def _learnt(run: Run, name: str, axes: Mapping[str, series.Place], place: int) -
     drawn = {}
     for over, place_of in axes.items():
         points = series.logged(run, name, place_of)
+        # A single rank sends nothing: bytes are no axis then.
         if not points or (over == "bytes" and points[-1].x == 0):
             continue
+        # An accuracy that the script logs in per cent is no share.
         share = share and all(p.low >= 0 and p.high <= 1 for p in points)
         written = drawings.share_text if share else drawings.plain_text
         title = f"{name} over {drawings.X_NAMES[over]}"
@@ -185,14 +191,12 @@ def prediction_figure(run: Run) -> str:
     apart = sorted(s.report.exchange_seconds / (s.report.predicted_seconds or 1) for s in steps)
     return figure(
         "The exchange, predicted and measured",
-        legend((drawings.series_key(place), name) for place, name in enumerate(found))
-        + drawings.lines_plot(
+        _lines(
             "Seconds of a step's exchange, predicted and measured",
             found,
             "a step's exchange takes",
             written=seconds_text,
             logarithmic=drawings.are_apart([p for points in found.values() for p in points], 8),
-            from_zero=True,
             bands=False,
         ),
         f"On rank {rank.rank}: from accumulate to apply, as the cost model means it. What was "
@@ -225,32 +229,11 @@ def batches_figure(run: Run) -> str:
             reading += " A mean over what is recorded as one."
     return figure(
         "Batch sizes",
-        legend((drawings.series_key(place), name) for place, name in enumerate(shown))
-        + drawings.lines_plot(
-            "Samples of each rank's steps",
-            shown,
-            "samples",
-            over=series.over(run),
-            from_zero=True,
-            bands=False,
+        _lines(
+            "Samples of each rank's steps", shown, "samples", over=series.over(run), bands=False
         ),
         reading
         + (f" The first {drawings.MANY} ranks of {len(found)}." if len(found) > len(shown) else ""),
-    )
-
-
-def stragglers_figure(run: Run) -> str:
-    """Show how fast the ranks compute beside the fastest."""
-    notes = [note for rank in run.ranks for note in rank.scores]
-    return _one_line(
-        run,
-        series.of_notes(run, notes, "score"),
-        "Straggler score",
-        "score",
-        "How fast a rank computes: the fastest rank's median seconds over its own, every "
-        "6 steps. 1 is the fastest rank; where the band goes down to 0.25, the others wait three "
-        "quarters of their time for the slowest.",
-        drawings.plain_text,
     )
 
 
@@ -258,24 +241,29 @@ def density_figure(run: Run) -> str:
     """Show the share of the values that is sent, and updated."""
     sent = series.of_steps(run, _share_of("selected"))
     updated = series.of_steps(run, _share_of("updated"))
+    # Dense sends everything: a constant tells nothing.
     if not sent or all(point.low == 1 for point in sent):
         return ""
     found = {"a rank selects": sent, "the update holds": updated}
     return figure(
         "Density",
-        legend((drawings.series_key(place), name) for place, name in enumerate(found))
-        + drawings.lines_plot(
+        _lines(
             "Share of the gradient's values that a rank selects, and that the update holds",
             found,
             "of the gradient's values",
             over=series.over(run),
             written=drawings.share_text,
             logarithmic=drawings.are_apart([*sent, *updated], 30),
-            from_zero=True,
         ),
         "Of all values that are exchanged: what a rank selects, and what the agreed update holds. "
         "Parameters that are kept dense count in both.",
     )
+
+
+def _lines(title: str, found: Mapping[str, Sequence[Point]], y_name: str, **how: Any) -> str:
+    """Return lines in one plot, from zero on, below their legend; how: as for `lines_plot`."""
+    keys = legend((drawings.series_key(place), name) for place, name in enumerate(found))
+    return keys + drawings.lines_plot(title, found, y_name, from_zero=True, **how)
 
 
 def _share_of(what: str) -> Callable[[Step], float | None]:
@@ -288,60 +276,41 @@ def _share_of(what: str) -> Callable[[Step], float | None]:
     return share
 
 
-def bits_figure(run: Run) -> str:
-    """Show the bits of an entry on the wire."""
-    return _one_line(
-        run,
-        series.of_steps(run, series.bits_per_entry),
-        "Bits per entry",
-        "bits",
-        "Bits per entry (index and value) in the messages that a rank sent, headers included. "
-        "In memory an entry takes 64.",
-        drawings.plain_text,
-    )
+# Of plots of one line: the title, the name of the y axis, and how to read it.
+_SCORE = (
+    "Straggler score",
+    "score",
+    "How fast a rank computes: the fastest rank's median seconds over its own, every 6 steps. 1 is "
+    "the fastest rank; where the band goes down to 0.25, the others wait three quarters of their "
+    "time for the slowest.",
+)
+_BITS = (
+    "Bits per entry",
+    "bits",
+    "Bits per entry (index and value) in the messages that a rank sent, headers included. In "
+    "memory an entry takes 64.",
+)
+_NORM = (
+    "Norm of the residual",
+    "norm",
+    "What a rank has accumulated and not sent, sampled now and then. It levels off where a step "
+    "sends as much as it adds. If it keeps growing, raise the density.",
+)
+_AGE = (
+    "Age of the residual",
+    "steps",
+    "How many steps like the last would send as much as the residual: the sum of its absolute "
+    "values over that of those sent. A value waits about that long (Little's law), if values do "
+    "not cancel out.",
+)
 
 
-def norm_figure(run: Run) -> str:
-    """Show the norm of the residual."""
-    notes = [note for rank in run.ranks for note in rank.residuals]
-    return _one_line(
-        run,
-        series.of_notes(run, notes, "norm"),
-        "Norm of the residual",
-        "norm",
-        "What a rank has accumulated and not sent, sampled now and then. It levels off where a "
-        "step sends as much as it adds. If it keeps growing, raise the density.",
-        drawings.plain_text,
-    )
-
-
-def age_figure(run: Run) -> str:
-    """Show the age of the residual."""
-    notes = [note for rank in run.ranks for note in rank.residuals]
-    return _one_line(
-        run,
-        series.of_notes(run, notes, "age_steps"),
-        "Age of the residual",
-        "steps",
-        "How many steps like the last would send as much as the residual: the sum of its absolute "
-        "values over that of those sent. A value waits about that long (Little's law), "
-        "if values do not cancel out.",
-        drawings.plain_text,
-    )
-
-
-def _one_line(
-    run: Run,
-    points: Sequence[Point],
-    title: str,
-    y_name: str,
-    reading: str,
-    written: drawings.Written,
-) -> str:
+def _one_line(run: Run, points: Sequence[Point], title: str, y_name: str, reading: str) -> str:
+    """Return a figure with the line of these points; "" without any."""
     if not points:
         return ""
     drawn = drawings.lines_plot(
-        title, {title: points}, y_name, over=series.over(run), written=written, from_zero=True
+        title, {title: points}, y_name, over=series.over(run), from_zero=True
     )
     return figure(title, drawn, f"{reading} The band goes from the least of the ranks to the most.")
 
@@ -349,6 +318,7 @@ def _one_line(
 def page(run: Run, name: str) -> str:
     """Return the page of a run; name: what its record's folder is called."""
     style = (files(__package__) / "page.css").read_text(encoding="utf-8")
+    # A folder's name may hold what steers a terminal or a page.
     title = f"Run {shown(name)}"
     drawn = "".join(plots(heading, those) for heading, those in figures(run).items())
     return shared_page(

@@ -75,7 +75,9 @@ def lines_plot(
         y = vertical(low / 1.3, high * 1.3, logarithmic=True)
     else:
         room = 0.06 * (high - low)
-        near_zero = low >= 0 and (low < 0.3 * high or low == high)  # what is constant, all of it
+        # An axis from zero shows a value's size, and not its noise, where that costs little room; a
+        # constant has no range of its own.
+        near_zero = low >= 0 and (low < 0.3 * high or low == high)
         bottom = min(0.0, low) if from_zero or near_zero else low - room
         y = vertical(bottom, high + room)
     drawn = []
@@ -100,6 +102,7 @@ def _ticks(axis: Axis, written: Written) -> dict[float, str]:
     """Return an axis' ticks in words that tell them apart; of steps, which are whole, no others."""
     values = [v for v in axis.ticks() if written is not steps_text or v == int(v)]
     said = [written(value) if value else "0" for value in values]
+    # More digits, until no two ticks read alike: 17 tell any two floats apart.
     for count in range(4, 17):
         if len({*said}) == len(said):
             break
@@ -110,7 +113,8 @@ def _ticks(axis: Axis, written: Written) -> dict[float, str]:
 def parts_of_ranks(by_rank: Mapping[int, Mapping[str, float]]) -> str:
     """Draw a bar for each rank, of its mean step, stacked by part."""
     totals = {rank: sum(seconds.values()) for rank, seconds in by_rank.items()}
-    scale = (WIDTH - 130) / (max(totals.values()) or 1.0)  # a step by a hook may take no time
+    # A hook's step may take no time at all.
+    scale = (WIDTH - 130) / (max(totals.values()) or 1.0)
     row = ROW if len(by_rank) <= MANY else SLIM_ROW
     drawn = []
     for place, (rank, seconds) in enumerate(by_rank.items()):
@@ -118,6 +122,7 @@ def parts_of_ranks(by_rank: Mapping[int, Mapping[str, float]]) -> str:
         drawn.append(text((0, top + 13), f"rank {rank}", "label"))
         for part in PARTS:
             width = seconds[part] * scale
+            # Thinner ones cannot be seen.
             if width >= 0.05:
                 drawn.append(
                     f'<rect class="part {part}" x="{left:.2f}" y="{top}" width="{width:.2f}" '
@@ -184,6 +189,7 @@ def _stacked(
         above = [under + shown[part] for under, (_, shown) in zip(below, found, strict=True)]
         lower = [(at, y.place(value)) for at, value in zip(places, below, strict=True)]
         upper = [(at, y.place(value)) for at, value in zip(places, above, strict=True)]
+        # A part without any time would still be drawn as a line.
         if any(high > low for high, low in zip(above, below, strict=True)):
             drawn.append(f'<path class="part {part}" d="M{path(lower)}L{path(upper[::-1])}Z"/>')
         below = above

@@ -56,7 +56,8 @@ def several(covers: str, count: int = 2) -> str:
 
 Place: TypeAlias = Callable[[Note], float]
 BINS: Final = 120  # points of a line
-_SETTLING: Final = 2  # first steps, which plan and calibrate
+# The first steps plan buckets and measure links.
+_SETTLING: Final = 2
 
 
 class Point(NamedTuple):
@@ -74,6 +75,7 @@ def binned(pairs: Iterable[tuple[float, float | None]]) -> list[Point]:
     if not found:
         return []
     first, last = found[0][0], found[-1][0]
+    # All in one place: any width will do.
     width = (last - first) / BINS or 1.0
     bins: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for x, y in found:
@@ -87,17 +89,17 @@ def binned(pairs: Iterable[tuple[float, float | None]]) -> list[Point]:
 
 
 def of_steps(run: Run, value: Callable[[Step], float | None]) -> list[Point]:
-    """Return a value of every rank's steps, over what `over` says."""
+    """Return a value of every rank's steps, on the axis `over`."""
     return binned((place(run, step), value(step)) for rank in run.ranks for step in rank.steps)
 
 
 def of_notes(run: Run, notes: Iterable[Note], name: str) -> list[Point]:
-    """Return a value that ranks noted, over what `over` says."""
+    """Return a value that ranks noted, on the axis `over`."""
     return binned((place(run, note), note.content[name]) for note in notes)
 
 
 def over(run: Run) -> str:
-    """Return what shows side by side what ranks did at once: "steps", or "time"."""
+    """Return the x axis on which simultaneous work of ranks is in one place: "steps" or "time"."""
     return "time" if steps_alone(run) else "steps"
 
 
@@ -107,7 +109,7 @@ def steps_alone(run: Run) -> bool:
 
 
 def place(run: Run, of: Step | Note) -> float:
-    """Return where something that a rank wrote lies over what `over` says."""
+    """Return the place of a rank's step or note on the axis `over`."""
     if steps_alone(run):
         return of.seconds
     return of.step if isinstance(of, Note) else of.report.step
@@ -121,7 +123,7 @@ def value_names(run: Run) -> list[str]:
 
 
 def axes(run: Run) -> dict[str, Place]:
-    """Return what something noted lies over: "steps", "time" or "bytes" of a rank on average."""
+    """Return functions of a note: its step, its time, the mean bytes that a rank had sent then."""
     sent = _sent_by(run)
     return {
         "steps": lambda note: note.step,
@@ -137,13 +139,14 @@ def logged(run: Run, name: str, place_of: Place) -> list[Point]:
 
 
 def _sent_by(run: Run) -> Callable[[float], float]:
-    """Return what tells the bytes that a rank has sent by a time: means over those there were."""
+    """Return a function of time: the bytes sent by then, means over the ranks begun by then."""
     begun = sorted(rank.began_seconds for rank in run.ranks)
     sent: list[tuple[float, float]] = []
     for rank in run.ranks:
         before = 0
         for step in rank.steps:
-            ranks = max(1, bisect.bisect_right(begun, step.seconds))  # a clock may have gone back
+            # At least this one: by a clock that has gone back it had not begun.
+            ranks = max(1, bisect.bisect_right(begun, step.seconds))
             sent.append((step.seconds, (step.bytes_so_far - before) / ranks))
             before = step.bytes_so_far
     sent.sort()
@@ -162,6 +165,10 @@ def settled(rank: RankRecord) -> Sequence[Step]:
     return kept if 2 * len(kept) > len(rank.steps) else rank.steps
 
 
+def _settled_steps(run: Run) -> list[Step]:
+    return [step for rank in run.ranks for step in settled(rank)]
+
+
 def mean_parts(steps: Sequence[Step]) -> dict[str, float]:
     """Return the mean seconds of a step, by part; they add up to the mean step."""
     found = [parts(step.report) for step in steps]
@@ -170,11 +177,12 @@ def mean_parts(steps: Sequence[Step]) -> dict[str, float]:
 
 def parts_over_steps(run: Run) -> list[tuple[float, dict[str, float]]]:
     """Return (step, seconds by part), means over ranks and neighbouring steps."""
-    steps = [step for rank in run.ranks for step in settled(rank)]
+    steps = _settled_steps(run)
     if not steps:
         return []
     first = min(step.report.step for step in steps)
     last = max(step.report.step for step in steps)
+    # Whole steps only: bins that differ by one step would alternate like a saw.
     width = (last - first + 1) / min(BINS, last - first + 1)
     bins: dict[int, list[Step]] = defaultdict(list)
     for step in steps:
@@ -187,7 +195,7 @@ def parts_over_steps(run: Run) -> list[tuple[float, dict[str, float]]]:
 
 def parts_over_time(run: Run) -> list[tuple[float, dict[str, float]]]:
     """Return (seconds, share of the ranks' time by part), of neighbouring steps together."""
-    steps = [step for rank in run.ranks for step in settled(rank)]
+    steps = _settled_steps(run)
     if not steps:
         return []
     first, last = min(s.seconds for s in steps), max(s.seconds for s in steps)
@@ -254,7 +262,7 @@ class Tile(NamedTuple):
 
 
 def tiles(run: Run) -> Iterator[Tile]:
-    """Yield what is to be seen first."""
+    """Yield the figures at the page's head."""
     names = value_names(run)
     if names:
         yield _last_value(run, names[0])
@@ -285,6 +293,7 @@ def verdict(run: Run) -> str:
 def _last_value(run: Run, name: str) -> Tile:
     notes = [note for rank in run.ranks for note in rank.values if name in note.content]
     alone = steps_alone(run)
+    # By step, as logged values belong to one; of ranks that count steps by themselves, by time.
     last = max(notes, key=lambda note: (0 if alone else note.step, note.seconds))
     value = last.content[name]
     if value is None:
@@ -299,7 +308,8 @@ def _last_value(run: Run, name: str) -> Tile:
 
 def _sent(run: Run) -> Tile | None:
     """Return the bytes of a step, beside those of the best dense allreduce."""
-    steps = [step.report for rank in run.ranks for step in settled(rank)]
+    steps = [step.report for step in _settled_steps(run)]
+    # Earlier versions did not write how many ranks exchanged.
     ranks = max((step.ranks for step in steps), default=0) or int(run.first.begin["ranks"])
     if not steps or ranks == 1:
         return None
@@ -309,6 +319,7 @@ def _sent(run: Run) -> Tile | None:
     counted = "" if all(step.bytes_counted for step in steps) else ", by a formula"
     if not sent or not dense:
         return None
+    # A loss is told as plainly as a gain.
     value = f"1/{digits(dense / sent)}" if dense > sent else f"{digits(sent / dense)} times"
     detail = (
         f"{bytes_text(sent)} a step from each rank{counted}; a dense allreduce of float32 sends at "
@@ -318,7 +329,7 @@ def _sent(run: Run) -> Tile | None:
 
 
 def _step(run: Run) -> Tile:
-    steps = [step for rank in run.ranks for step in settled(rank)]
+    steps = _settled_steps(run)
     seconds = mean_parts(steps)
     total, computed = sum(seconds.values()), utilisation(seconds)
     longest = max((part for part in seconds if part != "compute"), key=lambda part: seconds[part])
@@ -388,7 +399,8 @@ def happenings(run: Run) -> list[tuple[str, str]]:
         where = f"{count} {several('period', count)}"
         found.append((where, "held updates that were not finite, and are left out"))
     elif any(skipped):
-        of_all = max(skipped, key=len)  # each rank's are the same, as far as its record goes
+        # All ranks skip the same steps: the longest list is of the record that goes farthest.
+        of_all = max(skipped, key=len)
         where = f"{len(of_all)} {several(covers(run), len(of_all))}"
         found.append((where, f"skipped on every rank, at {_places(of_all)}"))
     messages = sorted(

@@ -33,6 +33,7 @@ from ..arguments import (
     bandwidth,
     count,
     duration,
+    fail,
     number_in,
     share,
 )
@@ -51,7 +52,8 @@ from .setting import (
     open_task,
 )
 
-_SLOWEST, _FASTEST = 1e-6, 1e9  # beyond, a batch's seconds are lost beside others, or others in it
+# Beyond these a batch's seconds are lost beside others, or others in it.
+_SLOWEST, _FASTEST = 1e-6, 1e9
 _SLOWDOWN = re.compile(r"(?P<rank>\d+):(?P<factor>[\d.]+)@(?P<second>.+)")
 
 
@@ -197,7 +199,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if is_first:
             print(f"gtopk simulate: {refused}", file=sys.stderr)
         return 2
-    torch.set_num_threads(1)  # the ranks are threads, or share the machine
+    # Each simulated rank is a thread or a process: torch's own threads would fight over the cores.
+    torch.set_num_threads(1)
     records: list[Record] = []
     for seed in range(options.seeds):
         setting = _setting(options, cluster, seed, processes)
@@ -207,11 +210,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             try:
                 records.append(SIMULATED[mode](setting))
             except ValueError as error:
+                # The other ranks' processes must hear of it, by the world's hook.
                 if processes is not None:
-                    raise  # the other ranks are to hear of it
-                print(f"gtopk simulate: {mode}: {error}", file=sys.stderr)
-                return 1
-            if is_first and options.json not in (None, "-"):  # now: the others may take long
+                    raise
+                return fail("simulate", f"{mode}: {error}")
+            # After each mode, as the others may take hours, and one of them may fail.
+            if is_first and options.json not in (None, "-"):
                 Path(options.json).write_text(_json(records, setting) + "\n", encoding="utf-8")
     if is_first:
         lines = render(records, setting, options.target)
@@ -253,6 +257,8 @@ def _unwritable(options: argparse.Namespace, processes: Processes | None) -> str
                 pass
         except OSError as error:
             reason = f"{error.filename} cannot be written: {error.strerror}"
+    # By rank 0's answer all processes end alike: the others would wait for it in the first
+    # exchange.
     failed = torch.tensor([bool(reason)])
     if processes is not None:
         processes.broadcast(failed, 0)
@@ -278,6 +284,7 @@ def _setting(
         mega_batch=options.mega_batch,
         evaluate_every=options.evaluate_every,
         overlap=options.overlap,
+        # Modes of classes are compared by loss, which the others then note, too.
         losses=any(mode in OF_CLASSES for mode in options.modes),
         classes=_classes(options),
         processes=processes,
@@ -287,6 +294,7 @@ def _setting(
 def _classes(options: argparse.Namespace) -> Classes:
     fastest = max(options.speeds)
     found = [rank for rank, speed in enumerate(options.speeds) if speed == fastest]
+    # A class that --sizes does not name has its usual ones.
     return Classes(
         options.fast or found, options.fast_overhead, {**Classes().sizes, **options.sizes}
     )
@@ -325,6 +333,8 @@ def render_classes(records: Sequence[Record], setting: Setting) -> list[list[str
     """Return the rows of a table, medians over the seeds; none where no mode has classes."""
     if not any(record.used for record in records):
         return []
+    # By seed, as each has data and weights of its own: the highest of the modes' last losses is the
+    # only one that all of them reach.
     common = {
         seed: max(
             (
@@ -332,7 +342,8 @@ def render_classes(records: Sequence[Record], setting: Setting) -> list[list[str
                 for record in records
                 if record.loss and record.seed == seed and math.isfinite(record.loss[-1][1])
             ),
-            default=-math.inf,  # which no mode reaches
+            # Which no mode reaches.
+            default=-math.inf,
         )
         for seed in {record.seed for record in records}
     }
@@ -341,14 +352,11 @@ def render_classes(records: Sequence[Record], setting: Setting) -> list[list[str
     for mode in modes:
         runs = [record for record in records if record.mode == mode]
         reached = [run.seconds_to_loss(common[run.seed]) for run in runs]
-        seconds = [second for second in reached if second is not None]
         rows.append(
             [
                 mode,
                 f"{statistics.median(run.loss[-1][1] for run in runs):.4f}",
-                seconds_text(statistics.median(seconds))
-                if len(seconds) == len(runs)
-                else "not reached",
+                _median_text(reached),
                 *_of_classes(runs, setting),
             ]
         )
@@ -432,10 +440,6 @@ def _row(mode: str, runs: Sequence[Record], base: float, target: float) -> tuple
     final = [100 * run.final_accuracy for run in runs]
     reached = [run.seconds_to(target) for run in runs]
     spread = f" ({min(final):.1f}-{max(final):.1f})" if len(runs) > 1 else ""
-    all_reached = [second for second in reached if second is not None]
-    to_target = "not reached"
-    if len(all_reached) == len(runs):
-        to_target = seconds_text(statistics.median(all_reached))
     return (
         mode,
         digits(speed),
@@ -444,5 +448,13 @@ def _row(mode: str, runs: Sequence[Record], base: float, target: float) -> tuple
         f"{statistics.median([run.least_utilisation for run in runs]):.3f}",
         f"{statistics.median(final):.1f}{spread}",
         count_text(statistics.median([float(run.steps) for run in runs])),
-        to_target,
+        _median_text(reached),
     )
+
+
+def _median_text(reached: Sequence[float | None]) -> str:
+    """Return the median of the runs' seconds; "not reached" where one of them has none."""
+    seconds = [second for second in reached if second is not None]
+    if len(seconds) < len(reached):
+        return "not reached"
+    return seconds_text(statistics.median(seconds))

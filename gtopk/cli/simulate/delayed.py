@@ -29,7 +29,7 @@ class Time:
 
 
 class Meeting:
-    """One thing all ranks do together: it is over some time after the last has come.
+    """A meeting of all ranks: it is over some time after the last one has come.
 
     results: of each rank.
     """
@@ -63,7 +63,7 @@ class Seat(NamedTuple):
         return self.meeting.over_at <= self.time.now
 
     def wait(self) -> Any:
-        """Return the rank's result of what is over."""
+        """Return the rank's result of a meeting that is over."""
         if not self.done:
             raise RuntimeError("a simulated rank must not wait: time would not go on")
         return self.meeting.results[self.rank]
@@ -120,12 +120,14 @@ class Ends:
         self._reduce_seconds = setting.reduce_seconds
 
     def meeting(self, kind: str, number: int) -> Meeting:
+        # Every rank that comes to this meeting has left the last but one: none will read it again.
         self._meetings.pop((kind, number - 2), None)
         return self._meetings.setdefault((kind, number), Meeting(len(self._ranks)))
 
     def complete(self, kind: str, meeting: Meeting) -> None:
         """Give a meeting its results and its end."""
         parts = meeting.parts()
+        # A meeting costs a message to everyone, also where no gradients travel.
         meeting.over_at = self.time.now + self._setting.cluster.signal_seconds()
         if kind == "pass":
             meeting.results = parts
@@ -183,6 +185,7 @@ class SimulatedRank:
         """Train; yield the seconds of each micro-batch, and what is to be waited for."""
         samples = self._setting.task.samples
         for epoch in range(self._setting.epochs):
+            # All modes deal the samples of a seed and epoch in this order.
             order = shuffled(samples, 1000 * self._setting.seed, epoch)
             self._passes.begin([range(samples)])
             yield self._wire.meet()
@@ -229,6 +232,7 @@ class SimulatedRank:
         self._close(sum(self._rounds.samples))
 
     def _close(self, samples: int) -> None:
+        # Rounds are the same on all ranks: one counts them.
         if self._rank:
             return
         record, task = self._record, self._setting.task
@@ -261,6 +265,7 @@ def simulate(setting: Setting) -> Record:
 
 def run(programs: Sequence[Iterator[float | Pending]], time: Time) -> None:
     """Run the ranks' programs, each resumed when what it yielded has finished, until all end."""
+    # At equal times by rank: every process moves the ranks in the same order.
     due = [(time.now, rank) for rank in range(len(programs))]
     waiting: dict[int, Seat] = {}
     while due:
@@ -270,6 +275,7 @@ def run(programs: Sequence[Iterator[float | Pending]], time: Time) -> None:
             waiting[rank] = wait
         elif isinstance(wait, float):
             heapq.heappush(due, (time.now + wait, rank))
+        # The program that has just run may have completed a meeting for which others wait.
         for other, seat in list(waiting.items()):
             if seat.meeting.is_complete:
                 del waiting[other]

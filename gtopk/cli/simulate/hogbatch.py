@@ -59,6 +59,8 @@ class Hogbatch:
     def claim_size(self, rank: int) -> int:
         """Return the size that a worker claims."""
         worker = self.workers[rank]
+        # The rule balances updates: a worker that has made more of them than the others takes
+        # larger batches.
         others = [w.updates for other, w in self.workers.items() if other != rank]
         return worker.sizer.next(worker.updates, [float(n) for n in others])
 
@@ -87,13 +89,18 @@ class Hogbatch:
         worker, record = self.workers[rank], self.record
         own = worker.model.parameters() if worker.model is not None else repeat(None)
         finite = True
+        # Not strict, as `repeat` has no end.
         for shared, parameter in zip(self.model.parameters(), own, strict=False):
             gradient = None if parameter is None else parameter.grad
             shared.grad = torch.zeros_like(shared) if gradient is None else gradient
+            # All processes step the shared model alike: each has the whole of it.
             self.setting.ranks.broadcast(shared.grad, rank)
             finite &= bool(shared.grad.isfinite().all())
+        # Per sample every batch counts alike: a large one steps as far as the small ones it stands
+        # for.
         rate = self.setting.learning_rate * worker.samples / self.setting.global_batch
         self.optimizer.param_groups[0]["lr"] = rate
+        # One bad batch must not ruin the shared model; it is a step all the same, as time went by.
         if finite:
             self.optimizer.step()
         record.skipped += not finite

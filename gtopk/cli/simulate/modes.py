@@ -22,7 +22,8 @@ from ...telemetry.step_report import StepReport
 from . import delayed, hogbatch, replicas
 from .setting import Record, Setting, mean_loss
 
-NEVER = 1_000_000_000  # steps of a window that never fills: batches stay equal
+# Steps of a window that never fills: batches stay equal.
+NEVER = 1_000_000_000
 
 
 class Clock:
@@ -43,6 +44,8 @@ class Clock:
         """Note what every rank has computed; returns when all are at the end of their step."""
         batches = gathered("simulated.step", samples, seconds)
         record, longest = self.record, max(taken for _, taken in batches)
+        # A synchronous step is as long as its slowest rank, and then the exchange that it did not
+        # hide.
         waited = self._setting.wait_seconds(longest, self._reduce_seconds)
         if self._probes != NEVER and record.steps % self._probes == 0:
             waited += self._probe_seconds
@@ -50,6 +53,7 @@ class Clock:
         record.exchange += waited
         record.steps += 1
         sizes = [int(size) for size, _ in batches]
+        # What a rank computed, without what it waited for slower ones.
         record.busy = [a + b for a, (_, b) in zip(record.busy, batches, strict=True)]
         record.samples += sum(sizes)
         record.sizes.append((record.seconds, sizes))
@@ -120,9 +124,11 @@ def train(setting: Setting, mode: str) -> Record:
         setting.optimizer(model.parameters()),
         model.named_parameters(),
         setting.compression,
-        max_skipped_steps=NEVER,  # the record counts them
+        # The record counts skipped steps; a mode that diverges is a result, and no error.
+        max_skipped_steps=NEVER,
     )
     loader = adapt(
+        # Of indices: the task has the samples, and takes those that it is told.
         DataLoader(range(task.samples), 1, shuffle=True),  # type: ignore[arg-type]
         optimizer,
         global_batch=setting.global_batch,

@@ -4,8 +4,8 @@
     mpirun -n 4 gtopk simulate      one in each process, which exchange over the real transport
 
 Every process follows the same simulated clock: seconds, sizes and who is next are computed from
-numbers that are equal everywhere. What only a rank itself knows, its gradients, travels in the
-collectives of the training, and what is told besides by `broadcast`.
+numbers that are equal everywhere. A rank's gradients, which only it knows, travel in the training's
+collectives; its other numbers by `broadcast`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _LogFilter(logging.Filter):
 
 @contextlib.contextmanager
 def filtered_logs() -> Iterator[None]:
-    """Pass over what is no word on the cluster that is simulated: ranks share these cores."""
+    """Drop repeated messages, and those about stragglers: simulated ranks share these cores."""
     logger, hush = logging.getLogger("gtopk"), _LogFilter()
     logger.addFilter(hush)
     try:
@@ -53,7 +53,8 @@ def filtered_logs() -> Iterator[None]:
 
 T = TypeVar("T")
 _CHANNEL: Final = 0
-_TIMEOUT_SECONDS: Final = 3600.0  # a thread that computes for long has not failed
+# A thread that computes for long has not failed.
+_TIMEOUT_SECONDS: Final = 3600.0
 
 
 class Ranks(Protocol):
@@ -108,6 +109,7 @@ class Processes:
     def __init__(self, here: World) -> None:
         self.here: Sequence[int] = [here.rank]
         self.size = here.size
+        # Apart from the engine's messages: its thread may exchange at any time.
         self._transport = here.transport.channel(_CHANNEL)
 
     def train(self, script: Callable[[], T]) -> T:
@@ -126,6 +128,7 @@ class Processes:
         with self._transport.operation("a simulated rank's word"):
             message = values.reshape(-1).view(np.uint8) if self.here == [root] else None
             received = self._transport.broadcast(message, root)
+        # In place, as the tensor is the caller's.
         values[...] = received.view(values.dtype).reshape(values.shape)
 
 
@@ -134,6 +137,7 @@ def processes_launched() -> Processes | None:
     job = launched_by()
     if job is None or job.size == 1:
         return None
-    os.environ[settings.ADVICE.name] = "off"  # the links are modelled: nothing is to be measured
+    # The links are modelled: those of this machine need not be measured.
+    os.environ[settings.ADVICE.name] = "off"
     world.init()
     return Processes(world.current())

@@ -78,6 +78,7 @@ class _Run:
         chosen.check()
         self.batches = MegaBatches(chosen, [max(1, setting.global_batch // ranks)] * ranks)
         is_dynamic = self.batches.strategy.is_dynamic
+        # A claim goes to the shared counter and back.
         self._take_seconds = 2 * cluster.link.latency_seconds if is_dynamic else 0.0
         self._factor = FACTORS[chosen.lr_scaling]
         self._unseen = 0  # samples merged since the model was evaluated
@@ -116,12 +117,14 @@ class _Run:
         if first.trained is not None:
             with first.trained.replica.at_center():
                 accuracy[0] = setting.task.accuracy(first.trained.model)
-        setting.ranks.broadcast(accuracy, first.number)  # rank 0 may be dead, and reports
+        # By the first that lives: rank 0 may be dead, and its process prints the results.
+        setting.ranks.broadcast(accuracy, first.number)
         self.record.accuracy.append((self.record.seconds, float(accuracy)))
 
     def _mega_batch(self, stretch: SampleRange, order: Sequence[int]) -> None:
         batches, began = self.batches, self.record.seconds
         count = max(cursor.count for cursor in self.cursors)
+        # Cursors go by place: where ranks have died, the places of the others have moved up.
         del self.cursors[len(self.workers) :]
         free = []
         for place, worker in enumerate(self.workers):
@@ -138,9 +141,10 @@ class _Run:
                 continue
             places = [order[p] for part in stretch.places(take) for p in part]
             seconds = self._take_seconds + self._compute_seconds(worker, places, second)
+            # The others wait for it until then. Its samples, in no report, are handed out again.
             if second + seconds >= worker.dies_at:
-                worker.free_at = worker.dies_at  # until then it is waited for
-                continue  # its samples are in no report
+                worker.free_at = worker.dies_at
+                continue
             if worker.trained is not None:
                 self._step(worker.trained, places)
             worker.updates += 1
@@ -167,9 +171,11 @@ class _Run:
         record, batches = self.record, self.batches
         exchange_seconds = self.setting.reduce_seconds
         end = max(worker.free_at for worker in self.workers)
+        # Backwards, as places behind one that leaves move up. A rank that dies within the merge is
+        # waited for until then, and its part is lost.
         for place in reversed(range(len(self.workers))):
             if self.workers[place].dies_at <= end + exchange_seconds:
-                end = max(end, self.workers[place].dies_at)  # until then it was waited for
+                end = max(end, self.workers[place].dies_at)
                 del self.workers[place]
                 batches.leave(place)
         workers = self.workers
@@ -181,7 +187,8 @@ class _Run:
         def merge(transport: Transport) -> None:
             trained, weight = workers[transport.rank].trained, weights[transport.rank]
             assert trained is not None
-            with np.errstate(over="ignore", invalid="ignore"):  # as the engine has it
+            # As the engine has it: a merge finds numbers that are not finite by itself.
+            with np.errstate(over="ignore", invalid="ignore"):
                 update = trained.replica.exchange(transport, weight)
             change = trained.replica.pull if batches.strategy.force else trained.replica.merge
             change(update, weight)

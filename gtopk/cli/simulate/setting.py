@@ -157,6 +157,7 @@ def open_task(name: str, seed: int, length: int | None = None) -> Digits:
 
     pixels, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    # Pixels are 0..16.
     x = (torch.from_numpy(pixels).float() / 16 - 0.5)[order]
     y = torch.from_numpy(labels).long()[order]
     # Drawn once, as the global generator is shared by the threads that are ranks.
@@ -177,9 +178,9 @@ class Record:
     """One mode and seed.
 
     seconds:   simulated, of the whole run.
-    busy:      of these, what each rank computed.
-    exchange:  of these, what the wire was in use, as modelled; of synchronous modes, what ranks
-               waited for it.
+    busy:      of these, the time that each rank computed.
+    exchange:  of these, the time that the wire was in use, as modelled; of synchronous modes, the
+               time that ranks waited for it.
     samples:   computed, of all ranks.
     steps:     updates of the parameters; of replicas, those of the rank that makes most.
     skipped:   how often what was computed was left out, as it was not finite: an update, which
@@ -286,7 +287,7 @@ class Cluster:
     speeds: samples a second, by rank.
     deaths: of ranks; only replicas that are merged can go on without one.
     overhead_seconds: of every batch, whatever its size.
-    noise: standard deviation of the logarithm of what a batch takes.
+    noise: standard deviation of the logarithm of a batch's seconds.
     link: between any two ranks; each sits on a node of its own.
     exchange_seconds: of a reduction, in place of what the link's model says.
     """
@@ -307,9 +308,9 @@ class Cluster:
     def compute_seconds(
         self, rank: int, samples: float, second: float, random: np.random.Generator
     ) -> float:
-        """Return what a batch takes that a rank begins at a second.
+        """Return the seconds of a batch that a rank begins at this simulated second.
 
-        samples: or their work, where some have more than others.
+        samples: their number, or their work, where some have more than others.
         """
         if samples == 0:
             return 0.0
@@ -317,6 +318,7 @@ class Cluster:
         for slowdown in self.slowdowns:
             if slowdown.rank == rank and second >= slowdown.second:
                 factor *= slowdown.factor
+        # Log-normal: a factor that is never negative, and slows down as often as it speeds up.
         noise = float(np.exp(self.noise * random.standard_normal()))
         return factor * noise * (self.overhead_seconds + samples / self.speeds[rank])
 
@@ -325,13 +327,16 @@ class Cluster:
         if self.exchange_seconds is not None:
             return self.exchange_seconds
         network = Network(self.ranks, self.link)
+        # Of the prediction only the wire's part: computing takes what the ranks' speeds say.
         return predict(candidate, length, network, DEFAULT_RATES).communicate_seconds
 
     def signal_seconds(self) -> float:
         """Return the seconds until all ranks know that all are ready."""
+        # A butterfly's rounds.
         return self.link.latency_seconds * (self.ranks - 1).bit_length()
 
     def noises(self, seed: int) -> list[np.random.Generator]:
+        # A stream for each rank: its noise does not hang on how many batches the others have had.
         return [np.random.default_rng([seed, rank]) for rank in range(self.ranks)]
 
 
@@ -383,6 +388,7 @@ class Setting:
     def is_due(self, samples: int, evaluations: int) -> bool:
         """Tell whether a model is to be evaluated again, that has seen so many samples."""
         every = self.evaluate_every or self.task.samples
+        # Once more at the end, whatever `evaluate_every` is.
         return samples >= min((evaluations + 1) * every, self.epochs * self.task.samples)
 
     @property

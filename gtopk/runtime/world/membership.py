@@ -205,7 +205,10 @@ FAILED_SECONDS: Final = 2.0  # for the others to leave, too, where init() has fa
 
 
 class WorldObserver(Protocol):
-    """Receives the events of a world, in this order; each is called on the rank's own thread."""
+    """Receives the events of a world, in this order; each is called on the rank's own thread.
+
+    A class that derives defines the first two, and of the others what it needs.
+    """
 
     def join(self, world: World, before: World | None) -> bool:
         """Begin to observe; tell whether it needs the ranks' clocks compared.
@@ -220,23 +223,23 @@ class WorldObserver(Protocol):
 
     def open_set(self, world: World, number: int) -> None:
         """A process set was added."""
-        ...
+        return
 
     def resume(self, world: World) -> None:
         """The world goes on from a step of an earlier run."""
-        ...
+        return
 
     def leave(self, world: World) -> None:
         """Every operation is over."""
-        ...
+        return
 
     def pause(self, world: World) -> None:
         """The run goes on in another world."""
-        ...
+        return
 
     def end(self, world: World, how: str, in_order: bool) -> None:
         """The rank ends; how: a text for the record. Further calls change nothing."""
-        ...
+        return
 
 
 _observers: Final[list[WorldObserver]] = []

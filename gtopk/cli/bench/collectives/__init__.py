@@ -14,7 +14,7 @@ import json
 import shlex
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -24,7 +24,7 @@ from collectives.wire.values import VALUE_CODES
 
 from ....runtime.launch import launched_by, transport_name
 from ....units import bandwidth_text, bytes_text, count_text, seconds_text
-from ...arguments import Command, above_zero, from_zero, number_in, share, whole_number
+from ...arguments import Command, above_zero, fail, from_zero, number_in, share, whole_number
 from ...charts import aligned
 from ..harness import (
     TIMEOUT_SECONDS,
@@ -32,7 +32,6 @@ from ..harness import (
     bench_parser,
     on_launched_rank,
     one_of,
-    refuse,
     write_json,
 )
 from .cases import DISTRIBUTIONS, Record, Results, checked
@@ -98,19 +97,21 @@ def facts(results: Results) -> list[str]:
     ]
 
 
-_HEADINGS: Final = ("", "median", "min - max", "wire", "/wire", "/+code", "/gtopk")
-_COST_HEADINGS: Final = ("CPU of a rank", "sent by a rank", "messages")
+_HEADINGS: Final = (
+    *("", "median", "min - max", "wire", "/wire", "/+code", "/gtopk"),
+    *("CPU of a rank", "sent by a rank", "messages"),
+)
 
 
 def table(results: Results) -> str:
     """Return the results as text for a terminal."""
     lines = [*facts(results), ""]
     for case, rows in panels(results["records"]).items():
-        cells = [(*_HEADINGS, *_COST_HEADINGS), *(_cells(row, rows) for row in rows)]
+        cells = [_HEADINGS, *(_cells(row, rows) for row in rows)]
         lines += [title(case), *aligned(cells), ""]
     lines += [
-        "* what ratios are told against. ~ reckoned, the least there can be; the rest is",
-        "counted; either way of the rank that sends most. wire: the model's time, latency and",
+        "* the reference, over whose time /gtopk is. ~ computed, the least there can be; the",
+        "rest is counted; of the rank that sends most. wire: the model's time, latency and",
         "bandwidth alone; /wire: measured over it; /+code: with encode, decode and merge added.",
     ]
     return "\n".join(lines)
@@ -154,6 +155,7 @@ def _markdown_of(results: Results) -> Iterator[str]:
         yield ""
         yield "| |" + "".join(f" P = {ranks} |" for ranks in columns)
         yield "|---|" + "---|" * len(columns)
+        # In the order that most ranks give: a table is read for its last column.
         last = columns[max(columns)]
         labels = list(
             dict.fromkeys(row["label"] for rows in (last, *columns.values()) for row in rows)
@@ -168,11 +170,8 @@ def _cell(label: str, rows: Sequence[Record]) -> str:
     row = next((row for row in rows if row["label"] == label), None)
     if row is None:
         return ""
-    seconds, ratio, against = (
-        row["seconds"],
-        row["measured_over_modelled"],
-        times_reference(row, rows),
-    )
+    seconds, ratio = row["seconds"], row["measured_over_modelled"]
+    against = times_reference(row, rows)
     words = [seconds_text(median(row))]
     if row["rounds"] > 1:
         words[0] += f" ({seconds_text(seconds['min'])}-{seconds_text(seconds['max'])})"
@@ -214,7 +213,7 @@ def parser() -> Command:
     words("--picks", one_of(DISTRIBUTIONS), ["uniform"], help=picks)
     words(
         "--algorithms",
-        known_algorithm,
+        functools.partial(_known_to, parse),
         list(KNOWN),
         may_be_none=True,
         help=f"from {', '.join(KNOWN)}; with options such as gtopk:growth=2.0 or "
@@ -224,7 +223,7 @@ def parser() -> Command:
     words("--baselines", one_of(BASELINES), list(BASELINES), may_be_none=True, help=baselines)
     words(
         "--formats",
-        known_format,
+        functools.partial(_known_to, formats_of),
         ["exact"],
         help=f"a code of values ({', '.join(VALUE_CODES)}) with the code of indices that the model "
         f"picks, or both, such as packed+bf16 (indices: {', '.join(INDEX_CODES)}); default: exact",
@@ -244,15 +243,9 @@ def parser() -> Command:
     return described
 
 
-def known_algorithm(word: str) -> str:
-    """Return the name of an algorithm, with its options; raise ValueError for an unknown one."""
-    parse(word)
-    return word
-
-
-def known_format(word: str) -> str:
-    """Return the name of a format, or of its value code; raise ValueError for an unknown one."""
-    formats_of(word)
+def _known_to(read: Callable[[str], object], word: str) -> str:
+    """Return a word as it is written; raise ValueError where `read` does."""
+    read(word)
     return word
 
 
@@ -273,10 +266,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(markdown([read(path) for path in options.markdown]))
             return 0
     except (OSError, ValueError) as error:
-        return refuse("collectives", error)
+        return fail("bench collectives", error, code=2)
+    # In the record, so that the measurement can be repeated.
     command = shlex.join(["gtopk", "bench", "collectives", *given])
     if (options.transport or transport_name(launched_by())) == "local":
         size = max(options.ranks or [4])
+        # As threads, without a launcher: they exchange through memory, and no network is measured.
         found = run_ranks(local_world(size, TIMEOUT_SECONDS), lambda t: run(options, command, t))
         deliver(found[0], options)
         return 0
@@ -285,6 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = run(options, command, transport)
         if transport.rank == 0:
             deliver(results, options)
+        # Ranks that were not measured are still on their way: whoever left would seem to have died.
         transport.leave("the benchmark is done")
 
     return on_launched_rank(measured, options.transport)

@@ -69,6 +69,7 @@ Random = np.random.Generator
 def picks(distribution: str, length: int, k: int, rank: int, seed: int) -> SparseVector:
     """Return a rank's picks: at most k entries of a vector of float32."""
     shared = np.random.default_rng([seed, length, k])
+    # rank + 1: a trailing 0 in a seed changes nothing, and rank 0 would draw what is shared.
     own = np.random.default_rng([seed, length, k, rank + 1])
     indices = np.sort(DISTRIBUTIONS[distribution](length, k, shared, own))
     values = (1.0 + own.standard_exponential(indices.size)) * own.choice([-1.0, 1.0], indices.size)
@@ -77,9 +78,11 @@ def picks(distribution: str, length: int, k: int, rank: int, seed: int) -> Spars
 
 def uniform(length: int, k: int, shared: Random, own: Random) -> Array:
     if length < _LONG or 4 * k > length:
+        # Unshuffled, as the caller sorts them.
         return own.choice(length, k, replace=False, shuffle=False)
     drawn = np.unique(own.integers(length, size=k))
-    while drawn.size < k:  # some twice, a quarter of them at the most
+    # Some fall together: at most a quarter of them, as k is no more than that of the vector.
+    while drawn.size < k:
         drawn = np.union1d(drawn, own.integers(length, size=k - drawn.size))
     return drawn
 
@@ -119,7 +122,7 @@ class Record(TypedDict):
     contender: str
     label: str
     ours: bool
-    reference: bool  # the one that ratios are told against: gtopk, as the model would send it
+    reference: bool  # others' times are divided by its: gtopk, as the model would send it
     selective: bool  # looks at the picks only; else its time holds for every density
     algorithm: str | None
     options: dict[str, Any]

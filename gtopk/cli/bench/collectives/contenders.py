@@ -43,6 +43,7 @@ def plain_allgather(
     gathered = library.allgather(message.reshape(-1).view(np.uint8)).view(np.int32)
     lists = []
     for indices, bits in gathered.reshape(size, 2, k):
+        # The rest is padding: no pick is a zero.
         entries = np.count_nonzero(bits)
         values = bits[:entries].view(np.float32)
         lists.append(SparseVector(indices[:entries], values, selected.length))
@@ -82,6 +83,7 @@ def published_tree(
         if rank % (2 * distance) == 0 and rank + distance < size:
             buffer = np.empty((2, k))
             library.receive(buffer.reshape(-1).view(np.uint8), rank + distance)
+            # 0 for the length, which sums do not need.
             theirs = summed(buffer[0].astype(np.int64), buffer[1].astype(np.float32), 0)
             indices, values = largest(
                 np.concatenate([indices, theirs.indices]),
@@ -188,7 +190,8 @@ def own(algorithm: str, options: dict[str, Any], format: Format) -> Contender:
 
     def prepare(task: Task) -> Callable[[], ContenderResult]:
         selected, k, transport, _ = task
-        if kept and (selected.length, k) not in begun:  # one step of 64 draws the boundaries
+        # Of 64 steps of a training one draws the boundaries: here it is not timed.
+        if kept and (selected.length, k) not in begun:
             reduce(selected, k, transport, algorithm, format=format, **kept, **options)
             begun.add((selected.length, k))
         return lambda: ContenderResult(
@@ -196,6 +199,7 @@ def own(algorithm: str, options: dict[str, Any], format: Format) -> Contender:
         )
 
     def modelled(length: int, k: int, network: Network, rates: Rates) -> Modelled | None:
+        # The model has the algorithms as they usually run.
         if algorithm not in SCHEDULES or options:
             return None
         return _modelled(Candidate(algorithm, k / length, format), length, network, rates)
@@ -257,6 +261,7 @@ def parse(words: str) -> tuple[str, dict[str, Any]]:
         if not equals:
             raise ValueError(f"an option must be written name=value, got {word!r} in {words!r}")
         try:
+            # Numbers and booleans as Python writes them; any other word stays a text.
             options[option] = ast.literal_eval(value)
         except (SyntaxError, ValueError):
             options[option] = value
@@ -324,9 +329,9 @@ def modelled_gtopk(format: Format, length: int, k: int, network: Network, rates:
 def reference_of(
     contenders: Sequence[Contender], length: int, k: int, network: Network, rates: Rates
 ) -> str | None:
-    """Return the name of what ratios are told against: gtopk in the format it is modelled best in.
+    """Return the name of the reference for ratios: gtopk in the format that suits it best here.
 
-    None where no plain gtopk takes part.
+    By the model. None where no plain gtopk takes part.
     """
     plain = [(c.format, c.name) for c in contenders if c.algorithm == "gtopk" and not c.options]
     offers = [
@@ -339,8 +344,9 @@ def reference_of(
 
 def dense_library() -> Contender:
     def prepare(task: Task) -> Callable[[], ContenderResult]:
+        # Written once before the timing: fresh pages would be made within it.
         array = np.empty(task.selected.length, np.float32)
-        array.fill(0)  # pages that were never written would be made in the go
+        array.fill(0)
         array[task.selected.indices] = task.selected.values
 
         def go() -> ContenderResult:
@@ -395,6 +401,7 @@ def tree_contender(broadcast: str) -> Contender:
     def modelled(length: int, k: int, network: Network, rates: Rates) -> Modelled:
         alpha, beta, _ = network.link(1)
         steps = rounds(network.ranks)
+        # Each of the log2 P rounds ends with a barrier, which takes as many messages.
         barriers = steps * steps * alpha
         return Modelled(barriers + 2 * steps * (alpha + 16 * k * beta), 0.0)
 

@@ -50,7 +50,8 @@ def _of_mpi(ranks: Sequence[int]) -> Calls:
 
 def _of_gloo(transport: Any, ranks: Sequence[int]) -> Calls:
     """Return gloo's calls on some of the ranks of torch.distributed's transport, which all ask."""
-    if not distributed.is_initialized():  # where the ranks have met they meet again
+    # Ranks that have met elsewhere meet again, under names of their own in the same store.
+    if not distributed.is_initialized():
         store = distributed.distributed_c10d.PrefixStore("gtopk.cli.bench", transport.store)
         distributed.init_process_group(
             "gloo", store=store, rank=transport.rank, world_size=transport.size
@@ -120,7 +121,8 @@ class ModelledLibrary:
 
     def broadcast(self, message: Array, root: int) -> None:
         self._calls.broadcast(message, root)
-        if (self._rank + 1) % self._size != root:  # as if passed on from one to the next
+        # As if passed on from one rank to the next: the last one sends nothing.
+        if (self._rank + 1) % self._size != root:
             self.traffic.count(message.size)
 
     def barrier(self) -> None:
@@ -134,7 +136,8 @@ def open_library(transport: Transport, ranks: Sequence[int]) -> ModelledLibrary:
     On a rank that is not among them, what is returned must not be used.
     """
     takes_part = transport.rank in ranks
-    if transport.name == "mpi" and transport.link is None:  # which paces no library's own messages
+    # An emulated link paces the transport's messages alone: the library's own would be too fast.
+    if transport.name == "mpi" and transport.link is None:
         calls = _of_mpi(ranks)
     elif transport.name == "torch.distributed" and transport.link is None:
         calls = _of_gloo(transport, ranks)

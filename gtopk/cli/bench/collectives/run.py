@@ -96,6 +96,7 @@ def check_conservation(
     lost = np.bincount(place, np.concatenate([*before, *taken]), places.size)
     there = place[: sum(vector.entries for vector in everyones_picks)]
     total = np.bincount(there, np.abs(np.concatenate(before)), places.size)
+    # Each addition rounds by no more than half an epsilon of the sums of magnitudes.
     bound = len(everyones_picks) * float(np.finfo(np.float32).eps) * total
     wrong = np.flatnonzero(np.abs(lost) > bound)
     if wrong.size:
@@ -163,6 +164,7 @@ def measure(
     found = [Measured(contender) for contender in contenders]
     for number in range(rounds):
         for measured in found:
+            # Each contender once, whatever it takes: its result is to be checked.
             if number == 0 or sum(measured.seconds) < budget_seconds:
                 progress(f"{case}: round {number + 1} of {rounds}, {measured.contender.name}")
                 go(measured, task, everyone if number == 0 else None, interface)
@@ -180,6 +182,7 @@ def go(
     interface_before = interface_bytes(interface)
     time.sleep(REST_SECONDS)
     transport.barrier()
+    # Behind the barrier, whose own messages are not the contender's.
     counters.read_and_reset()
     begun, cpu_begun = time.perf_counter(), time.process_time()
     outcome = prepared()
@@ -194,8 +197,10 @@ def go(
             interface_bytes(interface) - interface_before,
         ]
     )
+    # A digest in place of the update, which may have every coordinate.
     reports = transport.allgather(np.concatenate([report.view(np.uint8), digest(outcome.update)]))
     check_agreement(contender.name, [message[report.nbytes :] for message in reports])
+    # In the first round alone: it gathers all picks, which takes longer than the reduction.
     if everyone is not None and contender.conserves:
         check_conservation(contender.name, everyone, outcome, transport)
     rows = [np.frombuffer(message[: report.nbytes].tobytes()) for message in reports]
@@ -255,6 +260,7 @@ def run(options: argparse.Namespace, command: str, transport: Transport) -> Resu
     for size in sizes:
         library = open_library(transport, range(size))
         library_name = library.name
+        # Ranks that do not take part are in it, too: they wait at the barrier at its end.
         with transport.operation(f"the benchmark of {size} ranks"):
             if transport.rank < size:
                 some = transport.subset(range(size)) if size < transport.size else transport
@@ -298,7 +304,8 @@ def on_these_ranks(
     sharing_seconds = (network.coding_waves(network.ranks) - 1) * message_seconds(transport)
     for case, first in cases((transport.size,), options.lengths, options.densities, options.picks):
         for what, times in ((_warm_up(case), 1), (case, options.rounds)):
-            contenders = chosen(options, case, first, calibration)  # anew: they keep boundaries
+            # Anew: those of the warm-up keep boundaries of another length.
+            contenders = chosen(options, case, first, calibration)
             found = measure(
                 what,
                 contenders,
@@ -318,8 +325,8 @@ def on_these_ranks(
 def calibrate(transport: Transport, formats: list[Format]) -> Calibration:
     """Return link and rates, the same on every rank.
 
-    Unlike `planning.calibrate`, rates are in seconds of a core: where ranks share cores, or others
-    use the machine, the clock would tell more of that than of the codes, and decide on the format.
+    Unlike those of a training's calibration, rates are in seconds of a core: where ranks share
+    cores, or others use the machine, the clock would tell more of that than of the codes.
     """
     network, _ = measure_network(transport)
     rates = agree_on_rates(transport, measure_rates(formats, time.thread_time))

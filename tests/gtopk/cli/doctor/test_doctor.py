@@ -173,6 +173,18 @@ def test_an_optional_package_that_crashes_costs_one_finding(tmp_path: Path) -> N
     assert found["demo"].state is State.OK  # the next one
 
 
+@pytest.mark.parametrize("flushed", [False, True])
+def test_a_crash_is_not_explained_by_what_the_probe_before_has_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flushed: bool
+) -> None:
+    package(tmp_path, "mpi4py", f"print('all is well', flush={flushed})\n__version__ = '9.9'")
+    package(tmp_path, "horovod", "import os, sys\nsys.stdout.flush()\nos._exit(3)")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    first, second = run_probes(["mpi4py", "Horovod"])
+    assert (first.state, first.detail) == (State.OK, "9.9")
+    assert second.detail == "exit code 3"
+
+
 def test_an_essential_package_that_breaks_means_not_ready(tmp_path: Path) -> None:
     package(tmp_path, "torch", "raise ImportError('libtorch_cpu.so: wrong ELF class')")
     job = examine("--no-run", path=tmp_path)
