@@ -188,7 +188,6 @@ class ReplicaState(HookState):
         "replicate returns"
     )
     _clipping: ClassVar[str] = _NO_CLIPPING
-    _marks_saved: ClassVar[bool] = False
 
     def __init__(
         self,

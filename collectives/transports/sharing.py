@@ -102,8 +102,10 @@ def _make_file(size_bytes: int) -> tuple[int, str]:
     except OSError as error:
         return -1, f"!{error}"
     try:
-        if size_bytes:
+        if size_bytes and hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file, 0, size_bytes)  # now, not as a SIGBUS later
+        elif size_bytes:  # macOS
+            os.ftruncate(file, size_bytes)
     except OSError as error:
         os.close(file)
         os.unlink(path)

@@ -219,9 +219,6 @@ class HookState(ABC):
     _giving: ClassVar[str]
     _saving: ClassVar[str]
     _clipping: ClassVar[str]
-    # Whether a plain optimizer's saved state notes the residual's norm: DCP, which saves sharded
-    # ones, could load no state without the note.
-    _marks_saved: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -267,7 +264,7 @@ class HookState(ABC):
             way=self._giving if optimizer is None else "",
             stepped=stepped,
             adam="" if stepped is None else self._clipping,
-            residuals=self._residuals if stepped is None and self._marks_saved else None,
+            residuals=self._residuals if stepped is None else None,
         )
 
     @abstractmethod

@@ -140,8 +140,8 @@ def warn_of_lost_residual(
     """
     _log.warning(
         "rank %d: %s goes on from earlier steps, and the state of the hook was not loaded: what "
-        "this rank had not sent is lost%s. Save state_dict(model) of the hook's state on every "
-        "rank, or gather_state(model) on one, and give it to load_state_dict (%s)",
+        "this rank had not sent is lost%s. Save the state_dict of the hook's state on every rank, "
+        "and give it to load_state_dict (%s)",
         rank,
         type(optimizer).__name__,
         "" if norm is None else f" (a norm of {norm:.3g} on the rank that saved)",
@@ -154,6 +154,8 @@ class ResidualNote:
 
     By it a run that goes on without the hook's state is known, where the optimizer itself has no
     state, as SGD. Live groups have none, but from loading on until `take`.
+    The norm is the key of an empty dict. DCP passes over empty ones, so that a state with the note
+    takes what a state without one has saved: dcp.load demands every value of the state it fills.
     residuals: a method of the hook's bucket exchanges, to which this refers weakly.
     """
 
@@ -171,13 +173,13 @@ class ResidualNote:
             return
         norm = math.hypot(*(float(part.norm()) for _, part in residuals()))
         for group in state_dict["param_groups"] if norm else ():
-            group[self._KEY] = norm
+            group[self._KEY] = {norm: {}}
 
     @classmethod
     def take(cls, optimizer: torch.optim.Optimizer) -> float | None:
         """Remove it from an optimizer whose state was loaded, and return it; None: it has none."""
-        norms = [group.pop(cls._KEY) for group in optimizer.param_groups if cls._KEY in group]
-        return max(norms, default=None)
+        notes = (group.pop(cls._KEY, {}) for group in optimizer.param_groups)
+        return max((norm for note in notes for norm in note), default=None)
 
 
 class OptimizerChecks:
@@ -189,7 +191,7 @@ class OptimizerChecks:
     stepped: the optimizer whose steps the hook makes; any other one is a ValueError.
     adam: as of `CorrectedGradients`.
     residuals: as of `ResidualNote`, to tell where the hook's state is not loaded with an
-        optimizer's; None: that is not told.
+        optimizer's; None: the optimizer's own state tells.
     corrected: the gradients that a correction has made steps of, to refuse clipping in every step:
         the hook calls its `agree` after each pass.
     """

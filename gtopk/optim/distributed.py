@@ -16,7 +16,6 @@ from ..compression import Compressing, Compression
 from ..exchange.bucket_exchange import gradient_norm
 from ..exchange.buckets.parameters import name_parameters, require_trained
 from ..reduce_ops import Adasum, Average
-from ..runtime.logs import EVERYWHERE
 from ..runtime.world import world
 from ..runtime.world.process_sets import ProcessSet, global_process_set
 from ..telemetry.run_record import note_step
@@ -317,7 +316,6 @@ class _DistributedOptimizer(Readings):
                 "if a GradScaler has skipped it, the other ranks do not know. %s",
                 self._world.rank,
                 RECIPE,
-                extra=EVERYWHERE,
             )
         # A scaler was updated by now: its new scale gets to the host while backward runs.
         begin_to_read_scale(self.scaler)

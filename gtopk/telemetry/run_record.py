@@ -232,7 +232,8 @@ class _WorldRecords(WorldObserver):
 
     def end(self, world: World, how: str, in_order: bool) -> None:
         records = _records_of(world)
-        if in_order and world.rank == 0 and (verdict := records.balance.verdict()):
+        link = world.transport.link_text
+        if in_order and world.rank == 0 and (verdict := records.balance.verdict(link)):
             _log.info("%s", verdict)
             records.balance = Balance()  # it is said once
         if (recorder := recorder_of(world)) is not None:

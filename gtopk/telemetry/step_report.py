@@ -187,9 +187,10 @@ class Balance:
         self.coded_bytes += step.coded_bytes
         self.algorithm = self.algorithm if is_dense else step.algorithm
 
-    def verdict(self) -> str:
+    def verdict(self, link: str = "") -> str:
         """Return a sentence on whether compression has paid; "" where unknown, or none has run.
 
+        link: the emulated link of the run, as text; "": the real links.
         For dense the model predicts the exchange, but not how much of it backward would hide.
         """
         if not self.elements or not self.compresses:
@@ -218,8 +219,9 @@ class Balance:
             )
         bits = 8 * self.coded_bytes / self.coded_entries if self.coded_entries else 0.0
         wire = f", wire {bits:.3g} bits an entry" if bits else ""
+        over = f"over an {link}, " if link else ""
         return (
-            f"{result}; used {self.algorithm}, density "
+            f"{over}{result}; used {self.algorithm}, density "
             f"{self.selected / self.elements:.3g}{wire}; accuracy: compare with a dense run"
         )
 

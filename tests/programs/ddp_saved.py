@@ -216,6 +216,28 @@ def test_a_hooks_state_that_is_not_loaded_with_sgds_is_told_of_once() -> None:
             assert optimizer.param_groups[0].keys() == fresh["param_groups"][0].keys()
 
 
+def test_dcp_loads_into_a_run_what_was_saved_before_its_first_step() -> None:
+    """The note of the residual, which SGD's saved state has from then on, asks for no value."""
+    state = GTopKState(0.05)
+    model = wrapped(state)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    folder = hvd.broadcast_object(tempfile.mkdtemp() if RANK == 0 else None)
+
+    def saved() -> dict[str, object]:
+        return {"optimizer": optimizer.state_dict(), "residuals": state.state_dict(model)}
+
+    dcp.save(saved(), checkpoint_id=folder)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+    loaded = saved()
+    assert mass(state, model) > 0 or SIZE == 1
+    dcp.load(loaded, checkpoint_id=folder)
+    state.load_state_dict(loaded["residuals"], model)
+    assert mass(state, model) == state.progress.steps == 0
+
+
 class Wrapper(torch.nn.Module):
     """Has a module of its own that is called as DDP calls what it wraps."""
 

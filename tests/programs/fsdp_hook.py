@@ -13,6 +13,7 @@ import torch
 import torch._dynamo.config  # before any optimizer: models are compiled here
 from checks import BETAS, logged, raises, train_beside_adamw
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -451,6 +452,33 @@ def test_a_new_state_has_back_what_torchs_checkpoints_have() -> None:
     for each in ways:
         assert each.progress.steps == 2
         assert all(map(torch.equal, residuals(each).values(), residuals(state).values()))
+
+
+def test_a_state_that_is_not_loaded_with_sgds_is_told_of() -> None:
+    """Also out of DCP's hands: it loads into a run what was saved before its first step."""
+    folder = hvd.broadcast_object(tempfile.mkdtemp() if RANK == 0 else None)
+    model, state = sharded(0.05)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=folder)
+
+    def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for step in range(2):
+            optimizer.zero_grad()
+            loss(model, step).backward()
+            optimizer.step()
+
+    steps(model, optimizer)
+    dcp.load(get_optimizer_state_dict(model, optimizer), checkpoint_id=folder)
+    saved, held = copy.deepcopy(optimizer.state_dict()), state.state_dict()
+    for is_kept in (False, True):
+        model, state = sharded(0.05)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.load_state_dict(saved)
+        if is_kept:
+            state.load_state_dict(held)
+        said = logged(lambda each=(model, optimizer): steps(*each))
+        told = [text for text in said if "the state of the hook was not loaded" in text]
+        assert len(told) == (not is_kept), said
 
 
 def test_modules_may_be_compiled_or_renamed() -> None:

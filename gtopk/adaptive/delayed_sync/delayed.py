@@ -201,7 +201,6 @@ class DelayedLoader(LoaderBase):
                 "rank %d: a micro-batch that no optimizer.step() was taken with is left out of its "
                 "round (GradScaler takes none after an overflow); loader.left_out counts them",
                 self._world.rank,
-                extra=EVERYWHERE,
             )
         self.left_out += 1
         self.rounds.leave_out()

@@ -287,7 +287,7 @@ def verdict(run: Run) -> str:
             counted += max(1, report.local_steps)
         else:
             counted = report.step + 1
-    return balance.verdict()
+    return balance.verdict(rank.begin.get("link", ""))
 
 
 def _last_value(run: Run, name: str) -> Tile:

@@ -47,6 +47,7 @@ _NOTE: Final = struct.Struct("<qI")  # the step, and the number of bytes of advi
 _ADVICE_BYTES: Final = 2000
 _DATAGRAMS: Final = 1000  # received at most before the next beat, in case of a flood
 _STOPPED_GRACE_SECONDS: Final = 2.0  # for a stopped rank to be continued, once the job is ending
+_PROC: Final = "/proc"  # off Linux there is none
 _PR_SET_PDEATHSIG: Final = 1  # of prctl(2)
 _LAUNCHER_GRACE_SECONDS: Final = 3.0  # for a rank to end by itself, once its launcher is gone
 
@@ -83,7 +84,11 @@ class Setting(NamedTuple):
 
 
 class Process(NamedTuple):
-    """A process as /proc shows it; state: a letter, "" for one that has ended."""
+    """A process as /proc shows it.
+
+    state: a letter; "" for one that has ended, "?" off Linux, which shows none.
+    parent: its pid; 0 where that is not known.
+    """
 
     state: str
     parent: int
@@ -91,11 +96,11 @@ class Process(NamedTuple):
 
 def read_process(pid: int) -> Process:
     try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
+        with open(f"{_PROC}/{pid}/stat", "rb") as stat:
             # After the last parenthesis: the program's name before it may hold any character.
             state, parent = stat.read().rpartition(b")")[2].split()[:2]
     except OSError:
-        return Process("", 0)
+        return Process("" if os.path.exists(f"{_PROC}/self") else "?", 0)
     return Process("" if state in (b"Z", b"X") else state.decode(), int(parent))
 
 
@@ -240,7 +245,7 @@ class Companion:
             self._end(signal.SIGKILL, f"{because} takes no notice")
 
     def _check_launcher(self, process: Process, now: float) -> None:
-        if self._setting.launcher in (0, process.parent):
+        if not self._setting.launcher or process.parent in (0, self._setting.launcher):
             return
         if self._launcher_gone_since is None:
             self._launcher_gone_since = now

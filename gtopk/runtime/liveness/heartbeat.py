@@ -10,6 +10,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,15 @@ _BEGIN: Final = (
     "import sys, types; package = sys.modules['gtopk'] = types.ModuleType('gtopk'); "
     "package.__path__ = [sys.argv[1]]; from gtopk.runtime.liveness.companion import main; main()"
 )
+
+
+def _open_note() -> int:
+    """Return the descriptor of an empty file in memory; off Linux, of one without a name."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("gtopk-note")
+    file, path = tempfile.mkstemp(prefix="gtopk-note-")
+    os.unlink(path)
+    return file
 
 
 class LostRank(NamedTuple):
@@ -74,7 +84,7 @@ class Heartbeat:
             self._socket.bind((address, 0))
             port = self._socket.getsockname()[1]
         # The companion shares it, and finds there the step of a rank that SIGKILL has ended.
-        self._step_file = os.memfd_create("gtopk-note")
+        self._step_file = _open_note()
         write_note(self._step_file, 0, "")
         return [socket.gethostname(), os.getpid(), address, port, secrets.token_hex()]
 

@@ -81,6 +81,18 @@ def test_no_room_is_an_error_on_every_rank(
     threads(2, program)
 
 
+def test_off_linux_memory_is_shared_without_being_reserved(
+    threads: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "posix_fallocate")
+
+    def program(transport: LocalTransport) -> int:
+        stream: Transport = transport
+        return share_by_file(stream, 100).bytes.nbytes
+
+    assert threads(2, program) == [100, 100]
+
+
 def test_no_file_is_left_where_a_rank_dies_before_all_have_opened_it():
     paths = []
 

@@ -472,10 +472,11 @@ def test_a_record_that_is_missing_is_said_on_the_page_and_on_stderr(
 
 
 def test_times_over_an_emulated_link_are_called_so(tmp_path: Path) -> None:
-    first, *lines = lines_of(0, 1, 30)
+    first, *lines = lines_of(0, 1, 30, dense_seconds=1.0)
     first["link"] = "emulated link of 100 Mbit/s"
     path_of(tmp_path, 0).write_text("".join(map(as_text, [first, *lines])))
     html = html_of(tmp_path)
     assert "and an emulated link of 100 Mbit/s, took" in html
     assert "Seconds are emulated" in html
+    assert "<strong>Over an emulated link of 100 Mbit/s, compression saved" in html
     assert "; over an emulated link of 100 Mbit/s</dd>" in html.replace("\N{NO-BREAK SPACE}", " ")

@@ -15,7 +15,14 @@ import pytest
 
 from gtopk.runtime import standard_streams
 from gtopk.runtime.liveness import companion
-from gtopk.runtime.liveness.companion import Companion, Process, Setting, read_note, write_note
+from gtopk.runtime.liveness.companion import (
+    Companion,
+    Process,
+    Setting,
+    read_note,
+    read_process,
+    write_note,
+)
 from gtopk.runtime.liveness.watch import BEAT_BYTES, Beat, Peer, State
 
 SECRET, TIMEOUT, NOW = bytes(32), 4.0, 50.0
@@ -297,6 +304,20 @@ def test_a_rank_whose_launcher_is_gone_is_asked_to_end_and_then_killed(beside, c
     job.companion._beat(orphan, NOW + 3.1)
     assert job.kills == [signal.SIGTERM, signal.SIGKILL]
     assert capfd.readouterr().err.count("is ended: its launcher is gone\n") == 1
+
+
+def test_off_linux_a_rank_has_not_ended_nor_is_its_launcher_gone(
+    beside, monkeypatch, tmp_path
+) -> None:
+    monkeypatch.setattr(companion, "_PROC", str(tmp_path / "proc"))
+    shown = read_process(os.getpid())
+    assert shown.state
+    job = beside()
+    job.companion._beat(shown, NOW)
+    said = job.heard(1)
+    assert said is not None
+    assert said.state is State.ALIVE
+    assert job.kills == []
 
 
 def test_without_a_launcher_none_is_missed(beside) -> None:

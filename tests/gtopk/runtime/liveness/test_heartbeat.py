@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import pytest
 
 from collectives.transports import local_world
-from gtopk.runtime.liveness.companion import read_process, segments_of
+from gtopk.runtime.liveness.companion import read_note, read_process, segments_of
 from gtopk.runtime.liveness.heartbeat import Heartbeat
 from gtopk.runtime.liveness.watch import Beat, State
 from tests.started import STARTED_PATH
@@ -195,7 +195,10 @@ def test_for_a_rank_that_is_killed_because_another_was_its_companion_has_the_las
     assert not [line for line in job.said if re.search("gtopk: rank [12] of 3", line)]
 
 
-def test_who_leaves_waits_for_its_companion_and_keeps_nothing_open():
+@pytest.mark.parametrize("system", ["Linux", "another"])
+def test_who_leaves_waits_for_its_companion_and_keeps_nothing_open(system, monkeypatch):
+    if system == "another":
+        monkeypatch.delattr(os, "memfd_create")
     heartbeat = Heartbeat(60.0, 30.0)
     heartbeat.meet(0, [heartbeat.introduce(local_world(1)[0])])
     heartbeat.start()
@@ -203,6 +206,9 @@ def test_who_leaves_waits_for_its_companion_and_keeps_nothing_open():
     assert companion is not None
     assert own is not None
     assert note is not None
+    heartbeat.note(5, "go on")
+    assert read_note(note) == (5, "go on")
+    assert os.fstat(note).st_nlink == 0
     heartbeat.close()
     assert companion.returncode is not None
     assert own.fileno() == -1

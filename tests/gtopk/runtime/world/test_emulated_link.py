@@ -12,6 +12,8 @@ from collectives.cost import Link
 from collectives.transports import local_world, run_ranks
 from gtopk.runtime.world import world
 from gtopk.runtime.world.membership import configured_choice, emulate_on
+from gtopk.telemetry.run_record import balance_of
+from tests.gtopk.made_runs import report
 
 SIZE = 3
 LINK = "1gbit,0.1ms"
@@ -30,6 +32,20 @@ def test_a_world_is_paced_as_the_variable_says_and_rank_0_tells(monkeypatch, cap
     said = [text for text in caplog.messages if "emulated link of 1000 Mbit/s, 0.1 ms" in text]
     assert len(said) == 1
     assert "torch.distributed is not paced" in said[0]
+
+
+def test_the_verdict_at_the_end_of_a_run_names_the_link(monkeypatch, caplog):
+    monkeypatch.setenv("GTOPK_LINK", LINK)
+
+    def program(transport):
+        with world.entered(transport) as here:
+            balance_of(here).note(report(dense_seconds=1.0))
+            world.shutdown()
+
+    with caplog.at_level(logging.INFO, "gtopk"):
+        run_ranks(local_world(SIZE), program)
+    (said,) = [text for text in caplog.messages if "compare with a dense run" in text]
+    assert said.startswith("over an emulated link of 1000 Mbit/s, 0.1 ms, compression saved")
 
 
 def test_without_it_nothing_is_paced():
