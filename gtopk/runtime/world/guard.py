@@ -167,6 +167,7 @@ def write_error_file(
 
 
 _WORD_SECONDS: Final = 0.3  # a rank that is stopped waits so long for news of a lost rank
+_KNOWN_SECONDS: Final = 0.1  # and so long before it records its end without such news
 _STUCK_SECONDS: Final = 3.0  # an operation has so long to notice that a rank is lost
 _LOOK_SECONDS: Final = 0.1
 _LAST_WORD_SECONDS: Final = 1.0  # for other ranks to print their errors before an abort
@@ -384,7 +385,12 @@ class Guard:
         advice = f"; {self.member.advice}" if self.member.advice else ""
         stopped = f"was stopped by SIGTERM at step {self.member.step}, {self._doing()}"
         if self._heartbeat:
-            lost = self._heartbeat.lost(_WORD_SECONDS)
+            lost = self._heartbeat.lost(_KNOWN_SECONDS)
+            if lost is None:
+                # Ctrl-C, mostly. Open MPI kills a rank 0.24 s after SIGTERM: before that its end
+                # must be in the run's record, where the first reason counts.
+                self._record_end(stopped)
+                lost = self._heartbeat.lost(_WORD_SECONDS)
             stopped += f", as rank {lost.rank} is lost ({lost.why})" if lost else ""
             self._heartbeat.explain(stopped)
             # Else SIGTERM is a scheduler's or a user's, and no failure.

@@ -279,6 +279,18 @@ def test_the_record_has_it_as_an_end_out_of_order(lost, end):
     assert noted[0] is False
 
 
+def test_who_is_stopped_records_its_end_before_it_waits_long_for_news_of_a_lost_rank(lost):
+    """mpirun kills its ranks a quarter of a second after Ctrl-C."""
+    done = []
+    stopped = lost(member(lambda how, in_order: done.append(how)))
+    stopped._heartbeat.lost = lambda seconds=0.0: done.append(seconds) if seconds else None
+    with pytest.raises(Ending):
+        stopped._on_sigterm(15, None)
+    first, recorded, second, *_ = done
+    assert recorded.startswith("was stopped by SIGTERM at step 7")
+    assert first < 0.24 <= second
+
+
 def test_the_step_is_said_once(brief, capfd):
     error = HorovodInternalError("the ranks disagree; 'x' cannot be done; at step 7")
     with pytest.raises(Ending):
