@@ -121,7 +121,7 @@ def mstopk(dense: Array, k: int) -> SparseVector:
         else:
             low, too_many = middle, threshold
     sure = above(dense, magnitudes, enough)
-    # More than k only where so many share the largest |value|, where the search has begun.
+    # More than k only where more than k share the largest |value|, at which the search begins.
     if sure.entries >= k:
         return sure.where(np.arange(sure.entries) < k)
     nearly = above(dense, magnitudes, too_many)

@@ -30,7 +30,7 @@ def bandwidth_text(bits_per_second: float) -> str:
 
 
 def about_bandwidth_text(bits_per_second: float) -> str:
-    """Return 2.345e9 as "about 2.3 Gbit/s": measured times that it hangs on say no more."""
+    """Return 2.345e9 as "about 2.3 Gbit/s": measured times, by which it is found, say no more."""
     return f"about{SPACE}{rough_bandwidth_text(bits_per_second)}"
 
 

@@ -347,7 +347,7 @@ def compared(options: argparse.Namespace) -> tuple[Comparison, Rates, str]:
         options.ranks_per_node,
         Link.of(options.node_bandwidth, options.node_latency),
     )
-    # Inside a node dense is the library's own: no words answer its long messages there.
+    # Inside a node dense is the library's own allreduce, whose long messages are not confirmed.
     if network.is_one_node:
         network = network._replace(native_bytes=0)
     cluster = Cluster(length, network, options.density, options.backward_ms)

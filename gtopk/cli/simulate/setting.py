@@ -336,7 +336,7 @@ class Cluster:
         return self.link.latency_seconds * (self.ranks - 1).bit_length()
 
     def noises(self, seed: int) -> list[np.random.Generator]:
-        # A stream for each rank: its noise does not hang on how many batches the others have had.
+        # A stream for each rank: its noise does not depend on how many batches others had.
         return [np.random.default_rng([seed, rank]) for rank in range(self.ranks)]
 
 
