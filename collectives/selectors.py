@@ -73,7 +73,7 @@ def sampled_dgc(dense: Array, k: int) -> SparseVector:
     found = above(dense, magnitudes, threshold)
     if found.entries <= k:
         return found
-    # Of the found values alone, a short vector: the indices of `kept` are positions in it.
+    # From the found values alone, a short vector: the indices of `kept` are positions in it.
     kept, _ = select(found.values, k)
     return SparseVector(found.indices[kept.indices], kept.values, dense.size)
 

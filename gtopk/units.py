@@ -54,7 +54,7 @@ def digits(value: float, count: int = 3) -> str:
     # What float arithmetic has added to a whole number must not make it "10.0".
     if round(value, count + 3) == round(value):
         return f"{value:,.0f}"
-    # Of the rounded text, not of log10: 9.999 is 10.0 in three digits, with one decimal less.
+    # From the rounded text, not by log10: 9.999 is 10.0 in three digits, with one decimal less.
     power = int(f"{value:.{count - 1}e}".partition("e")[2])
     if power < -1:
         return f"{value:.{count - 2 - power}f}".rstrip("0")

@@ -327,7 +327,7 @@ class Cluster:
         if self.exchange_seconds is not None:
             return self.exchange_seconds
         network = Network(self.ranks, self.link)
-        # Of the prediction only the wire's part: computing takes what the ranks' speeds say.
+        # Only the wire's part of the prediction: the ranks' speeds give the time to compute.
         return predict(candidate, length, network, DEFAULT_RATES).communicate_seconds
 
     def signal_seconds(self) -> float:
