@@ -355,8 +355,8 @@ class CompressorExchange:
     def __init__(self, compressor: type[Compressor]) -> None:
         self.compressor = compressor
         self.signature = f"dense {compressor.__name__}"
-        # For a Compressor that only casts: what it sends, in memory that stays. Fresh memory for each
-        # step takes several times as long to write as the cast itself.
+        # For a Compressor that only casts: what it sends, in memory that stays. Fresh memory for
+        # each step takes several times as long to write as the cast itself.
         self._sent_as = _CASTS.get(compressor)
         self._sent: torch.Tensor | None = None
 
