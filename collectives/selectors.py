@@ -73,7 +73,7 @@ def sampled_dgc(dense: Array, k: int) -> SparseVector:
     found = above(dense, magnitudes, threshold)
     if found.entries <= k:
         return found
-    # Of the found values alone, a short vector: the indices of `kept` are positions in it.
+    # From the found values alone, a short vector: the indices of `kept` are positions in it.
     kept, _ = select(found.values, k)
     return SparseVector(found.indices[kept.indices], kept.values, dense.size)
 
@@ -121,7 +121,7 @@ def mstopk(dense: Array, k: int) -> SparseVector:
         else:
             low, too_many = middle, threshold
     sure = above(dense, magnitudes, enough)
-    # More than k only where so many share the largest |value|, where the search has begun.
+    # More than k only where more than k share the largest |value|, at which the search begins.
     if sure.entries >= k:
         return sure.where(np.arange(sure.entries) < k)
     nearly = above(dense, magnitudes, too_many)

@@ -150,8 +150,7 @@ def check(vector: SparseVector) -> SparseVector:
             f"indices of a vector of {length} elements must be {index_dtype(length)}, "
             f"got {indices.dtype}"
         )
-    # Of the two ends alone, for a start: they are the extremes if the order, examined next, is
-    # right.
+    # Only the two ends, for a start: they are the extremes if the order, examined next, holds.
     if indices.size and not (indices[0] >= 0 and indices[-1] < length):
         raise ValueError(
             f"indices must lie in 0..{length - 1}, got {int(indices.min())}..{int(indices.max())}"

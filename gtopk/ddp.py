@@ -392,11 +392,13 @@ def take_over_clipping(state: GTopKState, norm: float, option: str, instead: str
     trainer would clip the steps of a correction, which the state cannot do in its place.
     """
     if state.compression.corrects:
-        correction = "adam" if state.compression.adam_correction else "momentum"
+        correction, way_out = "momentum", "let SGD take the momentum, after the clipping"
+        if state.compression.adam_correction:
+            correction, way_out = "adam", "use AdamW, whose moments come after the clipping"
         raise ValueError(
             f"with {correction}_correction gradients are steps with momentum by the time that they "
             f"would be clipped to {option}={norm:g}, and far longer: {instead}, or leave the "
-            "correction out and use AdamW, whose gradients are clipped before its moments"
+            f"correction out and {way_out}"
         )
     if state.makes_adam_steps:
         state.global_clip_norm = norm

@@ -102,7 +102,7 @@ class GTopK(TrainerCallback):  # type: ignore[misc,unused-ignore]
             scaler=trainer.accelerator.scaler,
             **self._options,
         )
-        # The latter if an error has ended the training before, which then did not restore it.
+        # args lacks it where an error has ended the training before, which did not restore it.
         norm = args.max_grad_norm or self._max_grad_norm
         instead = "give TrainingArguments(max_grad_norm=0)"
         if norm and take_over_clipping(self.state, norm, "max_grad_norm", instead):

@@ -30,7 +30,7 @@ def bandwidth_text(bits_per_second: float) -> str:
 
 
 def about_bandwidth_text(bits_per_second: float) -> str:
-    """Return 2.345e9 as "about 2.3 Gbit/s": measured times that it hangs on say no more."""
+    """Return 2.345e9 as "about 2.3 Gbit/s": measured times, by which it is found, say no more."""
     return f"about{SPACE}{rough_bandwidth_text(bits_per_second)}"
 
 
@@ -54,7 +54,7 @@ def digits(value: float, count: int = 3) -> str:
     # What float arithmetic has added to a whole number must not make it "10.0".
     if round(value, count + 3) == round(value):
         return f"{value:,.0f}"
-    # Of the rounded text, not of log10: 9.999 is 10.0 in three digits, with one decimal less.
+    # From the rounded text, not by log10: 9.999 is 10.0 in three digits, with one decimal less.
     power = int(f"{value:.{count - 1}e}".partition("e")[2])
     if power < -1:
         return f"{value:.{count - 2 - power}f}".rstrip("0")

@@ -26,7 +26,7 @@ def find_nodes(transport: Transport, node_size: int | None = None) -> list[list[
     if node_size is not None:
         everyone = list(range(transport.size))
         return [everyone[first : first + node_size] for first in everyone[::node_size]]
-    # A host is called by its lowest rank, a number that all its ranks know.
+    # A host is named by its lowest rank, a number that all its ranks know.
     lowest = np.array([min(transport.node())], np.int64)
     nodes: dict[int, list[int]] = {}
     for rank, message in enumerate(transport.allgather(lowest.view(np.uint8))):

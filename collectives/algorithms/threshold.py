@@ -155,7 +155,7 @@ def _gather_counts(
     low, high and load, int64 [3], and the samples, filled up to as many as there may be.
     """
     nothing = like.take(slice(0))
-    # Of one size on all ranks: `decode` must know it before it can read how many samples there are.
+    # The same size on all ranks: `decode` must know it before it can read the number of samples.
     extra = np.zeros(NUMBERS_BYTES + min(QUANTILES, wanted) * mine.samples.itemsize, np.uint8)
     extra[:NUMBERS_BYTES].view(np.int64)[:] = mine.low, mine.high, mine.load
     extra[NUMBERS_BYTES:].view(mine.samples.dtype)[: mine.samples.size] = mine.samples

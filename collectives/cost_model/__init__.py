@@ -2,6 +2,11 @@
 
 calibration = calibrate(transport)                  measured once, the same on every rank
 best, *others = choose(length, calibration, ...)    predictions, the cheapest first
+
+prediction.py         seconds and bytes of a reduction; schedules.py: its messages, round by round
+network.py            ranks, nodes, links and the rates of the machines, which it is computed from
+calibration.py        measures these; probes.py, per_call_overhead.py: how; cache.py: keeps them
+choice.py             orders the candidates under a budget
 """
 
 from ..wire import EXACT, Format

@@ -141,7 +141,7 @@ def measure_network(transport: Transport, clock: Clock = time.perf_counter) -> t
     allreduce = None
     # By the link, on which all have agreed: all ranks time it, or none does.
     smallest = dense_bytes(SMALLEST_ALLREDUCE_BYTES, size, 1) * link.seconds_per_byte
-    # Two of the smallest size are the least that it takes.
+    # `time_allreduce` makes at least two of the smallest size.
     if 2 * (messages * link.latency_seconds + smallest) < ALLREDUCE_SECONDS:
         allreduce = time_allreduce(transport, ALLREDUCE_SECONDS, clock)
     native_bytes = transport.native_bytes()

@@ -205,7 +205,7 @@ def most_per_core(placements: Sequence[Placement]) -> float:
     for machine in {place.machine for place in placements}:
         here = [(frozenset(place.cores), place) for place in placements if place.machine == machine]
         everywhere = frozenset[int]().union(*(cores for cores, _ in here))
-        # Sets of cores may overlap. To each counts who cannot run outside of it.
+        # Sets of cores may overlap: for each set count the ranks that cannot run outside of it.
         for cores in {everywhere, *(cores for cores, _ in here)}:
             most = max(most, sum(own <= cores for own, _ in here) / len(cores))
         for (_, quota), sharing in Counter((place.group, place.quota) for _, place in here).items():

@@ -140,7 +140,7 @@ def measure_calls(
     ) -> float:
         """Return the mean seconds of the ranks `within`, which leave a barrier together."""
         time.sleep(_REST_SECONDS)
-        # Who takes no part still has to agree on the mean, a collective of all ranks.
+        # A rank that takes no part must still agree on the mean: that is a collective of all.
         if within is None:
             return agree_on_mean(transport, math.nan)
         within.barrier()

@@ -339,7 +339,7 @@ def oktopk(order: Order) -> Iterator[Round]:
     for number, (outside, times) in enumerate(_splits(ranks, m)):
         split = Round(ranks, outside, 1, part, encoded=part, decoded=part, others=1, sends=1)
         yield split._replace(times=times, parts=regions, waits=int(number == 0))  # leave at once
-    # A round of the threshold leaves two quantiles' worth undecided; the last one has each entry.
+    # A round of the threshold leaves two quantiles undecided; in the last each entry is a quantile.
     undecided = order.wanted if order.uneven else k  # of an owner
     told = HEADER_BYTES + NUMBERS_BYTES + min(QUANTILES, order.wanted) * order.value_bytes
     while True:

@@ -273,7 +273,7 @@ def choose_gpu(bootstrap: Transport, device: int | None) -> Gpu:
         name = _uuid(gpu.device.id) or gpu.device.pci_bus_id
     except (ImportError, RuntimeError) as error:
         problem = error
-    # A host is called by the first rank on it.
+    # A host is named by the first rank on it.
     # The problem is raised only after this: ranks without one would wait here for ever.
     answers = bootstrap.gather_object([bootstrap.neighbours()[0], name, str(problem or "")])
     owners: dict[tuple[int, str], list[int]] = defaultdict(list)

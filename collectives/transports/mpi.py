@@ -450,7 +450,7 @@ class MpiTransport(Carrier):
             return WindowCounter(self._mpi, communicator, stream, self._calling)
         return ServedCounter(
             self._mpi,
-            # Of its own, as the counter's tags are those of notices and of words here.
+            # Not the transport's, in which the counter's tags stand for notices and words.
             self._new_communicator(stream),
             stream,
             self._calling,

@@ -102,7 +102,7 @@ def _poll(
         transport.collect_departures()
         missing = [text for text in map(transport.missing, needed) if text]
         if not missing:
-            # A peer that seemed lost was done: the next one that leaves has all of its grace.
+            # A false alarm: what was waited for has come. The next loss gets the whole grace.
             missed_since = None
         else:
             missed_since = missed_since or now

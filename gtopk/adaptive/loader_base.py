@@ -166,7 +166,7 @@ class Epochs:
         self.start = 0
         self._iteration: object = None  # None: the next one begins at epoch and start
         self._is_left = False  # a script left the iteration half-way, which ends the epoch
-        # Of the generator whose batches are handed out.
+        # Refers to the generator whose batches are handed out.
         self._loop: weakref.ref[Generator[Any, None, None]] | None = None
 
     def loop(self, batches: Generator[Any, None, None], rank: int) -> Iterator[Any]:

@@ -53,8 +53,8 @@ class Memory:
             )
         if not gradients:
             raise RuntimeError(
-                "the loss must require a gradient, and hangs on no parameter that is trained: all "
-                "may be frozen, or the loss detached"
+                "the loss must require a gradient, and depends on no parameter that is trained: "
+                "all may be frozen, or the loss detached"
             )
         torch.autograd.backward(list(gradients), list(gradients.values()))
         return loss

@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         try:
             code = _run(list(sys.argv[1:] if arguments is None else arguments))
-        # Of argparse, after its help, which may be in the buffer still.
+        # argparse exits after its help, which may still be in the buffer.
         except SystemExit:
             _flush()
             raise

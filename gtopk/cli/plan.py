@@ -256,7 +256,10 @@ def parser() -> Command:
     option("--node-bandwidth", bandwidth, 1e11, "bandwidth inside a node; default: 100gbit")
     option("--node-latency", duration, 5e-6, "latency inside a node; default: 5us")
     option("--density", share, 0.001, "share of entries sent")
-    values = "how values travel: fewer bits, more rounding, whose error is sent later"
+    values = (
+        "how values of the sparse methods travel (dense sends float32): fewer bits, more rounding, "
+        "whose error is sent later"
+    )
     option("--values", None, "exact", values, choices=VALUE_CODES)
     option(
         "--backward-ms",
@@ -347,7 +350,7 @@ def compared(options: argparse.Namespace) -> tuple[Comparison, Rates, str]:
         options.ranks_per_node,
         Link.of(options.node_bandwidth, options.node_latency),
     )
-    # Inside a node dense is the library's own: no words answer its long messages there.
+    # Inside a node dense is the library's own allreduce, whose long messages are not confirmed.
     if network.is_one_node:
         network = network._replace(native_bytes=0)
     cluster = Cluster(length, network, options.density, options.backward_ms)

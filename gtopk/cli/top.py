@@ -80,7 +80,7 @@ def _longest_pause(rank: RankRecord, recent: Sequence[Step]) -> float:
 
 
 def _status(rank: RankRecord, silent_seconds: float) -> Status:
-    # Of the last attempt: the time between two would count as that of a step.
+    # The last attempt only: the time between two would count as that of a step.
     recent = rank.steps[rank.earlier :][-RECENT:]
     last = recent[-1].report if recent else None
     # The first one has measured the links, too.

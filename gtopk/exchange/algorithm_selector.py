@@ -127,7 +127,7 @@ class AlgorithmSelector:
         self.probing = False
         if dense is None or "dense" in self.corrections:
             return None
-        # As much better than modelled as the model is ever wrong.
+        # Dense may take less time than modelled, by as much as the model is ever wrong.
         may_be_better = self._cost(dense.seconds / CLEARLY, dense) < cost
         exposed = self._training.exposed(dense.seconds)
         if not may_be_better and PROBE_STEPS * exposed >= PREMIUM * self._passed_seconds:

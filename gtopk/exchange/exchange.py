@@ -130,7 +130,7 @@ class SparseExchange:
         self.options: dict[str, Any] = {}
         self._set_k(bucket.length)
         formats = compression.formats()
-        # Of several the cost model chooses, which needs all ranks: in the first exchange.
+        # Among several the cost model chooses in the first exchange: it needs all ranks.
         self.format = formats[0] if len(formats) == 1 else None
 
     def _set_k(self, length: int) -> None:
@@ -355,8 +355,8 @@ class CompressorExchange:
     def __init__(self, compressor: type[Compressor]) -> None:
         self.compressor = compressor
         self.signature = f"dense {compressor.__name__}"
-        # Of a Compressor that only casts: what is sent, in memory that stays. Fresh memory for each
-        # step takes several times as long to write as the cast itself.
+        # For a Compressor that only casts: what it sends, in memory that stays. Fresh memory for
+        # each step takes several times as long to write as the cast itself.
         self._sent_as = _CASTS.get(compressor)
         self._sent: torch.Tensor | None = None
 

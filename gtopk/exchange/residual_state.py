@@ -105,7 +105,7 @@ def nonzero_names(residuals: Mapping[str, ResidualState]) -> list[str]:
     return [
         name
         for name, parts in residuals.items()
-        # Not for its velocity or moments: they are nothing that was not sent.
+        # Velocity and moments do not count: they hold nothing that is still to be sent.
         if any(what in parts and parts[what].any() for what in ("residual", OWNER_ERROR))
     ]
 

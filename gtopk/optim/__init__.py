@@ -3,7 +3,8 @@
 distributed.py      DistributedOptimizer; adasum.py: the same for op=Adasum
 options.py          its arguments, checked; momentum.py: momentum that would count twice
 double_reduction.py refuses gradients that DDP, or another optimizer, has already reduced
-wrapped/            the optimizer that a script made, its Adam moments, and its state
+wrapped/            the optimizer that a script made, its Adam moments, its state; checkpoint.py:
+                    residuals saved, and divided over another number of ranks
 hooks.py            backward hooks: which gradients and buckets are complete
 bucket_plan.py      which parameters go into one bucket; planned_buckets.py: the buckets in use
 reducer.py          runs a whole step over all buckets, also while backward goes on

@@ -357,7 +357,7 @@ class _DistributedOptimizer(Readings):
         self._corrected.forget()
         self._skipped.end_row()
         self._reducer.drop()
-        # While the residual whose steps the parameters hold is still there.
+        # Before the load replaces the residual: forward passes have added it to the parameters.
         if self._local is not None:
             self._local.restore()
         super().load_state_dict(state_dict, *args, **kwargs)

@@ -75,7 +75,7 @@ def _on_gpu(scaler: Any) -> torch.Tensor | None:
 
 def is_unscaled(scaler: Any, optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether the scaler has unscaled this optimizer's gradients since its last update."""
-    # torch has no public way to ask, nor to compare the stage with: so by its name.
+    # torch has no public way to ask, and its enum of stages is private: by the stage's name.
     states = getattr(scaler, "_per_optimizer_states", {})
     return id(optimizer) in states and states[id(optimizer)]["stage"].name == "UNSCALED"
 

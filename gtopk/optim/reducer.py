@@ -124,9 +124,8 @@ class Reducer:
         self.stepping_mode = ""
         self._optimizer = optimizer
         self._transaction: StepTransaction | None = None
-        self._applied: StepTransaction | None = (
-            None  # its update is in the gradients, and no step has used it yet
-        )
+        # Its update is in the gradients, and no step has used it yet.
+        self._applied: StepTransaction | None = None
         self._has_warned_of_lacking = False
         self._rolled_back = False  # the transaction that was applied last
         # The others', while this rank has joined; or its own, which it has broken off.
@@ -257,7 +256,7 @@ class Reducer:
         """Make the buckets with all ranks, and exchange them from now on."""
         trained = self.trained()
         self.names.add(self._param_groups)
-        # Whole gradients may be averaged twice; of compressed ones DDP would have sent all before.
+        # Averaging a mean once more changes nothing; compressing what DDP has sent saves nothing.
         if self.options.feedback is not None:
             refuse_ddp(trained)
         note_stepper(self, trained)
@@ -323,7 +322,7 @@ class Reducer:
         return applied.is_discarded and not applied.has_changed_parameters
 
     def _commit_or_roll_back(self) -> None:
-        # The gradients were cleared or replaced, and nobody has stepped: the residual gets it back.
+        # The gradients were cleared or replaced, and nobody has stepped: the update goes back.
         if self._applied is not None and self.is_discarded:
             self._roll_back()
         self.commit()

@@ -21,7 +21,7 @@ from collectives.kernels import squared_norm, squared_norms
 
 from ..exchange.buckets.arrays import current_stream, device_of, located, view_array
 
-# Of an int64 that is not negative: 35 bits, one that tells whether there is a number, and its 27.
+# Flags have 63 bits: 35 for others, one that tells whether there is a number, 27 for the number.
 FLAG_BITS_BELOW_SAMPLES: Final = 35
 MOST: Final = 2**27 - 1
 

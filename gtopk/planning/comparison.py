@@ -106,7 +106,7 @@ class Cluster:
 
 
 def _over(new: float, old: float) -> float:
-    # Of a link without latency, or on which bytes take no time, nothing is in proportion.
+    # A link without latency, or on which bytes take no time, has no proportion to keep.
     return new / old if old else 1.0
 
 

@@ -9,6 +9,11 @@
 
 `gtopk.record(...)` does the same from a script; `gtopk.log(loss=..., accuracy=...)` adds values.
 A step costs its program some microseconds: a separate thread writes, five times a second.
+
+step_report.py   a step's times, bytes and entries
+run_record.py    `record`, `log`, and which ranks have which sinks; sinks.py: all but the file
+recorder.py      the thread that writes; lines.py: what; reading.py: read again
+stragglers.py    which ranks are slow; timeline.py: a trace for Chrome and Perfetto
 """
 
 from __future__ import annotations

@@ -427,7 +427,7 @@ def _number(value: Any) -> float:
     try:
         return float(value.detach() if isinstance(value, torch.Tensor) else value)
     except OverflowError:
-        # Of a whole number beyond all floats.
+        # A whole number beyond all floats.
         return math.inf
 
 

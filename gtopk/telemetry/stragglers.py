@@ -80,7 +80,7 @@ class Stragglers:
         self._slow: list[int] = []
         self._in_a_row: Counter[int] = Counter()  # scores that found a rank slow, by its place
         self._hosts: list[str] = []
-        self._crowded: set[str] = set()
+        self._oversubscribed: set[str] = set()
         self._warned: set[int] = set()  # ranks warned of that have not caught up yet
         self._quiet_until: dict[int, float] = {}
 
@@ -137,7 +137,7 @@ class Stragglers:
     def _receive(self, told: StragglerState) -> None:
         self.scores = told.scores()
         if told.hosts:
-            self._hosts, self._crowded = told.hosts, told.oversubscribed
+            self._hosts, self._oversubscribed = told.hosts, told.oversubscribed
         score = self.scores[self._engine.transport.rank]
         if (recorder := recorder_of(self._world)) is not None and score is not None:
             recorder.note_score(score)
@@ -151,7 +151,7 @@ class Stragglers:
         for place in told.slow:
             score = scores[place]
             waits = now < self._quiet_until.get(place, now) or score is None
-            if place in self._warned or waits or self._hosts[place] in self._crowded:
+            if place in self._warned or waits or self._hosts[place] in self._oversubscribed:
                 continue
             assert score is not None
             self._warned.add(place)

@@ -113,7 +113,7 @@ class Timeline:
         self._open: Counter[int] = Counter()  # by row: spans that have begun and not ended
         self._is_over = False  # the disk is full, say
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        # Of the records alone: the next ones are written over the closing bracket. The empty record
+        # Without the closing bracket, over which the next records are written. The empty record
         # first lets each of them begin with a comma.
         self._length = os.pwrite(self._file, b"[\n{}" + _END, 0) - len(_END)
         if whose is not None:

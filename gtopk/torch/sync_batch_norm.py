@@ -198,7 +198,7 @@ class _Normalize(torch.autograd.Function):
         sum_dy, sum_dy_xmu = dy.sum(dims), (dy * xmu).sum(dims)
         gradients: list[torch.Tensor | None] = [None] * 6
         if of_weight:
-            # Of this rank's rows only: the optimizer exchanges it, as any parameter's gradient.
+            # From this rank's rows only: the optimizer exchanges it, as any parameter's gradient.
             gradients[1] = (sum_dy_xmu * invstd.flatten()).to(weight.dtype)
         if of_bias:
             gradients[2] = sum_dy.to(ctx.bias_dtype)

@@ -298,7 +298,7 @@ def _extrapolated(first: Trace, second: Trace, small: int, large: int, wanted: i
     """Return the trace at the wanted size, extrapolated from those at two smaller sizes."""
     if [_pattern(events) for events in first] != [_pattern(events) for events in second]:
         raise ValueError(
-            f"the messages on {len(first):,} ranks hang on the size of the vector: ask for fewer "
+            f"the messages on {len(first):,} ranks depend on the size of the vector: ask for fewer "
             "ranks"
         )
     share = (wanted - large) / (large - small)

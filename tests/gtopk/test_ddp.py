@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
+from gtopk.compression import GTopK
+from gtopk.ddp import take_over_clipping
 from tests.matrix import some_of
 
 
@@ -38,3 +42,16 @@ def test_the_hook_makes_the_steps_of_adamw(forked, ranks):
     job = forked(ranks, "ddp_adamw.py")
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.count("the hook makes AdamW's steps") == ranks
+
+
+@pytest.mark.parametrize(
+    ("correction", "way_out"),
+    [
+        ({"momentum_correction": 0.9}, "leave the correction out and let SGD take the momentum"),
+        ({"adam_correction": (0.9, 0.999)}, "leave the correction out and use AdamW"),
+    ],
+)
+def test_a_correction_that_cannot_be_clipped_names_the_optimizer_that_can(correction, way_out):
+    state = SimpleNamespace(compression=GTopK(0.01, **correction), makes_adam_steps=False)
+    with pytest.raises(ValueError, match=rf"to clip=0\.5, .*: give clip=0, or {way_out}"):
+        take_over_clipping(state, 0.5, "clip", "give clip=0")

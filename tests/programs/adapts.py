@@ -24,7 +24,7 @@ class Indexed(Dataset[tuple[int, torch.Tensor]]):
 
 
 class Stream(IterableDataset[int]):
-    """Worker i of n yields i, i + n, ...: a stream whose order hangs on its workers only."""
+    """Worker i of n yields i, i + n, ...: a stream whose order depends on its workers only."""
 
     def __iter__(self):
         worker = get_worker_info()

@@ -114,6 +114,6 @@ def squared_norm(array: Array) -> float:
 
 def squared_norms(arrays: Sequence[Array] | Located) -> list[float]:
     """Return the sum of squares of each array, all of one dtype, in float64: one wait."""
-    # Addresses tell no device: who passes them has made theirs the current one.
+    # A Located has addresses, which do not tell their device: the caller has made it current.
     scratch = cuda.current_scratch() if isinstance(arrays, Located) else cuda.scratch(arrays[0])
     return entries.squared_norms(scratch, arrays)

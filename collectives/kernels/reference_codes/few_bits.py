@@ -53,7 +53,7 @@ def _pack(code: str, values: Array, out: Array) -> int:
     most = (1 << BITS[code] - 1) - 1
     integers = integers.clip(-most, most)
     finite = np.isfinite(largest)
-    # Of NaN there is no integer; the block's scale tells.
+    # A NaN has no integer: the block's scale marks it.
     integers[~finite] = 0
     scales[~finite] = _NOT_FINITE
     out[: scales.size] = scales

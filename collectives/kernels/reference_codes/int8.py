@@ -38,7 +38,7 @@ def pack_int8(values: Array, out: Array) -> int:
     # Clipped: from 127.5 on a value rounds to 128, which a byte does not hold.
     integers = np.rint(scaled(blocks, (steps - exponent)[:, None])).clip(-127, 127)
     finite = np.isfinite(largest)
-    # Of NaN there is no integer; the block's step tells.
+    # A NaN has no integer: the block's step marks it.
     integers[~finite] = 0
     steps[~finite] = _NOT_FINITE
     out[: steps.size] = steps

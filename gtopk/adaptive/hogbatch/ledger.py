@@ -378,8 +378,8 @@ class Ledger:
         def has_advanced(claimed: int) -> bool:
             return not of() or bool(self._head["next"][0] > claimed)
 
-        # Read once: who compared it with the end and read it again could wait for a claim beyond
-        # the last one, while those who made that wait for this worker.
+        # Read once: between two reads the last places may be claimed. This worker would then wait
+        # for one claim more, which never comes, and the others wait for this worker.
         while of() and (claimed := int(self._head["next"][0])) < self._head["end"][0]:
             self._await(partial(has_advanced, claimed), "evaluate", of)
 

@@ -189,7 +189,7 @@ class RoundExchange:
             elif residual is not None:
                 residual.restore()
         if residual is not None:
-            # On both ways: a stale one would bring back an earlier round.
+            # In both cases: a stale snapshot would bring back an earlier round.
             residual.drop_snapshot()
         ended = time.perf_counter()
         # Applying reads and writes what was selected, and is reported with it.

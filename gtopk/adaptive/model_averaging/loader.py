@@ -404,7 +404,7 @@ class MergingLoader(LoaderBase):
         replica = self._resumed()
         if replica is None:
             return
-        # With a force the center is the model by itself; without a merge so far all are at it.
+        # With a force the center alone is the model; before the first merge all replicas equal it.
         if self._stretches.strategy.force or self._weights is None:
             replica.collapse()
             return

@@ -62,7 +62,7 @@ class MegaBatches:
         self.options = options
         self.strategy = STRATEGIES[options.algorithm]
         self.first_size = max(1, options.global_batch // len(most))
-        # An eighth of the largest is the paper's default, as far as it is known here.
+        # The paper's default: an eighth of the largest.
         least = [options.min_batch or max(1, each // 8) for each in most]
         self._limits = Limits(0, least, most, options.grain)
         for rank, (low, high) in enumerate(

@@ -127,7 +127,7 @@ class Controller:
         wanted = equal_finish(costs, limits)
         if spread > self._above(APART) and not self._fine_left:
             self._fine_left = FINE_WINDOWS
-            # A solution is a new start: earlier turns, and the damping by them, are of other sizes.
+            # The sizes jump: earlier moves, and the damping that follows from them, do not count.
             self._last_moves = [0] * len(now)
             self._damping = [1.0] * len(now)
             sizes = wanted

@@ -299,7 +299,7 @@ def _gpt2() -> Iterator[Layer]:
     yield norm
 
 
-# A step's own cost hangs on how many parameters there are, and how long: these span both.
+# A step's own cost depends on the number of parameters and their lengths: these span both.
 SHAPES: Final[Mapping[str, Callable[[], Iterator[Layer]]]] = {
     "one-50m": lambda: iter([((50_000_000,),)]),
     "160x1000": lambda: iter([((1000,),)] * 160),

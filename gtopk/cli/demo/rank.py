@@ -66,7 +66,7 @@ def train(plan: Plan, method: Method, seed: int, done: int, total: int) -> Run:
     )
     optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), method.compression)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    # All methods get the same batches, as the order hangs on seed and epoch alone.
+    # All methods get the same batches, as the order depends on seed and epoch alone.
     together = plan.batch * hvd.size()
     accuracies: list[float] = []
     losses, trained = [mean_loss(task, model)], [0.0]

@@ -401,7 +401,7 @@ def _refusal(use: Callable[[], object]) -> str:
     try:
         use()
     except Exception as error:
-        # Whatever it raises: its text is what the report needs.
+        # Any error: the report needs its text.
         return f"{error}".split(". ")[0].splitlines()[0]
     return "it sees no GPU"
 

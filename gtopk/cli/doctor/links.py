@@ -34,7 +34,7 @@ from ... import __version__
 TRY_SECONDS: Final = 10.0  # what a message gets to arrive
 _MESSAGE_BYTES: Final = 1 << 16
 _LARGE_BYTES: Final = 1 << 20
-_SWAPS: Final = 5  # of which the quickest counts
+_SWAPS: Final = 5
 _MUCH: Final = 4.0  # times slower than the median
 # Times TRY_SECONDS: a rank that has waited for others in vain reports late.
 _REPORT_TIMES: Final = 3
@@ -185,7 +185,7 @@ def _quickest_swap(transport: Transport, other: int) -> float:
     for _ in range(_SWAPS):
         begun = time.perf_counter()
         transport.exchange(message, other)
-        # Of which the quickest counts: other traffic can only add.
+        # The quickest counts: other traffic can only add.
         taken.append(time.perf_counter() - begun)
     return min(taken)
 

@@ -66,7 +66,7 @@ def check_new_ranks(seconds: float = JOB_SECONDS) -> Finding:
         except LaunchError as error:
             return Finding(NAME, State.FAIL, f"{error}", INSTALL_MPI)
         except ImportError as error:
-            # Of NumPy, by which cores are counted.
+            # NumPy is missing, by which cores are counted.
             return Finding(NAME, State.FAIL, f"{error}", PROBES["numpy"].repair)
         errors.seek(0)
         said = gist(errors.read().decode(errors="replace"))

@@ -342,7 +342,7 @@ def render_classes(records: Sequence[Record], setting: Setting) -> list[list[str
                 for record in records
                 if record.loss and record.seed == seed and math.isfinite(record.loss[-1][1])
             ),
-            # Which no mode reaches.
+            # No mode reaches it.
             default=-math.inf,
         )
         for seed in {record.seed for record in records}

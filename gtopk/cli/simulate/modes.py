@@ -128,7 +128,7 @@ def train(setting: Setting, mode: str) -> Record:
         max_skipped_steps=NEVER,
     )
     loader = adapt(
-        # Of indices: the task has the samples, and takes those that it is told.
+        # A data set of indices: the task has the samples, and takes those that it is told.
         DataLoader(range(task.samples), 1, shuffle=True),  # type: ignore[arg-type]
         optimizer,
         global_batch=setting.global_batch,

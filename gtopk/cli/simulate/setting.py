@@ -327,7 +327,7 @@ class Cluster:
         if self.exchange_seconds is not None:
             return self.exchange_seconds
         network = Network(self.ranks, self.link)
-        # Of the prediction only the wire's part: computing takes what the ranks' speeds say.
+        # Only the wire's part of the prediction: the ranks' speeds give the time to compute.
         return predict(candidate, length, network, DEFAULT_RATES).communicate_seconds
 
     def signal_seconds(self) -> float:
@@ -336,7 +336,7 @@ class Cluster:
         return self.link.latency_seconds * (self.ranks - 1).bit_length()
 
     def noises(self, seed: int) -> list[np.random.Generator]:
-        # A stream for each rank: its noise does not hang on how many batches the others have had.
+        # A stream for each rank: its noise does not depend on how many batches others had.
         return [np.random.default_rng([seed, rank]) for rank in range(self.ranks)]
 
 

@@ -115,7 +115,7 @@ class Bucket:
         own = [parameter.grad for parameter in self.parameters]
         self.lacking = lack_gradients(own)
         if gradients is None:
-            # Both are rare, and this runs for all gradients of a step: one pass finds none.
+            # Sparse and expanded gradients are rare: a cheap first pass, which mostly finds none.
             others = [
                 (place, gradient)
                 for place, gradient in enumerate(own)

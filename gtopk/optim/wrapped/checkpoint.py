@@ -134,7 +134,7 @@ def load(holder: ResidualOwner, part: Mapping[str, Any]) -> None:
     so. Raises ValueError for a part in another format.
     """
     if (of := part.get("holds", GRADIENTS)) != holder.residual_of:
-        # Of zeros nothing is lost.
+        # Where all are zeros, nothing is lost.
         if any(map(nonzero_names, part["held"].values())):
             _log.warning(
                 "rank %d of %d has no residual: that of the state is of %s, and this optimizer "

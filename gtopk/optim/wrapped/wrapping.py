@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from ...exchange.buckets.parameters import parameters_of
 from ...exchange.buckets.placeholders import placeholders, remove_placeholders, renew
 from .tree import lay_out_as_parameters
 
@@ -71,9 +70,15 @@ class Wrapping(torch.optim.Optimizer):
         super().load_state_dict(state_dict, *args, **kwargs)
         lay_out_as_parameters(self)
 
+    @property
+    def _own_parameters(self) -> list[torch.nn.Parameter]:
+        """All parameters, in their order."""
+        # As `parameters_of`, without a way through its file in each step: see `make crossings`.
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients; those that are placeholders, of zeros, stay placeholders."""
-        untouched = placeholders(parameters_of(self))
+        untouched = placeholders(self._own_parameters)
         super().zero_grad(*args, **kwargs)
         renew(untouched)
 
@@ -95,13 +100,13 @@ class Wrapping(torch.optim.Optimizer):
 
     def _step_wrapped(self) -> None:
         """Step as the wrapped optimizer does, with the gradients as they are."""
-        remove_placeholders(parameters_of(self))
+        remove_placeholders(self._own_parameters)
         super().step()
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # schedulers made before
 
     def _take_agreed_step(self, step: Callable[[Any], None]) -> None:
         """Call this in place of the wrapped optimizer's step, between that one's hooks."""
-        remove_placeholders(parameters_of(self))
+        remove_placeholders(self._own_parameters)
         # With torch's wrapper, so that the optimizer's hooks and a profiler see a step.
         self.profile_hook_step(step)(self)
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # schedulers made before

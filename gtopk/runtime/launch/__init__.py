@@ -1,4 +1,9 @@
-"""Launch: start ranks, and find out which launcher started this one. It needs no other package."""
+"""Launch: start ranks, and find out which launcher started this one. It needs no other package.
+
+job.py        a launcher and its ranks: which one started this rank, and how a job is ended
+mpirun.py     mpirun with the settings that it needs here
+watchdog.py   ends a start that takes too long, or cannot succeed any more
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Joining: from the launcher's variables, or mpi4py's communicators, to the transport of the ranks.
 
+Of `init` only: `hvd.join`, by which a rank says that it has no more data, is `Engine.join`.
+
     launcher                             transport
     mpirun, srun with PMI or PMIx        mpi
     torchrun, horovodrun, plain srun     torch.distributed (gloo)

@@ -241,7 +241,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def _must_be_dynamic() -> None:
-    # First, for before init() that is the error to raise.
+    # First: before init() the error is that there is no world, not that sets are fixed.
     world.current()
     if not settings.DYNAMIC_PROCESS_SETS.read():
         raise ValueError(

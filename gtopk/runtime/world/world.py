@@ -140,7 +140,7 @@ def init_on(transport: Transport, before: World | None = None) -> None:
             _warn_of_slow_kernels()
         if heartbeat_seconds > 0 and is_needed(transport):
             heartbeat = Heartbeat(heartbeat_seconds, settings_from().stall_warning_seconds)
-        # Before the ranks meet: it travels in the one message of that.
+        # Before the ranks meet: it is a part of the one message by which they do.
         own = None if heartbeat is None else heartbeat.introduce(transport)
         # Compared also where the heartbeat is off here: it may be on elsewhere.
         said = f"{settings.HEARTBEAT_TIMEOUT.name}={heartbeat_seconds:g}"

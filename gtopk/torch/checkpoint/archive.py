@@ -229,7 +229,7 @@ class Archive:
 
     def _without_some(self) -> list[tuple[int, int, int]]:
         """Return number, step and ranks of checkpoints whose common part is there, best first."""
-        # With the common part, which every candidate has: the difference only orders them.
+        # Counts the common part, too: every candidate has it, so the order stays the same.
         owned = Counter(part[:3] for part in self._parts)
         shared = sorted((part[:3] for part in self._parts if part.name == ALL), reverse=True)
         return sorted(shared, key=lambda of: of[2] - owned[of])

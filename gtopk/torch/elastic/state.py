@@ -213,7 +213,7 @@ class TorchState(ObjectState):
     Raises ValueError for a loader of hvd.adapt in another mode: none goes on after a recovery.
     """
 
-    # Of the class: `__setattr__` reads it before the constructor has set one.
+    # On the class: `__setattr__` reads it before the constructor has set one.
     _handlers: Mapping[str, StateHandler] = {}
 
     def __init__(

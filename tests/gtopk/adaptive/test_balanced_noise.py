@@ -65,7 +65,7 @@ def test_the_noise_is_of_gradients_as_they_are_without_a_loss_scale() -> None:
 
 
 def test_the_square_of_the_mean_gradient_is_added_in_the_kernels_order() -> None:
-    """Rates hang on it, by AdaScale: torch's and NumPy's sums go by a processor's instructions."""
+    """AdaScale's rates depend on it: torch's and NumPy's sums go by a processor's instructions."""
     x = torch.randn(2, 40_000, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
     def program(here: World) -> Any:

@@ -366,10 +366,12 @@ def modelled_network(
         "bandwidth_from": "given" if options.bandwidth else "measured",
         "latency_from": "measured" if options.latency is None else "given",
     }
-    crowding = network.ranks_per_core
+    ranks_per_core = network.ranks_per_core
     if options.shared_cores is not None:
-        crowding = max(1.0, network.ranks / options.shared_cores)
-    found = Network(network.ranks, link, native_bytes=network.native_bytes, ranks_per_core=crowding)
+        ranks_per_core = max(1.0, network.ranks / options.shared_cores)
+    found = Network(
+        network.ranks, link, native_bytes=network.native_bytes, ranks_per_core=ranks_per_core
+    )
     return found, told
 
 
