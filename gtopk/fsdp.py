@@ -197,8 +197,8 @@ class ReplicaState(HookState):
         compression: SparseCompression,
         scaler: Any,
         max_skipped_steps: int,
-        optimizer: torch.optim.Optimizer | None,
-        of_adam: Mapping[str, Any],
+        optimizer: torch.optim.Optimizer | None = None,
+        of_adam: Mapping[str, Any] | None = None,
     ) -> None:
         self.process_set = place.replicas
         self._model, self._place = model, place
@@ -208,7 +208,8 @@ class ReplicaState(HookState):
         here, together = world.current(), place.replicas.members.ranks
         name = here.name_optimizer(["fsdp"])
         peers = Peers(here, place.replicas.engine, name, together, takes_part=True)
-        super().__init__(peers, compression, scaler, max_skipped_steps, optimizer, of_adam)
+        by_adam = of_adam or {"adam": None}
+        super().__init__(peers, compression, scaler, max_skipped_steps, optimizer, by_adam)
         self._nonfinite: list[torch.Tensor] = []  # the last pass made their gradients NaN
         self._finite = True  # this rank's gradients in the pass
         self._unfinished: list[_Unfinished] = []  # of this pass, in the same order on all ranks
