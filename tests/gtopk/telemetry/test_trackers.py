@@ -154,6 +154,7 @@ class Ranked:
     """What a recording knows of a world."""
 
     resumed, local_rank, size, step = False, 0, 2, 0
+    transport = SimpleNamespace(link_text="")
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
