@@ -52,11 +52,11 @@ def squared_norm(array: Array) -> float:
     for start in range(0, array.size, NORM_CHUNK):
         squares = np.square(array[start : start + NORM_CHUNK], dtype=np.float64)
         whole = squares.size // LANES * LANES
-        # Over the first axis NumPy adds row after row, which makes each lane a running sum.
+        # Over the first axis NumPy adds row after row: each column is a running sum.
         lanes = np.add.reduce(squares[:whole].reshape(-1, LANES), axis=0)
         lanes[: squares.size - whole] += squares[whole:]
         chunk = 0.0
-        # Not `lanes.sum()`, which adds pairwise.
+        # One after the other, as NumPy's `sum` adds pairwise.
         for lane in lanes:
             chunk += float(lane)
         total += chunk

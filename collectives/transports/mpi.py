@@ -217,7 +217,7 @@ class MpiTransport(Carrier):
         allreduce, the fewest bytes possible. Between hosts on Ethernet Open MPI's sends more
         and waits for rendezvous: from 12 kB on one made of send and receive takes its place
         (docs/measured/collectives.md), as it does wherever messages are checked
-        or paced.
+        or paced, and between two ranks from 1 MiB on (docs/measured/overhead.md).
         """
         if self.size == 1:
             return
