@@ -2,6 +2,7 @@
 
     sudo mpi_scripts/bench_link.py                                  prints a table: 6 minutes
     sudo mpi_scripts/bench_link.py --rates 20mbit --ranks 2 4       of fewer
+    sudo mpi_scripts/bench_link.py --launcher torchrun              over gloo in place of Open MPI
 
     hosts    emulated_network.sh RANKS RATE mpirun gtopk bench collectives ...
              network namespaces with a shaped link each, and the kernel's TCP between them
@@ -48,6 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rates", nargs="+", default=["20mbit", "100mbit"], metavar="RATE")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 8], metavar="N")
+    parser.add_argument("--launcher", choices=["mpirun", "torchrun"], default="mpirun")
     parser.add_argument("--length", type=int, default=2_500_000, help="values; default: 2500000")
     parser.add_argument("--density", type=float, default=0.02, help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
@@ -57,9 +59,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for rate in options.rates:
             for ranks in options.ranks:
-                hosts = [str(HERE / "emulated_network.sh"), str(ranks), rate, "mpirun"]
+                hosts = [str(HERE / "emulated_network.sh"), str(ranks), rate, options.launcher]
                 link = [sys.executable, "-m", "gtopk", "run", "-n", str(ranks)]
-                link += ["--launcher", "mpirun", "--link", rate]
+                link += ["--launcher", options.launcher, "--link", rate]
                 measured = {
                     way: measure(start, options, Path(folder))
                     for way, start in (("hosts", hosts), ("link", link))
