@@ -158,6 +158,8 @@ class _DistributedOptimizer(Readings):
         self._skip = not transaction.finite()
         if self._skip:
             transaction.skip()
+            if self._local is not None:
+                self._local.restore()  # here: a GradScaler does not call `step` now
         else:
             self._reducer.apply(transaction)
             if self._makes_adam_steps:

@@ -218,6 +218,30 @@ def test_a_skipped_step_leaves_what_ranks_share(threads):
     threads(2, program)
 
 
+def test_replicas_are_equal_where_a_grad_scaler_skips_the_step(threads):
+    def program(transport: LocalTransport) -> list[np.ndarray]:
+        model, seen = network().float(), []
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.1), scaler=scaler)
+            for step in range(5):
+                optimizer.zero_grad()
+                loss = model(torch.full((2, 6), 1.0 + transport.rank)).square().mean()
+                overflows = step == 3 and transport.rank == 1
+                scaler.scale(loss * (float("inf") if overflows else 1.0)).backward()
+                optimizer.synchronize()
+                scaler.unscale_(optimizer)
+                with optimizer.skip_synchronize():
+                    scaler.step(optimizer)
+                scaler.update()
+                seen.append(flat(model.parameters()))
+            assert optimizer.skipped_steps == 1
+        return seen
+
+    for first, second in zip(*threads(2, program), strict=True):
+        np.testing.assert_array_equal(first, second)
+
+
 def test_forward_passes_in_training_see_what_a_rank_has_not_sent_and_others_the_center(threads):
     def program(transport: LocalTransport) -> np.ndarray:
         model = network()
