@@ -24,7 +24,12 @@ from gtopk.optim.distributed import DistributedOptimizer
 from gtopk.optim.samples import LocalClip
 from gtopk.reduce_ops import Sum
 from gtopk.runtime.world import world
-from gtopk.torch import add_process_set, broadcast_optimizer_state, join
+from gtopk.torch import (
+    add_process_set,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    join,
+)
 from tests.gtopk.adamw import (
     OneRank,
     center,
@@ -372,6 +377,23 @@ def test_what_is_loaded_into_a_model_in_the_middle_of_a_step_is_its_center(threa
                 np.testing.assert_array_equal(flat(model.parameters()), flat(other.parameters()))
 
     threads(2, program)
+
+
+def test_a_broadcast_in_the_middle_of_a_step_is_of_the_center(threads):
+    def program(transport: LocalTransport) -> np.ndarray:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.1))
+            train(optimizer, model, transport.rank, range(4))
+            common = flat(model.parameters())
+            value(model, transport.rank, 4)
+            broadcast_parameters(model.named_parameters(), root_rank=1)
+            np.testing.assert_array_equal(flat(model.parameters()), common)
+            train(optimizer, model, transport.rank, range(4, 6))
+        return flat(model.parameters())
+
+    first, second = threads(2, program)
+    np.testing.assert_array_equal(first, second)
 
 
 def test_what_puts_a_models_values_back_before_the_step_changes_nothing(threads):
