@@ -105,6 +105,27 @@ def test_on_one_rank_it_is_the_optimizer_itself(kind, options):
     )
 
 
+def test_the_default_dtype_changes_nothing():
+    """A count of steps in bfloat16 would stay at 256."""
+
+    def trained() -> tuple[np.ndarray, float]:
+        model = network()
+        with world.entered(local_world(1)[0]):
+            optimizer = distribute(model, Compression.gtopk(0.1))
+            train(optimizer, model, 0, range(258))
+            counted = optimizer.state_dict()["state"][0]["step"]
+        return flat(model.parameters()), counted.item()
+
+    usual, steps = trained()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        other, same_steps = trained()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert steps == same_steps == 258
+    np.testing.assert_array_equal(usual, other)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_rank_alone_has_nobody_to_learn_from(threads, size):
     def program(transport: LocalTransport) -> tuple[bool, float]:
