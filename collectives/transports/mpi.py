@@ -122,7 +122,7 @@ class MpiTransport(Carrier):
                 "MPI was started for one thread only, and gtopk calls it from a thread of its own; "
                 "leave mpi4py.rc.thread_level at 'multiple'"
             )
-        highest = self._communicator.Get_attr(MPI.TAG_UB)
+        highest = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # Open MPI: not of one that is split
         assert isinstance(highest, int)
         self.tag_limit = highest + 1 - _DATA
         self.timeout_seconds = timeout_seconds

@@ -185,7 +185,7 @@ class AdamSteps:
                     rows.copy_(state[SHARED_ROWS])
                 elif "exp_avg_sq" in state:
                     self._begin_with(number, state, shared, own)
-                state[STEP] = torch.tensor(float(state.get(STEP, 0)), device="cpu")
+                state[STEP] = step_count(float(state.get(STEP, 0)))
                 state[SHARED], state[SHARED_ROWS] = shared, rows
                 if not int(own.ages[number]):
                     self._begin_late(number, int(state[STEP]), own)
@@ -395,7 +395,7 @@ class AdamSteps:
         views = zip(self._split(shared), rows.split(self.rows), steps, strict=True)
         return {
             parameter: {
-                STEP: torch.tensor(float(many), device="cpu"),
+                STEP: step_count(float(many)),
                 SHARED: of_shared,
                 SHARED_ROWS: of_rows.clone(),
             }
@@ -438,6 +438,14 @@ class AdamSteps:
     def drop_snapshot(self) -> None:
         """Make the step final: `undo` changes nothing from now on."""
         self._before = None
+
+
+def step_count(steps: float) -> torch.Tensor:
+    """Return a number of steps as the optimizer's state has it, where torch's Adam keeps it.
+
+    In float32: the script's default dtype may be of 16 bits, which cannot count beyond 256.
+    """
+    return torch.tensor(steps, dtype=torch.float32, device="cpu")
 
 
 def rows_of(parameter: torch.Tensor) -> int:

@@ -59,7 +59,7 @@ def measure_on(home: torch.device) -> list[float]:
     """Return a device's seconds to select, per element; per entry picked; to copy, per element."""
     with current_stream(home)():
         held = Residual(_ELEMENTS, np.dtype(np.float32), device=home)
-        gradient = torch.randn(_ELEMENTS, device=home)
+        gradient = torch.randn(_ELEMENTS, dtype=torch.float32, device=home)
         flat = torch.empty_like(gradient)
 
         def select() -> None:

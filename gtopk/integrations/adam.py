@@ -16,7 +16,17 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import torch
 
 from ..errors import check_number, page
-from ..exchange.adamw import GONE, SHARED, SHARED_ROWS, STEP, UNKNOWN, AdamGroups, Hyper, rows_of
+from ..exchange.adamw import (
+    GONE,
+    SHARED,
+    SHARED_ROWS,
+    STEP,
+    UNKNOWN,
+    AdamGroups,
+    Hyper,
+    rows_of,
+    step_count,
+)
 from ..optim.peers import Peers
 from ..optim.wrapped.adam_step import apply_agreed_steps, keep_precision
 from ..optim.wrapped.local_residual import LocalResidual, on_this_rank
@@ -67,9 +77,8 @@ class HookGroups(AdamGroups):
             return False
         for parameter in parameters:
             shared, rows = self.first_state(parameter)
-            # Where torch's Adam keeps it; the script's default device may be a GPU.
-            step = torch.tensor(0.0, device="cpu")
-            self._optimizer.state[parameter] = {STEP: step, SHARED: shared, SHARED_ROWS: rows}
+            state = {STEP: step_count(0.0), SHARED: shared, SHARED_ROWS: rows}
+            self._optimizer.state[parameter] = state
         return True
 
     def first_state(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -122,9 +122,9 @@ class _DistributedOptimizer(Readings):
         by_mode: a mode of `adapt` steps the wrapped optimizer with the exchanged gradients.
         """
         if self._world.rank == 0 and not self._has_advised:
-            elements = sum(p.numel() for p in self._parameter_names if p.requires_grad)
+            elements = self._options.elements_compressed(self._parameter_names)
             warn_of_few_entries(self._options.compression, elements)
-            if by_mode or not self._makes_adam_steps:
+            if elements and (by_mode or not self._makes_adam_steps):
                 log_advice(self._wrapped, self._options.compression)
         self._has_advised = True
 
@@ -158,6 +158,8 @@ class _DistributedOptimizer(Readings):
         self._skip = not transaction.finite()
         if self._skip:
             transaction.skip()
+            if self._local is not None:
+                self._local.restore()  # here: a GradScaler does not call `step` now
         else:
             self._reducer.apply(transaction)
             if self._makes_adam_steps:

@@ -60,6 +60,8 @@ def log_advice(optimizer: torch.optim.Optimizer, compression: object, way: str =
 
     way: how to make its steps before the exchange, in words; "": they cannot be.
     """
+    if isinstance(compression, SparseCompression) and compression.density == 1.0:
+        return  # every entry is in every update
     if isinstance(compression, ErrorFeedback):
         _warn_of_second_moments(optimizer, compression, way)
         _log_momentum_advice(optimizer, compression)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -134,6 +134,14 @@ class Options:
             if self.groups is not None:
                 raise ValueError("give bucket_bytes or groups, not both")
         _check_groups(self.groups)
+
+    def elements_compressed(self, parameters: Iterable[torch.nn.Parameter]) -> int:
+        """Return how many elements have gradients to compress: sparse ones go as they are."""
+        return sum(
+            p.numel()
+            for p in parameters
+            if p.requires_grad and (self.sparse_as_dense or p.grad is None or not p.grad.is_sparse)
+        )
 
     @property
     def clips_before(self) -> bool:

@@ -16,6 +16,7 @@ import torch
 from ..errors import HorovodInternalError
 from ..exchange.buckets.buckets import is_expanded
 from ..optim.wrapped import tree as optimizer_tree
+from ..optim.wrapped.local_residual import restore_centers
 from ..optim.wrapped.wrapping import Wrapping
 from ..runtime.coordinator.agreement import name_ranks
 from ..runtime.object_codec import decode, encode, holds_pickle, pickle_allowed
@@ -44,7 +45,9 @@ def broadcast_parameters(
     Raises ValueError when it is none of these; HorovodInternalError, on every rank, when the ranks
     disagree about a name, dtype or shape, or a tensor cannot be sent: a sparse or quantized one.
     """
-    _broadcast_in_place(_named(params), root_rank)
+    named = _named(params)
+    restore_centers(tensor for _, tensor in named)
+    _broadcast_in_place(named, root_rank)
 
 
 def _named(params: object) -> list[Named]:

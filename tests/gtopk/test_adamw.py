@@ -24,7 +24,12 @@ from gtopk.optim.distributed import DistributedOptimizer
 from gtopk.optim.samples import LocalClip
 from gtopk.reduce_ops import Sum
 from gtopk.runtime.world import world
-from gtopk.torch import add_process_set, broadcast_optimizer_state, join
+from gtopk.torch import (
+    add_process_set,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    join,
+)
 from tests.gtopk.adamw import (
     OneRank,
     center,
@@ -98,6 +103,27 @@ def test_on_one_rank_it_is_the_optimizer_itself(kind, options):
     np.testing.assert_allclose(
         flat(one.parameters()), flat(other.parameters()), rtol=1e-10, atol=1e-12
     )
+
+
+def test_the_default_dtype_changes_nothing():
+    """A count of steps in bfloat16 would stay at 256."""
+
+    def trained() -> tuple[np.ndarray, float]:
+        model = network()
+        with world.entered(local_world(1)[0]):
+            optimizer = distribute(model, Compression.gtopk(0.1))
+            train(optimizer, model, 0, range(258))
+            counted = optimizer.state_dict()["state"][0]["step"]
+        return flat(model.parameters()), counted.item()
+
+    usual, steps = trained()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        other, same_steps = trained()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert steps == same_steps == 258
+    np.testing.assert_array_equal(usual, other)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -216,6 +242,30 @@ def test_a_skipped_step_leaves_what_ranks_share(threads):
                 assert torch.equal(tensor, after["gtopk"]["held"][transport.rank][name][what])
 
     threads(2, program)
+
+
+def test_replicas_are_equal_where_a_grad_scaler_skips_the_step(threads):
+    def program(transport: LocalTransport) -> list[np.ndarray]:
+        model, seen = network().float(), []
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.1), scaler=scaler)
+            for step in range(5):
+                optimizer.zero_grad()
+                loss = model(torch.full((2, 6), 1.0 + transport.rank)).square().mean()
+                overflows = step == 3 and transport.rank == 1
+                scaler.scale(loss * (float("inf") if overflows else 1.0)).backward()
+                optimizer.synchronize()
+                scaler.unscale_(optimizer)
+                with optimizer.skip_synchronize():
+                    scaler.step(optimizer)
+                scaler.update()
+                seen.append(flat(model.parameters()))
+            assert optimizer.skipped_steps == 1
+        return seen
+
+    for first, second in zip(*threads(2, program), strict=True):
+        np.testing.assert_array_equal(first, second)
 
 
 def test_forward_passes_in_training_see_what_a_rank_has_not_sent_and_others_the_center(threads):
@@ -348,6 +398,23 @@ def test_what_is_loaded_into_a_model_in_the_middle_of_a_step_is_its_center(threa
                 np.testing.assert_array_equal(flat(model.parameters()), flat(other.parameters()))
 
     threads(2, program)
+
+
+def test_a_broadcast_in_the_middle_of_a_step_is_of_the_center(threads):
+    def program(transport: LocalTransport) -> np.ndarray:
+        model = network()
+        with world.entered(transport):
+            optimizer = distribute(model, Compression.gtopk(0.1))
+            train(optimizer, model, transport.rank, range(4))
+            common = flat(model.parameters())
+            value(model, transport.rank, 4)
+            broadcast_parameters(model.named_parameters(), root_rank=1)
+            np.testing.assert_array_equal(flat(model.parameters()), common)
+            train(optimizer, model, transport.rank, range(4, 6))
+        return flat(model.parameters())
+
+    first, second = threads(2, program)
+    np.testing.assert_array_equal(first, second)
 
 
 def test_what_puts_a_models_values_back_before_the_step_changes_nothing(threads):

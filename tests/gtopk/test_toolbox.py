@@ -445,6 +445,7 @@ def test_a_density_that_leaves_too_few_entries_is_warned_of(caplog, density, war
     [
         (torch.optim.NAdam, Compression.gtopk(0.1), True),
         (torch.optim.AdamW, Compression.gtopk(0.1), False),
+        (torch.optim.NAdam, Compression.gtopk(1.0), False),
         (torch.optim.Adamax, Compression.auto(), True),
         (torch.optim.AdamW, Compression.fp16, False),
         (torch.optim.SGD, Compression.topk(0.1), False),
@@ -462,6 +463,19 @@ def test_adam_under_sparse_gradients_is_warned_of(caplog, kind, compression, war
     assert ("the lr (up to 2.2 times)" in caplog.text) == (warned and is_gtopk)
 
 
+@pytest.mark.parametrize("sparse_as_dense", [False, True])
+def test_sparse_gradients_that_go_as_they_are_are_not_warned_of(caplog, sparse_as_dense):
+    table = torch.nn.Embedding(1000, 2, sparse=True)
+    inner = torch.optim.SparseAdam(table.parameters())
+    options: dict[str, Any] = {"sparse_as_dense": sparse_as_dense}
+    with world.entered(local_world(1)[0]):
+        optimizer = DistributedOptimizer(inner, compression=Compression.gtopk(0.1), **options)
+        table(torch.arange(3)).sum().backward()
+        optimizer.step()
+    assert ("SparseAdam after compression" in caplog.text) == sparse_as_dense
+    assert ("leaves 200 of 2,000 entries" in caplog.text) == sparse_as_dense
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "compression", "told"),
     [
@@ -474,6 +488,7 @@ def test_adam_under_sparse_gradients_is_warned_of(caplog, kind, compression, war
             "momentum=0, and 10 times the weight_decay ('",
         ),
         ("SGD", {"momentum": 0.9}, Compression.fp16, ""),
+        ("SGD", {"momentum": 0.9}, Compression.gtopk(1.0), ""),
         ("SGD", {"momentum": 0.9, "nesterov": True}, Compression.gtopk(0.1), ""),
         ("SGD", {"momentum": 0.9, "dampening": 0.9}, Compression.gtopk(0.1), ""),
         ("SGD", {}, Compression.gtopk(0.1), ""),

@@ -312,16 +312,22 @@ def test_a_communicators_set_is_that_of_ones_own_part() -> None:
 
 
 def test_some_of_the_ranks_can_be_a_world() -> None:
+    part = []
+    if hvd.mpi_enabled():
+        from mpi4py import MPI
+
+        part = [MPI.COMM_WORLD.Split(RANK % 2, RANK)]
     hvd.shutdown()
     if SIZE > 1:
         for ranks in ([0, SIZE], [0, 0], [-1]):
             raises(ValueError, lambda ranks=ranks: hvd.init(ranks), f"0..{ODD}")
         raises(ValueError, lambda: hvd.init([0] if RANK else [ODD]), f"without rank {RANK}")
     mine = ODDS if RANK % 2 else EVENS
-    hvd.init(mine)
-    assert (hvd.rank(), hvd.size()) == (mine.index(RANK), len(mine))
-    assert hvd.allgather(torch.tensor([RANK])).tolist() == mine
-    hvd.shutdown()
+    for world in [mine, *part]:
+        hvd.init(world)
+        assert (hvd.rank(), hvd.size()) == (mine.index(RANK), len(mine))
+        assert hvd.allgather(torch.tensor([RANK])).tolist() == mine
+        hvd.shutdown()
     hvd.init()
     assert (hvd.rank(), hvd.size()) == (RANK, SIZE)
     check_that_the_job_goes_on()

@@ -21,7 +21,7 @@ import functools
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -38,7 +38,7 @@ from ..peers import Peers
 _log = logging.getLogger("gtopk")
 
 # By parameter, whose unsent steps it holds now; of several optimizers the one made last wins.
-_sources: MutableMapping[torch.nn.Parameter, LocalResidual] = WeakIdKeyDictionary()
+_sources: MutableMapping[torch.Tensor, LocalResidual] = WeakIdKeyDictionary()
 _numbers = itertools.count()
 
 
@@ -55,6 +55,12 @@ def center_of(parameter: torch.nn.Parameter) -> torch.Tensor:
     """Return the center of a parameter, itself where it is not c - a; it is not to be changed."""
     holder = _sources.get(parameter)
     return parameter if holder is None else holder._center[parameter]
+
+
+def restore_centers(parameters: Iterable[torch.Tensor]) -> None:
+    """Make the models of those that are c - a the center: a broadcast reads and writes that."""
+    for residual in {_sources[p] for p in parameters if p in _sources}:
+        residual.restore()
 
 
 def on_this_rank(tensor: torch.Tensor) -> torch.Tensor:
@@ -287,8 +293,7 @@ def _watch_wrapping() -> None:
 
     def restore(module: torch.nn.Module, name: str, inner: torch.nn.Module | None) -> None:
         if isinstance(module, DistributedDataParallel) and inner is not None:
-            for residual in {_sources[p] for p in inner.parameters() if p in _sources}:
-                residual.restore()
+            restore_centers(inner.parameters())
 
     # DDP broadcasts rank 0's parameters when it is made: they must be the center by then.
     register_module_module_registration_hook(restore)
