@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from collectives.kernels import device as kernels
-from collectives.kernels.device import cuda, source, timing
+from collectives.kernels.device import cuda, source
 from collectives.kernels.device.step import Step
 from gtopk.exchange.buckets.arrays import current_stream, view_array
 
@@ -69,14 +69,3 @@ def step_as_a_graph(
         kernels.clear_at(beside, picked.indices)
 
     return wait, lambda: step.launch(ours, its, into=beside, threshold=step.threshold)
-
-
-def kernel_times(n: int, k: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Return the microseconds of each kernel of a selection, by the library's own timing."""
-    return {
-        row.name: {
-            name: round(1e6 * seconds, 2)
-            for name, seconds in (("median", row.median), ("min", row.low), ("max", row.high))
-        }
-        for row in timing.measure(n, k, rounds)
-    }

@@ -12,7 +12,6 @@ all_finite, squared_norms). The others only launch.
     codes.py      the wire's codes: the twin of reference_codes
     packing.py    16-bit offsets and values
     step.py       accumulate and select of one residual, as a CUDA graph
-    timing.py     the time that each of them takes
 """
 
 from __future__ import annotations
