@@ -249,7 +249,7 @@ def test_every_file_with_tests_for_a_gpu_is_in_a_stage(program: Callable[[str], 
         for path in (ROOT / "tests").rglob("test_*.py")
         if "@pytest.mark.gpu" in path.read_text(encoding="utf-8") and path != Path(__file__)
     ]
-    assert len(marked) > 7
+    assert len(marked) > 6
     assert [path for path in marked if not path.startswith(named)] == []
 
 

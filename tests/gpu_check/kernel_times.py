@@ -22,11 +22,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from collectives.kernels.device import entries, packing, selection
+from collectives.kernels.device import codes, entries, selection
 from collectives.kernels.device.cuda import CudaMachine, cupy
 from collectives.kernels.device.machine import Scratch
 from collectives.kernels.device.step import Step
-from collectives.kernels.reference_codes import blocks_capacity
+from collectives.kernels.reference_indices import index_capacity
 from collectives.vector import Array, SparseVector
 
 # About half a millisecond at 2 GHz: longer than the host takes to launch what is timed.
@@ -148,13 +148,13 @@ def _of_lists(scratch: Scratch, picked: SparseVector, k: int) -> dict[str, float
     # One element longer: the last index may have moved by one.
     ours = picked._replace(length=picked.length + 1)
     theirs = SparseVector(moved[apart], held.values[apart], ours.length).beside(picked.values)
-    room = cupy().empty(blocks_capacity(picked.entries, picked.length), np.uint8)
+    room = cupy().empty(index_capacity(picked.entries, picked.length, "blocks"), np.uint8)
     return {
         "merge, waited for": seconds_until(lambda: entries.merge(scratch, ours, theirs, k)),
         "pack blocks, waited for": seconds_until(
-            lambda: packing.pack_blocks(scratch, picked.indices, picked.length, room)
+            lambda: codes.pack_indices(scratch, picked.indices, picked.length, room, "blocks")
         ),
         "round to bf16, waited for": seconds_until(
-            lambda: packing.pack_floats(scratch, "bf16", picked.values, room[: 2 * picked.entries])
+            lambda: codes.pack_values(scratch, picked.values, room[: 2 * picked.entries], "bf16")
         ),
     }
