@@ -221,5 +221,5 @@ def test_both_ranks_of_an_exchange_get_the_largest_of_the_sum(random: np.random.
         lambda t: gtopk.exchange_and_merge(lists[t.rank], NOBODY, 700, t, 1 - t.rank, EXACT, 1),
     )
     merged = merge(*lists, 700)
-    for one in swapped:
-        assert bits(one.merged) == bits(merged)
+    for one, _, _ in swapped:
+        assert bits(one) == bits(merged)
