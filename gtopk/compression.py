@@ -13,8 +13,13 @@ from collectives.algorithms import Regions
 from collectives.algorithms.gtopk import USUAL_GROWTH
 from collectives.cost_model import Candidate
 from collectives.wire import WHOLE, Format
-from collectives.wire.indices import INDEX_CODES, USUAL_INDICES
-from collectives.wire.values import CHOSEN_FROM, CODES_OF_BITS, VALUE_CODES
+from collectives.wire.format import (
+    CHOSEN_FROM,
+    CODES_OF_BITS,
+    INDEX_CODES,
+    USUAL_INDICES,
+    VALUE_CODES,
+)
 
 from .errors import check_choice, check_count, check_number
 

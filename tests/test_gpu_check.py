@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from collectives import kernels
@@ -248,7 +249,7 @@ def test_every_file_with_tests_for_a_gpu_is_in_a_stage(program: Callable[[str], 
         for path in (ROOT / "tests").rglob("test_*.py")
         if "@pytest.mark.gpu" in path.read_text(encoding="utf-8") and path != Path(__file__)
     ]
-    assert len(marked) > 7
+    assert len(marked) > 6
     assert [path for path in marked if not path.startswith(named)] == []
 
 
@@ -311,3 +312,26 @@ def test_a_report_of_counters_is_read(program: Callable[[str], Any]) -> None:
         "gpu__time_duration.sum": "70.1",
     }
     assert rows(["==ERROR== no permission"]) == []
+
+
+def test_every_kernel_of_a_selection_is_timed(
+    program: Callable[[str], Any], model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timing = program("kernel_times")
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    monkeypatch.setattr(timing, "spin", lambda: None)
+    monkeypatch.setattr(timing.CudaMachine, "capture", lambda machine, launches: launches)
+    monkeypatch.setattr(model.cuda, "Event", lambda **options: event)
+    monkeypatch.setattr(model.cuda, "get_elapsed_time", lambda *pair: 1.5, raising=False)
+    drawn = SimpleNamespace(
+        standard_normal=lambda size, dtype: model.asarray(
+            np.random.default_rng(0).standard_normal(size, dtype)
+        )
+    )
+    random = SimpleNamespace(default_rng=lambda seed: drawn)
+    monkeypatch.setattr(model, "random", random, raising=False)
+    monkeypatch.setattr(model, "copyto", lambda to, array: None, raising=False)
+    rows = timing.kernel_times(300_000, 300, 3)
+    assert {"copy", "step as a graph", "step launched, waited for", "kernel mark"} < set(rows)
+    assert {"merge, waited for", "pack blocks, waited for", "round to bf16, waited for"} < set(rows)
+    assert rows["kernel mark"] == {"median": 1500, "min": 1500, "max": 1500}

@@ -15,6 +15,7 @@ NaN or infinity on any rank, or in the sum, is a NonFiniteError on every rank, a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -27,8 +28,7 @@ from ..wire import EXACT, Format
 from ..wire.format import ON_DEVICE as FORMATS_ON_DEVICE
 from ..wire.format import check as check_format
 from . import dense, gtopk, gtopk_tree, hierarchical, oktopk, topk_allgather
-from .hierarchical import Hierarchy
-from .nodes import Reduction, by_host, find_nodes
+from .hierarchical import Hierarchy, find_nodes
 from .options import check_names
 from .regions import Regions
 
@@ -100,13 +100,18 @@ def reduce(
 
 
 def reduce_where_supported(
-    reduction: Reduction,
+    reduction: Callable[[SparseVector], tuple[SparseVector, SparseVector]],
     selected: SparseVector,
     transport: Transport,
     algorithm: str,
     format: Format,
 ) -> tuple[SparseVector, SparseVector]:
-    """Run a reduction on the device of `selected` if possible, else by way of the host."""
+    """Run a reduction on the device of `selected` if possible, else by way of the host.
+
+    GPU     selected                         update, returned
+               | k entries                          ^ as many as there are
+    host       +--> reduction among the hosts ------+
+    """
     if not is_on_device(selected.values):
         return reduction(selected)
     with selected.values.device:  # type: ignore[attr-defined]
@@ -115,8 +120,11 @@ def reduce_where_supported(
         # format are the same on all ranks, so all connect or none.
         if codes_there:
             transport.connect()
-        stays = codes_there and transport.sends_from_device
-        return reduction(selected) if stays else by_host(reduction, selected)
+        if codes_there and transport.sends_from_device:
+            return reduction(selected)
+        # The GPU's current stream orders the copies.
+        update, returned = reduction(selected.on_host())
+        return update.beside(selected.values), returned.beside(selected.values)
 
 
 def _reduce(

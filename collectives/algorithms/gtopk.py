@@ -15,7 +15,7 @@ to its owner's residual, even where another branch brought its index back into t
 from __future__ import annotations
 
 import math
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
@@ -63,18 +63,6 @@ def kept_sizes(k: int, growth: float, rounds: int, length: int) -> list[int]:
     return [min(max(k, size), length) for size in sizes]
 
 
-class GtopkOptions(NamedTuple):
-    """The options of gtopk; equal on all ranks."""
-
-    format: Format = EXACT
-    growth: float = 1.0  # the last round keeps growth * k: wider updates for few more bytes
-
-    def checked(self) -> GtopkOptions:
-        """Return the options; raise ValueError where one is out of bounds."""
-        check_growth(self.growth)
-        return self
-
-
 def reduce(
     selected: SparseVector,
     k: int,
@@ -87,25 +75,26 @@ def reduce(
 
     growth: the last rounds keep more, up to growth * k entries.
     """
-    options = GtopkOptions(format, growth).checked()
-    return split_result(reduce_list(selected, k, transport, options))
+    check_growth(growth)
+    return split_result(reduce_list(selected, k, transport, format, growth))
 
 
 def reduce_list(
     selected: SparseVector,
     k: int,
     transport: Transport,
-    options: GtopkOptions,
+    format: Format,
+    growth: float,
     refused_by: int = NOBODY,
 ) -> ReductionResult:
     """Return the outcome; refused_by: a rank that refused before; the list then counts as empty."""
     size = transport.size
     paired = 1 << (size.bit_length() - 1)  # ranks beyond the largest power of two are folded in
-    kept = kept_sizes(k, options.growth, paired.bit_length() - 1, selected.length)
+    kept = kept_sizes(k, growth, paired.bit_length() - 1, selected.length)
     picks, refused_by = check_finite(selected, transport.ranks[transport.rank], refused_by)
     if transport.rank >= paired:
-        return _reduce_as_folded_rank(picks, refused_by, k, kept[-1], transport, options)
-    return _reduce_with_folded_rank(picks, refused_by, k, kept, transport, options)
+        return _reduce_as_folded_rank(picks, refused_by, k, kept[-1], transport, format)
+    return _reduce_with_folded_rank(picks, refused_by, k, kept, transport, format)
 
 
 def _reduce_with_folded_rank(
@@ -114,7 +103,7 @@ def _reduce_with_folded_rank(
     k: int,
     kept: list[int],
     transport: Transport,
-    options: GtopkOptions,
+    format: Format,
 ) -> ReductionResult:
     rank = transport.rank
     paired = 1 << len(kept)
@@ -124,7 +113,7 @@ def _reduce_with_folded_rank(
     guests = picks.take(slice(0))
     if folds:
         message = transport.receive(guest)
-        guests, their_refusal = _read(message, picks, k, transport, guest, options)
+        guests, their_refusal = _read(message, picks, k, transport, guest, format)
         refused_by = lowest_refusing(refused_by, their_refusal)
         # Only its `alive` is used: the guest itself puts back the errors of its picks.
         conservations.append(Conservation(guests))
@@ -139,42 +128,29 @@ def _reduce_with_folded_rank(
     for keep in kept:
         peer = rank ^ holders
         wait_for_go_ahead(transport, peer, holders, transport.size - paired, k)
-        swapped = exchange_and_merge(merged, refused_by, keep, transport, peer, options, holders)
+        merged, error, refused_by = exchange_and_merge(
+            merged, refused_by, keep, transport, peer, format, holders
+        )
         # Before `note_merge`: of an entry that this merge drops, whole picks return, and the error
         # must not return beside them.
-        conservations[0].note_rounding(swapped.error)
+        conservations[0].note_rounding(error)
         holders *= 2
         finder = transport.ranks[rank & -holders]  # the same on all ranks that hold this list
         # Again after each merge: finite values may add up to infinity.
-        merged, refused_by = check_finite(swapped.merged, finder, swapped.refused_by)
+        merged, refused_by = check_finite(merged, finder, refused_by)
         for conservation in conservations:
             conservation.note_merge(merged)
 
     if folds:
         bits = pack_alive(conservations[1].alive)
         # Values exact: rounded once more, the guest's update would be another than its host's.
-        exact = Format(options.format.indices)
+        exact = Format(format.indices)
+        number = transport.begun
         result = wire.encode(
-            merged,
-            kept[-1],
-            exact,
-            extra=bits,
-            refused_by=refused_by,
-            number=transport.begun,
+            merged, kept[-1], exact, extra=bits, refused_by=refused_by, number=number
         )
         transport.send(result.message, guest)()
     return conservations[0].close(merged, refused_by)
-
-
-class MergedExchange(NamedTuple):
-    """The merged list that both ranks hold after a swap, and the entries that are not in it.
-
-    error: this rank's share of the rounding of the list it sent.
-    """
-
-    merged: SparseVector
-    error: SparseVector
-    refused_by: int
 
 
 def exchange_and_merge(
@@ -183,27 +159,22 @@ def exchange_and_merge(
     keep: int,
     transport: Transport,
     peer: int,
-    options: GtopkOptions,
+    format: Format,
     holders: int,
-) -> MergedExchange:
+) -> tuple[SparseVector, SparseVector, int]:
     """Swap lists with a peer, and return the `keep` largest entries of the sum of both.
 
+    Beside them this rank's share of the rounding of the list it sent, and the rank that refused.
     holders: how many ranks hold `mine` alike, this one as number `rank % holders`.
     """
-    encoded = wire.encode(
-        mine,
-        keep,
-        options.format,
-        refused_by=refused_by,
-        number=transport.begun,
-    )
+    encoded = wire.encode(mine, keep, format, refused_by=refused_by, number=transport.begun)
     received = transport.exchange(encoded.message, peer)
     place = transport.rank % holders
-    error = rounding_error(mine, encoded.vector, options.format, place, holders)
-    theirs, their_refusal = _read(received, mine, keep, transport, peer, options)
+    error = rounding_error(mine, encoded.vector, format, place, holders)
+    theirs, their_refusal = _read(received, mine, keep, transport, peer, format)
     # The rounded list, not `mine`: the peer merges what it has received.
     merged = merge(encoded.vector, theirs, keep)
-    return MergedExchange(merged, error, lowest_refusing(refused_by, their_refusal))
+    return merged, error, lowest_refusing(refused_by, their_refusal)
 
 
 def _read(
@@ -212,11 +183,11 @@ def _read(
     k: int,
     transport: Transport,
     peer: int,
-    options: GtopkOptions,
+    format: Format,
 ) -> tuple[SparseVector, int]:
     """Return the list that a peer has sent, and the rank that refused, or NOBODY."""
     sender = transport.ranks[peer]
-    decoded = wire.decode(message, like, k, sender, options.format, number=transport.begun)
+    decoded = wire.decode(message, like, k, sender, format, number=transport.begun)
     return decoded.vector, decoded.refused_by
 
 
@@ -226,25 +197,19 @@ def _reduce_as_folded_rank(
     k: int,
     result_k: int,
     transport: Transport,
-    options: GtopkOptions,
+    format: Format,
 ) -> ReductionResult:
     host = transport.rank - (1 << (transport.size.bit_length() - 1))
     conservation = Conservation(picks)
-    encoded = wire.encode(
-        picks,
-        k,
-        options.format,
-        refused_by=refused_by,
-        number=transport.begun,
-    )
-    conservation.note_rounding(rounding_error(picks, encoded.vector, options.format))
+    encoded = wire.encode(picks, k, format, refused_by=refused_by, number=transport.begun)
+    conservation.note_rounding(rounding_error(picks, encoded.vector, format))
     transport.send(encoded.message, host)()
     update, bits, refused_by = wire.decode(
         transport.receive(host),
         picks,
         result_k,
         transport.ranks[host],
-        Format(options.format.indices),
+        Format(format.indices),
         alive_bytes(picks.entries),
         number=transport.begun,
     )

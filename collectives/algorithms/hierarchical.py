@@ -21,7 +21,10 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .. import wire
+from ..errors import MessageError
 from ..kernels import contains, merge, sum_by_index
 from ..transports.transport import Transport
 from ..vector import Array, SparseVector
@@ -38,10 +41,40 @@ from .conservation import (
     sum_vectors,
     unpack_alive,
 )
-from .gtopk import GtopkOptions
-from .nodes import checked_nodes, find_nodes
 from .options import check_names
 from .regions import Regions
+
+
+def find_nodes(transport: Transport, node_size: int | None = None) -> list[list[int]]:
+    """Return the ranks of every host, which takes a small allgather.
+
+    node_size: if given, so many consecutive ranks are a node, and nothing is exchanged.
+    """
+    if node_size is not None:
+        everyone = list(range(transport.size))
+        return [everyone[first : first + node_size] for first in everyone[::node_size]]
+    # A host is named by its lowest rank, a number that all its ranks know.
+    lowest = np.array([min(transport.node())], np.int64)
+    nodes: dict[int, list[int]] = {}
+    for rank, message in enumerate(transport.allgather(lowest.view(np.uint8))):
+        if message.size != lowest.nbytes:
+            raise MessageError(
+                f"the message from rank {transport.ranks[rank]} is malformed: its {message.size} "
+                "bytes are not the number of a node; every rank must run the same algorithm"
+            )
+        nodes.setdefault(int(message.view(np.int64)[0]), []).append(rank)
+    return checked_nodes(nodes.values(), transport.size)
+
+
+def checked_nodes(nodes: Iterable[Sequence[int]], size: int) -> list[list[int]]:
+    """Return the nodes by their lowest rank; raise ValueError unless each rank is in just one."""
+    ordered = sorted(sorted(node) for node in nodes if len(node))
+    if sorted(rank for node in ordered for rank in node) != list(range(size)):
+        raise ValueError(
+            f"nodes must have each of the ranks 0..{size - 1} in exactly one list, got {ordered}"
+        )
+    return ordered
+
 
 ReduceList = Callable[[SparseVector, int, int, Transport, int], ReductionResult]
 
@@ -62,24 +95,23 @@ def open_inter_node(
     """Return "gtopk" or "oktopk" with its options; raise ValueError where one is out of bounds."""
     if name == "gtopk":
         check_names(name, gtopk.reduce, options)
-        options_of_all = GtopkOptions(format, **options).checked()
-
-        def by_gtopk(
-            picks: SparseVector, k: int, k_out: int, transport: Transport, refused_by: int
-        ) -> ReductionResult:
-            return gtopk.reduce_list(picks, k, transport, options_of_all, refused_by)
-
-        return InterNodeReduction(by_gtopk, k)
+        growth = options.get("growth", 1.0)
+        gtopk.check_growth(growth)
+        return InterNodeReduction(
+            lambda picks, k, k_out, transport, refused_by: gtopk.reduce_list(
+                picks, k, transport, format, growth, refused_by
+            ),
+            k,
+        )
     if name == "oktopk":
         check_names(name, oktopk.reduce, options)
         regions = options.get("regions") or Regions()
-
-        def by_oktopk(
-            picks: SparseVector, k: int, k_out: int, transport: Transport, refused_by: int
-        ) -> ReductionResult:
-            return oktopk.reduce_list(picks, k, k_out, transport, format, regions, refused_by)
-
-        return InterNodeReduction(by_oktopk, oktopk.checked_k_out(k, options.get("k_out"), length))
+        return InterNodeReduction(
+            lambda picks, k, k_out, transport, refused_by: oktopk.reduce_list(
+                picks, k, k_out, transport, format, regions, refused_by
+            ),
+            oktopk.checked_k_out(k, options.get("k_out"), length),
+        )
     raise ValueError(f"across must be one of gtopk, oktopk; got {name!r}")
 
 

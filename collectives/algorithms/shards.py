@@ -15,7 +15,7 @@ gradient takes. Where top-k sends large entries and their places, this sends all
 of the entries: as good where all are of one size, as Adam's steps are.
 
 Conservation, coordinate by coordinate and summed over ranks: values = update + `lost` + what the
-owners keep more than before. Rounding is that of `wire.values`, whose errors are exact.
+owners keep more than before. Rounding is that of `wire.format`, whose errors are exact.
 """
 
 from __future__ import annotations
@@ -92,24 +92,15 @@ def reduce(
         transport.operation("a reduction by shards"),
         np.errstate(over="ignore", invalid="ignore"),  # sums that overflow end in an error below
     ):
-        sums = to_owners(values, transport, shard=shard, code=code, refuses=refuses)
-        total, refused_by = sums.total + kept, sums.refused_by
+        summed, lost, refused_by = to_owners(
+            values, transport, shard=shard, code=code, refuses=refuses
+        )
+        total = summed + kept
         if refused_by == NOBODY:
             update, rounded, refused_by = _from_owners(total, values.size, transport, shard, code)
     if refused_by != NOBODY:
         raise NonFiniteError(refused_by)
-    return Shared(update, sums.unrepresentable, total - rounded)
-
-
-class ShardSum(NamedTuple):
-    """The sum of the part that this rank owns, and the rounding errors of its other parts, [m].
-
-    refused_by: the lowest rank that refused, or NOBODY; the same on every rank.
-    """
-
-    total: Array
-    unrepresentable: Array
-    refused_by: int
+    return Shared(update, lost, total - rounded)
 
 
 def to_owners(
@@ -119,8 +110,12 @@ def to_owners(
     shard: int = 0,
     code: str = "exact",
     refuses: bool = False,
-) -> ShardSum:
-    """Add up each part of the ranks' values at its owner."""
+) -> tuple[Array, Array, int]:
+    """Add up each part of the ranks' values at its owner.
+
+    Returns the sum of the part that this rank owns, the rounding errors of its other parts, [m],
+    and the lowest rank that refused, or NOBODY; the same on every rank.
+    """
     rank, size = transport.rank, transport.size
     bounds = shard_bounds(values.size, size)
     refused_by = transport.ranks[rank] if refuses or not all_finite(values) else NOBODY
@@ -143,7 +138,7 @@ def to_owners(
         # In an order of this owner's own: nobody else adds these up, so none has to agree on it.
         total += theirs
         refused_by = lowest_refusing(refused_by, their_refusal)
-    return ShardSum(total, lost, refused_by)
+    return total, lost, refused_by
 
 
 def _from_owners(

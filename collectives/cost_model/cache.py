@@ -137,11 +137,7 @@ def calibration_from(record: Mapping[str, Any]) -> Calibration:
             network[name] = Link(*map(_seconds, network[name]))
     if network["agreement_seconds"] is not None:
         network["agreement_seconds"] = _seconds(network["agreement_seconds"])
-    for name, least in (
-        ("ranks", 1),
-        ("ranks_per_node", 1),
-        ("native_bytes", 0),
-    ):
+    for name, least in (("ranks", 1), ("ranks_per_node", 1), ("native_bytes", 0)):
         is_none = name.endswith("bytes") and network[name] is None
         # Not isinstance, to which True is an integer.
         if not is_none and (type(network[name]) is not int or network[name] < least):

@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -216,31 +217,26 @@ def measure_rates(
     """Return this process's own rates, in processor time, which excludes other processes' load."""
     random = np.random.default_rng(0)
 
-    def selection(density: float) -> Prepare:
-        def prepare(size: int) -> Callable[[], object]:
-            residual, noise = (
-                random.random(n, np.float32) - np.float32(0.5) for n in (size, 2 * size)
-            )
-            # An entry is selected every 1 / density steps: a residual sums that many gradients.
-            noise *= np.float32(math.sqrt(density))
-            update = np.zeros(size, np.float32)
-            k = max(1, round(size * density))
-            threshold = accumulate_and_select(residual, noise[:size], k)[1]
+    def selection(size: int, density: float) -> Callable[[], object]:
+        residual, noise = (random.random(n, np.float32) - np.float32(0.5) for n in (size, 2 * size))
+        # An entry is selected every 1 / density steps: a residual sums that many gradients.
+        noise *= np.float32(math.sqrt(density))
+        update = np.zeros(size, np.float32)
+        k = max(1, round(size * density))
+        threshold = accumulate_and_select(residual, noise[:size], k)[1]
 
-            def go() -> None:
-                nonlocal threshold
-                # A window somewhere in longer noise: another gradient each time, without the time
-                # to draw one.
-                begin = int(random.integers(size))
-                gradient = noise[begin : begin + size]
-                picked, threshold = accumulate_and_select(residual, gradient, k, threshold)
-                residual[picked.indices] = 0
-                update.fill(0)
-                update[picked.indices] = picked.values
+        def go() -> None:
+            nonlocal threshold
+            # A window somewhere in longer noise: another gradient each time, without the time to
+            # draw one.
+            begin = int(random.integers(size))
+            gradient = noise[begin : begin + size]
+            picked, threshold = accumulate_and_select(residual, gradient, k, threshold)
+            residual[picked.indices] = 0
+            update.fill(0)
+            update[picked.indices] = picked.values
 
-            return go
-
-        return prepare
+        return go
 
     def copying(size: int) -> Callable[[], object]:
         gradient, flat = random.random(size, np.float32), np.zeros(size, np.float32)
@@ -268,27 +264,21 @@ def measure_rates(
         lists = [picks(max(1, entries // _LISTS), random) for _ in range(_LISTS)]
         return lambda: sum_by_index(lists)
 
-    def encoding(format: Format) -> Prepare:
-        def prepare(entries: int) -> Callable[[], object]:
-            vector = picks(entries, random)
+    def encoding(entries: int, format: Format) -> Callable[[], object]:
+        vector = picks(entries, random)
 
-            def go() -> None:
-                rounded = wire.encode(vector, vector.entries, format).vector
-                error = rounding_error(vector, rounded, format)
-                # The error of this round, and of the last one.
-                intersect(sum_vectors([error, error]), vector)
+        def go() -> None:
+            rounded = wire.encode(vector, vector.entries, format).vector
+            error = rounding_error(vector, rounded, format)
+            # The error of this round, and of the last one.
+            intersect(sum_vectors([error, error]), vector)
 
-            return go
+        return go
 
-        return prepare
-
-    def decoding(format: Format) -> Prepare:
-        def prepare(entries: int) -> Callable[[], object]:
-            vector = picks(entries, random)
-            message, _ = wire.encode(vector, vector.entries, format)
-            return lambda: wire.decode(message, vector, vector.entries, 0, format)
-
-        return prepare
+    def decoding(entries: int, format: Format) -> Callable[[], object]:
+        vector = picks(entries, random)
+        message, _ = wire.encode(vector, vector.entries, format)
+        return lambda: wire.decode(message, vector, vector.entries, 0, format)
 
     def rate(prepare: Prepare, largest: int, budget_seconds: float) -> float:
         return seconds_per_unit(prepare, _SMALLEST, largest, budget_seconds, clock, stopwatch)
@@ -296,7 +286,8 @@ def measure_rates(
     most = round(_LARGEST * 16 * DENSITY)  # entries: the k of 64 million elements
     each = CODE_SECONDS / 2 / len(formats)
     few, many = (
-        rate(selection(density), _LARGEST, SELECT_SECONDS / 2) for density in (DENSITY, _DENSE)
+        rate(partial(selection, density=density), _LARGEST, SELECT_SECONDS / 2)
+        for density in (DENSITY, _DENSE)
     )
     # From two densities: what an entry takes is the slope, what an element takes the rest.
     pick_seconds = max(0.0, many - few) / (_DENSE - DENSITY)
@@ -305,7 +296,7 @@ def measure_rates(
         max(0.0, few - DENSITY * pick_seconds),
         rate(merging, most, MERGE_SECONDS),
         {
-            f: CodingRate(rate(encoding(f), most, each), rate(decoding(f), most, each))
+            f: CodingRate(*(rate(partial(go, format=f), most, each) for go in (encoding, decoding)))
             for f in formats
         },
         swap_seconds,

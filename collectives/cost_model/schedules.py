@@ -36,8 +36,7 @@ from ..cost import rounds
 from ..transports.reductions import LONG_BYTES, is_gathered_whole
 from ..vector import Array, index_dtype
 from ..wire import EXACT, HEADER_BYTES, WHOLE, Format
-from ..wire.indices import INDEX_CODES
-from ..wire.values import VALUE_CODES
+from ..wire.format import INDEX_CODES, VALUE_CODES
 
 FORMATS: Final = tuple(Format(indices, values) for indices in INDEX_CODES for values in VALUE_CODES)
 

@@ -4,6 +4,11 @@
 C++; `device` is CUDA, for CuPy arrays.
 Twins give the same results to the bit; `_twin` chooses the one for an array.
 
+`pack_...` writes indices or values for the wire into a buffer, uint8, with room for them, and
+`unpack_...` reads bytes from any sender: a ValueError says what is wrong with them. Twins write the
+same bytes, and refuse the same ones. Arrays on a GPU are coded there in blocks, in 16 bits, and in
+2 to 4; `write_head` and `read_head` are only for them.
+
 An order holds throughout: the larger |value| first, among equals the lower index. NaN counts as
 larger than infinity; exact zeros are never selected, so fewer than k entries may come out.
 """
@@ -27,17 +32,25 @@ __all__ = [
     "accumulate_and_select",
     "add_at",
     "all_finite",
+    "checksum",
     "clear",
     "clear_at",
     "contains",
+    "in_order",
     "in_use",
     "merge",
+    "pack_indices",
+    "pack_values",
     "put_at",
+    "read_head",
     "select",
     "squared_norm",
     "squared_norms",
     "sum_by_index",
+    "unpack_indices",
+    "unpack_values",
     "why_not_compiled",
+    "write_head",
 ]
 
 
@@ -79,11 +92,9 @@ def accumulate_and_select(
     threshold for the next step. Raises ValueError for arguments that do not fit together, and
     TypeError for anything but arrays of NumPy or CuPy, with nothing changed.
     """
-    twin = _twin(residual)
-    picked, following = twin.accumulate_and_select(
+    return _twin(residual).accumulate_and_select(
         residual, gradient, k, threshold, momentum, weight, into
     )
-    return picked, following
 
 
 def select(dense: Array, k: int, threshold: float = 0.0) -> tuple[SparseVector, float]:
@@ -91,8 +102,7 @@ def select(dense: Array, k: int, threshold: float = 0.0) -> tuple[SparseVector, 
 
     dense: float32 or float64 [n], unchanged; the rest as in `accumulate_and_select`, errors too.
     """
-    picked, following = _twin(dense).select(dense, k, threshold)
-    return picked, following
+    return _twin(dense).select(dense, k, threshold)
 
 
 def merge(a: SparseVector, b: SparseVector, k: int) -> SparseVector:
@@ -106,8 +116,7 @@ def merge(a: SparseVector, b: SparseVector, k: int) -> SparseVector:
         raise ValueError(f"k must be at least 1, got {k}")
     _require_alike((a, b))
     with profiled("merge"):
-        merged: SparseVector = _twin(a.values).merge(a, b, k)
-    return merged
+        return _twin(a.values).merge(a, b, k)
 
 
 def sum_by_index(vectors: Sequence[SparseVector]) -> SparseVector:
@@ -117,8 +126,7 @@ def sum_by_index(vectors: Sequence[SparseVector]) -> SparseVector:
     """
     _require_alike(vectors)
     with profiled("merge"):
-        total: SparseVector = _twin(vectors[0].values).sum_by_index(vectors)
-    return total
+        return _twin(vectors[0].values).sum_by_index(vectors)
 
 
 def _require_alike(vectors: Sequence[SparseVector]) -> None:
@@ -138,8 +146,7 @@ def _require_alike(vectors: Sequence[SparseVector]) -> None:
 
 def contains(indices: Array, wanted: Array) -> Array:
     """Return, for each of `wanted`, whether it is in `indices` (both sorted): bool [wanted]."""
-    found: Array = _twin(indices).contains(indices, wanted)
-    return found
+    return _twin(indices).contains(indices, wanted)
 
 
 def add_at(dense: Array, vector: SparseVector) -> None:
@@ -180,8 +187,7 @@ def all_finite(array: Array) -> bool:
 
     array: float32, float64, float16, or uint16 for the bits of bfloat16.
     """
-    finite: bool = _twin(array).all_finite(array)
-    return finite
+    return _twin(array).all_finite(array)
 
 
 def squared_norm(array: Array) -> float:
@@ -189,8 +195,7 @@ def squared_norm(array: Array) -> float:
 
     array: float32 or float64; on a GPU also float16, or uint16 for the bits of bfloat16.
     """
-    norm: float = _twin(array).squared_norm(array)
-    return norm
+    return _twin(array).squared_norm(array)
 
 
 def squared_norms(arrays: Sequence[Array] | Located) -> list[float]:
@@ -200,6 +205,49 @@ def squared_norms(arrays: Sequence[Array] | Located) -> list[float]:
     from . import device
 
     return device.squared_norms(arrays)
+
+
+def checksum(data: Array, seed: int = 0) -> int:
+    """Return the 64 bits of `data` (uint8 [n]); seed: what came before it, as 64 bits."""
+    return _twin(data).checksum(data, seed)
+
+
+def write_head(message: Array, head: Array) -> None:
+    """Write 56 bytes of the host and a checksum at a GPU message's beginning; waits for nothing.
+
+    The checksum has 8 bytes; it covers all bytes after it, seeded with that of the 56 bytes.
+    """
+    _twin(message).write_head(message, head)
+
+
+def read_head(message: Array) -> tuple[Array, int]:
+    """Return a GPU message's first 64 bytes on the host, and the checksum that belongs there."""
+    return _twin(message).read_head(message)
+
+
+def in_order(indices: Array, length: int) -> bool:
+    """Tell whether 0 <= indices[0] < indices[1] < ... < length."""
+    return _twin(indices).in_order(indices, length)
+
+
+def pack_indices(indices: Array, length: int, out: Array, code: str) -> int:
+    """Write indices, int32 or int64 [k], by "blocks" or "rice"; return the bytes taken."""
+    return _twin(indices).pack_indices(indices, length, out, code)
+
+
+def unpack_indices(data: Array, count: int, length: int, code: str) -> tuple[Array, int]:
+    """Return the indices, int32 or int64 [count], and how many bytes of `data` they took."""
+    return _twin(data).unpack_indices(data, count, length, code)
+
+
+def pack_values(values: Array, out: Array, code: str) -> int:
+    """Write values, float32 or float64 [k], into exactly their bytes; return their exponent."""
+    return _twin(values).pack_values(values, out, code)
+
+
+def unpack_values(data: Array, count: int, exponent: int, dtype: Any, code: str) -> Array:
+    """Return the values, of the dtype, [count]."""
+    return _twin(data).unpack_values(data, count, exponent, dtype, code)
 
 
 def in_use() -> str:

@@ -129,14 +129,8 @@ def require_writable(array: Array, name: str) -> None:
         raise ValueError(f"{name} must not be read-only: pass a copy")
 
 
-def host_parts(
-    residual: Array,
-    gradient: Gradient,
-    k: int,
-    momentum: Momentum | None,
-    into: Array | None = None,
-) -> Sequence[Array]:
+def host_parts(residual: Array, *others: Any) -> Sequence[Array]:
     """Return the arrays as `gradient_parts` does, for a residual on the host."""
-    parts = gradient_parts(residual, gradient, k, momentum, into)
+    parts = gradient_parts(residual, *others)
     assert not isinstance(parts, Located)  # a GPU's, which was refused
     return parts

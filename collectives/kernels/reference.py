@@ -17,6 +17,8 @@ from .gradients import (
     require_writable,
 )
 from .narrow import round_to_bfloat16, widen_bfloat16
+from .reference_indices import in_order, pack_indices, unpack_indices  # noqa: F401 - of this twin
+from .reference_values import pack_values, unpack_values  # noqa: F401 - likewise
 
 # A multiple of 8. Smaller chunks cost calls, larger ones leave the cache: 25.6 million elements
 # took 3.4 times the floor with 64Ki, 3.1 with 128Ki, 2.7 with 256Ki, 2.6 with 512Ki.
@@ -69,17 +71,9 @@ def select(dense: Array, k: int, threshold: float = 0.0) -> tuple[SparseVector, 
     return _select(_Search(dense, k), ((start, None) for start in _starts(dense)), threshold)
 
 
-def accumulate_and_select(
-    residual: Array,
-    gradient: Gradient,
-    k: int,
-    threshold: float = 0.0,
-    momentum: Momentum | None = None,
-    weight: float = 1.0,
-    into: Array | None = None,
-) -> tuple[SparseVector, float]:
-    """Add to `residual`, in place or into other memory, and select from the sum."""
-    picked, following, _ = search(residual, gradient, k, threshold, momentum, weight, into)
+def accumulate_and_select(*arguments: Any, **options: Any) -> tuple[SparseVector, float]:
+    """Return as `search`, but for the number of passes."""
+    picked, following, _ = search(*arguments, **options)
     return picked, following
 
 
@@ -92,7 +86,10 @@ def search(
     weight: float = 1.0,
     into: Array | None = None,
 ) -> tuple[SparseVector, float, int]:
-    """Return as `accumulate_and_select`, and the number of passes over the residual."""
+    """Add to `residual`, in place or into other memory, and select from the sum.
+
+    Returns the entries, the next threshold, and the number of passes over the residual.
+    """
     parts = host_parts(residual, gradient, k, momentum, into)
     looking = _Search(residual if into is None else into, k, residual)
     picked, following = _select(looking, _addends(residual, parts, momentum, weight), threshold)
@@ -164,8 +161,7 @@ def _sampled_threshold(dense: Array, k: int) -> float:
 def keys(values: Array) -> Array:
     """Return integers in the order of |x|, with infinity and then NaN on top and zero at 0."""
     width = np.dtype(f"i{values.dtype.itemsize}")
-    bits: Array = values.view(width) & np.iinfo(width).max
-    return bits
+    return values.view(width) & np.iinfo(width).max
 
 
 class _Search:
@@ -224,8 +220,7 @@ class _Search:
         if words.size > size >> 6:
             return np.flatnonzero(~misses[:size])
         inside = np.flatnonzero(~misses[:size].reshape(-1, 8)[words])
-        found: Array = (words[inside >> 3] << 3) + (inside & 7)
-        return found
+        return (words[inside >> 3] << 3) + (inside & 7)
 
     def _at_least(self, threshold: float) -> Any:
         """Return the threshold in the vector's dtype, above zero: zeros are no candidates."""
@@ -323,8 +318,7 @@ def contains(indices: Array, wanted: Array) -> Array:
     at = np.searchsorted(indices, wanted)
     # What would be behind the last is compared with the first, which is smaller, so not equal.
     at[at == indices.size] = 0
-    found: Array = indices[at] == wanted
-    return found
+    return indices[at] == wanted
 
 
 def add_at(dense: Array, vector: SparseVector) -> None:
@@ -354,3 +348,55 @@ def put_at(parts: Sequence[Array], vector: SparseVector) -> None:
     with np.errstate(over="ignore"):  # beyond float16: infinity, as in a cast
         for part, start, a, b in zip(parts, starts, ends, ends[1:], strict=False):
             part[vector.indices[a:b] - start] = values[a:b]
+
+
+# ---- the checksum of any bytes, by multiplications that every machine has
+#
+#     data      | block 0 | block 1 | ... | last, filled up with zeros |      4096 bytes each
+#     block     sum of ((low_i + a_i) mod 2^32) * ((high_i + b_i) mod 2^32)   over its 64-bit words
+#     in all    h = (h + block) * STEP for each block, from h = seed + bytes; then mixed; mod 2^64
+#
+# The sum is the NH of UMAC (Black et al. 1999, section 4), its keys a_i, b_i those of SplitMix64
+# (Steele et al. 2014). Keys are public: a guard against accidents, not against adversaries. Of NH
+# over random keys two texts collide with a chance of 2^-32 at most. So here: damage to one 32-bit
+# half of a word is missed only where the other half is the negative of its key (one value in 2^32),
+# damage all over a message with a chance of about 2^-64.
+
+BLOCK_BYTES: Final = 4096
+STEP: Final = 0x9E3779B97F4A7C15
+_MASK: Final = (1 << 64) - 1
+
+
+def mix(number: int) -> int:
+    """Return the output function of SplitMix64: a bijection of 64 bits that spreads each bit."""
+    number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    number = (number ^ (number >> 27)) * 0x94D049BB133111EB & _MASK
+    return number ^ (number >> 31)
+
+
+# Key i is of the i-th word: its low half for the word's low half, its high half for the high one.
+_KEYS: Final = np.array(
+    [mix((i + 1) * STEP & _MASK) for i in range(BLOCK_BYTES // 8)], np.uint64
+).view(np.uint32)
+
+
+def checksum(data: Array, seed: int = 0) -> int:
+    """Return 64 bits for `data` (uint8 [n]); seed: the checksum of the bytes before it."""
+    whole = data.size // BLOCK_BYTES * BLOCK_BYTES
+    rest = data[whole:]
+    filled = np.zeros(-(-rest.size // 8) * 8, np.uint8)
+    filled[: rest.size] = rest
+    blocks = _sums(data[:whole].view(np.uint32).reshape(-1, _KEYS.size)).tolist()
+    if rest.size:
+        blocks += _sums(filled.view(np.uint32).reshape(1, -1)).tolist()
+    total = (seed + data.size) & _MASK
+    for block in blocks:
+        total = (total + block) * STEP & _MASK
+    return mix(total)
+
+
+def _sums(words: Array) -> Array:
+    """Return the NH of each row of words, uint32 [blocks, 2 m]."""
+    keyed = words + _KEYS[: words.shape[1]]
+    products = keyed[:, ::2].astype(np.uint64) * keyed[:, 1::2]
+    return products.sum(axis=1, dtype=np.uint64)

@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 
 from ..errors import MessageError
-from ..kernels import codes
+from ..kernels import checksum
 from ..vector import Array
 
 CHECKSUM_BYTES: Final = 8
@@ -15,7 +15,7 @@ CHECKSUM_BYTES: Final = 8
 
 def checksum_of(message: Array) -> Array:
     """Return the checksum of uint8 [m], uint8 [8]."""
-    return np.frombuffer(codes.checksum(message).to_bytes(CHECKSUM_BYTES, "little"), np.uint8)
+    return np.frombuffer(checksum(message).to_bytes(CHECKSUM_BYTES, "little"), np.uint8)
 
 
 def append_checksum(message: Array) -> Array:
@@ -28,8 +28,8 @@ def append_checksum(message: Array) -> Array:
 
 def strip_checksum(checked: Array, sender: int) -> Array:
     """Return the message before its checksum; raise MessageError, which names the sender."""
-    message, checksum = checked[:-CHECKSUM_BYTES], checked[-CHECKSUM_BYTES:]
-    if checksum.tobytes() != checksum_of(message).tobytes():
+    message, sent = checked[:-CHECKSUM_BYTES], checked[-CHECKSUM_BYTES:]
+    if sent.tobytes() != checksum_of(message).tobytes():
         raise MessageError(
             f"the message from rank {sender} is malformed: its {checked.size} bytes do not match "
             "their checksum; start again from the last checkpoint"

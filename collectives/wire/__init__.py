@@ -1,8 +1,8 @@
 """A SparseVector as one contiguous message, and back.
 
     +--------+---------+--------+-------+
-    | header | indices | values | extra |       header.py, indices.py, values.py; bytes of the
-    +--------+---------+--------+-------+       algorithm's own
+    | header | indices | values | extra |       message.py: the header; format.py: indices and
+    +--------+---------+--------+-------+       values; extra: bytes of the algorithm's own
 
 The indices' part is filled up with zeros to a multiple of the size of one element of the values.
 
@@ -10,12 +10,19 @@ The indices' part is filled up with zeros to a multiple of the size of one eleme
 sender, before the content is used.
 """
 
-from .format import EXACT, Format
+from .format import EXACT, INDEX_CODES, VALUE_CODES, WHOLE, Format
 from .format import check as check_format
-from .header import HEADER_BYTES
-from .indices import INDEX_CODES, WHOLE
-from .message import NOBODY, NOTHING_CODED, CodingTotals, Decoded, Encoded, coded, decode, encode
-from .values import VALUE_CODES
+from .message import (
+    HEADER_BYTES,
+    NOBODY,
+    NOTHING_CODED,
+    CodingTotals,
+    Decoded,
+    Encoded,
+    coded,
+    decode,
+    encode,
+)
 
 __all__ = [
     "EXACT",

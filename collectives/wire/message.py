@@ -1,10 +1,35 @@
 """encode and decode: put header, indices, values and extra together, and take them apart.
 
+Header: the first 64 bytes of a message.
+
+    byte  0        4         5         6        7       8        16        24    32
+         +--------+---------+---------+--------+-------+--------+---------+-----+
+         | "GTKV" | version | indices | values | float | length | entries |  k  |
+         +--------+---------+---------+--------+-------+--------+---------+-----+
+    byte  32            40           44         46       48            56         64
+         +-------------+------------+----------+--------+-------------+----------+
+         | index bytes | refused by | exponent | number | extra bytes | checksum |
+         +-------------+------------+----------+--------+-------------+----------+
+
+    indices, values   numbers of the codes, as format.py counts them
+    float             bytes of one value of the vector: 4 (float32) or 8 (float64)
+    length, entries   of the vector: its elements, and the entries in this message
+    k                 of the reduction; no message of it need have as many entries
+    index bytes       of the indices' part, its padding included
+    refused by        the lowest rank known to have refused its contribution, or -1
+    exponent          the values' common power of two, where their code has one; else 0
+    number            of the operation on its stream that the message is a part of, modulo 65536: it
+                      reveals a message of another operation, sent twice or out of order
+    checksum          of the 56 bytes before it and everything behind it
+
+All little-endian.
+
 `coded` tells the time that this thread has spent on that, and the size of its messages.
 """
 
 from __future__ import annotations
 
+import struct
 import threading
 import time
 from typing import Final, NamedTuple
@@ -12,13 +37,69 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ..errors import MessageError
+from ..kernels import checksum, read_head, write_head
 from ..ranges import profiled
 from ..vector import Array, SparseVector, module_of
-from . import header as headers
-from .format import EXACT, Format, numbered, numbers
-from .header import HEADER_BYTES, NUMBERS, Header
-from .indices import ALL_INDEX_CODES
-from .values import VALUE_CODES
+from .format import ALL_INDEX_CODES, EXACT, VALUE_CODES, Format, numbered, numbers
+
+MAGIC: Final = b"GTKV"
+# Increased with every change of the bytes: ranks of two versions refuse each other's messages.
+VERSION: Final = 3
+_FIELDS: Final = struct.Struct("<4sBBBBqqqqihHq")
+_CHECKSUM: Final = struct.Struct("<Q")
+HEADER_BYTES: Final = _FIELDS.size + _CHECKSUM.size
+NUMBERS: Final = 1 << 16  # operations are numbered modulo this
+
+
+class Header(NamedTuple):
+    """The fields between version and checksum."""
+
+    index_code: int
+    value_code: int
+    float_bytes: int
+    length: int
+    entries: int
+    k: int
+    index_bytes: int
+    refused_by: int
+    exponent: int
+    number: int
+    extra_bytes: int
+
+
+def write_header(header: Header, message: Array) -> None:
+    """Fill in the header of a message whose other bytes are in place."""
+    if not isinstance(message, np.ndarray):
+        head = _FIELDS.pack(MAGIC, VERSION, *header)
+        write_head(message, np.frombuffer(head, np.uint8))
+        return
+    _FIELDS.pack_into(message.data, 0, MAGIC, VERSION, *header)
+    _CHECKSUM.pack_into(message.data, _FIELDS.size, checksum_of(message))
+
+
+def read_header(message: Array) -> Header:
+    """Return the fields of a whole message; raise ValueError, with the reason, if it is invalid."""
+    if message.size < HEADER_BYTES:
+        raise ValueError(f"{message.size} bytes are fewer than its header's {HEADER_BYTES}")
+    if isinstance(message, np.ndarray):
+        head, expected = message, checksum_of(message)
+    else:
+        head, expected = read_head(message)
+    magic, version, *fields = _FIELDS.unpack_from(head.data)
+    # Magic and version before the checksum: another version may compute it in another way.
+    if magic != MAGIC:
+        raise ValueError(f"it begins with {magic!r}, not {MAGIC!r}")
+    if version != VERSION:
+        raise ValueError(f"it has format version {version}; this rank speaks version {VERSION}")
+    if _CHECKSUM.unpack_from(head.data, _FIELDS.size) != (expected,):
+        raise ValueError("its checksum does not match its content")
+    return Header(*fields)
+
+
+def checksum_of(message: Array) -> int:
+    """Return the checksum that belongs into the message."""
+    # In two parts, the first as the seed of the second: the checksum's own bytes lie between them.
+    return checksum(message[HEADER_BYTES:], checksum(message[: _FIELDS.size]))
 
 
 class CodingTotals(NamedTuple):
@@ -141,7 +222,7 @@ def _encode(
     packed = message[values_from:extra_from]
     exponent = value_code.pack(vector.values, packed)
     message[extra_from:] = arrays.asarray(extra)
-    headers.write(
+    write_header(
         Header(
             *numbers(format),
             float_bytes=float_bytes,
@@ -203,7 +284,7 @@ def _decode(
         )
     if not on_host and message.data.ptr % _MOST_PADDING:  # type: ignore[attr-defined]
         message = message.copy()  # part of a larger one: kernels need their elements aligned
-    header = headers.read(message)
+    header = read_header(message)
     count, float_bytes = header.entries, header.float_bytes
     # The number first, as the first difference is named: a message of another operation differs in
     # all else, too.

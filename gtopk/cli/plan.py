@@ -21,8 +21,7 @@ from collectives.cost import ERROR, Link
 from collectives.cost_model import DEFAULT_RATES, Network, Prediction, Rates
 from collectives.cost_model.calibration import measure_rates
 from collectives.cost_model.schedules import FORMATS
-from collectives.wire.indices import USUAL_INDICES
-from collectives.wire.values import VALUE_CODES
+from collectives.wire.format import USUAL_INDICES, VALUE_CODES
 
 from ..errors import page
 from ..planning.comparison import (

@@ -120,7 +120,7 @@ class ShardExchange(SparseExchange):
             values = _on_host(errors[indices])
             own = shards.own_part(values.size, transport)
             with transport.operation("owner errors that are brought home"):
-                total = shards.to_owners(values, transport).total
+                total, _, _ = shards.to_owners(values, transport)
             values = np.zeros_like(values)
             values[own] = total
             self.residual.keep_owner_errors(indices, module_of(errors).asarray(values))

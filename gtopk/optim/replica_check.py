@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from collectives.errors import MismatchError
-from collectives.kernels.codes import checksum
+from collectives.kernels import checksum
 from collectives.transports import Transport
 
 from ..errors import check_choice, check_count

@@ -40,7 +40,6 @@ WRITTEN = {
     "tests/collectives/kernels/device/test_cuda.py": ("module", "cupy"),
     "tests/gtopk/exchange/buckets/test_arrays.py": ("cupy", "cupy.cuda"),
 }
-OLDER = {"cupy.cuda.ExternalStream"}  # asked for where its successor is missing
 
 
 @functools.cache
@@ -127,7 +126,7 @@ def test_every_name_that_we_use_is_cupy_s(real: dict[str, Any]) -> None:
     names = {use.name: use.where for use in used()}
     assert {*names} >= {"cupy.cuda.Stream.from_external", "cupy.RawModule", f"{COMMUNICATOR}.send"}
     missing = {name: where for name, where in names.items() if real["names"][name] is None}
-    assert {name: where for name, where in missing.items() if name not in OLDER} == {}
+    assert missing == {}
 
 
 def test_every_call_fits_cupy_s_signature(real: dict[str, Any]) -> None:

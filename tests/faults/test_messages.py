@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from collectives.transports import LocalTransport, local_world, run_ranks
-from collectives.wire.header import MAGIC
+from collectives.wire.message import MAGIC
 from gtopk.compression import Compression
 from gtopk.errors import HorovodInternalError
 from gtopk.optim.distributed import DistributedOptimizer

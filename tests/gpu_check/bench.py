@@ -23,7 +23,8 @@ from common import (
     spread,
     synchronize,
 )
-from internals import array_of, kernel_times, on_stream_of_torch, step_as_a_graph
+from internals import array_of, on_stream_of_torch, step_as_a_graph
+from kernel_times import kernel_times
 from whole_steps import MODELS, whole_steps
 
 from collectives import kernels
@@ -149,7 +150,7 @@ def in_parts(of: Sized) -> None:
 
 
 def each_kernel(of: Sized) -> None:
-    """Record each kernel's time, by the library's own timing."""
+    """Record each kernel's time."""
     record("kernels", n=of.n, k=of.k, us=kernel_times(of.n, of.k, REPETITIONS))
 
 

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from collectives.kernels import device as kernels
-from collectives.kernels.device import cuda, source, timing
+from collectives.kernels.device import cuda
 from collectives.kernels.device.step import Step
 from gtopk.exchange.buckets.arrays import current_stream, view_array
+from tests.collectives.kernels.device.compile_kernels import instances
 
 # The kernels that a selection spends most of its time in, as their names begin.
 LARGEST_KERNELS = ("mark", "expand", "search_level")
@@ -51,7 +52,7 @@ def compile_kernels(threads: int) -> list[Compiled]:
         return Compiled(name, seconds, registers, kernel.local_size_bytes, kernel.shared_size_bytes)
 
     with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(compile_one, source.instances()))
+        return list(pool.map(compile_one, instances()))
 
 
 def step_as_a_graph(
@@ -69,14 +70,3 @@ def step_as_a_graph(
         kernels.clear_at(beside, picked.indices)
 
     return wait, lambda: step.launch(ours, its, into=beside, threshold=step.threshold)
-
-
-def kernel_times(n: int, k: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Return the microseconds of each kernel of a selection, by the library's own timing."""
-    return {
-        row.name: {
-            name: round(1e6 * seconds, 2)
-            for name, seconds in (("median", row.median), ("min", row.low), ("max", row.high))
-        }
-        for row in timing.measure(n, k, rounds)
-    }

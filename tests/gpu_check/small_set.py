@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from collectives import SparseVector
-from collectives.kernels import Momentum, codes, device, reference
-from collectives.kernels.reference_codes import blocks_capacity, few_bits_bytes
-from collectives.kernels.reference_codes.few_bits import BITS
+from collectives import SparseVector, kernels
+from collectives.kernels import Momentum, device, reference
+from collectives.kernels.reference_indices import index_capacity
+from collectives.kernels.reference_values import BITS, value_bytes
 
 # n, k: one tile and less, one tile and a bit, several of them. A tile has 8192 elements.
 SIZES = ((5, 1), (8193, 40), (70_001, 700))
@@ -77,12 +77,12 @@ def merge_and_encode(cupy: Any, ours: SparseVector, k: int) -> None:
     device.put_at(parts, a)
     assert np.concatenate([p.get() for p in parts]).tobytes() == ours.to_dense().tobytes()
     for vector, written in ((a, ours), (b, theirs)):
-        room = cupy.zeros(blocks_capacity(vector.entries, n), np.uint8)
+        room = cupy.zeros(index_capacity(vector.entries, n, "blocks"), np.uint8)
         host_room = np.zeros(room.size, np.uint8)
-        taken = device.codes.pack_blocks(vector.indices, n, room)
-        assert taken == codes.pack_blocks(written.indices, n, host_room)
+        taken = device.pack_indices(vector.indices, n, room, "blocks")
+        assert taken == kernels.pack_indices(written.indices, n, host_room, "blocks")
         assert room.get()[:taken].tobytes() == host_room[:taken].tobytes()
-        indices, read = device.codes.unpack_blocks(room, vector.entries, n)
+        indices, read = device.unpack_indices(room, vector.entries, n, "blocks")
         assert (read, on_host(indices)) == (taken, written.indices.tolist())
         code_in_few_bits(vector.values, written.values)
 
@@ -90,13 +90,13 @@ def merge_and_encode(cupy: Any, ours: SparseVector, k: int) -> None:
 def code_in_few_bits(values: Any, written: Any) -> None:
     """Round values and widen them again, beside the reference."""
     for code in BITS:
-        host_room = np.zeros(few_bits_bytes(code, written.size), np.uint8)
+        host_room = np.zeros(value_bytes(written.size, code), np.uint8)
         room = device.cupy().zeros(host_room.size, np.uint8)
-        exponent = getattr(codes, f"pack_{code}")(written, host_room)
-        assert getattr(device.codes, f"pack_{code}")(values, room) == exponent
+        exponent = kernels.pack_values(written, host_room, code)
+        assert device.pack_values(values, room, code) == exponent
         assert room.get().tobytes() == host_room.tobytes()
-        seen = getattr(device.codes, f"unpack_{code}")(room, written.size, exponent, written.dtype)
-        again = getattr(codes, f"unpack_{code}")(host_room, written.size, exponent, written.dtype)
+        seen: Any = device.unpack_values(room, written.size, exponent, written.dtype, code)
+        again = kernels.unpack_values(host_room, written.size, exponent, written.dtype, code)
         assert seen.get().tobytes() == again.tobytes()
 
 

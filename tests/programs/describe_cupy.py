@@ -78,7 +78,7 @@ def drop_a_foreign_stream() -> list[str]:
     sys.unraisablehook = lambda given: complaints.append(repr(given.exc_value))
     from collectives.kernels.device import cuda
 
-    stream = cuda._foreign_stream(4711, 0)
+    stream = cuda.cupy().cuda.Stream.from_external(cuda.ForeignStream(4711))
     address = stream.ptr
     del stream
     return complaints if address == 4711 else [f"address {address}"]

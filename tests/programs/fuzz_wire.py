@@ -28,8 +28,8 @@ from collectives.kernels import host, reference
 from collectives.kernels.host.library import absence, use_instructions
 from collectives.vector import check, index_dtype
 from collectives.wire import HEADER_BYTES, NOBODY, VALUE_CODES, WHOLE, Format, decode, encode
-from collectives.wire import header as headers
-from collectives.wire.indices import ALL_INDEX_CODES
+from collectives.wire.format import ALL_INDEX_CODES
+from collectives.wire.message import VERSION, checksum_of
 
 SENDER = 4
 FORMATS = [Format(indices, values) for indices in ALL_INDEX_CODES for values in VALUE_CODES]
@@ -170,13 +170,13 @@ def sealed(content: bytes) -> bytes:
     if len(content) < HEADER_BYTES:
         return content
     message = np.frombuffer(bytearray(content), np.uint8)
-    message[56:64] = np.frombuffer(struct.pack("<Q", headers.checksum(message)), np.uint8)
+    message[56:64] = np.frombuffer(struct.pack("<Q", checksum_of(message)), np.uint8)
     return message.tobytes()
 
 
 def as_announced(content: bytes, expected: Expected) -> Expected:
     """Return what a receiver would have to ask for that has the header's fields for its own."""
-    if len(content) < HEADER_BYTES or content[4] != headers.VERSION:
+    if len(content) < HEADER_BYTES or content[4] != VERSION:
         return expected
     index, value, float_bytes, length, _, k = struct.unpack_from("<BBBqqq", content, 5)
     number, extra_bytes = struct.unpack_from("<Hq", content, 46)

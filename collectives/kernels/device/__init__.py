@@ -9,18 +9,18 @@ all_finite, squared_norms). The others only launch.
     cuda.py       that interface, through CuPy
     selection.py  select and split: the sequence of launches
     entries.py    sparse vectors: merged, summed, added; and a vector in one number
-    codes.py      the wire's codes: the twin of reference_codes
-    packing.py    16-bit offsets and values
+    codes.py      the wire's codes
     step.py       accumulate and select of one residual, as a CUDA graph
-    timing.py     the time that each of them takes
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from ...vector import Array, SparseVector
-from ..gradients import Gradient, Located, Momentum
+from ..gradients import Located
 from . import codes, cuda, entries, selection
 from .cuda import cupy, from_dlpack, on_stream
 from .step import Step
@@ -31,40 +31,52 @@ __all__ = [
     "add_at",
     "all_finite",
     "clear_at",
-    "codes",
     "contains",
     "cupy",
     "from_dlpack",
+    "in_order",
     "merge",
     "on_stream",
     "open_step",
+    "pack_indices",
+    "pack_values",
     "put_at",
+    "read_head",
     "select",
     "squared_norm",
     "squared_norms",
     "sum_by_index",
+    "unpack_indices",
+    "unpack_values",
+    "write_head",
 ]
 
-
-def accumulate_and_select(
-    residual: Array,
-    gradient: Gradient,
-    k: int,
-    threshold: float = 0.0,
-    momentum: Momentum | None = None,
-    weight: float = 1.0,
-    into: Array | None = None,
-) -> tuple[SparseVector, float]:
-    """Add to `residual`, in place without `into`, and select from the sum."""
-    scratch = cuda.scratch(residual)
-    return selection.accumulate_and_select(
-        scratch, residual, gradient, k, threshold, momentum, weight, into
-    )
+Result = TypeVar("Result")
 
 
-def select(dense: Array, k: int, threshold: float = 0.0) -> tuple[SparseVector, float]:
-    """Return the k largest entries of `dense` and a threshold to begin the next search at."""
-    return selection.select(cuda.scratch(dense), dense, k, threshold)
+def _by_first_array(work: Callable[..., Result]) -> Callable[..., Result]:
+    """Return the function without its scratch memory: it is that of the first array's device."""
+
+    @functools.wraps(work)
+    def run(array: Array, *arguments: Any, **options: Any) -> Result:
+        return work(cuda.scratch(array), array, *arguments, **options)
+
+    return run
+
+
+accumulate_and_select = _by_first_array(selection.accumulate_and_select)
+select = _by_first_array(selection.select)
+contains = _by_first_array(entries.contains)
+add_at = _by_first_array(entries.add_at)
+clear_at = _by_first_array(entries.clear_at)
+all_finite = _by_first_array(entries.all_finite)
+write_head = _by_first_array(codes.write_head)
+read_head = _by_first_array(codes.read_head)
+in_order = _by_first_array(codes.in_order)
+pack_indices = _by_first_array(codes.pack_indices)
+unpack_indices = _by_first_array(codes.unpack_indices)
+pack_values = _by_first_array(codes.pack_values)
+unpack_values = _by_first_array(codes.unpack_values)
 
 
 def merge(a: SparseVector, b: SparseVector, k: int) -> SparseVector:
@@ -77,21 +89,6 @@ def sum_by_index(vectors: Sequence[SparseVector]) -> SparseVector:
     return entries.sum_by_index(cuda.scratch(vectors[0].values), vectors)
 
 
-def contains(indices: Array, wanted: Array) -> Array:
-    """Return, for each of `wanted`, whether it is in `indices` (both sorted): bool [wanted]."""
-    return entries.contains(cuda.scratch(indices), indices, wanted)
-
-
-def add_at(dense: Array, vector: SparseVector) -> None:
-    """Add the vector's entries to a dense array in place."""
-    entries.add_at(cuda.scratch(dense), dense, vector)
-
-
-def clear_at(dense: Array, indices: Array) -> None:
-    """Set the elements at unique indices to zero."""
-    entries.clear_at(cuda.scratch(dense), dense, indices)
-
-
 def put_at(parts: Sequence[Array] | Located, vector: SparseVector) -> None:
     """Set the vector's entries in the arrays that it lies in, one after the other."""
     entries.put_at(cuda.scratch(vector.values), parts, vector)
@@ -100,11 +97,6 @@ def put_at(parts: Sequence[Array] | Located, vector: SparseVector) -> None:
 def open_step(residual: Array, k: int) -> Step:
     """Return a Step that accumulates into this residual and selects k entries, step after step."""
     return Step(cuda.scratch(residual).machine, residual.size, k, residual.dtype)
-
-
-def all_finite(array: Array) -> bool:
-    """Tell whether a one-dimensional array holds neither NaN nor infinity."""
-    return entries.all_finite(cuda.scratch(array), array)
 
 
 def squared_norm(array: Array) -> float:

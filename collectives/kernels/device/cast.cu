@@ -1,5 +1,5 @@
 // Values of a message as 16-bit floats, scaled by one power of two, and back; as
-// reference_codes/floats.py says what the bits are.
+// reference_values.py says what the bits are.
 //
 // launch: any number of blocks, a value a thread, strided.
 //

@@ -1,4 +1,4 @@
-// The checksum of a message, as reference_codes/checksum.py says what it is, by all blocks at once.
+// The checksum of a message, as reference.py says what it is, by all blocks at once.
 //
 // launch: any number of blocks; a block takes stretches of 4096 bytes, strided.
 //

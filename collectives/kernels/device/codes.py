@@ -1,90 +1,55 @@
-"""The wire's codes on a GPU: a message's checksum, checks of indices, and codes of values.
+"""The wire's codes on a GPU, into the bytes of the reference.
 
-Function for function as in `reference_codes`, which has more: `packed` indices and `int8` values
-are coded on the host.
+    a message   its first bytes and its checksum
+    indices     16-bit offsets in blocks, and whether they are in order
+    values      16-bit floats, and integers of 2 to 4 bits
+
+The reference has more: "rice" indices and "int8" values are coded on the host. The host reads no
+entries. It waits for the blocks' counts, which it codes, and for the largest |value|, to choose the
+power of two by which values are scaled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 
-from ...vector import Array
-from . import cuda, packing
-from .machine import Scratch, blocks_for
+from ...vector import Array, index_dtype
+from ..reference_indices import BLOCK_BITS, read_runs, write_runs
+from ..reference_values import (
+    BITS,
+    common_exponent,
+    exponent_range,
+    rounds_to_infinity,
+    scale_factors,
+)
+from ..reference_values import BLOCK as SCALED
+from .machine import Scratch, blocks_for, ceil_divide
 from .source import instance
 
 # As in checksum.cu: the bytes before the checksum at a message's beginning, and its own 8 bytes.
 HEAD_BYTES: Final = 56
 CHECKSUM_BYTES: Final = 8
+BLOCK: Final = 1 << BLOCK_BITS
+
+# The wire's names of the 16-bit floats, and the dtypes of their bits.
+NARROW: Final = {"bf16": np.dtype(np.uint16), "fp16": np.dtype(np.float16)}
+
+_NOTHING: Final = 1 << 16  # bits that no 16-bit float has
 
 
-def write_head(message: Array, head: Array) -> None:
+def write_head(scratch: Scratch, message: Array, head: Array) -> None:
     """Begin the message with these 56 bytes of the host, and the checksum. Waits for nothing."""
-    write_head_with(cuda.scratch(message), message, head)
-
-
-def read_head(message: Array) -> tuple[Array, int]:
-    """Return the first 64 bytes, in the host's memory, and the checksum that belongs there.
-
-    Waits for one copy.
-    """
-    return open_with(cuda.scratch(message), message)
-
-
-def in_order(indices: Array, length: int) -> bool:
-    """Tell whether 0 <= indices[0] < indices[1] < ... < length. Waits for the answer."""
-    return in_order_with(cuda.scratch(indices), indices, length)
-
-
-def pack_blocks(indices: Array, length: int, out: Array) -> int:
-    """Write the indices, int32 or int64 [k], into `out`, uint8. Waits for the blocks' counts."""
-    return packing.pack_blocks(cuda.scratch(indices), indices, length, out)
-
-
-def unpack_blocks(data: Array, count: int, length: int) -> tuple[Array, int]:
-    """Return the indices, int32 or int64 [count], and how many bytes of `data` they took.
-
-    Waits for the blocks' counts, and for the check of the indices' order.
-    """
-    scratch = cuda.scratch(data)
-    indices, used = packing.unpack_blocks(scratch, data, count, length)
-    if not in_order_with(scratch, indices, length):
-        raise ValueError(f"indices must be strictly increasing, in 0..{length - 1}")
-    return indices, used
-
-
-def _value_code(
-    name: str, pack_in: Callable[..., int], unpack_in: Callable[..., Array]
-) -> tuple[Callable[..., int], Callable[..., Array]]:
-    def pack(values: Array, out: Array) -> int:
-        """Write values, float32 or float64 [k], into their bytes. Waits for their exponent."""
-        return pack_in(cuda.scratch(values), name, values, out)
-
-    def unpack(data: Array, count: int, exponent: int, dtype: Any) -> Array:
-        """Return the values, of the dtype, [count]."""
-        return unpack_in(cuda.scratch(data), name, data, count, exponent, dtype)
-
-    return pack, unpack
-
-
-pack_bf16, unpack_bf16 = _value_code("bf16", packing.pack_floats, packing.unpack_floats)
-pack_fp16, unpack_fp16 = _value_code("fp16", packing.pack_floats, packing.unpack_floats)
-pack_int4, unpack_int4 = _value_code("int4", packing.pack_few_bits, packing.unpack_few_bits)
-pack_int3, unpack_int3 = _value_code("int3", packing.pack_few_bits, packing.unpack_few_bits)
-pack_int2, unpack_int2 = _value_code("int2", packing.pack_few_bits, packing.unpack_few_bits)
-
-
-def write_head_with(scratch: Scratch, message: Array, head: Array) -> None:
-    """Do what `write_head` does."""
     message[:HEAD_BYTES] = scratch.machine.put(head)
     _launch_checksum(scratch, message, message[HEAD_BYTES : HEAD_BYTES + CHECKSUM_BYTES])
 
 
-def open_with(scratch: Scratch, message: Array) -> tuple[Array, int]:
-    """Do what `read_head` does."""
+def read_head(scratch: Scratch, message: Array) -> tuple[Array, int]:
+    """Return the first 64 bytes, in the host's memory, and the checksum that belongs there.
+
+    Waits for one copy.
+    """
     machine, begins = scratch.machine, HEAD_BYTES + CHECKSUM_BYTES
     report = machine.empty(begins + CHECKSUM_BYTES, np.uint8)
     # Beside the checksum: the host then waits for one copy, not for two.
@@ -107,8 +72,8 @@ def _launch_checksum(scratch: Scratch, message: Array, result: Array) -> None:
     )
 
 
-def in_order_with(scratch: Scratch, indices: Array, length: int) -> bool:
-    """Do what `in_order` does."""
+def in_order(scratch: Scratch, indices: Array, length: int) -> bool:
+    """Tell whether 0 <= indices[0] < indices[1] < ... < length. Waits for the answer."""
     machine = scratch.machine
     if not indices.size:
         return True
@@ -122,3 +87,162 @@ def in_order_with(scratch: Scratch, indices: Array, length: int) -> bool:
         flag,
     )
     return not machine.fetch(flag).item()
+
+
+def pack_indices(scratch: Scratch, indices: Array, length: int, out: Array, code: str) -> int:
+    """Write the indices, int32 or int64 [k], into `out` (uint8); return the bytes taken.
+
+    code: "blocks" alone. Waits for the blocks' counts.
+    """
+    assert code == "blocks"  # others go by way of the host
+    machine, blocks, count = scratch.machine, ceil_divide(length, BLOCK), indices.size
+    if not count:
+        return 0
+    machine.launch(
+        instance("pack_offsets", indices.dtype),
+        blocks_for(machine, count),
+        indices,
+        np.uint64(count),
+        out[: 2 * count].view(np.uint16),
+    )
+    counts_of_blocks = machine.empty(blocks, np.uint32)
+    machine.launch(
+        instance("count_blocks", indices.dtype),
+        blocks_for(machine, blocks),
+        indices,
+        np.uint64(count),
+        counts_of_blocks,
+        np.uint64(blocks),
+    )
+    counts = machine.fetch(counts_of_blocks)
+    filled = np.flatnonzero(counts)
+    tail = write_runs(filled, counts[filled])
+    used = 2 * count + tail.size
+    out[2 * count : used] = machine.put(tail)
+    return used
+
+
+def unpack_indices(
+    scratch: Scratch, data: Array, count: int, length: int, code: str
+) -> tuple[Array, int]:
+    """Return the indices, int32 or int64 [count], and how many bytes of `data` they took.
+
+    code: "blocks" alone. Waits for the blocks' counts, and for the check of the indices' order.
+    """
+    assert code == "blocks"  # as above
+    machine = scratch.machine
+    if data.size < 2 * count:
+        raise ValueError(f"{count} offsets take {2 * count} bytes, there are {data.size}")
+    indices = machine.empty(count, index_dtype(length))
+    if not count:
+        return indices, 0
+    blocks, counts, used = read_runs(machine.fetch(data[2 * count :]), count, length)
+    machine.launch(
+        instance("unpack_offsets", indices.dtype),
+        blocks_for(machine, count),
+        data[: 2 * count].view(np.uint16),
+        np.uint64(count),
+        machine.put((np.cumsum(counts) - counts).astype(np.uint64)),
+        machine.put(blocks.astype(np.uint64)),
+        np.uint64(blocks.size),
+        indices,
+    )
+    if not in_order(scratch, indices, length):
+        raise ValueError(f"indices must be strictly increasing, in 0..{length - 1}")
+    return indices, 2 * count + used
+
+
+def pack_values(scratch: Scratch, values: Array, out: Array, code: str) -> int:
+    """Write values, float32 or float64 [k], into their bytes, uint8; return their exponent.
+
+    Waits for the exponent.
+    """
+    exponent = common_exponent(code, _largest(scratch, values))
+    if values.size:
+        pack = _pack_few_bits if code in BITS else _pack_floats
+        pack(scratch, code, values, exponent, out)
+    return exponent
+
+
+def _pack_floats(scratch: Scratch, code: str, values: Array, exponent: int, out: Array) -> None:
+    machine, narrow = scratch.machine, NARROW[code]
+    beyond = rounds_to_infinity(code, exponent, values.dtype)
+    machine.launch(
+        instance("round_values", narrow, values.dtype),
+        blocks_for(machine, values.size),
+        values,
+        np.uint64(values.size),
+        *scale_factors(-exponent, values.dtype),
+        np.uint32(_NOTHING if beyond is None else beyond),
+        out.view(narrow),
+    )
+
+
+def _pack_few_bits(scratch: Scratch, code: str, values: Array, exponent: int, out: Array) -> None:
+    machine, blocks = scratch.machine, ceil_divide(values.size, SCALED)
+    machine.launch(
+        instance("pack_few_bits", values.dtype, BITS[code]),
+        min(machine.blocks, blocks),
+        values,
+        np.uint64(values.size),
+        np.int32(exponent),
+        np.int32(exponent_range(code, values.dtype).start),
+        out[:blocks],
+        out[blocks:],
+    )
+
+
+def unpack_values(
+    scratch: Scratch, data: Array, count: int, exponent: int, dtype: Any, code: str
+) -> Array:
+    """Return the values, of the dtype, [count]."""
+    values = scratch.machine.empty(count, dtype)
+    if count:
+        unpack = _unpack_few_bits if code in BITS else _unpack_floats
+        unpack(scratch, code, data, exponent, values)
+    return values
+
+
+def _unpack_floats(scratch: Scratch, code: str, data: Array, exponent: int, values: Array) -> None:
+    machine, narrow = scratch.machine, NARROW[code]
+    machine.launch(
+        instance("widen_values", narrow, values.dtype),
+        blocks_for(machine, values.size),
+        data.view(narrow),
+        np.uint64(values.size),
+        *scale_factors(exponent, values.dtype),
+        values,
+    )
+
+
+def _unpack_few_bits(
+    scratch: Scratch, code: str, data: Array, exponent: int, values: Array
+) -> None:
+    machine, blocks = scratch.machine, ceil_divide(values.size, SCALED)
+    machine.launch(
+        instance("unpack_few_bits", values.dtype, BITS[code]),
+        blocks_for(machine, values.size),
+        data[:blocks],
+        data[blocks:],
+        np.uint64(values.size),
+        np.int32(exponent),
+        values,
+    )
+
+
+def _largest(scratch: Scratch, values: Array) -> Array:
+    """Return the largest |value| in the host's memory, [1], or [0] where there is none."""
+    machine = scratch.machine
+    if not values.size:
+        return np.empty(0, values.dtype)
+    key = machine.zeros(1, np.uint64)
+    machine.launch(
+        instance("find_largest", values.dtype),
+        blocks_for(machine, values.size),
+        values,
+        np.uint64(values.size),
+        key,
+    )
+    # The kernel finds keys, which are the bits of |value|, as integers have a maximum on a GPU.
+    bits = np.uint32 if values.dtype == np.float32 else np.uint64
+    return machine.fetch(key).astype(bits).view(values.dtype)

@@ -44,18 +44,15 @@ class CudaMachine:
 
     def empty(self, size: int, dtype: Any) -> Array:
         """Return memory from CuPy's pool."""
-        array: Array = cupy().empty(size, dtype)
-        return array
+        return cupy().empty(size, dtype)
 
     def zeros(self, size: int, dtype: Any) -> Array:
         """Return memory from CuPy's pool, all zero bytes."""
-        array: Array = cupy().zeros(size, dtype)
-        return array
+        return cupy().zeros(size, dtype)
 
     def put(self, array: NDArray[Any]) -> Array:
         """Return a copy of a host array in memory from CuPy's pool."""
-        copy: Array = cupy().asarray(array)
-        return copy
+        return cupy().asarray(array)
 
     def write(self, array: Array, content: NDArray[Any]) -> None:
         """Enqueue a copy from pageable memory, which CUDA stages before it returns."""
@@ -78,8 +75,7 @@ class CudaMachine:
 
     def packed(self, array: Array) -> Array:
         """Return the array, or a copy where its elements lie apart."""
-        whole: Array = cupy().ascontiguousarray(array)
-        return whole
+        return cupy().ascontiguousarray(array)
 
     def address(self, array: Array) -> int:
         """Return the device pointer."""
@@ -95,8 +91,7 @@ class CudaMachine:
 
     def fetch(self, array: Array) -> NDArray[Any]:
         """Return a copy on the host; waits for the current stream only."""
-        copy: NDArray[Any] = cupy().asnumpy(array)
-        return copy
+        return cupy().asnumpy(array)
 
 
 @functools.cache
@@ -138,14 +133,6 @@ class ForeignStream(NamedTuple):
         return 0, self.address
 
 
-def _foreign_stream(address: int, device: int) -> Any:
-    """Return CuPy's stream of another library's, on the current device."""
-    cuda = cupy().cuda
-    if hasattr(cuda.Stream, "from_external"):
-        return cuda.Stream.from_external(ForeignStream(address))
-    return cuda.ExternalStream(address, device)  # before CuPy 14, which warns of this name
-
-
 @contextmanager
 def on_stream(pointer: int, device: int, make_room: Callable[[], object]) -> Iterator[None]:
     """Run everything in the context on another library's stream; pointer: the stream's address.
@@ -165,7 +152,7 @@ def on_stream(pointer: int, device: int, make_room: Callable[[], object]) -> Ite
 
     with (
         cuda.Device(device),
-        _foreign_stream(pointer, device),
+        cuda.Stream.from_external(ForeignStream(pointer)),
         cuda.using_allocator(allocate_patiently),  # in this thread only
     ):
         yield
@@ -177,5 +164,4 @@ def from_dlpack(tensor: Any) -> Array:
     Work of that library on its current stream comes before later work of the current stream here:
     the protocol orders them with an event.
     """
-    array: Array = cupy().from_dlpack(tensor)
-    return array
+    return cupy().from_dlpack(tensor)

@@ -1,5 +1,5 @@
 // Values of a message as integers of 4, 3 or 2 bits with a scale for each 256 of them, and back; as
-// reference_codes/few_bits.py says what the bytes are.
+// reference_values.py says what the bytes are.
 //
 // launch: any number of blocks; to pack each takes 256 values at once, strided; to unpack a value a
 // thread, strided.

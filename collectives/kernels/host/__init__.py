@@ -6,38 +6,312 @@ Function for function the twins of `reference`, to the bit. One idea, one C++ fi
     gradient.hpp   the addends: one array or many, 16 bits or more, with momentum
     candidates.hpp, ranking.hpp, select.cpp   from the few entries found to the k largest
     merge.cpp, scatter.cpp, sums.cpp          sparse lists, their way into dense vectors, sums
-    code*.cpp, scale.hpp                      the wire's codes
+    code*.cpp, scale.hpp                      the wire's codes: they only report malformed bytes,
+                                              and the error's text comes from the reference
     keys.hpp, pool.hpp, abi.hpp               integers in the order of |x|; threads; C names
     stream.hpp     writes of vectors that no cache holds
 """
 
-from ..reference import put_at
-from . import codes
-from .entries import (
-    add_at,
-    all_finite,
-    clear,
-    clear_at,
-    contains,
-    merge,
-    squared_norm,
-    sum_by_index,
-)
-from .library import instructions
-from .selection import accumulate_and_select, select
+from __future__ import annotations
 
-__all__ = [
-    "accumulate_and_select",
-    "add_at",
-    "all_finite",
-    "clear",
-    "clear_at",
-    "codes",
-    "contains",
-    "instructions",
-    "merge",
-    "put_at",
+import ctypes
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from ...vector import Array, SparseVector, index_dtype
+from .. import reference, reference_indices
+from ..gradients import Gradient, Momentum, host_parts, require_selectable
+from ..reference import put_at  # noqa: F401 - the same of both twins
+from .calls import COUNT, POINTER, address, enough_memory, function, packed, threads
+from .library import instructions  # noqa: F401 - of this twin, too
+from .library import library as _library
+
+_select = function(
     "select",
-    "squared_norm",
-    "sum_by_index",
-]
+    *(POINTER, POINTER, COUNT),  # before, dense
+    *(POINTER, POINTER, ctypes.c_int32, ctypes.c_double),  # gradient, its weight
+    *(POINTER, POINTER, ctypes.c_double),  # velocity, where it goes, momentum
+    *(COUNT, ctypes.c_double, ctypes.c_int),  # k, threshold, threads
+    *(POINTER, POINTER, POINTER),  # indices, values, report
+)
+
+# gradient.hpp: Format, by the dtype of the gradient's arrays.
+_SAME: Final = 0  # as the residual: `host_parts` has looked
+_FORMATS: Final = {
+    np.dtype(np.float32): _SAME,
+    np.dtype(np.float64): _SAME,
+    np.dtype(np.float16): 1,
+    np.dtype(np.uint16): 2,
+}
+_NO_GRADIENT: Final = (None, None, _SAME, 1.0, None, None, 0.0)
+
+
+class Report(ctypes.Structure):
+    """Statistics of a search; scans: passes over the vector, above 1 where the threshold misled."""
+
+    _fields_ = (("next_threshold", ctypes.c_double), ("scans", COUNT))
+
+    next_threshold: float
+    scans: int
+
+
+def select(dense: Array, k: int, threshold: float = 0.0) -> tuple[SparseVector, float]:
+    """Return the k largest entries of `dense` and a threshold for the next search."""
+    require_selectable(dense, k)
+    dense = packed(dense)
+    picked, report = _search(dense, dense, _NO_GRADIENT, k, threshold)
+    return picked, report.next_threshold
+
+
+def accumulate_and_select(*arguments: Any, **options: Any) -> tuple[SparseVector, float]:
+    """Return as `search`, with the next threshold in place of a report."""
+    picked, report = search(*arguments, **options)
+    return picked, report.next_threshold
+
+
+def search(
+    residual: Array,
+    gradient: Gradient,
+    k: int,
+    threshold: float = 0.0,
+    momentum: Momentum | None = None,
+    weight: float = 1.0,
+    into: Array | None = None,
+) -> tuple[SparseVector, Report]:
+    """Add to `residual`, in place or into other memory, and select from the sum.
+
+    A MemoryError leaves the gradient added as a whole, or not at all, where all arrays are
+    contiguous.
+    """
+    # Held until the call is over: C++ reads them by their addresses.
+    parts = [packed(part) for part in host_parts(residual, gradient, k, momentum, into)]
+    sums = residual if into is None else into
+    touched = [residual, sums]
+    if momentum is not None:
+        faster = momentum.velocity if momentum.into is None else momentum.into
+        touched += [momentum.velocity, faster]
+    if not all(array.flags.carray for array in touched):
+        picked, following, scans = reference.search(
+            residual, parts, k, threshold, momentum, weight, into
+        )
+        return picked, Report(following, scans)
+    count = len(parts)
+    arrays = (POINTER * count)(*map(address, parts))
+    lengths = (COUNT * count)(*[part.size for part in parts])
+    given = (
+        ctypes.addressof(arrays),
+        ctypes.addressof(lengths),
+        _FORMATS[parts[0].dtype],
+        weight,
+        *(
+            (None, None, 0.0)
+            if momentum is None
+            else (address(momentum.velocity), address(faster), momentum.factor)
+        ),
+    )
+    return _search(residual, sums, given, k, threshold)
+
+
+def _search(
+    before: Array, dense: Array, given: tuple[object, ...], k: int, threshold: float
+) -> tuple[SparseVector, Report]:
+    indices = np.empty(k, index_dtype(dense.size))
+    values = np.empty(k, dense.dtype)
+    report = Report()
+    found = enough_memory(
+        _select[dense.dtype, indices.dtype](
+            *(address(before), address(dense), dense.size, *given, k, threshold, threads()),
+            *(address(indices), address(values), ctypes.addressof(report)),
+        )
+    )
+    return SparseVector(indices[:found], values[:found], dense.size), report
+
+
+# ---- sparse vectors, and reductions of dense ones
+
+_merge = function("merge", *(POINTER, POINTER, COUNT) * 2, COUNT, POINTER, POINTER)
+_sum_by_index = function("sum_by_index", *(POINTER,) * 3, COUNT, POINTER, POINTER)
+_contains = function("contains", *(POINTER, COUNT) * 2, POINTER)
+_add_at = function("add_at", POINTER, COUNT, POINTER, POINTER, COUNT)
+_clear_at = function("clear_at", POINTER, COUNT, POINTER, COUNT)
+_clear_bytes: Any = getattr(_library(), "clear_bytes", None)
+# This package is imported without a library, too: `library` says why there is none.
+if _clear_bytes is not None:
+    _clear_bytes.argtypes, _clear_bytes.restype = (POINTER, COUNT), None
+
+
+def clear(dense: Array) -> None:
+    """Set all elements of an array to zero."""
+    if not dense.flags.carray:
+        reference.clear(dense)
+        return
+    _clear_bytes(address(dense), dense.nbytes)
+
+
+# Entries are written a vector at a time: room behind each list of them (scan.hpp says the same).
+SLACK = 16
+
+
+def merge(a: SparseVector, b: SparseVector, k: int) -> SparseVector:
+    """Return the k largest entries of a + b."""
+    a_indices, a_values, b_indices, b_values = map(packed, (*a[:2], *b[:2]))
+    room = a_indices.size + b_indices.size
+    indices = np.empty(room + SLACK, a_indices.dtype)
+    values = np.empty(room + SLACK, a_values.dtype)
+    kept = enough_memory(
+        _merge[values.dtype, indices.dtype](
+            *(address(a_indices), address(a_values), a_indices.size),
+            *(address(b_indices), address(b_values), b_indices.size),
+            # ctypes cuts a larger k to 64 bits.
+            *(min(k, room), address(indices), address(values)),
+        )
+    )
+    return SparseVector(indices[:kept], values[:kept], a.length)
+
+
+def sum_by_index(vectors: Sequence[SparseVector]) -> SparseVector:
+    """Return the nonzero entries of the sum; each index is summed in the order of the list."""
+    lists = [(packed(vector.indices), packed(vector.values)) for vector in vectors]
+    counts = [indices.size for indices, _ in lists]
+    first = vectors[0]
+    indices = np.empty(sum(counts) + SLACK, first.indices.dtype)
+    values = np.empty(indices.size, first.values.dtype)
+    number = len(lists)
+    found = enough_memory(
+        _sum_by_index[values.dtype, indices.dtype](
+            (POINTER * number)(*[address(part) for part, _ in lists]),
+            (POINTER * number)(*[address(part) for _, part in lists]),
+            (COUNT * number)(*counts),
+            *(number, address(indices), address(values)),
+        )
+    )
+    return SparseVector(indices[:found], values[:found], first.length)
+
+
+def contains(indices: Array, wanted: Array) -> Array:
+    """Return, for each of `wanted`, whether it is in `indices` (both sorted): bool [wanted]."""
+    # In one dtype: C++ has a function for each, not for pairs.
+    indices, wanted = packed(indices), packed(wanted.astype(indices.dtype, copy=False))
+    found = np.empty(wanted.size, np.bool_)
+    _contains[indices.dtype](
+        *(address(indices), indices.size, address(wanted), wanted.size, address(found)),
+    )
+    return found
+
+
+def add_at(dense: Array, vector: SparseVector) -> None:
+    """Add the vector's entries to a dense array in place."""
+    if not dense.flags.carray or dense.dtype != vector.values.dtype:
+        reference.add_at(dense, vector)
+        return
+    indices, values = packed(vector.indices), packed(vector.values)
+    add = _add_at[dense.dtype, indices.dtype]
+    if not add(address(dense), dense.size, address(indices), address(values), indices.size):
+        raise _outside(dense, indices)
+
+
+def clear_at(dense: Array, indices: Array) -> None:
+    """Set the elements of a dense array at these indices to zero."""
+    if not dense.flags.carray:
+        reference.clear_at(dense, indices)
+        return
+    indices = packed(indices)
+    clear = _clear_at[dense.dtype, indices.dtype]
+    if not clear(address(dense), dense.size, address(indices), indices.size):
+        raise _outside(dense, indices)
+
+
+def _outside(dense: Array, indices: Array) -> IndexError:
+    return IndexError(
+        f"indices must lie in 0..{dense.size - 1}, got {int(indices[0])}..{int(indices[-1])}"
+    )
+
+
+_all_finite = function("all_finite", POINTER, COUNT)
+_squared_norm = function("squared_norm", POINTER, COUNT, ctypes.c_int, POINTER)
+
+
+def all_finite(array: Array) -> bool:
+    """Tell whether every element is finite: no exponent is all ones."""
+    array = packed(array)
+    return bool(_all_finite[array.dtype](address(array), array.size))
+
+
+def squared_norm(array: Array) -> float:
+    """Return the sum of squares, in the order of additions of the reference."""
+    array = packed(array)
+    norm = ctypes.c_double()
+    count = _squared_norm[array.dtype]
+    enough_memory(count(address(array), array.size, threads(), ctypes.addressof(norm)))
+    return norm.value
+
+
+# ---- the wire's codes
+
+_checksum: Final[Any] = getattr(_library(), "code_checksum", None)
+# As above: there may be no library.
+if _checksum is not None:
+    _checksum.argtypes, _checksum.restype = (POINTER, COUNT, ctypes.c_uint64), ctypes.c_uint64
+_in_order: Final = function("code_in_order", POINTER, COUNT, COUNT)
+_INDEX_CODES: Final = ("blocks", "rice")
+_VALUE_CODES: Final = ("bf16", "fp16", "int8", "int4", "int3", "int2")
+_PACK_INDICES: Final = {
+    code: function(f"code_pack_{code}", POINTER, COUNT, COUNT, POINTER) for code in _INDEX_CODES
+}
+_UNPACK_INDICES: Final = {
+    code: function(f"code_unpack_{code}", POINTER, COUNT, COUNT, COUNT, POINTER)
+    for code in _INDEX_CODES
+}
+_PACK_VALUES: Final = {
+    code: function(f"code_pack_{code}", POINTER, COUNT, POINTER) for code in _VALUE_CODES
+}
+_UNPACK_VALUES: Final = {
+    code: function(f"code_unpack_{code}", POINTER, COUNT, COUNT, POINTER) for code in _VALUE_CODES
+}
+
+
+def checksum(data: Array, seed: int = 0) -> int:
+    """Return the 64 bits of `data` (uint8 [n]); seed: what came before it, as 64 bits."""
+    return _checksum(address(data), data.size, seed)
+
+
+def in_order(indices: Array, length: int) -> bool:
+    """Tell whether 0 <= indices[0] < indices[1] < ... < length."""
+    return bool(_in_order[indices.dtype](address(indices), indices.size, length))
+
+
+def pack_indices(indices: Array, length: int, out: Array, code: str) -> int:
+    """Write indices, int32 or int64 [k], into `out` (uint8); return the bytes taken."""
+    indices = packed(indices)
+    pack = _PACK_INDICES[code][indices.dtype]
+    return pack(address(indices), indices.size, length, address(out))
+
+
+def unpack_indices(data: Array, count: int, length: int, code: str) -> tuple[Array, int]:
+    """Return the indices, int32 or int64 [count], and how many bytes of `data` they took."""
+    # An entry takes at least a bit: a false count cannot make us allocate much more memory.
+    indices = np.empty(min(count, 8 * data.size), index_dtype(length))
+    used = -1
+    if indices.size == count:
+        unpack = _UNPACK_INDICES[code][indices.dtype]
+        used = unpack(address(data), data.size, count, length, address(indices))
+    if used < 0:
+        # The reference refuses the same bytes: it raises the error, with the reason.
+        reference_indices.unpack_indices(data, count, length, code)
+        raise AssertionError(f"the twins of unpack_indices differ on {code}")
+    return indices, used
+
+
+def pack_values(values: Array, out: Array, code: str) -> int:
+    """Write values, float32 or float64 [k]; return their exponent."""
+    values = packed(values)
+    return _PACK_VALUES[code][values.dtype](address(values), values.size, address(out))
+
+
+def unpack_values(data: Array, count: int, exponent: int, dtype: np.dtype[Any], code: str) -> Array:
+    """Return the values, of the dtype, [count]."""
+    values = np.empty(count, dtype)
+    _UNPACK_VALUES[code][values.dtype](address(data), count, exponent, address(values))
+    return values

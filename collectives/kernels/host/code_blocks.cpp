@@ -1,5 +1,5 @@
 // blocks: indices <-> 16-bit offsets in blocks of 64Ki; the bytes are those of
-// reference_codes/blocks.py. Beside it the check of indices that come as they are.
+// reference_indices.py. Beside it the check of indices that come as they are.
 #include "abi.hpp"
 #include "code.hpp"
 

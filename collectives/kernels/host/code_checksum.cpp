@@ -1,4 +1,4 @@
-// checksum: 64 bits of any bytes; its definition is in reference_codes/checksum.py.
+// checksum: 64 bits of any bytes; its definition is in reference.py.
 #include "abi.hpp"
 #include "code.hpp"
 

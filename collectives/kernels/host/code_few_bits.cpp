@@ -1,5 +1,5 @@
 // int4, int3, int2: values <-> integers of so many bits, with a scale for each 256 of them; the
-// bytes are those of reference_codes/few_bits.py.
+// bytes are those of reference_values.py.
 //
 //   eight integers, a byte each    ..a ..b ..c ..d ..e ..f ..g ..h
 //   moved together two by two      ....ab  ....cd  ....ef  ....gh      then four by four, and all

@@ -1,5 +1,5 @@
 // floats: values <-> 16-bit floats with one power of two; the bytes are those of
-// reference_codes/floats.py.
+// reference_values.py.
 #include <type_traits>
 
 #include "abi.hpp"

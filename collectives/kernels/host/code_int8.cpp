@@ -1,5 +1,5 @@
 // int8: values <-> 8-bit integers, with a power of two for each 64 of them; the bytes are those of
-// reference_codes/int8.py.
+// reference_values.py.
 #include "abi.hpp"
 #include "scale.hpp"
 

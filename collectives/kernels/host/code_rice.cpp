@@ -1,4 +1,4 @@
-// rice: indices <-> Rice codes of their gaps; the bytes are those of reference_codes/rice.py.
+// rice: indices <-> Rice codes of their gaps; the bytes are those of reference_indices.py.
 #include <algorithm>
 #include <type_traits>
 

@@ -1,4 +1,4 @@
-// Powers of two that bring values into the range of a narrower type: reference_codes/scale.py.
+// Powers of two that bring values into the range of a narrower type: reference_values.py.
 #pragma once
 
 #include <algorithm>

@@ -199,7 +199,7 @@ class Search {
   Key<T> threshold_ = 1;
 };
 
-// How a search went; selection.py has the same record.
+// How a search went; __init__.py has the same record.
 struct Report {
   double next_threshold;
   std::int64_t scans;

@@ -27,7 +27,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from collectives.algorithms.nodes import checked_nodes, find_nodes
+from collectives.algorithms.hierarchical import checked_nodes, find_nodes
 from collectives.cores import allowed_cores, core_quota
 from collectives.errors import PeerError, PeerTimeoutError
 from collectives.transports import Counter, Transport

@@ -285,9 +285,9 @@ def searches() -> dict[str, Search]:
 def _compiled(
     residual: Array, gradient: Array, k: int, threshold: float
 ) -> tuple[SparseVector, float, int]:
-    from collectives.kernels.host import selection
+    from collectives.kernels import host
 
-    picked, report = selection.search(residual, gradient, k, threshold)
+    picked, report = host.search(residual, gradient, k, threshold)
     return picked, report.next_threshold, report.scans
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from collectives.algorithms import find_nodes
-from collectives.algorithms.nodes import checked_nodes
+from collectives.algorithms.hierarchical import checked_nodes
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])

@@ -13,7 +13,7 @@ import pytest
 
 from collectives import MessageError, Transport, reduce, run_ranks
 from collectives.transports import LocalTransport, local_world
-from collectives.wire.header import MAGIC
+from collectives.wire.message import MAGIC
 from tests.collectives.algorithms.worlds import WAYS, entries
 
 LENGTH, K = 9, 3

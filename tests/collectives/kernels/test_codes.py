@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives import kernels
-from collectives.kernels import codes, host, reference, reference_codes
+from collectives.kernels import host, reference
 from collectives.kernels.host.library import absence, use_instructions
-from collectives.kernels.reference_codes import rice, scale
-from collectives.kernels.reference_codes.checksum import STEP, mix
+from collectives.kernels.reference import STEP, mix
+from collectives.kernels.reference_indices import GROUP, index_capacity
+from collectives.kernels.reference_values import TOP, exponent_range, value_bytes
 from collectives.vector import index_dtype
 from collectives.wire import VALUE_CODES as VALUE_CODES_OF_THE_WIRE
 
@@ -102,9 +103,9 @@ def floats(draw: st.DrawFn, dtype: type, finite: bool = True) -> np.ndarray:
 
 def packed_indices(code: str, indices: np.ndarray, length: int) -> np.ndarray:
     """Return the bytes, and see to it that nothing is written beyond the capacity."""
-    capacity = getattr(codes, f"{code}_capacity")(indices.size, length)
+    capacity = index_capacity(indices.size, length, code)
     out = np.full(capacity + 16, CANARY, np.uint8)
-    used = getattr(codes, f"pack_{code}")(indices, length, out)
+    used = kernels.pack_indices(indices, length, out, code)
     assert used <= capacity
     assert (out[used:] == CANARY).all()
     return out[:used]
@@ -113,8 +114,8 @@ def packed_indices(code: str, indices: np.ndarray, length: int) -> np.ndarray:
 def packed_values(code: str, values: np.ndarray) -> tuple[np.ndarray, int]:
     size = VALUE_CODES_OF_THE_WIRE[code].size_bytes(values.size, values.itemsize)
     out = np.full(size + 16, CANARY, np.uint8)
-    exponent = getattr(codes, f"pack_{code}")(values, out[:size])
-    assert exponent in codes.exponent_range(code, values.dtype)
+    exponent = kernels.pack_values(values, out[:size], code)
+    assert exponent in exponent_range(code, values.dtype)
     assert (out[size:] == CANARY).all()
     return out[:size], exponent
 
@@ -122,7 +123,7 @@ def packed_values(code: str, values: np.ndarray) -> tuple[np.ndarray, int]:
 def rounded(code: str, values: np.ndarray) -> np.ndarray:
     """Return the values as who receives them sees them."""
     data, exponent = packed_values(code, values)
-    return getattr(codes, f"unpack_{code}")(data, values.size, exponent, values.dtype)
+    return kernels.unpack_values(data, values.size, exponent, values.dtype, code)
 
 
 # ---- indices
@@ -133,7 +134,7 @@ def rounded(code: str, values: np.ndarray) -> np.ndarray:
 def test_indices_come_back(code: str, case: tuple[np.ndarray, int]) -> None:
     indices, length = case
     data = packed_indices(code, indices, length)
-    found, used = getattr(codes, f"unpack_{code}")(data, indices.size, length)
+    found, used = kernels.unpack_indices(data, indices.size, length, code)
     assert found.dtype == indices.dtype
     assert found.tolist() == indices.tolist()
     assert used == data.size
@@ -143,8 +144,8 @@ def test_indices_come_back(code: str, case: tuple[np.ndarray, int]) -> None:
 @given(index_lists())
 def test_twins_write_the_same_bytes_for_indices(code: str, case: tuple[np.ndarray, int]) -> None:
     indices, length = case
-    expected = np.empty(getattr(codes, f"{code}_capacity")(indices.size, length), np.uint8)
-    used = getattr(reference_codes, f"pack_{code}")(indices, length, expected)
+    expected = np.empty(index_capacity(indices.size, length, code), np.uint8)
+    used = reference.pack_indices(indices, length, expected, code)
     assert packed_indices(code, indices, length).tobytes() == expected[:used].tobytes()
 
 
@@ -175,10 +176,10 @@ def test_the_bytes_of_rice_are_those_of_the_picture() -> None:
 @given(index_lists())
 def test_in_order_is_what_a_sort_says(case: tuple[np.ndarray, int]) -> None:
     indices, length = case
-    assert codes.in_order(indices, length)
+    assert kernels.in_order(indices, length)
     for bad in (np.repeat(indices, 2), indices[::-1].copy(), indices - 1 - length // 2):
         wanted = sorted({index for index in bad.tolist() if 0 <= index < length})
-        assert codes.in_order(bad, length) == (bad.tolist() == wanted)
+        assert kernels.in_order(bad, length) == (bad.tolist() == wanted)
 
 
 @pytest.mark.parametrize(
@@ -204,25 +205,25 @@ def test_blocks_that_say_anything_else_are_refused(
 ) -> None:
     data = np.array(offsets, np.uint16).tobytes() + bytes.fromhex(tail)
     with pytest.raises(ValueError, match=text):
-        codes.unpack_blocks(np.frombuffer(data, np.uint8), 3, 10**6)
+        kernels.unpack_indices(np.frombuffer(data, np.uint8), 3, 10**6, "blocks")
 
 
 def test_blocks_next_to_what_is_refused_are_read() -> None:
     data = np.array([1, 2, 2], np.uint16).tobytes() + bytes.fromhex("02 00 0E 01 00")
-    indices, used = codes.unpack_blocks(np.frombuffer(data, np.uint8), 3, 10**6)
+    indices, used = kernels.unpack_indices(np.frombuffer(data, np.uint8), 3, 10**6, "blocks")
     assert (indices.tolist(), used) == ([1, 2, 15 * 65536 + 2], 10)
 
 
 def test_blocks_too_short_for_their_offsets_are_refused() -> None:
     with pytest.raises(ValueError, match="3 offsets take 6 bytes, there are 5"):
-        codes.unpack_blocks(np.zeros(5, np.uint8), 3, 10**6)
+        kernels.unpack_indices(np.zeros(5, np.uint8), 3, 10**6, "blocks")
 
 
 def test_a_block_holds_no_more_than_it_has_places() -> None:
     offsets = np.concatenate([np.arange(65536), [65535]]).astype(np.uint16).view(np.uint8)
     data = np.concatenate([offsets, np.frombuffer(bytes.fromhex("81 80 04"), np.uint8)])
     with pytest.raises(ValueError, match="too large"):
-        codes.unpack_blocks(data, 65537, 10**6)
+        kernels.unpack_indices(data, 65537, 10**6, "blocks")
 
 
 def rice_bytes(widths: list[int], rests: int, rest_words: int, unary: int, tail: bytes = b""):
@@ -254,21 +255,22 @@ def rice_bytes(widths: list[int], rests: int, rest_words: int, unary: int, tail:
 )
 def test_rice_codes_that_say_anything_else_are_refused(data: np.ndarray, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        codes.unpack_rice(data, 3, 100)
+        kernels.unpack_indices(data, 3, 100, "rice")
 
 
 def test_rice_codes_next_to_what_is_refused_are_read() -> None:
-    indices, used = codes.unpack_rice(rice_bytes([7], 97 << 14, 1, 0b111), 3, 100)
+    indices, used = kernels.unpack_indices(rice_bytes([7], 97 << 14, 1, 0b111), 3, 100, "rice")
     assert (indices.tolist(), used) == ([0, 1, 99], 24)
     tail = b"\x51".ljust(8, b"\0")
-    indices, used = codes.unpack_rice(rice_bytes([0], 0, 0, 0b11 | 1 << 18, tail), 3, 100)
+    data = rice_bytes([0], 0, 0, 0b11 | 1 << 18, tail)
+    indices, used = kernels.unpack_indices(data, 3, 100, "rice")
     assert (indices.tolist(), used) == ([0, 1, 99], 24)
 
 
 @pytest.mark.parametrize("code", ["blocks", "rice"])
 def test_a_count_that_no_bytes_stand_behind_reserves_no_memory(code: str) -> None:
     with pytest.raises(ValueError, match="bytes, there are 100"):
-        getattr(codes, f"unpack_{code}")(np.zeros(100, np.uint8), 2**50, 2**60)
+        kernels.unpack_indices(np.zeros(100, np.uint8), 2**50, 2**60, code)
 
 
 def test_a_count_that_only_widths_stand_behind_reserves_little_memory() -> None:
@@ -276,7 +278,7 @@ def test_a_count_that_only_widths_stand_behind_reserves_little_memory() -> None:
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match="bytes do not hold its 245760 quotients"):
-            codes.unpack_rice(data, 60 * data.size, 2**40)
+            kernels.unpack_indices(data, 60 * data.size, 2**40, "rice")
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -288,15 +290,15 @@ def test_a_count_that_only_widths_stand_behind_reserves_little_memory() -> None:
 def test_any_bytes_are_indices_or_refused(code: str, data: bytes, count: int, length: int) -> None:
     content = np.frombuffer(data, np.uint8)
     try:
-        indices, used = getattr(codes, f"unpack_{code}")(content, count, length)
+        indices, used = kernels.unpack_indices(content, count, length, code)
     except ValueError:
         with pytest.raises(ValueError, match=r"."):
-            getattr(reference_codes, f"unpack_{code}")(content, count, length)
+            reference.unpack_indices(content, count, length, code)
         return
-    expected, taken = getattr(reference_codes, f"unpack_{code}")(content, count, length)
+    expected, taken = reference.unpack_indices(content, count, length, code)
     assert (indices.tolist(), used) == (expected.tolist(), taken)
     assert indices.size == count
-    assert reference_codes.in_order(indices, length)
+    assert reference.in_order(indices, length)
 
 
 def test_a_group_is_as_narrow_as_its_gaps() -> None:
@@ -308,7 +310,7 @@ def test_a_group_is_as_narrow_as_its_gaps() -> None:
     data = packed_indices("rice", indices, 10**7)
     assert data[:10].min() >= 10
     assert data[10:20].max() <= 3
-    assert indices.size == 20 * rice.GROUP
+    assert indices.size == 20 * GROUP
 
 
 # ---- values
@@ -373,10 +375,9 @@ def test_twins_write_and_read_the_same_values(code: str, dtype: type) -> None:
     def check(values: np.ndarray) -> None:
         data, exponent = packed_values(code, values)
         expected = np.empty_like(data)
-        assert getattr(reference_codes, f"pack_{code}")(values, expected) == exponent
+        assert reference.pack_values(values, expected, code) == exponent
         assert data.tobytes() == expected.tobytes()
-        unpack = getattr(reference_codes, f"unpack_{code}")
-        theirs = unpack(data, values.size, exponent, values.dtype)
+        theirs = reference.unpack_values(data, values.size, exponent, values.dtype, code)
         assert rounded(code, values).tobytes() == theirs.tobytes()
 
     check()
@@ -421,7 +422,7 @@ def test_halves_are_read_the_same_where_a_thread_takes_denormal_numbers_for_zero
     expected = halves.view(np.float16).astype(dtype)
     torch.set_flush_denormal(True)
     try:
-        seen = codes.unpack_fp16(halves.view(np.uint8), halves.size, 0, np.dtype(dtype))
+        seen = kernels.unpack_values(halves.view(np.uint8), halves.size, 0, np.dtype(dtype), "fp16")
     finally:
         torch.set_flush_denormal(False)
     assert np.array_equal(seen, expected, equal_nan=True)
@@ -431,11 +432,11 @@ def test_halves_are_read_the_same_where_a_thread_takes_denormal_numbers_for_zero
 def test_sixteen_bits_are_the_standard_formats_scaled(dtype: type) -> None:
     values = np.array([1.0, 1.999, -0.37, 2.0**-14, 0.0, -0.0], dtype)
     data, exponent = packed_values("fp16", values)
-    assert exponent == -scale.TOP["fp16"]
+    assert exponent == -TOP["fp16"]
     halves = (values * dtype(2.0**14)).astype(np.float16)
     assert data.tobytes() == halves.tobytes()
     data, exponent = packed_values("bf16", values)
-    assert exponent == -scale.TOP["bf16"]
+    assert exponent == -TOP["bf16"]
     upper = (values.astype(np.float32) * np.float32(2.0**100)).view(np.uint32) + 0x8000 >> 16
     assert data.view(np.uint16).tolist() == upper.tolist()
 
@@ -478,12 +479,12 @@ def test_the_bytes_of_few_bits_are_those_of_the_picture(
 def test_any_bytes_are_values_of_few_bits(code: str, dtype: type) -> None:
     @given(st.integers(0, 600), seeds, st.sampled_from([0, -1, 1]))
     def check(count: int, seed: int, edge: int) -> None:
-        size = codes.few_bits_bytes(code, count)
+        size = value_bytes(count, code)
         data = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
-        allowed = codes.exponent_range(code, np.dtype(dtype))
+        allowed = exponent_range(code, np.dtype(dtype))
         exponent = -20 if edge == 0 else allowed[min(edge, 0)]
-        theirs = getattr(reference_codes, f"unpack_{code}")(data, count, exponent, np.dtype(dtype))
-        seen = getattr(codes, f"unpack_{code}")(data, count, exponent, np.dtype(dtype))
+        theirs = reference.unpack_values(data, count, exponent, np.dtype(dtype), code)
+        seen = kernels.unpack_values(data, count, exponent, np.dtype(dtype), code)
         assert seen.tobytes() == theirs.tobytes()
 
     check()
@@ -492,7 +493,7 @@ def test_any_bytes_are_values_of_few_bits(code: str, dtype: type) -> None:
 @by_value_code
 def test_no_values_take_no_bytes(code: str) -> None:
     data, exponent = packed_values(code, np.empty(0, np.float32))
-    assert (data.size, exponent) == (0, -scale.TOP[code])
+    assert (data.size, exponent) == (0, -TOP[code])
 
 
 # ---- the checksum
@@ -519,24 +520,24 @@ def by_definition(data: bytes, seed: int) -> int:
 @given(st.integers(0, 300) | st.integers(4000, 9000), st.integers(0, 2**64 - 1))
 def test_the_checksum_is_the_sum_that_is_drawn(size: int, seed: int) -> None:
     data = np.random.default_rng(size).integers(0, 256, size + 1, np.uint8)[1:]
-    assert codes.checksum(data, seed) == by_definition(data.tobytes(), seed)
+    assert kernels.checksum(data, seed) == by_definition(data.tobytes(), seed)
 
 
 def test_one_changed_bit_changes_half_of_the_checksum() -> None:
     data = np.random.default_rng(3).integers(0, 256, 5000, np.uint8)
-    before = codes.checksum(data)
+    before = kernels.checksum(data)
     changed = []
     for at in range(0, 8 * data.size, 7):
         data[at // 8] ^= 1 << at % 8
-        changed.append((codes.checksum(data) ^ before).bit_count())
+        changed.append((kernels.checksum(data) ^ before).bit_count())
         data[at // 8] ^= 1 << at % 8
     assert min(changed) > 0
     assert 30 < np.mean(changed) < 34
 
 
 def test_zeros_more_or_less_and_blocks_that_change_places_are_seen() -> None:
-    assert len({codes.checksum(np.zeros(size, np.uint8)) for size in range(9000)}) == 9000
+    assert len({kernels.checksum(np.zeros(size, np.uint8)) for size in range(9000)}) == 9000
     data = np.random.default_rng(4).integers(0, 256, 3 * 4096, np.uint8)
     moved = np.concatenate([data[4096:8192], data[:4096], data[8192:]])
-    assert codes.checksum(moved) != codes.checksum(data)
-    assert codes.checksum(data, 1) != codes.checksum(data)
+    assert kernels.checksum(moved) != kernels.checksum(data)
+    assert kernels.checksum(data, 1) != kernels.checksum(data)

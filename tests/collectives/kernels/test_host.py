@@ -17,7 +17,7 @@ import pytest
 
 from collectives import SparseVector
 from collectives.kernels import Momentum, host, reference
-from collectives.kernels.host import entries, library, selection
+from collectives.kernels.host import library
 from collectives.kernels.host.calls import default_threads, threads, use_threads
 from collectives.vector import check
 
@@ -167,7 +167,7 @@ def test_threads_begin_where_they_pay_and_forked_children_begin_their_own() -> N
 
 def scans(dense: np.ndarray, k: int, threshold: float) -> int:
     zeros = np.zeros_like(dense)
-    return selection.search(dense.copy(), zeros, k, threshold)[1].scans
+    return host.search(dense.copy(), zeros, k, threshold)[1].scans
 
 
 def test_the_threshold_of_the_last_step_makes_one_scan_enough(random: np.random.Generator) -> None:
@@ -175,7 +175,7 @@ def test_the_threshold_of_the_last_step_makes_one_scan_enough(random: np.random.
     threshold = 0.0
     for _ in range(20):
         gradient = random.standard_normal(residual.size).astype(np.float32)
-        picked, report = selection.search(residual, gradient, 100, threshold)
+        picked, report = host.search(residual, gradient, 100, threshold)
         assert report.scans == 1
         threshold = report.next_threshold
         host.clear_at(residual, picked.indices)
@@ -202,7 +202,7 @@ def test_a_search_that_stopped_goes_on_from_there(count: int, random: np.random.
         gradient = random.standard_normal(dense.size).astype(np.float32) * 1e-7
         expected, _ = reference.select(dense + gradient, 1000)
         with use_threads(count):
-            picked, report = selection.search(dense, gradient, 1000, 0.5)
+            picked, report = host.search(dense, gradient, 1000, 0.5)
         assert report.scans == 2
         assert_same(picked, expected)
 
@@ -223,7 +223,7 @@ def test_64_bit_indices_select_the_same(
     # What vectors of 2^31 elements and more take; too large for a test.
     values = vectors(random, 30_011, np.float32)
     expected = {name: host.select(dense, 300)[0] for name, dense in values.items()}
-    monkeypatch.setattr(selection, "index_dtype", lambda length: np.dtype(np.int64))
+    monkeypatch.setattr(host, "index_dtype", lambda length: np.dtype(np.int64))
     for name, dense in values.items():
         found, _ = host.select(dense, 300)
         assert found.indices.dtype == np.int64
@@ -359,7 +359,7 @@ def test_foreign_byte_orders_are_refused_and_never_misread() -> None:
 
 
 def test_running_out_of_memory_is_an_error_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entries, "_merge", defaultdict(lambda: lambda *_: -1))
+    monkeypatch.setattr(host, "_merge", defaultdict(lambda: lambda *_: -1))
     vector = SparseVector.empty(4)
     with pytest.raises(MemoryError, match=r"C\+\+ core"):
         host.merge(vector, vector, 1)
@@ -557,11 +557,11 @@ def test_what_is_too_long_for_a_cache_is_summed_and_cleared_as_what_is_short() -
     beside, residual = room[1:-2], np.ones(length, np.float32)
     gradient = np.arange(length, dtype=np.float32) % 1024
     gradient[[0, 4097, length - 1]] = 2000, -3000, 4000
-    picked, _ = selection.accumulate_and_select(residual, gradient, 3, into=beside)
+    picked, _ = host.accumulate_and_select(residual, gradient, 3, into=beside)
     assert picked.indices.tolist() == [0, 4097, length - 1]
     assert picked.values.tolist() == [2001, -2999, 4001]
     assert np.array_equal(beside, gradient + 1)
     assert residual.max() == 1
-    entries.clear(beside)
+    host.clear(beside)
     assert not beside.any()
     assert room[[0, -2, -1]].tolist() == [7, 7, 7]

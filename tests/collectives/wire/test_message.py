@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectives import MessageError, SparseVector
-from collectives.kernels import codes
+from collectives import MessageError, SparseVector, kernels
 from collectives.wire import (
     HEADER_BYTES,
     INDEX_CODES,
@@ -99,7 +98,7 @@ def by_hand(
 
 
 def checksum_of(content: bytes, seed: int) -> int:
-    return codes.checksum(np.frombuffer(content, np.uint8), seed)
+    return kernels.checksum(np.frombuffer(content, np.uint8), seed)
 
 
 LIKE = entries([1, 4, 9], [1, -2, 3], 10)

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from collectives.transports import Transport, local_world, run_ranks
-from collectives.wire.indices import INDEX_CODES
-from collectives.wire.values import VALUE_CODES
+from collectives.wire.format import INDEX_CODES, VALUE_CODES
 
 from ....runtime.launch import launched_by, transport_name
 from ....units import bandwidth_text, bytes_text, count_text, seconds_text

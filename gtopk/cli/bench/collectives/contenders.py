@@ -26,8 +26,7 @@ from collectives.cost_model.schedules import SCHEDULES
 from collectives.kernels import sum_by_index
 from collectives.transports import Transport
 from collectives.vector import Array, SparseVector
-from collectives.wire.format import check
-from collectives.wire.indices import INDEX_CODES
+from collectives.wire.format import INDEX_CODES, check
 
 from ....compression import Shards
 from .library import ModelledLibrary

@@ -14,9 +14,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from collectives.kernels.device.source import FILES, FOLDER, OPTIONS, instances, text
+import numpy as np
+
+from collectives.kernels.device.source import FILES, FOLDER, OPTIONS, instance, text
 
 # Turing, Ampere (A100, then its small sisters), Ada, Hopper, Blackwell (B200, then its sisters).
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
@@ -32,6 +34,48 @@ class Taken(NamedTuple):
     kernel: str
     registers: int
     spilled_bytes: int
+
+
+def instances() -> list[str]:
+    """Return every kernel in every type that the library launches."""
+    reals: list[np.dtype[Any]] = [np.dtype(np.float32), np.dtype(np.float64)]
+    indices: list[np.dtype[Any]] = [np.dtype(np.int32), np.dtype(np.int64)]
+    narrow: list[np.dtype[Any]] = [np.dtype(np.float16), np.dtype(np.uint16)]
+    names = [
+        instance("mark", real, gradient, sources)
+        for real, gradients in ((reals[0], [*narrow, reals[0]]), (reals[1], [reals[1]]))
+        for gradient in gradients
+        for sources in (0, 1, 2)
+        # Without a gradient its dtype says nothing: one kernel serves all.
+        if sources or gradient == real
+    ]
+    names += [
+        instance("put_at", real, index, element)
+        for real, elements in ((reals[0], [*narrow, reals[0]]), (reals[1], [reals[1]]))
+        for element in elements
+        for index in indices
+    ]
+    for kernel in ("begin", "count", "find_largest", "remark", "search_level"):
+        names += [instance(kernel, real) for real in reals]
+    for kernel in ("find_nonfinite", "sum_squares"):
+        names += [instance(kernel, dtype) for dtype in (*narrow, *reals)]
+    for kernel in (
+        "add_at",
+        "clear_at",
+        "collect",
+        "expand",
+        "interleave",
+        "split",
+        "sum_runs",
+    ):
+        names += [instance(kernel, real, index) for real in reals for index in indices]
+    for kernel in ("contains", "count_blocks", "find_disorder", "pack_offsets", "unpack_offsets"):
+        names += [instance(kernel, index) for index in indices]
+    for kernel in ("round_values", "widen_values"):
+        names += [instance(kernel, dtype, real) for dtype in narrow for real in reals]
+    for kernel in ("pack_few_bits", "unpack_few_bits"):
+        names += [instance(kernel, real, bits) for real in reals for bits in (4, 3, 2)]
+    return sorted([*names, "checksum"])
 
 
 def nvcc(architecture: int) -> list[Taken]:

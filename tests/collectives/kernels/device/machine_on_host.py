@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from collectives.kernels.device.machine import require_packed
-from collectives.kernels.device.source import FILES, FOLDER, instances
+from collectives.kernels.device.source import FILES, FOLDER
+from tests.collectives.kernels.device.compile_kernels import instances
 from tests.sharing import locked
 
 HERE = Path(__file__).parent

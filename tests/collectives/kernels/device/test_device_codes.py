@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectives.kernels import reference_codes
+from collectives.kernels import reference
 from collectives.kernels.device import codes
 from collectives.kernels.device.machine import Scratch
-from collectives.wire.header import HEADER_BYTES
+from collectives.wire.message import HEADER_BYTES
 
 HEAD = slice(0, codes.HEAD_BYTES)
 BODY = slice(HEADER_BYTES, None)
 
 
 def expected(message: np.ndarray) -> int:
-    return reference_codes.checksum(message[BODY], reference_codes.checksum(message[HEAD]))
+    return reference.checksum(message[BODY], reference.checksum(message[HEAD]))
 
 
 def test_the_header_is_as_long_as_the_wire_s() -> None:
@@ -33,7 +33,7 @@ def test_a_written_head_has_the_reference_s_checksum(
     machine: Any = scratch.machine
     message = random.integers(0, 256, HEADER_BYTES + body, np.uint8)
     held = machine.put(message)
-    codes.write_head_with(scratch, held, message[HEAD])
+    codes.write_head(scratch, held, message[HEAD])
     sealed = machine.fetch(held)
     assert sealed[HEAD].tolist() == message[HEAD].tolist()
     assert sealed[BODY].tolist() == message[BODY].tolist()
@@ -46,7 +46,7 @@ def test_a_message_is_opened_with_one_copy(scratch: Scratch, content: bytes) -> 
     machine: Any = scratch.machine
     message = np.frombuffer(content, np.uint8)
     before = machine.fetched
-    head, checksum = codes.open_with(scratch, machine.put(message))
+    head, checksum = codes.read_head(scratch, machine.put(message))
     assert machine.fetched == before + 1
     assert head.tobytes() == content[:HEADER_BYTES]
     assert checksum == expected(message)
@@ -61,5 +61,5 @@ def test_a_message_is_opened_with_one_copy(scratch: Scratch, content: bytes) -> 
 def test_order_is_the_reference_s(scratch: Scratch, indices: list[int], code: str) -> None:
     machine: Any = scratch.machine
     array = np.array(indices, code)
-    got = codes.in_order_with(scratch, machine.put(array), 10)
-    assert got == reference_codes.in_order(array, 10)
+    got = codes.in_order(scratch, machine.put(array), 10)
+    assert got == reference.in_order(array, 10)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from collectives.kernels.device import source
-from collectives.kernels.device.source import FILES, FOLDER, THREADS, instances, text
+from collectives.kernels.device.source import FILES, FOLDER, THREADS, text
+from tests.collectives.kernels.device.compile_kernels import instances
 from tests.matrix import some_of
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
@@ -81,7 +82,7 @@ def test_a_file_opens_with_its_idea_and_its_launch(file: str) -> None:
 
 
 def test_numbers_that_two_languages_share_are_the_same() -> None:
-    from collectives.kernels.device import packing, selection
+    from collectives.kernels.device import codes, selection
 
     assert f"#define THREADS {THREADS}\n" in text("mark.cu")
     assert 1 << int(re.search(r"BIN_BITS = (\d+)", text("search.cu"))[1]) == selection.BINS
@@ -90,5 +91,5 @@ def test_numbers_that_two_languages_share_are_the_same() -> None:
     halves = sum((2 if kind == "u64" else 1) * len(names.split(",")) for kind, names in fields)
     assert halves == 2 * selection.SEARCH_WORDS
     assert [name.strip() for name in fields[0][1].split(",")] == ["kept", "next"]
-    assert packing.BLOCK == 1 << 16
+    assert codes.BLOCK == 1 << 16
     assert source.OPTIONS[1] == "--fmad=false"

@@ -13,7 +13,7 @@ from collectives.cost import Link, dense_bytes
 from collectives.cost_model import DEFAULT_RATES, Candidate, CodingRate, Format, Network, predict
 from collectives.transports import Transport, local_world, run_ranks
 from collectives.vector import SparseVector
-from collectives.wire.indices import INDEX_CODES
+from collectives.wire.format import INDEX_CODES
 from gtopk.cli.bench.collectives.contenders import (
     BASELINES,
     Task,

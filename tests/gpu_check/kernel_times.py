@@ -18,18 +18,17 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
-from ...vector import Array, SparseVector
-from ..reference_codes import blocks_capacity
-from . import entries, packing, selection
-from .cuda import CudaMachine, cupy
-from .machine import Scratch
-from .step import Step
+from collectives.kernels.device import codes, entries, selection
+from collectives.kernels.device.cuda import CudaMachine, cupy
+from collectives.kernels.device.machine import Scratch
+from collectives.kernels.device.step import Step
+from collectives.kernels.reference_indices import index_capacity
+from collectives.vector import Array, SparseVector
 
-COPY: Final = "copy"
 # About half a millisecond at 2 GHz: longer than the host takes to launch what is timed.
 _SPIN_CYCLES: Final = 1_000_000
 _SPIN: Final = """
@@ -38,26 +37,6 @@ extern "C" __global__ void spin(long long cycles) {
   while (clock64() - begun < cycles) {}
 }
 """
-
-
-class Row(NamedTuple):
-    """One measured time, in seconds of the GPU's clock, or of the host's where it is waited for.
-
-    bytes: the least bytes that it must read and write; 0 where that is not meaningful.
-    """
-
-    name: str
-    n: int
-    k: int
-    median: float
-    low: float
-    high: float
-    bytes: int
-
-    @property
-    def bytes_per_second(self) -> float:
-        """Return the rate of the bytes that it must move."""
-        return self.bytes / self.median
 
 
 class WatchedMachine(CudaMachine):
@@ -107,8 +86,8 @@ def seconds_until(work: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-def measure(length: int, k: int, rounds: int = 20) -> list[Row]:
-    """Return the rows of one size: float32 [length], k entries."""
+def kernel_times(length: int, k: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Return the microseconds of each row of one size: float32 [length], k entries."""
     arrays = cupy()
     with arrays.cuda.Stream(non_blocking=True):
         residual, gradient, spare, beside = (arrays.zeros(length, np.float32) for _ in range(4))
@@ -124,7 +103,7 @@ def measure(length: int, k: int, rounds: int = 20) -> list[Row]:
         for number in range(rounds + 5):
             gradient[:] = fresh(length, dtype=np.float32)
 
-            note(COPY, seconds_of(partial(arrays.copyto, spare, residual)))
+            note("copy", seconds_of(partial(arrays.copyto, spare, residual)))
             # Into other memory, so that every row of a round adds to the same residual.
             again = partial(step, spare, gradient, into=beside, threshold=threshold)
             note("step as a graph, waited for", seconds_until(again))
@@ -152,42 +131,30 @@ def measure(length: int, k: int, rounds: int = 20) -> list[Row]:
             if number < 5:  # caches, clocks, graphs and the guess settle
                 found.clear()
 
-    moved = {COPY: 8 * length, "kernel mark": 12 * length + length // 8}
-    moved |= {name: 12 * length for name in found if name.startswith("step")}
-    return [
-        Row(name, length, k, statistics.median(times), min(times), max(times), moved.get(name, 0))
+    return {
+        name: {
+            which: round(1e6 * of(times), 2)
+            for which, of in (("median", statistics.median), ("min", min), ("max", max))
+        }
         for name, times in found.items()
-    ]
+    }
 
 
 def _of_lists(scratch: Scratch, picked: SparseVector, k: int) -> dict[str, float]:
     """Return the seconds of operations on lists of k entries, of which a tenth overlap."""
-    moved = (picked.indices + (picked.indices % 10 > 0)).astype(picked.indices.dtype)
-    apart = moved[1:] > moved[:-1]
-    positions = cupy().concatenate((cupy().ones(1, np.bool_), apart))
+    held = picked.on_host()
+    moved = (held.indices + (held.indices % 10 > 0)).astype(held.indices.dtype)
+    apart = np.append(True, moved[1:] > moved[:-1])
     # One element longer: the last index may have moved by one.
-    theirs = SparseVector(moved[positions], picked.values[positions], picked.length + 1)
-    ours = SparseVector(picked.indices, picked.values, picked.length + 1)
-    room = cupy().empty(blocks_capacity(picked.entries, picked.length), np.uint8)
+    ours = picked._replace(length=picked.length + 1)
+    theirs = SparseVector(moved[apart], held.values[apart], ours.length).beside(picked.values)
+    room = cupy().empty(index_capacity(picked.entries, picked.length, "blocks"), np.uint8)
     return {
         "merge, waited for": seconds_until(lambda: entries.merge(scratch, ours, theirs, k)),
         "pack blocks, waited for": seconds_until(
-            lambda: packing.pack_blocks(scratch, picked.indices, picked.length, room)
+            lambda: codes.pack_indices(scratch, picked.indices, picked.length, room, "blocks")
         ),
         "round to bf16, waited for": seconds_until(
-            lambda: packing.pack_floats(scratch, "bf16", picked.values, room[: 2 * picked.entries])
+            lambda: codes.pack_values(scratch, picked.values, room[: 2 * picked.entries], "bf16")
         ),
     }
-
-
-def table(rows: list[Row]) -> list[str]:
-    """Return the rows as lines; a rate as a share of the copy's."""
-    copy = next(row for row in rows if row.name == COPY)
-    lines = [f"n = {copy.n:,}, k = {copy.k:,}, float32, normal numbers (synthetic)"]
-    for row in rows:
-        share = f"{row.bytes_per_second / copy.bytes_per_second:6.0%} of copy" if row.bytes else ""
-        lines.append(
-            f"  {row.name:30} {1e6 * row.median:10.1f} us "
-            f"({1e6 * row.low:.1f}-{1e6 * row.high:.1f}) {share}"
-        )
-    return lines

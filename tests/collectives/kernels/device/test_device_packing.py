@@ -9,28 +9,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectives.kernels import reference_codes
-from collectives.kernels.device import packing
+from collectives.kernels import reference
+from collectives.kernels.device import codes
 from collectives.kernels.device.machine import Scratch
-from collectives.kernels.reference_codes.few_bits import BITS
+from collectives.kernels.reference_indices import index_capacity
+from collectives.kernels.reference_values import BITS, exponent_range, value_bytes
 from collectives.vector import index_dtype
 
 EDGES = [0, 1, 65_535, 65_536, 65_537, 131_071, 131_072, 393_215, 393_216, 399_999]
-PACK = {"bf16": reference_codes.pack_bf16, "fp16": reference_codes.pack_fp16}
-UNPACK = {"bf16": reference_codes.unpack_bf16, "fp16": reference_codes.unpack_fp16}
 
 
 def check_blocks(scratch: Scratch, indices: np.ndarray, length: int) -> None:
     """The reference's bytes are written, and read again."""
     machine: Any = scratch.machine
-    capacity = reference_codes.blocks_capacity(indices.size, length)
+    capacity = index_capacity(indices.size, length, "blocks")
     expected = np.empty(capacity, np.uint8)
-    used = reference_codes.pack_blocks(indices, length, expected)
+    used = reference.pack_indices(indices, length, expected, "blocks")
     out = machine.empty(capacity, np.uint8)
-    assert packing.pack_blocks(scratch, machine.put(indices), length, out) == used
+    assert codes.pack_indices(scratch, machine.put(indices), length, out, "blocks") == used
     assert machine.fetch(out)[:used].tobytes() == expected[:used].tobytes()
     padded = machine.put(np.append(expected[:used], np.zeros(3, np.uint8)))
-    back, taken = packing.unpack_blocks(scratch, padded, indices.size, length)
+    back, taken = codes.unpack_indices(scratch, padded, indices.size, length, "blocks")
     assert taken == used
     assert back.dtype == index_dtype(length)
     assert machine.fetch(back).tolist() == indices.tolist()
@@ -64,14 +63,11 @@ def test_what_is_no_account_of_blocks_is_refused_as_the_reference_refuses_it(
 ) -> None:
     machine: Any = scratch.machine
     data = np.frombuffer(content, np.uint8)
-    expected, used, said = outcome(lambda: reference_codes.unpack_blocks(data, count, length))
+    expected, used, said = outcome(lambda: reference.unpack_indices(data, count, length, "blocks"))
     held = machine.put(data)
-    got, taken, ours = outcome(lambda: packing.unpack_blocks(scratch, held, count, length))
-    if "strictly increasing" in said:  # whoever reads them asks for their order next
-        assert not reference_codes.in_order(machine.fetch(got), length)
-    else:
-        assert (taken, ours) == (used, said)
-        assert machine.fetch(got).tolist() == expected.tolist()
+    got, taken, ours = outcome(lambda: codes.unpack_indices(scratch, held, count, length, "blocks"))
+    assert (taken, ours) == (used, said)
+    assert machine.fetch(got).tolist() == expected.tolist()
 
 
 def outcome(unpack: Any) -> tuple[Any, int, str]:
@@ -107,7 +103,7 @@ SPECIAL = {
 
 @pytest.mark.parametrize("special", SPECIAL)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("code", packing.NARROW)
+@pytest.mark.parametrize("code", codes.NARROW)
 def test_values_are_rounded_and_widened_as_the_reference_does(
     scratch: Scratch, code: str, dtype: type, special: str, random: np.random.Generator
 ) -> None:
@@ -117,26 +113,26 @@ def test_values_are_rounded_and_widened_as_the_reference_does(
     wide = wide * np.finfo(dtype).tiny / 8e5 if added is None else np.append(wide, added)
     wide = wide.astype(dtype)
     expected = np.empty(2 * wide.size, np.uint8)
-    exponent = PACK[code](wide, expected)
+    exponent = reference.pack_values(wide, expected, code)
     out = machine.empty(2 * wide.size, np.uint8)
-    assert packing.pack_floats(scratch, code, machine.put(wide), out) == exponent
+    assert codes.pack_values(scratch, machine.put(wide), out, code) == exponent
     assert machine.fetch(out).tobytes() == expected.tobytes()
-    back = packing.unpack_floats(scratch, code, out, wide.size, exponent, np.dtype(dtype))
-    again = UNPACK[code](expected, wide.size, exponent, np.dtype(dtype))
+    back = codes.unpack_values(scratch, out, wide.size, exponent, np.dtype(dtype), code)
+    again = reference.unpack_values(expected, wide.size, exponent, np.dtype(dtype), code)
     assert np.array_equal(machine.fetch(back), again, equal_nan=True)
     assert (np.signbit(machine.fetch(back)) == np.signbit(again))[~np.isnan(again)].all()
 
 
 @pytest.mark.parametrize("exponent", [0, -90, 113])
-@pytest.mark.parametrize("code", packing.NARROW)
+@pytest.mark.parametrize("code", codes.NARROW)
 def test_every_16_bits_are_read_as_the_reference_reads_them(
     scratch: Scratch, code: str, exponent: int
 ) -> None:
     machine: Any = scratch.machine
     every = np.arange(1 << 16).astype(np.uint16).view(np.uint8)
     for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
-        back = packing.unpack_floats(scratch, code, machine.put(every), 1 << 16, exponent, dtype)
-        again = UNPACK[code](every, 1 << 16, exponent, dtype)
+        back = codes.unpack_values(scratch, machine.put(every), 1 << 16, exponent, dtype, code)
+        again = reference.unpack_values(every, 1 << 16, exponent, dtype, code)
         assert np.array_equal(machine.fetch(back), again, equal_nan=True)
 
 
@@ -151,14 +147,14 @@ def test_values_of_few_bits_are_those_of_the_reference(
     added = SPECIAL[special](dtype)
     wide = wide * np.finfo(dtype).tiny / 8e5 if added is None else np.append(wide, added)
     wide = np.append(np.zeros(256), wide).astype(dtype)
-    size = reference_codes.few_bits_bytes(code, wide.size)
+    size = value_bytes(wide.size, code)
     expected = np.empty(size, np.uint8)
-    exponent = getattr(reference_codes, f"pack_{code}")(wide, expected)
+    exponent = reference.pack_values(wide, expected, code)
     out = machine.empty(size, np.uint8)
-    assert packing.pack_few_bits(scratch, code, machine.put(wide), out) == exponent
+    assert codes.pack_values(scratch, machine.put(wide), out, code) == exponent
     assert machine.fetch(out).tobytes() == expected.tobytes()
-    back = packing.unpack_few_bits(scratch, code, out, wide.size, exponent, np.dtype(dtype))
-    again = getattr(reference_codes, f"unpack_{code}")(expected, wide.size, exponent, wide.dtype)
+    back = codes.unpack_values(scratch, out, wide.size, exponent, np.dtype(dtype), code)
+    again = reference.unpack_values(expected, wide.size, exponent, wide.dtype, code)
     assert machine.fetch(back).tobytes() == again.tobytes()
 
 
@@ -168,20 +164,20 @@ def test_any_bytes_are_read_as_few_bits_as_the_reference_reads_them(
     scratch: Scratch, code: str, count: int, random: np.random.Generator
 ) -> None:
     machine: Any = scratch.machine
-    data = random.integers(0, 256, reference_codes.few_bits_bytes(code, count), np.uint8)
+    data = random.integers(0, 256, value_bytes(count, code), np.uint8)
     for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
-        allowed = reference_codes.exponent_range(code, dtype)
+        allowed = exponent_range(code, dtype)
         for exponent in (0, allowed[0], allowed[-1]):
-            back = packing.unpack_few_bits(scratch, code, machine.put(data), count, exponent, dtype)
-            again = getattr(reference_codes, f"unpack_{code}")(data, count, exponent, dtype)
+            back = codes.unpack_values(scratch, machine.put(data), count, exponent, dtype, code)
+            again = reference.unpack_values(data, count, exponent, dtype, code)
             assert machine.fetch(back).tobytes() == again.tobytes()
 
 
-@pytest.mark.parametrize("code", packing.NARROW)
+@pytest.mark.parametrize("code", codes.NARROW)
 def test_nothing_packs_to_nothing(scratch: Scratch, code: str) -> None:
     machine: Any = scratch.machine
     check_blocks(scratch, np.empty(0, np.int32), 70_000)
     nothing, out = np.empty(0, np.float32), np.empty(0, np.uint8)
-    exponent = packing.pack_floats(scratch, code, machine.put(nothing), machine.put(out))
-    assert exponent == PACK[code](nothing, out)
-    assert packing.unpack_floats(scratch, code, out, 0, exponent, np.dtype("f")).size == 0
+    exponent = codes.pack_values(scratch, machine.put(nothing), machine.put(out), code)
+    assert exponent == reference.pack_values(nothing, out, code)
+    assert codes.unpack_values(scratch, out, 0, exponent, np.dtype("f"), code).size == 0
