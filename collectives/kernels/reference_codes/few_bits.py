@@ -101,6 +101,7 @@ def _places_and_shifts(scales: Array) -> tuple[Array, Array]:
 def _packed(bits: int, integers: Array) -> Array:
     """Return the integers' bits, uint8 [ceil(bits k / 8)]."""
     groups = in_rows(integers & (1 << bits) - 1, _GROUP) << bits * np.arange(_GROUP)
+    # A group fits 32 bits as long as an integer has at most 4.
     words = groups.sum(axis=1).astype("<u4").view(np.uint8).reshape(-1, 4)
     packed: Array = words[:, :bits].ravel()[: -(-integers.size * bits // 8)]
     return packed
