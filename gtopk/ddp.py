@@ -65,16 +65,16 @@ class GTopKState(HookState):
         So is that of Adam and its kin with adam_correction.
     compression: a Compression.gtopk or Compression.shards, in place of density and options.
     optimizer: steps all parameters of the model. For torch's own Adam and AdamW the hook makes the
-        steps, before it selects from them, as DistributedOptimizer does (`exchange.adamw`): from
-        the end of backward on gradients are the agreed steps, and `step` applies them. Others step
-        with agreed gradients. Gradients of a step that does not count are dropped.
+        steps, before it selects from them, as DistributedOptimizer does: from the end of backward
+        on gradients are the agreed steps, and `step` applies them. Others step with agreed
+        gradients.
     global_clip_norm: shortens the mean gradient before Adam's moments to about this norm: each
         rank shortens its own by a ratio that it learns. Buckets are then exchanged when the last
         one is full. With other optimizers clip after backward.
     adam_steps: "before" the selection, or "after": the optimizer steps with agreed gradients.
     local_residual: whether forward passes in training include Adam's steps that this rank has not
-        sent yet (`wrapped.local_residual`); None: yes. Parameters are the same on all ranks again
-        from `step` on, and in a model in eval mode.
+        sent yet; None: yes. Parameters are the same on all ranks again from `step` on, and in a
+        model in eval mode.
     process_group: DDP's; None: all ranks. Another one must be a process set, too:
         hvd.init(process_sets=[hvd.ProcessSet(ranks)]).
     scaler: the GradScaler that scales the loss, to keep the residual as it is when its scale
@@ -86,11 +86,10 @@ class GTopKState(HookState):
         "error": the backward pass raises HorovodInternalError on every rank. None: "error" where
         check_every is given, else "warn". divergences: how many checks have warned.
     skipped_steps: in how many steps a gradient was not finite on some rank, or a sum beyond
-        float32. From the bucket on where that shows, gradients become NaN on every rank: GradScaler
-        skips such a step; without one, optimizer.register_step_pre_hook(state.drop_skipped) does.
-        Several optimizers need that on each, also with a GradScaler, which skips only those that
-        have a NaN. The residual is then as before the step. Of float16 gradients, the part of a sum
-        that is beyond float16 stays in the residual, and the step counts.
+        float32. From the bucket on where that shows, gradients become NaN on every rank, for a
+        GradScaler to see; each optimizer of the model passes over such a step (`drop_skipped`). The
+        residual is then as before the step. Of float16 gradients, the part of a sum that is beyond
+        float16 stays in the residual, and the step counts.
     Joins the ranks (`hvd.init`) where nobody has. Raises ValueError for options out of range, and
     for a process group that gtopk does not know; the first backward pass does for complex
     parameters, sparse gradients, another group than DDP's. It has no pickle: save its state_dict.
@@ -373,15 +372,11 @@ class Stateful:
 def state_for(optimizers: Sequence[Any], density: float, **options: Any) -> GTopKState:
     """Return a hook's state for optimizers, plain or as a framework has wrapped them.
 
-    A single optimizer is given to the state. Several only drop gradients of steps that do not
-    count.
+    A single optimizer is given to the state. Several step with agreed gradients.
     """
     own = [*map(plain, optimizers)]
     # The script's own optimizer=, None too, has precedence over the one that is found here.
-    state = GTopKState(density, **{"optimizer": own[0] if len(own) == 1 else None, **options})
-    for each in own if len(own) > 1 else []:
-        each.register_step_pre_hook(state.drop_skipped)
-    return state
+    return GTopKState(density, **{"optimizer": own[0] if len(own) == 1 else None, **options})
 
 
 def take_over_clipping(state: GTopKState, norm: float, option: str, instead: str) -> bool:

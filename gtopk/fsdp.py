@@ -93,8 +93,8 @@ def replicate(
     compression: a Compression.gtopk or Compression.shards, in place of density and options.
     optimizer: steps all parameters of the model. For torch's own Adam and AdamW each rank makes the
         steps of its shard before it selects from them, as DDP's hook does (`GTopKState`): from the
-        end of backward on gradients are the agreed steps, and `step` applies them. Gradients of a
-        step that does not count are dropped. Gradients cannot be clipped then.
+        end of backward on gradients are the agreed steps, and `step` applies them. They cannot be
+        clipped then.
     adam_steps: "before" the selection, or "after": the optimizer steps with agreed gradients.
     local_residual: whether forward passes in training include Adam's steps that this rank has not
         sent yet; None: yes. Parameters are the same in all replicas again from `step` on, and in a
@@ -175,10 +175,9 @@ class ReplicaState(HookState):
     process_set: the ranks that hold the same shard.
     skipped_steps: in how many steps a gradient was not finite on some rank, or a sum beyond
         float32: the same on all ranks, of all shards. The model's gradients then become NaN on all
-        ranks: GradScaler skips such a step; without one,
-        optimizer.register_step_pre_hook(state.drop_skipped) does, for each optimizer. The residual
-        is then as before the step. Of float16 gradients, the part of a sum that is beyond float16
-        stays in the residual, and the step counts.
+        ranks, for a GradScaler to see; each optimizer of the model passes over such a step
+        (`drop_skipped`). The residual is then as before the step. Of float16 gradients, the part of
+        a sum that is beyond float16 stays in the residual, and the step counts.
     """
 
     _accumulating: ClassVar[str] = "behind model.set_requires_gradient_sync(False)"

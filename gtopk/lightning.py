@@ -77,11 +77,6 @@ class GTopK(Callback):
             self.state.load_state_dict(self._loaded, model)
         self._loaded, self._module, self._is_fitting = None, pl_module, True
         model.register_comm_hook(self.state, gtopk_hook)
-        # Within step(), not in `on_before_optimizer_step`: the scaler has to see a NaN before it is
-        # dropped, and then lowers its scale.
-        if scaler is not None and only is None:
-            for optimizer in trainer.optimizers:
-                optimizer.register_step_pre_hook(self.state.drop_skipped)
 
     def _take_over_clipping(self, state: GTopKState, trainer: Trainer, norm: float) -> None:
         """Let the state clip in the Trainer's place; raise ValueError where neither may clip."""
@@ -112,7 +107,10 @@ class GTopK(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Skip a step in which a gradient was not finite on some rank."""
+        """Skip a step in which a gradient was not finite on some rank: Lightning steps by closures.
+
+        A scaler has to see the NaN first, to lower its scale, and steps without a closure.
+        """
         if self.state is not None and self.state.scaler is None:
             self.state.drop_skipped(optimizer)
 

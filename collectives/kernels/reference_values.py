@@ -246,6 +246,7 @@ def _packed(bits: int, integers: Array) -> Array:
         return integers.astype(np.int8).view(np.uint8)
     fields = integers.astype(np.int64) & (1 << bits) - 1
     groups = in_rows(fields, _GROUP) << bits * np.arange(_GROUP)
+    # A group fits 32 bits as long as an integer has at most 4.
     words = groups.sum(axis=1).astype("<u4").view(np.uint8).reshape(-1, 4)
     return words[:, :bits].ravel()[: -(-integers.size * bits // 8)]
 

@@ -254,8 +254,6 @@ class HookState(ABC):
                 swapped=self._reshard,
                 clipping=self._clipping,
             )
-        elif optimizer is not None:
-            optimizer.register_step_pre_hook(self.drop_skipped)
         self._checks = OptimizerChecks(
             self._skips,
             compression,
@@ -326,10 +324,9 @@ class HookState(ABC):
     def drop_skipped(self, optimizer: torch.optim.Optimizer, *call: Any) -> None:
         """Drop an optimizer's gradients where the last backward pass does not count.
 
-        For `register_step_pre_hook` of each optimizer, where no GradScaler skips such a step, or
-        where there are several optimizers. For an optimizer that steps with closures, call it in
-        the closure, after backward. An optimizer of several models takes the method of each of
-        their states: it then steps the models whose passes count.
+        Every optimizer of the model does this by itself when `step` begins. Call it in a closure
+        that is given to `step`, after its backward pass. An optimizer of several models then steps
+        those whose passes count.
         """
         self._skips.drop(optimizer)
 

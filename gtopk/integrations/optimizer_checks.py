@@ -185,6 +185,8 @@ class ResidualNote:
 class OptimizerChecks:
     """Checks each optimizer of a hook's model once, at its first step, as long as this lives.
 
+    Before every step it drops the gradients of a pass that does not count.
+
     rank: in the world. says: also log what had better be done before the selection, and whether
         the density is too low.
     way: how to let the hook make an Adam's steps, in words.
@@ -259,6 +261,9 @@ class OptimizerChecks:
                 self._note.add_to_saved(optimizer)
             self._has_stepped = True
             self._seen.add(optimizer)
+        # Here, and not by a hook of each optimizer, which a script may forget: a NaN would stay in
+        # the parameters. A GradScaler has seen it by now.
+        self._skips.drop(optimizer)
         self.corrected.require_unchanged(optimizer)
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:

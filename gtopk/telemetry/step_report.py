@@ -88,6 +88,7 @@ class StepReport:
     selected: int
     updated: int
     skipped: bool
+    # With defaults: records of earlier versions lack these.
     local_steps: int = 1
     covers: str = "step"
     ranks: int = 0

@@ -396,9 +396,12 @@ def put_state(
         try:
             model.load_state_dict(saved)
         except RuntimeError as error:
+            unlike = saved.keys() ^ model.state_dict().keys()
+            wrapped = any(name.startswith("module.") for name in unlike)
+            way_out = "save and load model.module of a DistributedDataParallel, " if wrapped else ""
             raise RuntimeError(
-                f"{found.path}: this checkpoint is of another model; load it into one like that, "
-                f"or use another folder: {error}"
+                f"{found.path}: this checkpoint is of another model; {way_out}load it into one "
+                f"like that, or use another folder: {error}"
             ) from error
     if optimizer is not None:
         saved = _of(state, "optimizer", found)

@@ -116,6 +116,20 @@ def test_a_checkpoint_of_another_model_is_said_to_be_one(ranks, tmp_path, capfd)
     assert "going on from" not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_model_that_is_in_a_wrapper_only_once_is_told_the_way_out(ranks, tmp_path, saved):
+    def program(rank):
+        model = torch.nn.Linear(2, 1)
+        wrapped = torch.nn.Module()
+        wrapped.module = model  # as DistributedDataParallel names it
+        first, then = (wrapped, model) if saved else (model, wrapped)
+        save_checkpoint(tmp_path, first, None, step=1)
+        with pytest.raises(RuntimeError, match=r"of another model; save and load model\.module"):
+            load_latest(tmp_path, then)
+
+    ranks(2, program)
+
+
 def lose_own(folder, numbers="*"):
     """Lose a host's own folder, or a file of it."""
     for path in folder.glob(f"checkpoint-{numbers}-step-*/rank-3-of-4.json"):
