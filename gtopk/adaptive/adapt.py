@@ -19,12 +19,12 @@ from .balanced import BalancedLoader
 from .delayed_sync.delayed import DelayedLoader
 from .hogbatch.loader import HogbatchLoader
 from .hogbatch.options import HogbatchOptions
-from .local_training.local_steps import require_not_taken
+from .local_steps import require_not_taken
 from .model_averaging.loader import MergingLoader
 from .model_averaging.options import MergingOptions
 from .options import BalancedOptions, Job, Options, RoundOptions
 from .sources import Order, is_indexed
-from .throughput.policies import Timer
+from .throughput import Timer
 
 
 class Adapted(Protocol):

@@ -22,6 +22,7 @@ from ..exchange.buckets.parameters import trained_by
 from ..optim.grad_scaler import loss_scale
 from ..optim.samples import whole_number
 from ..runtime.object_codec import decode, encode
+from .controller import Controller, Window
 from .current_batch import CurrentBatch, LearningRate
 from .loader_base import LoaderBase, is_over
 from .memory import Memory
@@ -29,8 +30,7 @@ from .noise_scale import GradientCopy, Noise, NoiseAverage, estimate
 from .options import BalancedOptions, Job
 from .partitioning.cuts import Cut, Limits, Plan, round_sizes
 from .sources import open_source, require_the_same
-from .throughput.controller import Controller, Window
-from .throughput.policies import (
+from .throughput import (
     GradientTimer,
     Measurements,
     equal_finish,

@@ -22,6 +22,7 @@ from ..optim.samples import Samples
 from ..optim.step_policy import StepListener
 from ..runtime.world.membership import World
 from .noise_scale import Noise
+from .throughput import weak_hook
 
 
 class CurrentBatch(StepListener):
@@ -144,21 +145,6 @@ class CurrentBatch(StepListener):
             if group["lr"] is multiplied:
                 group["lr"] = rate
         self._rates = None
-
-
-def weak_hook(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a hook that calls a bound method as long as its object lives.
-
-    A distributed optimizer shares its hooks with the plain one, which outlives it. A hook whose
-    object is gone stays registered: the object may go while a step iterates over its hooks.
-    """
-    known = weakref.WeakMethod(method)
-
-    def hook(*step: Any) -> None:
-        if (call := known()) is not None:
-            call(*step)
-
-    return hook
 
 
 Factor = Callable[[float, Noise | None, float], float]

@@ -12,7 +12,7 @@ from ..optim.samples import whole_number
 from ..runtime.world.membership import World
 from .current_batch import FACTORS
 from .sources import Order
-from .throughput.policies import Timer
+from .throughput import Timer
 
 O_co = TypeVar("O_co", bound="Options", covariant=True)
 

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
 
 from collectives.transports import Transport
-from collectives.wire import NOTHING_CODED
 
 from ..errors import HorovodInternalError
 from ..exchange.bucket_exchange import BucketExchange, open_bucket_exchange
@@ -44,7 +44,7 @@ from ..runtime.coordinator import Operation
 from ..runtime.coordinator.agreement import name_ranks
 from ..runtime.world.membership import World
 from ..runtime.world.process_sets import ProcessSet
-from ..telemetry.step_report import StepReport, seconds_outside
+from ..telemetry.step_report import RecordedStep, StepReport, report
 
 _log = logging.getLogger("gtopk")
 
@@ -139,58 +139,6 @@ class Round:
             self.waits.append((begun, time.perf_counter()))
 
 
-def report_of(
-    outcome: OuterResult,
-    round: Round,
-    *,
-    step: int,
-    compute_seconds: float,
-    elements: int,
-    model_elements: int,
-    expected: ExpectedStep,
-) -> StepReport:
-    """Return the report of an outer step.
-
-    compute_seconds: of all steps of the round.
-    elements: values of the fragment's parameters; model_elements: of those of all fragments.
-    expected: of the exchange, where it predicts nothing itself.
-    """
-    operation, done = outcome.operation, outcome.exchanged
-    coded = done.coded if done else NOTHING_CODED
-    return StepReport(
-        step=step,
-        algorithm=done.algorithm if done else "",
-        compute_seconds=compute_seconds,
-        synchronize_seconds=round.waited,
-        select_seconds=done.select_seconds if done else 0.0,
-        apply_seconds=0.0,
-        agree_seconds=operation.agree_seconds,
-        communicate_seconds=operation.agree_seconds + (done.communicate_seconds if done else 0.0),
-        merge_seconds=done.merge_seconds if done else 0.0,
-        code_seconds=coded.seconds,
-        hidden_seconds=seconds_outside(outcome.span, round.waits) if done else 0.0,
-        working_seconds=outcome.span[1] - outcome.span[0] if done else 0.0,
-        buckets=1,
-        exchange_seconds=done.seconds if done else 0.0,
-        predicted_seconds=(done.predicted_seconds or expected.seconds) if done else None,
-        sent_bytes=operation.traffic.sent_bytes,
-        sent_messages=operation.traffic.sent_messages,
-        bytes_counted=done.bytes_counted if done else True,
-        coded_entries=coded.entries,
-        coded_bytes=coded.bytes,
-        elements=elements,
-        samples=None,
-        selected=done.selected if done else 0,
-        updated=done.updated if done else 0,
-        skipped=not outcome.moves,
-        local_steps=round.covered,
-        covers="outer step",
-        ranks=operation.ranks,
-        dense_seconds=expected.dense_seconds if done else None,
-        model_elements=model_elements,
-    )
-
-
 class LostReplicas(SkipCounter):
     """Counts replicas of all ranks that were not finite, and became the others'.
 
@@ -222,6 +170,35 @@ class LostReplicas(SkipCounter):
                 f"number {step}, because {why}"
             )
         )
+
+
+def options_of(outer: torch.optim.Optimizer) -> str:
+    """Return the class and options of the outer optimizer, which must be equal on all ranks."""
+    options = [
+        # A rate of 1 on one rank is 1.0 on another.
+        {name: float(value) if type(value) is int else value for name, value in group.items()}
+        for group in options_by_group(outer)
+    ]
+    return f"outer {type(outer).__name__} {options}"
+
+
+def options_by_group(outer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in outer.param_groups
+    ]
+
+
+def state_of(outer: torch.optim.Optimizer, parameters: Iterable[torch.nn.Parameter]) -> str:
+    """Return a text by which ranks compare the outer optimizer's state: all must have the same."""
+    # By parameter: the order of `outer.state` is that in which it was filled.
+    state = [value for p in parameters for value in outer.state.get(p, {}).values()]
+    tensors = checksums([value for value in state if isinstance(value, torch.Tensor)])
+    others = [value for value in state if isinstance(value, (int, float))]
+    return (
+        f"state of the outer optimizer {zlib.crc32(tensors.tobytes()):08x} {others} "
+        "(all ranks load, or broadcast_optimizer_state gives them one's)"
+    )
 
 
 @contextmanager
@@ -446,6 +423,39 @@ class OuterExchange:
         exchanged = self._bucket_exchange.reduce(transport)
         self._span = began, time.perf_counter()
         return preempted, lost, everywhere, exchanged
+
+    def report(
+        self,
+        outcome: OuterResult,
+        round: Round,
+        step: int,
+        compute_seconds: float,
+        model_elements: int,
+    ) -> StepReport:
+        """Return the report of an outer step.
+
+        compute_seconds: of all steps of the round.
+        model_elements: values of the parameters of all fragments.
+        """
+        seen = RecordedStep({0: outcome.operation}, bucket_exchanges=[self._bucket_exchange])
+        if outcome.exchanged is not None:
+            seen.exchanged[0] = outcome.exchanged
+            seen.spans.append(outcome.span)
+        done = report(
+            seen,
+            step=step,
+            compute_seconds=compute_seconds,
+            waits=round.waits,
+            synchronize_seconds=round.waited,
+            apply_seconds=0.0,
+            predicted_seconds=self.expected.seconds,
+            skipped=not outcome.moves,
+            samples=None,
+            local_steps=round.covered,
+            covers="outer step",
+            dense_seconds=self.expected.dense_seconds,
+        )
+        return replace(done, model_elements=model_elements)
 
     def residual_size(self) -> ResidualSize | None:
         """Return the size of this rank's residual; None: the exchange has none."""

@@ -22,10 +22,10 @@ from ...exchange.buckets.parameters import KNOWN_TO_ADAPT, require_known
 from ...runtime.logs import EVERYWHERE
 from ..current_batch import LearningRate
 from ..loader_base import LoaderBase
-from ..local_training.local_steps import LocalSteps, replace_step
-from ..local_training.replica import RoundExchange
+from ..local_steps import LocalSteps, replace_step
 from ..options import Job, RoundOptions
 from ..partitioning.cuts import Passes
+from ..replica import RoundExchange
 from ..sources import Numbers, order_in_words, rebuilt
 from .rounds import AgreedSettings, Rounds, RoundWire
 

@@ -46,8 +46,8 @@ from collectives.transports import Transport
 from ...optim.replica_check import Divergence, ReplicaCheck
 from ...runtime.coordinator import Engine, Work
 from ...runtime.coordinator.agreement import describe_mismatch
-from ..local_training.local_steps import LocalSteps, TimedOperation
-from ..local_training.replica import RoundExchange
+from ..local_steps import LocalSteps, TimedOperation
+from ..replica import RoundExchange
 
 
 class AgreedSettings:

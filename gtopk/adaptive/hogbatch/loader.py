@@ -21,7 +21,7 @@ import torch
 from ...exchange.buckets.parameters import KNOWN_TO_ADAPT, require_known
 from ...runtime.world.membership import World
 from ..loader_base import LoaderBase, is_over
-from ..local_training.local_steps import LocalSteps
+from ..local_steps import LocalSteps
 from ..options import Job
 from ..sources import order_in_words, rebuilt
 from .ledger import NAMES, WorkerTable, class_of, now_nanoseconds

@@ -10,7 +10,7 @@ NodeMerges: the models of several nodes, merged at intervals while their workers
                             /                                      \
     node 1   ...updates...| snapshot o_1 = x_1 - z |...updates... | + (z' + o_1' - snapshot) |...
 
-The first worker of each node merges, in the offset form of `local_training.replica`: what top-k
+The first worker of each node merges, in the offset form of `replica`: what top-k
 does not send stays in the node's model. All nodes weigh the same, w_i = 1 / nodes, as a node that
 has computed more has already moved further. The change by a merge is added to the model as it is by
 then, so no update is lost, and none waits.
@@ -42,9 +42,9 @@ from ...runtime.coordinator import Engine, Operation
 from ...runtime.logs import EVERYWHERE
 from ...runtime.world.membership import World
 from ...units import count_text
-from ..local_training.local_steps import LocalSteps
-from ..local_training.replica import Replica
+from ..local_steps import LocalSteps
 from ..options import Job
+from ..replica import Replica
 from .ledger import CLASSES, NAMES, DeviceClass, Ledger, WorkerTable
 from .options import HogbatchOptions, warn_of_few_cores
 from .shared_model import Layout, SharedModel

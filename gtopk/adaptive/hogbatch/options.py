@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from ..local_training.local_steps import require_no_common_step
+from ..local_steps import require_no_common_step
 from ..options import Job, Options
 from ..sources import require_in_order
 from .ledger import class_named

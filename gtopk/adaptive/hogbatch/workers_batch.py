@@ -28,7 +28,7 @@ from torch.utils.data import Sampler
 from ...exchange.buckets.buckets import is_finite
 from ...optim.skip_counter import SkipCounter
 from ..current_batch import LearningRate
-from ..local_training.local_steps import WallClock, replace_step
+from ..local_steps import WallClock, replace_step
 from ..memory import Memory
 from ..options import Job
 from .ledger import now_nanoseconds

@@ -26,15 +26,15 @@ from ...runtime.coordinator import Operation
 from ...runtime.logs import EVERYWHERE
 from ..current_batch import LearningRate
 from ..loader_base import LoaderBase
-from ..local_training.local_steps import (
+from ..local_steps import (
     LocalSteps,
     TimedOperation,
     replace_step,
     require_no_common_step,
 )
-from ..local_training.replica import Replica
 from ..options import Job
 from ..partitioning.cursor import ReplayedCursor, in_step, open_cursor, record_of
+from ..replica import Replica
 from ..sources import order_in_words, rebuilt
 from .mega_batches import MegaBatches, TakenBatches
 from .options import STRATEGIES, MergingOptions

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from ..local_training.local_steps import WallClock
+from ..local_steps import WallClock
 from ..partitioning.cursor import Cursor, SampleRange
 from ..partitioning.cuts import Limits
 from .options import BATCHES, RULES, STRATEGIES, MergingOptions, clip_to_limits

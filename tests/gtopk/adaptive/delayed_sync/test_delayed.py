@@ -19,7 +19,7 @@ from gtopk.adaptive.delayed_sync.rounds import (
     RoundReduction,
     Rounds,
 )
-from gtopk.adaptive.local_training.replica import RoundExchange
+from gtopk.adaptive.replica import RoundExchange
 from gtopk.runtime.world.membership import World
 from tests.gtopk.adaptive.modelled_ranks import on_ranks
 from tests.gtopk.adaptive.sums_of_samples import GTOPK, Model, adapted, data, prompt, run

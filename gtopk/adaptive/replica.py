@@ -40,13 +40,13 @@ from collectives.algorithms import Regions
 from collectives.ranges import profiled
 from collectives.transports import Transport
 
-from ...compression import ErrorFeedback, Shards
-from ...exchange.bucket_exchange import open_exchange
-from ...exchange.buckets.arrays import from_array, to_array, view_tensor
-from ...exchange.buckets.buckets import Bucket
-from ...exchange.exchange import Exchanged, Progress, SparseExchange
-from ...exchange.residual import ResidualSize
-from ...optim.samples import LocalClip, norm_of
+from ..compression import ErrorFeedback, Shards
+from ..exchange.bucket_exchange import open_exchange
+from ..exchange.buckets.arrays import from_array, to_array, view_tensor
+from ..exchange.buckets.buckets import Bucket
+from ..exchange.exchange import Exchanged, Progress, SparseExchange
+from ..exchange.residual import ResidualSize
+from ..optim.samples import LocalClip, norm_of
 
 
 class TimedReduction(NamedTuple):

@@ -20,14 +20,14 @@ from functools import wraps
 from types import MethodType
 from typing import Any
 
-from ...optim.expected_step import ExpectedStep
-from ...optim.peers import Peers
-from ...runtime.coordinator import Operation
-from ...runtime.world.membership import World
-from ...telemetry.recorder import is_sampling_due, sample_residual
-from ...telemetry.run_record import balance_of, recorder_of
-from ...telemetry.step_report import RecordedStep, StepReport, report
-from ...telemetry.timeline import Span, Step, timeline_of
+from ..optim.expected_step import ExpectedStep
+from ..optim.peers import Peers
+from ..runtime.coordinator import Operation
+from ..runtime.world.membership import World
+from ..telemetry.recorder import is_sampling_due, sample_residual
+from ..telemetry.run_record import balance_of, recorder_of
+from ..telemetry.step_report import RecordedStep, StepReport, report
+from ..telemetry.timeline import Span, Step, timeline_of
 from .replica import RoundExchange
 
 Bounds = tuple[float, float]  # begin and end, by time.perf_counter
