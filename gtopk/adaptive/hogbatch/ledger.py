@@ -89,29 +89,14 @@ def class_of(parameters: Sequence[torch.Tensor], name: str | None) -> DeviceClas
 
 WORDS_BYTES, AMISS_BYTES = 160, 480
 HEAD: Final = np.dtype(
-    {
-        "names": [
-            "prepared",
-            "next",
-            "end",
-            "base",
-            "turn",
-            "merged",
-            "smallest",
-            "what",
-            "amiss",
-            "is_amiss",
-        ],
-        # smallest: batch size by device class; what: the round's name; amiss: why all must stop
-        "formats": [
-            *["i8"] * 6,
-            f"({len(CLASSES)},)i8",
-            f"S{WORDS_BYTES}",
-            f"S{AMISS_BYTES}",
-            "i8",
-        ],
-        "itemsize": 1024,
-    }
+    [
+        *((word, "i8") for word in ("prepared", "next", "end", "base", "turn", "merged")),
+        ("smallest", "i8", (len(CLASSES),)),  # batch by device class
+        ("what", f"S{WORDS_BYTES}"),  # the round's name
+        ("amiss", f"S{AMISS_BYTES}"),  # why all must stop
+        ("is_amiss", "i8"),
+        ("", "V296"),  # so that rows begin a cache line
+    ]
 )
 _WORDS: Final = (
     "kind",  # the device class
@@ -203,11 +188,6 @@ class WorkerTable:
 
     def _sum(self, word: str, places: list[int]) -> int:
         return int(self.rows[word][places].sum()) if places else 0
-
-
-def now_nanoseconds() -> int:
-    """Return the time by the clock that measures busy times."""
-    return time.perf_counter_ns()
 
 
 _DONE, _GIVEN_BACK = -1, -2

@@ -11,10 +11,11 @@ Periods: a worker's work in a quarter of a second, reported as a step of the run
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
@@ -24,23 +25,15 @@ from ..loader_base import LoaderBase, is_over
 from ..local_steps import LocalSteps
 from ..options import Job
 from ..sources import order_in_words, rebuilt
-from .ledger import NAMES, WorkerTable, class_of, now_nanoseconds
+from .ledger import NAMES, WorkerTable, class_of
 from .node import join_node
 from .options import HogbatchOptions, check
 from .report import BATCH, Report, faster_workers, mean_loss, report_of
-from .shared_model import SharedModel, Writer, layout_of, require_shareable, states_of
-from .sizes import ClassSizes, Sizer, default_thresholds
-from .workers_batch import ClaimedBatches, WorkersBatch
+from .shared_model import layout_of, require_shareable, states_of
+from .sizes import ClassSizes, Sizer, default_thresholds, thresholds_of
+from .workers_batch import ClaimedBatches, WorkersBatch, Writer
 
 PERIOD_NANOSECONDS: Final = 250_000_000  # batches may be far shorter
-
-
-class Counts(NamedTuple):
-    """A worker's counts on its board."""
-
-    updates: int = 0
-    samples: int = 0
-    skipped: int = 0
 
 
 class Periods:
@@ -48,30 +41,28 @@ class Periods:
 
     def __init__(self, steps: LocalSteps, board: WorkerTable, world: World) -> None:
         self._steps, self._board, self._world = steps, board, world
-        self._reported, self._since = Counts(), 0
+        self._reported, self._since = [0, 0, 0], 0  # updates, samples, skipped; nanoseconds
 
     def begin(self) -> None:
         """Begin a period at the start of an epoch."""
-        self._since = now_nanoseconds()
+        self._since = time.perf_counter_ns()
 
     def poll(self) -> None:
         """End the period, and begin another, where it has lasted long enough."""
-        is_due = now_nanoseconds() - self._since >= PERIOD_NANOSECONDS
-        if is_due and self._board["updates"] > self._reported.updates:
+        is_due = time.perf_counter_ns() - self._since >= PERIOD_NANOSECONDS
+        if is_due and self._board["updates"] > self._reported[0]:
             self.end()
 
     def end(self) -> None:
         """Report the work since the last report, and begin another period."""
-        board, before = self._board, self._reported
-        now = Counts(board["updates"], board["samples"], board["skipped"])
-        self._reported, self._since = now, now_nanoseconds()
-        self._steps.computed()
-        self._steps.close(
-            self._world.step - 1,
-            now.samples - before.samples,
-            now.updates - before.updates,
-            skipped=now.skipped > before.skipped,
+        before = self._reported
+        self._reported = [self._board[word] for word in ("updates", "samples", "skipped")]
+        updates, samples, skipped = (
+            now - then for now, then in zip(self._reported, before, strict=True)
         )
+        self._since = time.perf_counter_ns()
+        self._steps.computed()
+        self._steps.close(self._world.step - 1, samples, updates, skipped=skipped > 0)
 
 
 class HogbatchLoader(LoaderBase):
@@ -100,7 +91,7 @@ class HogbatchLoader(LoaderBase):
         self._board, self._ledger = self._node.board, self._node.ledger
         self._periods = Periods(self._steps, self._board, world)
         self._writer = Writer(
-            SharedModel(self._node.model_bytes, layout),
+            self._node.shared,
             self._board,
             trained,
             states,
@@ -112,7 +103,7 @@ class HogbatchLoader(LoaderBase):
 
         batch_size = job.loader.batch_size or 1
         default = default_thresholds(options.min_batch, batch_size, options.max_batch)
-        said = options.thresholds().get(self._class.name)
+        said = thresholds_of(options.sizes).get(self._class.name)
         class_sizes = ClassSizes(self._node.memory, self._board, self._class)
         self._sizer = Sizer(self._class.is_fast, adapts, options.alpha, said, default, class_sizes)
         self._board["kind"] = NAMES.index(self._class.name)

@@ -168,22 +168,17 @@ def report_of(board: WorkerTable, ranks: Sequence[int]) -> Report:
     present = {board.me, *board.others()}
     workers = []
     for place, (rank, row) in enumerate(zip(ranks, board.rows, strict=True)):
-        updates = int(row["updates"])
+        counted = ("updates", "samples", "stalest", "overlapped", "skipped", "unused", "taken_over")
+        counts = {word: int(row[word]) for word in counted}
         workers.append(
             WorkerReport(
                 rank=rank,
                 device_class=NAMES[row["kind"]],
-                updates=updates,
-                samples=int(row["samples"]),
-                staleness=float(row["staleness"]) / max(updates, 1),
-                stalest=int(row["stalest"]),
-                overlapped=int(row["overlapped"]),
-                skipped=int(row["skipped"]),
-                unused=int(row["unused"]),
-                taken_over=int(row["taken_over"]),
+                staleness=float(row["staleness"]) / max(counts["updates"], 1),
                 busy=float(row["busy"]) / max(float(row["in_rounds"]), 1.0),
                 size=int(row["size"]),
                 is_present=place in present,
+                **counts,
             )
         )
     return Report(workers)

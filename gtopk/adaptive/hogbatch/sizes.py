@@ -45,9 +45,8 @@ class ClassSizes:
 
     def __init__(self, memory: NodeMemory, board: WorkerTable, device_class: DeviceClass) -> None:
         self._memory = memory
-        self._announced: np.ndarray[Any, Any] = board.head["smallest"][
-            0
-        ]  # by class; 0: not found yet
+        # By class; 0: not found yet.
+        self._announced: np.ndarray[Any, Any] = board.head["smallest"][0]
         self._class = device_class
         self._mine = [*CLASSES].index(device_class.name)
 
@@ -241,7 +240,7 @@ class Sizer:
         self.probe: Probe | None = None
         self.thresholds: Thresholds | None = None
         if said is not None:
-            self._settle(Thresholds(said.smallest, said.largest))
+            self._settle(said)
         elif is_fast and not adapts:
             self._settle(Thresholds(default.largest, default.largest))
         else:
