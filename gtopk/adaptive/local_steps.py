@@ -20,6 +20,8 @@ from functools import wraps
 from types import MethodType
 from typing import Any
 
+import torch
+
 from ..optim.expected_step import ExpectedStep
 from ..optim.peers import Peers
 from ..runtime.coordinator import Operation
@@ -184,21 +186,43 @@ class LocalSteps:
         return Step(name, spans, done.working_seconds, done.hidden_seconds, kind)
 
 
-def replace_step(
-    optimizer: Any, mode: str, step: Callable[[Callable[[], Any] | None], Any]
-) -> Callable[..., Any]:
+def replace_step(optimizer: Any, mode: str, step: Callable[[], None]) -> Callable[..., Any]:
     """Replace `optimizer.step` by a mode's, which gets the gradients; return the one before."""
     before: Callable[..., Any] = optimizer.step
 
     @wraps(before)  # copies the mark by which an earlier scheduler knows its step
     def own_step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
         optimizer.step_policy.note_step()
-        return step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        step()
+        return loss
 
     # Bound to the optimizer: a learning-rate scheduler made later wraps it once more.
     optimizer.step = MethodType(own_step, optimizer)
     optimizer.step_policy.stop_exchanging(mode)
     return before
+
+
+def require_batch(batch: object, rank: int, mode: str) -> None:
+    """Raise RuntimeError in a step without a current batch."""
+    if not batch:
+        raise RuntimeError(
+            f"rank {rank}: optimizer.step() without a batch in hand; mode {mode!r} takes one step "
+            "with each batch of its loader, before loader.drain() and the next batch: another "
+            "loader needs an optimizer of its own"
+        )
+
+
+def require_one_pass(optimizer: Any, why: str, way_out: str = "") -> None:
+    """Raise ValueError where backward passes add up; why: this is not for them."""
+    if optimizer.backward_passes_per_step != 1:
+        raise ValueError(
+            f"{why}: use backward_passes_per_step=1, got {optimizer.backward_passes_per_step}"
+            f"{way_out}"
+        )
 
 
 def require_not_taken(optimizer: Any) -> None:

@@ -241,11 +241,6 @@ class Replica:
         """Tell whether the parameters show the center at the moment."""
         return self._own is not self.parameters
 
-    @property
-    def signature(self) -> str:
-        """Return the text that must be equal on all ranks."""
-        return self.reduction.signature
-
     def norm(self) -> float:
         """Return |w|_2 / n of its n parameters; not finite where one is not."""
         return norm_of(self._own) / sum(tensor.numel() for tensor in self._own)

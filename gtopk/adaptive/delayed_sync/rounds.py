@@ -44,8 +44,9 @@ from collectives.errors import MismatchError
 from collectives.transports import Transport
 
 from ...optim.replica_check import Divergence, ReplicaCheck
-from ...runtime.coordinator import Engine, Work
+from ...runtime.coordinator import Work
 from ...runtime.coordinator.agreement import describe_mismatch
+from ...runtime.world.membership import World
 from ..local_steps import LocalSteps, TimedOperation
 from ..replica import RoundExchange
 
@@ -362,31 +363,29 @@ _COUNTS: Final = (1 << _COUNT_BITS) - 1
 class RoundWire:
     """One rank's side of the operations between ranks.
 
-    steps: counts the costs of the rounds.
     settings: all ranks agree on them with every round.
-    replicas: checked together with a round when due, so that no rank waits for the check alone.
-    local_clip_norm: each rank's part of an update is shortened to its share of this norm.
+    steps: counts the costs of the rounds.
     """
 
     def __init__(
         self,
         name: str,
         exchange: RoundExchange,
-        signature: Sequence[str],
-        engine: Engine,
+        world: World,
+        optimizer: Any,
         settings: AgreedSettings,
-        replicas: ReplicaCheck,
-        local_clip_norm: float | None,
         steps: LocalSteps,
     ) -> None:
-        self.exchange = exchange
-        self._name = name
-        self._signature = list(signature)
-        self._engine = engine
-        self._settings = settings
-        self._replicas = replicas
-        self._local_clip_norm = local_clip_norm
-        self._steps = steps
+        self.exchange, self._name, self._engine = exchange, name, world.engine
+        self._settings, self._steps, policy = settings, steps, optimizer.step_policy
+        self._signature = [
+            f"parameter '{policy.names[p]}' {list(p.shape)} {p.dtype}"
+            for p in exchange.bucket.parameters
+        ]
+        # Checked together with a round when due, so that no rank waits for the check alone.
+        self._replicas: ReplicaCheck = policy.replicas
+        # Each rank's part of an update is shortened to its share of this norm.
+        self._local_clip_norm = policy.options.local_clip_norm
         self.samples = 0  # of this rank, in the round that is reduced
         self.divergences: list[Divergence] | None = None  # found when it began; None: not checked
 
@@ -442,12 +441,10 @@ class RoundWire:
 
     def meet(self, signature: Sequence[str], drains: bool) -> list[int]:
         """Return for every rank whether it drains; waits for all of them."""
-
-        def work(transport: Transport, all_flags: list[int]) -> list[int]:
-            return list(all_flags)
-
-        all_flags: list[int] = self._submit("pass", signature, work, int(drains)).wait()
-        return all_flags
+        said: list[int] = self._submit(
+            "pass", signature, lambda transport, all_flags: list(all_flags), int(drains)
+        ).wait()
+        return said
 
     def _submit(
         self, what: str, signature: Sequence[str], work: Work, flags: int

@@ -65,7 +65,7 @@ class Periods:
         self._steps.close(self._world.step - 1, samples, updates, skipped=skipped > 0)
 
 
-class HogbatchLoader(LoaderBase):
+class HogbatchLoader(LoaderBase[HogbatchOptions]):
     """An iterable of this worker's batches, with one step for each.
 
     The run's record has a step for each period: the batches that this worker begins in a quarter of
@@ -73,11 +73,12 @@ class HogbatchLoader(LoaderBase):
     worker of each of several nodes sends anything: it merges the nodes' models.
     """
 
+    way_out = "go on in another job, by a checkpoint"
+
     def __init__(self, job: Job[HogbatchOptions], adapts: bool = False) -> None:
         options, world, optimizer = job.options, job.world, job.optimizer
         super().__init__(job, "adaptive-hogbatch" if adapts else "hogbatch")
         check(job, self._mode)
-        self._options = options
         self._indexed(job)
 
         policy = optimizer.step_policy
@@ -162,7 +163,7 @@ class HogbatchLoader(LoaderBase):
         self._periods.end()
 
     def _begin(self, epoch: int, order: Sequence[int]) -> None:
-        self._require_its_world("go on in another job, by a checkpoint")
+        self._require_its_world()
         length, what = len(order), f"epoch {epoch}, {order_in_words(order)}"
         if length > self._node.longest:
             raise ValueError(
@@ -214,7 +215,7 @@ class HogbatchLoader(LoaderBase):
         differ; RuntimeError at once within an epoch, and where the loader's world is over.
         """
         self._require_between_epochs("evaluate")
-        self._require_its_world("go on in another job, by a checkpoint")
+        self._require_its_world()
         self._publish()
         data: Any = self.dataset if dataset is None else dataset
         collate, refresh = self._loader.collate_fn, partial(self._writer.refresh, waits=True)
@@ -279,7 +280,5 @@ class HogbatchLoader(LoaderBase):
 
         Sizes that its worker found apply here if this worker has its class, and none are given.
         """
-        self._epochs.close()
-        self._epochs.load_state_dict(state["epochs"])
         if state["thresholds"] is not None and state.get("class") == self._class.name:
             self._sizer.resume(state["thresholds"][0], state["size"])

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from ..local_steps import require_no_common_step
+from ..local_steps import require_no_common_step, require_one_pass
 from ..options import Job, Options
 from ..sources import require_in_order
 from .ledger import class_named
@@ -73,11 +73,7 @@ class HogbatchOptions(Options):
 def check(job: Job[HogbatchOptions], mode: str) -> None:
     """Raise ValueError for options that workers without common steps cannot support."""
     optimizer, options = job.optimizer, job.options
-    if optimizer.backward_passes_per_step != 1:
-        raise ValueError(
-            f"mode {mode!r} updates after every batch: use backward_passes_per_step=1, got "
-            f"{optimizer.backward_passes_per_step}"
-        )
+    require_one_pass(optimizer, f"mode {mode!r} updates after every batch")
     require_no_common_step(optimizer, f"mode {mode!r} has no steps of all ranks")
     if options.lock_step and job.loader.num_workers:
         raise ValueError(

@@ -42,7 +42,7 @@ from ...exchange.buckets.buckets import is_finite
 from ...optim.skip_counter import SkipCounter
 from ...runtime.world.membership import World
 from ..current_batch import LearningRate
-from ..local_steps import WallClock, replace_step
+from ..local_steps import WallClock, replace_step, require_batch
 from ..memory import Memory
 from ..options import Job
 from .ledger import WorkerTable
@@ -355,17 +355,9 @@ class WorkersBatch:
         summed = self._options.loss_reduction == "sum"
         return self._memory.backward(loss_of, batch, samples, summed)
 
-    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def _step(self) -> None:
         """Update the shared model with the gradients of the batch."""
-        if not self.places:
-            raise RuntimeError(
-                f"rank {self._rank}: optimizer.step() without a batch in hand; mode "
-                f"{self._mode!r} takes one step for each batch of its loader"
-            )
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        require_batch(self.places, self._rank, self._mode)
         samples = len(self.places)
         self._rate.scale(samples, None)
         gradients = [p.grad for p in self._trained if p.grad is not None]
@@ -381,7 +373,6 @@ class WorkersBatch:
             self._skipped.note(self._rank, self._trained, self._names)
         self._finish_batch()
         self._node.merging.poll()
-        return loss
 
     def _apply(self) -> None:
         with self._optimizer.skip_synchronize():

@@ -463,7 +463,7 @@ def test_a_state_within_an_epoch_is_taken_when_drained_only() -> None:
             model(x).mean().backward()
             optimizer.step()
             loader.drain()
-            with pytest.raises(RuntimeError, match="none in hand"):
+            with pytest.raises(RuntimeError, match="without a batch in hand"):
                 optimizer.step()
             break
         state = loader.state_dict()
