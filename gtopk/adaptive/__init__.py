@@ -11,7 +11,6 @@ throughput.py      how fast each rank is; controller.py: when batch sizes follow
 partitioning/      which samples each rank gets; sources.py: how they are read
 replica.py         for modes whose ranks step by themselves: a rank's own model, sums of gradients
 local_steps.py     their own step in place of the optimizer's, and its reports
-memory.py          batches that do not fit into memory are computed in parts
-current_batch.py   the batch of the next step, and the learning rate that it gets
+current_batch.py   the batch of the next step, its learning rate, and parts that fit into memory
 noise_scale.py     the gradient noise scale, which tells how large the global batch should be
 """

@@ -21,10 +21,9 @@ from ..exchange.buckets.parameters import trained_by
 from ..optim.grad_scaler import loss_scale
 from ..optim.samples import whole_number
 from .controller import Controller, Window
-from .current_batch import CurrentBatch, LearningRate
+from .current_batch import CurrentBatch, LearningRate, Memory
 from .loader_base import LoaderBase, is_over
 from .local_steps import require_one_pass
-from .memory import Memory
 from .noise_scale import GradientCopy, Noise, NoiseAverage, estimate
 from .options import BalancedOptions, Job
 from .partitioning.cuts import Cut, Limits, Plan, round_sizes

@@ -71,11 +71,6 @@ class Options:
         """Return the options that must be equal on all ranks, as text."""
         return [f"{name}={value!r}" for name, value in vars(self).items() if name not in self.own]
 
-    @classmethod
-    def names(cls) -> list[str]:
-        """Return the names of the options that a user may set."""
-        return [field.name for field in fields(cls)]
-
 
 @dataclass(frozen=True)
 class BalancedOptions(Options):

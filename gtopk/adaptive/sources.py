@@ -19,7 +19,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -131,31 +131,6 @@ Compare = Callable[[Array], None]
 T = TypeVar("T")
 
 
-class Source(Protocol):
-    """A source of batches.
-
-    lead: how many steps are cut before they are handed out: workers prefetch them.
-    signature: text that must be equal on all ranks.
-    """
-
-    lead: int
-    signature: str
-
-    def open(self, epoch: int) -> list[str]:
-        """Set the epoch's order, before `begin`; return texts that must be equal on all ranks."""
-
-    def begin(
-        self, epoch: int, step: int, start: int, compare: Compare
-    ) -> Iterator[tuple[Cut, Any]]:
-        """Yield the rest of an epoch, from a step and a place in its order on.
-
-        compare: lets all ranks compare the samples that a stream begins with.
-        """
-
-    def steps(self, start: int) -> int | None:
-        """Return how many steps are left from a place on; None where that is unknown."""
-
-
 class BatchSampler(Sampler[list[int]]):
     """The indices of this rank's batches; `cuts` holds the place of each batch that was drawn.
 
@@ -182,7 +157,11 @@ class BatchSampler(Sampler[list[int]]):
 
 
 class DatasetSource:
-    """A data set with a length: DataLoader workers get the indices of this rank's share."""
+    """A data set with a length: DataLoader workers get the indices of this rank's share.
+
+    lead: how many steps are cut before they are handed out: workers prefetch them.
+    signature: text that must be equal on all ranks.
+    """
 
     def __init__(
         self, loader: DataLoader[Any], plan: Plan, rank: int, order: Order | None, seed: int
@@ -197,7 +176,10 @@ class DatasetSource:
         self.signature = f"{self._sampler.length} samples, drop_last={loader.drop_last}"
 
     def open(self, epoch: int) -> list[str]:
-        """Set the epoch's order; raise ValueError where its length is not that of the first."""
+        """Set the epoch's order, before `begin`; return texts that must be equal on all ranks.
+
+        Raises ValueError where the order's length is not that of the first.
+        """
         order, length = self._order(epoch), self._sampler.length
         if len(order) != length:
             raise ValueError(
@@ -209,7 +191,7 @@ class DatasetSource:
     def begin(
         self, epoch: int, step: int, start: int, compare: Compare
     ) -> Iterator[tuple[Cut, Any]]:
-        """Yield the rest of an epoch."""
+        """Yield the rest of an epoch, from a step and a place in its order on."""
         sampler = self._sampler
         sampler.step, sampler.start = step, start
         self._numbers.begin(epoch)
@@ -252,7 +234,10 @@ class StreamSource:
     def begin(
         self, epoch: int, step: int, start: int, compare: Compare
     ) -> Iterator[tuple[Cut, Any]]:
-        """Yield the rest of an epoch; samples before `start` are read and dropped."""
+        """Yield the rest of an epoch; samples before `start` are read and dropped.
+
+        compare: lets all ranks compare the samples that the stream begins with.
+        """
         self._numbers.begin(epoch)
         samples = islice(iter(self._loader), start, None)
         block = self._block(samples, step)
@@ -271,6 +256,9 @@ class StreamSource:
 
     def steps(self, start: int) -> None:
         """Return None: a stream does not say when it ends."""
+
+
+Source = DatasetSource | StreamSource
 
 
 def open_source(

@@ -316,13 +316,14 @@ class Rounds:
     def _end_round(self) -> None:
         """Apply the round before, and begin to reduce this one."""
         # The exchange has one bucket and one residual: the reduction before must be over.
-        self._finish_reduction()
+        self.drain()
         self._reducing = self._wire.reduce(self._sums, self._samples, self._batches)
         # The exchange has copied them: the next round adds to gradients of its own.
         self._sums = [None] * len(self._parameters)
         self._samples = self._batches = 0
 
-    def _finish_reduction(self) -> None:
+    def drain(self) -> None:
+        """Apply the update of the last round that has ended, if any; waits for its reduction."""
         if self._reducing is None:
             return
         reduced: RoundReduction = self._reducing.wait()
@@ -344,10 +345,6 @@ class Rounds:
             self._apply(total)
             for parameter in self._parameters:
                 parameter.grad = None
-
-    def drain(self) -> None:
-        """Apply the last round's update, when it has `ended`; waits for its reduction."""
-        self._finish_reduction()
 
 
 # Flags of a reduction, with the counts above them: they travel with the agreement on the operation,

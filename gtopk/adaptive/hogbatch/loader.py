@@ -25,7 +25,7 @@ from ..loader_base import LoaderBase, is_over
 from ..local_steps import LocalSteps
 from ..options import Job
 from ..sources import order_in_words, rebuilt
-from .ledger import NAMES, WorkerTable, class_of
+from .ledger import IS_FAST, NAMES, WorkerTable, class_of
 from .node import join_node
 from .options import HogbatchOptions, check
 from .report import BATCH, Report, faster_workers, mean_loss, report_of
@@ -97,17 +97,17 @@ class HogbatchLoader(LoaderBase[HogbatchOptions]):
             trained,
             states,
             optimizer,
-            copies=self._class.is_fast,
+            copies=IS_FAST[self._class],
             audits=options.audit,
         )
         self._trained = trained
 
         batch_size = job.loader.batch_size or 1
         default = default_thresholds(options.min_batch, batch_size, options.max_batch)
-        said = thresholds_of(options.sizes).get(self._class.name)
+        said = thresholds_of(options.sizes).get(self._class)
         class_sizes = ClassSizes(self._node.memory, self._board, self._class)
-        self._sizer = Sizer(self._class.is_fast, adapts, options.alpha, said, default, class_sizes)
-        self._board["kind"] = NAMES.index(self._class.name)
+        self._sizer = Sizer(IS_FAST[self._class], adapts, options.alpha, said, default, class_sizes)
+        self._board["kind"] = NAMES.index(self._class)
         self._board["size"] = self._sizer.size
         world.engine.ranks_may_leave |= options.ranks_may_leave
         self._claims = ClaimedBatches(self._node, self._sizer, options, self._steps.spent)
@@ -201,7 +201,8 @@ class HogbatchLoader(LoaderBase[HogbatchOptions]):
         Call it in place of `loss_of(batch).backward()`. A size that did not fit bounds this
         worker's sizes from then on.
         """
-        return self._batch.backward(loss_of, batch, max(self.num_samples, 1))
+        summed = self._options.loss_reduction == "sum"
+        return self._batch.memory.backward(loss_of, batch, max(self.num_samples, 1), summed)
 
     @torch.no_grad()
     def evaluate(
@@ -269,7 +270,7 @@ class HogbatchLoader(LoaderBase[HogbatchOptions]):
     def _state(self) -> dict[str, Any]:
         """Return the state that the next epoch depends on."""
         return {
-            "class": self._class.name,
+            "class": self._class,
             "epochs": self._epochs.state_dict(),
             "size": self._sizer.size,
             "thresholds": self._sizer.thresholds and list(self._sizer.thresholds),
@@ -280,5 +281,5 @@ class HogbatchLoader(LoaderBase[HogbatchOptions]):
 
         Sizes that its worker found apply here if this worker has its class, and none are given.
         """
-        if state["thresholds"] is not None and state.get("class") == self._class.name:
+        if state["thresholds"] is not None and state.get("class") == self._class:
             self._sizer.resume(state["thresholds"][0], state["size"])

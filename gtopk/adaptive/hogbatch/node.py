@@ -42,7 +42,7 @@ from ...units import count_text
 from ..local_steps import LocalSteps
 from ..options import Job
 from ..replica import Replica
-from .ledger import CLASSES, NAMES, DeviceClass, Ledger, WorkerTable
+from .ledger import IS_FAST, NAMES, Ledger, WorkerTable
 from .options import HogbatchOptions
 from .shared_model import Layout, SharedModel
 
@@ -291,7 +291,7 @@ class Node:
         found = []
         for row in self.board.rows:
             updates = float(row["updates"])
-            if CLASSES[NAMES[row["kind"]]].is_fast:
+            if IS_FAST[NAMES[row["kind"]]]:
                 found.append(updates)
             elif isinstance(beta, str):
                 found.append(updates - float(row["overlapped"]))
@@ -307,7 +307,7 @@ def _up(size_bytes: int) -> int:
 def join_node(
     job: Job[HogbatchOptions],
     mode: str,
-    device_class: DeviceClass,
+    device_class: str,
     layout: Layout,
     parameters: Sequence[torch.nn.Parameter],
     states: Sequence[dict[str, Any]],
@@ -322,7 +322,7 @@ def join_node(
     options, world = job.options, job.world
     length = max(len(job.loader.dataset), 1)  # type: ignore[arg-type]  # an evaluation may have some
     mine = {
-        "class": device_class.name,
+        "class": device_class,
         "cores": sorted(allowed_cores()),
         "quota": core_quota(),
         "advice": settings.ADVICE.read(),

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from ..local_steps import require_no_common_step, require_one_pass
 from ..options import Job, Options
 from ..sources import require_in_order
-from .ledger import class_named
+from .ledger import require_class
 from .sizes import thresholds_of
 
 
@@ -66,7 +66,7 @@ class HogbatchOptions(Options):
         if self.merge_every is not None:
             self._require(1, "merge_every")
         if self.device_class is not None:
-            class_named(self.device_class)
+            require_class(self.device_class)
         thresholds_of(self.sizes)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from .ledger import CLASSES, NAMES, WorkerTable
+from .ledger import IS_FAST, NAMES, WorkerTable
 from .node import Node
 
 BATCH: Final = 4096  # samples
@@ -78,7 +78,7 @@ def faster_workers(node: Node, round: int) -> list[int]:
     kinds, over = node.board.rows["kind"], node.board.rows["over"]
 
     def is_fast(place: int) -> bool:
-        return CLASSES[NAMES[kinds[place]]].is_fast
+        return IS_FAST[NAMES[kinds[place]]]
 
     if is_fast(node.board.me):
         return []
@@ -133,7 +133,7 @@ class Report(NamedTuple):
     @property
     def slow_share(self) -> float:
         """Return the share of the updates that the slow classes made."""
-        slow = sum(w.updates for w in self.workers if not CLASSES[w.device_class].is_fast)
+        slow = sum(w.updates for w in self.workers if not IS_FAST[w.device_class])
         return slow / max(self.updates, 1)
 
     @property

@@ -41,9 +41,8 @@ from collectives.transports import Transport
 from ...exchange.buckets.buckets import is_finite
 from ...optim.skip_counter import SkipCounter
 from ...runtime.world.membership import World
-from ..current_batch import LearningRate
+from ..current_batch import LearningRate, Memory
 from ..local_steps import WallClock, replace_step, require_batch
-from ..memory import Memory
 from ..options import Job
 from .ledger import WorkerTable
 from .node import Node
@@ -294,6 +293,7 @@ class WorkersBatch:
     """One worker's current batch; it takes over `optimizer.step`, which steps with this batch.
 
     places: the batch's places in the epoch's order; empty without a current batch.
+    memory: computes the batch's loss and gradients, in parts where it is too small.
     """
 
     def __init__(
@@ -313,7 +313,7 @@ class WorkersBatch:
         self._names = policy.names
         self._skipped = SkippedUpdates(policy.options.max_skipped_steps)
         self._writer, self._sizer = writer, sizer
-        self._memory = Memory(self._rank)
+        self.memory = Memory(self._rank)
         # Merges average the nodes' models, so each must move as far as the global batch would.
         reference = job.options.global_batch / node.nodes
         self._rate = LearningRate(job.optimizer, job.options.lr_scaling, reference)
@@ -348,13 +348,6 @@ class WorkersBatch:
         self._ledger.give_back(self.places)
         self.places = ()
 
-    def backward(
-        self, loss_of: Callable[[Any], torch.Tensor], batch: Any, samples: int
-    ) -> torch.Tensor:
-        """Compute a batch's loss and gradients, in parts where the memory is too small."""
-        summed = self._options.loss_reduction == "sum"
-        return self._memory.backward(loss_of, batch, samples, summed)
-
     def _step(self) -> None:
         """Update the shared model with the gradients of the batch."""
         require_batch(self.places, self._rank, self._mode)
@@ -388,8 +381,8 @@ class WorkersBatch:
         self.places = ()
         if self._device.type == "cuda":
             self._sizer.note_memory(size, *memory_of(self._device))
-        if self._memory.most is not None:
-            self._sizer.limit(self._memory.most)
+        if self.memory.most is not None:
+            self._sizer.limit(self.memory.most)
         self._sizer.note(size, spent / 1e9)
         if self._options.lock_step:
             self._ledger.pass_turn()

@@ -35,9 +35,8 @@ from ..options import Job
 from ..partitioning.cursor import ReplayedCursor, in_step, open_cursor, record_of
 from ..replica import Replica
 from ..sources import order_in_words, rebuilt
-from .mega_batches import MegaBatches, TakenBatches
-from .options import STRATEGIES, MergingOptions
-from .weights import Report, decode, encode
+from .options import STRATEGIES, MegaBatches, MergingOptions, TakenBatches
+from .weights import Report
 
 _log = logging.getLogger("gtopk")
 
@@ -288,13 +287,17 @@ class MergingLoader(LoaderBase[MergingOptions]):
             finite,
             self._finished,
         )
-        message = encode(mine, self._cursor.count)
+        bounds = [[take.start, take.stop] for take in self._finished]
+        message = [*mine[:-1], bounds], self._cursor.count
 
         def work(transport: Transport, all_flags: list[int]) -> Any:
-            told = [decode(message) for message in transport.allgather(message)]
+            told = transport.gather_object(message)
             # All decide from the same reports: weights, sizes and whether there is an exchange at
             # all.
-            reports = [report for report, _ in told]
+            reports = [
+                Report._make([*fields, [range(*take) for take in takes]])
+                for (*fields, takes), _ in told
+            ]
             weights = batches.merge_weights(reports)
             update = None
             if any(report.finite for report in reports):
@@ -304,8 +307,11 @@ class MergingLoader(LoaderBase[MergingOptions]):
         reports, weights, self._count, update, said = self._run(
             "merge", [replica.reduction.signature], work, drains
         )
-        # Before `_finished` is cleared, from which the samples are counted.
-        self._report(skipped=update is None)
+        self._steps.computed()
+        self._steps.note_exchange(replica.reduction)
+        # Also the samples of a replica that was dropped, which its report to the ranks leaves out.
+        samples = sum(map(len, self._finished))
+        self._steps.close(self._world.step - 1, samples, self._updates, update is None)
         weight = weights[self._world.rank]
         (replica.pull if batches.strategy.force else replica.merge)(update, weight)
         batches.close(reports)
@@ -314,15 +320,6 @@ class MergingLoader(LoaderBase[MergingOptions]):
         self._weights = weights
         self._note(Merge(reports, weights, batches.sizes), update is not None)
         self._settle(said)
-
-    def _report(self, skipped: bool) -> None:
-        """Report the mega-batch whose merge has just arrived."""
-        assert self._replica is not None
-        assert self._finished is not None
-        steps, samples = self._steps, sum(map(len, self._finished))
-        steps.computed()
-        steps.note_exchange(self._replica.reduction)
-        steps.close(self._world.step - 1, samples, self._updates, skipped)
 
     def _note(self, merge: Merge, merged: bool) -> None:
         """Count the merge, and the replicas that it dropped; log what has changed."""

@@ -15,8 +15,7 @@ from collectives.transports import Transport
 from collectives.transports.counters import LocalCounter
 
 from ...adaptive.current_batch import FACTORS
-from ...adaptive.model_averaging.mega_batches import MegaBatches
-from ...adaptive.model_averaging.options import MergingOptions
+from ...adaptive.model_averaging.options import MegaBatches, MergingOptions
 from ...adaptive.model_averaging.weights import Report
 from ...adaptive.partitioning.cursor import (
     Cursor,
