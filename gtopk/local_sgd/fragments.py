@@ -462,11 +462,11 @@ class Fragments:
 
     @property
     def ranks(self) -> Sequence[int]:
-        return self.first.ranks
+        return self.first.peers.ranks
 
     @property
     def rank(self) -> int:
-        return self.first.rank
+        return self.first.peers.rank
 
     @property
     def steps(self) -> int:

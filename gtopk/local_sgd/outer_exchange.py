@@ -220,8 +220,7 @@ class OuterExchange:
     names: of the parameters, in the order in which they are exchanged.
     residual_decay: multiplies the residual before a round's changes are added to it.
     budget_share: of all fragments' elements, and so of the budget of `Compression.auto`.
-    name:  begins the names of its operations.
-    ranks: of the world that exchange, in order; rank: this one's place among them.
+    name:  begins the names of its operations. peers: the ranks that exchange.
     expected: the expected seconds of an exchange; known after `meet`.
     """
 
@@ -253,12 +252,10 @@ class OuterExchange:
         self._enter(here, name, self._take_out())
 
     def _enter(self, here: World, name: str, residuals: Mapping[str, ResidualState]) -> None:
-        self.name = name
-        self._engine, self.ranks = self._process_set.engine, self._process_set.members.ranks
-        self.rank = self.ranks.index(here.rank)
-        self._peers = Peers(here, self._engine, self.name, self.ranks, takes_part=True)
+        group = self._process_set
+        self.peers = Peers(here, group.engine, name, group.members.ranks, takes_part=True)
         self._bucket_exchange: BucketExchange = open_bucket_exchange(
-            self.name,
+            name,
             list(self._names),
             list(self._names.values()),
             self._compression,
@@ -292,12 +289,12 @@ class OuterExchange:
             require_the_same(transport, own, names)
             return any(all_flags), transport.broadcast_object(mine)
 
-        of_any, said = self._engine.submit(
-            f"{self.name}.replicas",
+        of_any, said = self.peers.run(
+            "replicas",
             self._signature([*signature, signature_of(self._compression)]),
             compare_models,
             flags=bool(nonzero_names(self._residuals)),
-        ).wait()
+        )
         outer_steps, self._progress.steps, record = said
         self._bucket_exchange.resume(record)
         # On all ranks, also those that have loaded nothing: the bucket is exchanged otherwise then.
@@ -307,7 +304,7 @@ class OuterExchange:
         self._residuals = {}
         if (residual := self._bucket_exchange.exchange.residual) is not None:
             residual.may_be_misplaced = True  # any rank may have loaded a state
-        self.expected.measure([self._bucket_exchange], self._peers)
+        self.expected.measure([self._bucket_exchange], self.peers)
         return outer_steps
 
     def _signature(self, signature: Sequence[str]) -> list[str]:
@@ -350,7 +347,7 @@ class OuterExchange:
             torch._foreach_zero_(changes)  # 0 times NaN is NaN: a weight of 0 is not enough
         try:
             # A lost replica announces no steps, and so weighs nothing in the sum.
-            operation = self._engine.submit(
+            operation = self.peers.engine.submit(
                 name,
                 self._signature([*signature, bucket_exchange.signature]),
                 partial(self._work, mine, frozen),
