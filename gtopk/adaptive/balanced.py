@@ -218,23 +218,6 @@ class BalancedLoader(LoaderBase[BalancedOptions]):
         # Last: none of the above is the batch's own time.
         self._timer.start(self.num_samples)
 
-    def _close_step(self) -> None:
-        """Record the current batch's time; decide on the sizes where a window is full."""
-        assert self._cut is not None
-        seconds = self._timer.elapsed_seconds()
-        if self._copy is not None and (gradient := self._copy.disarm()) is not None:
-            self._probe(gradient, self._cut)
-        # An epoch's last step may be smaller than planned, and would pass for a faster rank.
-        regular = self._cut.sizes == self._plan.at(self._cut.step)
-        if seconds is not None and regular and self._controller.counts(self.step):
-            self._seconds.append(seconds)
-            if self._targets_goodput and (step := self._optimizer.last_step) is not None:
-                self._exchanges.append(self._timer.exchanged(step))
-        self._finish_batch()
-        # By the step alone, whatever this rank measured: all gather their windows, or none does.
-        if self._controller.is_due(self.step):
-            self._decide()
-
     def _abandon(self) -> None:
         """Drop the batch that was current when a script broke off an iteration."""
         self._timer.elapsed_seconds()
@@ -366,8 +349,21 @@ class BalancedLoader(LoaderBase[BalancedOptions]):
         Call it before `state_dict` in the middle of an epoch, so that the state is complete.
         """
         self._enter()
-        if self._cut is not None:
-            self._close_step()
+        if self._cut is None:
+            return
+        seconds = self._timer.elapsed_seconds()
+        if self._copy is not None and (gradient := self._copy.disarm()) is not None:
+            self._probe(gradient, self._cut)
+        # An epoch's last step may be smaller than planned, and would pass for a faster rank.
+        regular = self._cut.sizes == self._plan.at(self._cut.step)
+        if seconds is not None and regular and self._controller.counts(self.step):
+            self._seconds.append(seconds)
+            if self._targets_goodput and (step := self._optimizer.last_step) is not None:
+                self._exchanges.append(self._timer.exchanged(step))
+        self._finish_batch()
+        # By the step alone, whatever this rank measured: all gather their windows, or none does.
+        if self._controller.is_due(self.step):
+            self._decide()
 
     def _state(self) -> dict[str, Any]:
         """Return the place of the next batch, and the state that sizes depend on.

@@ -110,7 +110,6 @@ class LocalSteps:
         self._world, self._optimizer, self._covers = world, optimizer, covers
         self._seen = RecordedStep()
         self._computed: list[Bounds] = []
-        self._exchanged = 0  # exchanges that had an update
         self._expected: ExpectedStep | None = None
         self.spent = WallClock()
 
@@ -142,11 +141,10 @@ class LocalSteps:
         if ran is not None:
             seen.exchanged[len(seen.exchanged)] = ran.exchanged
             seen.spans.append((ran.began, ran.ended))
-            # Sampling the residual reads all of it: only every so many exchanges that had an
-            # update.
-            self._exchanged += ran.exchanged.finite
+            # Sampling the residual reads all of it: only every so many updates.
             recorder = recorder_of(self._world)
-            if recorder is not None and ran.exchanged.finite and is_sampling_due(self._exchanged):
+            is_due = ran.exchanged.finite and is_sampling_due(exchange.progress.steps)
+            if recorder is not None and is_due:
                 sample_residual(recorder, [exchange])
 
     def close(self, step: int, samples: int, local_steps: int = 1, skipped: bool = False) -> None:

@@ -14,7 +14,6 @@ columns that tell samples apart differ. The order of a data set's samples must b
 
 from __future__ import annotations
 
-import inspect
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -171,7 +170,7 @@ class DatasetSource:
         # By the order's length, not the data set's: order= may leave samples out.
         self._sampler = BatchSampler(plan, rank, len(self._order(0)), loader.drop_last)
         self._loader = rebuilt(loader, batch_sampler=self._sampler)
-        self._numbers = Numbers(loader, self._loader, rank)
+        self._numbers = Numbers(self._loader, rank)
         self.lead = loader.num_workers * (loader.prefetch_factor or 0)
         self.signature = f"{self._sampler.length} samples, drop_last={loader.drop_last}"
 
@@ -218,7 +217,7 @@ class StreamSource:
         # Samples come one by one, as the plan makes the batches. Without a collate_fn torch would
         # turn arrays into tensors first.
         self._loader = rebuilt(loader, batch_size=None, collate_fn=as_it_is)
-        self._numbers = Numbers(loader, self._loader, seed=seed)
+        self._numbers = Numbers(self._loader, seed=seed)
         self._collate = loader.collate_fn
         self._plan = plan
         self._rank = rank
@@ -329,8 +328,6 @@ def rebuilt(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
             "prefetch_factor",
             "persistent_workers",
         )
-        # torch's releases have unlike options.
-        if name in inspect.signature(DataLoader).parameters and hasattr(loader, name)
     }
     return DataLoader(loader.dataset, **{**kept, **changed})
 
@@ -345,21 +342,15 @@ def require_in_order(loader: DataLoader[Any]) -> None:
 
 
 class Numbers:
-    """Seeds a loader's workers: the loader gets a generator of its own, a new one for every epoch.
+    """Seeds a loader's workers by a new generator for every epoch, unless the loader has one.
 
     Without one, a DataLoader's iteration draws from torch's generator, and the script would draw
     other numbers after resuming an epoch in its middle.
     seed: None: the script's seed (`torch.initial_seed`) when an epoch begins.
     """
 
-    def __init__(
-        self,
-        original: DataLoader[Any],
-        rebuilt: DataLoader[Any],
-        rank: int = 0,
-        seed: int | None = None,
-    ) -> None:
-        self._loader = None if original.generator else rebuilt
+    def __init__(self, loader: DataLoader[Any], rank: int = 0, seed: int | None = None) -> None:
+        self._loader = None if loader.generator else loader
         self._rank, self._seed = rank, seed
 
     def begin(self, epoch: int, part: int = 0) -> None:

@@ -72,7 +72,7 @@ class DelayedLoader(LoaderBase[RoundOptions]):
         # Filled anew for each pass: the DataLoader keeps this very list as its batch_sampler.
         self._mine: list[list[int]] = []  # indices of this pass's micro-batches
         self._loader = rebuilt(job.loader, batch_sampler=self._mine)
-        self._numbers = Numbers(job.loader, self._loader, world.rank)
+        self._numbers = Numbers(self._loader, world.rank)
         self._rate = LearningRate(optimizer, options.lr_scaling, options.global_batch)
         self._passes = Passes(world.size, options.micro_batch)
         self._meet([f"{length} samples", *policy.options.signature()])

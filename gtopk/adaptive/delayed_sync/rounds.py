@@ -32,7 +32,6 @@ RoundWire: the operations of the engine that all ranks take part in.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -59,35 +58,43 @@ class AgreedSettings:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._agreed: list[tuple[int, str, Any]] = []  # number of the group, name, value
+        self._agreed: list[list[Any]] = []  # number of the group, name, value
         self.seen = 0
 
-    def encode(self) -> list[str]:
-        """Return the newest round that this rank has seen, and its settings, as texts."""
-        return [str(self.seen), *map(json.dumps, self._own())]
+    def encode(self) -> list[Any]:
+        """Return the newest round that this rank has seen, and its settings, to be gathered."""
+        own = [
+            [number, name, value]
+            for number, group in enumerate(self._optimizer.param_groups)
+            for name, own in group.items()
+            if name != "params" and (value := _number(own)) is not None
+        ]
+        return [self.seen, own]
 
-    def agree(self, transport: Transport, said: list[str]) -> None:
+    def agree(self, transport: Transport, said: list[Any]) -> None:
         """Adopt the settings of the ranks that have seen the newest round.
 
         Raises MismatchError, on all ranks, where these ranks' settings differ.
         """
         told = transport.gather_object(said)
         # A rank with nothing left to compute stays behind: its settings are of an earlier round.
-        newest = max(int(seen) for seen, *_ in told)
-        by_rank = {rank: words for rank, (seen, *words) in enumerate(told) if int(seen) == newest}
-        # As texts: JSON writes a float so that it comes back to the bit.
-        first = next(iter(by_rank.values()))
-        if any(words != first for words in by_rank.values()):
+        newest = max(seen for seen, _ in told)
+        by_rank = {rank: settings for rank, (seen, settings) in enumerate(told) if seen == newest}
+        # By their texts: a rate of 1 on one rank is not 1.0 on another, and NaN is NaN.
+        if len(set(map(repr, by_rank.values()))) > 1:
             signature = {
-                rank: ["the settings of a round", *map(_in_words, words)]
-                for rank, words in by_rank.items()
+                rank: [
+                    "the settings of a round",
+                    *(f"{name}={value} of group {number}" for number, name, value in settings),
+                ]
+                for rank, settings in by_rank.items()
             }
             raise MismatchError(
                 f"{describe_mismatch(signature)}. In mode 'abs' ranks have unlike numbers of "
                 "micro-batches: step a schedule with the rounds, by `while scheduler.last_epoch < "
                 "loader.round: scheduler.step()` after optimizer.step(), or once an epoch"
             )
-        self._agreed = [tuple(json.loads(word)) for word in first]
+        self._agreed = by_rank[min(by_rank)]
 
     @contextmanager
     def set(self) -> Iterator[None]:
@@ -105,19 +112,6 @@ class AgreedSettings:
             for group, name, own, agreed in before:
                 if group[name] is agreed:  # some optimizers advance counters in their groups
                     group[name] = own
-
-    def _own(self) -> list[tuple[int, str, Any]]:
-        return [
-            (number, name, value)
-            for number, group in enumerate(self._optimizer.param_groups)
-            for name, own in group.items()
-            if name != "params" and (value := _number(own)) is not None
-        ]
-
-
-def _in_words(said: str) -> str:
-    number, name, value = json.loads(said)
-    return f"{name}={value} of group {number}"
 
 
 def _number(own: object) -> Any:
