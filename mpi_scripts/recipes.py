@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 from gtopk.cli.demo import equal_bytes_density
 from gtopk.compression import Compression, SparseCompression
 from gtopk.local_sgd import averaging, nesterov
-from gtopk.local_sgd.outer_optimizer import Outer
+from gtopk.local_sgd.local_sgd import Outer
 
 MOMENTUM: Final = 0.9
 BETAS: Final = (0.9, 0.999)  # of AdamW

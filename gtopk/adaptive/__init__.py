@@ -7,10 +7,10 @@ balanced.py        "balanced": synchronous steps of one global batch, divided by
 delayed_sync/      "abs": delayed synchronous rounds of micro-batches
 model_averaging/   "adaptive-sgd": each rank trains a replica; replicas are merged now and then
 hogbatch/          "hogbatch", "adaptive-hogbatch": the workers of one server share one model
-throughput/        how fast each rank is, and the batch sizes that follow
+throughput.py      how fast each rank is; controller.py: when batch sizes follow, and by how much
 partitioning/      which samples each rank gets; sources.py: how they are read
-local_training/    for modes whose ranks step by themselves: replicas, rounds, step reports
-memory.py          batches that do not fit into memory are computed in parts
-current_batch.py   the batch of the next step, and the learning rate that it gets
+replica.py         for modes whose ranks step by themselves: a rank's own model, sums of gradients
+local_steps.py     their own step in place of the optimizer's, and its reports
+current_batch.py   the batch of the next step, its learning rate, and parts that fit into memory
 noise_scale.py     the gradient noise scale, which tells how large the global batch should be
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple, Protocol, overload
 
@@ -19,12 +20,12 @@ from .balanced import BalancedLoader
 from .delayed_sync.delayed import DelayedLoader
 from .hogbatch.loader import HogbatchLoader
 from .hogbatch.options import HogbatchOptions
-from .local_training.local_steps import require_not_taken
+from .local_steps import require_not_taken
 from .model_averaging.loader import MergingLoader
 from .model_averaging.options import MergingOptions
 from .options import BalancedOptions, Job, Options, RoundOptions
 from .sources import Order, is_indexed
-from .throughput.policies import Timer
+from .throughput import Timer
 
 
 class Adapted(Protocol):
@@ -209,15 +210,13 @@ def adapt(
             f"mode {mode!r} hands out the samples of an epoch by their indices: it needs a data "
             f"set of a length that is no IterableDataset, got {type(loader.dataset).__name__}"
         )
-    known = MODES[mode].options
+    known = [field.name for field in fields(MODES[mode].options)]
     # Here, not by the record's constructor: its TypeError would not name the mode.
-    if unknown := [name for name in options if name not in known.names()]:
-        raise TypeError(
-            f"mode {mode!r} has no option {unknown[0]!r}; it has {', '.join(known.names())}"
-        )
+    if unknown := [name for name in options if name not in known]:
+        raise TypeError(f"mode {mode!r} has no option {unknown[0]!r}; it has {', '.join(known)}")
     # As many samples a step as the script has had, when each rank had a batch of its own.
     if global_batch is None:
         global_batch = loader.batch_size * here.size
-    chosen = known(global_batch, **options)
+    chosen = MODES[mode].options(global_batch, **options)
     chosen.check()
     return MODES[mode].open(Job(loader, optimizer, chosen, here, order, timer))

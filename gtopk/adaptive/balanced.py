@@ -15,22 +15,20 @@ import numpy as np
 import torch
 
 from collectives.kernels import squared_norm
-from collectives.transports import Transport
 from collectives.vector import Array
 
 from ..exchange.buckets.parameters import trained_by
 from ..optim.grad_scaler import loss_scale
 from ..optim.samples import whole_number
-from ..runtime.object_codec import decode, encode
-from .current_batch import CurrentBatch, LearningRate
+from .controller import Controller, Window
+from .current_batch import CurrentBatch, LearningRate, Memory
 from .loader_base import LoaderBase, is_over
-from .memory import Memory
+from .local_steps import require_one_pass
 from .noise_scale import GradientCopy, Noise, NoiseAverage, estimate
 from .options import BalancedOptions, Job
 from .partitioning.cuts import Cut, Limits, Plan, round_sizes
 from .sources import open_source, require_the_same
-from .throughput.controller import Controller, Window
-from .throughput.policies import (
+from .throughput import (
     GradientTimer,
     Measurements,
     equal_finish,
@@ -55,7 +53,7 @@ class Decision(NamedTuple):
     seconds: list[float]
 
 
-class BalancedLoader(LoaderBase):
+class BalancedLoader(LoaderBase[BalancedOptions]):
     """An iterable of this rank's batches, which tells the optimizer the size of each.
 
     decisions: every change of the sizes so far.
@@ -63,12 +61,8 @@ class BalancedLoader(LoaderBase):
 
     def __init__(self, job: Job[BalancedOptions]) -> None:
         options, world = job.options, job.world
-        require_one_pass(job.optimizer)
         super().__init__(job, "balanced")
-        self._options = options
-        # By the counter of unnamed operations: ranks that make their loaders in one order get equal
-        # names.
-        self._name = f"adapt.{next(world.sets[0].unnamed)}"
+        self._require_one_pass()
         # Equal sizes for now: the bounds are known only when all ranks have told theirs, below.
         self._plan = Plan(self._equal(options.global_batch))
         self._source = open_source(job.loader, self._plan, world.rank, job.order, options.seed)
@@ -96,16 +90,20 @@ class BalancedLoader(LoaderBase):
         self._has_warned = False  # that ranks may read unlike streams
         self.decisions: list[Decision] = []
 
+    def _require_one_pass(self) -> None:
+        require_one_pass(
+            self._optimizer,
+            "mode 'balanced' weighs a step's gradients by the samples of one batch",
+            "; for more samples a step use a larger global_batch, and loader.backward(loss_of, "
+            "batch) where a batch does not fit into memory",
+        )
+
     def _gather_limits(self) -> tuple[int, list[int]]:
         """Return the most that any rank prefetches, and every rank's largest size."""
-        options = self._options
-        mine = [self._source.lead, options.max_batch or _NO_BOUND]
-
-        def work(transport: Transport, all_flags: list[int]) -> list[list[int]]:
-            return transport.gather_object(mine)
-
-        signature = ["mode='balanced'", self._source.signature, *options.signature()]
-        records = self._world.engine.submit(self._name, signature, work).wait()
+        mine = [self._source.lead, self._options.max_batch or _NO_BOUND]
+        records = self._meet(
+            [self._source.signature], lambda transport, all_flags: transport.gather_object(mine)
+        )
         return max(lead for lead, _ in records), [most for _, most in records]
 
     def _enter(self) -> None:
@@ -119,16 +117,14 @@ class BalancedLoader(LoaderBase):
             return
         if self._cut is not None:
             self._abandon()
-        self._world, self._name = here, f"adapt.{next(here.sets[0].unnamed)}"
+        self._world = here
         self._lead, self._most = self._gather_limits()
         self._epochs.start = 0
         # Some ranks may have been a step ahead when it failed.
-        mine = np.frombuffer(encode(self._state()), np.uint8)
-
-        def work(transport: Transport, all_flags: list[int]) -> Any:
-            return decode(transport.broadcast(mine, root=0).tobytes())
-
-        state = here.engine.submit(f"{self._name}.state", [], work).wait()
+        mine = self._state()
+        state = self._run(
+            "state", [], lambda transport, all_flags: transport.broadcast_object(mine)
+        )
         self._load_sizes({**state, "seconds": [], "exchanges": []})
         self._noise.load_state_dict(state["noise"])
         self._epochs.set(state["epochs"]["epoch"])
@@ -149,23 +145,15 @@ class BalancedLoader(LoaderBase):
         low = [min(least, *each) for each in zip(equal, most, strict=True)]
         return Limits(samples, low, most, grain)
 
-    def _check_iteration(self, epoch: int, start: int) -> None:
-        """Raise HorovodInternalError, on every rank, where ranks begin unlike iterations."""
-        signature = [f"sample {start} of epoch {epoch}, at step {self.step}"]
-        signature += self._source.open(epoch)
-        name = f"{self._name}.epoch"
-        self._world.engine.submit(name, signature, lambda transport, all_flags: None).wait()
-
     def _compare(self, columns: Array) -> None:
         """Raise HorovodInternalError, on every rank, where ranks read unlike streams.
 
         Warns once, on rank 0, where the columns do not tell.
         """
 
-        def work(transport: Transport, all_flags: list[int]) -> bool:
-            return require_the_same(transport, columns)
-
-        is_known = self._world.engine.submit(f"{self._name}.stream", [], work).wait()
+        is_known = self._run(
+            "stream", [], lambda transport, all_flags: require_the_same(transport, columns)
+        )
         if not (is_known or self._has_warned):
             self._has_warned = True
             if self._world.rank == 0:
@@ -198,11 +186,12 @@ class BalancedLoader(LoaderBase):
     def _batches(self) -> Generator[Any, None, None]:
         self._enter()
         # Again: a script may have called set_backward_passes_per_step since the loader was made.
-        require_one_pass(self._optimizer)
+        self._require_one_pass()
         if self._cut is not None:
             self._abandon()
         with self._epochs.iterate() as (epoch, start):
-            self._check_iteration(epoch, start)
+            signature = [f"sample {start} of epoch {epoch}, at step {self.step}"]
+            self._run("epoch", [*signature, *self._source.open(epoch)])
             # Workers may have cut ahead in an iteration that was left: those steps are cut anew.
             self._plan.drawn = self.step
             for cut, batch in self._source.begin(epoch, self.step, start, self._compare):
@@ -229,23 +218,6 @@ class BalancedLoader(LoaderBase):
         # Last: none of the above is the batch's own time.
         self._timer.start(self.num_samples)
 
-    def _close_step(self) -> None:
-        """Record the current batch's time; decide on the sizes where a window is full."""
-        assert self._cut is not None
-        seconds = self._timer.elapsed_seconds()
-        if self._copy is not None and (gradient := self._copy.disarm()) is not None:
-            self._probe(gradient, self._cut)
-        # An epoch's last step may be smaller than planned, and would pass for a faster rank.
-        regular = self._cut.sizes == self._plan.at(self._cut.step)
-        if seconds is not None and regular and self._controller.counts(self.step):
-            self._seconds.append(seconds)
-            if self._targets_goodput and (step := self._optimizer.last_step) is not None:
-                self._exchanges.append(self._timer.exchanged(step))
-        self._finish_batch()
-        # By the step alone, whatever this rank measured: all gather their windows, or none does.
-        if self._controller.is_due(self.step):
-            self._decide()
-
     def _abandon(self) -> None:
         """Drop the batch that was current when a script broke off an iteration."""
         self._timer.elapsed_seconds()
@@ -265,11 +237,9 @@ class BalancedLoader(LoaderBase):
         self._seconds.clear()
         self._exchanges.clear()
         mine = [seconds, self._memory.most or _NO_BOUND, exchange]
-
-        def work(transport: Transport, all_flags: list[int]) -> list[list[float]]:
-            return transport.gather_object(mine)
-
-        records = self._world.engine.submit(f"{self._name}.window", [], work).wait()
+        records = self._run(
+            "window", [], lambda transport, all_flags: transport.gather_object(mine)
+        )
         windows = [
             Window(size, seconds, int(most))
             for size, (seconds, most, _) in zip(before, records, strict=True)
@@ -331,12 +301,8 @@ class BalancedLoader(LoaderBase):
         square = weight * float(gradient @ gradient)
         # L rides along as one more element, so that one allreduce gives both sums.
         mine = np.append(weight * gradient.numpy(), square)
-
-        def work(transport: Transport, all_flags: list[int]) -> None:
-            transport.allreduce(mine)
-
         signature = [f"gradients of {mine.size - 1} values"]
-        self._world.engine.submit(f"{self._name}.noise", signature, work).wait()
+        self._run("noise", signature, lambda transport, all_flags: transport.allreduce(mine))
         if np.isfinite(mine).all() and sum(size > 0 for size in cut.sizes) > 1:
             # By the kernels: all ranks must get the same bits, as their rates depend on it.
             square_of_mean = squared_norm(mine[:-1])
@@ -352,8 +318,7 @@ class BalancedLoader(LoaderBase):
         self._enter()
         samples = whole_number("a global batch", samples)
         # Before the range is checked: ranks with unlike numbers must all raise the same error.
-        name, signature = f"{self._name}.global_batch", [f"a global batch of {samples} samples"]
-        self._world.engine.submit(name, signature, lambda transport, all_flags: None).wait()
+        self._run("global_batch", [f"a global batch of {samples} samples"])
         if samples < 1:
             raise ValueError(f"a global batch must have at least 1 sample, got {samples}")
         limits = self._limits_of(samples)
@@ -384,8 +349,21 @@ class BalancedLoader(LoaderBase):
         Call it before `state_dict` in the middle of an epoch, so that the state is complete.
         """
         self._enter()
-        if self._cut is not None:
-            self._close_step()
+        if self._cut is None:
+            return
+        seconds = self._timer.elapsed_seconds()
+        if self._copy is not None and (gradient := self._copy.disarm()) is not None:
+            self._probe(gradient, self._cut)
+        # An epoch's last step may be smaller than planned, and would pass for a faster rank.
+        regular = self._cut.sizes == self._plan.at(self._cut.step)
+        if seconds is not None and regular and self._controller.counts(self.step):
+            self._seconds.append(seconds)
+            if self._targets_goodput and (step := self._optimizer.last_step) is not None:
+                self._exchanges.append(self._timer.exchanged(step))
+        self._finish_batch()
+        # By the step alone, whatever this rank measured: all gather their windows, or none does.
+        if self._controller.is_due(self.step):
+            self._decide()
 
     def _state(self) -> dict[str, Any]:
         """Return the place of the next batch, and the state that sizes depend on.
@@ -414,14 +392,12 @@ class BalancedLoader(LoaderBase):
         If bounds such as max_batch differ, the sizes are cut to them. Raises ValueError where this
         loader's bounds do not allow the state's global batch.
         """
-        self._epochs.close()
         self._enter()  # joining a next world later would lose the loaded state
         if self._cut is not None:
             self._abandon()  # this batch belongs to the earlier state
         given = self._options.global_batch
         if (state["ranks"], state.get("global_batch_given", given)) == (self._world.size, given):
             self._load_sizes(state)
-        self._epochs.load_state_dict(state["epochs"])
         self._noise.load_state_dict(state["noise"])
 
     def _load_sizes(self, state: dict[str, Any]) -> None:
@@ -442,14 +418,3 @@ class BalancedLoader(LoaderBase):
             self._controller.resize(limits, bounded[-1], since)
             self._seconds.clear()
             self._exchanges.clear()
-
-
-def require_one_pass(optimizer: Any) -> None:
-    """Raise ValueError where backward passes add up: each would need a weight of its own."""
-    if optimizer.backward_passes_per_step != 1:
-        raise ValueError(
-            "mode 'balanced' weighs a step's gradients by the samples of one batch: use "
-            f"backward_passes_per_step=1, got {optimizer.backward_passes_per_step}; for more "
-            "samples a step use a larger global_batch, and loader.backward(loss_of, batch) where "
-            "a batch does not fit into memory"
-        )

@@ -12,29 +12,37 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar, Generic
 
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from ..runtime.coordinator.operation import Work, do_nothing
 from ..runtime.world import world
 from ..runtime.world.membership import World
-from .options import Job
+from .options import Job, O_co
 from .sources import order_of
 
 
-class LoaderBase(ABC):
+class LoaderBase(ABC, Generic[O_co]):
     """An iterable of this rank's batches, one optimizer step for each.
 
     A mode derives from it and implements its iteration (`_batches`), its state (`_state`, `_load`),
     and how ranks finish pending work (`drain`).
 
+    way_out:      advice to go on where the loader's world is over.
     num_samples:  this rank's samples in the current batch; 0 for a placeholder without weight.
     drain_wanted: other ranks drain, and wait for this one to do so.
     """
 
-    def __init__(self, job: Job[Any], mode: str) -> None:
+    way_out: ClassVar[str] = (
+        "create it and its DistributedOptimizer again, as within the function that "
+        "hvd.elastic.run decorates; or use mode 'balanced', whose loader goes on"
+    )
+
+    def __init__(self, job: Job[O_co], mode: str) -> None:
         self._mode, self._world, self._optimizer = mode, job.world, job.optimizer
+        self._options = job.options
         self.dataset = job.loader.dataset
         self._epochs = Epochs(job.loader)
         self.num_samples = 0
@@ -54,13 +62,34 @@ class LoaderBase(ABC):
 
     @abstractmethod
     def _load(self, state: dict[str, Any]) -> None:
-        """Close the open iteration, and resume from a state of this mode."""
+        """Resume from a state of this mode; no iteration is open, and the epoch's place follows."""
 
     def _indexed(self, job: Job[Any]) -> int:
         """Set the order of the data set's samples, and return their number."""
         length = len(job.loader.dataset)  # type: ignore[arg-type]
         self._order = job.order or order_of(job.loader, length, job.options.seed)
         return length
+
+    def _meet(self, signature: Sequence[str], work: Work = do_nothing, flags: int = 0) -> Any:
+        """Name this loader's operations, and run the first of them, as `_run` does.
+
+        Raises HorovodInternalError, on every rank, where modes or options differ, too.
+        """
+        # By the counter of unnamed operations: ranks that make their loaders in one order get equal
+        # names.
+        self._name = f"adapt.{next(self._world.sets[0].unnamed)}"
+        signature = [f"mode={self._mode!r}", *signature, *self._options.signature()]
+        return self._world.engine.submit(self._name, signature, work, flags=flags).wait()
+
+    def _run(
+        self, what: str, signature: Sequence[str], work: Work = do_nothing, flags: int = 0
+    ) -> Any:
+        """Run `work` on all ranks together; return its result.
+
+        what: ends the operation's name. signature: what must be equal on all ranks, in words.
+        """
+        name = f"{self._name}.{what}"
+        return self._world.engine.submit(name, signature, work, flags=flags).wait()
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches until every sample was in a batch of one rank."""
@@ -88,7 +117,9 @@ class LoaderBase(ABC):
                 "loader with the mode it was saved with"
             )
         self.drain_wanted = False
+        self._epochs.close()
         self._load(state)
+        self._epochs.load_state_dict(state["epochs"])
 
     def _settle_drains(self, said: Sequence[int], counted: str, number: int) -> bool:
         """Return whether all ranks drain or all go on; else ask those that go on to drain.
@@ -128,23 +159,14 @@ class LoaderBase(ABC):
             )
         return now
 
-    def _require_its_world(self, way_out: str = "") -> None:
-        """Raise RuntimeError where the loader's world is over; elastic does not recover from it.
-
-        way_out: advice in place of creating optimizer and loader again.
-        """
-        if not is_over(self._world):
-            return
-        raise RuntimeError(
-            f"rank {self._world.rank}: the loader that hvd.adapt made in mode {self._mode!r} "
-            "cannot go on after shutdown() or elastic's recovery, which end what its ranks have "
-            "under way: "
-            + (
-                way_out
-                or "create it and its DistributedOptimizer again, as within the function that "
-                "hvd.elastic.run decorates; or use mode 'balanced', whose loader goes on"
+    def _require_its_world(self) -> None:
+        """Raise RuntimeError where the loader's world is over; elastic does not recover from it."""
+        if is_over(self._world):
+            raise RuntimeError(
+                f"rank {self._world.rank}: the loader that hvd.adapt made in mode {self._mode!r} "
+                "cannot go on after shutdown() or elastic's recovery, which end what its ranks "
+                f"have under way: {self.way_out}"
             )
-        )
 
 
 def is_over(here: World) -> bool:

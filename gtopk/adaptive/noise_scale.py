@@ -11,11 +11,13 @@ the b_i; with equal ones they are McCandlish et al. 2018 (arXiv 1812.06162), app
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
+
+from .throughput import weak_hook
 
 REMEMBERED: Final = 0.8  # weight of the old averages at every new probe
 SURE: Final = 0.6  # weight of the averages to rely on: reached after five probes
@@ -104,18 +106,12 @@ class GradientCopy:
         self._scale, self._copies = scale, {}
 
     def _watch(self, parameters: Iterable[torch.Tensor]) -> None:
-        take = weakref.WeakMethod(self._take)
+        take = weak_hook(self._take)
         for parameter in parameters:
             # A second hook would copy the gradient twice.
-            if parameter in self._places:
-                continue
-            place = self._places[parameter] = len(self._places)
-
-            def hook(gradient: torch.Tensor, place: int = place) -> None:
-                if (call := take()) is not None:
-                    call(place, gradient)
-
-            parameter.register_hook(hook)
+            if parameter not in self._places:
+                place = self._places[parameter] = len(self._places)
+                parameter.register_hook(partial(take, place))
 
     def _take(self, place: int, gradient: torch.Tensor) -> None:
         if self._copies is not None:

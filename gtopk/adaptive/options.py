@@ -12,7 +12,7 @@ from ..optim.samples import whole_number
 from ..runtime.world.membership import World
 from .current_batch import FACTORS
 from .sources import Order
-from .throughput.policies import Timer
+from .throughput import Timer
 
 O_co = TypeVar("O_co", bound="Options", covariant=True)
 
@@ -70,11 +70,6 @@ class Options:
     def signature(self) -> list[str]:
         """Return the options that must be equal on all ranks, as text."""
         return [f"{name}={value!r}" for name, value in vars(self).items() if name not in self.own]
-
-    @classmethod
-    def names(cls) -> list[str]:
-        """Return the names of the options that a user may set."""
-        return [field.name for field in fields(cls)]
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,11 @@ columns that tell samples apart differ. The order of a data set's samples must b
 
 from __future__ import annotations
 
-import inspect
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -131,31 +130,6 @@ Compare = Callable[[Array], None]
 T = TypeVar("T")
 
 
-class Source(Protocol):
-    """A source of batches.
-
-    lead: how many steps are cut before they are handed out: workers prefetch them.
-    signature: text that must be equal on all ranks.
-    """
-
-    lead: int
-    signature: str
-
-    def open(self, epoch: int) -> list[str]:
-        """Set the epoch's order, before `begin`; return texts that must be equal on all ranks."""
-
-    def begin(
-        self, epoch: int, step: int, start: int, compare: Compare
-    ) -> Iterator[tuple[Cut, Any]]:
-        """Yield the rest of an epoch, from a step and a place in its order on.
-
-        compare: lets all ranks compare the samples that a stream begins with.
-        """
-
-    def steps(self, start: int) -> int | None:
-        """Return how many steps are left from a place on; None where that is unknown."""
-
-
 class BatchSampler(Sampler[list[int]]):
     """The indices of this rank's batches; `cuts` holds the place of each batch that was drawn.
 
@@ -182,7 +156,11 @@ class BatchSampler(Sampler[list[int]]):
 
 
 class DatasetSource:
-    """A data set with a length: DataLoader workers get the indices of this rank's share."""
+    """A data set with a length: DataLoader workers get the indices of this rank's share.
+
+    lead: how many steps are cut before they are handed out: workers prefetch them.
+    signature: text that must be equal on all ranks.
+    """
 
     def __init__(
         self, loader: DataLoader[Any], plan: Plan, rank: int, order: Order | None, seed: int
@@ -192,12 +170,15 @@ class DatasetSource:
         # By the order's length, not the data set's: order= may leave samples out.
         self._sampler = BatchSampler(plan, rank, len(self._order(0)), loader.drop_last)
         self._loader = rebuilt(loader, batch_sampler=self._sampler)
-        self._numbers = Numbers(loader, self._loader, rank)
+        self._numbers = Numbers(self._loader, rank)
         self.lead = loader.num_workers * (loader.prefetch_factor or 0)
         self.signature = f"{self._sampler.length} samples, drop_last={loader.drop_last}"
 
     def open(self, epoch: int) -> list[str]:
-        """Set the epoch's order; raise ValueError where its length is not that of the first."""
+        """Set the epoch's order, before `begin`; return texts that must be equal on all ranks.
+
+        Raises ValueError where the order's length is not that of the first.
+        """
         order, length = self._order(epoch), self._sampler.length
         if len(order) != length:
             raise ValueError(
@@ -209,7 +190,7 @@ class DatasetSource:
     def begin(
         self, epoch: int, step: int, start: int, compare: Compare
     ) -> Iterator[tuple[Cut, Any]]:
-        """Yield the rest of an epoch."""
+        """Yield the rest of an epoch, from a step and a place in its order on."""
         sampler = self._sampler
         sampler.step, sampler.start = step, start
         self._numbers.begin(epoch)
@@ -236,7 +217,7 @@ class StreamSource:
         # Samples come one by one, as the plan makes the batches. Without a collate_fn torch would
         # turn arrays into tensors first.
         self._loader = rebuilt(loader, batch_size=None, collate_fn=as_it_is)
-        self._numbers = Numbers(loader, self._loader, seed=seed)
+        self._numbers = Numbers(self._loader, seed=seed)
         self._collate = loader.collate_fn
         self._plan = plan
         self._rank = rank
@@ -252,7 +233,10 @@ class StreamSource:
     def begin(
         self, epoch: int, step: int, start: int, compare: Compare
     ) -> Iterator[tuple[Cut, Any]]:
-        """Yield the rest of an epoch; samples before `start` are read and dropped."""
+        """Yield the rest of an epoch; samples before `start` are read and dropped.
+
+        compare: lets all ranks compare the samples that the stream begins with.
+        """
         self._numbers.begin(epoch)
         samples = islice(iter(self._loader), start, None)
         block = self._block(samples, step)
@@ -271,6 +255,9 @@ class StreamSource:
 
     def steps(self, start: int) -> None:
         """Return None: a stream does not say when it ends."""
+
+
+Source = DatasetSource | StreamSource
 
 
 def open_source(
@@ -341,8 +328,6 @@ def rebuilt(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
             "prefetch_factor",
             "persistent_workers",
         )
-        # torch's releases have unlike options.
-        if name in inspect.signature(DataLoader).parameters and hasattr(loader, name)
     }
     return DataLoader(loader.dataset, **{**kept, **changed})
 
@@ -357,21 +342,15 @@ def require_in_order(loader: DataLoader[Any]) -> None:
 
 
 class Numbers:
-    """Seeds a loader's workers: the loader gets a generator of its own, a new one for every epoch.
+    """Seeds a loader's workers by a new generator for every epoch, unless the loader has one.
 
     Without one, a DataLoader's iteration draws from torch's generator, and the script would draw
     other numbers after resuming an epoch in its middle.
     seed: None: the script's seed (`torch.initial_seed`) when an epoch begins.
     """
 
-    def __init__(
-        self,
-        original: DataLoader[Any],
-        rebuilt: DataLoader[Any],
-        rank: int = 0,
-        seed: int | None = None,
-    ) -> None:
-        self._loader = None if original.generator else rebuilt
+    def __init__(self, loader: DataLoader[Any], rank: int = 0, seed: int | None = None) -> None:
+        self._loader = None if loader.generator else loader
         self._rank, self._seed = rank, seed
 
     def begin(self, epoch: int, part: int = 0) -> None:

@@ -3,7 +3,6 @@
 local_sgd.py        rounds of inner steps, and the outer step that ends one
 fragments.py        parts of the model, whose rounds end in turn
 outer_exchange.py   the changes of all replicas in a round, reduced to one gradient
-outer_optimizer.py  the options that ranks compare, and its step, which moves the center
 """
 
 from .local_sgd import LocalSGD, averaging, nesterov

@@ -11,25 +11,33 @@ is exchanged as often as with one fragment, and the longest exchange is that of 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import groupby
 from typing import Any, ClassVar, Final
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve
 
-from ..errors import HorovodInternalError, check_count
+from ..compression import ErrorFeedback
+from ..errors import HorovodInternalError, check_count, check_number
 from ..exchange.residual_state import ResidualState, unmatched
 from ..optim.wrapped.checkpoint import CHANGES
 from ..runtime.world.membership import World
 from ..runtime.world.process_sets import ProcessSet
-from .outer_exchange import OuterExchange, Round, preserve_gradients
-from .outer_optimizer import center_in_place, options_by_group
+from .outer_exchange import OuterExchange, Round, options_by_group, preserve_gradients
 
 # A fragment of whole layers may have so many times the values of one that cuts layers up.
 _UNEVEN: Final = 1.1
 
 
-def check_rounds(inner_steps: int | None, overlap_steps: int, fragments: int) -> None:
+def check_rounds(
+    inner_steps: int | None,
+    overlap_steps: int,
+    fragments: int,
+    residual_decay: float,
+    compression: Any,
+) -> None:
     """Raise ValueError or TypeError for options of `LocalSGD` that no rounds can have."""
     if inner_steps is not None:
         check_count("inner_steps", inner_steps)
@@ -52,6 +60,14 @@ def check_rounds(inner_steps: int | None, overlap_steps: int, fragments: int) ->
                 if inner_steps is not None
                 else "without inner_steps outer_step() exchanges all at once"
             )
+        )
+    check_number("residual_decay", residual_decay)
+    if not 0 <= residual_decay <= 1:
+        raise ValueError(f"residual_decay must lie in 0..1, got {residual_decay}")
+    if residual_decay != 1 and not isinstance(compression, ErrorFeedback):
+        raise ValueError(
+            f"residual_decay={residual_decay} needs a compression that keeps a residual, such as "
+            f"Compression.gtopk, not {compression!r}"
         )
 
 
@@ -106,6 +122,38 @@ def _layer(name: str) -> str:
     return ".".join(parts[:ends])
 
 
+@contextmanager
+def center_in_place(
+    parameters: Iterable[torch.nn.Parameter],
+    center: Sequence[torch.Tensor],
+    outer: torch.optim.Optimizer,
+    options: Sequence[Mapping[str, Any]],
+) -> Iterator[None]:
+    """Let the outer optimizer step the center, by these options, while the replica stays.
+
+    By `data`, and unseen by autograd: a backward pass under way may need the replica.
+    """
+    known, groups = list(parameters), outer.param_groups
+    replica = [parameter.data for parameter in known]
+    now = [{name: group[name] for name in of} for group, of in zip(groups, options, strict=True)]
+    try:
+        for parameter, tensor in zip(known, center, strict=True):
+            parameter.data = tensor
+        for group, of in zip(groups, options, strict=True):
+            group.update(of)
+        with ExitStack() as versions:
+            # A step in place counts up the parameters' versions, and a backward pass under way
+            # would refuse them.
+            for parameter in known:
+                versions.enter_context(preserve(parameter))
+            yield
+    finally:
+        for parameter, tensor in zip(known, replica, strict=True):
+            parameter.data = tensor
+        for group, of in zip(groups, now, strict=True):
+            group.update(of)
+
+
 class Fragment:
     """A part of the parameters, the place of this rank in its round, and its exchange.
 
@@ -130,31 +178,6 @@ class Fragment:
         self.center: list[torch.Tensor] = []
         self.before: Round | None = None
         self.steps_made = self.wasted = self.early = 0
-
-    def begin(
-        self,
-        name: str,
-        signature: Sequence[str],
-        outer: torch.optim.Optimizer | None,
-        preempted: bool,
-        covered: int,
-        turn: int,
-    ) -> None:
-        """End the round, and begin to exchange what this rank has changed in it.
-
-        outer: to step the center by its options of now, later; None: the rank waits.
-        covered, turn: as in `Round`.
-        """
-        before = Round(self.steps_made, self.steps_made - self.wasted, self.early, turn)
-        # A lost replica's steps are in no sum, and so in no report.
-        before.covered = min(covered, before.made)
-        with before.waiting():
-            self.exchange.begin(name, self.center, signature, before.made, preempted)
-            if outer is not None:
-                # What the rank changes during the exchange is told from what was sent by this copy.
-                before.sent = [p.detach().clone() for p in self.parameters]
-                before.options = options_by_group(outer)
-        self.before, self.steps_made, self.wasted, self.early = before, 0, 0, 0
 
     @torch.no_grad()
     def receive(self, outer: torch.optim.Optimizer, rank: int) -> None:
@@ -408,8 +431,9 @@ class Fragments:
         outer: torch.optim.Optimizer | None,
         preempted: bool,
     ) -> None:
-        """End a fragment's round, as `Fragment.begin` does.
+        """End a fragment's round, and begin to exchange what this rank has changed in it.
 
+        outer: to step the center by its options of now, later; None: the rank waits.
         The exchange is named by its turn: where ranks do not exchange the same fragment, all hear
         of it, and none waits.
         """
@@ -421,18 +445,28 @@ class Fragments:
         if count > 1:
             name = f"{name}.{turn}"
             signature = [*signature, f"fragment {self._fragments.index(fragment)} of {count}"]
-        # Since the latest end of any round, so that no step is in two reports.
-        covered = min(each.steps_made for each in self)
-        fragment.begin(name, signature, outer, preempted, covered, turn)
+        made = fragment.steps_made - fragment.wasted
+        before = Round(fragment.steps_made, made, fragment.early, turn)
+        # Since the latest end of any round, so that no step is in two reports. A lost replica's
+        # steps are in no sum, and so in no report.
+        before.covered = min(made, *(each.steps_made for each in self))
+        with before.waiting():
+            fragment.exchange.begin(name, fragment.center, signature, made, preempted)
+            if outer is not None:
+                # What the rank changes during the exchange is told from what was sent by this copy.
+                before.sent = [p.detach().clone() for p in fragment.parameters]
+                before.options = options_by_group(outer)
+        fragment.before = before
+        fragment.steps_made = fragment.wasted = fragment.early = 0
         self.turn = turn + 1
 
     @property
     def ranks(self) -> Sequence[int]:
-        return self.first.ranks
+        return self.first.peers.ranks
 
     @property
     def rank(self) -> int:
-        return self.first.rank
+        return self.first.peers.rank
 
     @property
     def steps(self) -> int:

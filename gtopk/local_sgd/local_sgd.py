@@ -33,7 +33,7 @@ from typing import Any, Final
 import torch
 
 from ..compression import Compressing, Compression, ErrorFeedback
-from ..errors import HorovodInternalError, check_count, check_number
+from ..errors import HorovodInternalError, check_count
 from ..exchange.automatic import hides_behind_backward
 from ..exchange.bucket_exchange import require_compression
 from ..exchange.buckets.parameters import name_parameters, require_known, require_trained
@@ -47,14 +47,26 @@ from ..runtime.world.process_sets import ProcessSet, global_process_set
 from ..telemetry.run_record import note_step
 from ..telemetry.step_report import StepReport
 from .fragments import Fragment, Fragments, check_rounds
-from .outer_exchange import LostReplicas, OuterResult, Round, report_of
-from .outer_optimizer import Outer, averaging, nesterov, options_of, state_of
+from .outer_exchange import LostReplicas, options_of, state_of
 
 __all__ = ["LocalSGD", "averaging", "nesterov"]
 
 _log = logging.getLogger("gtopk")
 _KEY: Final = "local_sgd"
 _FORMAT: Final = 1
+
+# Makes the outer optimizer for these parameters: the model's own, which are z when it steps.
+Outer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+def nesterov(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Return DiLoCo's outer optimizer: rate 0.7, Nesterov momentum 0.9."""
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def averaging(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Return plain descent of rate 1: dense, z' is the mean of the models."""
+    return torch.optim.SGD(parameters, lr=1.0)
 
 
 class _LocalSGD(Wrapping):
@@ -292,7 +304,17 @@ class _LocalSGD(Wrapping):
             return False
         self.outer_steps += 1
         self.skipped_steps += not outcome.moves
-        self._report(fragment, before, outcome)
+        began, self._ended = self._ended, time.perf_counter()
+        self.last_step = fragment.exchange.report(
+            outcome,
+            before,
+            step=max(0, self._world.step - 1),
+            compute_seconds=self._ended - began - before.waited,
+            model_elements=sum(p.numel() for p in self._names),
+        )
+        # Of this fragment's residual only: others may be in use.
+        steps = fragment.exchange.steps if outcome.moves else None
+        note_step(self._world, self.last_step, steps, [fragment.exchange])
         # A replica lost in one fragment shows in the others' exchanges, too: it counts once.
         lost = {rank: n for rank, n in outcome.lost.items() if rank not in before.gone_back}
         for other in self._fragments:
@@ -306,22 +328,6 @@ class _LocalSGD(Wrapping):
             if self._good >= len(self._fragments):  # one fragment may be amiss in every turn
                 self._lost.end_row()
         return outcome.moves
-
-    def _report(self, fragment: Fragment, before: Round, outcome: OuterResult) -> None:
-        """Fill in `last_step`."""
-        began, self._ended = self._ended, time.perf_counter()
-        self.last_step = report_of(
-            outcome,
-            before,
-            step=max(0, self._world.step - 1),
-            compute_seconds=self._ended - began - before.waited,
-            elements=sum(p.numel() for p in fragment.parameters),
-            model_elements=sum(p.numel() for p in self._names),
-            expected=fragment.exchange.expected,
-        )
-        # Of this fragment's residual only: others may be in use.
-        steps = fragment.exchange.steps if outcome.moves else None
-        note_step(self._world, self.last_step, steps, [fragment.exchange])
 
     def shared_state(self) -> dict[str, Any]:
         """Return where this rank is in its rounds, and wait for the exchanges of those before."""
@@ -375,8 +381,7 @@ class _LocalSGD(Wrapping):
             _log.warning(
                 "the state has no part %r: the outer optimizer's state (its momentum) and the "
                 "number of outer steps are not restored; to go on from a LocalSGD run, save the "
-                "state_dict() of what LocalSGD returns; from a plain optimizer's state nothing "
-                "else is possible",
+                "state_dict() of what LocalSGD returns",
                 _KEY,
                 extra=EVERYWHERE,
             )
@@ -453,15 +458,7 @@ def LocalSGD(
         with fragments fewer good ones than there are fragments end no row.
     Joins the ranks (`hvd.init`) where nobody has. Raises ValueError for options out of range.
     """
-    check_rounds(inner_steps, overlap_steps, fragments)
-    check_number("residual_decay", residual_decay)
-    if not 0 <= residual_decay <= 1:
-        raise ValueError(f"residual_decay must lie in 0..1, got {residual_decay}")
-    if residual_decay != 1 and not isinstance(compression, ErrorFeedback):
-        raise ValueError(
-            f"residual_decay={residual_decay} needs a compression that keeps a residual, such as "
-            f"Compression.gtopk, not {compression!r}"
-        )
+    check_rounds(inner_steps, overlap_steps, fragments, residual_decay, compression)
     check_count("max_skipped_steps", max_skipped_steps)
     require_compression(compression)
     if isinstance(compression, ErrorFeedback) and (

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
 
 from collectives.transports import Transport
-from collectives.wire import NOTHING_CODED
 
 from ..errors import HorovodInternalError
 from ..exchange.bucket_exchange import BucketExchange, open_bucket_exchange
@@ -44,7 +44,7 @@ from ..runtime.coordinator import Operation
 from ..runtime.coordinator.agreement import name_ranks
 from ..runtime.world.membership import World
 from ..runtime.world.process_sets import ProcessSet
-from ..telemetry.step_report import StepReport, seconds_outside
+from ..telemetry.step_report import RecordedStep, StepReport, report
 
 _log = logging.getLogger("gtopk")
 
@@ -139,58 +139,6 @@ class Round:
             self.waits.append((begun, time.perf_counter()))
 
 
-def report_of(
-    outcome: OuterResult,
-    round: Round,
-    *,
-    step: int,
-    compute_seconds: float,
-    elements: int,
-    model_elements: int,
-    expected: ExpectedStep,
-) -> StepReport:
-    """Return the report of an outer step.
-
-    compute_seconds: of all steps of the round.
-    elements: values of the fragment's parameters; model_elements: of those of all fragments.
-    expected: of the exchange, where it predicts nothing itself.
-    """
-    operation, done = outcome.operation, outcome.exchanged
-    coded = done.coded if done else NOTHING_CODED
-    return StepReport(
-        step=step,
-        algorithm=done.algorithm if done else "",
-        compute_seconds=compute_seconds,
-        synchronize_seconds=round.waited,
-        select_seconds=done.select_seconds if done else 0.0,
-        apply_seconds=0.0,
-        agree_seconds=operation.agree_seconds,
-        communicate_seconds=operation.agree_seconds + (done.communicate_seconds if done else 0.0),
-        merge_seconds=done.merge_seconds if done else 0.0,
-        code_seconds=coded.seconds,
-        hidden_seconds=seconds_outside(outcome.span, round.waits) if done else 0.0,
-        working_seconds=outcome.span[1] - outcome.span[0] if done else 0.0,
-        buckets=1,
-        exchange_seconds=done.seconds if done else 0.0,
-        predicted_seconds=(done.predicted_seconds or expected.seconds) if done else None,
-        sent_bytes=operation.traffic.sent_bytes,
-        sent_messages=operation.traffic.sent_messages,
-        bytes_counted=done.bytes_counted if done else True,
-        coded_entries=coded.entries,
-        coded_bytes=coded.bytes,
-        elements=elements,
-        samples=None,
-        selected=done.selected if done else 0,
-        updated=done.updated if done else 0,
-        skipped=not outcome.moves,
-        local_steps=round.covered,
-        covers="outer step",
-        ranks=operation.ranks,
-        dense_seconds=expected.dense_seconds if done else None,
-        model_elements=model_elements,
-    )
-
-
 class LostReplicas(SkipCounter):
     """Counts replicas of all ranks that were not finite, and became the others'.
 
@@ -224,6 +172,35 @@ class LostReplicas(SkipCounter):
         )
 
 
+def options_of(outer: torch.optim.Optimizer) -> str:
+    """Return the class and options of the outer optimizer, which must be equal on all ranks."""
+    options = [
+        # A rate of 1 on one rank is 1.0 on another.
+        {name: float(value) if type(value) is int else value for name, value in group.items()}
+        for group in options_by_group(outer)
+    ]
+    return f"outer {type(outer).__name__} {options}"
+
+
+def options_by_group(outer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in outer.param_groups
+    ]
+
+
+def state_of(outer: torch.optim.Optimizer, parameters: Iterable[torch.nn.Parameter]) -> str:
+    """Return a text by which ranks compare the outer optimizer's state: all must have the same."""
+    # By parameter: the order of `outer.state` is that in which it was filled.
+    state = [value for p in parameters for value in outer.state.get(p, {}).values()]
+    tensors = checksums([value for value in state if isinstance(value, torch.Tensor)])
+    others = [value for value in state if isinstance(value, (int, float))]
+    return (
+        f"state of the outer optimizer {zlib.crc32(tensors.tobytes()):08x} {others} "
+        "(all ranks load, or broadcast_optimizer_state gives them one's)"
+    )
+
+
 @contextmanager
 def preserve_gradients(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
     """Restore the parameters' gradients of now at the end of the context."""
@@ -243,8 +220,7 @@ class OuterExchange:
     names: of the parameters, in the order in which they are exchanged.
     residual_decay: multiplies the residual before a round's changes are added to it.
     budget_share: of all fragments' elements, and so of the budget of `Compression.auto`.
-    name:  begins the names of its operations.
-    ranks: of the world that exchange, in order; rank: this one's place among them.
+    name:  begins the names of its operations. peers: the ranks that exchange.
     expected: the expected seconds of an exchange; known after `meet`.
     """
 
@@ -276,12 +252,10 @@ class OuterExchange:
         self._enter(here, name, self._take_out())
 
     def _enter(self, here: World, name: str, residuals: Mapping[str, ResidualState]) -> None:
-        self.name = name
-        self._engine, self.ranks = self._process_set.engine, self._process_set.members.ranks
-        self.rank = self.ranks.index(here.rank)
-        self._peers = Peers(here, self._engine, self.name, self.ranks, takes_part=True)
+        group = self._process_set
+        self.peers = Peers(here, group.engine, name, group.members.ranks, takes_part=True)
         self._bucket_exchange: BucketExchange = open_bucket_exchange(
-            self.name,
+            name,
             list(self._names),
             list(self._names.values()),
             self._compression,
@@ -315,12 +289,12 @@ class OuterExchange:
             require_the_same(transport, own, names)
             return any(all_flags), transport.broadcast_object(mine)
 
-        of_any, said = self._engine.submit(
-            f"{self.name}.replicas",
+        of_any, said = self.peers.run(
+            "replicas",
             self._signature([*signature, signature_of(self._compression)]),
             compare_models,
             flags=bool(nonzero_names(self._residuals)),
-        ).wait()
+        )
         outer_steps, self._progress.steps, record = said
         self._bucket_exchange.resume(record)
         # On all ranks, also those that have loaded nothing: the bucket is exchanged otherwise then.
@@ -330,7 +304,7 @@ class OuterExchange:
         self._residuals = {}
         if (residual := self._bucket_exchange.exchange.residual) is not None:
             residual.may_be_misplaced = True  # any rank may have loaded a state
-        self.expected.measure([self._bucket_exchange], self._peers)
+        self.expected.measure([self._bucket_exchange], self.peers)
         return outer_steps
 
     def _signature(self, signature: Sequence[str]) -> list[str]:
@@ -373,7 +347,7 @@ class OuterExchange:
             torch._foreach_zero_(changes)  # 0 times NaN is NaN: a weight of 0 is not enough
         try:
             # A lost replica announces no steps, and so weighs nothing in the sum.
-            operation = self._engine.submit(
+            operation = self.peers.engine.submit(
                 name,
                 self._signature([*signature, bucket_exchange.signature]),
                 partial(self._work, mine, frozen),
@@ -446,6 +420,39 @@ class OuterExchange:
         exchanged = self._bucket_exchange.reduce(transport)
         self._span = began, time.perf_counter()
         return preempted, lost, everywhere, exchanged
+
+    def report(
+        self,
+        outcome: OuterResult,
+        round: Round,
+        step: int,
+        compute_seconds: float,
+        model_elements: int,
+    ) -> StepReport:
+        """Return the report of an outer step.
+
+        compute_seconds: of all steps of the round.
+        model_elements: values of the parameters of all fragments.
+        """
+        seen = RecordedStep({0: outcome.operation}, bucket_exchanges=[self._bucket_exchange])
+        if outcome.exchanged is not None:
+            seen.exchanged[0] = outcome.exchanged
+            seen.spans.append(outcome.span)
+        done = report(
+            seen,
+            step=step,
+            compute_seconds=compute_seconds,
+            waits=round.waits,
+            synchronize_seconds=round.waited,
+            apply_seconds=0.0,
+            predicted_seconds=self.expected.seconds,
+            skipped=not outcome.moves,
+            samples=None,
+            local_steps=round.covered,
+            covers="outer step",
+            dense_seconds=self.expected.dense_seconds,
+        )
+        return replace(done, model_elements=model_elements)
 
     def residual_size(self) -> ResidualSize | None:
         """Return the size of this rank's residual; None: the exchange has none."""

@@ -11,21 +11,19 @@ ends when a rank has computed all micro-batches that were dealt to it, or when o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
-
-import torch
 
 from ...exchange.buckets.parameters import KNOWN_TO_ADAPT, require_known
 from ...runtime.logs import EVERYWHERE
 from ..current_batch import LearningRate
 from ..loader_base import LoaderBase
-from ..local_training.local_steps import LocalSteps, replace_step
-from ..local_training.replica import RoundExchange
+from ..local_steps import LocalSteps, replace_step, require_batch, require_one_pass
 from ..options import Job, RoundOptions
 from ..partitioning.cuts import Passes
+from ..replica import RoundExchange
 from ..sources import Numbers, order_in_words, rebuilt
 from .rounds import AgreedSettings, Rounds, RoundWire
 
@@ -52,7 +50,7 @@ _log = logging.getLogger("gtopk")
 SAFE_MOMENTUM: Final = 0.5
 
 
-class DelayedLoader(LoaderBase):
+class DelayedLoader(LoaderBase[RoundOptions]):
     """An iterable of this rank's micro-batches, as many in a round as it has time for.
 
     The script calls `step` for every batch, as before; most steps only add up gradients. The
@@ -69,39 +67,24 @@ class DelayedLoader(LoaderBase):
         options, world, optimizer = job.options, job.world, job.optimizer
         policy = optimizer.step_policy
         super().__init__(job, "abs")
-        self._options = options
         check(job)
         length = self._indexed(job)
         # Filled anew for each pass: the DataLoader keeps this very list as its batch_sampler.
         self._mine: list[list[int]] = []  # indices of this pass's micro-batches
         self._loader = rebuilt(job.loader, batch_sampler=self._mine)
-        self._numbers = Numbers(job.loader, self._loader, world.rank)
+        self._numbers = Numbers(self._loader, world.rank)
         self._rate = LearningRate(optimizer, options.lr_scaling, options.global_batch)
         self._passes = Passes(world.size, options.micro_batch)
-        name = f"adapt.{next(world.sets[0].unnamed)}"
-        signature = [
-            "mode='abs'",
-            f"{length} samples",
-            *options.signature(),
-            *policy.options.signature(),
-        ]
-        world.engine.submit(name, signature, lambda transport, all_flags: None).wait()
+        self._meet([f"{length} samples", *policy.options.signature()])
         trained = policy.trained()
         self._trained = set(trained)
         self.exchange = RoundExchange(trained, policy.options.compression)
         self._steps = LocalSteps(world, optimizer, "round")
-        self._steps.expect(self.exchange, name)
+        self._steps.expect(self.exchange, self._name)
         self._settings = AgreedSettings(optimizer)
         self._applied = policy.progress  # rounds; the replicas' check goes by it
         self._wire = RoundWire(
-            name,
-            self.exchange,
-            [f"parameter '{policy.names[p]}' {list(p.shape)} {p.dtype}" for p in trained],
-            world.engine,
-            self._settings,
-            policy.replicas,
-            policy.options.local_clip_norm,
-            self._steps,
+            self._name, self.exchange, world, optimizer, self._settings, self._steps
         )
         self._open_rounds = partial(
             Rounds,
@@ -159,26 +142,18 @@ class DelayedLoader(LoaderBase):
             self._optimizer.step_policy.replicas.end(self._wire.divergences, self._optimizer.state)
         self._steps.close(self._world.step, self._wire.samples, skipped=skipped)
 
-    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def _step(self) -> None:
         """Add the micro-batch's gradients to the round; apply an update where a round has ended.
 
         Raises RuntimeError without a current micro-batch.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if not self._has_batch:
-            raise RuntimeError(
-                f"rank {self._world.rank}: mode 'abs' takes one optimizer.step() with every batch "
-                "of its loader, before loader.drain() and the next batch; there is none in hand"
-            )
+        require_batch(self._has_batch, self._world.rank, self._mode)
         # Around `poll`, too: it may apply an earlier round's update, which no GradScaler has
         # scaled.
         with unscaled_gradients(self._optimizer) as (loss_scale, overflow):
             if overflow:
                 self._leave_out()
-                return loss
+                return
             self._has_batch = False
             if self.num_samples:
                 summed = self._options.loss_reduction == "sum"
@@ -187,7 +162,6 @@ class DelayedLoader(LoaderBase):
             self._optimizer.zero_grad()
             self.rounds.poll()
         self._settings.seen = self.round
-        return loss
 
     def _leave_out(self) -> None:
         """Finish the current micro-batch without its gradients."""
@@ -339,13 +313,11 @@ class DelayedLoader(LoaderBase):
         another number of ranks it is a share of the sum of all. Gradients of an iteration that
         was broken off are not applied any more; then every rank must load a state.
         """
-        self._epochs.close()
         if self._in_pass:
             # Other ranks may have sent more or less of the round, and join late or never: elastic
             # restores states when ranks have failed.
             self._abandoned, self.rounds = self.rounds, self._open_rounds()
         self._in_epoch = self._in_pass = self._has_batch = False
-        self._epochs.load_state_dict(state["epochs"])
         self._passes.load_state_dict(state["passes"])
         self.rounds.load(state["round"], state["samples"])
         self._applied.steps = state["steps"]  # some ranks may have been a round ahead
@@ -367,12 +339,11 @@ def refuse_tokens(*said: Any) -> None:
 
 def check(job: Job[RoundOptions]) -> None:
     """Raise ValueError for options that rounds do not support; warn of an unstable momentum."""
-    if job.optimizer.backward_passes_per_step != 1:
-        raise ValueError(
-            "mode 'abs' adds up micro-batches itself, as many as there is time for; choose their "
-            "size by micro_batch= and use backward_passes_per_step=1, got "
-            f"{job.optimizer.backward_passes_per_step}"
-        )
+    require_one_pass(
+        job.optimizer,
+        "mode 'abs' adds up micro-batches itself, as many as there is time for, of the size "
+        "micro_batch=",
+    )
     # AdaScale needs the noise scale, and rounds add gradients up before anybody could probe them.
     if job.options.lr_scaling == "adascale":
         raise ValueError("mode 'abs' measures no noise: use lr_scaling 'none', 'linear' or 'sqrt'")

@@ -32,7 +32,6 @@ RoundWire: the operations of the engine that all ranks take part in.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,10 +43,11 @@ from collectives.errors import MismatchError
 from collectives.transports import Transport
 
 from ...optim.replica_check import Divergence, ReplicaCheck
-from ...runtime.coordinator import Engine, Work
+from ...runtime.coordinator import Work
 from ...runtime.coordinator.agreement import describe_mismatch
-from ..local_training.local_steps import LocalSteps, TimedOperation
-from ..local_training.replica import RoundExchange
+from ...runtime.world.membership import World
+from ..local_steps import LocalSteps, TimedOperation
+from ..replica import RoundExchange
 
 
 class AgreedSettings:
@@ -58,35 +58,43 @@ class AgreedSettings:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._agreed: list[tuple[int, str, Any]] = []  # number of the group, name, value
+        self._agreed: list[list[Any]] = []  # number of the group, name, value
         self.seen = 0
 
-    def encode(self) -> list[str]:
-        """Return the newest round that this rank has seen, and its settings, as texts."""
-        return [str(self.seen), *map(json.dumps, self._own())]
+    def encode(self) -> list[Any]:
+        """Return the newest round that this rank has seen, and its settings, to be gathered."""
+        own = [
+            [number, name, value]
+            for number, group in enumerate(self._optimizer.param_groups)
+            for name, own in group.items()
+            if name != "params" and (value := _number(own)) is not None
+        ]
+        return [self.seen, own]
 
-    def agree(self, transport: Transport, said: list[str]) -> None:
+    def agree(self, transport: Transport, said: list[Any]) -> None:
         """Adopt the settings of the ranks that have seen the newest round.
 
         Raises MismatchError, on all ranks, where these ranks' settings differ.
         """
         told = transport.gather_object(said)
         # A rank with nothing left to compute stays behind: its settings are of an earlier round.
-        newest = max(int(seen) for seen, *_ in told)
-        by_rank = {rank: words for rank, (seen, *words) in enumerate(told) if int(seen) == newest}
-        # As texts: JSON writes a float so that it comes back to the bit.
-        first = next(iter(by_rank.values()))
-        if any(words != first for words in by_rank.values()):
+        newest = max(seen for seen, _ in told)
+        by_rank = {rank: settings for rank, (seen, settings) in enumerate(told) if seen == newest}
+        # By their texts: a rate of 1 on one rank is not 1.0 on another, and NaN is NaN.
+        if len(set(map(repr, by_rank.values()))) > 1:
             signature = {
-                rank: ["the settings of a round", *map(_in_words, words)]
-                for rank, words in by_rank.items()
+                rank: [
+                    "the settings of a round",
+                    *(f"{name}={value} of group {number}" for number, name, value in settings),
+                ]
+                for rank, settings in by_rank.items()
             }
             raise MismatchError(
                 f"{describe_mismatch(signature)}. In mode 'abs' ranks have unlike numbers of "
                 "micro-batches: step a schedule with the rounds, by `while scheduler.last_epoch < "
                 "loader.round: scheduler.step()` after optimizer.step(), or once an epoch"
             )
-        self._agreed = [tuple(json.loads(word)) for word in first]
+        self._agreed = by_rank[min(by_rank)]
 
     @contextmanager
     def set(self) -> Iterator[None]:
@@ -104,19 +112,6 @@ class AgreedSettings:
             for group, name, own, agreed in before:
                 if group[name] is agreed:  # some optimizers advance counters in their groups
                     group[name] = own
-
-    def _own(self) -> list[tuple[int, str, Any]]:
-        return [
-            (number, name, value)
-            for number, group in enumerate(self._optimizer.param_groups)
-            for name, own in group.items()
-            if name != "params" and (value := _number(own)) is not None
-        ]
-
-
-def _in_words(said: str) -> str:
-    number, name, value = json.loads(said)
-    return f"{name}={value} of group {number}"
 
 
 def _number(own: object) -> Any:
@@ -315,13 +310,14 @@ class Rounds:
     def _end_round(self) -> None:
         """Apply the round before, and begin to reduce this one."""
         # The exchange has one bucket and one residual: the reduction before must be over.
-        self._finish_reduction()
+        self.drain()
         self._reducing = self._wire.reduce(self._sums, self._samples, self._batches)
         # The exchange has copied them: the next round adds to gradients of its own.
         self._sums = [None] * len(self._parameters)
         self._samples = self._batches = 0
 
-    def _finish_reduction(self) -> None:
+    def drain(self) -> None:
+        """Apply the update of the last round that has ended, if any; waits for its reduction."""
         if self._reducing is None:
             return
         reduced: RoundReduction = self._reducing.wait()
@@ -344,10 +340,6 @@ class Rounds:
             for parameter in self._parameters:
                 parameter.grad = None
 
-    def drain(self) -> None:
-        """Apply the last round's update, when it has `ended`; waits for its reduction."""
-        self._finish_reduction()
-
 
 # Flags of a reduction, with the counts above them: they travel with the agreement on the operation,
 # so that no message is added.
@@ -362,31 +354,29 @@ _COUNTS: Final = (1 << _COUNT_BITS) - 1
 class RoundWire:
     """One rank's side of the operations between ranks.
 
-    steps: counts the costs of the rounds.
     settings: all ranks agree on them with every round.
-    replicas: checked together with a round when due, so that no rank waits for the check alone.
-    local_clip_norm: each rank's part of an update is shortened to its share of this norm.
+    steps: counts the costs of the rounds.
     """
 
     def __init__(
         self,
         name: str,
         exchange: RoundExchange,
-        signature: Sequence[str],
-        engine: Engine,
+        world: World,
+        optimizer: Any,
         settings: AgreedSettings,
-        replicas: ReplicaCheck,
-        local_clip_norm: float | None,
         steps: LocalSteps,
     ) -> None:
-        self.exchange = exchange
-        self._name = name
-        self._signature = list(signature)
-        self._engine = engine
-        self._settings = settings
-        self._replicas = replicas
-        self._local_clip_norm = local_clip_norm
-        self._steps = steps
+        self.exchange, self._name, self._engine = exchange, name, world.engine
+        self._settings, self._steps, policy = settings, steps, optimizer.step_policy
+        self._signature = [
+            f"parameter '{policy.names[p]}' {list(p.shape)} {p.dtype}"
+            for p in exchange.bucket.parameters
+        ]
+        # Checked together with a round when due, so that no rank waits for the check alone.
+        self._replicas: ReplicaCheck = policy.replicas
+        # Each rank's part of an update is shortened to its share of this norm.
+        self._local_clip_norm = policy.options.local_clip_norm
         self.samples = 0  # of this rank, in the round that is reduced
         self.divergences: list[Divergence] | None = None  # found when it began; None: not checked
 
@@ -442,12 +432,10 @@ class RoundWire:
 
     def meet(self, signature: Sequence[str], drains: bool) -> list[int]:
         """Return for every rank whether it drains; waits for all of them."""
-
-        def work(transport: Transport, all_flags: list[int]) -> list[int]:
-            return list(all_flags)
-
-        all_flags: list[int] = self._submit("pass", signature, work, int(drains)).wait()
-        return all_flags
+        said: list[int] = self._submit(
+            "pass", signature, lambda transport, all_flags: list(all_flags), int(drains)
+        ).wait()
+        return said
 
     def _submit(
         self, what: str, signature: Sequence[str], work: Work, flags: int

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -37,36 +37,25 @@ from collectives.errors import MismatchError, PeerError, PeerTimeoutError
 from collectives.transports import Counter
 from collectives.transports.node_memory import NodeMemory
 
-
-class DeviceClass(NamedTuple):
-    """A kind of worker.
-
-    is_fast: it computes on a copy of the parameters, in large batches, and evaluates losses. A
-        slow one computes on the shared model itself, in small batches.
-    """
-
-    name: str
-    is_fast: bool
-
-
-CLASSES: Final[Mapping[str, DeviceClass]] = {
-    "cpu": DeviceClass("cpu", is_fast=False),
-    "gpu": DeviceClass("gpu", is_fast=True),
+# The device classes, and which are fast: their workers compute on copies of the parameters, in
+# large batches, and evaluate losses. A slow one computes on the shared model, in small batches.
+IS_FAST: Final[Mapping[str, bool]] = {
+    "cpu": False,
+    "gpu": True,
     # For ranks on CPUs that act as the two above, to try the modes without a GPU.
-    "slow": DeviceClass("slow", is_fast=False),
-    "fast": DeviceClass("fast", is_fast=True),
+    "slow": False,
+    "fast": True,
 }
-NAMES: Final = tuple(CLASSES)  # shared memory holds a class as its index here
+NAMES: Final = tuple(IS_FAST)  # shared memory holds a class as its index here
 
 
-def class_named(name: str) -> DeviceClass:
-    """Return a class; raise ValueError for a name there is none of."""
-    if name not in CLASSES:
-        raise ValueError(f"a device class must be one of {', '.join(CLASSES)}, got {name!r}")
-    return CLASSES[name]
+def require_class(name: str) -> None:
+    """Raise ValueError for a device class that there is not."""
+    if name not in NAMES:
+        raise ValueError(f"a device class must be one of {', '.join(NAMES)}, got {name!r}")
 
 
-def class_of(parameters: Sequence[torch.Tensor], name: str | None) -> DeviceClass:
+def class_of(parameters: Sequence[torch.Tensor], name: str | None) -> str:
     """Return this worker's class: the one it names, else by the device of its parameters.
 
     Raises ValueError where the parameters' devices do not go with it.
@@ -78,40 +67,25 @@ def class_of(parameters: Sequence[torch.Tensor], name: str | None) -> DeviceClas
             f"{', '.join(devices)}"
         )
     on_gpu = devices == ["cuda"]
-    chosen = class_named(name or ("gpu" if on_gpu else "cpu"))
-    if on_gpu != (chosen.name == "gpu"):
+    chosen = name or ("gpu" if on_gpu else "cpu")
+    if on_gpu != (chosen == "gpu"):
         raise ValueError(
-            f"a worker of device class {chosen.name!r} must have its parameters on "
-            f"{'a GPU' if chosen.name == 'gpu' else 'the CPU'}, and they are on {devices[0]}"
+            f"a worker of device class {chosen!r} must have its parameters on "
+            f"{'a GPU' if chosen == 'gpu' else 'the CPU'}, and they are on {devices[0]}"
         )
     return chosen
 
 
 WORDS_BYTES, AMISS_BYTES = 160, 480
 HEAD: Final = np.dtype(
-    {
-        "names": [
-            "prepared",
-            "next",
-            "end",
-            "base",
-            "turn",
-            "merged",
-            "smallest",
-            "what",
-            "amiss",
-            "is_amiss",
-        ],
-        # smallest: batch size by device class; what: the round's name; amiss: why all must stop
-        "formats": [
-            *["i8"] * 6,
-            f"({len(CLASSES)},)i8",
-            f"S{WORDS_BYTES}",
-            f"S{AMISS_BYTES}",
-            "i8",
-        ],
-        "itemsize": 1024,
-    }
+    [
+        *((word, "i8") for word in ("prepared", "next", "end", "base", "turn", "merged")),
+        ("smallest", "i8", (len(NAMES),)),  # batch by device class
+        ("what", f"S{WORDS_BYTES}"),  # the round's name
+        ("amiss", f"S{AMISS_BYTES}"),  # why all must stop
+        ("is_amiss", "i8"),
+        ("", "V296"),  # so that rows begin a cache line
+    ]
 )
 _WORDS: Final = (
     "kind",  # the device class
@@ -203,11 +177,6 @@ class WorkerTable:
 
     def _sum(self, word: str, places: list[int]) -> int:
         return int(self.rows[word][places].sum()) if places else 0
-
-
-def now_nanoseconds() -> int:
-    """Return the time by the clock that measures busy times."""
-    return time.perf_counter_ns()
 
 
 _DONE, _GIVEN_BACK = -1, -2

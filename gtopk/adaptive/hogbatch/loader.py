@@ -11,36 +11,29 @@ Periods: a worker's work in a quarter of a second, reported as a step of the run
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
 from ...exchange.buckets.parameters import KNOWN_TO_ADAPT, require_known
 from ...runtime.world.membership import World
 from ..loader_base import LoaderBase, is_over
-from ..local_training.local_steps import LocalSteps
+from ..local_steps import LocalSteps
 from ..options import Job
 from ..sources import order_in_words, rebuilt
-from .ledger import NAMES, WorkerTable, class_of, now_nanoseconds
+from .ledger import IS_FAST, NAMES, WorkerTable, class_of
 from .node import join_node
 from .options import HogbatchOptions, check
 from .report import BATCH, Report, faster_workers, mean_loss, report_of
-from .shared_model import SharedModel, Writer, layout_of, require_shareable, states_of
-from .sizes import ClassSizes, Sizer, default_thresholds
-from .workers_batch import ClaimedBatches, WorkersBatch
+from .shared_model import layout_of, require_shareable, states_of
+from .sizes import ClassSizes, Sizer, default_thresholds, thresholds_of
+from .workers_batch import ClaimedBatches, WorkersBatch, Writer
 
 PERIOD_NANOSECONDS: Final = 250_000_000  # batches may be far shorter
-
-
-class Counts(NamedTuple):
-    """A worker's counts on its board."""
-
-    updates: int = 0
-    samples: int = 0
-    skipped: int = 0
 
 
 class Periods:
@@ -48,33 +41,31 @@ class Periods:
 
     def __init__(self, steps: LocalSteps, board: WorkerTable, world: World) -> None:
         self._steps, self._board, self._world = steps, board, world
-        self._reported, self._since = Counts(), 0
+        self._reported, self._since = [0, 0, 0], 0  # updates, samples, skipped; nanoseconds
 
     def begin(self) -> None:
         """Begin a period at the start of an epoch."""
-        self._since = now_nanoseconds()
+        self._since = time.perf_counter_ns()
 
     def poll(self) -> None:
         """End the period, and begin another, where it has lasted long enough."""
-        is_due = now_nanoseconds() - self._since >= PERIOD_NANOSECONDS
-        if is_due and self._board["updates"] > self._reported.updates:
+        is_due = time.perf_counter_ns() - self._since >= PERIOD_NANOSECONDS
+        if is_due and self._board["updates"] > self._reported[0]:
             self.end()
 
     def end(self) -> None:
         """Report the work since the last report, and begin another period."""
-        board, before = self._board, self._reported
-        now = Counts(board["updates"], board["samples"], board["skipped"])
-        self._reported, self._since = now, now_nanoseconds()
-        self._steps.computed()
-        self._steps.close(
-            self._world.step - 1,
-            now.samples - before.samples,
-            now.updates - before.updates,
-            skipped=now.skipped > before.skipped,
+        before = self._reported
+        self._reported = [self._board[word] for word in ("updates", "samples", "skipped")]
+        updates, samples, skipped = (
+            now - then for now, then in zip(self._reported, before, strict=True)
         )
+        self._since = time.perf_counter_ns()
+        self._steps.computed()
+        self._steps.close(self._world.step - 1, samples, updates, skipped=skipped > 0)
 
 
-class HogbatchLoader(LoaderBase):
+class HogbatchLoader(LoaderBase[HogbatchOptions]):
     """An iterable of this worker's batches, with one step for each.
 
     The run's record has a step for each period: the batches that this worker begins in a quarter of
@@ -82,11 +73,12 @@ class HogbatchLoader(LoaderBase):
     worker of each of several nodes sends anything: it merges the nodes' models.
     """
 
+    way_out = "go on in another job, by a checkpoint"
+
     def __init__(self, job: Job[HogbatchOptions], adapts: bool = False) -> None:
         options, world, optimizer = job.options, job.world, job.optimizer
         super().__init__(job, "adaptive-hogbatch" if adapts else "hogbatch")
         check(job, self._mode)
-        self._options = options
         self._indexed(job)
 
         policy = optimizer.step_policy
@@ -100,22 +92,22 @@ class HogbatchLoader(LoaderBase):
         self._board, self._ledger = self._node.board, self._node.ledger
         self._periods = Periods(self._steps, self._board, world)
         self._writer = Writer(
-            SharedModel(self._node.model_bytes, layout),
+            self._node.shared,
             self._board,
             trained,
             states,
             optimizer,
-            copies=self._class.is_fast,
+            copies=IS_FAST[self._class],
             audits=options.audit,
         )
         self._trained = trained
 
         batch_size = job.loader.batch_size or 1
         default = default_thresholds(options.min_batch, batch_size, options.max_batch)
-        said = options.thresholds().get(self._class.name)
+        said = thresholds_of(options.sizes).get(self._class)
         class_sizes = ClassSizes(self._node.memory, self._board, self._class)
-        self._sizer = Sizer(self._class.is_fast, adapts, options.alpha, said, default, class_sizes)
-        self._board["kind"] = NAMES.index(self._class.name)
+        self._sizer = Sizer(IS_FAST[self._class], adapts, options.alpha, said, default, class_sizes)
+        self._board["kind"] = NAMES.index(self._class)
         self._board["size"] = self._sizer.size
         world.engine.ranks_may_leave |= options.ranks_may_leave
         self._claims = ClaimedBatches(self._node, self._sizer, options, self._steps.spent)
@@ -171,7 +163,7 @@ class HogbatchLoader(LoaderBase):
         self._periods.end()
 
     def _begin(self, epoch: int, order: Sequence[int]) -> None:
-        self._require_its_world("go on in another job, by a checkpoint")
+        self._require_its_world()
         length, what = len(order), f"epoch {epoch}, {order_in_words(order)}"
         if length > self._node.longest:
             raise ValueError(
@@ -209,7 +201,8 @@ class HogbatchLoader(LoaderBase):
         Call it in place of `loss_of(batch).backward()`. A size that did not fit bounds this
         worker's sizes from then on.
         """
-        return self._batch.backward(loss_of, batch, max(self.num_samples, 1))
+        summed = self._options.loss_reduction == "sum"
+        return self._batch.memory.backward(loss_of, batch, max(self.num_samples, 1), summed)
 
     @torch.no_grad()
     def evaluate(
@@ -223,7 +216,7 @@ class HogbatchLoader(LoaderBase):
         differ; RuntimeError at once within an epoch, and where the loader's world is over.
         """
         self._require_between_epochs("evaluate")
-        self._require_its_world("go on in another job, by a checkpoint")
+        self._require_its_world()
         self._publish()
         data: Any = self.dataset if dataset is None else dataset
         collate, refresh = self._loader.collate_fn, partial(self._writer.refresh, waits=True)
@@ -277,7 +270,7 @@ class HogbatchLoader(LoaderBase):
     def _state(self) -> dict[str, Any]:
         """Return the state that the next epoch depends on."""
         return {
-            "class": self._class.name,
+            "class": self._class,
             "epochs": self._epochs.state_dict(),
             "size": self._sizer.size,
             "thresholds": self._sizer.thresholds and list(self._sizer.thresholds),
@@ -288,7 +281,5 @@ class HogbatchLoader(LoaderBase):
 
         Sizes that its worker found apply here if this worker has its class, and none are given.
         """
-        self._epochs.close()
-        self._epochs.load_state_dict(state["epochs"])
-        if state["thresholds"] is not None and state.get("class") == self._class.name:
+        if state["thresholds"] is not None and state.get("class") == self._class:
             self._sizer.resume(state["thresholds"][0], state["size"])

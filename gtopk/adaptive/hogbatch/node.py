@@ -10,7 +10,7 @@ NodeMerges: the models of several nodes, merged at intervals while their workers
                             /                                      \
     node 1   ...updates...| snapshot o_1 = x_1 - z |...updates... | + (z' + o_1' - snapshot) |...
 
-The first worker of each node merges, in the offset form of `local_training.replica`: what top-k
+The first worker of each node merges, in the offset form of `replica`: what top-k
 does not send stays in the node's model. All nodes weigh the same, w_i = 1 / nodes, as a node that
 has computed more has already moved further. The change by a merge is added to the model as it is by
 then, so no update is lost, and none waits.
@@ -21,8 +21,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -31,8 +31,6 @@ from collectives.algorithms.hierarchical import checked_nodes, find_nodes
 from collectives.cores import allowed_cores, core_quota
 from collectives.errors import PeerError, PeerTimeoutError
 from collectives.transports import Counter, Transport
-from collectives.transports.node_memory import NodeMemory
-from collectives.vector import Array
 
 from ... import settings
 from ...optim.expected_step import ExpectedStep
@@ -40,13 +38,12 @@ from ...optim.peers import Peers
 from ...planning import advice
 from ...runtime.coordinator import Engine, Operation
 from ...runtime.logs import EVERYWHERE
-from ...runtime.world.membership import World
 from ...units import count_text
-from ..local_training.local_steps import LocalSteps
-from ..local_training.replica import Replica
+from ..local_steps import LocalSteps
 from ..options import Job
-from .ledger import CLASSES, NAMES, DeviceClass, Ledger, WorkerTable
-from .options import HogbatchOptions, warn_of_few_cores
+from ..replica import Replica
+from .ledger import IS_FAST, NAMES, Ledger, WorkerTable
+from .options import HogbatchOptions
 from .shared_model import Layout, SharedModel
 
 _log = logging.getLogger("gtopk")
@@ -54,19 +51,6 @@ _log = logging.getLogger("gtopk")
 MERGES: Final = 10  # in an epoch, by default
 _PAUSE_SECONDS: Final = 1e-3
 _WORD_SECONDS: Final = 2.0  # to wait for the reason of a failed worker, which comes after its end
-
-
-class Workers(Protocol):
-    """The workers of a node, as far as its merges need them."""
-
-    @property
-    def memory(self) -> NodeMemory: ...
-    @property
-    def board(self) -> WorkerTable: ...
-    @property
-    def ledger(self) -> Ledger: ...
-    @property
-    def ranks(self) -> Sequence[int]: ...
 
 
 class NodeMerges:
@@ -77,32 +61,29 @@ class NodeMerges:
 
     def __init__(
         self,
-        node: Workers,
+        job: Job[HogbatchOptions],
+        node: Node,
         nodes: Sequence[Sequence[int]],
-        shared: SharedModel,
-        length: int,
-        merge_every: int | None,
         counter: Counter | None,
+        steps: LocalSteps,
+        advises: bool,
     ) -> None:
-        self._node, self._shared, self._counter = node, shared, counter
-        self._leaders = [ranks[0] for ranks in nodes]
-        self._leads = node.memory.place == 0
-        self._every = merge_every or -(-length // MERGES)
-        self._length = length
-        self._due = self._begun = 0  # merges in this epoch
-        self._pending: Operation | None = None
-        self._engine: Engine | None = None
-        self.merges = 0
-
-    def open(self, world: World, compression: Any, steps: LocalSteps, advises: bool) -> None:
         """Set up the merges, while all nodes' models are alike; all ranks call it together.
 
         steps: counts the finished merges of this worker.
         advises: rank 0 logs how much compression saves in a merge.
         """
-        self._world, self._steps = world, steps
-        if len(self._leaders) == 1:
+        self._world, self._node, self._steps, self._counter = job.world, node, steps, counter
+        self._leaders = [ranks[0] for ranks in nodes]
+        self._leads = node.memory.place == 0
+        self._every = job.options.merge_every or -(-node.longest // MERGES)
+        self._due = self._begun = 0  # merges in this epoch
+        self._pending: Operation | None = None
+        self._engine: Engine | None = None
+        self.merges = 0
+        if len(nodes) == 1:
             return
+        world = self._world
         world.sets_made += 1
         world.open_set(world.sets_made, self._leaders)
         if not self._leads:
@@ -110,8 +91,9 @@ class NodeMerges:
         self._name = f"hogbatch.{world.sets_made}"
         engine = self._engine = world.sets[world.sets_made].engine
         assert engine is not None
-        self._tensors = self._shared.parameters
+        self._tensors = node.shared.parameters
         self._snapshot = [torch.nn.Parameter(tensor.clone()) for tensor in self._tensors]
+        compression = job.optimizer.step_policy.options.compression
         self._replica = Replica(self._snapshot, compression)
         if advises:
             reduction = self._replica.reduction
@@ -130,7 +112,7 @@ class NodeMerges:
             )
             self._wait(met)
             self._steps.note_submit(met)
-        self._due, self._begun = -(-self._length // self._every), 0
+        self._due, self._begun = -(-self._node.longest // self._every), 0
 
     def poll(self) -> None:
         """Apply a merge that has finished, and begin one that is due."""
@@ -177,12 +159,7 @@ class NodeMerges:
         """Begin a merge of the node's current model."""
         assert self._engine is not None
         self._begun += 1
-        with torch.no_grad():
-            for own, tensor in zip(self._snapshot, self._tensors, strict=True):
-                own.copy_(tensor)
-        # Merging changes the snapshot itself, and workers go on changing the model: only the change
-        # since this copy is added to it.
-        self._before = [own.detach().clone() for own in self._snapshot]
+        self._take_snapshot()
         self._replica.prepare()
         count = self._counter.add(0) if is_last and self._counter is not None else 0
 
@@ -191,9 +168,17 @@ class NodeMerges:
             weight = 1.0 / transport.size
             return weight, self._replica.exchange(transport, weight), max(counts)
 
-        signature = [self._replica.signature, f"the last one of an epoch: {is_last}"]
+        signature = [self._replica.reduction.signature, f"the last one of an epoch: {is_last}"]
         self._is_last = is_last
         self._pending = self._engine.submit(f"{self._name}.merge", signature, work)
+
+    @torch.no_grad()
+    def _take_snapshot(self) -> None:
+        for own, tensor in zip(self._snapshot, self._tensors, strict=True):
+            own.copy_(tensor)
+        # Merging changes the snapshot itself, and workers go on changing the model: only the change
+        # since this copy is added to it.
+        self._before = [own.detach().clone() for own in self._snapshot]
 
     @torch.no_grad()
     def _take(self) -> None:
@@ -262,9 +247,7 @@ class NodeMerges:
 
     @torch.no_grad()
     def _merge_all(self, leaders: Transport) -> None:
-        for own, tensor in zip(self._snapshot, self._tensors, strict=True):
-            own.copy_(tensor)
-        self._before = [own.detach().clone() for own in self._snapshot]
+        self._take_snapshot()
         offset = self._replica.weighted_offset(1.0 / leaders.size)
         leaders.allreduce(offset)
         self._replica.collapse(offset)
@@ -282,25 +265,24 @@ class Node:
     nodes:   the number of nodes.
     ranks:   the rank in the world of each place.
     longest: the most places that a round may have.
+    notes:   of the ledger: int16 [2, longest].
+    shared:  the model.
     """
 
     def __init__(
-        self,
-        memory: NodeMemory,
-        nodes: int,
-        ranks: Sequence[int],
-        length: int,
-        layout: Layout,
+        self, stream: Transport, nodes: int, ranks: Sequence[int], length: int, layout: Layout
     ) -> None:
-        self.memory = memory
-        self.nodes = nodes
-        self.ranks = ranks
-        self.longest = length
-        self.board = WorkerTable(memory)
-        regions = Regions.laid_out(len(ranks), length, layout)
-        notes = memory.bytes[regions.notes : regions.notes + 2 * length * _NOTE.itemsize]
-        self.notes = notes.view(_NOTE).reshape(2, length)
-        self.model_bytes = memory.bytes[regions.model : regions.model + layout.size_bytes]
+        """stream: between the workers of this node, who all call it together."""
+        # The memory: the board, the notes, the model.
+        first_note = _up(WorkerTable.size_bytes(len(ranks)))
+        end_of_notes = first_note + 2 * length * _NOTE.itemsize
+        model = _up(end_of_notes)
+        end = model + layout.size_bytes
+        self.memory = stream.shared_memory(_up(end))
+        self.nodes, self.ranks, self.longest = nodes, ranks, length
+        self.board = WorkerTable(self.memory)
+        self.notes = self.memory.bytes[first_note:end_of_notes].view(_NOTE).reshape(2, length)
+        self.shared = SharedModel(self.memory.bytes[model:end], layout)
         self.ledger: Ledger
         self.merging: NodeMerges
 
@@ -309,28 +291,13 @@ class Node:
         found = []
         for row in self.board.rows:
             updates = float(row["updates"])
-            if CLASSES[NAMES[row["kind"]]].is_fast:
+            if IS_FAST[NAMES[row["kind"]]]:
                 found.append(updates)
             elif isinstance(beta, str):
                 found.append(updates - float(row["overlapped"]))
             else:
                 found.append(beta * updates)
         return found
-
-
-class Regions(NamedTuple):
-    """The offsets in the shared memory at which the ledger's notes and the model begin and end."""
-
-    notes: int
-    model: int
-    end: int
-
-    @classmethod
-    def laid_out(cls, workers: int, length: int, layout: Layout) -> Regions:
-        """Return the regions after a board of these workers, for rounds of `length` places."""
-        notes = _up(WorkerTable.size_bytes(workers))
-        model = notes + _up(2 * length * _NOTE.itemsize)
-        return cls(notes, model, model + _up(layout.size_bytes))
 
 
 def _up(size_bytes: int) -> int:
@@ -340,7 +307,7 @@ def _up(size_bytes: int) -> int:
 def join_node(
     job: Job[HogbatchOptions],
     mode: str,
-    device_class: DeviceClass,
+    device_class: str,
     layout: Layout,
     parameters: Sequence[torch.nn.Parameter],
     states: Sequence[dict[str, Any]],
@@ -355,35 +322,31 @@ def join_node(
     options, world = job.options, job.world
     length = max(len(job.loader.dataset), 1)  # type: ignore[arg-type]  # an evaluation may have some
     mine = {
-        "class": device_class.name,
+        "class": device_class,
         "cores": sorted(allowed_cores()),
         "quota": core_quota(),
         "advice": settings.ADVICE.read(),
     }
-    rows: list[dict[str, Any]] = []
-    hosts: list[list[int]] = []
+    Joined = tuple[Node, list[list[int]], Counter | None, list[dict[str, Any]]]
 
-    def work(transport: Transport, all_flags: list[int]) -> Node:
-        rows.extend(transport.gather_object(mine))
+    def work(transport: Transport, all_flags: list[int]) -> Joined:
+        rows = transport.gather_object(mine)
         if options.nodes is None:
             nodes = find_nodes(transport)
         else:
             nodes = checked_nodes(options.nodes, transport.size)
-        hosts.extend(nodes)
         ranks = next(node for node in nodes if transport.rank in node)
         stream = transport.subset(ranks)
-        memory = stream.shared_memory(Regions.laid_out(len(ranks), length, layout).end)
-        node = Node(memory, len(nodes), ranks, length, layout)
-        shared = SharedModel(node.model_bytes, layout)
-        counter: Counter | None = None
+        node = Node(stream, len(nodes), ranks, length, layout)
         # All ranks have found the same nodes, so all of them make the counter, or none does.
-        if len(nodes) > 1:
-            counter = transport.counter()
-        if memory.place == 0:
-            shared.fill(parameters, states)
-            copy_first(transport, [node[0] for node in nodes], shared.memory)
+        counter = transport.counter() if len(nodes) > 1 else None
+        if node.memory.place == 0:
+            node.shared.fill(parameters, states)
+            if len(nodes) > 1:
+                leaders, content = transport.subset([node[0] for node in nodes]), node.shared.memory
+                content[:] = leaders.broadcast(content, 0)
         node.ledger = Ledger(
-            memory,
+            node.memory,
             node.board,
             node.notes,
             counter,
@@ -394,12 +357,13 @@ def join_node(
             why_gone=lambda place: departure_reason(transport, ranks[place]),
             on_death=lambda place: transport.lose(ranks[place], "its process has died"),
         )
-        node.merging = NodeMerges(node, nodes, shared, length, options.merge_every, counter)
         stream.barrier()  # the model is in place
-        return node
+        return node, nodes, counter, rows
 
+    name = f"adapt.{next(world.sets[0].unnamed)}"
     signature = [f"mode={mode!r}", f"{length} samples", *options.signature(), *layout.signature]
-    node: Node = world.engine.submit(f"adapt.{next(world.sets[0].unnamed)}", signature, work).wait()
+    joined: Joined = world.engine.submit(name, signature, work).wait()
+    node, hosts, counter, rows = joined
     # After the operation, in which every rank has learnt all hosts: so all of them raise, or none.
     if options.ranks_may_leave and len(hosts) > 1:
         raise ValueError(
@@ -415,8 +379,7 @@ def join_node(
     advises = all(row["advice"] for row in rows)
     if len(hosts) > 1:
         job.optimizer.step_policy.log_compression()
-    compression = job.optimizer.step_policy.options.compression
-    node.merging.open(world, compression, steps, advises)
+    node.merging = NodeMerges(job, node, hosts, counter, steps, advises)
     if advises and len(hosts) == 1 < world.size:
         values = sum(parameter.numel() for parameter in parameters)
         advice.say_once(
@@ -427,20 +390,28 @@ def join_node(
             ),
         )
     if node.memory.place == 0:
-        here = [rows[rank] for rank in node.ranks if rows[rank]["class"] != "gpu"]
-        cores = {core for row in here for core in row["cores"]}
-        if here:
-            quota = min(row["quota"] for row in here)
-            warn_of_few_cores(
-                len(here), min(len(cores), max(1, math.ceil(min(quota, 1 << 20)))), node.ranks
-            )
+        warn_of_few_cores([rows[rank] for rank in node.ranks], node.ranks)
     return node
 
 
-def copy_first(transport: Transport, leaders: Sequence[int], content: Array) -> None:
-    """Make the content of every node's memory that of the first node's."""
-    if len(leaders) > 1:
-        content[:] = transport.subset(leaders).broadcast(content, 0)
+def warn_of_few_cores(rows: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> None:
+    """Warn where a node has more workers on CPUs than cores; rows: what its workers have said."""
+    on_cpus = [row for row in rows if row["class"] != "gpu"]
+    if not on_cpus:
+        return
+    quota = min(row["quota"] for row in on_cpus)
+    allowed = {core for row in on_cpus for core in row["cores"]}
+    cores = min(len(allowed), max(1, math.ceil(min(quota, 1 << 20))))
+    if len(on_cpus) > cores:
+        _log.warning(
+            "%d workers of hogbatch on CPUs share %d core%s (ranks %s): they take turns on them, "
+            "which makes updates older and none faster; start %d of them",
+            len(on_cpus),
+            cores,
+            "s" * (cores > 1),
+            ", ".join(map(str, ranks)),
+            cores,
+        )
 
 
 def departure_reason(transport: Transport, rank: int) -> str:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from ..local_training.local_steps import require_no_common_step
+from ..local_steps import require_no_common_step, require_one_pass
 from ..options import Job, Options
 from ..sources import require_in_order
-from .ledger import class_named
-from .sizes import Thresholds, thresholds_of
-
-_log = logging.getLogger("gtopk")
+from .ledger import require_class
+from .sizes import thresholds_of
 
 
 @dataclass(frozen=True)
@@ -60,33 +57,23 @@ class HogbatchOptions(Options):
         self._choose("lr_scaling", ("none", "linear", "sqrt"))
         if self.grain != 1:
             raise ValueError(f"hogbatch has batches of any size: grain must be 1, got {self.grain}")
-        if self.min_batch < 1:
-            raise ValueError(f"min_batch must be at least 1, got {self.min_batch}")
+        self._require(1, "min_batch")
         if not (isinstance(self.alpha, float | int) and 1 < self.alpha < math.inf):
             raise ValueError(f"alpha must be a number above 1, got {self.alpha!r}")
-        if self.beta != "measured" and not (isinstance(self.beta, float | int) and self.beta > 0):
+        is_share = isinstance(self.beta, float | int) and 0 < self.beta <= 1
+        if self.beta != "measured" and not is_share:
             raise ValueError(f"beta must lie in 0..1, or be 'measured', got {self.beta!r}")
-        if self.beta != "measured" and self.beta > 1:
-            raise ValueError(f"beta must lie in 0..1, or be 'measured', got {self.beta!r}")
-        if self.merge_every is not None and self.merge_every < 1:
-            raise ValueError(f"merge_every must be at least 1, got {self.merge_every}")
+        if self.merge_every is not None:
+            self._require(1, "merge_every")
         if self.device_class is not None:
-            class_named(self.device_class)
+            require_class(self.device_class)
         thresholds_of(self.sizes)
-
-    def thresholds(self) -> dict[str, Thresholds]:
-        """Return the thresholds that `sizes` gives, by class."""
-        return thresholds_of(self.sizes)
 
 
 def check(job: Job[HogbatchOptions], mode: str) -> None:
     """Raise ValueError for options that workers without common steps cannot support."""
     optimizer, options = job.optimizer, job.options
-    if optimizer.backward_passes_per_step != 1:
-        raise ValueError(
-            f"mode {mode!r} updates after every batch: use backward_passes_per_step=1, got "
-            f"{optimizer.backward_passes_per_step}"
-        )
+    require_one_pass(optimizer, f"mode {mode!r} updates after every batch")
     require_no_common_step(optimizer, f"mode {mode!r} has no steps of all ranks")
     if options.lock_step and job.loader.num_workers:
         raise ValueError(
@@ -94,17 +81,3 @@ def check(job: Job[HogbatchOptions], mode: str) -> None:
             f"{job.loader.num_workers}"
         )
     require_in_order(job.loader)
-
-
-def warn_of_few_cores(workers: int, cores: int, ranks: Sequence[int]) -> None:
-    """Warn where a node has more workers on CPUs than cores."""
-    if workers > cores:
-        _log.warning(
-            "%d workers of hogbatch on CPUs share %d core%s (ranks %s): they take turns on them, "
-            "which makes updates older and none faster; start %d of them",
-            workers,
-            cores,
-            "s" * (cores > 1),
-            ", ".join(map(str, ranks)),
-            cores,
-        )

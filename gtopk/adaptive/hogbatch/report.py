@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from .ledger import CLASSES, NAMES, WorkerTable
+from .ledger import IS_FAST, NAMES, WorkerTable
 from .node import Node
 
 BATCH: Final = 4096  # samples
@@ -78,7 +78,7 @@ def faster_workers(node: Node, round: int) -> list[int]:
     kinds, over = node.board.rows["kind"], node.board.rows["over"]
 
     def is_fast(place: int) -> bool:
-        return CLASSES[NAMES[kinds[place]]].is_fast
+        return IS_FAST[NAMES[kinds[place]]]
 
     if is_fast(node.board.me):
         return []
@@ -133,7 +133,7 @@ class Report(NamedTuple):
     @property
     def slow_share(self) -> float:
         """Return the share of the updates that the slow classes made."""
-        slow = sum(w.updates for w in self.workers if not CLASSES[w.device_class].is_fast)
+        slow = sum(w.updates for w in self.workers if not IS_FAST[w.device_class])
         return slow / max(self.updates, 1)
 
     @property
@@ -168,22 +168,17 @@ def report_of(board: WorkerTable, ranks: Sequence[int]) -> Report:
     present = {board.me, *board.others()}
     workers = []
     for place, (rank, row) in enumerate(zip(ranks, board.rows, strict=True)):
-        updates = int(row["updates"])
+        counted = ("updates", "samples", "stalest", "overlapped", "skipped", "unused", "taken_over")
+        counts = {word: int(row[word]) for word in counted}
         workers.append(
             WorkerReport(
                 rank=rank,
                 device_class=NAMES[row["kind"]],
-                updates=updates,
-                samples=int(row["samples"]),
-                staleness=float(row["staleness"]) / max(updates, 1),
-                stalest=int(row["stalest"]),
-                overlapped=int(row["overlapped"]),
-                skipped=int(row["skipped"]),
-                unused=int(row["unused"]),
-                taken_over=int(row["taken_over"]),
+                staleness=float(row["staleness"]) / max(counts["updates"], 1),
                 busy=float(row["busy"]) / max(float(row["in_rounds"]), 1.0),
                 size=int(row["size"]),
                 is_present=place in present,
+                **counts,
             )
         )
     return Report(workers)

@@ -1,13 +1,5 @@
 r"""SharedModel: a model's parameters and its optimizer's state in memory that all workers map.
 
-Writer: how a worker's steps reach the shared model.
-
-slow classes    the worker's parameters are the shared ones
-fast classes    they are its own copy, replaced by the shared ones during a step
-
-So every step, of any optimizer, works in place on the current model and optimizer state; only the
-gradient is old.
-
 DeviceCopy: a fast worker's own copy of the shared parameters, on its device.
 
     shared   ----x------------- x' = x + others' updates --- a step of x' with g ---->
@@ -25,8 +17,8 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -35,9 +27,6 @@ from collectives.vector import Array
 
 from ...exchange.buckets.arrays import await_copies
 from ...exchange.buckets.buckets import is_expanded
-from ...runtime.world.membership import World
-from .audit import Audit
-from .ledger import WorkerTable
 
 _ALIGNMENT: Final = 64
 # Values in an optimizer's state before its first step; a step with zero gradients changes them.
@@ -167,12 +156,13 @@ def first_states(
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
     groups = [
         {
-            **{key: value for key, value in copy_of(group).items() if key != "params"},
+            # Copies: a step may change what options hold.
+            **{key: copy.copy(value) for key, value in group.items() if key != "params"},
             "params": [stand_ins[numbers[id(p)]] for p in group["params"] if id(p) in numbers],
         }
         for group in optimizer.param_groups
     ]
-    probe: Any = object.__new__(plain_class(optimizer))
+    probe: Any = object.__new__(type(getattr(optimizer, "_wrapped", optimizer)))
     torch.optim.Optimizer.__init__(probe, [g for g in groups if g["params"]], optimizer.defaults)
     for stand_in in stand_ins:
         stand_in.grad = torch.zeros_like(stand_in)
@@ -197,17 +187,6 @@ def first_states(
             else:
                 state[key] = _UNTOUCHED[key]
     return states
-
-
-def copy_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a parameter group whose options the probe may change."""
-    return {key: copy.copy(value) if key != "params" else value for key, value in group.items()}
-
-
-def plain_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
-    """Return the class of the optimizer that was wrapped."""
-    plain: torch.optim.Optimizer = getattr(optimizer, "_wrapped", optimizer)
-    return type(plain)
 
 
 def require_in_place(
@@ -299,17 +278,12 @@ def lock_pages(memory: Array, device: torch.device) -> bool:
         return False
     if status:
         _log.debug("shared memory could not be page-locked: CUDA's error %d", status)
-        _take_last_error(device)
+        with suppress(RuntimeError):  # torch would raise it from the next kernel that it launches
+            torch.ones(1, device=device)
         return False
     unlock = weakref.finalize(memory, runtime.cudaHostUnregister, address)
     unlock.atexit = False  # CUDA may have shut down earlier
     return True
-
-
-def _take_last_error(device: torch.device) -> None:
-    """Clear CUDA's last error: torch would raise it from the next kernel that it launches."""
-    with suppress(RuntimeError):
-        torch.ones(1, device=device)
 
 
 class DeviceCopy:
@@ -389,80 +363,3 @@ def _begin_copy(gradient: torch.Tensor | None, shared: torch.Tensor) -> torch.Te
     if gradient.stride() != shared.stride():
         return torch.empty_like(shared).copy_(gradient)
     return gradient.to("cpu")
-
-
-class Writer:
-    """Applies one worker's steps to the shared model; its board counts updates and staleness.
-
-    last_staleness: others' updates between the last hand-over and the update that followed.
-    """
-
-    def __init__(
-        self,
-        shared: SharedModel,
-        board: WorkerTable,
-        trained: Sequence[torch.nn.Parameter],
-        states: Sequence[dict[str, Any]],
-        optimizer: torch.optim.Optimizer,
-        *,
-        copies: bool,
-        audits: bool,
-    ) -> None:
-        """Share the optimizer's state, and the parameters; or keep own `copies` of the latter."""
-        self._shared, self._board = shared, board
-        self._trained, self._optimizer = trained, optimizer
-        shared.map_state(trained, states, optimizer)
-        self._copy = DeviceCopy(shared, trained) if copies else None
-        if self._copy is None:
-            shared.map_parameters(trained)
-        self._audit = Audit(shared.parameters, trained) if audits else None
-        self._seen = 0  # the model's updates at the last hand-over
-        self.last_staleness = 0
-
-    def check(self) -> None:
-        """Raise RuntimeError where the script has replaced tensors of parameters or state."""
-        tensors = self._copy.tensors if self._copy is not None else self._shared.tensors
-        require_in_place(self._shared.layout, tensors, self._trained, self._optimizer)
-
-    def publish(self) -> None:
-        """Share what the script has written into a fast worker's parameters since the last step."""
-        if self._copy is not None:
-            self._copy.publish()
-
-    def copy_for_next_batch(self) -> None:
-        """Copy the current model into a fast worker's parameters, for the next batch."""
-        self.refresh()
-        self._seen = self._board.total("updates")
-
-    def refresh(self, *, waits: bool = False) -> None:
-        """Copy the current model into a fast worker's parameters; waits: until that is done."""
-        if self._copy is not None:
-            self._copy.refresh()
-            if waits:
-                self._copy.wait()
-
-    def update(self, apply: Callable[[], None]) -> None:
-        """Update the model by a step, which `apply` takes on the shared parameters."""
-        board = self._board
-        # Copied first: only the step itself counts as a write that another may overlap.
-        with (
-            self._copy.on_shared_memory() if self._copy is not None else nullcontext(),
-            board.writing(),
-        ):
-            if self._audit is not None:
-                self._audit.apply_step(apply)
-            else:
-                apply()
-        self.last_staleness = board.total("updates") - self._seen
-        board.add("staleness", self.last_staleness)
-        board["stalest"] = max(board["stalest"], self.last_staleness)
-        board.add("updates", 1)
-
-    def audited(self, world: World) -> float:
-        """Return the share of all steps, in L1, that was lost; all workers call it.
-
-        Raises ValueError without an audit.
-        """
-        if self._audit is None:
-            raise ValueError("nothing was audited: make the loader by adapt(..., audit=True)")
-        return self._audit.lost_share(world)

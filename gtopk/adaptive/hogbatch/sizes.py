@@ -37,19 +37,18 @@ import torch
 
 from collectives.transports.node_memory import NodeMemory
 
-from .ledger import CLASSES, DeviceClass, WorkerTable, class_named
+from .ledger import IS_FAST, NAMES, WorkerTable, require_class
 
 
 class ClassSizes:
     """One worker's view of the smallest batch that each device class has agreed on."""
 
-    def __init__(self, memory: NodeMemory, board: WorkerTable, device_class: DeviceClass) -> None:
+    def __init__(self, memory: NodeMemory, board: WorkerTable, device_class: str) -> None:
         self._memory = memory
-        self._announced: np.ndarray[Any, Any] = board.head["smallest"][
-            0
-        ]  # by class; 0: not found yet
-        self._class = device_class
-        self._mine = [*CLASSES].index(device_class.name)
+        # By class; 0: not found yet.
+        self._announced: np.ndarray[Any, Any] = board.head["smallest"][0]
+        self._is_fast = IS_FAST[device_class]
+        self._mine = NAMES.index(device_class)
 
     @property
     def found(self) -> int | None:
@@ -68,10 +67,9 @@ class ClassSizes:
             return int(self._announced[self._mine])
 
     def _limited_by_others(self, size: int) -> int:
-        is_fast = self._class.is_fast
-        said = zip(CLASSES.values(), self._announced, strict=True)
-        others = [int(smallest) for c, smallest in said if smallest and c.is_fast != is_fast]
-        return max([size, *others]) if is_fast else min([size, *others])
+        said = zip(IS_FAST.values(), self._announced, strict=True)
+        others = [int(smallest) for fast, smallest in said if smallest and fast != self._is_fast]
+        return max([size, *others]) if self._is_fast else min([size, *others])
 
 
 GAIN: Final = 1.25
@@ -177,7 +175,7 @@ def thresholds_of(sizes: Mapping[str, int | Sequence[int]] | None) -> dict[str, 
         )
     found = {}
     for name, said in (sizes or {}).items():
-        class_named(name)
+        require_class(name)
         pair = tuple(said) if isinstance(said, Sequence) else (said, said)
         if len(pair) != 2 or not all(map(is_whole, pair)):
             raise ValueError(
@@ -241,7 +239,7 @@ class Sizer:
         self.probe: Probe | None = None
         self.thresholds: Thresholds | None = None
         if said is not None:
-            self._settle(Thresholds(said.smallest, said.largest))
+            self._settle(said)
         elif is_fast and not adapts:
             self._settle(Thresholds(default.largest, default.largest))
         else:

@@ -14,27 +14,40 @@ step         in place, with the gradients of the shared model (slow) or of the c
 let go       the ledger notes it as done, and the sizes learn the time that it took
 
 Updates of gradients that are not finite are skipped: they would spoil everybody's model.
+
+Writer: how a worker's steps reach the shared model; Audit: what races have lost of them.
+
+slow classes    the worker's parameters are the shared ones
+fast classes    they are its own copy, replaced by the shared ones during a step
+
+So every step, of any optimizer, works in place on the current model and optimizer state; only the
+gradient is old.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch.utils.data import Sampler
 
+from collectives.transports import Transport
+
 from ...exchange.buckets.buckets import is_finite
 from ...optim.skip_counter import SkipCounter
-from ..current_batch import LearningRate
-from ..local_training.local_steps import WallClock, replace_step
-from ..memory import Memory
+from ...runtime.world.membership import World
+from ..current_batch import LearningRate, Memory
+from ..local_steps import WallClock, replace_step, require_batch
 from ..options import Job
-from .ledger import now_nanoseconds
+from .ledger import WorkerTable
 from .node import Node
 from .options import HogbatchOptions
-from .shared_model import Writer
+from .shared_model import DeviceCopy, SharedModel, require_in_place
 from .sizes import Sizer, memory_of
 
 
@@ -151,10 +164,136 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     return not on_gpu or bool(torch.stack(on_gpu).all())
 
 
+class Audit:
+    """Sums up one worker's steps of the parameters, to find out how much was lost.
+
+        the model at first + every worker's steps - the model now = lost
+
+    An addition is lost where two workers read an element, both add, and the last to write wins.
+    Rounding is a small part of the result only where parameters are float64.
+    """
+
+    def __init__(self, shared: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._shared = shared
+        self._begin = [tensor.double().clone() for tensor in self._shared]
+        self._steps = [torch.zeros_like(each) for each in self._begin]
+        self._distance = 0.0
+
+    @torch.no_grad()
+    def apply_step(self, apply: Callable[[], None]) -> None:
+        """Compute a step on a copy of the parameters, record it, and add it to them at once."""
+        shared = [parameter.data for parameter in self._parameters]
+        before = [tensor.clone() for tensor in shared]
+        for parameter, content in zip(self._parameters, before, strict=True):
+            parameter.data = content.clone()
+        apply()
+        steps = [p.data - content for p, content in zip(self._parameters, before, strict=True)]
+        for parameter, tensor, step in zip(self._parameters, shared, steps, strict=True):
+            parameter.data = tensor
+            tensor.add_(step)
+        for total, step in zip(self._steps, steps, strict=True):
+            total.add_(step)
+            self._distance += float(step.double().abs().sum())
+
+    def lost_share(self, world: World) -> float:
+        """Return the lost share of all steps, in L1; all ranks call it together."""
+        steps = torch.cat([each.reshape(-1) for each in self._steps]).numpy()
+        sums = np.append(steps, self._distance)
+
+        def work(transport: Transport, all_flags: list[int]) -> None:
+            transport.allreduce(sums)
+
+        name = f"adapt.audit.{next(world.sets[0].unnamed)}"
+        world.engine.submit(name, [f"{len(sums)} numbers"], work).wait()
+        now = torch.cat([tensor.double().reshape(-1) for tensor in self._shared])
+        begin = torch.cat([each.reshape(-1) for each in self._begin])
+        missing = begin + torch.from_numpy(sums[:-1]) - now
+        return float(missing.abs().sum()) / max(float(sums[-1]), 1e-300)
+
+
+class Writer:
+    """Applies one worker's steps to the shared model; its board counts updates and staleness.
+
+    last_staleness: others' updates between the last hand-over and the update that followed.
+    """
+
+    def __init__(
+        self,
+        shared: SharedModel,
+        board: WorkerTable,
+        trained: Sequence[torch.nn.Parameter],
+        states: Sequence[dict[str, Any]],
+        optimizer: torch.optim.Optimizer,
+        *,
+        copies: bool,
+        audits: bool,
+    ) -> None:
+        """Share the optimizer's state, and the parameters; or keep own `copies` of the latter."""
+        self._shared, self._board = shared, board
+        self._trained, self._optimizer = trained, optimizer
+        shared.map_state(trained, states, optimizer)
+        self._copy = DeviceCopy(shared, trained) if copies else None
+        if self._copy is None:
+            shared.map_parameters(trained)
+        self._audit = Audit(shared.parameters, trained) if audits else None
+        self._seen = 0  # the model's updates at the last hand-over
+        self.last_staleness = 0
+
+    def check(self) -> None:
+        """Raise RuntimeError where the script has replaced tensors of parameters or state."""
+        tensors = self._copy.tensors if self._copy is not None else self._shared.tensors
+        require_in_place(self._shared.layout, tensors, self._trained, self._optimizer)
+
+    def publish(self) -> None:
+        """Share what the script has written into a fast worker's parameters since the last step."""
+        if self._copy is not None:
+            self._copy.publish()
+
+    def copy_for_next_batch(self) -> None:
+        """Copy the current model into a fast worker's parameters, for the next batch."""
+        self.refresh()
+        self._seen = self._board.total("updates")
+
+    def refresh(self, *, waits: bool = False) -> None:
+        """Copy the current model into a fast worker's parameters; waits: until that is done."""
+        if self._copy is not None:
+            self._copy.refresh()
+            if waits:
+                self._copy.wait()
+
+    def update(self, apply: Callable[[], None]) -> None:
+        """Update the model by a step, which `apply` takes on the shared parameters."""
+        board = self._board
+        # Copied first: only the step itself counts as a write that another may overlap.
+        with (
+            self._copy.on_shared_memory() if self._copy is not None else nullcontext(),
+            board.writing(),
+        ):
+            if self._audit is not None:
+                self._audit.apply_step(apply)
+            else:
+                apply()
+        self.last_staleness = board.total("updates") - self._seen
+        board.add("staleness", self.last_staleness)
+        board["stalest"] = max(board["stalest"], self.last_staleness)
+        board.add("updates", 1)
+
+    def audited(self, world: World) -> float:
+        """Return the share of all steps, in L1, that was lost; all workers call it.
+
+        Raises ValueError without an audit.
+        """
+        if self._audit is None:
+            raise ValueError("nothing was audited: make the loader by adapt(..., audit=True)")
+        return self._audit.lost_share(world)
+
+
 class WorkersBatch:
     """One worker's current batch; it takes over `optimizer.step`, which steps with this batch.
 
     places: the batch's places in the epoch's order; empty without a current batch.
+    memory: computes the batch's loss and gradients, in parts where it is too small.
     """
 
     def __init__(
@@ -174,7 +313,7 @@ class WorkersBatch:
         self._names = policy.names
         self._skipped = SkippedUpdates(policy.options.max_skipped_steps)
         self._writer, self._sizer = writer, sizer
-        self._memory = Memory(self._rank)
+        self.memory = Memory(self._rank)
         # Merges average the nodes' models, so each must move as far as the global batch would.
         reference = job.options.global_batch / node.nodes
         self._rate = LearningRate(job.optimizer, job.options.lr_scaling, reference)
@@ -184,11 +323,11 @@ class WorkersBatch:
 
     def begin(self) -> None:
         """Start counting the time of a round."""
-        self._counted = now_nanoseconds()
+        self._counted = time.perf_counter_ns()
 
     def count_time(self) -> None:
         """Add the time within the round so far; called with every batch, like the busy time."""
-        before, self._counted = self._counted, now_nanoseconds()
+        before, self._counted = self._counted, time.perf_counter_ns()
         self._board.add("in_rounds", self._counted - before)
 
     def make_current(self, places: Sequence[int]) -> None:
@@ -197,7 +336,7 @@ class WorkersBatch:
         self._writer.copy_for_next_batch()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        self._began = now_nanoseconds()
+        self._began = time.perf_counter_ns()
 
     def leave(self) -> None:
         """Finish the batch; count it as unused where the script took no step for it."""
@@ -209,24 +348,9 @@ class WorkersBatch:
         self._ledger.give_back(self.places)
         self.places = ()
 
-    def backward(
-        self, loss_of: Callable[[Any], torch.Tensor], batch: Any, samples: int
-    ) -> torch.Tensor:
-        """Compute a batch's loss and gradients, in parts where the memory is too small."""
-        summed = self._options.loss_reduction == "sum"
-        return self._memory.backward(loss_of, batch, samples, summed)
-
-    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def _step(self) -> None:
         """Update the shared model with the gradients of the batch."""
-        if not self.places:
-            raise RuntimeError(
-                f"rank {self._rank}: optimizer.step() without a batch in hand; mode "
-                f"{self._mode!r} takes one step for each batch of its loader"
-            )
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        require_batch(self.places, self._rank, self._mode)
         samples = len(self.places)
         self._rate.scale(samples, None)
         gradients = [p.grad for p in self._trained if p.grad is not None]
@@ -242,14 +366,13 @@ class WorkersBatch:
             self._skipped.note(self._rank, self._trained, self._names)
         self._finish_batch()
         self._node.merging.poll()
-        return loss
 
     def _apply(self) -> None:
         with self._optimizer.skip_synchronize():
             self._wrapped_step()
 
     def _finish_batch(self) -> None:
-        spent = now_nanoseconds() - self._began
+        spent = time.perf_counter_ns() - self._began
         self.count_time()
         self._board.add("busy", spent)
         size = len(self.places)
@@ -258,8 +381,8 @@ class WorkersBatch:
         self.places = ()
         if self._device.type == "cuda":
             self._sizer.note_memory(size, *memory_of(self._device))
-        if self._memory.most is not None:
-            self._sizer.limit(self._memory.most)
+        if self.memory.most is not None:
+            self._sizer.limit(self.memory.most)
         self._sizer.note(size, spent / 1e9)
         if self._options.lock_step:
             self._ledger.pass_turn()

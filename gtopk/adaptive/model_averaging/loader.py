@@ -11,34 +11,32 @@ towards equal numbers of updates, normalized merging; and the strategies it is c
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
-
-import torch
 
 from collectives.transports import Counter, Transport
 
 from ...compression import ErrorFeedback
 from ...exchange.buckets.parameters import KNOWN_TO_ADAPT, require_known
 from ...optim.replica_check import BUFFERS_STAY, checksums, require_the_same
-from ...runtime.coordinator import Operation
+from ...runtime.coordinator.operation import Work, do_nothing
 from ...runtime.logs import EVERYWHERE
 from ..current_batch import LearningRate
 from ..loader_base import LoaderBase
-from ..local_training.local_steps import (
+from ..local_steps import (
     LocalSteps,
-    TimedOperation,
     replace_step,
+    require_batch,
     require_no_common_step,
+    require_one_pass,
 )
-from ..local_training.replica import Replica
 from ..options import Job
 from ..partitioning.cursor import ReplayedCursor, in_step, open_cursor, record_of
+from ..replica import Replica
 from ..sources import order_in_words, rebuilt
-from .mega_batches import MegaBatches, TakenBatches
-from .options import STRATEGIES, MergingOptions
-from .weights import Report, decode, encode
+from .options import STRATEGIES, MegaBatches, MergingOptions, TakenBatches
+from .weights import Report
 
 _log = logging.getLogger("gtopk")
 
@@ -51,7 +49,7 @@ class Merge(NamedTuple):
     sizes: Sequence[int]
 
 
-class MergingLoader(LoaderBase):
+class MergingLoader(LoaderBase[MergingOptions]):
     """An iterable of this rank's batches; the script takes a local step with each.
 
     The run's record has a step for each mega-batch with its merge: this rank's batches and local
@@ -67,10 +65,8 @@ class MergingLoader(LoaderBase):
 
     def __init__(self, job: Job[MergingOptions]) -> None:
         super().__init__(job, "adaptive-sgd")
-        self._options = job.options
         check(job)
         length = self._indexed(job)
-        self._name = f"adapt.{next(self._world.sets[0].unnamed)}"
         most, counter = self._gather_sizes(length)
         self._stretches = MegaBatches(job.options, most)
         rank, replay = self._world.rank, job.options.replay
@@ -110,11 +106,8 @@ class MergingLoader(LoaderBase):
             # The counter is opened by all ranks together, so within an operation of all.
             return list(all_flags), transport.counter() if counts else None
 
-        signature = ["mode='adaptive-sgd'", f"{length} samples", *options.signature()]
-        most = options.max_batch or first_size
-        operation = self._world.engine.submit(self._name, signature, work, flags=most)
-        met: tuple[list[int], Counter | None] = operation.wait()
-        return met
+        most, counter = self._meet([f"{length} samples"], work, options.max_batch or first_size)
+        return most, counter
 
     @property
     def sizes(self) -> list[int]:
@@ -157,19 +150,20 @@ class MergingLoader(LoaderBase):
         require_known(self._optimizer.param_groups, known, KNOWN_TO_ADAPT)
         left = [(place.start, place.stop) for place in self._stretches.left]
         signature = [f"epoch {epoch}", f"places left {left}", order_said]
-        operation = self._world.engine.submit(
-            f"{self._name}.epoch",
-            signature,
-            # Each rank has seen the counter at its own takes only.
-            lambda transport, all_flags: max(all_flags),
-            flags=self._cursor.count,
+        # Each rank has seen the counter at its own takes only.
+        self._count = self._run(
+            "epoch", signature, lambda transport, all_flags: max(all_flags), self._cursor.count
         )
-        self._count = self._await(operation)
 
-    def _await(self, operation: Operation) -> Any:
-        """Wait for an operation; the time counts as waited in the current mega-batch."""
+    def _run(
+        self, what: str, signature: Sequence[str], work: Work = do_nothing, flags: int = 0
+    ) -> Any:
+        """Run an operation; the time counts as waited in the current mega-batch."""
+        name = f"{self._name}.{what}"
+        operation = self._world.engine.submit(name, signature, work, flags=flags)
         self._steps.note_submit(operation)
-        return TimedOperation(operation, self._steps.spent).wait()
+        with self._steps.spent.waiting():
+            return operation.wait()
 
     def _resumed(self) -> Replica | None:
         """Return this rank's replica, or make it from a loaded state; None without either."""
@@ -192,12 +186,11 @@ class MergingLoader(LoaderBase):
         # At the center: replicas that went on from a state differ by their offsets.
         with replica.at_center():
             own = checksums(named)
-        operation = self._world.engine.submit(
-            f"{self._name}.replicas",
-            [replica.signature, *signature],
+        self._run(
+            "replicas",
+            [replica.reduction.signature, *signature],
             lambda transport, all_flags: require_the_same(transport, own, list(named.values())),
         )
-        self._await(operation)
         self._steps.expect(replica.reduction, self._name)
         self._is_compared = True
 
@@ -240,39 +233,28 @@ class MergingLoader(LoaderBase):
 
     def _announce_drain(self, drains: bool) -> None:
         """Tell all ranks whether this one drains."""
-        operation = self._world.engine.submit(
-            f"{self._name}.drains", [], lambda transport, all_flags: list(all_flags), flags=drains
-        )
-        self._settle(self._await(operation))
+        said = self._run("drains", [], lambda transport, all_flags: list(all_flags), drains)
+        self._settle(said)
 
     def _settle(self, said: Sequence[int]) -> None:
         self._settle_drains(said, "loader.merges", self.merges)
 
-    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def _step(self) -> None:
         """Step this rank's replica with its own gradients.
 
         Raises RuntimeError without a current batch, and where the parameters show the merged model.
         """
         optimizer = self._optimizer
         # A local step counts for a take: without one, its samples would be in no report.
-        if self._current_batch is None:
-            raise RuntimeError(
-                f"rank {self._world.rank}: optimizer.step() without a batch in hand; in mode "
-                "'adaptive-sgd' it is a local step with a batch of its loader, before "
-                "loader.drain(): another loader needs an optimizer of its own"
-            )
+        require_batch(self._current_batch is not None, self._world.rank, self._mode)
         if self._replica is not None and self._replica.is_at_center:
             raise RuntimeError(
                 f"rank {self._world.rank}: optimizer.step() within loader.merged(), whose end "
                 "undoes it; step before or after"
             )
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         # An empty take: the batch was handed out without weight, for a drain.
         if not self._current_batch:
-            return loss
+            return
         # The learning rate is of mean gradients, as nothing divides by the samples later.
         if self._options.loss_reduction == "sum":
             for group in optimizer.param_groups:
@@ -284,7 +266,6 @@ class MergingLoader(LoaderBase):
             self._wrapped_step()
         self._updates += 1
         self._finish(self._current_batch)
-        return loss
 
     def _merge(self, drains: bool = False) -> None:
         """Merge all ranks' replicas, and continue from there; ranks learn which of them drain."""
@@ -306,25 +287,31 @@ class MergingLoader(LoaderBase):
             finite,
             self._finished,
         )
-        message = encode(mine, self._cursor.count)
+        bounds = [[take.start, take.stop] for take in self._finished]
+        message = [*mine[:-1], bounds], self._cursor.count
 
         def work(transport: Transport, all_flags: list[int]) -> Any:
-            told = [decode(message) for message in transport.allgather(message)]
+            told = transport.gather_object(message)
             # All decide from the same reports: weights, sizes and whether there is an exchange at
             # all.
-            reports = [report for report, _ in told]
+            reports = [
+                Report._make([*fields, [range(*take) for take in takes]])
+                for (*fields, takes), _ in told
+            ]
             weights = batches.merge_weights(reports)
             update = None
             if any(report.finite for report in reports):
                 update = replica.exchange(transport, weights[transport.rank])
             return reports, weights, max(count for _, count in told), update, list(all_flags)
 
-        operation = self._world.engine.submit(
-            f"{self._name}.merge", [replica.signature], work, flags=drains
+        reports, weights, self._count, update, said = self._run(
+            "merge", [replica.reduction.signature], work, drains
         )
-        reports, weights, self._count, update, said = self._await(operation)
-        # Before `_finished` is cleared, from which the samples are counted.
-        self._report(skipped=update is None)
+        self._steps.computed()
+        self._steps.note_exchange(replica.reduction)
+        # Also the samples of a replica that was dropped, which its report to the ranks leaves out.
+        samples = sum(map(len, self._finished))
+        self._steps.close(self._world.step - 1, samples, self._updates, update is None)
         weight = weights[self._world.rank]
         (replica.pull if batches.strategy.force else replica.merge)(update, weight)
         batches.close(reports)
@@ -333,15 +320,6 @@ class MergingLoader(LoaderBase):
         self._weights = weights
         self._note(Merge(reports, weights, batches.sizes), update is not None)
         self._settle(said)
-
-    def _report(self, skipped: bool) -> None:
-        """Report the mega-batch whose merge has just arrived."""
-        assert self._replica is not None
-        assert self._finished is not None
-        steps, samples = self._steps, sum(map(len, self._finished))
-        steps.computed()
-        steps.note_exchange(self._replica.reduction)
-        steps.close(self._world.step - 1, samples, self._updates, skipped)
 
     def _note(self, merge: Merge, merged: bool) -> None:
         """Count the merge, and the replicas that it dropped; log what has changed."""
@@ -416,7 +394,7 @@ class MergingLoader(LoaderBase):
             return any(all_flags)
 
         keeps = not replica.was_center
-        moved = self._await(self._world.engine.submit(f"{self._name}.drain", [], work, flags=keeps))
+        moved = self._run("drain", [], work, keeps)
         replica.collapse(offset if moved else None)
 
     def _state(self) -> dict[str, Any]:
@@ -455,8 +433,6 @@ class MergingLoader(LoaderBase):
                 f"not sent, and here are {self._world.size}; call loader.drain() on all ranks "
                 "before the checkpoint"
             )
-        self._epochs.close()
-        self._epochs.load_state_dict(state["epochs"])
         self._stretches.load_state_dict(state["batches"])
         if self._options.record:
             number = self._stretches.number
@@ -473,11 +449,7 @@ class MergingLoader(LoaderBase):
 def check(job: Job[MergingOptions]) -> None:
     """Raise ValueError for options that replicas do not support."""
     optimizer = job.optimizer
-    if optimizer.backward_passes_per_step != 1:
-        raise ValueError(
-            "mode 'adaptive-sgd' makes a local step with every batch: use "
-            f"backward_passes_per_step=1, got {optimizer.backward_passes_per_step}"
-        )
+    require_one_pass(optimizer, "mode 'adaptive-sgd' makes a local step with every batch")
     require_no_common_step(optimizer, "mode 'adaptive-sgd' exchanges models, not gradients")
     compression = optimizer.step_policy.options.compression
     if isinstance(compression, ErrorFeedback) and compression.corrects:

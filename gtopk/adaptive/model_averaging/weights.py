@@ -12,10 +12,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-import numpy as np
-
-from collectives.vector import Array
-
 SMALL_NORM: Final = 0.1  # |w|_2 / n of every replica, below which the perturbation is applied
 
 
@@ -92,21 +88,3 @@ WEIGHTS: Final[Mapping[str, Callable[[Sequence[Report]], list[float]]]] = {
     "published": published_weights,
     "equal": equal_weights,
 }
-
-
-def encode(report: Report, count: int) -> Array:
-    """Return a report, and the count that its rank's cursor has seen, as a message."""
-    numbers = [report.size, report.updates, report.samples, report.finite, count]
-    takes = [bound for take in report.takes for bound in (take.start, take.stop)]
-    # A float as its bits: the whole message is then one array of integers.
-    head = np.array([report.norm]).view(np.int64)
-    return np.concatenate([head, np.array([*numbers, *takes], np.int64)]).view(np.uint8)
-
-
-def decode(message: Array) -> tuple[Report, int]:
-    """Return the report and the count that `encode` put into a message."""
-    numbers = message.view(np.int64)
-    norm = float(numbers[:1].view(np.float64)[0])
-    size, updates, samples, finite, count, *bounds = numbers[1:].tolist()
-    takes = [range(*pair) for pair in zip(bounds[::2], bounds[1::2], strict=True)]
-    return Report(size, updates, samples, norm, bool(finite), takes), count

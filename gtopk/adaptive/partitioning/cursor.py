@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 from collectives.transports import Counter
 
@@ -56,26 +56,11 @@ class SampleRange:
         return left + self.places(range(position, len(self)))
 
 
-class Cursor(Protocol):
-    """Hands out takes of the open stretch.
+class SharedCursor:
+    """Takes samples by a counter that the ranks share, in the order in which they come.
 
     count: the largest count that this rank has seen, through all stretches.
     """
-
-    count: int
-
-    def open(self, number: int, total: int, sizes: Sequence[int], count: int) -> None:
-        """Open a stretch, by its number, its samples, and the ranks' sizes in it.
-
-        count: the largest count that any rank has seen, after all ranks have stopped taking.
-        """
-
-    def take(self, samples: int) -> range:
-        """Take the next samples: `samples` of them, or those that are left, or none."""
-
-
-class SharedCursor:
-    """Takes samples by a counter that the ranks share, in the order in which they come."""
 
     def __init__(self, counter: Counter) -> None:
         self.count = 0
@@ -85,10 +70,14 @@ class SharedCursor:
         self._begin = self._total = 0
 
     def open(self, number: int, total: int, sizes: Sequence[int], count: int) -> None:
-        """Hand out the next samples from the count on."""
+        """Open a stretch, by its number, its samples, and the ranks' sizes in it.
+
+        count: the largest count that any rank has seen, after all ranks have stopped taking.
+        """
         self._begin, self._total = count, total
 
     def take(self, samples: int) -> range:
+        """Take the next samples: `samples` of them, or those that are left, or none."""
         # Ranks also count beyond the stretch's end: the next one begins from the largest count.
         before = self._counter.add(samples)
         self.count = before + samples
@@ -125,6 +114,9 @@ class ReplayedCursor:
                 f"{self._number}, and its size is {samples}: it is one of another run"
             )
         return take
+
+
+Cursor = SharedCursor | ReplayedCursor
 
 
 def check_takes(number: int, total: int, takes: Sequence[Sequence[range]], ranks: int) -> None:

@@ -17,8 +17,8 @@ import torch
 from collectives.transports import Transport
 
 from ...adaptive.delayed_sync.rounds import Pending, RoundReduction, Rounds
-from ...adaptive.local_training.replica import RoundExchange
 from ...adaptive.partitioning.cuts import Passes, shuffled
+from ...adaptive.replica import RoundExchange
 from .setting import Record, Setting
 
 

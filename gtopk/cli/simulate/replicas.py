@@ -15,9 +15,7 @@ from collectives.transports import Transport
 from collectives.transports.counters import LocalCounter
 
 from ...adaptive.current_batch import FACTORS
-from ...adaptive.local_training.replica import Replica
-from ...adaptive.model_averaging.mega_batches import MegaBatches
-from ...adaptive.model_averaging.options import MergingOptions
+from ...adaptive.model_averaging.options import MegaBatches, MergingOptions
 from ...adaptive.model_averaging.weights import Report
 from ...adaptive.partitioning.cursor import (
     Cursor,
@@ -27,6 +25,7 @@ from ...adaptive.partitioning.cursor import (
     in_step,
 )
 from ...adaptive.partitioning.cuts import shuffled
+from ...adaptive.replica import Replica
 from .setting import Record, Setting
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from gtopk.adaptive.memory import Memory, slice_of
+from gtopk.adaptive.current_batch import Memory, slice_of
 
 
 class Batch(NamedTuple):

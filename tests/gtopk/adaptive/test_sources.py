@@ -26,7 +26,7 @@ def test_workers_seeds_are_drawn_on_the_default_device(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "Generator", generator)
     loader: Any = DataLoader(Indices(8), 4)
     again = rebuilt(loader)
-    numbers = Numbers(loader, again)
+    numbers = Numbers(again)
     numbers.begin(epoch=3)
     first = again.generator.initial_seed()
     with torch.device("meta"):

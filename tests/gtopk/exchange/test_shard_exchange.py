@@ -13,7 +13,7 @@ import torch
 
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport, local_world, run_ranks
-from gtopk.adaptive.local_training.replica import RoundExchange
+from gtopk.adaptive.replica import RoundExchange
 from gtopk.compression import Compression, ErrorFeedback
 from gtopk.local_sgd import LocalSGD
 from gtopk.runtime.world import world

@@ -16,7 +16,7 @@ import torch
 
 import gtopk.torch as hvd
 from gtopk import load_latest, save_checkpoint
-from gtopk.adaptive.memory import Memory
+from gtopk.adaptive.current_batch import Memory
 from gtopk.adaptive.noise_scale import GradientCopy
 from gtopk.adaptive.partitioning.cuts import shuffled
 

@@ -19,7 +19,7 @@ from gtopk.adaptive.delayed_sync.rounds import (
     RoundReduction,
     Rounds,
 )
-from gtopk.adaptive.local_training.replica import RoundExchange
+from gtopk.adaptive.replica import RoundExchange
 from gtopk.runtime.world.membership import World
 from tests.gtopk.adaptive.modelled_ranks import on_ranks
 from tests.gtopk.adaptive.sums_of_samples import GTOPK, Model, adapted, data, prompt, run
@@ -463,7 +463,7 @@ def test_a_state_within_an_epoch_is_taken_when_drained_only() -> None:
             model(x).mean().backward()
             optimizer.step()
             loader.drain()
-            with pytest.raises(RuntimeError, match="none in hand"):
+            with pytest.raises(RuntimeError, match="without a batch in hand"):
                 optimizer.step()
             break
         state = loader.state_dict()

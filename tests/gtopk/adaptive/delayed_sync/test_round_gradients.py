@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport
-from gtopk.adaptive.local_training.replica import RoundExchange
+from gtopk.adaptive.replica import RoundExchange
 from gtopk.runtime.world.membership import World
 from tests.gtopk.adaptive.modelled_ranks import Prompt, on_ranks
 from tests.gtopk.adaptive.sums_of_samples import GTOPK, Model, data, run

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from collectives.transports import LocalTransport
-from gtopk.adaptive.hogbatch.ledger import CLASSES, WorkerTable
+from gtopk.adaptive.hogbatch.ledger import IS_FAST, WorkerTable
 from gtopk.adaptive.hogbatch.sizes import ClassSizes, Sizer, Thresholds
 
 DEFAULT = Thresholds(1, 64)
@@ -19,9 +19,9 @@ def sizers(threads: Callable[..., Any], adapts: bool, **said: Any) -> list[Sizer
 
     def program(transport: LocalTransport) -> Sizer:
         memory = transport.shared_memory(WorkerTable.size_bytes(transport.size))
-        kind = CLASSES["slow" if transport.rank < 2 else "fast"]
+        kind = "slow" if transport.rank < 2 else "fast"
         class_sizes = ClassSizes(memory, WorkerTable(memory), kind)
-        return Sizer(kind.is_fast, adapts, 2.0, said.get(kind.name), DEFAULT, class_sizes)
+        return Sizer(IS_FAST[kind], adapts, 2.0, said.get(kind), DEFAULT, class_sizes)
 
     found: list[Sizer] = threads(4, program)
     return found

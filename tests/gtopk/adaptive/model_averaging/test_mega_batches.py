@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gtopk.adaptive.model_averaging.mega_batches import MegaBatches
-from gtopk.adaptive.model_averaging.options import MergingOptions
+from gtopk.adaptive.model_averaging.options import MegaBatches, MergingOptions
 from gtopk.adaptive.model_averaging.weights import Report
 from gtopk.adaptive.partitioning.cursor import by_speed, in_step
 
@@ -56,7 +55,7 @@ def test_what_a_lost_rank_had_taken_is_handed_out_first_and_once() -> None:
     following = batches.open()
     assert following is not None
     assert following.places(range(len(lost))) == batches.left[: len(takes[1])]
-    assert batches.ranks == 2
+    assert len(batches.sizes) == 2
 
 
 def test_replicas_that_are_not_finite_weigh_nothing_and_change_no_sizes() -> None:

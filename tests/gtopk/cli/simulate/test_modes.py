@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gtopk.adaptive.throughput.policies import spread_of
+from gtopk.adaptive.throughput import spread_of
 from gtopk.cli.simulate import delayed, modes
 from gtopk.cli.simulate.modes import SIMULATED
 from gtopk.cli.simulate.setting import Cluster, Death, Record, Setting, Slowdown, open_task

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from gtopk.adaptive.controller import Controller, Window
 from gtopk.adaptive.partitioning.cuts import Limits, round_sizes
-from gtopk.adaptive.throughput.controller import Controller, Window
-from gtopk.adaptive.throughput.policies import Cost, equal_finish, spread_of
+from gtopk.adaptive.throughput import Cost, equal_finish, spread_of
 
 TOTAL = 256
 Costs = Callable[[int], Sequence[Cost]]  # by step

@@ -25,8 +25,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-from ..partitioning.cuts import Limits, round_sizes
-from .policies import Cost, SpeedModel, equal_finish, spread_of
+from .partitioning.cuts import Limits, round_sizes
+from .throughput import Cost, SpeedModel, equal_finish, spread_of
 
 WARMUP_STEPS: Final = 5
 SETTLING_STEPS: Final = 2  # after the prefetched ones

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gtopk.adaptive.local_training import local_steps
+from gtopk.adaptive import local_steps
 
 
 class Clock:

@@ -11,7 +11,7 @@ import torch
 
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport, local_world, run_ranks
-from gtopk.adaptive.local_training.replica import Replica
+from gtopk.adaptive.replica import Replica
 
 SHAPES = [(7, 5), (5,), (3, 2, 2)]
 COMPRESSIONS = [

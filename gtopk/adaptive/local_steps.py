@@ -20,14 +20,16 @@ from functools import wraps
 from types import MethodType
 from typing import Any
 
-from ...optim.expected_step import ExpectedStep
-from ...optim.peers import Peers
-from ...runtime.coordinator import Operation
-from ...runtime.world.membership import World
-from ...telemetry.recorder import is_sampling_due, sample_residual
-from ...telemetry.run_record import balance_of, recorder_of
-from ...telemetry.step_report import RecordedStep, StepReport, report
-from ...telemetry.timeline import Span, Step, timeline_of
+import torch
+
+from ..optim.expected_step import ExpectedStep
+from ..optim.peers import Peers
+from ..runtime.coordinator import Operation
+from ..runtime.world.membership import World
+from ..telemetry.recorder import is_sampling_due, sample_residual
+from ..telemetry.run_record import balance_of, recorder_of
+from ..telemetry.step_report import RecordedStep, StepReport, report
+from ..telemetry.timeline import Span, Step, timeline_of
 from .replica import RoundExchange
 
 Bounds = tuple[float, float]  # begin and end, by time.perf_counter
@@ -108,7 +110,6 @@ class LocalSteps:
         self._world, self._optimizer, self._covers = world, optimizer, covers
         self._seen = RecordedStep()
         self._computed: list[Bounds] = []
-        self._exchanged = 0  # exchanges that had an update
         self._expected: ExpectedStep | None = None
         self.spent = WallClock()
 
@@ -140,11 +141,10 @@ class LocalSteps:
         if ran is not None:
             seen.exchanged[len(seen.exchanged)] = ran.exchanged
             seen.spans.append((ran.began, ran.ended))
-            # Sampling the residual reads all of it: only every so many exchanges that had an
-            # update.
-            self._exchanged += ran.exchanged.finite
+            # Sampling the residual reads all of it: only every so many updates.
             recorder = recorder_of(self._world)
-            if recorder is not None and ran.exchanged.finite and is_sampling_due(self._exchanged):
+            is_due = ran.exchanged.finite and is_sampling_due(exchange.progress.steps)
+            if recorder is not None and is_due:
                 sample_residual(recorder, [exchange])
 
     def close(self, step: int, samples: int, local_steps: int = 1, skipped: bool = False) -> None:
@@ -184,21 +184,43 @@ class LocalSteps:
         return Step(name, spans, done.working_seconds, done.hidden_seconds, kind)
 
 
-def replace_step(
-    optimizer: Any, mode: str, step: Callable[[Callable[[], Any] | None], Any]
-) -> Callable[..., Any]:
+def replace_step(optimizer: Any, mode: str, step: Callable[[], None]) -> Callable[..., Any]:
     """Replace `optimizer.step` by a mode's, which gets the gradients; return the one before."""
     before: Callable[..., Any] = optimizer.step
 
     @wraps(before)  # copies the mark by which an earlier scheduler knows its step
     def own_step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
         optimizer.step_policy.note_step()
-        return step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        step()
+        return loss
 
     # Bound to the optimizer: a learning-rate scheduler made later wraps it once more.
     optimizer.step = MethodType(own_step, optimizer)
     optimizer.step_policy.stop_exchanging(mode)
     return before
+
+
+def require_batch(batch: object, rank: int, mode: str) -> None:
+    """Raise RuntimeError in a step without a current batch."""
+    if not batch:
+        raise RuntimeError(
+            f"rank {rank}: optimizer.step() without a batch in hand; mode {mode!r} takes one step "
+            "with each batch of its loader, before loader.drain() and the next batch: another "
+            "loader needs an optimizer of its own"
+        )
+
+
+def require_one_pass(optimizer: Any, why: str, way_out: str = "") -> None:
+    """Raise ValueError where backward passes add up; why: this is not for them."""
+    if optimizer.backward_passes_per_step != 1:
+        raise ValueError(
+            f"{why}: use backward_passes_per_step=1, got {optimizer.backward_passes_per_step}"
+            f"{way_out}"
+        )
 
 
 def require_not_taken(optimizer: Any) -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gtopk.torch as hvd
 from gtopk.adaptive.partitioning.cuts import Limits
-from gtopk.adaptive.throughput.policies import (
+from gtopk.adaptive.throughput import (
     LEAST_GAIN,
     MOST_CHANGE,
     Cost,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gtopk.adaptive.throughput.policies import Cost, SpeedModel, summarise
+from gtopk.adaptive.throughput import Cost, SpeedModel, summarise
 
 
 @settings(deadline=None)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gtopk.adaptive.partitioning.cuts import Limits
-from gtopk.adaptive.throughput.policies import Cost, equal_finish, spread_of
+from gtopk.adaptive.throughput import Cost, equal_finish, spread_of
 
 
 @st.composite

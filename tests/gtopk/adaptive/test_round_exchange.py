@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from collectives.transports import LocalTransport
-from gtopk.adaptive.local_training.replica import RoundExchange
+from gtopk.adaptive.replica import RoundExchange
 from gtopk.compression import Compression
 
 ELEMENTS = 40

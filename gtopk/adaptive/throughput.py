@@ -1,7 +1,7 @@
-"""Policies: compute the sizes of the next batches from the seconds of every rank's last ones.
+"""Throughput: the seconds of every rank's last batches, and the next sizes that follow from them.
 
-They are pure functions: the same measurements give the same sizes, so that every rank computes them
-for itself. They compute real sizes; `partitioning.cuts` makes them whole.
+The policies are pure functions: the same measurements give the same sizes, so that every rank
+computes them for itself.
 
 Goodput: the progress a second of a global batch, throughput times efficiency; the best is chosen.
 
@@ -37,10 +37,10 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
-from ...exchange.buckets.arrays import Timestamp
-from ...exchange.buckets.parameters import trained_by
-from ...telemetry.step_report import StepReport
-from ..partitioning.cuts import Limits
+from ..exchange.buckets.arrays import Timestamp
+from ..exchange.buckets.parameters import trained_by
+from ..telemetry.step_report import StepReport
+from .partitioning.cuts import Limits
 
 
 class Timer(Protocol):
@@ -54,6 +54,21 @@ class Timer(Protocol):
 
     def exchanged(self, step: StepReport) -> float:
         """Return the seconds that this rank waited for a step's exchange, and for other ranks."""
+
+
+def weak_hook(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook that calls a bound method as long as its object lives.
+
+    A distributed optimizer shares its hooks with the plain one, which outlives it. A hook whose
+    object is gone stays registered: the object may go while a step iterates over its hooks.
+    """
+    known = weakref.WeakMethod(method)
+
+    def hook(*step: Any) -> None:
+        if (call := known()) is not None:
+            call(*step)
+
+    return hook
 
 
 class GradientTimer:
@@ -79,20 +94,15 @@ class GradientTimer:
     def _watch(self) -> None:
         """Add hooks to all parameters trained by now: layers are thawed, and groups added."""
         # Weak: the parameter keeps its hooks, and must not keep the timer of a loader that is gone.
-        stop = weakref.WeakMethod(self._stop)
-
-        def hook(parameter: torch.Tensor) -> None:
-            if (still_there := stop()) is not None:
-                still_there()
-
+        stop = weak_hook(self._stop)
         for parameter in trained_by(self._optimizer):
             if parameter not in self._watched:
                 self._watched.add(parameter)
                 if parameter.is_cuda and self._device.type == "cpu":
                     self._device = parameter.device
-                parameter.register_post_accumulate_grad_hook(hook)
+                parameter.register_post_accumulate_grad_hook(stop)
 
-    def _stop(self) -> None:
+    def _stop(self, parameter: torch.Tensor) -> None:
         self._ended = Timestamp(self._device)
 
     def elapsed_seconds(self) -> float | None:

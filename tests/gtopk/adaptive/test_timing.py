@@ -6,7 +6,7 @@ import gc
 
 import torch
 
-from gtopk.adaptive.throughput.policies import GradientTimer
+from gtopk.adaptive.throughput import GradientTimer
 
 
 def timer_of(layer: torch.nn.Module) -> GradientTimer:

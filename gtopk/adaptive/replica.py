@@ -36,17 +36,16 @@ from typing import Any, NamedTuple
 import torch
 from numpy.typing import NDArray
 
-from collectives.algorithms import Regions
 from collectives.ranges import profiled
 from collectives.transports import Transport
 
-from ...compression import ErrorFeedback, Shards
-from ...exchange.bucket_exchange import open_exchange
-from ...exchange.buckets.arrays import from_array, to_array, view_tensor
-from ...exchange.buckets.buckets import Bucket
-from ...exchange.exchange import Exchanged, Progress, SparseExchange
-from ...exchange.residual import ResidualSize
-from ...optim.samples import LocalClip, norm_of
+from ..compression import ErrorFeedback, Shards
+from ..exchange.bucket_exchange import BucketExchange, open_exchange
+from ..exchange.buckets.arrays import from_array, to_array, view_tensor
+from ..exchange.buckets.buckets import Bucket
+from ..exchange.exchange import Exchanged, Progress
+from ..exchange.residual import ResidualSize
+from ..optim.samples import LocalClip, norm_of
 
 
 class TimedReduction(NamedTuple):
@@ -81,6 +80,7 @@ class RoundExchange:
         self._clip = LocalClip([], None)
         self.progress = Progress()
         self.exchange = open_exchange(self.bucket, compression, self.progress)
+        self._bucket_exchange = BucketExchange("", parameters, [], self.exchange, self.bucket)
         self._last_reduction: TimedReduction | None = None
 
     @property
@@ -100,14 +100,13 @@ class RoundExchange:
         """
         residual = self.exchange.residual
         residuals = {} if residual is None else residual.after_last_step()
-        regions = self._regions
         return {
             **{
                 name: residuals[name].to("cpu", copy=True) if name in residuals else None
                 for name in ("residual", "velocity")
             },
             "steps": self.progress.steps,
-            "regions": None if regions is None else regions.record(),
+            "regions": self._bucket_exchange.record()["regions"],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -133,13 +132,7 @@ class RoundExchange:
             # Entries may be here now that another rank is to go on with; all ranks load together.
             residual.may_be_misplaced = True
         self.progress.steps = state["steps"]
-        if self._regions is not None and state["regions"] is not None:
-            self._regions.resume(state["regions"])
-
-    @property
-    def _regions(self) -> Regions | None:
-        exchange = self.exchange
-        return exchange.regions if isinstance(exchange, SparseExchange) else None
+        self._bucket_exchange.resume(state)
 
     @property
     def residual_views(self) -> list[torch.Tensor] | None:
@@ -172,25 +165,22 @@ class RoundExchange:
 
         Then the residual is as it was before. share: this rank's share of the update, for clipping.
         """
-        bucket, residual = self.bucket, self.exchange.residual
+        bucket = self.bucket
         # Not when the sums were captured: weight and share follow from all ranks' counts, known
         # only now.
         bucket.weight = weight * self._clip.factor(weight, share)
         began = time.perf_counter()
-        with bucket.on_stream():
-            if residual is not None:
-                # Before the exchange adds this round's sums: an overflow is known only at its end.
-                residual.snapshot()
-            exchanged = self.exchange(bucket, transport)
-            reduced = time.perf_counter()
-            if exchanged.finite:
-                with profiled("apply"):
-                    self.exchange.apply(bucket)
-            elif residual is not None:
-                residual.restore()
-        if residual is not None:
-            # In both cases: a stale snapshot would bring back an earlier round.
-            residual.drop_snapshot()
+        # Before the exchange adds this round's sums: an overflow is known only at its end.
+        self._bucket_exchange.snapshot()
+        exchanged = self._bucket_exchange.reduce(transport)
+        reduced = time.perf_counter()
+        if exchanged.finite:
+            with bucket.on_stream(), profiled("apply"):
+                self.exchange.apply(bucket)
+        else:
+            self._bucket_exchange.undo()
+        # In both cases: a stale snapshot would bring back an earlier round.
+        self._bucket_exchange.commit()
         ended = time.perf_counter()
         # Applying reads and writes what was selected, and is reported with it.
         select_seconds = exchanged.select_seconds + ended - reduced
@@ -209,8 +199,7 @@ class RoundExchange:
 
     def residual_size(self) -> ResidualSize | None:
         """Return how large the residual is after the last reduction; reads all of it."""
-        residual = self.exchange.residual
-        return None if residual is None else residual.residual_size()
+        return self._bucket_exchange.residual_size()
 
 
 class Replica:
@@ -240,11 +229,6 @@ class Replica:
     def is_at_center(self) -> bool:
         """Tell whether the parameters show the center at the moment."""
         return self._own is not self.parameters
-
-    @property
-    def signature(self) -> str:
-        """Return the text that must be equal on all ranks."""
-        return self.reduction.signature
 
     def norm(self) -> float:
         """Return |w|_2 / n of its n parameters; not finite where one is not."""
