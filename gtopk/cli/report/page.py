@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
-from importlib.resources import files
 from typing import Any
 
 from ...telemetry.lines import shown
 from ...telemetry.reading import Run, Step
 from ...telemetry.step_report import PARTS, batch
-from ...units import digits, duration_text, percent_text, seconds_text, with_article
-from ..charts import facts, figure, legend, plots, prose, swatch, tile
-from ..charts import page as shared_page
-from . import plots as drawings
+from ...units import SPACE, digits, duration_text, percent_text, seconds_text, with_article
+from .. import charts
+from ..charts import Lines, Point, facts, figure, prose, share_text
 from . import series
 from .series import (
     MEANINGS,
     WAITS,
-    Point,
     happenings,
     several,
     steps_taken,
@@ -28,6 +25,7 @@ from .series import (
 )
 
 _MANY_RANKS = 64  # bars beyond are left out
+_MANY = 8  # ranks; beyond, a bar has no words, and a line is left out
 _EXPLAINED = {
     "compute": "compute is forward, backward and the optimizer's own step",
     "wait": "wait is for the other ranks to be ready, and for earlier exchanges to end",
@@ -81,9 +79,9 @@ def _learnt(run: Run, name: str, axes: Mapping[str, series.Place], place: int) -
             continue
         # An accuracy that the script logs in per cent is no share.
         share = share and all(p.low >= 0 and p.high <= 1 for p in points)
-        written = drawings.share_text if share else drawings.plain_text
-        title = f"{name} over {drawings.X_NAMES[over]}"
-        drawn[over] = drawings.lines_plot(title, {name: points}, name, over=over, written=written)
+        written = share_text if share else charts.plain_text
+        title = f"{name} over {charts.X_AXES[over][0]}"
+        drawn[over] = charts.lines_plot(title, {name: points}, name, over=over, written=written)
     if not drawn:
         return ""
     logging = sum(any(name in note.content for note in rank.values) for rank in run.ranks)
@@ -139,9 +137,25 @@ def parts_figure(run: Run) -> str:
     reading += f"The first steps are left out{f', and {left_out} ranks' if left_out else ''}."
     return figure(
         f"{with_article(covers).capitalize()} of each rank",
-        _parts_legend(shown) + drawings.parts_of_ranks(by_rank),
+        _parts_legend(shown) + _bars(by_rank),
         reading,
     )
+
+
+def _bars(by_rank: Mapping[int, Mapping[str, float]]) -> str:
+    """Draw each rank's mean step, with the parts that take longest below it."""
+    rows = []
+    for rank, seconds in by_rank.items():
+        total = sum(seconds.values())
+        longest = sorted(PARTS, key=lambda part: -seconds[part])[:3]
+        words = " · ".join(
+            f"{part} {100 * seconds[part] / total:.0f}{SPACE}%"
+            for part in longest
+            if seconds[part] > 0.005 * total
+        )
+        rows.append((f"rank {rank}", seconds, words if len(by_rank) <= _MANY else ""))
+    title = "Where the time of a step went, one bar per rank, split by part"
+    return charts.bars(title, rows, ("wait", "exchange"))
 
 
 def _shown(of: Iterable[Mapping[str, float]]) -> list[str]:
@@ -151,7 +165,7 @@ def _shown(of: Iterable[Mapping[str, float]]) -> list[str]:
 
 
 def _parts_legend(shown: Sequence[str]) -> str:
-    return legend((swatch(f"part {part}"), part) for part in shown)
+    return charts.parts_legend({part: part for part in shown})
 
 
 def over_steps_figure(run: Run) -> str:
@@ -162,10 +176,25 @@ def over_steps_figure(run: Run) -> str:
         return ""
     covers = series.covers(run)
     if alone:
-        drawn = drawings.parts_over_time(found)
+        drawn = charts.stacked(
+            "Share of the ranks' time by part, over time",
+            found,
+            "of the ranks' time",
+            over="time",
+            written=share_text,
+            most=1.0,
+        )
         reading = f"All ranks' time, of neighbouring {several(covers)} together. "
     else:
-        drawn = drawings.parts_over_steps(found, covers)
+        what = with_article(covers)
+        drawn = charts.stacked(
+            f"Time of {what} by part, over the steps, mean of the ranks",
+            found,
+            f"{what} takes",
+            over="steps",
+            written=seconds_text,
+            most=1.05 * max(sum(seconds.values()) for _, seconds in found),
+        )
         reading = (
             "Means over the ranks, and over neighbouring steps where there are more than a line "
             "can show. "
@@ -196,7 +225,7 @@ def prediction_figure(run: Run) -> str:
             found,
             "a step's exchange takes",
             written=seconds_text,
-            logarithmic=drawings.are_apart([p for points in found.values() for p in points], 8),
+            logarithmic=charts.are_apart([p for points in found.values() for p in points], 8),
             bands=False,
         ),
         f"On rank {rank.rank}: from accumulate to apply, as the cost model means it. What was "
@@ -217,7 +246,7 @@ def batches_figure(run: Run) -> str:
     found = {name: points for name, points in found.items() if points}
     if not found:
         return ""
-    shown = dict(list(found.items())[: drawings.MANY])
+    shown = dict(list(found.items())[: _MANY])
     if series.covers(run) == "round":
         reading = "Samples of a rank in a round: of as many micro-batches as there was time for."
     else:
@@ -233,7 +262,7 @@ def batches_figure(run: Run) -> str:
             "Samples of each rank's steps", shown, "samples", over=series.over(run), bands=False
         ),
         reading
-        + (f" The first {drawings.MANY} ranks of {len(found)}." if len(found) > len(shown) else ""),
+        + (f" The first {_MANY} ranks of {len(found)}." if len(found) > len(shown) else ""),
     )
 
 
@@ -252,18 +281,18 @@ def density_figure(run: Run) -> str:
             found,
             "of the gradient's values",
             over=series.over(run),
-            written=drawings.share_text,
-            logarithmic=drawings.are_apart([*sent, *updated], 30),
+            written=share_text,
+            logarithmic=charts.are_apart([*sent, *updated], 30),
         ),
         "Of all values that are exchanged: what a rank selects, and what the agreed update holds. "
         "Parameters that are kept dense count in both.",
     )
 
 
-def _lines(title: str, found: Mapping[str, Sequence[Point]], y_name: str, **how: Any) -> str:
+def _lines(title: str, found: Lines, y_name: str, **how: Any) -> str:
     """Return lines in one plot, from zero on, below their legend; how: as for `lines_plot`."""
-    keys = legend((drawings.series_key(place), name) for place, name in enumerate(found))
-    return keys + drawings.lines_plot(title, found, y_name, from_zero=True, **how)
+    plot = charts.lines_plot(title, found, y_name, from_zero=True, **how)
+    return charts.lines_legend(found) + plot
 
 
 def _share_of(what: str) -> Callable[[Step], float | None]:
@@ -309,24 +338,21 @@ def _one_line(run: Run, points: Sequence[Point], title: str, y_name: str, readin
     """Return a figure with the line of these points; "" without any."""
     if not points:
         return ""
-    drawn = drawings.lines_plot(
-        title, {title: points}, y_name, over=series.over(run), from_zero=True
-    )
+    over = series.over(run)
+    drawn = charts.lines_plot(title, {title: points}, y_name, over=over, from_zero=True)
     return figure(title, drawn, f"{reading} The band goes from the least of the ranks to the most.")
 
 
 def page(run: Run, name: str) -> str:
     """Return the page of a run; name: what its record's folder is called."""
-    style = (files(__package__) / "page.css").read_text(encoding="utf-8")
     # A folder's name may hold what steers a terminal or a page.
     title = f"Run {shown(name)}"
-    drawn = "".join(plots(heading, those) for heading, those in figures(run).items())
-    return shared_page(
+    drawn = "".join(charts.plots(heading, those) for heading, those in figures(run).items())
+    return charts.page(
         title,
-        style,
-        f"""<h1>{escape(title)}</h1>
-{_verdict(run)}<p class="lead">{escape(opening(run))}</p>
-<dl class="tiles">{"".join(tile(*each) for each in tiles(run))}</dl>
+        __package__,
+        f"""{_verdict(run)}<p class="lead">{escape(opening(run))}</p>
+<dl class="tiles">{"".join(charts.tile(*each) for each in tiles(run))}</dl>
 {drawn}{_happened(run)}<h2>What was run</h2>
 <dl class="facts">{facts(what_was_run(run))}</dl>""",
     )

@@ -27,6 +27,7 @@ from ...units import (
     seconds_text,
     with_article,
 )
+from ..charts import Point
 
 MEANINGS: Final[Mapping[str, str]] = {
     "round": "A round, the step of this mode, is the micro-batches that a rank adds up while the "
@@ -58,15 +59,6 @@ Place: TypeAlias = Callable[[Note], float]
 BINS: Final = 120  # points of a line
 # The first steps plan buckets and measure links.
 _SETTLING: Final = 2
-
-
-class Point(NamedTuple):
-    """A place on the x axis: the mean of what was found there, the least and the most."""
-
-    x: float
-    mean: float
-    low: float
-    high: float
 
 
 def binned(pairs: Iterable[tuple[float, float | None]]) -> list[Point]:
