@@ -246,7 +246,7 @@ def batches_figure(run: Run) -> str:
     found = {name: points for name, points in found.items() if points}
     if not found:
         return ""
-    shown = dict(list(found.items())[: _MANY])
+    shown = dict(list(found.items())[:_MANY])
     if series.covers(run) == "round":
         reading = "Samples of a rank in a round: of as many micro-batches as there was time for."
     else:
@@ -261,8 +261,7 @@ def batches_figure(run: Run) -> str:
         _lines(
             "Samples of each rank's steps", shown, "samples", over=series.over(run), bands=False
         ),
-        reading
-        + (f" The first {_MANY} ranks of {len(found)}." if len(found) > len(shown) else ""),
+        reading + (f" The first {_MANY} ranks of {len(found)}." if len(found) > len(shown) else ""),
     )
 
 

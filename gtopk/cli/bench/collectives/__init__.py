@@ -2,8 +2,6 @@
 
 A case is a number of ranks, a length, a density and a distribution of the picks. In each of its
 rounds every contender runs once, after a barrier; its time is that of the slowest rank.
-
-The results are a table, and Markdown for the documentation.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import json
 import shlex
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -24,7 +22,7 @@ from collectives.wire.values import VALUE_CODES
 
 from ....runtime.launch import launched_by, transport_name
 from ....units import bandwidth_text, bytes_text, count_text, seconds_text
-from ...arguments import Command, above_zero, fail, from_zero, number_in, share, whole_number
+from ...arguments import Command, above_zero, from_zero, number_in, share, whole_number
 from ...charts import aligned
 from ..harness import (
     TIMEOUT_SECONDS,
@@ -138,55 +136,6 @@ def _sent(row: Record) -> str:
     return f"{'' if row['counted'] else '~'}{bytes_text(row['sent_bytes']['max'])}"
 
 
-def markdown(files: Sequence[Results]) -> str:
-    """Return several runs as Markdown: a table for each n, density and distribution."""
-    return "\n".join(line for results in files for line in _markdown_of(results))
-
-
-def _markdown_of(results: Results) -> Iterator[str]:
-    first, *rest = facts(results)
-    yield f"{first}; {'; '.join(rest)}."
-    yield ""
-    by_table: dict[tuple[int, float, str], dict[int, list[Record]]] = {}
-    for (ranks, length, density, distribution), rows in panels(results["records"]).items():
-        by_table.setdefault((length, density, distribution), {})[ranks] = rows
-    for (length, density, distribution), columns in by_table.items():
-        yield f"n = {count_text(length)}, density {density:g}, {distribution} picks (synthetic):"
-        yield ""
-        yield "| |" + "".join(f" P = {ranks} |" for ranks in columns)
-        yield "|---|" + "---|" * len(columns)
-        # In the order that most ranks give: a table is read for its last column.
-        last = columns[max(columns)]
-        labels = list(
-            dict.fromkeys(row["label"] for rows in (last, *columns.values()) for row in rows)
-        )
-        for label in labels:
-            cells = [_cell(label, rows) for rows in columns.values()]
-            yield f"| {label} | " + " | ".join(cells) + " |"
-        yield ""
-
-
-def _cell(label: str, rows: Sequence[Record]) -> str:
-    row = next((row for row in rows if row["label"] == label), None)
-    if row is None:
-        return ""
-    seconds, ratio = row["seconds"], row["measured_over_modelled"]
-    against = times_reference(row, rows)
-    words = [seconds_text(median(row))]
-    if row["rounds"] > 1:
-        words[0] += f" ({seconds_text(seconds['min'])}-{seconds_text(seconds['max'])})"
-    if ratio is not None:
-        words.append(f"{ratio:.2f}x wire")
-    if row["ours"] and row["measured_over_wire_and_code"] is not None:
-        words.append(f"{row['measured_over_wire_and_code']:.2f}x with code")
-    if row["reference"]:
-        words[0] = f"**{words[0]}**"
-    elif against is not None:
-        words.append(f"{against:.3g}x the time")
-    words.append(_sent(row))
-    return ", ".join(words)
-
-
 def parser() -> Command:
     """Return the command line's grammar."""
     described = bench_parser(
@@ -238,8 +187,6 @@ def parser() -> Command:
     interface = "network interface whose sent bytes to record, such as eth0"
     option("--interface", known_interface, None, interface)
     option("--seed", from_zero, 0, "of the picks")
-    printed = "measure nothing, print these JSON files' tables"
-    words("--markdown", Path, metavar="FILE", help=printed)
     return described
 
 
@@ -261,12 +208,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark on this rank and return the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parser().parse_args(given)
-    try:
-        if options.markdown:
-            print(markdown([read(path) for path in options.markdown]))
-            return 0
-    except (OSError, ValueError) as error:
-        return fail("bench collectives", error, code=2)
     # In the record, so that the measurement can be repeated.
     command = shlex.join(["gtopk", "bench", "collectives", *given])
     if (options.transport or transport_name(launched_by())) == "local":
