@@ -141,11 +141,7 @@ class Task(NamedTuple):
     library: ModelledLibrary
 
 
-class ContenderResult(NamedTuple):
-    """A run's result: the update, sparse or dense, and the entries that return; None: unknown."""
-
-    update: SparseVector | Array
-    returned: SparseVector | None
+Update = SparseVector | Array
 
 
 class Modelled(NamedTuple):
@@ -169,18 +165,16 @@ class Contender:
     prepare:   returns the function that is timed.
     modelled:  of length, k, network and rates; None: there is no model.
     selective: whether it looks at the picks only, and not at every coordinate.
-    conserves: whether all entries that are not in the update return.
     """
 
     name: str
     label: str
-    prepare: Callable[[Task], Callable[[], ContenderResult]]
+    prepare: Callable[[Task], Callable[[], Update]]
     modelled: Callable[[int, int, Network, Rates], Modelled | None]
     algorithm: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     format: Format | None = None
     selective: bool = True
-    conserves: bool = True
 
 
 def own(algorithm: str, options: dict[str, Any], format: Format) -> Contender:
@@ -188,15 +182,15 @@ def own(algorithm: str, options: dict[str, Any], format: Format) -> Contender:
     kept = {"regions": Regions()} if "oktopk" in (algorithm, options.get("across")) else {}
     begun: set[tuple[int, int]] = set()
 
-    def prepare(task: Task) -> Callable[[], ContenderResult]:
+    def prepare(task: Task) -> Callable[[], Update]:
         selected, k, transport, _ = task
         # Of 64 steps of a training one draws the boundaries: here it is not timed.
         if kept and (selected.length, k) not in begun:
             reduce(selected, k, transport, algorithm, format=format, **kept, **options)
             begun.add((selected.length, k))
-        return lambda: ContenderResult(
-            *reduce(selected, k, transport, algorithm, format=format, **kept, **options)
-        )
+        return lambda: reduce(selected, k, transport, algorithm, format=format, **kept, **options)[
+            0
+        ]
 
     def modelled(length: int, k: int, network: Network, rates: Rates) -> Modelled | None:
         # The model has the algorithms as they usually run.
@@ -225,7 +219,7 @@ def own_shards(options: dict[str, Any]) -> Contender:
     how = Shards(**options)
     (format,) = how.formats()
 
-    def prepare(task: Task) -> Callable[[], ContenderResult]:
+    def prepare(task: Task) -> Callable[[], Update]:
         selected, transport = task.selected, task.transport
         left = np.zeros(selected.length, np.float32)
         left[selected.indices] = selected.values
@@ -233,12 +227,11 @@ def own_shards(options: dict[str, Any]) -> Contender:
         owned = indices[shards.own_part(indices.size, transport)]
         values, errors = left[indices], np.zeros(owned.size, np.float32)
 
-        def go() -> ContenderResult:
+        def go() -> Update:
             shared = shards.reduce(values, errors, transport, code=format.values)
             left[indices] = shared.lost
             left[owned] += shared.kept
-            update = SparseVector(indices, shared.update, left.size)
-            return ContenderResult(update, SparseVector.from_dense(left))
+            return SparseVector(indices, shared.update, left.size)
 
         return go
 
@@ -343,15 +336,15 @@ def reference_of(
 
 
 def dense_library() -> Contender:
-    def prepare(task: Task) -> Callable[[], ContenderResult]:
+    def prepare(task: Task) -> Callable[[], Update]:
         # Written once before the timing: fresh pages would be made within it.
         array = np.empty(task.selected.length, np.float32)
         array.fill(0)
         array[task.selected.indices] = task.selected.values
 
-        def go() -> ContenderResult:
+        def go() -> Update:
             task.library.allreduce(array)
-            return ContenderResult(array, None)
+            return array
 
         return go
 
@@ -365,11 +358,9 @@ def dense_library() -> Contender:
 
 
 def allgather_contender() -> Contender:
-    def prepare(task: Task) -> Callable[[], ContenderResult]:
-        return lambda: ContenderResult(
-            plain_allgather(task.selected, task.k, task.transport.size, task.library),
-            None,
-        )
+    def prepare(task: Task) -> Callable[[], Update]:
+        size = task.transport.size
+        return lambda: plain_allgather(task.selected, task.k, size, task.library)
 
     def modelled(length: int, k: int, network: Network, rates: Rates) -> Modelled:
         alpha, beta, _ = network.link(1)
@@ -385,7 +376,7 @@ def allgather_contender() -> Contender:
 
 
 def tree_contender(broadcast: str) -> Contender:
-    def prepare(task: Task) -> Callable[[], ContenderResult]:
+    def prepare(task: Task) -> Callable[[], Update]:
         rank, size, library = task.transport.rank, task.transport.size, task.library
 
         def spread(message: Array) -> None:
@@ -394,9 +385,7 @@ def tree_contender(broadcast: str) -> Contender:
             else:
                 binomial_broadcast(message, rank, size, library)
 
-        return lambda: ContenderResult(
-            published_tree(task.selected, task.k, rank, size, library, spread), None
-        )
+        return lambda: published_tree(task.selected, task.k, rank, size, library, spread)
 
     def modelled(length: int, k: int, network: Network, rates: Rates) -> Modelled:
         alpha, beta, _ = network.link(1)
@@ -411,7 +400,6 @@ def tree_contender(broadcast: str) -> Contender:
         + ("the library's broadcast" if broadcast == "library" else "binomial broadcast"),
         prepare,
         modelled,
-        conserves=False,
     )
 
 
