@@ -19,15 +19,20 @@ from typing import Final, NamedTuple, Protocol
 from ...units import SPACE, bytes_text, seconds_text
 
 
-def aligned(rows: Iterable[Sequence[str]], left: int = 1) -> list[str]:
-    """Return rows of cells as lines: the first `left` columns to the left, the others right."""
+def aligned(rows: Iterable[Sequence[str]], left: int = 1, gap: int = 2) -> list[str]:
+    """Return rows of cells as lines: the first `left` columns to the left, the others right.
+
+    gap: spaces between columns.
+    """
     rows = [*rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
-        "  ".join(
+        (" " * gap)
+        .join(
             cell.ljust(width) if place < left else cell.rjust(width)
             for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
+        )
+        .rstrip()
         for row in rows
     ]
 
