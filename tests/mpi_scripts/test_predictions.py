@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from collectives.errors import CollectiveError
+from gtopk.cli import main as gtopk
 from gtopk.cli.bench.collectives import read
 from gtopk.cli.bench.collectives.cases import SCHEMA
-from gtopk.cli.main import main as gtopk
 from mpi_scripts import predictions
 from mpi_scripts.predictions import (
     DENSE,

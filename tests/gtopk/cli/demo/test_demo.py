@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from gtopk.cli import main
 from gtopk.cli.demo import TRAIN_IMAGES, Plan, equal_bytes_density
 from gtopk.cli.demo.verdicts import METHODS, OVER_LINK
-from gtopk.cli.main import main
 from gtopk.cli.simulate.setting import TEST_IMAGES
 from tests.started import STARTED_PATH
 
