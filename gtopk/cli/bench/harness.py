@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -27,16 +26,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypedDict, TypeVar
 
-import numpy as np
 import torch
 from torch import nn
 
-from collectives import kernels
-from collectives.cores import usable_cores
 from collectives.errors import PeerError
 from collectives.transports import Transport
 
-from ...runtime.machine import processor
 from ...runtime.world.joining import join
 from ...runtime.world.membership import emulate_on
 from ..arguments import Command, output_file
@@ -152,18 +147,6 @@ class Range(NamedTuple):
     def text(self, decimals: int = 2) -> str:
         low, high = (f"{value:.{decimals}f}" for value in self[1:])
         return f"{self.median:.{decimals}f} ({low}-{high})"
-
-
-def describe() -> dict[str, str]:
-    """Return the facts of the machine on which the figures of one process depend."""
-    return {
-        "processor": processor(),
-        "cores": str(usable_cores()),
-        "load": f"{os.getloadavg()[0]:.1f}",
-        "kernels": kernels.in_use(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-    }
 
 
 def bench_parser(benchmark: str, description: str, launched: bool = False) -> Command:

@@ -25,13 +25,13 @@ from collectives.kernels import reference
 from collectives.kernels.host.calls import use_threads
 from collectives.vector import Array
 
+from ...runtime.machine import load, processor, this_machine
 from ..arguments import fail, share, whole_number
 from ..charts import aligned
 from .harness import (
     Range,
     add_words,
     bench_parser,
-    describe,
     one_of,
     show_progress,
     silent,
@@ -113,7 +113,7 @@ class Rounds:
             found.append(
                 Record(
                     method=method.name,
-                    device=describe()["processor"],
+                    device=processor(),
                     torch=torch.__version__,
                     data=data,
                     n=length,
@@ -270,7 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wrong = f"--methods must be among {', '.join(known)}; got {', '.join(unknown)}"
         return fail("bench selection", wrong, code=2)
     torch.set_num_threads(1)
-    machine = describe()
+    machine = this_machine()
     print(", ".join(f"{name}: {value}" for name, value in machine.items()))
     print("times are medians of rounds, with the lowest and the highest of the ratios\n")
     records: list[Record] = []
@@ -301,6 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{what} of {merge.k:,}, {merge.method}: {spent} ns per input entry")
             merges.append(merge)
         print()
+    machine["load_after"] = load()
     content = {
         "machine": machine,
         "records": [

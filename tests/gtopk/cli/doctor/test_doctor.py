@@ -170,7 +170,6 @@ def test_an_optional_package_that_crashes_costs_one_finding(tmp_path: Path) -> N
     assert set(found) == {*PROBES, "launcher"}
     assert found["Horovod"].state is State.WARN
     assert found["Horovod"].detail == "died: Segmentation fault"
-    assert found["demo"].state is State.OK  # the next one
 
 
 @pytest.mark.parametrize("flushed", [False, True])
