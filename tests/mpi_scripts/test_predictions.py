@@ -11,7 +11,6 @@ import pytest
 
 from collectives.errors import CollectiveError
 from gtopk.cli import main as gtopk
-from gtopk.cli.bench.collectives import read
 from gtopk.cli.bench.collectives.cases import SCHEMA
 from mpi_scripts import predictions
 from mpi_scripts.predictions import (
@@ -20,6 +19,7 @@ from mpi_scripts.predictions import (
     busyness,
     by_busyness,
     main,
+    read,
     row,
     savings,
     simulated,

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import shlex
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Final
 
 from collectives.transports import Transport, local_world, run_ranks
@@ -32,7 +30,7 @@ from ..harness import (
     one_of,
     write_json,
 )
-from .cases import DISTRIBUTIONS, Record, Results, checked
+from .cases import DISTRIBUTIONS, Record, Results
 from .contenders import BASELINES, KNOWN, formats_of, parse
 from .run import run
 
@@ -231,12 +229,3 @@ def deliver(results: Results, options: argparse.Namespace) -> None:
     """Print the table, and write the JSON."""
     print(table(results), flush=True)
     write_json(results, options.json)
-
-
-def read(path: Path) -> Results:
-    """Return the results in a JSON file; raise OSError or ValueError, which name it."""
-    try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    return checked(results, str(path))

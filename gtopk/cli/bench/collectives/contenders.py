@@ -23,7 +23,7 @@ from collectives.algorithms import Regions, shards
 from collectives.cost import rounds
 from collectives.cost_model import EXACT, Candidate, Format, Network, Rates, predict
 from collectives.cost_model.schedules import SCHEDULES
-from collectives.kernels import sum_by_index
+from collectives.kernels import merge, sum_by_index
 from collectives.transports import Transport
 from collectives.vector import Array, SparseVector
 from collectives.wire.format import check
@@ -50,16 +50,6 @@ def plain_allgather(
     return sum_by_index(lists)
 
 
-def summed(indices: Array, values: Array, length: int) -> SparseVector:
-    """Return entries with equal indices added up, and those that are zero left out."""
-    order = np.argsort(indices, kind="stable")
-    indices, values = indices[order], values[order]
-    first = np.flatnonzero(np.diff(indices, prepend=-1))
-    sums = np.add.reduceat(values, first) if first.size else values
-    kept = np.flatnonzero(sums)
-    return SparseVector(indices[first][kept], sums[kept], length)
-
-
 def published_tree(
     selected: SparseVector,
     k: int,
@@ -73,48 +63,41 @@ def published_tree(
     P = 6     1 -> 0, 3 -> 2, 5 -> 4   barrier   2 -> 0   barrier   4 -> 0   barrier   broadcast
 
     An entry has 16 bytes: index and value in one array become float64 both. A receiver adds up
-    the two lists and keeps the k largest. All ranks wait at a barrier after each round. Picks that
-    were dropped on the way are lost where their index is in the result; what returns to the
-    residual is left out here. (The published code works for powers of two only.)
+    the two lists and keeps the k largest, here by gtopk's kernel. All ranks wait at a barrier after
+    each round. Picks that were dropped on the way are lost where their index is in the result.
+    (The published code works for powers of two only.)
     """
-    indices, values = selected.indices, selected.values
+    kept = selected
     distance = 1
     while distance < size:
         if rank % (2 * distance) == 0 and rank + distance < size:
             buffer = np.empty((2, k))
             library.receive(buffer.reshape(-1).view(np.uint8), rank + distance)
-            # 0 for the length, which sums do not need.
-            theirs = summed(buffer[0].astype(np.int64), buffer[1].astype(np.float32), 0)
-            indices, values = largest(
-                np.concatenate([indices, theirs.indices]),
-                np.concatenate([values, theirs.values]),
-                k,
-            )
+            kept = merge(kept, of_sixteen_bytes(buffer, selected), k)
         elif rank % (2 * distance) == distance:
-            library.send(of_sixteen_bytes(indices, values, k).view(np.uint8), rank - distance)
+            library.send(in_sixteen_bytes(kept, k), rank - distance)
         library.barrier()
         distance *= 2
-    result = of_sixteen_bytes(indices, values, k)
-    broadcast(result.view(np.uint8))
-    indices, values = result.reshape(2, k)
-    return summed(indices.astype(np.int32), values.astype(np.float32), selected.length)
+    result = in_sixteen_bytes(kept, k)
+    broadcast(result)
+    return of_sixteen_bytes(result.view(np.float64).reshape(2, k), selected)
 
 
-def of_sixteen_bytes(indices: Array, values: Array, k: int) -> Array:
-    """Return float64 [2 k]: the indices, then the values; zeros where there are fewer than k."""
+def in_sixteen_bytes(vector: SparseVector, k: int) -> Array:
+    """Return uint8 [16 k]: the indices, then the values; zeros where there are fewer than k."""
     message = np.zeros((2, k))
-    message[0, : indices.size] = indices
-    message[1, : values.size] = values
-    return message.reshape(-1)
+    message[0, : vector.entries] = vector.indices
+    message[1, : vector.entries] = vector.values
+    return message.reshape(-1).view(np.uint8)
 
 
-def largest(indices: Array, values: Array, k: int) -> tuple[Array, Array]:
-    """Return the k entries of the largest sums."""
-    total = summed(indices, values, 0)
-    if total.entries <= k:
-        return total.indices, total.values
-    kept = np.sort(np.argpartition(-np.abs(total.values), k)[:k])
-    return total.indices[kept], total.values[kept]
+def of_sixteen_bytes(message: Array, like: SparseVector) -> SparseVector:
+    """Return the entries of float64 [2, k], in the types of another vector."""
+    # The rest is padding: no pick is a zero.
+    indices, values = message[:, : np.count_nonzero(message[1])]
+    return SparseVector(
+        indices.astype(like.indices.dtype), values.astype(like.values.dtype), like.length
+    )
 
 
 def binomial_broadcast(message: Array, rank: int, size: int, library: ModelledLibrary) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from collectives import ALGORITHMS
-from gtopk.cli.bench.collectives import main, parser, read
+from gtopk.cli.bench.collectives import main, parser
 from gtopk.cli.bench.collectives.cases import Results
+from mpi_scripts.predictions import read
 from tests.matrix import some_of
 
 
