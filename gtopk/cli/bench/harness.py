@@ -30,8 +30,9 @@ import torch
 from torch import nn
 
 from collectives.errors import PeerError
-from collectives.transports import Transport
+from collectives.transports import Transport, local_world, run_ranks
 
+from ...runtime.launch import launched_by, transport_name
 from ...runtime.world.joining import join
 from ...runtime.world.membership import emulate_on
 from ..arguments import Command, output_file
@@ -167,11 +168,15 @@ def write_json(content: object, path: Path | None) -> None:
         print(f"written to {path}")
 
 
-def on_launched_rank(work: Callable[[Transport], object], over: str | None = None) -> int:
-    """Do a benchmark's work as one rank of a launcher's; a failure here ends the job.
+def on_ranks(work: Callable[[Transport], object], threads: int, over: str | None = None) -> int:
+    """Do a benchmark's work on the ranks of a launcher, or on threads; a failure ends the job.
 
-    over: the transport; None: the one that training would use.
+    threads: their number, without a launcher or over "local": no network is measured there.
+    over:    the transport; None: the one that training would use.
     """
+    if (over or transport_name(launched_by())) == "local":
+        run_ranks(local_world(threads, TIMEOUT_SECONDS), work)
+        return 0
     transport = join(over=over, timeout_seconds=TIMEOUT_SECONDS)
     try:
         emulate_on(transport)

@@ -18,7 +18,7 @@ from collectives import SELECTORS, SparseVector
 from collectives.kernels import host, reference, why_not_compiled
 from collectives.vector import Array
 
-_FEATURES, _CLASSES, _BATCH = 3072, 10, 32
+_FEATURES, _CLASSES, _BATCH, _RATE = 3072, 10, 32, 0.05
 
 
 class Synthetic:
@@ -29,24 +29,17 @@ class Synthetic:
         self.label = f"{name} (synthetic)"
         self.length = length
         self._name, self._random = name, np.random.default_rng(0)
-        self._scale = np.float32(1)
 
     def next_gradient(self) -> Array:
         """Return the gradient of the next step; its array may be the one before's."""
         if self._name == "gaussian":
-            drawn = self._random.standard_normal(self.length, np.float32)
-        else:
-            drawn = self._random.standard_exponential(self.length, np.float32)
-            drawn *= self._random.integers(0, 2, self.length, np.int8) * 2 - 1
-        drawn *= self._scale
+            return self._random.standard_normal(self.length, np.float32)
+        drawn = self._random.standard_exponential(self.length, np.float32)
+        drawn *= self._random.integers(0, 2, self.length, np.int8) * 2 - 1
         return drawn
 
     def apply(self, update: SparseVector) -> None:
         """Apply the update to the network, where there is one."""
-
-    def slow_down(self, factor: float) -> None:
-        """Multiply the learning rate by this, or where there is none, the gradients to come."""
-        self._scale *= np.float32(factor)
 
 
 class Training:
@@ -73,7 +66,6 @@ class Training:
         self._parameters = list(self._network.parameters())
         self.length = sum(parameter.numel() for parameter in self._parameters)
         self._gradient = np.empty(self.length, np.float32)
-        self._rate = 0.05
         self._patterns = torch.randn(_CLASSES, _FEATURES)
 
     def next_gradient(self) -> Array:
@@ -93,10 +85,7 @@ class Training:
         steps = torch.from_numpy(update.to_dense()).split([p.numel() for p in self._parameters])
         with torch.no_grad():
             for parameter, step in zip(self._parameters, steps, strict=True):
-                parameter.sub_(step.view(parameter.shape), alpha=self._rate)
-
-    def slow_down(self, factor: float) -> None:
-        self._rate *= factor
+                parameter.sub_(step.view(parameter.shape), alpha=_RATE)
 
 
 Source = Synthetic | Training

@@ -72,12 +72,14 @@ def open_gloo() -> Any:
     here = world.current()
 
     def meet(transport: Transport, all_flags: list[int]) -> TCPStore:
-        address, store = own_address(one_host=count_hosts(transport) == 1), None
-        if here.rank == 0:
-            # Any free port will do.
-            store = TCPStore(address, 0, here.size, True, _START, wait_for_workers=False)
-        place = transport.broadcast_object([address, store.port] if store is not None else None)
-        return store or TCPStore(*place, here.size, False, _START)
+        address = own_address(one_host=count_hosts(transport) == 1)
+        if transport.rank > 0:
+            host, port = transport.broadcast_object(None)
+            return TCPStore(host, port, here.size, False, _START)
+        # Any free port will do.
+        store = TCPStore(address, 0, here.size, True, _START, wait_for_workers=False)
+        transport.broadcast_object([address, store.port])
+        return store
 
     store = here.engine.submit("bench.gloo", [], meet).wait()
     torch.distributed.init_process_group("gloo", store=store, rank=here.rank, world_size=here.size)

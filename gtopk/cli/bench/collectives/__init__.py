@@ -6,7 +6,6 @@ rounds every contender runs once, after a barrier; its time is that of the slowe
 
 from __future__ import annotations
 
-import argparse
 import functools
 import shlex
 import socket
@@ -14,30 +13,26 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from collectives.transports import Transport, local_world, run_ranks
+from collectives.transports import Transport
 from collectives.wire.indices import INDEX_CODES
 from collectives.wire.values import VALUE_CODES
 
-from ....runtime.launch import launched_by, transport_name
-from ....units import bandwidth_text, bytes_text, count_text, seconds_text
+from ....units import bandwidth_text, bytes_text, seconds_text
 from ...arguments import Command, above_zero, from_zero, number_in, share, whole_number
 from ...charts import aligned
 from ..harness import (
-    TIMEOUT_SECONDS,
     add_words,
     bench_parser,
-    on_launched_rank,
+    on_ranks,
     one_of,
     write_json,
 )
-from .cases import DISTRIBUTIONS, Record, Results
+from .cases import DISTRIBUTIONS, Case, Record, Results
 from .contenders import BASELINES, KNOWN, formats_of, parse
 from .run import run
 
-Panel = tuple[int, int, float, str]  # ranks, length, density, distribution
 
-
-def panels(records: Sequence[Record]) -> dict[Panel, list[Record]]:
+def panels(records: Sequence[Record]) -> dict[Case, list[Record]]:
     """Return the records by case, the quickest first.
 
     A contender that looks at every coordinate was measured once for its ranks and length; it is in
@@ -45,24 +40,16 @@ def panels(records: Sequence[Record]) -> dict[Panel, list[Record]]:
     """
     sparse = [record for record in records if record["selective"]]
     every = [record for record in records if not record["selective"]]
-    found: dict[Panel, list[Record]] = {}
+    found: dict[Case, list[Record]] = {}
     for record in sparse or every:
-        found.setdefault(panel(record), []).append(record)
+        case = Case(record["ranks"], record["length"], record["density"], record["distribution"])
+        found.setdefault(case, []).append(record)
     if sparse:
         for (ranks, length, *_), rows in found.items():
             rows += [r for r in every if (r["ranks"], r["length"]) == (ranks, length)]
     for rows in found.values():
         rows.sort(key=median)
     return found
-
-
-def panel(record: Record) -> Panel:
-    return record["ranks"], record["length"], record["density"], record["distribution"]
-
-
-def title(case: Panel) -> str:
-    ranks, length, density, distribution = case
-    return f"{ranks} ranks, n = {count_text(length)}, density {density:g}, {distribution} picks"
 
 
 def median(record: Record) -> float:
@@ -104,7 +91,7 @@ def table(results: Results) -> str:
     lines = [*facts(results), ""]
     for case, rows in panels(results["records"]).items():
         cells = [_HEADINGS, *(_cells(row, rows) for row in rows)]
-        lines += [title(case), *aligned(cells), ""]
+        lines += [str(case), *aligned(cells), ""]
     lines += [
         "* the reference, over whose time /gtopk is. ~ computed, the least there can be; the",
         "rest is counted; of the rank that sends most. wire: the model's time, latency and",
@@ -208,24 +195,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(given)
     # In the record, so that the measurement can be repeated.
     command = shlex.join(["gtopk", "bench", "collectives", *given])
-    if (options.transport or transport_name(launched_by())) == "local":
-        size = max(options.ranks or [4])
-        # As threads, without a launcher: they exchange through memory, and no network is measured.
-        found = run_ranks(local_world(size, TIMEOUT_SECONDS), lambda t: run(options, command, t))
-        deliver(found[0], options)
-        return 0
 
     def measured(transport: Transport) -> None:
         results = run(options, command, transport)
         if transport.rank == 0:
-            deliver(results, options)
+            print(table(results), flush=True)
+            write_json(results, options.json)
         # Ranks that were not measured are still on their way: whoever left would seem to have died.
         transport.leave("the benchmark is done")
 
-    return on_launched_rank(measured, options.transport)
-
-
-def deliver(results: Results, options: argparse.Namespace) -> None:
-    """Print the table, and write the JSON."""
-    print(table(results), flush=True)
-    write_json(results, options.json)
+    return on_ranks(measured, max(options.ranks or [4]), options.transport)
