@@ -102,8 +102,6 @@ Step = Callable[[Array, Array, int], SparseVector]
 
 # The part that no method can avoid.
 FLOOR: Final = "a += g"
-# Shows the memory's speed without computing.
-COPY: Final = "copy"
 TWINS: Final = {"gtopk-reference": reference} | (
     {} if why_not_compiled() else {"gtopk-compiled": host}
 )
@@ -140,11 +138,6 @@ def floor(residual: Array, gradient: Array, k: int) -> SparseVector:
     return SparseVector.empty(residual.size)
 
 
-def _copy(residual: Array, gradient: Array, k: int) -> SparseVector:
-    np.copyto(residual, gradient)
-    return SparseVector.empty(residual.size)
-
-
 def torch_topk(residual: Array, gradient: Array, k: int) -> SparseVector:
     """add_, abs, torch.topk, as most implementations do it."""
     tensor = torch.from_numpy(residual)
@@ -172,7 +165,7 @@ def _published(name: str, residual: Array, gradient: Array, k: int) -> SparseVec
 
 def all_methods(threads: int) -> list[Method]:
     """Return the methods that can run here, the floor first; threads: of the threaded one."""
-    methods = [Method(FLOOR, floor), Method(COPY, _copy)]
+    methods = [Method(FLOOR, floor)]
     if "gtopk-compiled" in TWINS:
         methods.append(Method("gtopk-compiled", Ours(host)))
         if threads > 1:

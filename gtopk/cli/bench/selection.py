@@ -38,7 +38,6 @@ from .harness import (
     write_json,
 )
 from .methods import (
-    COPY,
     FLOOR,
     SOURCES,
     TWINS,
@@ -331,7 +330,7 @@ def table(records: Sequence[Record]) -> str:
                 record.method + (" [wall]" if record.clock == "wall" else ""),
                 f"{1e3 * record.seconds.median:.2f}",
                 record.over_floor.text(),
-                "" if record.method in (FLOOR, COPY) else picked,
+                "" if record.method == FLOOR else picked,
             )
         )
     lines = [

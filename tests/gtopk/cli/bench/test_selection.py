@@ -12,7 +12,7 @@ import torch
 
 from collectives import SELECTORS, SparseVector, select
 from collectives.kernels import why_not_compiled
-from gtopk.cli.bench.methods import COPY, FLOOR, SOURCES, Answer, Training, all_methods, open_source
+from gtopk.cli.bench.methods import FLOOR, SOURCES, Answer, Training, all_methods, open_source
 from gtopk.cli.bench.selection import cases, main
 
 SMALL = ["--elements", "40000", "--density", "0.01", "--rounds", "2", "--warm-up", "4"]
@@ -49,9 +49,9 @@ def test_every_method_and_size_has_a_record(tmp_path: Path) -> None:
 
 def check_exactness(record: dict[str, Any]) -> None:
     """The floors select nothing, the fitted thresholds what they do, all others exactly k."""
-    if record["method"] in (FLOOR, COPY):
+    if record["method"] == FLOOR:
         assert record["selected"] == 0
-        assert record["over_floor"] == 1 or record["method"] == COPY
+        assert record["over_floor"] == 1
     elif record["method"] not in SELECTORS:
         assert record["exact"]
         assert record["selected"] == record["k"]
