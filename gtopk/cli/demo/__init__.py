@@ -181,11 +181,12 @@ def train(plan: Plan, out: Path) -> int:
             code = run(plan.ranks, program, on_line=progress_shown())
         except LaunchError as error:
             return fail("demo", error)
+        finally:
+            show_progress()
         if code != 0 or not results.exists():
             ended = f"the ranks ended with exit code {code}; what they said stands above"
             return fail("demo", ended)
         records: list[Record] = json.loads(results.read_text(encoding="utf-8"))
-    show_progress()
     show(records)
     write_report(records, out)
     print(
