@@ -37,6 +37,7 @@ need no import of their own: they and what they need are imported where they are
 
 import importlib
 import importlib.util
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +104,13 @@ def _is_replaced(initial: Path) -> bool:
         return False
 
 
+def _is_command() -> bool:
+    """Tell whether Python runs `gtopk ...` or `python -m gtopk ...`, and no script of a user's."""
+    # While Python looks for the module of -m, that is all it has for the script's name.
+    program = sys.argv[0] if sys.argv else ""
+    return Path(program).name == "gtopk" or (program == "-m" and "gtopk" in sys.orig_argv)
+
+
 _SUBMODULES = {
     "accelerate",
     "ddp",
@@ -139,4 +147,10 @@ def __dir__() -> list[str]:
     return sorted({*__all__, *_SUBMODULES, "__version__"})
 
 
-_check_collectives()
+try:
+    _check_collectives()
+except ImportError as error:
+    # A command ends with the sentence alone; its traceback would lead into Python's launcher.
+    if _is_command():
+        sys.exit(f"gtopk: {error}")
+    raise

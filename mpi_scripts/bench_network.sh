@@ -2,7 +2,7 @@
 # Measure the collectives on 8 emulated hosts of 100 Mbit/s, over MPI and over gloo: 5 minutes.
 #
 #   sudo mpi_scripts/bench_network.sh [FOLDER]     writes mpirun.json, torchrun.json and
-#                                                  results.md, the tables for the documentation
+#                                                  results.txt, the tables of both
 #
 # The size is ResNet-50's. Keep the machine quiet: the hosts share its cores, and 8 ranks on 2 cores
 # are at their limit as it is.
@@ -20,5 +20,4 @@ for launcher in mpirun torchrun; do
         --ranks 2 4 8 --lengths 25557032 --formats bf16 exact raw+exact --rounds 3 --budget-seconds 12 \
         --bandwidth 100e6 --shared-cores "$cores" --interface eth0 \
         --json "$folder/$launcher.json"
-done
-"${bench[@]}" --markdown "$folder/mpirun.json" "$folder/torchrun.json" | tee "$folder/results.md"
+done | tee "$folder/results.txt"

@@ -14,12 +14,13 @@ python mpi_scripts/predictions.py --simulate ...    predict by SimGrid, with eve
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 # By path, Python would find no gtopk that is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -29,13 +30,39 @@ from collectives.cost import Link
 from collectives.cost_model import EXACT, Format, Network
 from collectives.errors import CollectiveError
 from collectives.wire.format import check as check_format
-from gtopk.cli.bench.collectives import read
-from gtopk.cli.bench.collectives.cases import Record, Results
+from gtopk.cli.bench.collectives.cases import SCHEMA, Record, Results
 from mpi_scripts.replay.simulate import Platform, SimulationError, find_python, simulate
 from mpi_scripts.replay.traces import Profile, Reduction, Trace, profile_of, trace_of
 
 DENSE: Final = "gtopk's own dense"
 BUSY: Final = ((0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, math.inf))
+
+
+def read(path: Path) -> Results:
+    """Return the results in a JSON file; raise OSError or ValueError, which name it."""
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    return checked(results, str(path))
+
+
+def checked(results: Any, source: str) -> Results:
+    """Return the results read from a file; raise ValueError for another program's file."""
+    if not isinstance(results, dict) or results.get("benchmark") != "collectives":
+        raise ValueError(f"{source} must be written by `gtopk bench collectives --json`")
+    if results.get("schema") != SCHEMA:
+        raise ValueError(
+            f"{source} must have schema {SCHEMA}, got {results.get('schema')!r}: run it anew"
+        )
+    if not isinstance(results.get("records"), list) or not isinstance(results.get("run"), dict):
+        raise ValueError(f"{source} lacks its records or what is told of its run")
+    for record in results["records"]:
+        if not isinstance(record, dict):
+            raise ValueError(f"a record of {source} must be an object, got {record!r}")
+        if lacking := Record.__required_keys__ - record.keys():
+            raise ValueError(f"a record of {source} lacks {', '.join(sorted(lacking))}")
+    return cast("Results", results)
 
 
 class Forecast(NamedTuple):

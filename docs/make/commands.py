@@ -15,7 +15,7 @@ _COLUMNS: Final = "84"
 
 def help_of(*words: str) -> str:
     """Return what `gtopk WORDS --help` prints."""
-    from gtopk.cli.main import main
+    from gtopk.cli import main
 
     printed = io.StringIO()
     with (

@@ -2,10 +2,135 @@
 
 Only this package parses arguments, prints and draws; nothing else of gtopk imports it.
 
-main.py        the subcommands, and how a command ends
+__init__.py    the subcommands, and how a command ends
 arguments.py   types of arguments: numbers with units, rates, files
 completion.py  shell completion for bash, zsh and fish
 charts/        charts and pages, which several subcommands draw
 """
 
-from .main import main as main
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from .. import __version__
+from ..runtime.standard_streams import spell_in_any_encoding
+
+# The module of each subcommand has `main(arguments) -> exit code` and `parser()`. It is imported
+# only when called, so that `gtopk doctor` works where torch is broken.
+COMMANDS: Final[dict[str, tuple[str, str]]] = {
+    "doctor": (".doctor", "check the installation, and say how to get what is missing"),
+    "demo": (
+        ".demo",
+        "train on local ranks with dense, top-k and gTop-k, and compare them",
+    ),
+    "plan": (
+        ".plan",
+        "estimate step time on a cluster, and whether compression pays",
+    ),
+    "simulate": (".simulate", "compare adaptive batches on a modelled cluster"),
+    "bench": (
+        ".bench",
+        "measure this machine and its network: selection, wire, engine, optimizer, collectives",
+    ),
+    "run": (".run", "start a script on several ranks, here or on other hosts"),
+    "report": (".report", "draw a recorded run as one HTML page"),
+    "top": (".top", "show what each rank of a run is doing"),
+    "timeline": (".timeline", "merge the traces of all ranks"),
+    "completion": (".completion", "shell completion for bash, zsh and fish"),
+}
+_INTERRUPTED: Final = 130
+_UNREAD: Final = 141
+
+
+def usage() -> str:
+    """Return the help text."""
+    listed = "\n".join(f"  {name:10} {what}" for name, (_, what) in COMMANDS.items())
+    return (
+        f"usage: gtopk COMMAND [ARGUMENTS]\n\n{listed}\n\n"
+        "`gtopk COMMAND --help` has details and an example; `gtopk --version` prints the version.\n"
+        "Exit codes: 0 success, 1 failure, 2 wrong usage."
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code.
+
+    It is 130 after Ctrl-C, and 141 where the output's reader ends (`gtopk plan ... | head -1`), as
+    for programs that SIGINT or SIGPIPE ends: with pipefail a shell can tell that output is cut.
+    """
+    # Closed (>&-): writing to it must fail as on a full disk, and not with an AttributeError.
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
+    spell_in_any_encoding()
+    try:
+        try:
+            code = _run(list(sys.argv[1:] if arguments is None else arguments))
+        # argparse exits after its help, which may still be in the buffer.
+        except SystemExit:
+            _flush()
+            raise
+        _flush()
+        return code
+    except KeyboardInterrupt:
+        # The world's hook must see the error, to end the other ranks with its reason.
+        if _is_one_of_several():
+            raise
+        return _INTERRUPTED
+    except OSError as error:
+        if _is_one_of_several() or not _lacks_stdout():
+            raise
+        if isinstance(error, BrokenPipeError):
+            return _UNREAD
+        print(f"gtopk: stdout cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _flush() -> None:
+    """Flush stdout's buffer now: errors at exit could not be handled."""
+    print(end="", flush=True)
+
+
+def _is_one_of_several() -> bool:
+    """Tell whether other ranks must learn of this one's end, by the hook for its traceback."""
+    world = sys.modules.get("gtopk.runtime.world.world")
+    return world is not None and world.is_initialized() and world.current().size > 1
+
+
+def _lacks_stdout() -> bool:
+    """Tell whether stdout fails, and not a file or a peer; if so, send it to /dev/null."""
+    try:
+        print(flush=True)
+    except OSError:
+        # Python flushes stdout once more at its exit, and would print a second error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
+
+
+def _run(words: list[str]) -> int:
+    if words[:1] == ["--version"]:
+        print(f"gtopk {__version__}")
+        return 0
+    modules = {name: module for name, (module, _) in COMMANDS.items()}
+    return run_one_of(modules, words, usage(), "gtopk: no command")
+
+
+def run_one_of(modules: Mapping[str, str], words: Sequence[str], usage: str, unknown: str) -> int:
+    """Run the subcommand that the first word names, and return its exit code.
+
+    usage: the help text, printed where asked for, and after `unknown` for another word.
+    """
+    if words and words[0] in modules:
+        command = importlib.import_module(modules[words[0]], __package__)
+        code: int = command.main(words[1:])
+        return code
+    if words and words[0] in ("-h", "--help"):
+        print(usage)
+        return 0
+    wrong = f"{unknown} {words[0]!r}\n\n" if words else ""
+    print(wrong + usage, file=sys.stderr)
+    return 2

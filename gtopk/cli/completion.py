@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from . import COMMANDS
 from .arguments import Command, fail
 from .bench import BENCHMARKS
-from .main import COMMANDS
 
 SHELLS: Final = ("bash", "zsh", "fish")
 _HOW: Final = (

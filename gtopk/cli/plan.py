@@ -1,13 +1,12 @@
 """`gtopk plan`: compares the methods on a cluster that its options describe.
 
-It prints text of 80 columns, with colours if rich is installed and stdout is a terminal.
+It prints text of 80 columns, with colours on a terminal.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import math
 import runpy
@@ -212,16 +211,9 @@ def verdict(comparison: Comparison, clearly: bool | None) -> str:
 
 def show(lines: Sequence[str]) -> None:
     """Print the lines, the cheapest method's in bold on a terminal."""
-    if not (wants_colour(sys.stdout) and importlib.util.find_spec("rich")):
-        print("\n".join(lines))
-        return
-    from rich.console import Console
-
-    console = Console(highlight=False)
     for line in lines:
-        style = "bold green" if line.startswith(">") else None
-        # The lines are broken already, and brackets in them are no markup.
-        console.print(line, style=style, markup=False, soft_wrap=True)
+        is_bold = line.startswith(">") and wants_colour(sys.stdout)
+        print(f"\x1b[1;32m{line}\x1b[0m" if is_bold else line)
 
 
 # Exists in a checkout only, not in a wheel.

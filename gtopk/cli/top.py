@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import itertools
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from ..runtime.standard_streams import wants_colour
 from ..telemetry.lines import path_of, shown
 from ..telemetry.reading import NoRunError, RankRecord, Reader, Run, Step, accuracy_and_loss_first
 from ..telemetry.step_report import PARTS, batch, density, parts
@@ -20,11 +21,11 @@ from ..units import bytes_text, count_text, digits, duration_text, seconds_text
 from .arguments import Command, fail, number_in
 from .charts import aligned
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 RECENT: Final = 50  # steps of which figures are means
 SILENT_SECONDS: Final = 10.0
+
+_GREEN, _RED, _DIM, _PLAIN = "\x1b[32m", "\x1b[1;31m", "\x1b[2m", "\x1b[0m"
+_HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,28 +196,19 @@ def _number(value: float | None) -> str:
     return "nan" if value is None else f"{value:.4g}"
 
 
-def as_lines(statuses: Sequence[Status]) -> list[str]:
-    headings, cells = rows(statuses)
-    return aligned([headings, *cells], left=len(headings))
-
-
-def as_table(statuses: Sequence[Status], title: str, width: int | None = None) -> Table:
-    """Return the table for rich, on a terminal of this width."""
-    from rich.markup import escape
-    from rich.table import Table
-    from rich.text import Text
-
+def as_lines(
+    statuses: Sequence[Status], width: int | None = None, in_colour: bool = False
+) -> list[str]:
+    """Return headings, and a line for each rank; width: of the terminal, as for `rows`."""
     headings, cells = rows(statuses, width)
-    table = Table(title=escape(title), title_justify="left", box=None, pad_edge=False)
-    for heading in headings:
-        # The state alone may wrap: figures in two lines could be read as two.
-        right = heading not in ("host", "state")
-        table.add_column(escape(heading), justify="right" if right else "left", no_wrap=right)
-    for status, row in zip(statuses, cells, strict=True):
-        usual = "red" if status.failed else "dim"
-        style = {"running": "green", "silent": "bold red"}.get(status.state, usual)
-        table.add_row(*map(escape, row[:-1]), Text(row[-1], style=style))
-    return table
+    head, *lines = aligned([headings, *cells], left=len(headings))
+    if in_colour:
+        for place, (status, line) in enumerate(zip(statuses, lines, strict=True)):
+            usual = _RED if status.failed else _DIM
+            colour = {"running": _GREEN, "silent": _RED}.get(status.state, usual)
+            state = cells[place][-1]
+            lines[place] = f"{line.removesuffix(state)}{colour}{state}{_PLAIN}"
+    return [head, *lines]
 
 
 def parser() -> Command:
@@ -238,7 +230,8 @@ def parser() -> Command:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Show the run and return the exit code: 1 where there is none."""
     options = parser().parse_args(arguments)
-    live = sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
+    # A dumb terminal cannot draw over a line.
+    live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     try:
         snapshots: Iterator[list[Status]] = _snapshots(options.run, options.every)
         if options.once or not (options.json or live):
@@ -308,11 +301,17 @@ def _print(snapshots: Iterable[list[Status]], as_json: bool) -> None:
 
 
 def _refresh(snapshots: Iterable[list[Status]], folder: Path) -> None:
-    from rich.console import Console
-    from rich.live import Live
-
-    # rich itself reads NO_COLOR; TERM=dumb cannot draw over a line.
-    console = Console(force_terminal=os.environ.get("TERM") != "dumb", highlight=False)
-    with Live(console=console, auto_refresh=False) as live:
+    """Draw each table over the last one."""
+    width, in_colour = shutil.get_terminal_size().columns, wants_colour(sys.stdout)
+    height = 0
+    print(_HIDE_CURSOR, end="")
+    try:
         for statuses in snapshots:
-            live.update(as_table(statuses, shown(f"{folder}"), console.width), refresh=True)
+            title = shown(f"{folder}")
+            plain = [title, *as_lines(statuses, width)]
+            over = f"\x1b[{height}A\x1b[J" if height else ""
+            print(over + "\n".join([title, *as_lines(statuses, width, in_colour)]), flush=True)
+            # The terminal breaks a line whose state is longer than the rest of it.
+            height = sum(max(1, -(-len(line) // width)) for line in plain)
+    finally:
+        print(_SHOW_CURSOR, end="", flush=True)

@@ -22,7 +22,7 @@ from gtopk.cli.arguments import above_zero, as_argument, number_in, output_file,
 from gtopk.cli.bench.collectives.library import open_library
 from gtopk.cli.bench.collectives.run import count_hosts
 from gtopk.cli.bench.harness import NETWORKS, add_words, one_of, real, show_progress, silent
-from gtopk.cli.bench.optimizer import open_gloo, own_host
+from gtopk.cli.bench.optimizer import open_gloo
 from gtopk.runtime.machine import load, this_machine
 from gtopk.runtime.world import world
 
@@ -138,7 +138,7 @@ def run(options: argparse.Namespace, command: str) -> Results:
         else real(options.model, options.batch, here.rank)
     )
     library = open_library(here.transport, range(here.size))
-    group = open_gloo(facts["master"])
+    group = open_gloo()
     setting = Setting(compute, options.density, here.size, library, group)
     found = measure(
         options.contenders,
@@ -175,13 +175,11 @@ def run(options: argparse.Namespace, command: str) -> Results:
 
 
 def _look_at_the_network(transport: Transport, all_flags: list[int]) -> dict[str, Any]:
-    """Return the network's measured link, and the address at which gloo's ranks meet."""
+    """Return the network's measured link."""
     network, _ = measure_network(transport)
     link = network.link(1)
     hosts = count_hosts(transport)
-    master = own_host(transport)
     return {
-        "master": master,
         "hosts": hosts,
         "bits_per_second": 8.0 / link.seconds_per_byte if link.seconds_per_byte else 0.0,
         "latency_seconds": link.latency_seconds,

@@ -73,6 +73,30 @@ def test_another_package_named_collectives_is_named_in_one_sentence(
         assert said.endswith("pip uninstall collectives, then install gtopk again")
 
 
+@pytest.mark.parametrize("command", [["-m", "gtopk"], ["gtopk"]])
+def test_a_command_beside_another_collectives_says_the_sentence_alone(
+    command: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "collectives").mkdir()
+    (tmp_path / "collectives/__init__.py").touch()
+    # As an installation writes it.
+    (tmp_path / "gtopk").write_text("from gtopk.cli import main\n\nraise SystemExit(main())\n")
+    folders = os.pathsep.join([str(tmp_path), str(ROOT)])
+    job = subprocess.run(
+        [sys.executable, *command, "doctor"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": folders},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert job.returncode == 1
+    assert job.stdout == ""
+    (said,) = job.stderr.splitlines()
+    assert said.startswith("gtopk: gtopk needs the 'collectives' package it was installed with")
+    assert f"{tmp_path / 'collectives'}" in said
+
+
 def test_dir_shows_what_users_need_and_nothing_else() -> None:
     shown = dir(gtopk)
     assert {"LocalSGD", "save_checkpoint", "load_latest", "ddp", "fsdp", "run"} <= set(shown)

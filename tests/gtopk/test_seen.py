@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gtopk.cli.main import main
+from gtopk.cli import main
 from gtopk.telemetry.reading import read_run
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "seen.py"

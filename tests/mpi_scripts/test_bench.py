@@ -46,7 +46,7 @@ def test_results_have_every_part_and_what_each_has_said(tmp_path: Path) -> None:
     asked += [
         "convergence.py",
         "simulated_scaling.py",
-        "--markdown",
+        "torchrun.json",
         "dense-library",
         "resnet18",
         "predictions.py",
@@ -57,4 +57,4 @@ def test_results_have_every_part_and_what_each_has_said(tmp_path: Path) -> None:
         assert ("ended with exit code 3" in said) == title.startswith("Selection")
     assert "no memory" in parts["Selection"]
     # The tables of a part are its own file.
-    assert "--markdown" in (out / "network" / "results.md").read_text()
+    assert "torchrun.json" in (out / "network" / "results.txt").read_text()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from gtopk.cli.bench.collectives import read
+from mpi_scripts.predictions import read
 from tests.started import STARTED_PATH
 
 ROOT = Path(__file__).parents[2]

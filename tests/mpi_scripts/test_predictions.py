@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from collectives.errors import CollectiveError
-from gtopk.cli.bench.collectives import read
+from gtopk.cli import main as gtopk
 from gtopk.cli.bench.collectives.cases import SCHEMA
-from gtopk.cli.main import main as gtopk
 from mpi_scripts import predictions
 from mpi_scripts.predictions import (
     DENSE,
@@ -20,6 +19,7 @@ from mpi_scripts.predictions import (
     busyness,
     by_busyness,
     main,
+    read,
     row,
     savings,
     simulated,

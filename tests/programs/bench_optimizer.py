@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from gtopk.cli.main import main
+from gtopk.cli import main
 
 if __name__ == "__main__":
     sys.exit(main(["bench", "optimizer", *sys.argv[1:]]))

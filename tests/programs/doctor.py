@@ -2,6 +2,6 @@
 
 import sys
 
-from gtopk.cli.main import main
+from gtopk.cli import main
 
 sys.exit(main(["doctor"]))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
+
+from .. import run_one_of
 
 # Each is a module here, with its `parser` and `main`, that is imported when it is called.
 BENCHMARKS: Final[dict[str, str]] = {
@@ -31,32 +32,28 @@ def usage() -> str:
     )
 
 
-def _json_alone(run: Callable[[list[str]], int], words: list[str]) -> int:
+def _json_alone(words: list[str]) -> int:
     """Run a benchmark with its file of records as stdout, and what it prints on stderr."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "records.json")
         words[words.index("--json") + 1] = str(file)
         # What a benchmark prints for people must not get between the records.
         with contextlib.redirect_stdout(sys.stderr):
-            code = run(words)
+            code = _run(words)
         # Rank 0 alone writes it.
         if file.exists():
             print(file.read_text(encoding="utf-8"), end="")
     return code
 
 
+def _run(words: list[str]) -> int:
+    modules = {name: f".bench.{name}" for name in BENCHMARKS}
+    return run_one_of(modules, words, usage(), "gtopk bench: no benchmark")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return its exit code."""
     words = list(sys.argv[2:] if arguments is None else arguments)
-    if words and words[0] in BENCHMARKS:
-        command = importlib.import_module(f".{words[0]}", __package__)
-        if "--json" in words and words[words.index("--json") + 1 :][:1] == ["-"]:
-            return _json_alone(command.main, words[1:])
-        code: int = command.main(words[1:])
-        return code
-    if words and words[0] in ("-h", "--help"):
-        print(usage())
-        return 0
-    wrong = f"gtopk bench: no benchmark {words[0]!r}\n\n" if words else ""
-    print(wrong + usage(), file=sys.stderr)
-    return 2
+    if "--json" in words and words[words.index("--json") + 1 :][:1] == ["-"]:
+        return _json_alone(words)
+    return _run(words)

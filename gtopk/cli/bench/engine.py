@@ -20,7 +20,7 @@ from typing import Final, TypedDict
 
 import numpy as np
 
-from collectives.transports import Transport, local_world, run_ranks
+from collectives.transports import Transport
 
 from ...runtime.coordinator import Engine, Operation, Settings
 from ...runtime.coordinator.fusion import Dense, layout_of
@@ -31,16 +31,14 @@ from ...runtime.coordinator.operation import (
     gather_announcements,
 )
 from ...runtime.coordinator.readiness_table import ReadinessTable
-from ...runtime.launch import launched_by
 from ...runtime.machine import load, this_machine
 from ..arguments import at_least
 from ..charts import aligned
 from .harness import (
-    TIMEOUT_SECONDS,
     Spread,
     add_words,
     bench_parser,
-    on_launched_rank,
+    on_ranks,
     one_of,
     resnet50,
     spread,
@@ -224,10 +222,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark on this rank and return the exit code."""
     options = parser().parse_args(arguments)
-    if launched_by() is None:
-        run_ranks(local_world(2, TIMEOUT_SECONDS), lambda transport: _run(transport, options))
-        return 0
-    return on_launched_rank(lambda transport: _run(transport, options))
+    return on_ranks(lambda transport: _run(transport, options), threads=2)
 
 
 def _run(transport: Transport, options: argparse.Namespace) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -27,16 +26,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypedDict, TypeVar
 
-import numpy as np
 import torch
 from torch import nn
 
-from collectives import kernels
-from collectives.cores import usable_cores
 from collectives.errors import PeerError
-from collectives.transports import Transport
+from collectives.transports import Transport, local_world, run_ranks
 
-from ...runtime.machine import processor
+from ...runtime.launch import launched_by, transport_name
 from ...runtime.world.joining import join
 from ...runtime.world.membership import emulate_on
 from ..arguments import Command, output_file
@@ -154,18 +150,6 @@ class Range(NamedTuple):
         return f"{self.median:.{decimals}f} ({low}-{high})"
 
 
-def describe() -> dict[str, str]:
-    """Return the facts of the machine on which the figures of one process depend."""
-    return {
-        "processor": processor(),
-        "cores": str(usable_cores()),
-        "load": f"{os.getloadavg()[0]:.1f}",
-        "kernels": kernels.in_use(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-    }
-
-
 def bench_parser(benchmark: str, description: str, launched: bool = False) -> Command:
     """Return a parser for a benchmark that can write its records as JSON.
 
@@ -184,11 +168,15 @@ def write_json(content: object, path: Path | None) -> None:
         print(f"written to {path}")
 
 
-def on_launched_rank(work: Callable[[Transport], object], over: str | None = None) -> int:
-    """Do a benchmark's work as one rank of a launcher's; a failure here ends the job.
+def on_ranks(work: Callable[[Transport], object], threads: int, over: str | None = None) -> int:
+    """Do a benchmark's work on the ranks of a launcher, or on threads; a failure ends the job.
 
-    over: the transport; None: the one that training would use.
+    threads: their number, without a launcher or over "local": no network is measured there.
+    over:    the transport; None: the one that training would use.
     """
+    if (over or transport_name(launched_by())) == "local":
+        run_ranks(local_world(threads, TIMEOUT_SECONDS), work)
+        return 0
     transport = join(over=over, timeout_seconds=TIMEOUT_SECONDS)
     try:
         emulate_on(transport)

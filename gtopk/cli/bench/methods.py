@@ -18,7 +18,7 @@ from collectives import SELECTORS, SparseVector
 from collectives.kernels import host, reference, why_not_compiled
 from collectives.vector import Array
 
-_FEATURES, _CLASSES, _BATCH = 3072, 10, 32
+_FEATURES, _CLASSES, _BATCH, _RATE = 3072, 10, 32, 0.05
 
 
 class Synthetic:
@@ -29,24 +29,17 @@ class Synthetic:
         self.label = f"{name} (synthetic)"
         self.length = length
         self._name, self._random = name, np.random.default_rng(0)
-        self._scale = np.float32(1)
 
     def next_gradient(self) -> Array:
         """Return the gradient of the next step; its array may be the one before's."""
         if self._name == "gaussian":
-            drawn = self._random.standard_normal(self.length, np.float32)
-        else:
-            drawn = self._random.standard_exponential(self.length, np.float32)
-            drawn *= self._random.integers(0, 2, self.length, np.int8) * 2 - 1
-        drawn *= self._scale
+            return self._random.standard_normal(self.length, np.float32)
+        drawn = self._random.standard_exponential(self.length, np.float32)
+        drawn *= self._random.integers(0, 2, self.length, np.int8) * 2 - 1
         return drawn
 
     def apply(self, update: SparseVector) -> None:
         """Apply the update to the network, where there is one."""
-
-    def slow_down(self, factor: float) -> None:
-        """Multiply the learning rate by this, or where there is none, the gradients to come."""
-        self._scale *= np.float32(factor)
 
 
 class Training:
@@ -73,7 +66,6 @@ class Training:
         self._parameters = list(self._network.parameters())
         self.length = sum(parameter.numel() for parameter in self._parameters)
         self._gradient = np.empty(self.length, np.float32)
-        self._rate = 0.05
         self._patterns = torch.randn(_CLASSES, _FEATURES)
 
     def next_gradient(self) -> Array:
@@ -93,10 +85,7 @@ class Training:
         steps = torch.from_numpy(update.to_dense()).split([p.numel() for p in self._parameters])
         with torch.no_grad():
             for parameter, step in zip(self._parameters, steps, strict=True):
-                parameter.sub_(step.view(parameter.shape), alpha=self._rate)
-
-    def slow_down(self, factor: float) -> None:
-        self._rate *= factor
+                parameter.sub_(step.view(parameter.shape), alpha=_RATE)
 
 
 Source = Synthetic | Training
@@ -113,8 +102,6 @@ Step = Callable[[Array, Array, int], SparseVector]
 
 # The part that no method can avoid.
 FLOOR: Final = "a += g"
-# Shows the memory's speed without computing.
-COPY: Final = "copy"
 TWINS: Final = {"gtopk-reference": reference} | (
     {} if why_not_compiled() else {"gtopk-compiled": host}
 )
@@ -151,11 +138,6 @@ def floor(residual: Array, gradient: Array, k: int) -> SparseVector:
     return SparseVector.empty(residual.size)
 
 
-def _copy(residual: Array, gradient: Array, k: int) -> SparseVector:
-    np.copyto(residual, gradient)
-    return SparseVector.empty(residual.size)
-
-
 def torch_topk(residual: Array, gradient: Array, k: int) -> SparseVector:
     """add_, abs, torch.topk, as most implementations do it."""
     tensor = torch.from_numpy(residual)
@@ -183,7 +165,7 @@ def _published(name: str, residual: Array, gradient: Array, k: int) -> SparseVec
 
 def all_methods(threads: int) -> list[Method]:
     """Return the methods that can run here, the floor first; threads: of the threaded one."""
-    methods = [Method(FLOOR, floor), Method(COPY, _copy)]
+    methods = [Method(FLOOR, floor)]
     if "gtopk-compiled" in TWINS:
         methods.append(Method("gtopk-compiled", Ours(host)))
         if threads > 1:

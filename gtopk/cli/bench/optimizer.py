@@ -64,32 +64,24 @@ _START: Final = timedelta(seconds=120)
 _UNPACED: Final = ("ddp", "ddp-powersgd", "horovod")
 
 
-def own_host(transport: Transport) -> str:
-    """Return rank 0's address, where the ranks are to meet; all call it."""
-    own = own_address(one_host=count_hosts(transport) == 1)
-    address: str = transport.broadcast_object(own)
-    return address
-
-
-def open_gloo(master: str) -> Any:
-    """Return gloo's group of all ranks; master: rank 0's address."""
+def open_gloo() -> Any:
+    """Return gloo's group of all ranks; all call it."""
     # The library has it where gloo carries the world.
     if torch.distributed.is_initialized():
         return torch.distributed.group.WORLD
     here = world.current()
-    store = None
-    if here.rank == 0:
-        store = TCPStore(master, 0, here.size, True, _START, wait_for_workers=False)
 
-    # By flags: rank 0 alone has a port, and any free one will do.
-    def tell(transport: Transport, all_flags: list[int]) -> int:
-        return max(all_flags)
+    def meet(transport: Transport, all_flags: list[int]) -> TCPStore:
+        address = own_address(one_host=count_hosts(transport) == 1)
+        if transport.rank > 0:
+            host, port = transport.broadcast_object(None)
+            return TCPStore(host, port, here.size, False, _START)
+        # Any free port will do.
+        store = TCPStore(address, 0, here.size, True, _START, wait_for_workers=False)
+        transport.broadcast_object([address, store.port])
+        return store
 
-    port = here.engine.submit(
-        "bench.port", [], tell, flags=store.port if store is not None else 0
-    ).wait()
-    if store is None:
-        store = TCPStore(master, port, here.size, False, _START)
+    store = here.engine.submit("bench.gloo", [], meet).wait()
     torch.distributed.init_process_group("gloo", store=store, rank=here.rank, world_size=here.size)
     return torch.distributed.group.WORLD
 
@@ -340,8 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = dict.fromkeys([PLAIN, *compared])
     group = None
     if any(name.startswith("ddp") for name in names):
-        master = here.engine.submit("bench.gloo", [], lambda t, flags: own_host(t)).wait()
-        group = open_gloo(master)
+        group = open_gloo()
     known = ways(options.density, group)
     compute = (
         shapes(options.model, here.rank)

@@ -8,19 +8,10 @@ round    gradient g   residual e
 Adverse cases: selections with a wrong guess, or with unusual values. Each is one residual, to which
 zeros are added, and one guess at the threshold with which every round begins. The result is right
 all the same; the time is measured.
-
-It also counts how often a search reads the residual twice, over many steps. A search is guided by a
-threshold from the step before. Where that hid some of the k largest, or let far too many through,
-the residual is read again: right all the same, but late. Steps go on as in training, with error
-feedback, and at shares of them something changes:
-
-    0 %           5 %      10 %        40 %          55 %          70 %        80 %
-    k * 64   k * 16   k * 4   k        rate / 10     k * 4         k           rate / 10
 """
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,26 +20,24 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
-from collectives import SparseVector
 from collectives.cores import usable_cores
 from collectives.kernels import reference
 from collectives.kernels.host.calls import use_threads
 from collectives.vector import Array
 
+from ...runtime.machine import load, processor, this_machine
 from ..arguments import fail, share, whole_number
 from ..charts import aligned
 from .harness import (
     Range,
     add_words,
     bench_parser,
-    describe,
     one_of,
     show_progress,
     silent,
     write_json,
 )
 from .methods import (
-    COPY,
     FLOOR,
     SOURCES,
     TWINS,
@@ -123,7 +112,7 @@ class Rounds:
             found.append(
                 Record(
                     method=method.name,
-                    device=describe()["processor"],
+                    device=processor(),
                     torch=torch.__version__,
                     data=data,
                     n=length,
@@ -241,93 +230,6 @@ def measure_merges(k: int, rounds: int) -> list[MergeRecord]:
     return [MergeRecord(*key, k, Range.of(row)) for key, row in times.items()]
 
 
-# At which share of the steps: what the density is multiplied by from then on.
-DENSITIES: Final = {0.0: 64.0, 0.025: 16.0, 0.05: 4.0, 0.1: 1.0, 0.55: 4.0, 0.7: 1.0}
-MOST_DENSE: Final = 0.25
-# And at which the learning rate is divided by 10.
-DROPS: Final = (0.4, 0.8)
-
-# (residual, gradient, k, threshold) -> picks, the next threshold, how often the residual was read.
-Search = Callable[[Array, Array, int, float], tuple[SparseVector, float, int]]
-
-
-@dataclasses.dataclass
-class Rescans:
-    """One method over all steps.
-
-    rescans:    the steps after the first that read the residual more than once.
-    at_changes: those of them in which the density or the learning rate had just changed.
-    exact:      whether every step selected k entries, and no other was larger.
-    share:      of the steps, those that read the residual again.
-    """
-
-    method: str
-    data: str
-    n: int
-    density: float
-    steps: int
-    density_changes: int
-    rate_drops: int
-    rescans: int = 0
-    at_changes: int = 0
-    exact: bool = True
-    share: float = 0.0
-
-
-def searches() -> dict[str, Search]:
-    """Return the ways to search that are here, by the names of their methods."""
-    found: dict[str, Search] = {"gtopk-reference": reference.search}
-    if "gtopk-compiled" in TWINS:
-        found["gtopk-compiled"] = _compiled
-    return found
-
-
-def _compiled(
-    residual: Array, gradient: Array, k: int, threshold: float
-) -> tuple[SparseVector, float, int]:
-    from collectives.kernels import host
-
-    picked, report = host.search(residual, gradient, k, threshold)
-    return picked, report.next_threshold, report.scans
-
-
-def count_rescans(
-    source: Source, density: float, steps: int, progress: Callable[[str], None] = silent
-) -> list[Rescans]:
-    """Return the counts of each way to search on the same gradients."""
-    densities = {int(share * steps): factor for share, factor in DENSITIES.items()}
-    drops = {int(share * steps) for share in DROPS}
-    changes = len(densities) - 1, len(drops)
-    found = [
-        (Rescans(name, source.label, source.length, density, steps, *changes), search)
-        for name, search in searches().items()
-    ]
-    residuals = [np.zeros(source.length, np.float32) for _ in found]
-    thresholds = [0.0] * len(found)
-    k = 0
-    for step in range(steps):
-        if step in densities:
-            k = max(1, round(source.length * min(MOST_DENSE, density * densities[step])))
-        if step in drops:
-            source.slow_down(0.1)
-        if step % 10 == 0:
-            progress(f"{source.label}: step {step} of {steps}")
-        gradient = source.next_gradient()
-        for place, (counted, search) in enumerate(found):
-            residual = residuals[place]
-            answer = Answer(residual + gradient, k)
-            picked, thresholds[place], scans = search(residual, gradient, k, thresholds[place])
-            counted.exact &= answer.is_given_by(picked)
-            # The first step has no threshold to begin with.
-            if step and scans > 1:
-                counted.rescans += 1
-                counted.at_changes += step in densities or step in drops
-                counted.share = counted.rescans / steps
-            reference.clear_at(residual, picked.indices)
-        source.apply(picked)
-    return [counted for counted, _ in found]
-
-
 def parser() -> Any:
     """Return the command line's grammar."""
     described = bench_parser(
@@ -356,14 +258,6 @@ def parser() -> Any:
         usable_cores(),
         "threads of the multi-threaded method; default: all cores",
     )
-    described.option(
-        "--rescans",
-        whole_number,
-        None,
-        "time nothing; count how many of STEPS steps scan the residual a second time, "
-        "while density and learning rate change",
-        metavar="STEPS",
-    )
     return described
 
 
@@ -375,27 +269,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wrong = f"--methods must be among {', '.join(known)}; got {', '.join(unknown)}"
         return fail("bench selection", wrong, code=2)
     torch.set_num_threads(1)
-    machine = describe()
+    machine = this_machine()
     print(", ".join(f"{name}: {value}" for name, value in machine.items()))
-    sources = [
-        (elements, name)
-        for elements in options.elements
-        for name in options.data
-        if name != ADVERSE
-    ]
-    if options.rescans:
-        counted = [
-            each
-            for elements, name in sources
-            for each in count_rescans(
-                open_source(name, elements), options.density, options.rescans, show_progress
-            )
-        ]
-        show_progress()
-        print("\n".join(map(_rescans_text, counted)))
-        rescans = [dataclasses.asdict(each) for each in counted]
-        write_json({"machine": machine, "rescans": rescans}, options.json)
-        return 0
     print("times are medians of rounds, with the lowest and the highest of the ratios\n")
     records: list[Record] = []
     merges: list[MergeRecord] = []
@@ -411,7 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 elements, options.density, options.methods, options.rounds, show_progress
             ):
                 take(found)
-        for name in (name for length, name in sources if length == elements):
+        for name in (name for name in options.data if name != ADVERSE):
             rows = Rounds(all_methods(options.threads), options.methods)
             source = open_source(name, elements)
             take(
@@ -425,6 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{what} of {merge.k:,}, {merge.method}: {spent} ns per input entry")
             merges.append(merge)
         print()
+    machine["load_after"] = load()
     content = {
         "machine": machine,
         "records": [
@@ -443,16 +319,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _rescans_text(record: Rescans) -> str:
-    return (
-        f"{record.data}, n = {record.n:,}, density {record.density:g}, {record.method}: "
-        f"{record.rescans} of {record.steps:,} steps read the residual again "
-        f"({record.share:.2%}), {record.at_changes} of them just after one of "
-        f"{record.density_changes} changes of density and {record.rate_drops} drops; "
-        f"{'exact' if record.exact else 'NOT EXACT'}"
-    )
-
-
 def table(records: Sequence[Record]) -> str:
     """Return the records of one kind of data as lines."""
     first = records[0]
@@ -464,7 +330,7 @@ def table(records: Sequence[Record]) -> str:
                 record.method + (" [wall]" if record.clock == "wall" else ""),
                 f"{1e3 * record.seconds.median:.2f}",
                 record.over_floor.text(),
-                "" if record.method in (FLOOR, COPY) else picked,
+                "" if record.method == FLOOR else picked,
             )
         )
     lines = [

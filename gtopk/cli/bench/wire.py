@@ -18,9 +18,10 @@ from collectives.kernels import clear_at
 from collectives.vector import index_dtype
 from collectives.wire import EXACT, INDEX_CODES, VALUE_CODES, Format, decode, encode
 
+from ...runtime.machine import load, this_machine
 from ..arguments import Command, from_zero, share, whole_number
 from ..charts import aligned
-from .harness import Range, add_words, bench_parser, describe, write_json
+from .harness import Range, add_words, bench_parser, write_json
 from .methods import open_source
 
 # Until a residual is what error feedback leaves.
@@ -195,7 +196,7 @@ def parser() -> Command:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return the exit code."""
     options = parser().parse_args(arguments)
-    machine = describe()
+    machine = this_machine()
     print(", ".join(f"{name}: {value}" for name, value in machine.items()))
     print("nanoseconds of one thread per entry: median of rounds (lowest-highest)\n")
     lists = [partial(uniform, options.entries, density) for density in options.densities]
@@ -206,6 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = measure(make(), options.rounds)
         print(table(found), flush=True)
         records += found
+    machine["load_after"] = load()
     written = {"machine": machine, "records": [_as_json(record) for record in records]}
     write_json(written, options.json)
     return 0

@@ -14,18 +14,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
-from typing import Final
+from typing import Final, NamedTuple, Protocol
+
+from ...units import SPACE, bytes_text, seconds_text
 
 
-def aligned(rows: Iterable[Sequence[str]], left: int = 1) -> list[str]:
-    """Return rows of cells as lines: the first `left` columns to the left, the others right."""
+def aligned(rows: Iterable[Sequence[str]], left: int = 1, gap: int = 2) -> list[str]:
+    """Return rows of cells as lines: the first `left` columns to the left, the others right.
+
+    gap: spaces between columns.
+    """
     rows = [*rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
-        "  ".join(
+        (" " * gap)
+        .join(
             cell.ljust(width) if place < left else cell.rjust(width)
             for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
+        )
+        .rstrip()
         for row in rows
     ]
 
@@ -33,7 +40,16 @@ def aligned(rows: Iterable[Sequence[str]], left: int = 1) -> list[str]:
 WIDTH, HEIGHT = 480, 330
 LEFT, RIGHT, TOP, BOTTOM = 58, 468, 34, 280  # the rectangle data is drawn in
 
-Point = tuple[float, float]
+Place = tuple[float, float]  # in the drawing
+
+
+class Point(NamedTuple):
+    """A place on the x axis: the mean of what was found there, the least and the most."""
+
+    x: float
+    mean: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
@@ -82,7 +98,7 @@ def vertical(low: float, high: float, *, logarithmic: bool = False) -> Axis:
     return Axis(*widened(low, high, logarithmic), BOTTOM, TOP, logarithmic)
 
 
-def widened(low: float, high: float, logarithmic: bool) -> Point:
+def widened(low: float, high: float, logarithmic: bool) -> Place:
     """Return bounds that differ."""
     if low < high:
         return low, high
@@ -134,23 +150,207 @@ def frame(
     return "".join(parts)
 
 
-def text(at: Point, content: str, kind: str) -> str:
+def text(at: Place, content: str, kind: str) -> str:
     """Draw words; `kind` holds style classes, `middle` or `end` to anchor them there."""
     return f'<text class="{kind}" x="{at[0]:.1f}" y="{at[1]:.1f}">{escape(content)}</text>'
 
 
-def line(points: Sequence[Point]) -> str:
+def line(points: Sequence[Place]) -> str:
     """Draw a line through points."""
     return f'<path class="line" d="M{path(points)}"/>'
 
 
-def band(lower: Sequence[Point], upper: Sequence[Point]) -> str:
+def band(lower: Sequence[Place], upper: Sequence[Place]) -> str:
     """Draw the area between two lines."""
     return f'<path class="band" d="M{path(lower)}L{path(upper[::-1])}Z"/>'
 
 
-def path(points: Sequence[Point]) -> str:
+def path(points: Sequence[Place]) -> str:
     return "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+
+
+class Written(Protocol):
+    """Writes a value, in so many digits."""
+
+    def __call__(self, value: float, count: int = ..., /) -> str: ...
+
+
+def steps_text(value: float, count: int = 4) -> str:
+    """Return 12000 as "12k", and 20000000 as "20M"."""
+    for least, unit, suffix in ((1e10, 1e9, "G"), (1e7, 1e6, "M"), (1e4, 1e3, "k")):
+        if value >= least:
+            return f"{value / unit:.{count}g}{suffix}"
+    return f"{value:g}"
+
+
+def plain_text(value: float, count: int = 4) -> str:
+    """Return a value of unknown unit in few digits."""
+    return f"{value:.{count}g}"
+
+
+def share_text(share: float, count: int = 2) -> str:
+    """Return a share as a percentage: 0.001 as "0.1 %"."""
+    if share <= 0:
+        return "0"
+    decimals = max(0, count - 1 - math.floor(math.log10(100 * share)))
+    said = f"{100 * share:.{decimals}f}"
+    return f"{said.rstrip('0').rstrip('.') if '.' in said else said}{SPACE}%"
+
+
+X_AXES: Final[Mapping[str, tuple[str, Written]]] = {
+    "steps": ("step", steps_text),
+    "epochs": ("epoch", steps_text),
+    "time": ("time", seconds_text),
+    "bytes": ("sent by a rank so far", bytes_text),
+}
+Lines = Mapping[str, Sequence[Point]]  # by name; one without points has no line
+
+
+def lines_plot(
+    title: str,
+    lines: Lines,
+    y_name: str,
+    *,
+    over: str = "steps",
+    written: Written = plain_text,
+    logarithmic: bool = False,
+    from_zero: bool = False,
+    bands: bool = True,
+    x: Axis | None = None,
+    y: Axis | None = None,
+) -> str:
+    """Draw the lines, each in a band from the least to the most.
+
+    x, y: axes, in place of those on which all points lie; what is below y is cut off.
+    """
+    points = [point for each in lines.values() for point in each]
+    x = x or horizontal(min(p.x for p in points), max(p.x for p in points))
+    if y is None:
+        low = min(p.low if bands else p.mean for p in points)
+        high = max(p.high if bands else p.mean for p in points)
+        y = _fitting(low, high, logarithmic, from_zero)
+    drawn = []
+    for place, each in enumerate(lines.values()):
+        middle = [(x.place(p.x), y.place(p.mean)) for p in each]
+        parts = [line(middle)] if len(middle) > 1 else [_dot(at) for at in middle]
+        if bands and len(each) > 1 and any(p.high > p.low for p in each):
+            lower = [(x.place(p.x), y.place(max(p.low, y.low))) for p in each]
+            upper = [(x.place(p.x), y.place(max(p.high, y.low))) for p in each]
+            parts.insert(0, band(lower, upper))
+        drawn.append(f'<g class="series-{place % 6}">{"".join(parts)}</g>')
+    x_name, x_written = X_AXES[over]
+    axes = frame(x, y, _ticks(x, x_written), _ticks(y, written), (x_name, y_name))
+    return drawing(title, [axes, clipped(drawn)])
+
+
+def _fitting(low: float, high: float, logarithmic: bool, from_zero: bool) -> Axis:
+    """Return a y axis for values from `low` to `high`."""
+    if logarithmic and low > 0:
+        return vertical(low / 1.3, high * 1.3, logarithmic=True)
+    room = 0.06 * (high - low)
+    # An axis from zero shows a value's size, and not its noise, where that costs little room; a
+    # constant has no range of its own.
+    near_zero = low >= 0 and (low < 0.3 * high or low == high)
+    bottom = min(0.0, low) if from_zero or near_zero else low - room
+    return vertical(bottom, high + room)
+
+
+def _dot(at: Place) -> str:
+    return f'<circle class="bar" cx="{at[0]:.1f}" cy="{at[1]:.1f}" r="4"/>'
+
+
+def _ticks(axis: Axis, written: Written) -> dict[float, str]:
+    """Return an axis' ticks in words that tell them apart; of steps, which are whole, no others."""
+    values = [v for v in axis.ticks() if written is not steps_text or v == int(v)]
+    said = [written(value) if value else "0" for value in values]
+    # More digits, until no two ticks read alike: 17 tell any two floats apart.
+    for count in range(4, 17):
+        if len({*said}) == len(said):
+            break
+        said = [written(value, count) if value else "0" for value in values]
+    return dict(zip(values, said, strict=True))
+
+
+def lines_legend(lines: Lines) -> str:
+    """Return the legend of lines: each as small as a word, and its name."""
+    return legend(
+        (
+            f'<svg class="key series-{place % 6}" viewBox="0 0 34 14" aria-hidden="true">'
+            f"{line([(1, 7), (33, 7)])}</svg>",
+            name,
+        )
+        for place, (name, points) in enumerate(lines.items())
+        if points
+    )
+
+
+def are_apart(points: Sequence[Point], times: float) -> bool:
+    """Tell whether some are more than so many times the others: an axis had best be logarithmic."""
+    positive = [p.mean for p in points if p.mean > 0]
+    return len(positive) == len(points) and max(positive) > times * min(positive)
+
+
+Parts = Mapping[str, float]  # seconds, or a share, by part
+ROW, BAR, SLIM_ROW = 54, 16, 22  # units of the drawing
+
+
+def bars(
+    title: str,
+    rows: Sequence[tuple[str, Parts, str]],
+    hatched: tuple[str, str],
+    room: float = 62.0,
+) -> str:
+    """Draw a bar for each row, stacked by part: its name, seconds by part, words below the bar.
+
+    room: for the names. hatched: two parts, as for `hatches`.
+    """
+    # A hook's step may take no time at all.
+    scale = (WIDTH - room - 68) / (max(sum(parts.values()) for _, parts, _ in rows) or 1.0)
+    height = ROW if any(words for *_, words in rows) else SLIM_ROW
+    drawn = [hatches(*hatched)]
+    for place, (name, parts, words) in enumerate(rows):
+        top, left = place * height, room
+        drawn.append(text((0, top + 13), name, "label"))
+        for part, seconds in parts.items():
+            width = seconds * scale
+            # Thinner ones cannot be seen.
+            if width >= 0.05:
+                drawn.append(
+                    f'<rect class="part {part}" x="{left:.2f}" y="{top}" width="{width:.2f}" '
+                    f'height="{BAR}"/>'
+                )
+            left += width
+        drawn.append(text((left + 6, top + 13), seconds_text(sum(parts.values())), "tick"))
+        if words:
+            drawn.append(text((room, top + BAR + 16), words, "tick"))
+    return drawing(title, drawn, height=len(rows) * height)
+
+
+def stacked(
+    title: str,
+    found: Sequence[tuple[float, Parts]],
+    y_name: str,
+    *,
+    over: str,
+    written: Written,
+    most: float,
+) -> str:
+    """Draw the parts at each place on the x axis, one area on the other; most: the y axis' end."""
+    x, y = horizontal(found[0][0], found[-1][0]), vertical(0.0, most)
+    places = [x.place(at) for at, _ in found]
+    below = [0.0] * len(found)
+    drawn = []
+    for part in found[0][1]:
+        above = [under + shown[part] for under, (_, shown) in zip(below, found, strict=True)]
+        lower = [(at, y.place(value)) for at, value in zip(places, below, strict=True)]
+        upper = [(at, y.place(value)) for at, value in zip(places, above, strict=True)]
+        # A part without any time would still be drawn as a line.
+        if any(high > low for high, low in zip(above, below, strict=True)):
+            drawn.append(f'<path class="part {part}" d="M{path(lower)}L{path(upper[::-1])}Z"/>')
+        below = above
+    x_name, x_written = X_AXES[over]
+    axes = frame(x, y, _ticks(x, x_written), _ticks(y, written), (x_name, y_name))
+    return drawing(title, [*drawn, axes])
 
 
 def prose(words: str) -> str:
@@ -162,9 +362,11 @@ def prose(words: str) -> str:
 POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-def page(title: str, own_style: str, body: str) -> str:
-    """Return the whole page; own_style: CSS for what the shared style does not know."""
-    style = (files(__package__) / "page.css").read_text(encoding="utf-8")
+def page(title: str, package: str, body: str) -> str:
+    """Return the whole page; package: its page.css styles what the shared one does not know."""
+    shared, own = (
+        (files(each) / "page.css").read_text(encoding="utf-8") for each in (__package__, package)
+    )
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -175,11 +377,12 @@ def page(title: str, own_style: str, body: str) -> str:
 <link rel="icon" href="data:,">
 <title>{escape(title)}</title>
 <style>
-{style}
-{own_style}</style>
+{shared}
+{own}</style>
 </head>
 <body>
 <main>
+<h1>{escape(title)}</h1>
 {body}
 </main>
 </body>
@@ -235,9 +438,13 @@ def hatches(striped: str, dotted: str) -> str:
     )
 
 
-def swatch(part: str) -> str:
-    """Draw a part's colour, for a legend; its hatch is in the drawing."""
-    return (
-        '<svg class="key" viewBox="0 0 34 14" aria-hidden="true">'
-        f'<rect class="{part}" width="34" height="14"/></svg>'
+def parts_legend(names: Mapping[str, str]) -> str:
+    """Return the legend of parts, with their names in words; their hatches are in the drawing."""
+    return legend(
+        (
+            '<svg class="key" viewBox="0 0 34 14" aria-hidden="true">'
+            f'<rect class="part {part}" width="34" height="14"/></svg>',
+            name,
+        )
+        for part, name in names.items()
     )

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
-import math
 import statistics
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from collectives.algorithms.gtopk import USUAL_GROWTH
 from collectives.cores import usable_cores
 
 from ...compression import Compression, SparseCompression
 from ...runtime.launch import LaunchError, explain, rank_environment, run
-from ...units import about_bandwidth_text, bytes_text, count_text
+from ...units import bytes_text, count_text
 from ..arguments import Command, fail, share, whole_number
+from ..bench.harness import show_progress
+from ..charts import aligned
 from ..run import parse_link
 from .verdicts import (
-    LATENCY_SECONDS,
     METHODS,
     PARTS,
     Record,
@@ -31,15 +33,9 @@ from .verdicts import (
     level,
     link_verdict,
     over_link,
-    pays_below,
 )
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-NEEDED = {"mpi4py": "mpi4py", "sklearn": "scikit-learn", "rich": "rich"}
-
-
+NEEDED = {"mpi4py": "mpi4py", "sklearn": "scikit-learn"}
 TRAIN_IMAGES = 1437  # of scikit-learn's digits
 PROGRESS = "@progress "  # begins the lines of JSON by which rank 0 tells how far it is
 
@@ -158,14 +154,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     if refused := _refusal(plan, options.out):
         return fail("demo", refused, code=2)
-    from rich.console import Console
+    if options.json:
+        # What the demo says for people must not get between the records.
+        with contextlib.redirect_stdout(sys.stderr):
+            code = train(plan, options.out)
+        if code == 0:
+            print((options.out / "results.json").read_text(encoding="utf-8"), end="")
+        return code
+    return train(plan, options.out)
 
-    # What the table takes at the least: a narrower terminal breaks its lines and loses no figure.
-    # 80 where stdout is a file, as rich would take the width of the terminal that is not written
-    # to.
-    width = max(80, Console().width) if sys.stdout.isatty() else 80
-    console = Console(width=width, highlight=False, quiet=options.json)
-    announce(console, plan)
+
+def train(plan: Plan, out: Path) -> int:
+    """Train on local ranks, print and write what came of it, and return the exit code."""
+    announce(plan)
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "results.json")
@@ -177,22 +178,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             str(results),
         ]
         try:
-            with progress_shown(console) as on_line:
-                code = run(plan.ranks, program, on_line=on_line)
+            code = run(plan.ranks, program, on_line=progress_shown())
         except LaunchError as error:
             return fail("demo", error)
+        finally:
+            show_progress()
         if code != 0 or not results.exists():
             ended = f"the ranks ended with exit code {code}; what they said stands above"
             return fail("demo", ended)
         records: list[Record] = json.loads(results.read_text(encoding="utf-8"))
-    show(console, records)
-    write_report(records, options.out)
-    if options.json:
-        print(json.dumps(records, indent=1))
-    console.print(
-        f"\n{time.monotonic() - begun:.0f} s in all. Report: {options.out / 'index.html'}  "
-        f"Figures: {options.out / 'results.json'}",
-        soft_wrap=True,
+    show(records)
+    write_report(records, out)
+    print(
+        f"\n{time.monotonic() - begun:.0f} s in all. Report: {out / 'index.html'}  "
+        f"Figures: {out / 'results.json'}"
     )
     return 0
 
@@ -220,128 +219,85 @@ def _refusal(plan: Plan, out: Path) -> str:
     return ""
 
 
-def announce(console: Console, plan: Plan) -> None:
+def announce(plan: Plan) -> None:
     """Print the plan and its settings."""
-    console.print(
+    _say(
         f"MPI ranks: {plan.ranks}, cores: {usable_cores()}. They train an MLP on scikit-learn's "
         f"handwritten digits: 4 methods, {plan.epochs} epochs each, seeds: {plan.seeds}."
     )
     if plan.over_link():
-        console.print(f"Then dense and gTop-k once more, over an emulated link: {plan.link}.")
+        _say(f"Then dense and gTop-k once more, over an emulated link: {plan.link}.")
     for line in explain(rank_environment(plan.ranks)):
-        console.print(f"  set: {line}", markup=False, style="dim", soft_wrap=True)
+        print(f"  set: {line}")
 
 
-class progress_shown:
-    """A context whose value takes the ranks' lines; shows a bar, or lines without a terminal."""
+def _say(text: str) -> None:
+    print(textwrap.fill(text, 80))
 
-    def __init__(self, console: Console) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self.console = console
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.percentage:>3.0f} %"),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self.task = self.bar.add_task("starting the ranks", total=None)
-        self.shown = ""
+def progress_shown() -> Callable[[str], None]:
+    """Return what shows the ranks' lines: how far they are in one line of a terminal."""
+    seen: set[str] = set()
 
-    def __enter__(self) -> Callable[[str], None]:
-        self.bar.start()
-        return self.take
-
-    def __exit__(self, *exception: object) -> None:
-        self.bar.stop()
-
-    def take(self, line: str) -> None:
-        """Show one line that a rank printed."""
+    def show_line(line: str) -> None:
         if not line.startswith(PROGRESS):
-            self.console.print(line, markup=False)
+            show_progress()
+            print(line)
             return
         at: dict[str, Any] = json.loads(line[len(PROGRESS) :])
         what = f"{at['method']}, seed {at['seed']}"
-        self.bar.update(
-            self.task, description=f"{what:28}", completed=at["done"], total=at["total"]
-        )
-        if not self.console.is_terminal and what != self.shown:
-            self.shown = what
-            percent = 100 * (at["done"] - 1) // at["total"]
-            self.console.print(f"{percent:3d} %  {what}")
+        text = f"{100 * (at['done'] - 1) // at['total']:3d} %  {what}"
+        show_progress(text)
+        if not sys.stderr.isatty() and what not in seen:
+            print(text)
+        seen.add(what)
+
+    return show_line
 
 
-def show(console: Console, records: Sequence[Record]) -> None:
+def show(records: Sequence[Record]) -> None:
     """Print the table, and the notes on it."""
-    from rich.table import Table
-
     dense = records[0]
     reached = level(dense)
-    table = Table(
-        title="Measured on this machine\n",
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-        collapse_padding=True,
-    )
-    table.add_column("\nmethod", no_wrap=True)
-    epochs = f"epochs\nto {100 * reached:.0f} %"
-    sent = ("sent per\nstep", "vs\ndense")
-    for heading in (
-        *("test\naccuracy %", epochs, *sent),
-        *("ms/step\ncompute", "select\n+ copy", "\ncommun."),
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
+    rows = [
+        ("", "test", "epochs", "sent per", "vs", "ms/step", "select", ""),
+        (
+            *("method", "accuracy %", f"to {100 * reached:.0f} %", "step", "dense"),
+            *("compute", "+ copy", "commun."),
+        ),
+    ]
     # Those behind are over the link, whose times stand in a sentence of their own.
     for record in records[: len(METHODS)]:
         seeds, parts = record["accuracy_by_seed"], record["step_seconds"]
         sd = f" ± {100 * statistics.stdev(seeds):.2f}" if len(seeds) > 1 else ""
         bytes_sent = record["bytes_per_step"]
-        table.add_row(
-            record["label"],
-            f"{100 * record['accuracy']:.2f}{sd}",
-            epochs_text(reached, record),
-            bytes_text(bytes_sent) + ("" if record["bytes_counted"] else " *"),
-            f"1/{dense['bytes_per_step'] / bytes_sent:.1f}" if bytes_sent else "-",
-            *(f"{1000 * parts[part]:.2f}" for part in PARTS),
+        compute, select, communicate = (f"{1000 * parts[part]:.2f}" for part in PARTS)
+        rows.append(
+            (
+                record["label"],
+                f"{100 * record['accuracy']:.2f}{sd}",
+                epochs_text(reached, record),
+                bytes_text(bytes_sent) + ("" if record["bytes_counted"] else " *"),
+                f"1/{dense['bytes_per_step'] / bytes_sent:.1f}" if bytes_sent else "-",
+                *(compute, select, communicate),
+            )
         )
-    console.print(table)
+    print("Measured on this machine", "", *aligned(rows, gap=1), sep="\n")
     if not dense["bytes_counted"]:
-        console.print(
-            "* by formula, the least that any allreduce sends; the others are counted.", style="dim"
-        )
+        _say("* by formula, the least that any allreduce sends; the others are counted.")
     cores = dense["machine"]["cores"]
-    console.print(
+    _say(
         "Sent: by each rank. Accuracy: mean ± standard deviation over "
         f"seeds ({dense['seeds']}). Epochs, of {dense['epochs']}: until that mean first is "
         f"{100 * reached:.0f} %, a point below dense's end. Times: medians over steps. "
         f"Ranks ({dense['ranks']}) share this machine's cores ({cores}) and memory: in this table "
-        "no network lies between them, so there is nothing for compression to save time on.",
-        style="dim",
+        "no network lies between them, so there is nothing for compression to save time on."
     )
     if linked := over_link(records):
         said = link_verdict(*linked).words
-        console.print(f"Over an emulated link of {linked[0]['link']}: {said}", soft_wrap=True)
+        _say(f"Over an emulated link of {linked[0]['link']}: {said}")
     identical = all(record["final_replicas_identical"] for record in records)
-    console.print(f"Replicas bit-identical after every run: {'yes' if identical else 'NO'}")
-    console.print(f"Model, not measured: {model_line(dense, records[2])}", soft_wrap=True)
-
-
-def model_line(dense: Record, gtopk: Record) -> str:
-    """Return where the alpha-beta model sees the break-even."""
-    below = pays_below(dense, gtopk)
-    where = (
-        "pays at no bandwidth"
-        if below is None
-        else "pays at every bandwidth"
-        if math.isinf(below)
-        else f"is faster than dense below {about_bandwidth_text(below)}, slower above "
-        "(select and merge as measured here)"
-    )
-    return f"on links of {1e6 * LATENCY_SECONDS:.0f} us latency, this step of gTop-k {where}"
+    print(f"Replicas bit-identical after every run: {'yes' if identical else 'NO'}")
 
 
 def write_report(records: Sequence[Record], folder: Path) -> None:

@@ -1,43 +1,20 @@
 """The demo's report: figures and plots with how to read them, as a page that needs no other file.
 
-A method has a line, and markers of a shape of its own; page.css gives the colours.
+A method has a line, whose colour and dashes page.css gives.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from ...units import bytes_text, count_text, digits, points_text, seconds_text
-from ..charts import (
-    LEFT,
-    RIGHT,
-    WIDTH,
-    Axis,
-    Point,
-    band,
-    clipped,
-    drawing,
-    figure,
-    frame,
-    hatches,
-    horizontal,
-    legend,
-    line,
-    plots,
-    prose,
-    swatch,
-    text,
-    tile,
-    vertical,
-)
-from ..charts import facts as list_of_facts
-from ..charts import page as shared_page
+from .. import charts
+from ..charts import Axis, Lines, Point, figure, prose, share_text, tile
 from .verdicts import (
     METHODS,
     PARTS,
@@ -56,132 +33,79 @@ from .verdicts import (
 TITLE = "gTop-k beside dense: what the demo measured"
 DATASETS = {"digits": "scikit-learn's 8x8 handwritten digits"}
 PART_NAMES = {"compute": "compute", "select": "select + copy", "communicate": "communicate"}
-MARKS = {  # 10 units wide around 0,0
-    "dense": "M-4-4H4V4H-4Z",
-    "topk": "M0-5.5L5 4H-5Z",
-    "gtopk": "M-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0-9 0Z",
-    "gtopk-equal-bytes": "M0-5.5L5.5 0L0 5.5L-5.5 0Z",
-}
-BAR_ROW, BAR_HEIGHT = 92, 18  # units of the drawing
-
-
-def mark(method: str, at: Point) -> str:
-    """Draw a method's marker."""
-    return (
-        f'<path class="mark" transform="translate({at[0]:.1f} {at[1]:.1f})" d="{MARKS[method]}"/>'
-    )
-
-
-def series(method: str, points: Sequence[Point], marked: Iterable[Point], below: str = "") -> str:
-    """Draw a method's line and markers, on top of `below` (its band)."""
-    marks = "".join(mark(method, point) for point in marked)
-    return f'<g class="{method}">{below}{line(points)}{marks}</g>'
-
-
-def methods_legend(records: Sequence[Record]) -> str:
-    """Return a legend with each method's line and marker."""
-    return legend(
-        (
-            f'<svg class="key {record["method"]}" viewBox="0 0 34 14" aria-hidden="true">'
-            f"{line([(1, 7), (33, 7)])}{mark(record['method'], (17, 7))}</svg>",
-            record["label"],
-        )
-        for record in records
-    )
 
 
 def accuracy_over_epochs(records: Sequence[Record]) -> str:
     """Draw mean test accuracy after each epoch, and a band from the worst to the best seed."""
-    epochs = records[0]["epochs"]
-    x, y = horizontal(1, epochs), accuracy_axis(records)
-    lines = []
-    for index, record in enumerate(records):
-        by_epoch = list(zip(*record["accuracy_by_epoch"], strict=True))
-        places = [x.place(epoch) for epoch in range(1, epochs + 1)]
-        mean, worst, best = (
-            list(zip(places, (y.place(summary(seeds)) for seeds in by_epoch), strict=True))
-            for summary in (statistics.fmean, min, max)
-        )
-        lines.append(series(record["method"], mean, spaced(mean, index), band(worst, best)))
-    x_ticks = {epoch: f"{epoch:.0f}" for epoch in x.ticks() if epoch == int(epoch)}
-    axes = frame(x, y, x_ticks, percent_ticks(y), ("epoch", "test accuracy"))
-    return drawing("Test accuracy over epochs, one line per method", [axes, clipped(lines)])
+    found = {}
+    for record in records:
+        by_epoch = enumerate(zip(*record["accuracy_by_epoch"], strict=True), start=1)
+        found[record["label"]] = [
+            Point(epoch, statistics.fmean(seeds), min(seeds), max(seeds))
+            for epoch, seeds in by_epoch
+        ]
+    title = "Test accuracy over epochs, one line per method"
+    return accuracy_plot(title, found, records, "epochs")
 
 
 def accuracy_over_bytes(records: Sequence[Record]) -> str:
     """Draw mean test accuracy over the bytes a rank has sent so far, on a logarithmic axis."""
-    curves = {record["method"]: sent_and_accuracy(record) for record in records}
-    y = accuracy_axis(records)
+    found = {record["label"]: sent_and_accuracy(record) for record in records}
+    low = accuracy_axis(records).low
     # What lies below the accuracy axis, which is cut off, must not stretch this one.
-    seen = [sent for curve in curves.values() for sent, accuracy in curve if accuracy >= y.low]
-    x = horizontal(min(seen) / 1.5, max(seen), logarithmic=True)
-    lines = []
-    for index, (method, curve) in enumerate(curves.items()):
-        points = [(x.place(bytes_sent), y.place(accuracy)) for bytes_sent, accuracy in curve]
-        lines.append(series(method, points, spaced(points, index)))
-    x_ticks = {value: bytes_text(value) for value in x.ticks()}
-    names = ("sent by each rank since the start", "test accuracy")
-    axes = frame(x, y, x_ticks, percent_ticks(y), names)
-    return drawing(
-        "Test accuracy over bytes sent per rank, one line per method", [axes, clipped(lines)]
-    )
+    seen = [point.x for points in found.values() for point in points if point.mean >= low]
+    x = charts.horizontal(min(seen) / 1.5, max(seen), logarithmic=True)
+    title = "Test accuracy over bytes sent per rank, one line per method"
+    return accuracy_plot(title, found, records, "bytes", x)
+
+
+def accuracy_plot(
+    title: str, found: Lines, records: Sequence[Record], over: str, x: Axis | None = None
+) -> str:
+    y = accuracy_axis(records)
+    plot = charts.lines_plot(title, found, "test accuracy", over=over, written=share_text, x=x, y=y)
+    return charts.lines_legend(found) + plot
 
 
 def sent_and_accuracy(record: Record) -> list[Point]:
-    """Return (bytes a rank has sent, mean accuracy) after each epoch."""
+    """Return the mean accuracy over the bytes that a rank has sent, after each epoch."""
     steps_per_epoch = record["steps"] / record["epochs"]
     means = (statistics.fmean(seeds) for seeds in zip(*record["accuracy_by_epoch"], strict=True))
     return [
-        (record["bytes_per_step"] * steps_per_epoch * epoch, mean)
+        Point(record["bytes_per_step"] * steps_per_epoch * epoch, mean, mean, mean)
         for epoch, mean in enumerate(means, start=1)
     ]
 
 
-def loss_over_seconds(records: Sequence[Record], all_records: Sequence[Record]) -> str:
+def losses(records: Sequence[Record], labels: Sequence[str]) -> Lines:
+    """Return mean training loss over seconds of training; no points for labels without a record."""
+    found: dict[str, list[Point]] = {label: [] for label in labels}
+    for record in records:
+        curve = mean_curve(record)
+        found[record["label"]] = [Point(seconds, loss, loss, loss) for seconds, loss in curve]
+    return found
+
+
+def loss_over_seconds(
+    records: Sequence[Record], all_records: Sequence[Record], labels: Sequence[str]
+) -> str:
     """Draw mean training loss over seconds of training; one axis of losses for all records."""
     every = [loss for record in all_records for _, loss in mean_curve(record)]
-    y = vertical(min(every) / 1.1, max(every) * 1.1, logarithmic=True)
-    x = horizontal(0.0, max(mean_curve(record)[-1][0] for record in records))
-    lines = []
-    for record in records:
-        curve = [(x.place(seconds), y.place(loss)) for seconds, loss in mean_curve(record)]
-        # From the end on, so far apart that the markers of a short line do not touch either.
-        marked = [curve[-1]]
-        for point in reversed(curve):
-            if marked[-1][0] - point[0] >= (RIGHT - LEFT) / 12:
-                marked.append(point)
-        lines.append(series(record["method"], curve, marked))
-    x_ticks = {value: seconds_text(value) if value else "0" for value in x.ticks()}
-    axes = frame(x, y, x_ticks, {loss: f"{loss:g}" for loss in y.ticks()}, ("", "training loss"))
+    y = charts.vertical(min(every) / 1.1, max(every) * 1.1, logarithmic=True)
     over = f"over an emulated link of {records[0]['link']}" if records[0]["link"] else "as it is"
-    return drawing(f"Training loss over seconds, {over}", [axes, clipped(lines)])
+    title = f"Training loss over seconds, {over}"
+    return charts.lines_plot(title, losses(records, labels), "training loss", over="time", y=y)
 
 
 def step_time_by_part(records: Sequence[Record]) -> str:
     """Draw one bar per method, stacked: compute, select, communicate."""
-    totals = [sum(record["step_seconds"][part] for part in PARTS) for record in records]
-    scale = WIDTH / max(totals)
     rows = []
-    for row, (record, total) in enumerate(zip(records, totals, strict=True)):
-        top, left = row * BAR_ROW, 0.0
-        rows.append(text((0, top + 14), record["label"], "label"))
-        rows.append(text((WIDTH, top + 14), seconds_text(total), "label end"))
-        for place, part in enumerate(PARTS):
-            seconds = record["step_seconds"][part]
-            width = seconds * scale
-            rows.append(
-                f'<rect class="{part}" x="{left:.1f}" y="{top + 21}" width="{width:.1f}" '
-                f'height="{BAR_HEIGHT}"/>'
-            )
-            left += width
-            if seconds:
-                # In columns: words right below a narrow part would overlap.
-                column = place * WIDTH / len(PARTS)
-                rows.append(text((column, top + 56), PART_NAMES[part], "tick"))
-                rows.append(text((column, top + 74), seconds_text(seconds), "tick"))
+    for record in records:
+        seconds = {part: record["step_seconds"][part] for part in PARTS}
+        said = [f"{PART_NAMES[part]} {seconds_text(s)}" for part, s in seconds.items() if s]
+        rows.append((record["label"], seconds, " · ".join(said)))
     title = "Measured time of a step, one bar per method, split by part"
-    drawn = [hatches("select", "communicate"), *rows]
-    return drawing(title, drawn, height=len(records) * BAR_ROW)
+    return charts.bars(title, rows, ("select", "communicate"), room=145.0)
 
 
 def accuracy_axis(records: Sequence[Record]) -> Axis:
@@ -190,22 +114,11 @@ def accuracy_axis(records: Sequence[Record]) -> Axis:
     The first epochs' climb is cut off, so that the end, where methods differ, can be read.
     """
     worst = min(seed[-1] for record in records for seed in record["accuracy_by_epoch"])
-    return vertical(max(0.0, (math.floor(20 * worst) - 1) / 20), 1.0)
-
-
-def percent_ticks(axis: Axis) -> dict[float, str]:
-    return {value: f"{100 * value:.0f} %" for value in axis.ticks()}
-
-
-def spaced(points: Sequence[Point], index: int) -> list[Point]:
-    """Return a few points to mark, shifted by method so that markers do not hide each other."""
-    stride = max(1, len(points) // 6)
-    return [*points[index * stride // 4 :: stride], points[-1]]
+    return charts.vertical(max(0.0, (math.floor(20 * worst) - 1) / 20), 1.0)
 
 
 def figures(records: Sequence[Record]) -> list[str]:
     """Return the figures of the machine as it is."""
-    methods = methods_legend(records)
     floor = accuracy_axis(records).low
     cut = f" The accuracy axis starts at {100 * floor:.0f} %; the climb below is cut off."
     cut = cut if floor else ""
@@ -219,7 +132,7 @@ def figures(records: Sequence[Record]) -> list[str]:
     found = [
         figure(
             "Test accuracy over epochs",
-            methods + accuracy_over_epochs(records),
+            accuracy_over_epochs(records),
             f"{seeds}{cut} It is no race: an epoch does not take every method the same time.",
         )
     ]
@@ -230,7 +143,7 @@ def figures(records: Sequence[Record]) -> list[str]:
         found.append(
             figure(
                 "Test accuracy over bytes sent",
-                methods + accuracy_over_bytes(records),
+                accuracy_over_bytes(records),
                 "Further left at the same height: the same accuracy for fewer bytes. The axis of "
                 f"bytes is logarithmic.{cut}{source if formula else ''} On a fast link, or inside "
                 "one machine as here, few bytes need not mean less time.",
@@ -239,7 +152,7 @@ def figures(records: Sequence[Record]) -> list[str]:
     found.append(
         figure(
             "Step time by part, measured here",
-            legend((swatch(part), PART_NAMES[part]) for part in PARTS) + step_time_by_part(records),
+            charts.parts_legend(PART_NAMES) + step_time_by_part(records),
             "A bar is one step: the median over steps of each part, averaged over ranks. Compute "
             "is forward, backward and the optimizer's own step. Select + copy is gradients in and "
             "out of the bucket, the check that they are finite, accumulate, select, apply; dense "
@@ -261,14 +174,16 @@ def race_figure(records: Sequence[Record]) -> str:
         f"An emulated link of {linked[0]['link']}": linked,
     }
     every = [record for pair in pairs.values() for record in pair]
+    # All methods, so that these two keep their colours.
+    labels = [record["label"] for record in records[: len(METHODS)]]
     panels = "".join(
-        f"<div><h4>{escape(where)}</h4>{loss_over_seconds(pair, every)}"
+        f"<div><h4>{escape(where)}</h4>{loss_over_seconds(pair, every, labels)}"
         f"<p>{prose(link_verdict(*pair).words)}.</p></div>"
         for where, pair in pairs.items()
     )
     return figure(
         "Training loss over seconds",
-        f'{methods_legend(linked)}<div class="pair">{panels}</div>',
+        f'{charts.lines_legend(losses(linked, labels))}<div class="pair">{panels}</div>',
         f"Lower and further left is better. Both lines go through {linked[0]['epochs']} epochs; "
         "the two axes of seconds differ, each ends with the slower line. Time spent to measure the "
         "loss is left out. On the left there is no network between the ranks. On the right every "
@@ -285,19 +200,17 @@ def write_page(records: Sequence[Mapping[str, Any]], path: Path) -> None:
 def page(records: Sequence[Record]) -> str:
     race, linked = race_figure(records), over_link(records)
     records = records[: len(METHODS)]
-    style = (files(__package__) / "page.css").read_text(encoding="utf-8")
-    return shared_page(
+    return charts.page(
         TITLE,
-        style,
-        f"""<h1>{TITLE}</h1>
-<p class="lead">{escape(what_was_run(records[0]))}</p>
+        __package__,
+        f"""<p class="lead">{escape(what_was_run(records[0]))}</p>
 {race and f"<h2>Here, and over a slow network</h2>{race}"}
 <h2>{prose(f"{records[2]['label']}, beside {records[0]['label']}")}</h2>
 <dl class="tiles">{tiles(records, linked)}</dl>
 <h2>All four</h2>
 <table>{table(records)}</table>
 <p class="note">{prose(table_note(records))}</p>
-{plots("Plots", figures(records))}<h2>What was run</h2>
+{charts.plots("Plots", figures(records))}<h2>What was run</h2>
 <dl class="facts">{facts(records, linked)}</dl>""",
     )
 
@@ -423,4 +336,4 @@ def facts(records: Sequence[Record], linked: Sequence[Record]) -> str:
         names = " and ".join(record["label"] for record in linked)
         seeds = plural(linked[0]["seeds"], "seed")
         entries["Over a link"] = f"emulated, {linked[0]['link']} for each rank: {names}, {seeds}"
-    return list_of_facts(entries)
+    return charts.facts(entries)

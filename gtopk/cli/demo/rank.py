@@ -8,30 +8,27 @@ lines of PROGRESS and JSON, for the command that started it.
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import json
 import os
-import platform
 import statistics
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 import gtopk.torch as hvd
-from collectives.cores import usable_cores
 
 from ... import settings
-from ...runtime.machine import processor
+from ...runtime.machine import this_machine
 from ...runtime.world import world
 from ...telemetry.step_report import StepReport
 from ...units import bandwidth_text, seconds_text
 from ..simulate.setting import mean_loss, open_task
 from . import PROGRESS, Method, Plan
-from .verdicts import Machine, Record
+from .verdicts import Record
 
 
 class Run(NamedTuple):
@@ -128,7 +125,7 @@ def part_seconds(runs: list[Run], part: str) -> float:
     return statistics.fmean(hvd.allgather_object(median))
 
 
-def record(plan: Plan, method: Method, runs: list[Run], machine: Machine) -> Record:
+def record(plan: Plan, method: Method, runs: list[Run]) -> Record:
     """Return what all ranks measured of one method; every rank must call it."""
     model = network(plan, seed=0)
     sent = statistics.fmean(step.sent_bytes for run in runs for step in run.steps)
@@ -163,7 +160,7 @@ def record(plan: Plan, method: Method, runs: list[Run], machine: Machine) -> Rec
         batch_per_rank=plan.batch,
         dataset="digits",
         model="MLP " + "-".join(map(str, widths)),
-        machine=machine,
+        machine=machine(),
     )
 
 
@@ -176,15 +173,10 @@ def link_in_words() -> str:
     return bandwidth_text(link.bits_per_second) + latency
 
 
-def this_machine() -> Machine:
-    return {
-        "cores": usable_cores(),
-        "processor": processor(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "mpi": world.current().transport.library(),
-        "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-    }
+def machine() -> dict[str, Any]:
+    """Return the machine and the transport that the demo runs on."""
+    mpi = world.current().transport.library()
+    return {**this_machine(), "torch": torch.__version__, "mpi": mpi}
 
 
 def main(plan_json: str, results: str) -> None:
@@ -195,7 +187,6 @@ def main(plan_json: str, results: str) -> None:
     # A link in the caller's environment would slow the first part, too, which is of the machine.
     os.environ.pop(settings.LINK.name, None)
     hvd.init()
-    machine = this_machine()
     methods = plan.methods()
     total = plan.runs() * plan.epochs
     runs: dict[str, list[Run]] = {method.name: [] for method in methods}
@@ -205,7 +196,7 @@ def main(plan_json: str, results: str) -> None:
         for method in methods:
             runs[method.name].append(train(plan, method, seed, done, total))
             done += plan.epochs
-    records = [record(plan, method, runs[method.name], machine) for method in methods]
+    records = [record(plan, method, runs[method.name]) for method in methods]
     if plan.over_link():
         hvd.shutdown()
         os.environ[settings.LINK.name] = plan.link
@@ -213,7 +204,7 @@ def main(plan_json: str, results: str) -> None:
     for method in plan.over_link():
         run = train(plan, method, 0, done, total)
         done += plan.epochs
-        records.append(record(plan, method, [run], this_machine()))
+        records.append(record(plan, method, [run]))
     if hvd.rank() == 0:
         Path(results).write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
 

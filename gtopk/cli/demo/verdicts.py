@@ -1,8 +1,6 @@
 """Verdicts: the records' findings as text, losses as plainly as gains.
 
 Record: the demo's measurements of one method, an entry of report/results.json.
-
-For links that this machine does not have, the alpha-beta model predicts its step.
 """
 
 from __future__ import annotations
@@ -12,10 +10,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict, cast
 
-from collectives.cost import Link, break_even_bits_per_second
-from collectives.cost_model import DEFAULT_RATES, Candidate, Network, predict
-
-from ...compression import GTopK
 from ...units import digits, percent_text, seconds_text
 
 METHODS = ("dense", "topk", "gtopk", "gtopk-equal-bytes")  # the order of results.json
@@ -25,17 +19,6 @@ OVER_LINK = ("dense", "gtopk")  # which stand behind them, where a link was emul
 # check that they are finite, accumulate, select, apply. communicate: agree, encode, exchange, merge
 # and decode; waiting for others included.
 PARTS = ("compute", "select", "communicate")
-
-
-class Machine(TypedDict):
-    """The machine and the transport that the demo ran on."""
-
-    cores: int  # that the ranks may use
-    processor: str
-    python: str  # versions
-    torch: str
-    mpi: str  # name and version
-    started: str  # ISO 8601
 
 
 class Record(TypedDict):
@@ -65,7 +48,7 @@ class Record(TypedDict):
     batch_per_rank: int
     dataset: str  # in words; "digits" for scikit-learn's
     model: str  # in words: "MLP 64-256-256-10"
-    machine: Machine
+    machine: dict[str, Any]  # of gtopk.runtime.machine, and the versions of torch and MPI
 
 
 def over_link(records: Sequence[Record]) -> Sequence[Record]:
@@ -89,40 +72,6 @@ def checked(records: Sequence[Mapping[str, Any]]) -> list[Record]:
                 "run `gtopk demo` again to write results.json anew"
             )
     return [cast("Record", record) for record in records]
-
-
-# Assumed: a message over Ethernet and a kernel's TCP.
-LATENCY_SECONDS = 50e-6
-
-# The sparse methods' format and growth are its defaults.
-GTOPK = GTopK()
-ALGORITHMS = {"dense": "dense", "topk": "topk-allgather"}
-
-
-def modelled_seconds(record: Record, link: Link) -> float:
-    """Return select and merge as measured plus the wire as modelled, not overlapped."""
-    density = record["selected"] / record["parameters"]
-    algorithm = ALGORITHMS.get(record["method"], "gtopk")
-    widening = GTOPK.growth if algorithm == "gtopk" else 1.0
-    wire = predict(
-        Candidate(algorithm, density, GTOPK.formats()[0], widening),
-        record["parameters"],
-        Network(record["ranks"], link),
-        DEFAULT_RATES,  # of which only the wire's part is used
-    ).communicate_seconds
-    return record["step_seconds"]["select"] + record["merge_seconds"] + wire
-
-
-def pays_below(dense: Record, sparse: Record) -> float | None:
-    """Return the bits per second below which `sparse` is modelled to be faster.
-
-    None: at no bandwidth; infinity: at all of them.
-    """
-    return break_even_bits_per_second(
-        lambda link: modelled_seconds(dense, link),
-        lambda link: modelled_seconds(sparse, link),
-        LATENCY_SECONDS,
-    )
 
 
 BELOW = 0.01  # of dense's accuracy at the end, rounded down to a whole per cent

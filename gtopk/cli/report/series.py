@@ -12,7 +12,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 from collectives.cost import dense_bytes
 
@@ -27,6 +27,7 @@ from ...units import (
     seconds_text,
     with_article,
 )
+from ..charts import Point
 
 MEANINGS: Final[Mapping[str, str]] = {
     "round": "A round, the step of this mode, is the micro-batches that a rank adds up while the "
@@ -54,34 +55,31 @@ def several(covers: str, count: int = 2) -> str:
     return f"{covers}{'es' if covers.endswith('ch') else 's'}"
 
 
+T = TypeVar("T")
 Place: TypeAlias = Callable[[Note], float]
 BINS: Final = 120  # points of a line
 # The first steps plan buckets and measure links.
 _SETTLING: Final = 2
 
 
-class Point(NamedTuple):
-    """A place on the x axis: the mean of what was found there, the least and the most."""
-
-    x: float
-    mean: float
-    low: float
-    high: float
+def _in_bins(
+    items: Sequence[T], place_of: Callable[[T], float], most: int, room: float = 0.0
+) -> list[list[T]]:
+    """Return the items in at most so many groups of neighbours; room: behind the last place."""
+    first, last = min(map(place_of, items)), max(map(place_of, items)) + room
+    # All in one place: any width will do.
+    width = (last - first) / most or 1.0
+    bins: dict[int, list[T]] = defaultdict(list)
+    for item in items:
+        bins[min(most - 1, int((place_of(item) - first) / width))].append(item)
+    return [inside for _, inside in sorted(bins.items())]
 
 
 def binned(pairs: Iterable[tuple[float, float | None]]) -> list[Point]:
     """Return (x, y) pairs as at most BINS points; a y of None is left out."""
-    found = sorted((x, y) for x, y in pairs if y is not None and math.isfinite(y))
-    if not found:
-        return []
-    first, last = found[0][0], found[-1][0]
-    # All in one place: any width will do.
-    width = (last - first) / BINS or 1.0
-    bins: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    for x, y in found:
-        bins[min(BINS - 1, int((x - first) / width))].append((x, y))
+    found = [(x, y) for x, y in pairs if y is not None and math.isfinite(y)]
     points = []
-    for _, inside in sorted(bins.items()):
+    for inside in _in_bins(found, lambda pair: pair[0], BINS) if found else ():
         values = [y for _, y in inside]
         middle = statistics.fmean(x for x, _ in inside)
         points.append(Point(middle, statistics.fmean(values), min(values), max(values)))
@@ -180,16 +178,12 @@ def parts_over_steps(run: Run) -> list[tuple[float, dict[str, float]]]:
     steps = _settled_steps(run)
     if not steps:
         return []
-    first = min(step.report.step for step in steps)
-    last = max(step.report.step for step in steps)
+    numbers = [step.report.step for step in steps]
+    count = min(BINS, max(numbers) - min(numbers) + 1)
     # Whole steps only: bins that differ by one step would alternate like a saw.
-    width = (last - first + 1) / min(BINS, last - first + 1)
-    bins: dict[int, list[Step]] = defaultdict(list)
-    for step in steps:
-        bins[int((step.report.step - first) / width)].append(step)
     return [
         (statistics.fmean(step.report.step for step in inside), mean_parts(inside))
-        for _, inside in sorted(bins.items())
+        for inside in _in_bins(steps, lambda step: step.report.step, count, room=1.0)
     ]
 
 
@@ -198,14 +192,9 @@ def parts_over_time(run: Run) -> list[tuple[float, dict[str, float]]]:
     steps = _settled_steps(run)
     if not steps:
         return []
-    first, last = min(s.seconds for s in steps), max(s.seconds for s in steps)
     count = max(1, min(BINS, len(steps) // (2 * len(run.ranks))))  # two of each rank, or so
-    width = (last - first) / count or 1.0
-    bins: dict[int, list[Step]] = defaultdict(list)
-    for step in steps:
-        bins[min(count - 1, int((step.seconds - first) / width))].append(step)
     found = []
-    for _, inside in sorted(bins.items()):
+    for inside in _in_bins(steps, lambda step: step.seconds, count):
         means = mean_parts(inside)
         if total := sum(means.values()):
             shares = {part: seconds / total for part, seconds in means.items()}

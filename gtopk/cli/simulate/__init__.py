@@ -2,7 +2,7 @@
 
 setting.py   what all modes share: cluster, task, and the record that each makes
 ranks.py     who computes the simulated ranks: threads of this process, or a process each
-modes.py     the modes by name; delayed.py, replicas.py and hogbatch.py have those with a queue
+modes.py     the modes by name; delayed.py and replicas.py have those of several models
 """
 
 from __future__ import annotations

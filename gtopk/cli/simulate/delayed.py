@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -22,32 +23,16 @@ from ...adaptive.replica import RoundExchange
 from .setting import Record, Setting
 
 
-class Time:
-    """The simulated second."""
-
-    now = 0.0
-
-
+@dataclass
 class Meeting:
     """A meeting of all ranks: it is over some time after the last one has come.
 
-    results: of each rank.
+    arrived: what each rank that is there has brought. results: of each rank.
     """
 
-    def __init__(self, ranks: int) -> None:
-        self.arrived: dict[int, Any] = {}
-        self.results: list[Any] = []
-        self.over_at = math.inf
-        self._ranks = ranks
-
-    @property
-    def is_complete(self) -> bool:
-        """Tell whether every rank has come."""
-        return len(self.arrived) == self._ranks
-
-    def parts(self) -> list[Any]:
-        """Return the ranks' contributions, in order."""
-        return [self.arrived[rank] for rank in range(self._ranks)]
+    arrived: dict[int, Any] = field(default_factory=dict)
+    results: list[Any] = field(default_factory=list)
+    over_at: float = math.inf
 
 
 class Seat(NamedTuple):
@@ -55,12 +40,12 @@ class Seat(NamedTuple):
 
     meeting: Meeting
     rank: int
-    time: Time
+    ends: Ends
 
     @property
     def done(self) -> bool:
         """Tell whether the meeting is over now."""
-        return self.meeting.over_at <= self.time.now
+        return self.meeting.over_at <= self.ends.now
 
     def wait(self) -> Any:
         """Return the rank's result of a meeting that is over."""
@@ -95,21 +80,21 @@ class SimulatedWire:
         meeting = self._ends.meeting(kind, self._met[kind])
         self._met[kind] += 1
         meeting.arrived[self._rank] = what
-        if meeting.is_complete:
-            self._ends.complete(kind, meeting)
-        return Seat(meeting, self._rank, self._ends.time)
+        self._ends.complete(kind, meeting)
+        return Seat(meeting, self._rank, self._ends)
 
 
 class Ends:
     """The exchange between ranks: buckets, residuals, and the meetings that are open.
 
     models: of the ranks that are here.
+    now: the simulated second.
     """
 
     def __init__(
-        self, setting: Setting, time: Time, models: Mapping[int, torch.nn.Module], record: Record
+        self, setting: Setting, models: Mapping[int, torch.nn.Module], record: Record
     ) -> None:
-        self.time = time
+        self.now = 0.0
         self._setting, self._record = setting, record
         self._meetings: dict[tuple[str, int], Meeting] = {}
         self._exchanges = {
@@ -122,13 +107,15 @@ class Ends:
     def meeting(self, kind: str, number: int) -> Meeting:
         # Every rank that comes to this meeting has left the last but one: none will read it again.
         self._meetings.pop((kind, number - 2), None)
-        return self._meetings.setdefault((kind, number), Meeting(len(self._ranks)))
+        return self._meetings.setdefault((kind, number), Meeting())
 
     def complete(self, kind: str, meeting: Meeting) -> None:
-        """Give a meeting its results and its end."""
-        parts = meeting.parts()
+        """Give a meeting to which all ranks have come its results and its end."""
+        if len(meeting.arrived) < len(self._ranks):
+            return
+        parts = [meeting.arrived[rank] for rank in self._ranks]
         # A meeting costs a message to everyone, also where no gradients travel.
-        meeting.over_at = self.time.now + self._setting.cluster.signal_seconds()
+        meeting.over_at = self.now + self._setting.cluster.signal_seconds()
         if kind == "pass":
             meeting.results = parts
             return
@@ -151,9 +138,9 @@ class Ends:
         meeting.results = [
             RoundReduction(updates.get(rank, elsewhere), counts, batches) for rank in self._ranks
         ]
-        meeting.over_at = self.time.now + self._reduce_seconds
+        meeting.over_at = self.now + self._reduce_seconds
         self._record.exchange += self._reduce_seconds
-        self._record.sizes.append((self.time.now, counts))
+        self._record.sizes.append((self.now, counts))
 
 
 class SimulatedRank:
@@ -164,7 +151,7 @@ class SimulatedRank:
     ) -> None:
         """model: None where another process has it."""
         self._rank, self._setting, self._model, self._record = rank, setting, model, record
-        self._time = ends.time
+        self._ends = ends
         self._noise = setting.cluster.noises(setting.seed)[rank]
         self._wire = SimulatedWire(ends, rank)
         self._passes = Passes(setting.cluster.ranks, setting.micro_batch)
@@ -213,7 +200,7 @@ class SimulatedRank:
     def _compute(self, indices: list[int]) -> Iterator[float]:
         """Take a micro-batch's gradients into the round, at the end of the seconds it takes."""
         cluster, task = self._setting.cluster, self._setting.task
-        seconds = cluster.compute_seconds(self._rank, len(indices), self._time.now, self._noise)
+        seconds = cluster.compute_seconds(self._rank, len(indices), self._ends.now, self._noise)
         yield seconds
         if self._model is not None:
             task.loss(self._model, torch.tensor(indices)).backward()
@@ -240,7 +227,7 @@ class SimulatedRank:
         record.steps += 1
         due = self._setting.is_due(self._processed, len(record.accuracy))
         if self._model is not None and due:
-            record.accuracy.append((self._time.now, task.accuracy(self._model)))
+            record.accuracy.append((self._ends.now, task.accuracy(self._model)))
 
 
 def simulate(setting: Setting) -> Record:
@@ -248,35 +235,33 @@ def simulate(setting: Setting) -> Record:
 
     Every process moves all ranks' rounds, and computes the gradients of those that are here.
     """
-    cluster, time = setting.cluster, Time()
+    cluster = setting.cluster
     record = Record("abs", setting.seed, busy=[0.0] * cluster.ranks)
     models = {rank: setting.task.model() for rank in setting.ranks.here}
-    ends = Ends(setting, time, models, record)
-    run(
-        [
-            SimulatedRank(rank, setting, ends, models.get(rank), record).train()
-            for rank in range(cluster.ranks)
-        ],
-        time,
-    )
-    record.seconds = time.now
+    ends = Ends(setting, models, record)
+    ranks = [
+        SimulatedRank(rank, setting, ends, models.get(rank), record)
+        for rank in range(cluster.ranks)
+    ]
+    run([rank.train() for rank in ranks], ends)
+    record.seconds = ends.now
     return record
 
 
-def run(programs: Sequence[Iterator[float | Pending]], time: Time) -> None:
+def run(programs: Sequence[Iterator[float | Pending]], ends: Ends) -> None:
     """Run the ranks' programs, each resumed when what it yielded has finished, until all end."""
     # At equal times by rank: every process moves the ranks in the same order.
-    due = [(time.now, rank) for rank in range(len(programs))]
+    due = [(ends.now, rank) for rank in range(len(programs))]
     waiting: dict[int, Seat] = {}
     while due:
-        time.now, rank = heapq.heappop(due)
+        ends.now, rank = heapq.heappop(due)
         wait = next(programs[rank], None)
         if isinstance(wait, Seat):
             waiting[rank] = wait
         elif isinstance(wait, float):
-            heapq.heappush(due, (time.now + wait, rank))
+            heapq.heappush(due, (ends.now + wait, rank))
         # The program that has just run may have completed a meeting for which others wait.
         for other, seat in list(waiting.items()):
-            if seat.meeting.is_complete:
+            if seat.meeting.over_at < math.inf:
                 del waiting[other]
                 heapq.heappush(due, (seat.meeting.over_at, other))

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 import torch
@@ -27,28 +27,24 @@ from ...runtime.world import world
 from ...runtime.world.membership import World
 
 
-class _LogFilter(logging.Filter):
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen_lines: set[str] = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        said = record.getMessage()
-        if record.module == "stragglers" or said in self._seen_lines:
-            return False
-        self._seen_lines.add(said)
-        return True
-
-
 @contextlib.contextmanager
 def filtered_logs() -> Iterator[None]:
     """Drop repeated messages, and those about stragglers: simulated ranks share these cores."""
-    logger, hush = logging.getLogger("gtopk"), _LogFilter()
-    logger.addFilter(hush)
+    logger = logging.getLogger("gtopk")
+    seen_lines: set[str] = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        said = record.getMessage()
+        if record.module == "stragglers" or said in seen_lines:
+            return False
+        seen_lines.add(said)
+        return True
+
+    logger.addFilter(is_new)
     try:
         yield
     finally:
-        logger.removeFilter(hush)
+        logger.removeFilter(is_new)
 
 
 T = TypeVar("T")
@@ -57,34 +53,21 @@ _CHANNEL: Final = 0
 _TIMEOUT_SECONDS: Final = 3600.0
 
 
-class Ranks(Protocol):
-    """The simulated ranks, as one process sees them.
+class Threads:
+    """All ranks, in this process.
 
     here: those whose models it holds.
     """
-
-    here: Sequence[int]
-
-    def train(self, script: Callable[[], T]) -> T:
-        """Run a training script on every rank, each in its world; return the lowest one's result.
-
-        Of those that are here.
-        """
-
-    def meet(self, members: Sequence[int], program: Callable[[Transport], T]) -> dict[int, T]:
-        """Run `program(transport)` on these ranks; return the results of those here, by rank."""
-
-    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Fill a tensor, contiguous and on the CPU, with what it is on one rank."""
-
-
-class Threads:
-    """All ranks, in this process."""
 
     def __init__(self, size: int) -> None:
         self.here: Sequence[int] = range(size)
 
     def train(self, script: Callable[[], T]) -> T:
+        """Run a training script on every rank, each in its world; return the result of rank 0.
+
+        Of several processes each returns that of its own rank.
+        """
+
         def rank(transport: LocalTransport) -> T:
             with world.entered(transport):
                 return script()
@@ -92,10 +75,11 @@ class Threads:
         return run_ranks(_threads(len(self.here)), rank)[0]
 
     def meet(self, members: Sequence[int], program: Callable[[Transport], T]) -> dict[int, T]:
+        """Run `program(transport)` on these ranks; return the results of those here, by rank."""
         return dict(zip(members, run_ranks(_threads(len(members)), program), strict=True))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Do nothing, as there is only one."""
+        """Fill a tensor, contiguous and on the CPU, with what it is on one rank: as it is here."""
 
 
 def _threads(size: int) -> list[LocalTransport]:
@@ -130,6 +114,9 @@ class Processes:
             received = self._transport.broadcast(message, root)
         # In place, as the tensor is the caller's.
         values[...] = received.view(values.dtype).reshape(values.shape)
+
+
+Ranks = Threads | Processes
 
 
 def processes_launched() -> Processes | None:

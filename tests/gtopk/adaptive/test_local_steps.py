@@ -16,7 +16,7 @@ import gtopk.torch as hvd
 from collectives.transports import LocalTransport
 from gtopk.adaptive.hogbatch import loader as periods
 from gtopk.adaptive.partitioning.cursor import by_speed
-from gtopk.cli.report.page import page
+from gtopk.cli.report import page
 from gtopk.cli.top import as_lines, status_of
 from gtopk.runtime.world import world
 from gtopk.runtime.world.membership import World

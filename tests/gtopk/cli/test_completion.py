@@ -16,9 +16,9 @@ from typing import Final
 
 import pytest
 
+from gtopk.cli import main
 from gtopk.cli.bench import BENCHMARKS
 from gtopk.cli.completion import SHELLS, parsers
-from gtopk.cli.main import main
 
 PROMPT: Final = "what now> "
 KEY: Final = "\x07"  # writes down what completes the line, and empties it

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 import gtopk
+from gtopk.cli import main
 from gtopk.cli.completion import parsers
-from gtopk.cli.main import main
 from gtopk.runtime.world import world
 from tests.gtopk.made_runs import write_run
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
@@ -16,9 +17,8 @@ from collectives.cost_model import (
     Network,
     predict,
 )
-from gtopk.cli import plan
+from gtopk.cli import main, plan
 from gtopk.cli.arguments import PARAMETERS
-from gtopk.cli.main import main
 
 SLOW = ["--model", "resnet50", "--ranks", "32", "--bandwidth", "1gbit", "--latency", "0.4ms"]
 BACKWARD = ["--backward-ms", "200"]  # in which dense's latencies hide
@@ -231,11 +231,15 @@ def test_the_rates_are_this_machines_unless_told_otherwise(capsys):
     assert "as measured on this machine now (" in prose(out)
 
 
-def test_without_rich_the_same_is_printed(capsys, monkeypatch):
+def test_on_a_terminal_the_fastest_method_is_in_bold(capsys, monkeypatch):
     plain = said(capsys, *SLOW, assumed)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert said(capsys, *SLOW, assumed) == plain
+    coloured = said(capsys, *SLOW, assumed)
+    (bold,) = [line for line in coloured.splitlines() if "\x1b" in line]
+    assert bold.startswith("\x1b[1;32m> ")
+    assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == plain
 
 
 @pytest.mark.parametrize("text", PARAMETERS)

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from gtopk.cli.top import RECENT, _snapshots, as_table, main, rows, status_of
+from gtopk.cli.top import RECENT, _snapshots, as_lines, main, rows, status_of
 from gtopk.telemetry.lines import as_text, path_of, step_line
 from gtopk.telemetry.reading import Reader, read_run
 from gtopk.telemetry.run_record import LineFile
 from tests.gtopk.made_runs import begin, diverge, lines_of, report, write_run
 
-ROW_UP, CURSOR_HIDDEN, CURSOR_SHOWN = "\x1b[1A", "\x1b[?25l", "\x1b[?25h"
+THREE_UP, CURSOR_HIDDEN, CURSOR_SHOWN = "\x1b[3A", "\x1b[?25l", "\x1b[?25h"
 
 
 def without_controls(drawn: str) -> str:
@@ -61,7 +61,9 @@ def test_a_rank_that_says_nothing_is_called_silent(tmp_path: Path) -> None:
         ended, other = status_of(run, tmp_path, lambda later=later: written + later)
         assert other.state == state
         assert ended.state == "called shutdown() at step 10"
-    assert as_table([ended, other], "a run").row_count == 2
+    ended_line, silent_line = as_lines([ended, other], in_colour=True)[1:]
+    assert ended_line.endswith("\x1b[2mended\x1b[0m")
+    assert silent_line.endswith("\x1b[1;31msilent for 60 s\x1b[0m")
 
 
 def test_who_merges_once_a_minute_is_not_silent_in_between_and_has_steps_of_its_own(
@@ -277,10 +279,9 @@ def test_on_a_terminal_it_is_drawn_anew_until_the_run_is_over(
         ("9", "running"),
         ("10", "running"),
         ("10", "ended"),
-        ("10", "ended"),  # as it stays
     ]
     assert words[0] == ["run"]
-    assert drawn.count(ROW_UP) == 3 * 2  # of a title, headings and a row, each time over the last
+    assert drawn.count(THREE_UP) == 2  # a title, headings and a row, each time over the last
     assert drawn.rindex(CURSOR_SHOWN) > drawn.rindex(CURSOR_HIDDEN) > -1
 
 

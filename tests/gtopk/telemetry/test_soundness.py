@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gtopk.cli.report.page import page
-from gtopk.cli.top import as_lines, as_table, status_of
+from gtopk.cli.report import page
+from gtopk.cli.top import as_lines, status_of
 from gtopk.telemetry.lines import MOST_RANKS, as_text, path_of
 from gtopk.telemetry.reading import Reader, read_run
 from tests.gtopk.made_runs import begin, lines_of, write_run
@@ -30,9 +30,8 @@ def shown(folder: Path) -> str:
     """Return all that `gtopk report` and `gtopk top` show of a record."""
     run = read_run(folder)
     statuses = status_of(Reader(folder, 50).read(), folder)
-    as_table(statuses, "a run", 80)
     drawn = page(run, "a run") if any(rank.steps for rank in run.ranks) else ""
-    said = "\n".join([drawn, *as_lines(statuses)])
+    said = "\n".join([drawn, *as_lines(statuses), *as_lines(statuses, 80)])
     assert said.encode()
     return said
 

@@ -19,7 +19,7 @@ from collectives.cost_model import (
     Rates,
     predict,
 )
-from gtopk.cli.main import main
+from gtopk.cli import main
 from mpi_scripts.replay.simulate import Platform, SimulationError, find_python, simulate
 from mpi_scripts.replay.traces import Reduction, profile_of, trace_of
 

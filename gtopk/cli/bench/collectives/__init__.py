@@ -2,45 +2,36 @@
 
 A case is a number of ranks, a length, a density and a distribution of the picks. In each of its
 rounds every contender runs once, after a barrier; its time is that of the slowest rank.
-
-The results are a table, and Markdown for the documentation.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import shlex
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Final
 
-from collectives.transports import Transport, local_world, run_ranks
+from collectives.transports import Transport
 from collectives.wire.format import INDEX_CODES, VALUE_CODES
 
-from ....runtime.launch import launched_by, transport_name
-from ....units import bandwidth_text, bytes_text, count_text, seconds_text
-from ...arguments import Command, above_zero, fail, from_zero, number_in, share, whole_number
+from ....units import bandwidth_text, bytes_text, seconds_text
+from ...arguments import Command, above_zero, from_zero, number_in, share, whole_number
 from ...charts import aligned
 from ..harness import (
-    TIMEOUT_SECONDS,
     add_words,
     bench_parser,
-    on_launched_rank,
+    on_ranks,
     one_of,
     write_json,
 )
-from .cases import DISTRIBUTIONS, Record, Results, checked
+from .cases import DISTRIBUTIONS, Case, Record, Results
 from .contenders import BASELINES, KNOWN, formats_of, parse
 from .run import run
 
-Panel = tuple[int, int, float, str]  # ranks, length, density, distribution
 
-
-def panels(records: Sequence[Record]) -> dict[Panel, list[Record]]:
+def panels(records: Sequence[Record]) -> dict[Case, list[Record]]:
     """Return the records by case, the quickest first.
 
     A contender that looks at every coordinate was measured once for its ranks and length; it is in
@@ -48,24 +39,16 @@ def panels(records: Sequence[Record]) -> dict[Panel, list[Record]]:
     """
     sparse = [record for record in records if record["selective"]]
     every = [record for record in records if not record["selective"]]
-    found: dict[Panel, list[Record]] = {}
+    found: dict[Case, list[Record]] = {}
     for record in sparse or every:
-        found.setdefault(panel(record), []).append(record)
+        case = Case(record["ranks"], record["length"], record["density"], record["distribution"])
+        found.setdefault(case, []).append(record)
     if sparse:
         for (ranks, length, *_), rows in found.items():
             rows += [r for r in every if (r["ranks"], r["length"]) == (ranks, length)]
     for rows in found.values():
         rows.sort(key=median)
     return found
-
-
-def panel(record: Record) -> Panel:
-    return record["ranks"], record["length"], record["density"], record["distribution"]
-
-
-def title(case: Panel) -> str:
-    ranks, length, density, distribution = case
-    return f"{ranks} ranks, n = {count_text(length)}, density {density:g}, {distribution} picks"
 
 
 def median(record: Record) -> float:
@@ -107,7 +90,7 @@ def table(results: Results) -> str:
     lines = [*facts(results), ""]
     for case, rows in panels(results["records"]).items():
         cells = [_HEADINGS, *(_cells(row, rows) for row in rows)]
-        lines += [title(case), *aligned(cells), ""]
+        lines += [str(case), *aligned(cells), ""]
     lines += [
         "* the reference, over whose time /gtopk is. ~ computed, the least there can be; the",
         "rest is counted; of the rank that sends most. wire: the model's time, latency and",
@@ -135,55 +118,6 @@ def _cells(row: Record, rows: Sequence[Record]) -> tuple[str, ...]:
 
 def _sent(row: Record) -> str:
     return f"{'' if row['counted'] else '~'}{bytes_text(row['sent_bytes']['max'])}"
-
-
-def markdown(files: Sequence[Results]) -> str:
-    """Return several runs as Markdown: a table for each n, density and distribution."""
-    return "\n".join(line for results in files for line in _markdown_of(results))
-
-
-def _markdown_of(results: Results) -> Iterator[str]:
-    first, *rest = facts(results)
-    yield f"{first}; {'; '.join(rest)}."
-    yield ""
-    by_table: dict[tuple[int, float, str], dict[int, list[Record]]] = {}
-    for (ranks, length, density, distribution), rows in panels(results["records"]).items():
-        by_table.setdefault((length, density, distribution), {})[ranks] = rows
-    for (length, density, distribution), columns in by_table.items():
-        yield f"n = {count_text(length)}, density {density:g}, {distribution} picks (synthetic):"
-        yield ""
-        yield "| |" + "".join(f" P = {ranks} |" for ranks in columns)
-        yield "|---|" + "---|" * len(columns)
-        # In the order that most ranks give: a table is read for its last column.
-        last = columns[max(columns)]
-        labels = list(
-            dict.fromkeys(row["label"] for rows in (last, *columns.values()) for row in rows)
-        )
-        for label in labels:
-            cells = [_cell(label, rows) for rows in columns.values()]
-            yield f"| {label} | " + " | ".join(cells) + " |"
-        yield ""
-
-
-def _cell(label: str, rows: Sequence[Record]) -> str:
-    row = next((row for row in rows if row["label"] == label), None)
-    if row is None:
-        return ""
-    seconds, ratio = row["seconds"], row["measured_over_modelled"]
-    against = times_reference(row, rows)
-    words = [seconds_text(median(row))]
-    if row["rounds"] > 1:
-        words[0] += f" ({seconds_text(seconds['min'])}-{seconds_text(seconds['max'])})"
-    if ratio is not None:
-        words.append(f"{ratio:.2f}x wire")
-    if row["ours"] and row["measured_over_wire_and_code"] is not None:
-        words.append(f"{row['measured_over_wire_and_code']:.2f}x with code")
-    if row["reference"]:
-        words[0] = f"**{words[0]}**"
-    elif against is not None:
-        words.append(f"{against:.3g}x the time")
-    words.append(_sent(row))
-    return ", ".join(words)
 
 
 def parser() -> Command:
@@ -237,8 +171,6 @@ def parser() -> Command:
     interface = "network interface whose sent bytes to record, such as eth0"
     option("--interface", known_interface, None, interface)
     option("--seed", from_zero, 0, "of the picks")
-    printed = "measure nothing, print these JSON files' tables"
-    words("--markdown", Path, metavar="FILE", help=printed)
     return described
 
 
@@ -260,41 +192,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark on this rank and return the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parser().parse_args(given)
-    try:
-        if options.markdown:
-            print(markdown([read(path) for path in options.markdown]))
-            return 0
-    except (OSError, ValueError) as error:
-        return fail("bench collectives", error, code=2)
     # In the record, so that the measurement can be repeated.
     command = shlex.join(["gtopk", "bench", "collectives", *given])
-    if (options.transport or transport_name(launched_by())) == "local":
-        size = max(options.ranks or [4])
-        # As threads, without a launcher: they exchange through memory, and no network is measured.
-        found = run_ranks(local_world(size, TIMEOUT_SECONDS), lambda t: run(options, command, t))
-        deliver(found[0], options)
-        return 0
 
     def measured(transport: Transport) -> None:
         results = run(options, command, transport)
         if transport.rank == 0:
-            deliver(results, options)
+            print(table(results), flush=True)
+            write_json(results, options.json)
         # Ranks that were not measured are still on their way: whoever left would seem to have died.
         transport.leave("the benchmark is done")
 
-    return on_launched_rank(measured, options.transport)
-
-
-def deliver(results: Results, options: argparse.Namespace) -> None:
-    """Print the table, and write the JSON."""
-    print(table(results), flush=True)
-    write_json(results, options.json)
-
-
-def read(path: Path) -> Results:
-    """Return the results in a JSON file; raise OSError or ValueError, which name it."""
-    try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    return checked(results, str(path))
+    return on_ranks(measured, max(options.ranks or [4]), options.transport)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, NamedTuple, TypedDict, cast
+from typing import Any, Final, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -156,21 +156,3 @@ class Results(TypedDict):
     machine: Machine
     run: dict[str, Any]
     records: list[Record]
-
-
-def checked(results: Any, source: str) -> Results:
-    """Return the results read from a file; raise ValueError for another program's file."""
-    if not isinstance(results, dict) or results.get("benchmark") != "collectives":
-        raise ValueError(f"{source} must be written by `gtopk bench collectives --json`")
-    if results.get("schema") != SCHEMA:
-        raise ValueError(
-            f"{source} must have schema {SCHEMA}, got {results.get('schema')!r}: run it anew"
-        )
-    if not isinstance(results.get("records"), list) or not isinstance(results.get("run"), dict):
-        raise ValueError(f"{source} lacks its records or what is told of its run")
-    for record in results["records"]:
-        if not isinstance(record, dict):
-            raise ValueError(f"a record of {source} must be an object, got {record!r}")
-        if lacking := Record.__required_keys__ - record.keys():
-            raise ValueError(f"a record of {source} lacks {', '.join(sorted(lacking))}")
-    return cast("Results", results)

@@ -23,7 +23,7 @@ from collectives.algorithms import Regions, shards
 from collectives.cost import rounds
 from collectives.cost_model import EXACT, Candidate, Format, Network, Rates, predict
 from collectives.cost_model.schedules import SCHEDULES
-from collectives.kernels import sum_by_index
+from collectives.kernels import merge, sum_by_index
 from collectives.transports import Transport
 from collectives.vector import Array, SparseVector
 from collectives.wire.format import INDEX_CODES, check
@@ -49,16 +49,6 @@ def plain_allgather(
     return sum_by_index(lists)
 
 
-def summed(indices: Array, values: Array, length: int) -> SparseVector:
-    """Return entries with equal indices added up, and those that are zero left out."""
-    order = np.argsort(indices, kind="stable")
-    indices, values = indices[order], values[order]
-    first = np.flatnonzero(np.diff(indices, prepend=-1))
-    sums = np.add.reduceat(values, first) if first.size else values
-    kept = np.flatnonzero(sums)
-    return SparseVector(indices[first][kept], sums[kept], length)
-
-
 def published_tree(
     selected: SparseVector,
     k: int,
@@ -72,48 +62,41 @@ def published_tree(
     P = 6     1 -> 0, 3 -> 2, 5 -> 4   barrier   2 -> 0   barrier   4 -> 0   barrier   broadcast
 
     An entry has 16 bytes: index and value in one array become float64 both. A receiver adds up
-    the two lists and keeps the k largest. All ranks wait at a barrier after each round. Picks that
-    were dropped on the way are lost where their index is in the result; what returns to the
-    residual is left out here. (The published code works for powers of two only.)
+    the two lists and keeps the k largest, here by gtopk's kernel. All ranks wait at a barrier after
+    each round. Picks that were dropped on the way are lost where their index is in the result.
+    (The published code works for powers of two only.)
     """
-    indices, values = selected.indices, selected.values
+    kept = selected
     distance = 1
     while distance < size:
         if rank % (2 * distance) == 0 and rank + distance < size:
             buffer = np.empty((2, k))
             library.receive(buffer.reshape(-1).view(np.uint8), rank + distance)
-            # 0 for the length, which sums do not need.
-            theirs = summed(buffer[0].astype(np.int64), buffer[1].astype(np.float32), 0)
-            indices, values = largest(
-                np.concatenate([indices, theirs.indices]),
-                np.concatenate([values, theirs.values]),
-                k,
-            )
+            kept = merge(kept, of_sixteen_bytes(buffer, selected), k)
         elif rank % (2 * distance) == distance:
-            library.send(of_sixteen_bytes(indices, values, k).view(np.uint8), rank - distance)
+            library.send(in_sixteen_bytes(kept, k), rank - distance)
         library.barrier()
         distance *= 2
-    result = of_sixteen_bytes(indices, values, k)
-    broadcast(result.view(np.uint8))
-    indices, values = result.reshape(2, k)
-    return summed(indices.astype(np.int32), values.astype(np.float32), selected.length)
+    result = in_sixteen_bytes(kept, k)
+    broadcast(result)
+    return of_sixteen_bytes(result.view(np.float64).reshape(2, k), selected)
 
 
-def of_sixteen_bytes(indices: Array, values: Array, k: int) -> Array:
-    """Return float64 [2 k]: the indices, then the values; zeros where there are fewer than k."""
+def in_sixteen_bytes(vector: SparseVector, k: int) -> Array:
+    """Return uint8 [16 k]: the indices, then the values; zeros where there are fewer than k."""
     message = np.zeros((2, k))
-    message[0, : indices.size] = indices
-    message[1, : values.size] = values
-    return message.reshape(-1)
+    message[0, : vector.entries] = vector.indices
+    message[1, : vector.entries] = vector.values
+    return message.reshape(-1).view(np.uint8)
 
 
-def largest(indices: Array, values: Array, k: int) -> tuple[Array, Array]:
-    """Return the k entries of the largest sums."""
-    total = summed(indices, values, 0)
-    if total.entries <= k:
-        return total.indices, total.values
-    kept = np.sort(np.argpartition(-np.abs(total.values), k)[:k])
-    return total.indices[kept], total.values[kept]
+def of_sixteen_bytes(message: Array, like: SparseVector) -> SparseVector:
+    """Return the entries of float64 [2, k], in the types of another vector."""
+    # The rest is padding: no pick is a zero.
+    indices, values = message[:, : np.count_nonzero(message[1])]
+    return SparseVector(
+        indices.astype(like.indices.dtype), values.astype(like.values.dtype), like.length
+    )
 
 
 def binomial_broadcast(message: Array, rank: int, size: int, library: ModelledLibrary) -> None:
@@ -140,11 +123,7 @@ class Task(NamedTuple):
     library: ModelledLibrary
 
 
-class ContenderResult(NamedTuple):
-    """A run's result: the update, sparse or dense, and the entries that return; None: unknown."""
-
-    update: SparseVector | Array
-    returned: SparseVector | None
+Update = SparseVector | Array
 
 
 class Modelled(NamedTuple):
@@ -168,18 +147,16 @@ class Contender:
     prepare:   returns the function that is timed.
     modelled:  of length, k, network and rates; None: there is no model.
     selective: whether it looks at the picks only, and not at every coordinate.
-    conserves: whether all entries that are not in the update return.
     """
 
     name: str
     label: str
-    prepare: Callable[[Task], Callable[[], ContenderResult]]
+    prepare: Callable[[Task], Callable[[], Update]]
     modelled: Callable[[int, int, Network, Rates], Modelled | None]
     algorithm: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     format: Format | None = None
     selective: bool = True
-    conserves: bool = True
 
 
 def own(algorithm: str, options: dict[str, Any], format: Format) -> Contender:
@@ -187,15 +164,15 @@ def own(algorithm: str, options: dict[str, Any], format: Format) -> Contender:
     kept = {"regions": Regions()} if "oktopk" in (algorithm, options.get("across")) else {}
     begun: set[tuple[int, int]] = set()
 
-    def prepare(task: Task) -> Callable[[], ContenderResult]:
+    def prepare(task: Task) -> Callable[[], Update]:
         selected, k, transport, _ = task
         # Of 64 steps of a training one draws the boundaries: here it is not timed.
         if kept and (selected.length, k) not in begun:
             reduce(selected, k, transport, algorithm, format=format, **kept, **options)
             begun.add((selected.length, k))
-        return lambda: ContenderResult(
-            *reduce(selected, k, transport, algorithm, format=format, **kept, **options)
-        )
+        return lambda: reduce(selected, k, transport, algorithm, format=format, **kept, **options)[
+            0
+        ]
 
     def modelled(length: int, k: int, network: Network, rates: Rates) -> Modelled | None:
         # The model has the algorithms as they usually run.
@@ -224,7 +201,7 @@ def own_shards(options: dict[str, Any]) -> Contender:
     how = Shards(**options)
     (format,) = how.formats()
 
-    def prepare(task: Task) -> Callable[[], ContenderResult]:
+    def prepare(task: Task) -> Callable[[], Update]:
         selected, transport = task.selected, task.transport
         left = np.zeros(selected.length, np.float32)
         left[selected.indices] = selected.values
@@ -232,12 +209,11 @@ def own_shards(options: dict[str, Any]) -> Contender:
         owned = indices[shards.own_part(indices.size, transport)]
         values, errors = left[indices], np.zeros(owned.size, np.float32)
 
-        def go() -> ContenderResult:
+        def go() -> Update:
             shared = shards.reduce(values, errors, transport, code=format.values)
             left[indices] = shared.lost
             left[owned] += shared.kept
-            update = SparseVector(indices, shared.update, left.size)
-            return ContenderResult(update, SparseVector.from_dense(left))
+            return SparseVector(indices, shared.update, left.size)
 
         return go
 
@@ -342,15 +318,15 @@ def reference_of(
 
 
 def dense_library() -> Contender:
-    def prepare(task: Task) -> Callable[[], ContenderResult]:
+    def prepare(task: Task) -> Callable[[], Update]:
         # Written once before the timing: fresh pages would be made within it.
         array = np.empty(task.selected.length, np.float32)
         array.fill(0)
         array[task.selected.indices] = task.selected.values
 
-        def go() -> ContenderResult:
+        def go() -> Update:
             task.library.allreduce(array)
-            return ContenderResult(array, None)
+            return array
 
         return go
 
@@ -364,11 +340,9 @@ def dense_library() -> Contender:
 
 
 def allgather_contender() -> Contender:
-    def prepare(task: Task) -> Callable[[], ContenderResult]:
-        return lambda: ContenderResult(
-            plain_allgather(task.selected, task.k, task.transport.size, task.library),
-            None,
-        )
+    def prepare(task: Task) -> Callable[[], Update]:
+        size = task.transport.size
+        return lambda: plain_allgather(task.selected, task.k, size, task.library)
 
     def modelled(length: int, k: int, network: Network, rates: Rates) -> Modelled:
         alpha, beta, _ = network.link(1)
@@ -384,7 +358,7 @@ def allgather_contender() -> Contender:
 
 
 def tree_contender(broadcast: str) -> Contender:
-    def prepare(task: Task) -> Callable[[], ContenderResult]:
+    def prepare(task: Task) -> Callable[[], Update]:
         rank, size, library = task.transport.rank, task.transport.size, task.library
 
         def spread(message: Array) -> None:
@@ -393,9 +367,7 @@ def tree_contender(broadcast: str) -> Contender:
             else:
                 binomial_broadcast(message, rank, size, library)
 
-        return lambda: ContenderResult(
-            published_tree(task.selected, task.k, rank, size, library, spread), None
-        )
+        return lambda: published_tree(task.selected, task.k, rank, size, library, spread)
 
     def modelled(length: int, k: int, network: Network, rates: Rates) -> Modelled:
         alpha, beta, _ = network.link(1)
@@ -410,7 +382,6 @@ def tree_contender(broadcast: str) -> Contender:
         + ("the library's broadcast" if broadcast == "library" else "binomial broadcast"),
         prepare,
         modelled,
-        conserves=False,
     )
 
 

@@ -11,7 +11,7 @@ All contenders meet the same noise of machine and network. One that has used up 
 seconds sits out the rest of the rounds. Links rest before a go, as they do while gradients are
 computed: what a token bucket lets pass at once, it has ready.
 
-A contender whose result is wrong gets no time.
+A contender whose ranks get different results gets no time.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from .cases import SCHEMA, Case, Record, Results, cases, picks
 from .contenders import (
     BASELINES,
     Contender,
-    ContenderResult,
     Task,
+    Update,
     own_contenders,
     reference_of,
     to_measure,
@@ -55,7 +55,7 @@ class WrongResultError(CollectiveError):
     """A reduction gave a wrong result; its time means nothing."""
 
 
-def digest(update: SparseVector | Array) -> Array:
+def digest(update: Update) -> Array:
     """Return a digest of an update, uint8 [16]; equal for updates with the same bits."""
     hashed = hashlib.blake2b(digest_size=16)
     parts = (update.indices, update.values) if isinstance(update, SparseVector) else (update,)
@@ -71,54 +71,6 @@ def check_agreement(name: str, digests: Sequence[Array]) -> None:
         raise WrongResultError(
             f"{name} must leave the same update on all ranks; rank {differ[0]} has another"
         )
-
-
-def check_conservation(
-    name: str,
-    everyones_picks: Sequence[SparseVector],
-    outcome: ContenderResult,
-    transport: Transport,
-) -> None:
-    """Raise WrongResultError unless all picks are in the update or have returned.
-
-    Coordinate by coordinate, up to the rounding of the additions. All ranks must call it.
-    """
-    update, returned = outcome
-    if not isinstance(update, SparseVector):
-        update = SparseVector.from_dense(update)
-    if returned is None:
-        returned = SparseVector.empty(update.length)
-    after = [update, *_of_all_ranks(returned, transport)]
-    indices = np.concatenate([vector.indices for vector in (*everyones_picks, *after)])
-    places, place = np.unique(indices, return_inverse=True)
-    before = [vector.values.astype(np.float64) for vector in everyones_picks]
-    taken = [-vector.values.astype(np.float64) for vector in after]
-    lost = np.bincount(place, np.concatenate([*before, *taken]), places.size)
-    there = place[: sum(vector.entries for vector in everyones_picks)]
-    total = np.bincount(there, np.abs(np.concatenate(before)), places.size)
-    # Each addition rounds by no more than half an epsilon of the sums of magnitudes.
-    bound = len(everyones_picks) * float(np.finfo(np.float32).eps) * total
-    wrong = np.flatnonzero(np.abs(lost) > bound)
-    if wrong.size:
-        raise WrongResultError(
-            f"{name} must lose nothing of what is selected; at {wrong.size} coordinates it does, "
-            f"the first is {places[wrong[0]]}, where {lost[wrong[0]]:g} are missing"
-        )
-
-
-def _of_all_ranks(vector: SparseVector, transport: Transport) -> list[SparseVector]:
-    gathered = [
-        transport.allgather(np.ascontiguousarray(part).view(np.uint8))
-        for part in (vector.indices, vector.values)
-    ]
-    return [
-        SparseVector(
-            np.frombuffer(indices.tobytes(), vector.indices.dtype),
-            np.frombuffer(values.tobytes(), vector.values.dtype),
-            vector.length,
-        )
-        for indices, values in zip(*gathered, strict=True)
-    ]
 
 
 REST_SECONDS: Final = 0.02
@@ -155,26 +107,22 @@ def measure(
 ) -> list[Measured]:
     """Return every contender's measurements; the same on every rank of `transport`.
 
-    Raises WrongResultError when the ranks' updates differ, or a first go loses something.
+    Raises WrongResultError when the ranks' updates differ.
     """
-    everyone = [
-        picks(case.distribution, case.length, case.k, rank, seed) for rank in range(transport.size)
-    ]
-    task = Task(everyone[transport.rank], case.k, transport, library)
+    selected = picks(case.distribution, case.length, case.k, transport.rank, seed)
+    task = Task(selected, case.k, transport, library)
     found = [Measured(contender) for contender in contenders]
     for number in range(rounds):
         for measured in found:
             # Each contender once, whatever it takes: its result is to be checked.
             if number == 0 or sum(measured.seconds) < budget_seconds:
                 progress(f"{case}: round {number + 1} of {rounds}, {measured.contender.name}")
-                go(measured, task, everyone if number == 0 else None, interface)
+                go(measured, task, interface)
     return found
 
 
-def go(
-    measured: Measured, task: Task, everyone: Sequence[SparseVector] | None, interface: str | None
-) -> None:
-    """Run a contender once; if everyone's picks are given, check that nothing is lost."""
+def go(measured: Measured, task: Task, interface: str | None) -> None:
+    """Run a contender once; check that all ranks have the same update."""
     contender, transport = measured.contender, task.transport
     own = contender.algorithm is not None
     counters = transport.traffic if own else task.library.traffic
@@ -185,7 +133,7 @@ def go(
     # Behind the barrier, whose own messages are not the contender's.
     counters.read_and_reset()
     begun, cpu_begun = time.perf_counter(), time.process_time()
-    outcome = prepared()
+    update = prepared()
     seconds, cpu_seconds = time.perf_counter() - begun, time.process_time() - cpu_begun
     sent = counters.read_and_reset()
     report = np.array(
@@ -198,21 +146,18 @@ def go(
         ]
     )
     # A digest in place of the update, which may have every coordinate.
-    reports = transport.allgather(np.concatenate([report.view(np.uint8), digest(outcome.update)]))
+    reports = transport.allgather(np.concatenate([report.view(np.uint8), digest(update)]))
     check_agreement(contender.name, [message[report.nbytes :] for message in reports])
-    # In the first round alone: it gathers all picks, which takes longer than the reduction.
-    if everyone is not None and contender.conserves:
-        check_conservation(contender.name, everyone, outcome, transport)
     rows = [np.frombuffer(message[: report.nbytes].tobytes()) for message in reports]
     everyones_seconds, *by_rank, on_interface = np.stack(rows, axis=1).tolist()
     measured.seconds.append(max(everyones_seconds))
     measured.cpu_seconds, measured.sent_bytes, measured.sent_messages = by_rank
     measured.interface_bytes = on_interface if interface else None
-    measured.updated = entries(outcome.update)
+    measured.updated = entries(update)
     measured.counted = own and (contender.algorithm != "dense" or transport.counts_allreduce)
 
 
-def entries(update: SparseVector | Array) -> int:
+def entries(update: Update) -> int:
     """Return the number of coordinates that an update changes."""
     return update.entries if isinstance(update, SparseVector) else int(np.count_nonzero(update))
 

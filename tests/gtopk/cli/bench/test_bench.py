@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from gtopk.cli.main import main
+from gtopk.cli import main
 
 
 def test_help_lists_what_can_be_measured(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from gtopk.cli import main
 from gtopk.cli.bench.engine import GRADIENTS
-from gtopk.cli.main import main
 
 
 def test_the_gradients_are_resnet50s():

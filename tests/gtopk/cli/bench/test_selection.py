@@ -12,8 +12,7 @@ import torch
 
 from collectives import SELECTORS, SparseVector, select
 from collectives.kernels import why_not_compiled
-from gtopk.cli.bench import selection
-from gtopk.cli.bench.methods import COPY, FLOOR, SOURCES, Answer, Training, all_methods, open_source
+from gtopk.cli.bench.methods import FLOOR, SOURCES, Answer, Training, all_methods, open_source
 from gtopk.cli.bench.selection import cases, main
 
 SMALL = ["--elements", "40000", "--density", "0.01", "--rounds", "2", "--warm-up", "4"]
@@ -50,9 +49,9 @@ def test_every_method_and_size_has_a_record(tmp_path: Path) -> None:
 
 def check_exactness(record: dict[str, Any]) -> None:
     """The floors select nothing, the fitted thresholds what they do, all others exactly k."""
-    if record["method"] in (FLOOR, COPY):
+    if record["method"] == FLOOR:
         assert record["selected"] == 0
-        assert record["over_floor"] == 1 or record["method"] == COPY
+        assert record["over_floor"] == 1
     elif record["method"] not in SELECTORS:
         assert record["exact"]
         assert record["selected"] == record["k"]
@@ -65,36 +64,6 @@ def test_only_the_methods_asked_for_run(capsys: pytest.CaptureFixture[str]) -> N
     assert "torch.topk" in said
     assert "mstopk" not in said
     assert "gtopk-reference is " in said
-
-
-def test_rescans_are_counted_over_changes_and_results_stay_exact(
-    tmp_path: Path,
-) -> None:
-    path, steps = tmp_path / "selection.json", 80
-    words = ["--elements", "40000", "--density", "0.01", "--rescans", str(steps)]
-    assert main([*words, "--json", str(path)]) == 0
-    counted = json.loads(path.read_text())["rescans"]
-    assert len(counted) == len(SOURCES) * len(selection.searches())
-    for record in counted:
-        assert record["exact"]
-        assert record["steps"] == steps
-        assert (record["density_changes"], record["rate_drops"]) == (5, 2)
-        assert record["at_changes"] <= record["rescans"] <= 7 + 0.1 * steps
-        assert record["share"] == record["rescans"] / steps
-
-
-def test_every_guess_that_misleads_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = selection.reference.search
-
-    def misleading(residual: Any, gradient: Any, k: int, threshold: float) -> Any:
-        wrong = step[0] in (3, 4, 40)  # 40: the learning rate has just dropped
-        step[0] += 1
-        return told(residual, gradient, k, 1e30 if wrong else 1e-30)
-
-    monkeypatch.setattr(selection, "searches", lambda: {"misled": misleading})
-    step = [0]
-    (record,) = selection.count_rescans(open_source("gaussian", 5000), 0.01, 100)
-    assert (record.rescans, record.at_changes, record.exact) == (3, 1, True)
 
 
 def test_a_method_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gtopk.cli import main as gtopk
 from gtopk.cli.bench.wire import (
     FORMATS,
     break_even_gbit_per_second,
@@ -15,7 +16,6 @@ from gtopk.cli.bench.wire import (
     trained,
     uniform,
 )
-from gtopk.cli.main import main as gtopk
 
 SMALL = ["--entries", "500", "--elements", "40000", "--rounds", "2", "--densities", "0.01"]
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from gtopk.cli.demo.verdicts import METHODS, Machine, Record
+from gtopk.cli.demo.verdicts import METHODS, Record
 
 LABELS = ("dense allreduce", "top-k allgather", "gTop-k, equal k", "gTop-k, equal bytes")
 LINK = "100 Mbit/s"
-MACHINE = Machine(
-    cores=2,
-    processor="an imagined processor",
-    python="3.10.0",
-    torch="2.1.0",
-    mpi="Open MPI 5.0.0",
-    started="2000-01-01T00:00:00+00:00",
-)
+MACHINE = {
+    "cores": 2,
+    "processor": "an imagined processor",
+    "python": "3.10.0",
+    "torch": "2.1.0",
+    "mpi": "Open MPI 5.0.0",
+    "started": "2000-01-01T00:00:00+00:00",
+}
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ def test_a_plot_is_well_formed_and_the_same_every_time(
     plot: Callable[[Sequence[Record]], str], records: list[Record]
 ) -> None:
     drawn = plot(records)
-    assert ElementTree.fromstring(drawn).tag == "svg"
+    assert ElementTree.fromstring(f"<div>{drawn}</div>")[-1].tag == "svg"  # below its legend
     assert drawn == plot(records)
     assert "nan" not in drawn
 
@@ -36,15 +36,16 @@ def test_bars_are_as_long_as_their_seconds(records: list[Record]) -> None:
     drawn = step_time_by_part(records)
     for part in ("compute", "select", "communicate"):
         widths = [
-            float(width) for width in re.findall(rf'<rect class="{part}".*? width="(.*?)"', drawn)
+            float(width)
+            for width in re.findall(rf'<rect class="part {part}".*? width="(.*?)"', drawn)
         ]
         seconds = [record["step_seconds"][part] for record in records]
-        assert widths == pytest.approx([s / 0.0035 * 480 for s in seconds], abs=0.1)
+        assert widths == pytest.approx([s / 0.0035 * (480 - 145 - 68) for s in seconds], abs=0.1)
 
 
 def test_bytes_add_up_to_those_of_the_whole_run(records: list[Record]) -> None:
     for record in records:
-        sent, accuracy = sent_and_accuracy(record)[-1]
+        sent, accuracy, *_ = sent_and_accuracy(record)[-1]
         assert sent == pytest.approx(record["bytes_per_step"] * record["steps"])
         assert accuracy == pytest.approx(record["accuracy"])
 
@@ -53,7 +54,8 @@ def test_losses_lie_over_the_seconds_of_training_on_one_axis_of_losses(
     linked: list[Record],
 ) -> None:
     here, there = [linked[0], linked[2]], linked[4:]
-    drawn = [loss_over_seconds(pair, [*here, *there]) for pair in (here, there)]
+    labels = [record["label"] for record in linked[:4]]
+    drawn = [loss_over_seconds(pair, [*here, *there], labels) for pair in (here, there)]
     ends = []
     for each in drawn:
         assert ElementTree.fromstring(each).tag == "svg"

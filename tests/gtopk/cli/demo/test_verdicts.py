@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 
 import pytest
 
-from collectives.cost import Link
 from gtopk.cli.demo.verdicts import (
-    LATENCY_SECONDS,
     Record,
     accuracy_verdict,
     fraction,
-    modelled_seconds,
-    pays_below,
     time_outcome,
 )
 
@@ -111,31 +106,3 @@ def test_with_one_seed_any_shortfall_is_a_loss(records: list[Record]) -> None:
 
 def test_bytes_are_told_as_a_fraction_of_dense_s() -> None:
     assert (fraction(12_800.0, 480_000.0), fraction(1.25, 1.0)) == ("1/37.5", "1.25 times")
-
-
-def test_the_model_says_where_it_pays(records: list[Record]) -> None:
-    dense, _, gtopk, _ = records
-    edge = pays_below(dense, gtopk)
-    assert edge is not None
-    assert 0 < edge < math.inf
-    gtopk["step_seconds"]["select"] = gtopk["merge_seconds"] = 0.0
-    assert pays_below(dense, gtopk) == math.inf
-    gtopk["step_seconds"]["select"] = 1e9
-    assert pays_below(dense, gtopk) is None
-
-
-def test_methods_take_equal_time_at_the_break_even(records: list[Record]) -> None:
-    dense, _, gtopk, _ = records
-    bandwidth = pays_below(dense, gtopk)
-    assert bandwidth is not None
-    link = Link.of(bandwidth, LATENCY_SECONDS)
-    assert modelled_seconds(dense, link) == pytest.approx(modelled_seconds(gtopk, link))
-
-
-def test_merging_moves_the_break_even_down(records: list[Record]) -> None:
-    dense, _, gtopk, _ = records
-    without, faster, slower = (
-        pays_below(dense, {**gtopk, "merge_seconds": seconds}) or 0.0
-        for seconds in (0.0, gtopk["merge_seconds"], 0.003)
-    )
-    assert slower < faster < without

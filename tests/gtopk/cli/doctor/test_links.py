@@ -119,7 +119,7 @@ def test_what_the_links_are_like_is_a_finding(capsys, monkeypatch, broken, slow,
     job = Launched("torchrun", 0, 4, ("RANK", "WORLD_SIZE"))
     monkeypatch.setattr("gtopk.cli.doctor.launched_by", lambda: job)
     report = Links(6, broken, slow)._asdict()
-    monkeypatch.setattr("gtopk.cli.doctor.ranks._report_of", lambda *arguments: report)
+    monkeypatch.setattr("gtopk.cli.doctor._report_of", lambda *arguments: report)
     code = main(["--ranks", "--json"])
     (finding,) = [
         f for f in json.loads(capsys.readouterr().out)["findings"] if f["name"] == "links"

@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from gtopk.cli.report import as_record, main, series
-from gtopk.cli.report.page import page
-from gtopk.cli.report.plots import lines_plot
+from gtopk.cli.charts import Point, lines_plot
+from gtopk.cli.report import as_record, main, page, series
 from gtopk.cli.report.series import (
     BINS,
-    Point,
     axes,
     binned,
     happenings,

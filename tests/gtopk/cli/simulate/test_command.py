@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gtopk.cli.main import main
+from gtopk.cli import main
 from gtopk.cli.simulate.modes import SIMULATED
 
 QUICK = ["--epochs", "1", "--speeds", "200:100", "--batch", "128"]

@@ -63,8 +63,11 @@ def test_the_published_tree_keeps_the_k_largest_of_each_merge(
 
 def test_an_entry_of_the_published_tree_has_16_bytes() -> None:
     vector = everyones(1)[0]
-    message = baselines.of_sixteen_bytes(vector.indices, vector.values, K)
-    assert message.nbytes == 16 * K
+    message = baselines.in_sixteen_bytes(vector, K + 1)
+    assert message.nbytes == 16 * (K + 1)
+    again = baselines.of_sixteen_bytes(message.view(np.float64).reshape(2, -1), vector)
+    for part, other in zip(again, vector, strict=True):
+        np.testing.assert_array_equal(part, other)
 
 
 def test_what_a_library_sends_is_reckoned_at_the_least_there_can_be(threads) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from collectives import ALGORITHMS
-from gtopk.cli.bench.collectives import main, parser, read
+from gtopk.cli.bench.collectives import main, parser
 from gtopk.cli.bench.collectives.cases import Results
+from mpi_scripts.predictions import read
 from tests.matrix import some_of
 
 
@@ -109,9 +110,9 @@ def test_what_cannot_be_measured_is_said(capsys, words: str, said: str) -> None:
     assert said in capsys.readouterr().err
 
 
-def test_a_file_that_is_not_there_is_said(capsys) -> None:
-    assert main(["--markdown", "/nowhere/there.json"]) == 2
-    assert "/nowhere/there.json" in capsys.readouterr().err
+def test_a_file_that_is_not_there_is_said() -> None:
+    with pytest.raises(FileNotFoundError, match=r"/nowhere/there\.json"):
+        read(Path("/nowhere/there.json"))
 
 
 def test_an_algorithms_options_have_commas_and_baselines_may_be_none() -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
-from gtopk.cli.bench.collectives import main, markdown, panels, table, times_reference
+from gtopk.cli.bench.collectives import panels, table, times_reference
 from gtopk.cli.bench.collectives.cases import Results
 
 
@@ -30,12 +27,3 @@ def test_ratios_are_told_against_one_gtopk(results: Results) -> None:
         assert times_reference(reference, rows) == 1.0
         medians = [row["seconds"]["median"] for row in rows]
         assert medians == sorted(medians)
-
-
-def test_markdown_is_made_from_the_file(json_file: Path, results: Results, capsys) -> None:
-    assert main(["--markdown", str(json_file)]) == 0
-    printed = capsys.readouterr().out
-    assert printed == markdown([results]) + "\n"
-    rows = [line for line in printed.splitlines() if line.startswith("| ") and "P = " not in line]
-    assert len(rows) == 2 * len({record["label"] for record in results["records"]})
-    assert all(re.fullmatch(r"\|.*\|.*\|.*\|", row) for row in rows)
