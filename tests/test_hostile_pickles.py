@@ -49,7 +49,7 @@ ALLOWED = {
     "gtopk/runtime/object_codec/format.py": "pickle",
     "gtopk/torch/checkpoint/dcp.py": "torch.save",  # for DCP's planner, in memory
     "gtopk/transformers.py": "torch.load",  # of Trainer's own file, weights_only: it runs none
-    "gtopk/as_horovod/script.py": "exec",  # the user's own script
+    "gtopk/as_horovod/__main__.py": "exec",  # the user's own script
     "models/data/cifar10_pickle.py": "pickle",  # the names of its steps; it runs none
 }
 MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}

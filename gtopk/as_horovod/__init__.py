@@ -7,10 +7,135 @@
 The script says `import horovod.torch as hvd` and is not changed; an installed Horovod is neither
 changed nor imported. Objects may be sent as pickles, as with Horovod, unless GTOPK_ALLOW_PICKLE
 forbids it.
+
+Here is the finder that answers every import of horovod with a module of gtopk; __main__.py is the
+command.
 """
 
 from __future__ import annotations
 
-from .finder import install
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, Final
+
+from .. import settings
 
 __all__ = ["install"]
+
+# The version of Horovod whose API gtopk.torch follows.
+HOROVOD_VERSION: Final = "0.28.1"
+
+# Horovod's module and gtopk's; their submodules correspond by name.
+_STANDS_FOR: Final = (
+    ("horovod.common", "gtopk.common"),
+    ("horovod.run.runner", "gtopk.runtime.runner"),  # until Horovod 0.20
+    ("horovod.runner", "gtopk.runtime.runner"),
+    ("horovod.torch", "gtopk.torch"),
+)
+
+
+def install() -> None:
+    """Make every later import of horovod in this process return gtopk's modules.
+
+    Raises RuntimeError when it has imported Horovod already, or uses Horovod as its transport.
+    """
+    if any(isinstance(finder, Finder) for finder in sys.meta_path):
+        return
+    # Before anything is installed: a refusal must leave the process as it was.
+    if settings.TRANSPORT.read() == "horovod":
+        raise RuntimeError(
+            "GTOPK_TRANSPORT must not be 'horovod' where gtopk stands for Horovod: the real one "
+            "cannot be imported there; unset it"
+        )
+    if "horovod" in sys.modules:
+        where = getattr(sys.modules["horovod"], "__file__", None)
+        raise RuntimeError(
+            f"horovod must not be imported before gtopk stands for it, and was, from {where}"
+        )
+    # First: the finders behind it would find an installed Horovod.
+    sys.meta_path.insert(0, Finder())
+
+
+def stands_for(name: str) -> str | None:
+    """Return gtopk's module for one of Horovod's, or None."""
+    for theirs, ours in _STANDS_FOR:
+        if name == theirs or name.startswith(f"{theirs}."):
+            target = ours + name.removeprefix(theirs)
+            return target if _exists(target) else None
+    return None
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent is no package
+        return False
+
+
+class Finder(MetaPathFinder):
+    """Finds gtopk's modules under Horovod's names, and never Horovod's; first in sys.meta_path.
+
+    installed_by: the module whose `install` adds it in another process; gtopk.run uses that.
+    """
+
+    installed_by = "gtopk.as_horovod"
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec for a name that is horovod or below it; None for any other."""
+        if name.partition(".")[0] != "horovod":
+            return None
+        if name in ("horovod", "horovod.run"):
+            return ModuleSpec(name, _Made(), is_package=True)
+        module = stands_for(name)
+        if module is None:
+            raise ModuleNotFoundError(
+                f"No module named {name!r}: under gtopk.as_horovod, gtopk stands for "
+                "horovod.torch, horovod.run and horovod.common, not for the rest of Horovod",
+                name=name,
+            )
+        return ModuleSpec(name, _Alias(module))
+
+
+class _Alias(Loader):
+    """Loads a module that exists under another name: both names mean one object."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Return None: the import system makes a module, which `exec_module` replaces."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Replace the new module by gtopk's in sys.modules."""
+        # The import system returns what is in sys.modules after this, not the module that it has
+        # made.
+        sys.modules[module.__name__] = importlib.import_module(self._module)
+
+
+class _Made(Loader):
+    """Makes the two modules that have no counterpart in gtopk: horovod, and the old horovod.run."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return an empty module; horovod.run is a function, and was once a package."""
+        return _CallableModule(spec.name) if spec.name == "horovod.run" else ModuleType(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Set the module's names."""
+        from ..runtime.runner import run
+
+        module.__dict__["run"] = run
+        module.__dict__["__version__"] = HOROVOD_VERSION
+
+
+class _CallableModule(ModuleType):
+    """`horovod.run` after `import horovod.run.runner`: still to be called."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["run"](*args, **kwargs)

@@ -1,15 +1,29 @@
-"""The command `python -m gtopk.as_horovod`."""
+"""The command `python -m gtopk.as_horovod`: runs a script or a module as Python itself does.
+
+The script sees the argv, __main__ and tracebacks that it would see under Python. Processes that it
+spawns by multiprocessing load it anew, and find gtopk in Horovod's place, too: they run this module
+as their script. A DataLoader's workers with multiprocessing_context="forkserver" are such
+processes, and Horovod's own examples use them. Forked processes need nothing.
+"""
 
 from __future__ import annotations
 
+import builtins
+import importlib.util
+import io
+import json
 import os
+import runpy
 import sys
-from typing import Final
+from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
+from multiprocessing import spawn
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any, Final
 
-from .. import settings
-from . import script
-from .children import follow
-from .finder import install
+from gtopk import settings
+from gtopk.as_horovod import install
 
 _USAGE: Final = "usage: python -m gtopk.as_horovod (SCRIPT | -m MODULE) [ARGUMENTS]"
 
@@ -30,10 +44,102 @@ def main() -> None:
     install()
     follow()
     if is_module:
-        script.run_module(words[1], words[2:])
+        sys.argv[:] = ["-m", *words[2:]]
+        _become_main()
+        # What `python -m` itself calls: runpy.run_module would put sys.argv and __main__ back at
+        # the end.
+        runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
     else:
-        script.run_script(words[0], words[1:])
+        run_script(words[0], words[1:])
+
+
+def run_script(path: str, arguments: Sequence[str]) -> None:
+    """Run a file, or a folder or archive that holds a __main__.py."""
+    sys.argv[:] = [path, *arguments]
+    if os.path.isdir(path) or (path.endswith((".zip", ".pyz")) and os.path.isfile(path)):
+        _begin_path_with(os.path.abspath(path))
+        _become_main()
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+        return
+    try:
+        # As Python opens scripts: audit hooks see it.
+        with io.open_code(os.path.abspath(path)) as file:
+            source = file.read()
+    except OSError as error:
+        what = f"can't open file {os.path.abspath(path)!r}"
+        why = f"[Errno {error.errno}] {error.strerror}"
+        print(f"{sys.executable}: {what}: {why}", file=sys.stderr)
+        sys.exit(2)
+    _begin_path_with(os.path.dirname(os.path.realpath(path)))
+    main = _become_main()
+    main.__dict__.update(
+        __file__=os.path.abspath(path),
+        __cached__=None,
+        __loader__=SourceFileLoader("__main__", path),
+    )
+    # dont_inherit: else this file's `from __future__` would hold for the script.
+    exec(compile(source, os.path.abspath(path), "exec", dont_inherit=True), main.__dict__)
+
+
+def _become_main() -> ModuleType:
+    """Make a new module the process's __main__, and return it."""
+    main = ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
+    if sys.version_info < (3, 14):
+        main.__annotations__ = {}
+    sys.modules["__main__"] = main
+    sys.excepthook = _show
+    return main
+
+
+def _begin_path_with(folder: str) -> None:
+    """Put a script's folder first in sys.path, in place of the one that -m has put there."""
+    # With `python -P` there is no such entry.
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = folder
+    if importlib.util.find_spec("collectives") is None:  # gtopk was found in that other folder
+        sys.path.append(str(Path(__file__).parents[2]))
+
+
+def _show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """Print an uncaught exception from the script's first frame on, which follows our last one."""
+    trace, own = traceback, None
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == __file__:
+            own = trace
+        trace = trace.tb_next
+    shown = own.tb_next if own is not None else traceback
+    sys.__excepthook__(kind, error.with_traceback(shown), shown)
+
+
+def follow() -> None:
+    """Make every process that multiprocessing spawns from now on run this module as its script."""
+    prepare = spawn.get_preparation_data
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        told = prepare(name)
+        # Both are taken out: else the child would run the script before gtopk stands for Horovod.
+        path, module = told.pop("init_main_from_path", None), told.pop("init_main_from_name", None)
+        if path or module:
+            # Preparation data has no place for it, and a spawned process inherits the environment.
+            os.environ[settings.AS_HOROVOD_MAIN.name] = json.dumps([path, module])
+            told["init_main_from_name"] = "gtopk.as_horovod"
+        return told
+
+    spawn.get_preparation_data = get_preparation_data
 
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":
+    install()
+    follow()
+    _path, _module = json.loads(settings.AS_HOROVOD_MAIN.read())
+    _script = (
+        runpy.run_path(_path, run_name=__name__)
+        if _path
+        else runpy.run_module(_module, run_name=__name__, alter_sys=True)
+    )
+    # The child's __main__ gets these names: pickles of the parent look the script's classes up
+    # there.
+    globals().update(_script)

@@ -307,7 +307,7 @@ class ReplicaCheck:
             extra=EVERYWHERE,
         )
         if (recorder := recorder_of(here)) is not None:
-            recorder.note_divergence([each.name for each in diverged], heals)
+            recorder.note("parted", parameters=[each.name for each in diverged], healed=heals)
 
     def _repair(
         self, diverged: Sequence[Divergence], state: Mapping[torch.Tensor, dict[str, Any]]

@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final, Protocol
@@ -88,33 +88,14 @@ class Recorder:
         else:
             self._left_out = noted
 
-    def note_resumed(self) -> None:
-        """Note that the run resumes an earlier one at the current step."""
-        self._note("resumed")
-
     def note_samples(self, count: int) -> None:
         """Add samples to those of the current step."""
         self._samples_said = (self._samples_said or 0) + count
 
-    def note_values(self, values: Mapping[str, float]) -> None:
-        """Note values that the script logs."""
-        self._note("values", values=dict(values))
-
-    def note_residual(self, norm: float, age_steps: float | None) -> None:
-        """Note the residual's norm, and how many steps it is worth."""
-        self._note("withheld", norm=norm, age_steps=age_steps)
-
-    def note_score(self, score: float) -> None:
-        """Note how fast this rank computes relative to the fastest, which is 1."""
-        self._note("score", score=score)
-
-    def note_divergence(self, parameters: Sequence[str], healed: bool) -> None:
-        """Note parameters that were not the same on all ranks, and whether they were healed."""
-        self._note("parted", parameters=list(parameters), healed=healed)
-
-    def note_message(self, level: str, text: str) -> None:
-        """Note a log message of the library."""
-        self._note("message", level=level, text=text)
+    def note(self, what: str, **content: Any) -> None:
+        """Note a line of this kind; `lines` describes them, and what each holds."""
+        line = {"what": what, "seconds": self._now(), "step": self._step(), **content}
+        self._noted.append(line)
 
     def end(self, how: str, in_order: bool = True) -> None:
         """Write the last step, all notes and how this rank leaves, now.
@@ -124,7 +105,7 @@ class Recorder:
         if not self._ended:
             self._ended = True
             self._note_left_out()
-            self._note("end", how=how, in_order=in_order)
+            self.note("end", how=how, in_order=in_order)
         self.flush()
 
     def flush(self) -> None:
@@ -135,7 +116,9 @@ class Recorder:
                 note = self._noted.popleft()
                 lines.append(note if isinstance(note, dict) else step_line(*note))
             if lines:
-                self._write_to_sinks(lines)
+                for sink in list(self._sinks):
+                    with self._drop_on_error(sink):
+                        sink.take(lines)
 
     def close(self) -> list[Sink]:
         """Write the last step and all notes, and stop.
@@ -165,10 +148,6 @@ class Recorder:
     def _now(self) -> float:
         return time.perf_counter() - self._began
 
-    def _note(self, what: str, **content: Any) -> None:
-        line = {"what": what, "seconds": self._now(), "step": self._step(), **content}
-        self._noted.append(line)
-
     def _note_left_out(self) -> None:
         if self._left_out is not None:
             self._noted.append(self._left_out)
@@ -177,11 +156,6 @@ class Recorder:
     def _run(self) -> None:
         while not self._closing.wait(_PAUSE_SECONDS):
             self.flush()
-
-    def _write_to_sinks(self, lines: list[Line]) -> None:
-        for sink in list(self._sinks):
-            with self._drop_on_error(sink):
-                sink.take(lines)
 
     @contextmanager
     def _drop_on_error(self, sink: Sink) -> Iterator[None]:
@@ -202,7 +176,7 @@ class _MessageHandler(logging.Handler):
         self._recorder = recorder
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._recorder.note_message(record.levelname, record.getMessage())
+        self._recorder.note("message", level=record.levelname, text=record.getMessage())
 
 
 # Steps: a sample takes about twice the time of a step's selection.
@@ -234,4 +208,4 @@ def sample_residual(recorder: Recorder, bucket_exchanges: Sequence[BucketExchang
     if not found:
         return
     square, mass, sent = map(sum, zip(*found, strict=True))
-    recorder.note_residual(math.sqrt(square), mass / sent if sent else None)
+    recorder.note("withheld", norm=math.sqrt(square), age_steps=mass / sent if sent else None)

@@ -104,8 +104,6 @@ class LineFile:
 
 
 _written: Final[set[Path]] = set()
-# A run of these goes on in the next world if rank 0 is the same process there.
-_GOING_ON: Final = {TENSORBOARD.name: Scalars, WANDB.name: Wandb, MLFLOW.name: MLflow}
 
 
 @dataclass
@@ -207,8 +205,7 @@ class _WorldRecords(WorldObserver):
         records.open_still.clear()
         sinks: list[Sink] = []
         for variable, opening in _openings(world, settings).items():
-            kind = _GOING_ON.get(variable)
-            goes_on = [sink for sink in open_still if kind is not None and isinstance(sink, kind)]
+            goes_on = [sink for sink in open_still if type(sink) is opening.func]
             # Only where rank 0 is the same process: another one has begun a run of its own.
             if goes_on and world.rank == 0:
                 sinks += goes_on[:1]
@@ -225,7 +222,7 @@ class _WorldRecords(WorldObserver):
 
     def resume(self, world: World) -> None:
         if (recorder := recorder_of(world)) is not None:
-            recorder.note_resumed()
+            recorder.note("resumed")
 
     def pause(self, world: World) -> None:
         _pause(world)
@@ -254,9 +251,9 @@ def _close(sink: Sink, lines: Sequence[Line] = ()) -> None:
         _log.warning("%s could not be closed (%s); training goes on", sink.name, error)
 
 
-def _openings(world: World, settings: Settings) -> dict[str, Callable[[], Sink]]:
+def _openings(world: World, settings: Settings) -> dict[str, partial[Any]]:
     """Return functions that open the sinks asked for, by the environment variable of each."""
-    found: dict[str, Callable[[], Sink]] = {}
+    found: dict[str, partial[Any]] = {}
     if settings.run:
         found[RUN.name] = partial(LineFile, path_of(settings.run, world.rank))
     if settings.prometheus is not None:
@@ -296,7 +293,7 @@ def _record(world: World, sinks: list[Sink]) -> None:
         records.recorder = Recorder(sinks, _begin(world, began), began, every, lambda: world.step)
         records.recorded_to.add(records.settings.run)
         if world.resumed:
-            records.recorder.note_resumed()
+            records.recorder.note("resumed")
 
 
 def _pause(world: World) -> None:
@@ -402,7 +399,7 @@ def log(**values: Any) -> None:
         _watch_loss(here, values["loss"])
     recorder = recorder_of(here)
     if recorder is not None:
-        recorder.note_values({name: _number(value) for name, value in values.items()})
+        recorder.note("values", values={name: _number(each) for name, each in values.items()})
 
 
 def log_samples(count: int) -> None:

@@ -17,7 +17,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import Final, NamedTuple
 
@@ -28,32 +28,59 @@ _VISITS: Final = 16  # open connections at once
 _CALLS: Final = 1024  # connections that wait to be accepted
 _VISIT_SECONDS: Final = 5.0
 _REQUEST_BYTES: Final = 8192
+_PATHS: Final = "/", "/metrics"
+_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+_LOOPBACK: Final = "127.0.0.1"
 
 
-class Page:
-    """Answers GET of `paths` with what `text` returns, from now until `close`.
+class Address(NamedTuple):
+    """An address to listen on."""
+
+    host: str
+    port: int
+
+
+def parse_address(text: str, said_by: str) -> Address:
+    """Return the address of "9400" (this host alone), or of "HOST:9400"; raise ValueError.
+
+    said_by: the variable or the argument that holds it, for the error.
+    """
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal() or not 0 <= int(port) < 65536:
+        raise ValueError(f"{said_by} must be PORT or HOST:PORT, as 9400, got {text!r}")
+    # IPv6 addresses stand in brackets, as in URLs.
+    return Address(host.strip("[]") or _LOOPBACK, int(port))
+
+
+class Endpoint:
+    """A sink that answers GET /metrics with the metrics of the lines that it took, until `close`.
 
     address: where it listens; of port 0, the port that was free.
-    Raises OSError, or OverflowError of ports beyond 65535, where it cannot listen.
+    Raises OSError where it cannot listen.
     """
 
-    def __init__(
-        self,
-        address: tuple[str, int],
-        paths: tuple[str, ...],
-        content_type: str,
-        text: Callable[[], str],
-    ) -> None:
-        self._paths, self._type, self._text = paths, content_type, text
+    name = "the Prometheus endpoint"
+
+    def __init__(self, address: Address, rank: int) -> None:
+        self._metrics = Metrics(rank)
         # Bound in the program's thread, so that a port in use is an error of whoever asked for it.
-        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self._socket = socket.create_server(address, family=family, backlog=_CALLS)
-        self.address: tuple[str, int] = address[0], self._socket.getsockname()[1]
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        try:
+            self._socket = socket.create_server(address, family=family, backlog=_CALLS)
+        # OverflowError of ports beyond 65535: local ranks count up from the port that was given.
+        except (OSError, OverflowError) as error:
+            raise OSError(
+                f"no Prometheus endpoint can be at {address.host}:{address.port}: {error}"
+            ) from error
+        self.address = Address(address.host, self._socket.getsockname()[1])
         self._visits: dict[asyncio.StreamWriter, None] = {}  # who came first is first
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="gtopk-page", daemon=True)
         self._thread.start()
+
+    def take(self, lines: Sequence[Line]) -> None:
+        self._metrics.take(lines)
 
     def close(self) -> None:
         """Listen no more."""
@@ -98,71 +125,20 @@ class Page:
         # Padded: a request line may have fewer words.
         method, path, *_ = [*request.decode("latin-1").split("\r\n")[0].split(" "), "", ""]
         if method != "GET":
-            status, text = HTTPStatus.METHOD_NOT_ALLOWED, f"GET {self._paths[-1]}\n"
-        elif path.partition("?")[0] not in self._paths:
-            status, text = HTTPStatus.NOT_FOUND, f"GET {self._paths[-1]}\n"
+            status, text = HTTPStatus.METHOD_NOT_ALLOWED, f"GET {_PATHS[-1]}\n"
+        elif path.partition("?")[0] not in _PATHS:
+            status, text = HTTPStatus.NOT_FOUND, f"GET {_PATHS[-1]}\n"
         else:
-            status, text = HTTPStatus.OK, self._text()
+            status, text = HTTPStatus.OK, self._metrics.text()
         body = text.encode()
         head = (
-            f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {self._type}\r\n"
+            f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {_TYPE}\r\n"
             f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         )
         writer.write(head.encode() + body)
         writer.close()
         # Until the visitor has taken all: the caller aborts the connection.
         await writer.wait_closed()
-
-
-_LOOPBACK: Final = "127.0.0.1"
-_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-
-
-class Address(NamedTuple):
-    """An address to listen on."""
-
-    host: str
-    port: int
-
-
-def parse_address(text: str, said_by: str) -> Address:
-    """Return the address of "9400" (this host alone), or of "HOST:9400"; raise ValueError.
-
-    said_by: the variable or the argument that holds it, for the error.
-    """
-    host, _, port = text.rpartition(":")
-    if not port.isdecimal() or not 0 <= int(port) < 65536:
-        raise ValueError(f"{said_by} must be PORT or HOST:PORT, as 9400, got {text!r}")
-    # IPv6 addresses stand in brackets, as in URLs.
-    return Address(host.strip("[]") or _LOOPBACK, int(port))
-
-
-class Endpoint:
-    """A sink that answers GET /metrics with the metrics of the lines that it took.
-
-    address: where it listens; of port 0, the port that was free.
-    Raises OSError where it cannot listen.
-    """
-
-    name = "the Prometheus endpoint"
-
-    def __init__(self, address: Address, rank: int) -> None:
-        self._metrics = Metrics(rank)
-        try:
-            self._page = Page(address, ("/", "/metrics"), _TYPE, self._metrics.text)
-        # OverflowError of ports beyond 65535: local ranks count up from the port that was given.
-        except (OSError, OverflowError) as error:
-            raise OSError(
-                f"no Prometheus endpoint can be at {address.host}:{address.port}: {error}"
-            ) from error
-        self.address = Address(*self._page.address)
-
-    def take(self, lines: Sequence[Line]) -> None:
-        self._metrics.take(lines)
-
-    def close(self) -> None:
-        """Listen no more."""
-        self._page.close()
 
 
 _HELP: Final[Mapping[str, tuple[str, str]]] = {
@@ -265,27 +241,34 @@ def _quoted(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-class _Sent:
-    """Adds up the bytes that a rank sent in all worlds of a run: each world's lines begin at 0."""
+class _Tracker:
+    """What sinks of scalars have in common: they go on in the next world, after a recovery.
+
+    A rank's bytes are added up over all worlds of a run: each world's lines begin at 0.
+    """
+
+    goes_on = True
 
     def __init__(self) -> None:
-        self._before = self._here = 0
+        self._bytes_before = self._bytes_here = 0
+        self._has_failed = False  # this rank has left out of order
 
-    def scalars(self, line: Line) -> Iterator[tuple[str, float]]:
+    def _scalars(self, line: Line) -> Iterator[tuple[str, float]]:
         """Yield the scalars of a line, with the bytes of earlier worlds added."""
+        if line["what"] == "end":
+            self._has_failed |= not left_in_order(line)
         if line["what"] == "begin":
-            self._before, self._here = self._before + self._here, 0
+            self._bytes_before, self._bytes_here = self._bytes_before + self._bytes_here, 0
         if line["what"] == "step":
-            self._here = line["bytes_so_far"]
-            line = {**line, "bytes_so_far": self._before + self._here}
+            self._bytes_here = line["bytes_so_far"]
+            line = {**line, "bytes_so_far": self._bytes_before + self._bytes_here}
         yield from scalars_of(line)
 
 
-class Scalars:
+class Scalars(_Tracker):
     """Writes lines as TensorBoard's scalars; raises ImportError where it is not installed."""
 
     name = "TensorBoard's record"
-    goes_on = True  # in the next world, after elastic's recovery
 
     def __init__(self, folder: str) -> None:
         try:
@@ -294,12 +277,12 @@ class Scalars:
             raise ImportError(
                 f"TensorBoard's scalars need tensorboard ({error}): pip install tensorboard"
             ) from error
+        super().__init__()
         self._writer = SummaryWriter(folder)
-        self._sent = _Sent()
 
     def take(self, lines: Sequence[Line]) -> None:
         for line in lines:
-            for name, value in self._sent.scalars(line):
+            for name, value in self._scalars(line):
                 self._writer.add_scalar(name, value, line["step"])
         self._writer.flush()
 
@@ -345,7 +328,7 @@ def scalars_of_step(step: StepReport) -> Iterator[tuple[str, float]]:
 _NO_METRIC_NAME: Final = re.compile(r"[^\w.\- :/]")
 
 
-class Wandb:
+class Wandb(_Tracker):
     """Logs to Weights & Biases; raises ImportError where wandb is not installed.
 
     project: for a new run, which ends with the record; a run that the script began stays open.
@@ -353,7 +336,6 @@ class Wandb:
     """
 
     name = "the record at Weights & Biases"
-    goes_on = True  # in the next world, after elastic's recovery
 
     def __init__(self, project: str) -> None:
         try:
@@ -362,17 +344,15 @@ class Wandb:
             raise ImportError(
                 f"Weights & Biases needs wandb ({error}): pip install wandb"
             ) from error
+        super().__init__()
         self._is_ours = wandb.run is None
         self._run = wandb.run or wandb.init(project=project)
-        self._has_failed = False
-        self._sent = _Sent()
         for names in ("gtopk/*", "gtopk seconds/*"):
             self._run.define_metric(names, step_metric="gtopk/step")
 
     def take(self, lines: Sequence[Line]) -> None:
-        self._has_failed |= _tells_of_failure(lines)
         for line in lines:
-            if values := dict(self._sent.scalars(line)):
+            if values := dict(self._scalars(line)):
                 self._run.log({**values, "gtopk/step": line["step"]})
 
     def close(self) -> None:
@@ -381,14 +361,13 @@ class Wandb:
             self._run.finish(exit_code=int(self._has_failed))
 
 
-class MLflow:
+class MLflow(_Tracker):
     """Logs to MLflow; raises ImportError where mlflow is not installed.
 
     experiment: for a new run, which ends with the record; the script's active run stays open.
     """
 
     name = "the record at MLflow"
-    goes_on = True  # in the next world, after elastic's recovery
 
     def __init__(self, experiment: str) -> None:
         try:
@@ -398,6 +377,7 @@ class MLflow:
             raise ImportError(
                 f"MLflow's record needs mlflow ({error}): pip install mlflow"
             ) from error
+        super().__init__()
         # An active run belongs to a thread, and lines are taken in the recorder's thread.
         self._client, self._metric = mlflow.MlflowClient(), Metric
         active = mlflow.active_run()
@@ -406,16 +386,13 @@ class MLflow:
             of = mlflow.set_experiment(experiment).experiment_id
             active = self._client.create_run(of)
         self._run = active.info.run_id
-        self._has_failed = False
-        self._sent = _Sent()
 
     def take(self, lines: Sequence[Line]) -> None:
-        self._has_failed |= _tells_of_failure(lines)
         now = int(1e3 * time.time())
         metrics = [
             self._metric(_metric_name(name), value, now, line["step"])
             for line in lines
-            for name, value in self._sent.scalars(line)
+            for name, value in self._scalars(line)
         ]
         # MLflow refuses a batch of more.
         for begin in range(0, len(metrics), 1000):
@@ -425,11 +402,6 @@ class MLflow:
         """End the run, if it was begun here."""
         if self._is_ours:
             self._client.set_terminated(self._run, "FAILED" if self._has_failed else "FINISHED")
-
-
-def _tells_of_failure(lines: Sequence[Line]) -> bool:
-    """Tell whether this rank has left out of order."""
-    return any(line["what"] == "end" and not left_in_order(line) for line in lines)
 
 
 def _metric_name(name: str) -> str:

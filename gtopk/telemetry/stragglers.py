@@ -140,7 +140,7 @@ class Stragglers:
             self._hosts, self._oversubscribed = told.hosts, told.oversubscribed
         score = self.scores[self._engine.transport.rank]
         if (recorder := recorder_of(self._world)) is not None and score is not None:
-            recorder.note_score(score)
+            recorder.note("score", score=score)
         if self._engine.transport.rank == 0:
             self._log_changes(told)
 

@@ -9,14 +9,15 @@ import os
 import sys
 
 import gtopk.torch as hvd
-from gtopk.as_horovod import install, script
+from gtopk.as_horovod import install
+from gtopk.as_horovod.__main__ import run_script
 
 folder, *jobs = sys.argv[1:]
 os.environ["GTOPK_ALLOW_PICKLE"] = "1"
 install()
 for job in jobs:
     name, *arguments = job.split(",")
-    script.run_script(os.path.join(folder, name), arguments)
+    run_script(os.path.join(folder, name), arguments)
     if hvd.rank() == 0:
         print(f"== {name}", flush=True)
     hvd.shutdown()

@@ -2,11 +2,9 @@
 
 lifecycle.py     init, ranks and sizes, barrier, join, the timeline; `mpi_built` and the like
 tensors.py       which tensors are taken, how they travel, and handles of operations in flight
-reduction.py     which reduction, and its factors
-allreducing.py   allreduce and its forms, Adasum and Horovod's compressors
-allgathering.py  allgather and its forms, and allreduce of sparse tensors
+reduction.py     allreduce and its forms, Adasum, reductions and Horovod's compressors
+gathering.py     allgather and its forms, allreduce of sparse tensors, alltoall
 broadcasting.py  broadcast and its forms
-exchanging.py    alltoall
 scattering.py    reducescatter and its forms
 
 Operations are matched across ranks by name, and checked before data moves. Names are optional:
@@ -23,25 +21,16 @@ from ...runtime.world.process_sets import (
     remove_process_set,
 )
 from ...runtime.world.world import is_initialized, shutdown
-from .allgathering import (
+from .broadcasting import broadcast, broadcast_, broadcast_async, broadcast_async_
+from .gathering import (
     allgather,
     allgather_async,
+    alltoall,
+    alltoall_async,
     grouped_allgather,
     grouped_allgather_async,
     sparse_allreduce_async,
 )
-from .allreducing import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-)
-from .broadcasting import broadcast, broadcast_, broadcast_async, broadcast_async_
-from .exchanging import alltoall, alltoall_async
 from .lifecycle import (
     barrier,
     ccl_built,
@@ -65,6 +54,16 @@ from .lifecycle import (
     size,
     start_timeline,
     stop_timeline,
+)
+from .reduction import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
 )
 from .scattering import (
     grouped_reducescatter,

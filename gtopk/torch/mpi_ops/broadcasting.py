@@ -16,17 +16,15 @@ from ...reduce_ops import Average
 from ...runtime.coordinator.fusion import DeferredGpuArray, Finish, all_on_gpu
 from ...runtime.world.process_sets import ProcessSet, global_process_set
 from ...runtime.world.world import current
-from .allreducing import allreduce
+from .reduction import allreduce
 from .tensors import (
     accepted_by,
     check,
     check_in_place,
     describe,
-    empty_like,
     from_bytes,
     mark_written,
     memory_of,
-    place_flags,
     require_tensor,
     submit,
     synchronize,
@@ -69,7 +67,7 @@ def broadcast_async(
 ) -> int:
     """Begin to fetch the root's tensor; return a handle."""
     require_tensor(tensor, "broadcast_async")
-    return begin_broadcast(tensor, empty_like(tensor), root_rank, name, process_set)
+    return begin_broadcast(tensor, torch.empty_like(tensor), root_rank, name, process_set)
 
 
 def broadcast_async_(
@@ -155,8 +153,7 @@ def begin_broadcast(
             return output.copy_(result, non_blocking=True)
 
     signature = [*signature, f"{describe(tensor)} root_rank={root_rank}"]
-    flags = place_flags(on_gpu)
-    return submit("broadcast", name, process_set, signature, work, finish, flags=flags)
+    return submit("broadcast", name, process_set, signature, work, finish, on_gpu=on_gpu)
 
 
 class _Broadcast(torch.autograd.Function):

@@ -26,15 +26,13 @@ from ...runtime.coordinator.fusion import (
     scale_tensor,
 )
 from ...runtime.world.process_sets import ProcessSet, global_process_set
-from .allgathering import grouped_allgather
-from .allreducing import compress
-from .reduction import Reduction, reduction_of
+from .gathering import grouped_allgather
+from .reduction import Reduction, compress, reduction_of
 from .tensors import (
     accepted_by,
     check,
     describe,
     describe_each,
-    place_flags,
     require_tensor,
     require_tensors,
     submit,
@@ -191,8 +189,7 @@ def _begin(
 
     kind = "grouped_reducescatter" if group else "reducescatter"
     signature = describe_each(tensors, describe, group, str(reduction))
-    flags = place_flags(on_gpu)
-    return submit(kind, name, process_set, signature, work, finish, flags=flags)
+    return submit(kind, name, process_set, signature, work, finish, on_gpu=on_gpu)
 
 
 def _first_rows(tensor: torch.Tensor, size: int) -> list[int]:

@@ -44,17 +44,19 @@ def submit(
     work: Work,
     finish: Callable[[Any], Any],
     *,
-    flags: int = 0,
+    on_gpu: bool = False,
     fusion: Sequence[Dense] = (),
 ) -> int:
     """Queue an operation of a process set's ranks, and return its handle.
 
     finish: makes the output from the result of `work`, in the thread that synchronizes.
+    on_gpu: whether this rank has its tensors on a GPU, as the flags tell the other ranks.
     Raises ValueError on a rank outside the set, and while an operation of this name is in flight.
     """
     members = process_set.members
     # The kind is a part: an allreduce and a broadcast may have one name, as in Horovod.
     full_name = f"{kind}.{name or f'noname.{next(members.unnamed)}'}"
+    flags = ON_GPU if on_gpu else ON_HOST
     operation = process_set.engine.submit(full_name, signature, work, flags, fusion=fusion)
     handle = next(_next_handle)
     _handles[handle] = operation, finish
@@ -155,11 +157,6 @@ def check_in_place(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return memory for a result of the tensor's kind."""
-    return torch.empty_like(tensor, requires_grad=False)
-
-
 def describe(tensor: torch.Tensor) -> str:
     """Return a text of dtype and shape, which must be equal on all ranks."""
     return f"{tensor.dtype} {list(tensor.shape)}"
@@ -194,11 +191,6 @@ def accepted_by(tensors: Sequence[torch.Tensor], transport: Transport) -> bool:
     """Tell whether a transport may work on all of these where they lie, on a GPU."""
     # All or none: one operation has one place, which its flags tell the others.
     return bool(tensors) and all(map(transport.carries, tensors))
-
-
-def place_flags(on_gpu: bool) -> int:
-    """Return the flags that tell the other ranks where this one has its tensors."""
-    return ON_GPU if on_gpu else ON_HOST
 
 
 def view_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gtopk.as_horovod import install
-from gtopk.as_horovod.finder import Finder, stands_for
+from gtopk.as_horovod import Finder, install, stands_for
 
 ROOT = Path(__file__).parents[3]
 

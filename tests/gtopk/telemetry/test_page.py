@@ -9,12 +9,12 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from gtopk.telemetry import sinks as page
-from gtopk.telemetry.sinks import Page
+from gtopk.telemetry import sinks
+from gtopk.telemetry.sinks import Address, Endpoint
 
 STRANGERS = {
     "nothing": b"",
@@ -27,16 +27,27 @@ STRANGERS = {
 
 
 @pytest.fixture
-def served() -> Iterator[Page]:
-    page = Page(("127.0.0.1", 0), ("/", "/metrics"), "text/plain", lambda: "well\n" * 3)
+def says(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Endpoint]:
+    """Return a function that opens an endpoint whose metrics are a text."""
+
+    def opened(text: str) -> Endpoint:
+        monkeypatch.setattr(sinks.Metrics, "text", lambda metrics: text)
+        return Endpoint(Address("127.0.0.1", 0), rank=0)
+
+    return opened
+
+
+@pytest.fixture
+def served(says: Callable[[str], Endpoint]) -> Iterator[Endpoint]:
+    page = says("well\n" * 3)
     yield page
     page.close()
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(page.address, 5)
 
 
-def get(page: Page, path: str = "/metrics", method: str = "GET") -> str:
-    url = f"http://127.0.0.1:{page.address[1]}{path}"
+def get(page: Endpoint, path: str = "/metrics", method: str = "GET") -> str:
+    url = f"http://127.0.0.1:{page.address.port}{path}"
     with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=10) as answer:
         text: str = answer.read().decode()
     return text
@@ -59,7 +70,7 @@ def is_open(stranger: socket.socket) -> bool:
     return True
 
 
-def test_who_asks_is_answered(served: Page) -> None:
+def test_who_asks_is_answered(served: Endpoint) -> None:
     assert get(served, "/metrics") == get(served, "/") == get(served, "/?x=1") == "well\n" * 3
     for path, method, code in (("/else", "GET", 404), ("/metrics", "POST", 405)):
         with pytest.raises(urllib.error.HTTPError) as refused:
@@ -69,7 +80,7 @@ def test_who_asks_is_answered(served: Page) -> None:
 
 
 @pytest.mark.parametrize("said", STRANGERS)
-def test_strangers_hold_neither_threads_nor_descriptors(served: Page, said: str) -> None:
+def test_strangers_hold_neither_threads_nor_descriptors(served: Endpoint, said: str) -> None:
     """Two hundred at once: each would otherwise have a thread of the rank, and a descriptor."""
     assert get(served)
     threads, before = threading.active_count(), descriptors()
@@ -80,12 +91,12 @@ def test_strangers_hold_neither_threads_nor_descriptors(served: Page, said: str)
                 stranger.sendall(STRANGERS[said])
         assert get(served) == "well\n" * 3
         assert threading.active_count() == threads
-        assert descriptors() - 200 - before <= 3 * page._VISITS
+        assert descriptors() - 200 - before <= 3 * sinks._VISITS
     assert get(served) == "well\n" * 3
 
 
-def test_a_visit_ends_though_a_word_comes_now_and_then(monkeypatch, served: Page) -> None:
-    monkeypatch.setattr(page, "_VISIT_SECONDS", 0.3)
+def test_a_visit_ends_though_a_word_comes_now_and_then(monkeypatch, served: Endpoint) -> None:
+    monkeypatch.setattr(sinks, "_VISIT_SECONDS", 0.3)
     with socket.create_connection(served.address, 10) as stranger:
         begun = time.monotonic()
         while is_open(stranger):
@@ -94,9 +105,9 @@ def test_a_visit_ends_though_a_word_comes_now_and_then(monkeypatch, served: Page
                 stranger.sendall(b"x")
 
 
-def test_who_takes_nothing_of_a_long_page_has_to_go(monkeypatch) -> None:
-    monkeypatch.setattr(page, "_VISIT_SECONDS", 0.3)
-    long = Page(("127.0.0.1", 0), ("/",), "text/plain", lambda: "x" * (1 << 26))
+def test_who_takes_nothing_of_a_long_page_has_to_go(monkeypatch, says) -> None:
+    monkeypatch.setattr(sinks, "_VISIT_SECONDS", 0.3)
+    long = says("x" * (1 << 26))
     before = descriptors()
     with socket.create_connection(long.address, 10) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -107,8 +118,8 @@ def test_who_takes_nothing_of_a_long_page_has_to_go(monkeypatch) -> None:
     long.close()
 
 
-def test_what_closes_ends_who_is_there() -> None:
-    page = Page(("127.0.0.1", 0), ("/",), "text/plain", lambda: "")
+def test_what_closes_ends_who_is_there(says) -> None:
+    page = says("")
     with socket.create_connection(page.address, 10) as stranger:
         stranger.sendall(b"GET")
         page.close()

@@ -239,7 +239,7 @@ def test_what_fails_ends_neither_the_other_records_nor_the_run(
 ) -> None:
     failing, kept = Failing("take", error), LineFile(tmp_path / "kept")
     recorder = Recorder([failing, kept], begin(), 0.0, 1, lambda: 5)
-    recorder.note_values({"loss": float("nan")})
+    recorder.note("values", values={"loss": float("nan")})
     recorder.flush()
     recorder.end("it is enough")
     recorder.end("only the first reason counts")

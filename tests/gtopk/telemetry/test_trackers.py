@@ -175,7 +175,7 @@ def test_a_run_goes_on_after_a_recovery_and_ends_where_its_rank_is_the_first_no_
         assert observer.join(here, before)
         observer.start(here)
         if recorder := run_record.recorder_of(here):
-            recorder.note_values({"loss": 0.5})
+            recorder.note("values", values={"loss": 0.5})
         if before is None:
             observer.pause(here)  # an elastic job begins anew
     assert wandb.begun == ["p"]
