@@ -19,7 +19,7 @@ from collectives.transports import Transport
 from collectives.vector import Array
 
 from ..exchange.buckets.parameters import trained_by
-from ..optim.grad_scaler import loss_scale
+from ..optim.gradient_checks import loss_scale
 from ..optim.samples import whole_number
 from ..runtime.object_codec import decode, encode
 from .current_batch import CurrentBatch, LearningRate

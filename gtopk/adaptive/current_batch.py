@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 
 from ..optim.samples import Samples
-from ..optim.step_policy import StepListener
+from ..optim.wrapped.wrapping import StepListener
 from ..runtime.world.membership import World
 from .noise_scale import Noise
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve
 
-from ..optim.replica_check import checksums
+from ..optim.step_checks import checksums
 
 # Makes the outer optimizer for these parameters: the model's own, which are z when it steps.
 Outer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]

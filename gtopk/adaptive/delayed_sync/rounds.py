@@ -43,7 +43,7 @@ import torch
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 
-from ...optim.replica_check import Divergence, ReplicaCheck
+from ...optim.step_checks import Divergence, ReplicaCheck
 from ...runtime.coordinator import Engine, Work
 from ...runtime.coordinator.agreement import describe_mismatch
 from ..local_training.local_steps import LocalSteps, TimedOperation

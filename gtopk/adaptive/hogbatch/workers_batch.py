@@ -26,7 +26,7 @@ import torch
 from torch.utils.data import Sampler
 
 from ...exchange.buckets.buckets import is_finite
-from ...optim.skip_counter import SkipCounter
+from ...optim.step_checks import SkipCounter
 from ..current_batch import LearningRate
 from ..local_training.local_steps import WallClock, replace_step
 from ..memory import Memory
