@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from . import torch as torch
     from . import transformers as transformers
     from .local_sgd import LocalSGD
-    from .optim.learning_rates import ramp
+    from .optim.wrapped.adam_step import ramp
     from .runtime.world.preemption import termination
     from .telemetry.run_record import log, log_samples, record
     from .torch.checkpoint import load_latest, save_checkpoint
@@ -126,7 +126,7 @@ _HOMES = {
     "load_latest": ".torch.checkpoint",
     "log": ".telemetry.run_record",
     "log_samples": ".telemetry.run_record",
-    "ramp": ".optim.learning_rates",
+    "ramp": ".optim.wrapped.adam_step",
     "record": ".telemetry.run_record",
     "save_checkpoint": ".torch.checkpoint",
     "termination": ".runtime.world.preemption",

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,8 +42,7 @@ def compress(
             f"DistributedDataParallel, got {type(model).__name__} on "
             f"{accelerator.num_processes} processes ({accelerator.distributed_type})"
         )
-    prepared = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-    state = state_for(prepared, density, scaler=accelerator.scaler, **options)
+    state = state_for(optimizer, density, scaler=accelerator.scaler, **options)
     model.register_comm_hook(state, gtopk_hook)
     # Without it save_state() would lose what the ranks have not sent.
     accelerator.register_for_checkpointing(state.stateful(model))

@@ -362,9 +362,7 @@ class Shards(SparseCompression):
     algorithm: ClassVar[str] = "shards"
 
     def __post_init__(self) -> None:
-        check_count("period", self.period)
-        if self.period == 0:
-            raise ValueError("period must be at least 1, got 0")
+        check_count("period", self.period, 1)
         if isinstance(self.bits, bool) or self.bits not in CODES_OF_BITS:
             raise ValueError(
                 f"bits must be one of {', '.join(map(str, CODES_OF_BITS))}; got {self.bits!r}"
@@ -415,9 +413,7 @@ class Automatic(ErrorFeedback):
             raise TypeError(
                 f"hide_behind_backward must be True or False, got {self.hide_behind_backward!r}"
             )
-        check_count("steps", self.steps)
-        if self.steps == 0:
-            raise ValueError("steps must be at least 1, got 0")
+        check_count("steps", self.steps, 1)
         given = {
             name: getattr(self, name)
             for name in ("density", "bytes_per_step", "hide_behind_backward")

@@ -30,11 +30,13 @@ from .compression import GTopK, Shards
 from .exchange.bucket_exchange import BucketExchange, mean_square_ratio
 from .exchange.residual_state import require_shapes, under_known_names
 from .integrations.adam import check_clip_norm
-from .integrations.bucket_exchanges import BucketExchanges, BucketFlags
-from .integrations.ddp_passes import (
+from .integrations.hook_state import HookState, compression_of, join_world, plain_optimizer
+from .integrations.passes import (
+    BucketExchanges,
+    BucketFlags,
     HookReplicas,
     PendingBucket,
-    after_ddp,
+    after_backward,
     named_parameters,
     process_set_of,
     refuse_another_group,
@@ -42,11 +44,10 @@ from .integrations.ddp_passes import (
     refuse_kinds,
     write_flat_gradients,
 )
-from .integrations.hook_state import HookState, compression_of, join_world, plain_optimizer
-from .optim.grad_scaler import loss_scale
+from .optim.gradient_checks import loss_scale
 from .optim.peers import Peers
 from .optim.samples import LocalClip
-from .optim.skip_counter import MAX_SKIPPED_STEPS
+from .optim.step_checks import MAX_SKIPPED_STEPS
 from .optim.wrapped.adam_step import options_of_adam, plain
 from .optim.wrapped.checkpoint import gather_held, residuals_for
 from .reduce_ops import Average
@@ -190,10 +191,10 @@ class GTopKState(HookState):
         if is_joined:
             return future.then(self._value_or_failure)
         # Not in the future: DDP would take the exception there for a tensor.
-        after_ddp(self._raise_failure)
+        after_backward(self._raise_failure)
         write_flat_gradients(bucket.parameters(), buffer)
         if is_last:
-            after_ddp(self._note_agreed)
+            after_backward(self._note_agreed)
         return future
 
     def _begin_clipped(self, pending: PendingBucket) -> None:
@@ -261,7 +262,7 @@ class GTopKState(HookState):
         # DDP tells which bucket is its last, not how many there are; the last may be exchanged
         # first.
         self._buckets = bucket + 1 if is_last else self._buckets
-        if self._transaction.buckets == self._buckets:
+        if len(self._transaction.exchanged) == self._buckets:
             self._counted = self._close_pass()
             self._buckets = 0
 
@@ -369,12 +370,13 @@ class Stateful:
         self._state.load_state_dict(state, self._model)
 
 
-def state_for(optimizers: Sequence[Any], density: float, **options: Any) -> GTopKState:
+def state_for(optimizer: Any, density: float, **options: Any) -> GTopKState:
     """Return a hook's state for optimizers, plain or as a framework has wrapped them.
 
-    A single optimizer is given to the state. Several step with agreed gradients.
+    optimizer: a single one, which is given to the state; or a sequence of several, which step with
+        agreed gradients.
     """
-    own = [*map(plain, optimizers)]
+    own = [*map(plain, optimizer if isinstance(optimizer, Sequence) else [optimizer])]
     # The script's own optimizer=, None too, has precedence over the one that is found here.
     return GTopKState(density, **{"optimizer": own[0] if len(own) == 1 else None, **options})
 

@@ -86,13 +86,13 @@ class RankError(RuntimeError):
         self.traceback = traceback
 
 
-def check_count(name: str, value: object) -> None:
-    """Raise TypeError or ValueError for what is no number of things."""
+def check_count(name: str, value: object, least: Literal[0, 1] = 0) -> None:
+    """Raise TypeError or ValueError for what is no number of things from `least` on."""
     # bool is an int in Python, and True would pass for a count of 1.
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an integer, got {value!r}")
-    if value < 0:
-        raise ValueError(f"{name} must be 0 or more, got {value}")
+    if value < least:
+        raise ValueError(f"{name} must be {'at least 1' if least else '0 or more'}, got {value}")
 
 
 def check_number(name: str, value: object) -> None:

@@ -28,7 +28,6 @@ from functools import partial
 from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 import torch
-from torch.autograd import Variable
 
 try:
     from torch.distributed.device_mesh import DeviceMesh
@@ -44,18 +43,19 @@ from .compression import GTopK, Shards, SparseCompression
 from .exchange.bucket_exchange import BucketExchange
 from .exchange.buckets.parameters import refuse_complex
 from .exchange.residual_state import ResidualState, require_shape
-from .integrations.bucket_exchanges import BucketExchanges
-from .integrations.fsdp_adam import ShardGroups, residuals_of
 from .integrations.fsdp_units import (
     Place,
+    ShardGroups,
     Unit,
     place_in,
     require_outermost,
+    residuals_of,
     units_of,
 )
 from .integrations.hook_state import HookState, compression_of, join_world, plain_optimizer
+from .integrations.passes import BucketExchanges, after_backward
 from .optim.peers import Peers
-from .optim.skip_counter import MAX_SKIPPED_STEPS
+from .optim.step_checks import MAX_SKIPPED_STEPS
 from .optim.wrapped.adam_step import options_of_adam
 from .optim.wrapped.checkpoint import residuals_for
 from .reduce_ops import Average
@@ -289,9 +289,7 @@ class ReplicaState(HookState):
             # A pass that an error has ended runs no callback: the next one's number tells.
             self._abort_pass()
             self._pass = number
-            # FSDP's own callbacks may hand over more; one queued by a callback comes after them.
-            queue = Variable._execution_engine.queue_callback
-            queue(partial(queue, self._end_pass))
+            after_backward(self._end_pass)  # FSDP's own callbacks may hand over more
 
     def _open_bucket_exchange(
         self, unit: Unit, whole: torch.nn.Parameter, parameters: Sequence[torch.Tensor]

@@ -43,17 +43,13 @@ def _on_horovod(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def with_a_world(*args: P.args, **kwargs: P.kwargs) -> T:
-        _open_world()
+        if not world.is_initialized():
+            # Ranks may still be leaving the world before: another begins when all have left it.
+            world.finish_leaving()
+            world.init_on(join_over("horovod"))
         return function(*args, **kwargs)
 
     return with_a_world
-
-
-def _open_world() -> None:
-    if not world.is_initialized():
-        # Ranks may still be leaving the world before: another begins when all of them have left.
-        world.finish_leaving()
-        world.init_on(join_over("horovod"))
 
 
 DistributedOptimizer = _on_horovod(optimizer.DistributedOptimizer)

@@ -14,7 +14,6 @@ checkpoints     contain the residuals of all ranks, and any number of ranks can 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ except ImportError as missing:
     raise ImportError("gtopk.lightning needs Lightning: pip install lightning") from missing
 
 from .ddp import GTopKState, gtopk_hook, state_for, take_over_clipping
-from .integrations.ddp_passes import unwrapped
+from .integrations.passes import unwrapped
 from .telemetry.sinks import scalars_of_step
 
 __all__ = ["GTopK", "compress"]
@@ -168,8 +167,7 @@ def compress(
             f"{type(wrapped).__name__} on {fabric.world_size} "
             f"{'process' if fabric.world_size == 1 else 'processes'}"
         )
-    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     scaler = getattr(fabric.strategy.precision, "scaler", None)
-    state = state_for(optimizers, density, scaler=scaler, **options)
+    state = state_for(optimizer, density, scaler=scaler, **options)
     wrapped.register_comm_hook(state, gtopk_hook)
     return state

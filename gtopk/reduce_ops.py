@@ -9,11 +9,4 @@ Min: Final = 3
 Max: Final = 4
 Product: Final = 5
 
-NAMES: Final = {
-    Average: "Average",
-    Sum: "Sum",
-    Adasum: "Adasum",
-    Min: "Min",
-    Max: "Max",
-    Product: "Product",
-}
+NAMES: Final = dict(enumerate(("Average", "Sum", "Adasum", "Min", "Max", "Product")))

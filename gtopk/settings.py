@@ -58,67 +58,68 @@ class Setting(Generic[T]):
         return os.environ.pop(self.name, "")
 
 
-def _text(name: str, about: str, shown: str = "unset") -> Setting[str]:
-    return Setting(name, about, str, "", shown)
+class Section:
+    """A section of the reference page; its methods make settings, and add them to it."""
 
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.settings: list[Setting[Any]] = []
 
-def _number(
-    name: str, about: str, default: float, unit: str, *, may_be_zero: bool = False
-) -> Setting[float]:
-    """Return a setting that is a finite number of `unit`."""
+    def add(self, setting: Setting[T]) -> Setting[T]:
+        """Add a setting, and return it."""
+        self.settings.append(setting)
+        return setting
 
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            # It fails the comparison below, and so gets the same words.
-            value = math.nan
-        if not 0 <= value < math.inf or (value == 0 and not may_be_zero):
-            raise ValueError(f"a number of {unit}{', at least 0' if may_be_zero else ' above 0'}")
-        return value
+    def text(self, name: str, about: str, shown: str = "unset") -> Setting[str]:
+        """Return a setting that is any text; unset: ""."""
+        return self.add(Setting(name, about, str, "", shown))
 
-    return Setting(name, about, parse, default, f"{default:.0f}")
+    def number(
+        self, name: str, about: str, default: float, unit: str, *, may_be_zero: bool = False
+    ) -> Setting[float]:
+        """Return a setting that is a finite number of `unit`."""
 
+        def parse(text: str) -> float:
+            try:
+                value = float(text)
+            except ValueError:
+                # It fails the comparison below, and so gets the same words.
+                value = math.nan
+            if not 0 <= value < math.inf or (value == 0 and not may_be_zero):
+                least = ", at least 0" if may_be_zero else " above 0"
+                raise ValueError(f"a number of {unit}{least}")
+            return value
 
-def _whole(name: str, about: str, default: int, unit: str) -> Setting[int]:
-    """Return a setting that counts `unit` from 1 on."""
+        return self.add(Setting(name, about, parse, default, f"{default:.0f}"))
 
-    def parse(text: str) -> int:
-        # int() would also take "1_0", "+1" and spaces.
-        if not text.isdecimal() or int(text) < 1:
-            raise ValueError(f"a whole number of {unit}, at least 1")
-        return int(text)
+    def whole(self, name: str, about: str, default: int, unit: str) -> Setting[int]:
+        """Return a setting that counts `unit` from 1 on."""
 
-    return Setting(name, about, parse, default, str(default))
+        def parse(text: str) -> int:
+            # int() would also take "1_0", "+1" and spaces.
+            if not text.isdecimal() or int(text) < 1:
+                raise ValueError(f"a whole number of {unit}, at least 1")
+            return int(text)
 
+        return self.add(Setting(name, about, parse, default, str(default)))
 
-def _word(name: str, about: str, words: tuple[str, ...], shown: str) -> Setting[str]:
-    """Return a setting that is one of `words`, in upper case or lower; unset: ""."""
+    def zero_or_one(self, name: str, about: str) -> Setting[bool]:
+        """Return a setting that is 0 or 1; unset: 0."""
 
-    def parse(text: str) -> str:
-        if text.lower() not in words:
-            raise ValueError(f"one of {', '.join(words)}")
-        return text.lower()
+        def parse(text: str) -> bool:
+            if text not in ("0", "1"):
+                raise ValueError("0 or 1")
+            return text == "1"
 
-    return Setting(name, about, parse, "", shown)
+        return self.add(Setting(name, about, parse, False, "0"))
 
+    def switch(self, name: str, about: str, default: bool, shown: str) -> Setting[bool]:
+        """Return a setting that off, 0, false and no switch off, and anything else on."""
 
-def _zero_or_one(name: str, about: str) -> Setting[bool]:
-    def parse(text: str) -> bool:
-        if text not in ("0", "1"):
-            raise ValueError("0 or 1")
-        return text == "1"
+        def parse(text: str) -> bool:
+            return text.lower() not in ("off", "0", "false", "no")
 
-    return Setting(name, about, parse, False, "0")
-
-
-def _switch(name: str, about: str, default: bool, shown: str) -> Setting[bool]:
-    """Return a setting that off, 0, false and no switch off, and anything else on."""
-
-    def parse(text: str) -> bool:
-        return text.lower() not in ("off", "0", "false", "no")
-
-    return Setting(name, about, parse, default, shown)
+        return self.add(Setting(name, about, parse, default, shown))
 
 
 class EmulatedLink(NamedTuple):
@@ -157,21 +158,21 @@ def parse_link(text: str) -> EmulatedLink:
     return link
 
 
-# Joining the ranks, and their messages.
+JOINING: Final = Section("How ranks are joined, and how they talk")
 
-TRANSPORT: Final = _text(  # checked where transports are opened: `world.joining`
+TRANSPORT: Final = JOINING.text(  # checked where transports are opened: `world.joining`
     "GTOPK_TRANSPORT",
     "[the transport](#the-transport) that joins the ranks: `mpi`, `torch.distributed`, `horovod` "
     "or `local`; or `nccl` or `staged`, over the one that the launcher implies",
     "as the launcher implies",
 )
-START_TIMEOUT: Final = _number(
+START_TIMEOUT: Final = JOINING.number(
     "GTOPK_START_TIMEOUT", "seconds that all ranks get to reach `init`", 120.0, "seconds"
 )
-TIMEOUT: Final = _number(
+TIMEOUT: Final = JOINING.number(
     "GTOPK_TIMEOUT", "seconds that an operation waits for a living rank", 600.0, "seconds"
 )
-HEARTBEAT_TIMEOUT: Final = _number(
+HEARTBEAT_TIMEOUT: Final = JOINING.number(
     "GTOPK_HEARTBEAT_TIMEOUT",
     "seconds until a stopped or silent rank is given up; 0: no heartbeat, no companions, no port. "
     "Equal on all ranks",
@@ -179,227 +180,206 @@ HEARTBEAT_TIMEOUT: Final = _number(
     "seconds",
     may_be_zero=True,
 )
-INTERFACE: Final = _text(
+INTERFACE: Final = JOINING.text(
     "GTOPK_INTERFACE",
     "the network interface that heartbeats use",
     "[chosen](../reliability.md#how-a-fault-is-noticed)",
 )
-ALLOW_PICKLE: Final[Setting[bool]] = Setting(
-    "GTOPK_ALLOW_PICKLE",
-    "`1`: objects that are not plain data travel as pickles, where both sides have it. Then "
-    "whoever can send to a rank can execute code there",
-    # Anything else is no: an error would come in the middle of an exchange.
-    lambda text: text == "1",
-    False,
-    "0; `1` under `python -m gtopk.as_horovod`",
+ALLOW_PICKLE: Final[Setting[bool]] = JOINING.add(
+    Setting(
+        "GTOPK_ALLOW_PICKLE",
+        "`1`: objects that are not plain data travel as pickles, where both sides have it. Then "
+        "whoever can send to a rank can execute code there",
+        # Anything else is no: an error would come in the middle of an exchange.
+        lambda text: text == "1",
+        False,
+        "0; `1` under `python -m gtopk.as_horovod`",
+    )
 )
-CHECK_MESSAGES: Final = _zero_or_one(
+CHECK_MESSAGES: Final = JOINING.zero_or_one(
     "GTOPK_CHECK_MESSAGES",
     "`1`: [a checksum on every message](../reliability.md#a-checksum-on-every-message). Equal on "
     "all ranks",
 )
 
-LINK: Final[Setting[EmulatedLink | None]] = Setting(
-    "GTOPK_LINK",
-    "[an emulated link](../recipes/slow-ethernet.md#feel-it-on-one-machine) for every rank, on one "
-    "host: `100mbit`, `1gbit`, `100mbit,0.4ms`. Equal on all ranks",
-    parse_link,
-    None,
-    "unset",
+LINK: Final[Setting[EmulatedLink | None]] = JOINING.add(
+    Setting(
+        "GTOPK_LINK",
+        "[an emulated link](../recipes/slow-ethernet.md#feel-it-on-one-machine) for every rank, on "
+        "one host: `100mbit`, `1gbit`, `100mbit,0.4ms`. Equal on all ranks",
+        parse_link,
+        None,
+        "unset",
+    )
 )
 
-# Kernels and threads.
+COMPUTING: Final = Section("What computes")
 
-KERNELS: Final = _text(  # read by `collectives.environment`, as the next two are
+KERNELS: Final = COMPUTING.text(  # read by `collectives.environment`, as the next two are
     "GTOPK_KERNELS", "`reference`: NumPy", "the C++ core where built"
 )
-THREADS: Final = _text(
+THREADS: Final = COMPUTING.text(
     "GTOPK_THREADS",
     "threads that select and merge",
     "this rank's share of its cores (by affinity, container and SLURM), at most 8",
 )
-CHECK_GRADIENTS: Final = _zero_or_one(
+CHECK_GRADIENTS: Final = COMPUTING.zero_or_one(
     "GTOPK_CHECK_GRADIENTS",
     "`1`: any change of a gradient on the host by `.data` or NumPy while its bucket is on its way "
     "makes the exchange begin again, at the cost of reading gradients twice. Changes that torch "
     "counts, and a factor that all values have, are always noticed",
 )
-CALIBRATION: Final = _text(
+CALIBRATION: Final = COMPUTING.text(
     "GTOPK_CALIBRATION",
     "[measured links](#the-calibration): `off`, `fresh`, or the path of a file that keeps them. "
     "Rank 0's counts",
     "kept for a week",
 )
-SIMGRID_PYTHON: Final = _text(
+SIMGRID_PYTHON: Final = COMPUTING.text(
     "GTOPK_SIMGRID_PYTHON",
     "the Python that has SimGrid, for `gtopk plan --simulate`",
     "this Python, or the system's",
 )
 
-# Records and logs of a run.
+RECORDS: Final = Section("What is recorded and logged")
 
-RUN: Final = _text(
+RUN: Final = RECORDS.text(
     "GTOPK_RUN",
     "a folder in which every rank records its steps, for `gtopk report` and `gtopk top`",
 )
-FAILURE_DIR: Final = _text(
+FAILURE_DIR: Final = RECORDS.text(
     "GTOPK_FAILURE_DIR",
     "a folder for [what a rank failed with](../reliability.md#what-a-rank-leaves-behind); without "
     "either variable nothing is written",
     "the folder of `GTOPK_RUN`",
 )
-RUN_EVERY: Final = _whole(
+RUN_EVERY: Final = RECORDS.whole(
     "GTOPK_RUN_EVERY",
     "record one step of so many, and the last; bytes and samples are counted in all of them",
     1,
     "steps",
 )
-TENSORBOARD: Final = _text(
+TENSORBOARD: Final = RECORDS.text(
     "GTOPK_TENSORBOARD", "a folder for scalars of rank 0, where tensorboard is installed"
 )
-WANDB: Final = _text(
+WANDB: Final = RECORDS.text(
     "GTOPK_WANDB",
     "a project at Weights & Biases for scalars of rank 0, where wandb is installed; in the run "
     "that the script has begun by then, if it has",
 )
-MLFLOW: Final = _text(
+MLFLOW: Final = RECORDS.text(
     "GTOPK_MLFLOW",
     "an experiment at MLflow for scalars of rank 0, where mlflow is installed; in the run that is "
     "active by then, if one is",
 )
-PROMETHEUS: Final = _text(  # checked where it is used: `telemetry.sinks.parse_address`
+PROMETHEUS: Final = RECORDS.text(  # checked where it is used: `telemetry.sinks.parse_address`
     "GTOPK_PROMETHEUS",
     "`PORT` or `HOST:PORT`: each rank answers at that port + its local rank, on the loopback "
     "unless HOST says otherwise",
 )
-TIMELINE: Final = _text(
+TIMELINE: Final = RECORDS.text(
     "GTOPK_TIMELINE",
     "a folder for a trace of every rank (Chrome's format), for `gtopk timeline`",
 )
-ADVICE: Final = _switch(
+ADVICE: Final = RECORDS.switch(
     "GTOPK_ADVICE",
     "`off`: no line at the start of a run on what compression saves here, and nothing but `auto` "
     "predicts exchanges",
     True,
     "on",
 )
-LOG: Final = _word(
-    "GTOPK_LOG",
-    "the least that is logged: `debug`, `info`, `warning`, `error`, `off`; for all ranks alike",
-    ("debug", "info", "warning", "error", "off"),
-    "rank 0: info, others: warnings",
+
+
+def _parse_level(text: str) -> str:
+    if (level := text.lower()) not in ("debug", "info", "warning", "error", "off"):
+        raise ValueError("one of debug, info, warning, error, off")
+    return level
+
+
+LOG: Final = RECORDS.add(
+    Setting(
+        "GTOPK_LOG",
+        "the least that is logged: `debug`, `info`, `warning`, `error`, `off`; for all ranks alike",
+        _parse_level,
+        "",
+        "rank 0: info, others: warnings",
+    )
 )
 
-# Going on after a fault.
+FAULTS: Final = Section("Going on after a fault")
 
-ELASTIC_DIR: Final = _text(
+ELASTIC_DIR: Final = FAULTS.text(
     "GTOPK_ELASTIC_DIR",
     "the folder in which commits of `hvd.elastic` are kept; on every rank or none",
 )
-ELASTIC_KEEP: Final = _whole("GTOPK_ELASTIC_KEEP", "how many commits are kept there", 2, "commits")
+ELASTIC_KEEP: Final = FAULTS.whole(
+    "GTOPK_ELASTIC_KEEP", "how many commits are kept there", 2, "commits"
+)
 
-# Horovod's variables, with Horovod's meaning.
+HOROVOD: Final = Section("Horovod's, with its meaning")
 
-HOROVOD_TIMELINE: Final = _text(
+HOROVOD_TIMELINE: Final = HOROVOD.text(
     "HOROVOD_TIMELINE",
     "a file for rank 0's timeline (Chrome's trace format); `DYNAMIC`: from `hvd.start_timeline` on",
 )
-MARK_CYCLES: Final = _switch(
+MARK_CYCLES: Final = HOROVOD.switch(
     "HOROVOD_TIMELINE_MARK_CYCLES", "1: cycles are marked in it", False, "0"
 )
-STALL_CHECK_TIME: Final = _number(
+STALL_CHECK_TIME: Final = HOROVOD.number(
     "HOROVOD_STALL_CHECK_TIME_SECONDS",
     "seconds until a warning names the rank that others wait for; 0: never",
     60.0,
     "seconds",
     may_be_zero=True,
 )
-STALL_SHUTDOWN_TIME: Final = _number(
+STALL_SHUTDOWN_TIME: Final = HOROVOD.number(
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
     "seconds until the job is ended for it; 0: never",
     0.0,
     "seconds",
     may_be_zero=True,
 )
-STALL_CHECK_DISABLE: Final = _switch(
+STALL_CHECK_DISABLE: Final = HOROVOD.switch(
     "HOROVOD_STALL_CHECK_DISABLE", "1: neither a warning nor an end of the job", False, "0"
 )
-CYCLE_TIME: Final = _number(
+CYCLE_TIME: Final = HOROVOD.number(
     "HOROVOD_CYCLE_TIME",
     "milliseconds to wait, after an operation is submitted, for more of its burst",
     1.0,
     "milliseconds",
     may_be_zero=True,
 )
-CACHE_CAPACITY: Final = _number(
+CACHE_CAPACITY: Final = HOROVOD.number(
     "HOROVOD_CACHE_CAPACITY",
     "names that are known by a number; the least of all ranks' counts",
     1024.0,
     "names",
     may_be_zero=True,
 )
-FUSION_THRESHOLD: Final = _number(
+FUSION_THRESHOLD: Final = HOROVOD.number(
     "HOROVOD_FUSION_THRESHOLD",
     "bytes of tensors that are reduced as one; 0: none are",
     float(64 << 20),
     "bytes",
     may_be_zero=True,
 )
-DYNAMIC_PROCESS_SETS: Final = _switch(
+DYNAMIC_PROCESS_SETS: Final = HOROVOD.switch(
     "HOROVOD_DYNAMIC_PROCESS_SETS", "1: process sets can be added and removed later", False, "0"
 )
 
-# Variables that gtopk sets for processes that it starts.
+CHILDREN: Final = Section("From gtopk to the processes that it starts")
 
-RUN_ADDRESS: Final = _text("GTOPK_RUN_ADDRESS", "where a rank of gtopk.run fetches its call")
-RUN_SECRET: Final = _text("GTOPK_RUN_SECRET", "the key that it proves itself with there")
-RUN_OUTPUT: Final = _text("GTOPK_RUN_OUTPUT", "the folder for what the ranks print")
-JOB: Final = _text("GTOPK_JOB", "marks the processes of a job, so that none outlives it")
-AS_HOROVOD_MAIN: Final = _text(
+RUN_ADDRESS: Final = CHILDREN.text(
+    "GTOPK_RUN_ADDRESS", "where a rank of gtopk.run fetches its call"
+)
+RUN_SECRET: Final = CHILDREN.text("GTOPK_RUN_SECRET", "the key that it proves itself with there")
+RUN_OUTPUT: Final = CHILDREN.text("GTOPK_RUN_OUTPUT", "the folder for what the ranks print")
+JOB: Final = CHILDREN.text("GTOPK_JOB", "marks the processes of a job, so that none outlives it")
+AS_HOROVOD_MAIN: Final = CHILDREN.text(
     "GTOPK_AS_HOROVOD_MAIN", "JSON: the script's path, or null; its module, or null"
 )
 
 SECTIONS: Final[dict[str, tuple[Setting[Any], ...]]] = {
-    "How ranks are joined, and how they talk": (
-        TRANSPORT,
-        START_TIMEOUT,
-        TIMEOUT,
-        HEARTBEAT_TIMEOUT,
-        INTERFACE,
-        ALLOW_PICKLE,
-        CHECK_MESSAGES,
-        LINK,
-    ),
-    "What computes": (KERNELS, THREADS, CHECK_GRADIENTS, CALIBRATION, SIMGRID_PYTHON),
-    "What is recorded and logged": (
-        RUN,
-        FAILURE_DIR,
-        RUN_EVERY,
-        TENSORBOARD,
-        WANDB,
-        MLFLOW,
-        PROMETHEUS,
-        TIMELINE,
-        ADVICE,
-        LOG,
-    ),
-    "Going on after a fault": (ELASTIC_DIR, ELASTIC_KEEP),
-    "Horovod's, with its meaning": (
-        HOROVOD_TIMELINE,
-        MARK_CYCLES,
-        STALL_CHECK_TIME,
-        STALL_SHUTDOWN_TIME,
-        STALL_CHECK_DISABLE,
-        CYCLE_TIME,
-        CACHE_CAPACITY,
-        FUSION_THRESHOLD,
-        DYNAMIC_PROCESS_SETS,
-    ),
-    "From gtopk to the processes that it starts": (
-        RUN_ADDRESS,
-        RUN_SECRET,
-        RUN_OUTPUT,
-        JOB,
-        AS_HOROVOD_MAIN,
-    ),
+    section.title: tuple(section.settings)
+    for section in (JOINING, COMPUTING, RECORDS, FAULTS, HOROVOD, CHILDREN)
 }

@@ -38,6 +38,7 @@ except ImportError as missing:
     ) from missing
 
 from .ddp import GTopKState, gtopk_hook, take_over_clipping
+from .exchange.buckets.parameters import parameters_of
 from .exchange.residual_state import norm_of
 from .integrations.optimizer_checks import ResidualNote
 from .telemetry.sinks import scalars_of_step
@@ -247,7 +248,6 @@ def _take_precise_state(optimizer: torch.optim.Optimizer, folder: Path) -> None:
 
     torch casts state to the parameters' dtype, and Trainer has loaded it before the hook was there.
     """
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
     path = folder / OPTIMIZER_NAME
-    if path.is_file() and any(p.dtype.itemsize < 4 for p in parameters):
+    if path.is_file() and any(p.dtype.itemsize < 4 for p in parameters_of(optimizer)):
         optimizer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))

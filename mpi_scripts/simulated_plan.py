@@ -24,7 +24,7 @@ from collectives.errors import CollectiveError
 from gtopk.cli import plan
 from gtopk.cli.arguments import as_argument, bandwidth, duration, fail, number_in, whole_number
 from gtopk.cli.plan import render as render_plan
-from gtopk.planning.comparison import LABELS, Comparison, exposed_seconds
+from gtopk.planning.comparison import LABELS, Comparison
 from gtopk.units import bandwidth_text, digits, seconds_text
 from mpi_scripts.replay.simulate import (
     NODES_PER_SWITCH,
@@ -51,7 +51,7 @@ class Simulated(NamedTuple):
         if self.wire_seconds is None:
             return None
         modelled, wire = self.prediction, self.prediction.communicate_seconds
-        exposed = exposed_seconds(modelled, 0.0) - wire + self.wire_seconds
+        exposed = modelled.seconds - wire + self.wire_seconds
         return max(0.0, exposed - backward_seconds) if is_dense(modelled) else exposed
 
 

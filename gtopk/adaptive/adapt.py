@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from ..exchange.automatic import hides_behind_backward
 from ..optim.wrapped.adam_step import require_plain
-from ..optim.wrapped.readings import Readings
+from ..optim.wrapped.wrapping import Readings
 from ..reduce_ops import Adasum, Average
 from ..runtime.world import world
 from ..runtime.world.process_sets import global_process_set

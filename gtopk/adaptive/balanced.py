@@ -18,7 +18,7 @@ from collectives.kernels import squared_norm
 from collectives.vector import Array
 
 from ..exchange.buckets.parameters import trained_by
-from ..optim.grad_scaler import loss_scale
+from ..optim.gradient_checks import loss_scale
 from ..optim.samples import whole_number
 from .controller import Controller, Window
 from .current_batch import CurrentBatch, LearningRate, Memory

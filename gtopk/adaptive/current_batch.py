@@ -23,7 +23,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..optim.samples import Samples
-from ..optim.step_policy import StepListener
+from ..optim.wrapped.wrapping import StepListener
 from ..runtime.world.membership import World
 from .noise_scale import Noise
 from .throughput import weak_hook

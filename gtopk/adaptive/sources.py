@@ -29,7 +29,7 @@ from collectives.errors import MismatchError
 from collectives.transports import Transport
 from collectives.vector import Array
 
-from ..optim.replica_check import checksums
+from ..optim.step_checks import checksums
 from ..runtime.coordinator.agreement import name_ranks
 from .partitioning.cuts import Cut, Plan, cut_epoch, shuffled
 

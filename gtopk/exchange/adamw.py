@@ -404,12 +404,8 @@ class AdamSteps:
 
     def undo(self) -> None:
         """Restore the shared state of all parameters from before `make_step`."""
-        if self._before is not None:
-            places, shared, rows, steps = self._before
-            self._shared[places] = shared
-            self._shared_rows.copy_(rows)
-            self._set_steps(steps)
-            self._before = None
+        self.undo_part(range(len(self._sizes)))
+        self._before = None
 
     def exclude(self, numbers: Collection[int]) -> None:
         """Add no decay for these parameters in this step: no rank has a gradient of theirs."""

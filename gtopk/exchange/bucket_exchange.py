@@ -26,7 +26,7 @@ from ..compression import (
 from .adamw import AdamGroups, AdamSteps
 from .automatic import AutomaticExchange
 from .buckets.buckets import Bucket
-from .buckets.placeholders import lack_gradients
+from .buckets.parameters import lack_gradients
 from .exchange import (
     CompressorExchange,
     DenseExchange,
@@ -36,9 +36,8 @@ from .exchange import (
     SparseExchange,
     open_residual,
 )
-from .node_exchange import NodeExchange
+from .owned_exchanges import NodeExchange, ShardExchange
 from .residual import Residual, ResidualSize
-from .shard_exchange import ShardExchange
 
 
 def open_exchange(
@@ -87,7 +86,7 @@ class BucketExchange:
 
     In a step: `capture_gradients`, `snapshot`, `reduce`, then `apply` and `commit`, or `undo`.
 
-    parameters, names: in their order in the bucket.
+    parameters, names: in their order in the bucket. elements: the number of its values.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class BucketExchange:
         self.name = name
         self.parameters = list(parameters)
         self.names = list(names)
-        self.bucket = bucket
+        self.bucket, self.elements = bucket, bucket.length
         self.exchange = exchange
         self.adam: AdamSteps | None = None  # made of its gradients, before they are exchanged
         self._captured: list[torch.Tensor | None] = []  # gradients at `watch`, and their versions
@@ -110,11 +109,6 @@ class BucketExchange:
         self._checksums_whole = settings.CHECK_GRADIENTS.read()
         # The parameters, not the bucket: without CuPy, a bucket of those on a GPU is on the host.
         self._on_gpu = any(parameter.is_cuda for parameter in self.parameters)
-
-    @property
-    def elements(self) -> int:
-        """Return the number of values in the bucket."""
-        return self.bucket.length
 
     @property
     def signature(self) -> str:
@@ -201,17 +195,17 @@ class BucketExchange:
         show in the gradients' values, on the host only, as far as `Bucket.checksum` reads them.
         """
         here = [p.grad for p in self.parameters]
-        alike = (
-            all(map(operator.is_, here, self._captured)) and _versions_of(here) == self._versions
-        )
+        if not all(map(operator.is_, here, self._captured)):
+            return False
         residual = self.exchange.residual
-        alike = alike and (residual is None or residual.options_unchanged())
+        options_changed = residual is not None and not residual.options_unchanged()
+        if options_changed or _versions_of(here) != self._versions:
+            return False
+        if self._checksum is None:
+            return True
         # The mark last, and only where it decides: it reads values.
-        look = alike and self._checksum is not None
-        mark = self.bucket.checksum(self._checksums_whole) if look else None
-        return alike and (
-            mark is None or self._checksum is None or torch.equal(mark, self._checksum)
-        )
+        mark = self.bucket.checksum(self._checksums_whole)
+        return mark is None or torch.equal(mark, self._checksum)
 
     def missing(self) -> list[str]:
         """Return the names of the parameters that have no gradient here."""
@@ -286,14 +280,15 @@ class BucketExchange:
 
         Until `commit`, `undo` can bring the residual back, but not the gradients.
         """
-        self._apply()
+        self.apply_sum()
         missing: Collection[int] = ()
         if missing_everywhere:
             missing = {place for place, n in enumerate(self.names) if n in missing_everywhere}
         self.bucket.keep_gradients(missing)
         self._release_captured()
 
-    def _apply(self) -> None:
+    def apply_sum(self) -> None:
+        """Put the sum in the gradients' place, without the rest of `apply`."""
         with profiled("apply"), self.bucket.on_stream():
             self.exchange.apply(self.bucket)
             if self.exchange.residual is not None:
@@ -318,7 +313,7 @@ class BucketExchange:
     def finish_joined_step(self) -> None:
         """End a step of a rank that has joined: the residual changes, parameters do not."""
         # Final at once: no optimizer will step here, which would make it so.
-        self._apply()
+        self.apply_sum()
         self.commit()
         self.release_gradients()
 

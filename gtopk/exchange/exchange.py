@@ -464,7 +464,9 @@ def ready(bucket: Bucket, now: Timestamp) -> float | None:
     return time.perf_counter() - bucket.ready.seconds_until(now)
 
 
-def open_residual(bucket: Bucket, compression: ErrorFeedback) -> Residual:
+def open_residual(
+    bucket: Bucket, compression: ErrorFeedback, *, has_owner_errors: bool = False
+) -> Residual:
     """Return the residual of a bucket, empty."""
     return Residual(
         bucket.length,
@@ -474,6 +476,7 @@ def open_residual(bucket: Bucket, compression: ErrorFeedback) -> Residual:
         masked=compression.factor_masking,
         betas=compression.adam_correction,
         sizes=bucket.sizes,
+        has_owner_errors=has_owner_errors,
     )
 
 

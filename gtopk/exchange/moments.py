@@ -1,4 +1,4 @@
-"""AdamMoments: Adam's moments of this rank's own gradients, applied before the selection.
+"""Adam's moments of this rank's own gradients, applied before the selection.
 
     m = beta1 m + (1 - beta1) w g        w: this rank's share of the sum, g: its mean gradient
     v = beta2 v + (1 - beta2) w g^2
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -28,63 +28,49 @@ EPS: Final = 1e-8
 _PIECE: Final = 1 << 16  # fits a cache with its moments
 
 
-class AdamMoments:
-    """Turns gradients, [n], of p parameters side by side into Adam's steps.
+def make_adam_step(
+    gradient: torch.Tensor,
+    share: float,
+    moments: Sequence[torch.Tensor],
+    sizes: Sequence[int],
+    betas: tuple[float, float],
+) -> None:
+    """Turn a weighted gradient, [n], of p parameters side by side into Adam's weighted step.
 
-    first, second: m and v, of the gradients' dtype, [n]; ages: int64 [p], on the host. All are
-        changed in place.
+    In place, as are the changes of the moments.
+
+    share: of this rank in the sum, above 0.
+    moments: m and v, of the gradient's dtype, [n]; ages, int64 [p], on the host.
     sizes: of the parameters.
     """
+    first, second, ages = moments
+    ages.add_(1)
+    # One age means one bias: such neighbours, mostly all parameters, are worked on in one call.
+    runs = [
+        (age, sum(size for _, size in group))
+        for age, group in itertools.groupby(
+            zip(ages.tolist(), sizes, strict=True), key=lambda each: each[0]
+        )
+    ]
+    lengths = [length for _, length in runs]
+    parts = (each.split(lengths) for each in (gradient, first, second))
+    for (age, _), *vectors in zip(runs, *parts, strict=True):
+        _make_step(age, share, vectors, betas)
 
-    def __init__(
-        self,
-        first: torch.Tensor,
-        second: torch.Tensor,
-        ages: torch.Tensor,
-        sizes: Sequence[int],
-        betas: tuple[float, float],
-    ) -> None:
-        self._first, self._second, self._ages = first, second, ages
-        self._sizes, self._betas = list(sizes), betas
 
-    def make_step(self, gradient: torch.Tensor, share: float) -> None:
-        """Turn a weighted gradient, [n], into the weighted step, in place.
-
-        share: of this rank in the sum; 0: it has no gradient, and its moments stay.
-        """
-        if not share:
-            return
-        self._ages.add_(1)
-        ages, lengths = zip(*self._alike(), strict=True)
-        parts = (each.split(lengths) for each in (gradient, self._first, self._second))
-        for age, g, m, v in zip(ages, *parts, strict=True):
-            self._make_step(age, share, g, m, v)
-
-    def _alike(self) -> Iterator[tuple[int, int]]:
-        """Return runs of neighbouring parameters of one age: the age, and how many elements."""
-        # One age means one bias: such neighbours, mostly all parameters, are worked on in one call.
-        each = zip(self._ages.tolist(), self._sizes, strict=True)
-        for age, group in itertools.groupby(each, key=lambda one: one[0]):
-            yield age, sum(size for _, size in group)
-
-    def _make_step(
-        self,
-        age: int,
-        share: float,
-        gradient: torch.Tensor,
-        first: torch.Tensor,
-        second: torch.Tensor,
-    ) -> None:
-        beta1, beta2 = self._betas
-        bias1, bias2 = 1.0 - beta1**age, 1.0 - beta2**age
-        length = _PIECE if gradient.device.type == "cpu" else max(1, gradient.numel())
-        pieces = (each.split(length) for each in (gradient, first, second))
-        for g, m, v in zip(*pieces, strict=True):
-            m.lerp_(g, 1.0 - beta1)
-            # g is w times the mean gradient: its square, over w, is the w g^2 of the formula.
-            v.mul_(beta2).addcmul_(g, g, value=(1.0 - beta2) / share)
-            # The gradient's memory holds the step from here on. The bias of m goes below the line:
-            # one pass less than to divide m by it.
-            torch.sqrt(v, out=g)
-            g.mul_(bias1 / math.sqrt(bias2 * share)).add_(bias1 * EPS)
-            torch.div(m, g, out=g)
+def _make_step(
+    age: int, share: float, vectors: Sequence[torch.Tensor], betas: tuple[float, float]
+) -> None:
+    """vectors: gradient, m and v, of parameters of one age."""
+    beta1, beta2 = betas
+    bias1, bias2 = 1.0 - beta1**age, 1.0 - beta2**age
+    length = _PIECE if vectors[0].device.type == "cpu" else max(1, vectors[0].numel())
+    for g, m, v in zip(*(each.split(length) for each in vectors), strict=True):
+        m.lerp_(g, 1.0 - beta1)
+        # g is w times the mean gradient: its square, over w, is the w g^2 of the formula.
+        v.mul_(beta2).addcmul_(g, g, value=(1.0 - beta2) / share)
+        # The gradient's memory holds the step from here on. The bias of m goes below the line: one
+        # pass less than to divide m by it.
+        torch.sqrt(v, out=g)
+        g.mul_(bias1 / math.sqrt(bias2 * share)).add_(bias1 * EPS)
+        torch.div(m, g, out=g)

@@ -25,7 +25,7 @@ from collectives.vector import SparseVector, is_on_device
 
 from .adamw import AdamSteps, OwnMoments
 from .buckets.arrays import Memory, view_tensor, zeros
-from .moments import AdamMoments
+from .moments import make_adam_step
 
 PART: Final = 0.5  # how long the part is that a dense step sends, over the gradient's length
 MOST_STEPS: Final = 1000  # the residual is sent after these, however short gradients are
@@ -113,7 +113,10 @@ class Residual:
     ) -> None:
         self.momentum = momentum
         self._masked = masked
-        self._names = _names(momentum, betas) + (OWNER_ERROR,) * has_owner_errors
+        self._names: tuple[str, ...] = ("residual", "velocity") if momentum else ("residual",)
+        if betas:
+            self._names = "residual", "first_moment", SECOND_MOMENT, AGE
+        self._names += (OWNER_ERROR,) * has_owner_errors
         self._memory = [
             Memory.of(torch.zeros(len(sizes), dtype=torch.int64))
             if name == AGE
@@ -438,9 +441,8 @@ class Residual:
             return self._steps.make_step(view_tensor(gradient), share, transport, own)
         assert self._betas is not None
         if share:
-            first, second, ages = (self._writable(number).tensor for number in (1, 2, 3))
-            moments = AdamMoments(first, second, ages, self._sizes, self._betas)
-            moments.make_step(view_tensor(gradient), share)
+            moments = [self._writable(number).tensor for number in (1, 2, 3)]
+            make_adam_step(view_tensor(gradient), share, moments, self._sizes, self._betas)
         return 0.0
 
     def add_fraction_to(self, gradient: NDArray[Any]) -> float:
@@ -488,10 +490,3 @@ def _squares(*tensors: torch.Tensor) -> list[float]:
         norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
         return [norm * norm for norm in torch.stack(norms).tolist()]
     return [float(sum(part.dot(part).double() for part in t.split(_PIECE))) for t in tensors]
-
-
-def _names(momentum: float, betas: tuple[float, float] | None) -> tuple[str, ...]:
-    """Return the names of a residual's parts."""
-    if betas:
-        return "residual", "first_moment", SECOND_MOMENT, AGE
-    return ("residual", "velocity") if momentum else ("residual",)

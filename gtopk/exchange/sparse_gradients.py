@@ -19,7 +19,7 @@ from collectives.ranges import profiled
 from collectives.transports import Transport
 
 from .buckets.arrays import as_bytes
-from .buckets.placeholders import lacks_gradient
+from .buckets.parameters import lacks_gradient
 from .exchange import Exchanged
 from .residual import ResidualSize
 
@@ -140,8 +140,9 @@ class SparseGradientExchange:
             mine = torch.tensor([indices.shape[1] if len(indices) else 0], device="cpu")
         prepared = time.perf_counter()
         with profiled("exchange"):
-            all_indices = transport.allgather(_bytes_of(torch.cat([mine, indices.flatten()])))
-            all_values = transport.allgather(_bytes_of(values))
+            sent = as_bytes(torch.cat([mine, indices.flatten()]))
+            all_indices = transport.allgather(sent.numpy())
+            all_values = transport.allgather(as_bytes(values).numpy())
             along = self._sum_unsent(transport)
         communicate_seconds = time.perf_counter() - prepared
         dimensions = self._agreed([int(part[:8].view(np.int64)[0]) for part in all_indices])
@@ -246,8 +247,3 @@ def _joined(parts: Sequence[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
     """Return the concatenated parts, given as bytes, as a tensor of this dtype."""
     joined = torch.from_numpy(np.concatenate(parts))
     return joined.as_strided((len(joined),), (1,)).view(dtype)  # an empty array has any stride
-
-
-def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
-    array: np.ndarray = as_bytes(tensor).numpy()
-    return array

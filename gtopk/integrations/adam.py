@@ -27,6 +27,7 @@ from ..exchange.adamw import (
     rows_of,
     step_count,
 )
+from ..exchange.buckets.parameters import parameters_of
 from ..optim.peers import Peers
 from ..optim.wrapped.adam_step import apply_agreed_steps, keep_precision
 from ..optim.wrapped.local_residual import LocalResidual, on_this_rank
@@ -142,7 +143,7 @@ class HookedAdam:
     @property
     def names(self) -> Mapping[torch.nn.Parameter, str]:
         """Return the optimizer's parameters; only the model has their names."""
-        return {p: "" for group in self._optimizer.param_groups for p in group["params"]}
+        return dict.fromkeys(parameters_of(self._optimizer), "")
 
     def detach(self) -> None:
         """Remove all hooks: the optimizer steps as usual, or for another state."""
@@ -210,12 +211,7 @@ class HookedAdam:
             finally:
                 self._in_closure = False
         self._skips.drop(optimizer)
-        stepped = [
-            (p, p.grad)
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
+        stepped = [(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None]
         if self._passes.agreed is None and self.groups.begin_states():
             self._hide(stepped)
             return None

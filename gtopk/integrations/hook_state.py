@@ -30,7 +30,7 @@ from ..exchange.bucket_exchange import (
 from ..exchange.exchange import Exchanged, Progress
 from ..exchange.residual_state import ResidualState, unmatched
 from ..optim.expected_step import ExpectedStep
-from ..optim.grad_scaler import loss_scale
+from ..optim.gradient_checks import loss_scale
 from ..optim.peers import Peers
 from ..optim.wrapped.adam_step import plain
 from ..optim.wrapped.checkpoint import FORMAT
@@ -42,8 +42,8 @@ from ..telemetry.run_record import note_step
 from ..telemetry.step_report import RecordedStep, StepReport, report
 from ..telemetry.stragglers import Stragglers
 from .adam import HookedAdam, HookGroups
-from .bucket_exchanges import PassTransaction, flags_of
 from .optimizer_checks import HookSkips, OptimizerChecks, PassWatch
+from .passes import PassTransaction, flags_of
 
 
 def compression_of(

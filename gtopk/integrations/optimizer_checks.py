@@ -26,9 +26,10 @@ from torch.optim.optimizer import (
 
 from ..compression import ErrorFeedback
 from ..errors import check_count, page
-from ..optim.momentum import CorrectedGradients, log_advice, require_one_momentum
+from ..exchange.buckets.parameters import parameters_of
+from ..optim.gradient_checks import CorrectedGradients, log_advice, require_one_momentum
 from ..optim.options import warn_of_few_entries
-from ..optim.skip_counter import SkippedSteps
+from ..optim.step_checks import SkippedSteps
 from ..optim.wrapped.adam_step import AgreedSteps, groups_to_step_before, require_plain
 
 _everyones: Final[WeakSet[HookSkips]] = WeakSet()
@@ -100,10 +101,9 @@ class HookSkips(SkippedSteps):
         self._dropped[optimizer] = self.count
         others = set[torch.Tensor]().union(*(each.parameters() for each in _everyones))
         kept = others.difference(self.parameters())
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter not in kept:
-                    parameter.grad = None
+        for parameter in parameters_of(optimizer):
+            if parameter not in kept:
+                parameter.grad = None
 
 
 # Replaced as a whole, so that a step may iterate while another thread adds one. PyTorch iterates
@@ -230,8 +230,7 @@ class OptimizerChecks:
             ResidualNote.take(optimizer)
         else:
             parameters = self._skips.parameters()
-            theirs = (p for group in optimizer.param_groups for p in group["params"])
-            if not any(p in parameters for p in theirs):
+            if not any(p in parameters for p in parameters_of(optimizer)):
                 return
             if self._stepped is not None and optimizer is not self._stepped:
                 # A container of optimizers calls the step of the one inside, which is checked then.

@@ -37,7 +37,7 @@ from ..errors import HorovodInternalError, check_count
 from ..exchange.automatic import hides_behind_backward
 from ..exchange.bucket_exchange import require_compression
 from ..exchange.buckets.parameters import name_parameters, require_known, require_trained
-from ..optim.momentum import require_one_momentum
+from ..optim.gradient_checks import require_one_momentum
 from ..optim.wrapped import checkpoint as optimizer_checkpoint
 from ..optim.wrapped.tree import lay_out_as_parameters
 from ..optim.wrapped.wrapping import Wrapping, wrap

@@ -38,8 +38,7 @@ from ..exchange.residual_state import (
 from ..optim.expected_step import ExpectedStep
 from ..optim.options import signature_of
 from ..optim.peers import Peers
-from ..optim.replica_check import BUFFERS_STAY, checksums, require_the_same
-from ..optim.skip_counter import SkipCounter
+from ..optim.step_checks import BUFFERS_STAY, SkipCounter, checksums, require_the_same
 from ..runtime.coordinator import Operation
 from ..runtime.coordinator.agreement import name_ranks
 from ..runtime.world.membership import World

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -27,11 +26,11 @@ from ..compression import Compression, Compressor
 from ..exchange.buckets.arrays import from_array, to_array
 from ..exchange.buckets.parameters import (
     name_parameters,
+    place_placeholders,
     refuse_complex,
     require_trained,
     with_gradients,
 )
-from ..exchange.buckets.placeholders import place_placeholders
 from ..exchange.exchange import Progress
 from ..exchange.residual_state import nonzero_names, norm_of
 from ..reduce_ops import Adasum
@@ -43,7 +42,7 @@ from ..telemetry.step_report import StepReport
 from .expected_step import ExpectedStep
 from .hooks import BackwardHooks
 from .peers import Peers
-from .skip_counter import MAX_SKIPPED_STEPS, SkippedSteps
+from .step_checks import MAX_SKIPPED_STEPS, SkippedSteps
 from .wrapped import checkpoint as optimizer_checkpoint
 from .wrapped.wrapping import Wrapping, wrap
 
@@ -220,15 +219,12 @@ class _AdasumOptimizer(Wrapping):
         self._traffic.count(operation.traffic.sent_bytes, operation.traffic.sent_messages)
         return result
 
-    @contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
+    def skip_synchronize(self) -> NoReturn:
         """Raise AssertionError: the exchange comes after the step, not before."""
         raise AssertionError(
             "skip_synchronize() is not for op=Adasum: gradients are not exchanged, what the step "
             "changed is; clip or unscale this rank's gradients before step()"
         )
-        # Never reached: with it the function is a generator, as `contextmanager` needs one.
-        yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the wrapped optimizer on this rank, and combine its changes with the others'.

@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
+import numpy as np
 import torch
 
 from collectives.cost_model import Candidate, predict
@@ -132,14 +133,8 @@ def buckets_by(
 
 def number_of_groups(order: Sequence[int], groups: int) -> list[list[int]]:
     """Return the parameters in `groups` buckets of equally many parameters, or one more."""
-    groups = max(1, min(groups, len(order)))
-    size, more = divmod(len(order), groups)
-    buckets, begin = [], 0
-    for group in range(groups):
-        end = begin + size + (group < more)
-        buckets.append(list(order[begin:end]))
-        begin = end
-    return buckets
+    parts = np.array_split(np.array(order, int), max(1, min(groups, len(order))))
+    return [part.tolist() for part in parts]
 
 
 @dataclass(frozen=True)
@@ -306,13 +301,8 @@ class Plan:
             # A group may hold parameters that are frozen, and so in no bucket.
             return [[numbers[p] for p in group if p in numbers] for group in groups], []
         places = {name: number for number, name in enumerate(self.names)}
-        bucket_exchanges = [
-            [places[n] for n in bucket_exchange["names"] if n in places]
-            for bucket_exchange in self.wanted
-        ]
-        return bucket_exchanges, [
-            number for bucket_exchange in bucket_exchanges for number in bucket_exchange
-        ]
+        buckets = [[places[n] for n in record["names"] if n in places] for record in self.wanted]
+        return buckets, [number for bucket in buckets for number in bucket]
 
     def _sizes(self, ranks: int) -> Sizes:
         value_bytes = 8 if any(p.dtype == torch.float64 for p in self.trained) else 4

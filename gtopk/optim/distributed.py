@@ -22,26 +22,25 @@ from ..telemetry.run_record import note_step
 from ..telemetry.step_report import StepReport, report
 from ..telemetry.timeline import Span, Step, timeline_of
 from .adasum import distribute_adasum
-from .double_reduction import SharedParameters
-from .grad_scaler import (
+from .gradient_checks import (
     RECIPE,
+    CorrectedGradients,
+    SharedParameters,
     begin_to_read_scale,
+    log_advice,
     loss_scale,
     require_no_fused_unscaling,
+    require_one_momentum,
     require_scaled,
 )
-from .momentum import CorrectedGradients, log_advice, require_one_momentum
 from .options import Groups, Options, warn_of_few_entries
 from .reducer import Reducer
-from .replica_check import ReplicaCheck
 from .samples import Samples, shorten
-from .skip_counter import MAX_SKIPPED_STEPS, SkippedSteps
-from .step_policy import StepListener
+from .step_checks import MAX_SKIPPED_STEPS, ReplicaCheck, SkippedSteps
 from .wrapped import adam_step
 from .wrapped import checkpoint as optimizer_checkpoint
 from .wrapped.local_residual import LocalResidual
-from .wrapped.readings import Readings
-from .wrapped.wrapping import wrap
+from .wrapped.wrapping import Readings, StepListener, wrap
 
 _log = logging.getLogger("gtopk")
 

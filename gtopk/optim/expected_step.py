@@ -35,6 +35,7 @@ class ExpectedStep:
     per: the kind of step that one exchange ends, for messages: "step" or "outer step".
     beyond: the name of a method that the cost model does not know; "": gradients are reduced by
         compression.
+    dense_seconds: that a dense exchange would take; None where nothing is compressed.
     is_planned: whether `bucket_plan` made the buckets, for what the compression sends: dense
         gradients would go in other buckets.
     """
@@ -55,7 +56,7 @@ class ExpectedStep:
         self._is_planned = is_planned
         self._calibration: Calibration | None = None
         self._seconds: float | None = None
-        self._dense_seconds: float | None = None
+        self.dense_seconds: float | None = None
 
     def measure(self, bucket_exchanges: Sequence[Sized], peers: Peers) -> None:
         """Measure links and predict these buckets; rank 0 logs, once a world, what they save.
@@ -64,16 +65,12 @@ class ExpectedStep:
         (settings.ADVICE), and not between threads of one process, which have no links. Groups that
         exchange side by side also measure side by side, and so share links as in every step.
         """
-        self._calibration = self._seconds = self._dense_seconds = None
+        self._calibration = self._seconds = self.dense_seconds = None
         here = peers.world
         if not peers.takes_part or peers.size < 2 or here.transport.name == "local":
             return
 
-        homes = [
-            bucket_exchange.bucket.device
-            for bucket_exchange in bucket_exchanges
-            if isinstance(bucket_exchange, BucketExchange)
-        ]
+        homes = [e.bucket.device for e in bucket_exchanges if isinstance(e, BucketExchange)]
         home = homes[0] if homes else torch.device("cpu")
 
         def calibrate(transport: Transport, all_flags: list[int]) -> Calibration | None:
@@ -113,10 +110,8 @@ class ExpectedStep:
         """Return how many buckets there would be, dense for compressed ones, or the reverse."""
         if not self._is_planned or not asked:
             return None
-        parameters = [
-            each.numel() for bucket_exchange in asked for each in bucket_exchange.bucket.parameters
-        ]
-        sparse = GTopK(usual_density(sum(bucket_exchange.elements for bucket_exchange in asked)))
+        parameters = [parameter.numel() for each in asked for parameter in each.bucket.parameters]
+        sparse = GTopK(usual_density(sum(each.elements for each in asked)))
         return buckets_by(
             None if is_compressed else sparse,
             parameters,
@@ -130,19 +125,14 @@ class ExpectedStep:
             return
         self._seconds = expected_seconds(bucket_exchanges, self._calibration)
         asked, is_compressed = ([], False) if self._beyond else in_question(bucket_exchanges)
-        self._dense_seconds = None
+        self.dense_seconds = None
         if is_compressed:
             buckets = self._other_buckets(asked, is_compressed, self._calibration) or len(asked)
             # Dense gradients would go in buckets of other sizes: taken to be equally long.
             length = -(-sum(_lengths(bucket_exchanges)) // buckets)
             value_bytes, _ = value_bytes_of(asked)
             dense = expected(Compression.none, length, self._calibration, value_bytes)
-            self._dense_seconds = dense.times(buckets).seconds if dense is not None else None
-
-    @property
-    def dense_seconds(self) -> float | None:
-        """Return the seconds that a dense exchange would take; None where nothing is compressed."""
-        return self._dense_seconds
+            self.dense_seconds = dense.times(buckets).seconds if dense is not None else None
 
     @property
     def seconds(self) -> float | None:

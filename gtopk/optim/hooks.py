@@ -69,10 +69,7 @@ class BackwardHooks:
 
     def set_limit(self, passes: int) -> None:
         """Set the limit; raise ValueError where it is below 1."""
-        # Before `check_count`, which allows 0.
-        if isinstance(passes, int) and passes < 1:
-            raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
-        check_count("backward_passes_per_step", passes)
+        check_count("backward_passes_per_step", passes, 1)
         self._count()  # by the limit that they were made under
         self.limit = passes
 

@@ -23,7 +23,7 @@ from ..exchange.automatic import hides_behind_backward
 from ..exchange.bucket_exchange import require_compression
 from ..reduce_ops import NAMES, Adasum, Average, Sum
 from ..runtime.world.process_sets import ProcessSet
-from .replica_check import require_check
+from .step_checks import require_check
 
 _log = logging.getLogger("gtopk")
 # Measured: below it accuracy suffers whatever else is set (docs/accuracy.md).

@@ -113,12 +113,6 @@ class Peers:
             name, signature, without, flags=1, join_descriptor=LEFT_OUT
         ).wait()
 
-    def run_unless_joined(self, what: str, work: Callable[[Transport], Any]) -> Any:
-        """Run `work` on all peers together; return None, on all alike, where one has joined."""
-        return self.run_without_joined(
-            what, [], lambda transport, joined: None if joined else work(transport)
-        )
-
 
 def peers_in(here: World, process_set: ProcessSet, parameters: Iterable[str]) -> Peers:
     """Return the peers in a world; raise ValueError where the process set is not registered there.

@@ -123,11 +123,7 @@ class PlannedBuckets:
         self._warn_of_unmatched(peers.world.rank)
         if peers.rank == 0:
             self._warn_of_lost_momentum()
-        self._sparse = {
-            parameter
-            for bucket_exchange in self.bucket_exchanges
-            for parameter in bucket_exchange.sparse
-        }
+        self._sparse = {parameter for each in self.bucket_exchanges for parameter in each.sparse}
         self._index = {
             p: index
             for index, bucket_exchange in enumerate(self.bucket_exchanges)

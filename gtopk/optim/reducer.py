@@ -18,8 +18,13 @@ from collectives.transports import Transport
 
 from ..exchange.automatic import hides_behind_backward
 from ..exchange.bucket_exchange import mean_square_ratio
-from ..exchange.buckets.parameters import ParameterNames
-from ..exchange.buckets.placeholders import lacks_gradient, place_placeholders, remove_placeholders
+from ..exchange.buckets.parameters import (
+    ParameterNames,
+    lacks_gradient,
+    place_placeholders,
+    remove_placeholders,
+    with_gradients,
+)
 from ..exchange.exchange import Progress
 from ..exchange.residual_state import ResidualState
 from ..reduce_ops import Average
@@ -29,9 +34,8 @@ from ..runtime.logs import EVERYWHERE
 from ..runtime.world import world
 from ..runtime.world.membership import World
 from ..telemetry.stragglers import Stragglers
-from .double_reduction import refuse_ddp
 from .expected_step import ExpectedStep
-from .grad_scaler import loss_scale
+from .gradient_checks import loss_scale, refuse_ddp
 from .hooks import BackwardHooks
 from .options import Options
 from .peers import Peers, peers_in, register_shadow
@@ -167,12 +171,7 @@ class Reducer:
 
         Empty ones are left out: they have nothing to exchange.
         """
-        return [
-            p
-            for group in self._param_groups
-            for p in group["params"]
-            if (p.requires_grad or not lacks_gradient(p)) and p.numel()
-        ]
+        return [p for p in with_gradients(self._param_groups) if p.numel()]
 
     def trains(self) -> bool:
         """Tell whether `trained` has any; stops at the first."""

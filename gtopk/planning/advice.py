@@ -31,7 +31,6 @@ from ..exchange.exchange import (
     Exchange,
     SparseExchange,
 )
-from ..exchange.node_exchange import NodeExchange
 from ..runtime.world.membership import World
 from ..telemetry.step_report import SAME, Sized
 from ..units import (
@@ -98,14 +97,8 @@ def expected_seconds(bucket_exchanges: Sequence[Sized], calibration: Calibration
     seconds = 0.0
     for bucket_exchange in bucket_exchanges:
         exchange = _way_of(bucket_exchange)
-        # A NodeExchange is a SparseExchange, too, but its dense sums inside nodes are beyond the
-        # model.
         plain = isinstance(exchange, DenseExchange | SparseExchange)
-        if (
-            not isinstance(bucket_exchange, Exchanging)
-            or not plain
-            or isinstance(exchange, NodeExchange)
-        ):
+        if not isinstance(bucket_exchange, Exchanging) or not plain:
             return None
         compression = getattr(exchange, "compression", None)
         value_bytes = bucket_exchange.bucket.dtype.itemsize
@@ -217,10 +210,13 @@ def advice(
         else:
             name, edge = LABELS[found.candidate.algorithm], comparison.break_even
         is_somewhere = edge.lowest < edge.highest
-        link = comparison.cluster.network.farthest
+        network = comparison.cluster.network
+        link = network.farthest
+        beside = f" (and {count_text(others)} uncompressed either way)" if others else ""
         return (
-            f"estimated exchange per {per}, {_what(comparison, others)}, nothing hidden behind "
-            f"backward: {_verdict(found, comparison, runs, beyond)}; "
+            f"estimated exchange per {per}, {count_text(comparison.cluster.length)} values{beside},"
+            f" {network.ranks} ranks, nothing hidden behind backward: "
+            f"{_verdict(found, comparison, runs, beyond)}; "
             f"{'' if is_somewhere else 'at this latency '}"
             f"{name} pays {where_it_pays(edge)}; links {bandwidth_text(link.bits_per_second)}, "
             f"{seconds_text(link.latency_seconds)}, {calibration.origin}"
@@ -251,12 +247,6 @@ def _in_short(
     if dense * SAME < seconds:
         return f"{'Compression.none is faster here' if compressed else 'leave it dense'}: {times}"
     return f"compression makes no difference here: {times}"
-
-
-def _what(comparison: Comparison, others: int) -> str:
-    network = comparison.cluster.network
-    beside = f" (and {count_text(others)} uncompressed either way)" if others else ""
-    return f"{count_text(comparison.cluster.length)} values{beside}, {network.ranks} ranks"
 
 
 def _verdict(

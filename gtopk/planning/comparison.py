@@ -104,6 +104,12 @@ class Cluster:
         found = predict(candidate, -(-self.length // buckets), self.network, rates, value_bytes)
         return in_a_step(found.times(buckets), self.network, buckets)
 
+    def exposed_seconds(self, found: Prediction) -> float:
+        """Return the seconds of a method that the backward pass does not hide."""
+        if found.candidate.algorithm == "dense":
+            return max(0.0, found.seconds - self.backward_seconds)
+        return found.seconds
+
 
 def _over(new: float, old: float) -> float:
     # A link without latency, or on which bytes take no time, has no proportion to keep.
@@ -158,7 +164,7 @@ class Comparison:
 
     def exposed_seconds(self, found: Prediction) -> float:
         """Return by how much a method lengthens a step."""
-        return exposed_seconds(found, self.cluster.backward_seconds)
+        return self.cluster.exposed_seconds(found)
 
     def speedup(self, found: Prediction) -> float:
         """Return dense's time over this method's: of the backward pass and the exchange."""
@@ -184,7 +190,7 @@ def pays_clearly(cluster: Cluster, rates: Rates, formats: Sequence[Format]) -> b
     formats: those that sparse methods may send; rates may be of others, too.
     """
     backward = cluster.backward_seconds
-    dense = exposed_seconds(cluster.reduced(DENSE, rates), backward)
+    dense = cluster.exposed_seconds(cluster.reduced(DENSE, rates))
     sparse = min(
         _in_quickest_format(name, cluster, rates, formats).seconds
         for name in offered(cluster.network)
@@ -228,13 +234,6 @@ def in_a_step(found: Prediction, network: Network, buckets: int) -> Prediction:
     return replace(found, agreement_seconds=min(2, buckets) * network.expected_agreement_seconds)
 
 
-def exposed_seconds(found: Prediction, backward_seconds: float) -> float:
-    """Return the seconds of a method that the backward pass does not hide."""
-    if found.candidate.algorithm == "dense":
-        return max(0.0, found.seconds - backward_seconds)
-    return found.seconds
-
-
 def compare(cluster: Cluster, rates: Rates, formats: Sequence[Format] | None = None) -> Comparison:
     """Return the comparison of all methods on a cluster.
 
@@ -242,9 +241,6 @@ def compare(cluster: Cluster, rates: Rates, formats: Sequence[Format] | None = N
     """
     formats = list(rates.coding) if formats is None else formats
     has_shards = rates.coding_of(SHARDS.format) is not None
-
-    def exposed(found: Prediction) -> float:
-        return exposed_seconds(found, cluster.backward_seconds)
 
     dense, sparse = cluster.reduced(DENSE, rates), _sparse(cluster, rates, formats)
     gtopk = next(each for each in sparse if each.candidate.algorithm == "gtopk")
@@ -263,7 +259,10 @@ def compare(cluster: Cluster, rates: Rates, formats: Sequence[Format] | None = N
             if each.candidate.algorithm != "dense"
         ],
         # The tree and shards stand beside the others to compare: Compression.auto offers neither.
-        min([dense, *(s for s in sparse if s.candidate.algorithm in SPARSE)], key=exposed),
+        min(
+            [dense, *(s for s in sparse if s.candidate.algorithm in SPARSE)],
+            key=cluster.exposed_seconds,
+        ),
         cluster.reduced(SHARDS, rates) if has_shards else None,
         rates,
         formats,

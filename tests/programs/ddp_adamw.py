@@ -26,7 +26,7 @@ import gtopk.torch as hvd
 from gtopk.compression import Compression
 from gtopk.ddp import GTopKState, gtopk_hook
 from gtopk.optim.distributed import DistributedOptimizer
-from gtopk.optim.learning_rates import ramp
+from gtopk.optim.wrapped.adam_step import ramp
 
 # One bucket, of the parameters in the model's order.
 IN_ORDER = {"bucket_cap_mb": 25, "find_unused_parameters": True}

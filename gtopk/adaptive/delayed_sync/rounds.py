@@ -42,7 +42,7 @@ import torch
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 
-from ...optim.replica_check import Divergence, ReplicaCheck
+from ...optim.step_checks import Divergence, ReplicaCheck
 from ...runtime.coordinator import Work
 from ...runtime.coordinator.agreement import describe_mismatch
 from ...runtime.world.membership import World

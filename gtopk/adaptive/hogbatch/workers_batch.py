@@ -39,7 +39,7 @@ from torch.utils.data import Sampler
 from collectives.transports import Transport
 
 from ...exchange.buckets.buckets import is_finite
-from ...optim.skip_counter import SkipCounter
+from ...optim.step_checks import SkipCounter
 from ...runtime.world.membership import World
 from ..current_batch import LearningRate, Memory
 from ..local_steps import WallClock, replace_step, require_batch

@@ -19,7 +19,7 @@ from collectives.transports import Counter, Transport
 
 from ...compression import ErrorFeedback
 from ...exchange.buckets.parameters import KNOWN_TO_ADAPT, require_known
-from ...optim.replica_check import BUFFERS_STAY, checksums, require_the_same
+from ...optim.step_checks import BUFFERS_STAY, checksums, require_the_same
 from ...runtime.coordinator.operation import Work, do_nothing
 from ...runtime.logs import EVERYWHERE
 from ..current_batch import LearningRate

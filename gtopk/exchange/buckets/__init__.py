@@ -2,6 +2,6 @@
 
 arrays.py       tensors as flat arrays and back; points in a GPU's time
 buckets.py      the bucket itself
-placeholders.py zeros in place of gradients before the first backward pass
-parameters.py   names of parameters, the same on every rank
+parameters.py   names of parameters, the same on every rank; zeros in place of gradients before the
+                first backward pass
 """

@@ -34,8 +34,7 @@ from .arrays import (
     view_tensor,
     zeros,
 )
-from .parameters import refuse_complex
-from .placeholders import lack_gradients, lacks_gradient
+from .parameters import lack_gradients, lacks_gradient, refuse_complex
 
 _READ_WHERE_THEY_LIE = {
     np.dtype(np.float32): (torch.float32, torch.float16, torch.bfloat16),
@@ -136,11 +135,7 @@ class Bucket:
             else (gradient.detach() if gradient.requires_grad else gradient)
             for p, gradient in zip(self.parameters, gradients, strict=True)
         ]
-        # The caller's: the engine's thread, which reads the gradients, has another one.
-        self._on_stream = self._current_stream()
-        with self._on_stream():
-            self.ready = Timestamp(self.device)
-        self._gradient_cache = None
+        self._note_captured()
 
     def capture_zeros(self, scale: float) -> None:
         """Use zeros as gradients, in memory of their own: parameters' gradients stay unchanged.
@@ -149,6 +144,10 @@ class Bucket:
         """
         self.weight, self.scale, self.share = 1.0, scale, 0.0
         self.gradients = [torch.zeros_like(p) for p in self.parameters]
+        self._note_captured()
+
+    def _note_captured(self) -> None:
+        # The caller's: the engine's thread, which reads the gradients, has another one.
         self._on_stream = self._current_stream()
         with self._on_stream():
             self.ready = Timestamp(self.device)
@@ -175,7 +174,7 @@ class Bucket:
 
     def all_finite(self) -> bool:
         """Tell whether this step's gradients hold neither NaN nor infinity."""
-        if not _on_gpu(self.device):
+        if self.device.type != "cuda":
             parts = self.addend()
             return all(map(all_finite, parts if isinstance(parts, list) else [self.flat]))
         # The infinity norm of values that are not all finite is not finite: one number each to
@@ -195,7 +194,7 @@ class Bucket:
 
         Work on the stream that they were captured on comes after pending writes to that memory.
         """
-        if self.length < _SMALL * len(self.parameters) and not _on_gpu(self.device):
+        if self.length < _SMALL * len(self.parameters) and self.device.type != "cuda":
             return None
         dtypes = {gradient.dtype for gradient in self.gradients}
         if len(dtypes) > 1 or dtypes.pop() not in _READ_WHERE_THEY_LIE[self.dtype]:
@@ -205,7 +204,7 @@ class Bucket:
                 return None
         # The kernels get no empty parts: an empty tensor need not have an address.
         filled = [gradient for gradient in self.gradients if gradient.numel()]
-        if _on_gpu(self.device):
+        if self.device.type == "cuda":
             return located(filled)
         return [view_array(gradient.as_strided((gradient.numel(),), (1,))) for gradient in filled]
 
@@ -301,7 +300,7 @@ class Bucket:
             all gradients get, as by a GradScaler, whose changes torch does not count.
         None on a GPU, where the host would have to wait: only changes that torch counts show there.
         """
-        if _on_gpu(self.device):
+        if self.device.type == "cuda":
             return None
         if not whole:
             largest = max(self.gradients, key=torch.Tensor.numel)
@@ -394,10 +393,6 @@ def split_like(
         flat.as_strided(p.shape, stride, start)
         for p, stride, start in zip(parameters, strides, starts, strict=False)
     ]
-
-
-def _on_gpu(device: torch.device) -> bool:
-    return device.type == "cuda"
 
 
 def _torchs(dtype: np.dtype[Any]) -> torch.dtype:

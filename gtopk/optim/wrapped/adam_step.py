@@ -2,19 +2,22 @@
 
 The moments were applied before the exchange (`exchange.adamw`). For torch's own Adam and AdamW; a
 class derived from them with a `step` of its own is another optimizer.
+
+`ramp` raises the learning rate: compressed AdamW is most fragile in its first half of a training.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.weak import TensorWeakRef
 
-from ...compression import ErrorFeedback, Hierarchical
-from ...errors import check_choice
+from ...compression import ErrorFeedback, Hierarchical, check_density
+from ...errors import check_choice, check_count
 from ...exchange.adamw import SHARED, SHARED_ROWS, AdamGroups, is_decoupled, refuse_amsgrad
 from ...exchange.buckets.parameters import parameters_of
 from ...reduce_ops import Adasum
@@ -177,3 +180,38 @@ def options_of_adam(
             "the residual of other optimizers is of gradients, not of steps"
         )
     return {"adam": adam, "local_residual": adam is not None and local_residual is not False}
+
+
+def ramp(
+    optimizer: torch.optim.Optimizer,
+    steps: int,
+    schedule: Callable[[int], float] | None = None,
+    *,
+    start: float = 0.5,
+    until: float = 0.5,
+) -> LambdaLR:
+    """Return a scheduler that begins at a fraction of the rate and raises it linearly.
+
+    The factor of step t is min(1, start + (1 - start) * t / (until * steps)), times schedule(t).
+
+    optimizer: distributed or plain; the ramp leads to the rate that it has now.
+    steps: of the whole training. schedule: a factor by step, as of a cosine; None: 1 throughout.
+    start: the factor of the first step, above 0 to 1. until: the share of the training, above 0 to
+        1, at which the ramp ends.
+    Raises ValueError for a number out of its range, TypeError for a scheduler in schedule's place.
+    """
+    check_count("steps", steps, 1)
+    check_density("start", start)
+    check_density("until", until)
+    if schedule is not None and not callable(schedule):
+        raise TypeError(
+            "schedule must be a function that returns a factor for a step, got "
+            f"{type(schedule).__name__}: write a scheduler's rule as one, for instance "
+            "lambda t: 0.5 + 0.5 * math.cos(math.pi * t / steps) for a cosine"
+        )
+
+    def factor(step: int) -> float:
+        rising = min(1.0, start + (1.0 - start) * step / (until * steps))
+        return rising if schedule is None else rising * schedule(step)
+
+    return LambdaLR(optimizer, factor)

@@ -160,14 +160,9 @@ def _norm_of(held: Mapping[Any, Mapping[str, ResidualState]]) -> float:
 
 def buckets_here(part: Mapping[str, Any], known: Collection[str]) -> list[dict[str, Any]]:
     """Return the buckets' records, with the names that are known here."""
-    bucket_exchanges: list[dict[str, Any]] = part["lanes"]
-    here = translate(
-        {name for bucket_exchange in bucket_exchanges for name in bucket_exchange["names"]}, known
-    )
-    return [
-        {**bucket_exchange, "names": [here[name] for name in bucket_exchange["names"]]}
-        for bucket_exchange in bucket_exchanges
-    ]
+    records: list[dict[str, Any]] = part["lanes"]
+    here = translate({name for record in records for name in record["names"]}, known)
+    return [{**record, "names": [here[name] for name in record["names"]]} for record in records]
 
 
 def residuals_for(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, ResidualState]:

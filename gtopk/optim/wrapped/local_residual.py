@@ -152,8 +152,8 @@ class LocalResidual:
             module.register_forward_pre_hook(hook.before_forward, prepend=True)
             # Of the models within wrappers, too: a script may take the state of either.
             for each in _layers(module):
-                each.register_state_dict_pre_hook(hook.before_state_dict)
-                each.register_load_state_dict_pre_hook(hook.before_load_state_dict)
+                each.register_state_dict_pre_hook(hook.before_state)
+                each.register_load_state_dict_pre_hook(hook.before_state)
             hook.before_forward(module, ())  # the current call began before the hook was there
             found = {parameter for root in self._roots for parameter in root.parameters()}
             if found.issuperset(names):
@@ -326,10 +326,6 @@ class _Hook:
         elif torch.is_grad_enabled():
             residual.apply()
 
-    def before_state_dict(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
-        if (residual := self._of()) is not None:
-            residual.restore()
-
-    def before_load_state_dict(self, *call: Any) -> None:
+    def before_state(self, *call: Any) -> None:
         if (residual := self._of()) is not None:
             residual.restore()

@@ -1,17 +1,29 @@
 """Wrapping: makes an optimizer of a class derived from the user's own, with its groups and state.
 
 So `isinstance` holds for it as for the user's, and schedulers work, also those made before.
+
+Readings: its properties for scripts, some by Horovod's private names. StepPolicy: the interface by
+which the modes of `hvd.adapt` drive it. The modes hand out batches, and some of them step in its
+place. All that they need of it besides its public methods is there, so that its inner parts may
+change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from typing import Any
 
 import torch
 
-from ...exchange.buckets.placeholders import placeholders, remove_placeholders, renew
+from ...exchange.buckets.parameters import parameters_of, placeholders, remove_placeholders, renew
+from ...exchange.exchange import Progress
+from ...runtime.world.membership import World
+from ...runtime.world.process_sets import ProcessSet
+from ..options import Options
+from ..reducer import Reducer
+from ..samples import Samples
+from ..step_checks import ReplicaCheck, SkippedSteps
 from .tree import lay_out_as_parameters
 
 
@@ -70,15 +82,9 @@ class Wrapping(torch.optim.Optimizer):
         super().load_state_dict(state_dict, *args, **kwargs)
         lay_out_as_parameters(self)
 
-    @property
-    def _own_parameters(self) -> list[torch.nn.Parameter]:
-        """All parameters, in their order."""
-        # As `parameters_of`, without a way through its file in each step: see `make crossings`.
-        return [parameter for group in self.param_groups for parameter in group["params"]]
-
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients; those that are placeholders, of zeros, stay placeholders."""
-        untouched = placeholders(self._own_parameters)
+        untouched = placeholders(parameters_of(self))
         super().zero_grad(*args, **kwargs)
         renew(untouched)
 
@@ -100,13 +106,13 @@ class Wrapping(torch.optim.Optimizer):
 
     def _step_wrapped(self) -> None:
         """Step as the wrapped optimizer does, with the gradients as they are."""
-        remove_placeholders(self._own_parameters)
+        remove_placeholders(parameters_of(self))
         super().step()
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # schedulers made before
 
     def _take_agreed_step(self, step: Callable[[Any], None]) -> None:
         """Call this in place of the wrapped optimizer's step, between that one's hooks."""
-        remove_placeholders(self._own_parameters)
+        remove_placeholders(parameters_of(self))
         # With torch's wrapper, so that the optimizer's hooks and a profiler see a step.
         self.profile_hook_step(step)(self)
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # schedulers made before
@@ -137,3 +143,154 @@ def wrap(optimizer: torch.optim.Optimizer, kind: type[Wrapping]) -> Any:
     for shadowed in ("step", "param_groups", "state"):
         wrapped.__dict__.pop(shadowed, None)
     return wrapped
+
+
+class Readings(Wrapping):
+    """Read-only properties of a distributed optimizer: a mixin, which changes nothing (`wrap`)."""
+
+    _options: Options
+    _reducer: Reducer
+    _replicas: ReplicaCheck
+    _skipped: SkippedSteps
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that reduce together."""
+        return self._options.process_set
+
+    @property
+    def op(self) -> int:
+        """Average or Sum."""
+        return self._options.op
+
+    @property
+    def gradient_predivide_factor(self) -> float:
+        """The factor that divides gradients before the sum, and multiplies them after it."""
+        return self._options.gradient_predivide_factor
+
+    @property
+    def sparse_as_dense(self) -> bool:
+        """Whether sparse gradients are exchanged as dense ones."""
+        return self._options.sparse_as_dense
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """How many backward passes add up before a step."""
+        return self._reducer.hooks.limit
+
+    @property
+    def straggler_scores(self) -> list[float | None] | None:
+        """The speed of each rank's computing, of the last report; the fastest is 1. None before.
+
+        Of the last steps: the least of all ranks' median seconds, over the rank's own.
+        """
+        return self._reducer.stragglers.scores
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped, on all ranks, as a gradient or a sum was not finite."""
+        return self._skipped.count
+
+    @property
+    def divergences(self) -> int:
+        """How many checks found that replicas differ, and did not end in an error."""
+        return self._replicas.divergences
+
+    @property
+    def step_policy(self) -> StepPolicy:
+        """The interface that the modes of `hvd.adapt` drive this optimizer by."""
+        return StepPolicy(self)
+
+    @property
+    def _compression(self) -> Any:
+        return self._options.compression
+
+    @property
+    def _handles(self) -> dict[torch.nn.Parameter, Any]:
+        return self._reducer.in_flight()
+
+    @property
+    def _requires_update(self) -> set[torch.nn.Parameter]:
+        return set(self._reducer.trained())
+
+    @property
+    def _allreduce_delay(self) -> dict[torch.nn.Parameter, int]:
+        return {p: self._reducer.hooks.passes_left(p) for p in self._reducer.trained()}
+
+
+class StepListener:
+    """Is told of an optimizer's steps. This one does nothing; subclasses do."""
+
+    def enter(self, here: World) -> None:
+        """The next step is the first one in another world."""
+
+    def end_step(self) -> None:
+        """A step has been taken, or skipped on all ranks."""
+
+    def drop(self) -> None:
+        """Gradients are cleared; no step will use those that were synchronized."""
+
+
+class StepPolicy:
+    """The optimizer's inside, for a mode; `optimizer.step_policy` makes a new one each time.
+
+    names:    of the optimizer's parameters, equal on all ranks.
+    options:  the arguments of DistributedOptimizer, with its compression.
+    name:     begins the names of the optimizer's exchanges; equal on all ranks.
+    progress: of these exchanges; a mode that steps in the optimizer's place counts there, too.
+    replicas: the check whether replicas differ.
+    skipped:  counts skipped steps.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self.names: Mapping[torch.nn.Parameter, str] = optimizer._parameter_names
+        self.options: Options = optimizer._options
+        self.name: str = optimizer._reducer.peers.name
+        self.progress: Progress = optimizer._reducer.progress
+        self.replicas: ReplicaCheck = optimizer._replicas
+        self.skipped: SkippedSteps = optimizer._skipped
+
+    def trained(self) -> list[torch.nn.Parameter]:
+        """Return the parameters that require a gradient now."""
+        return [parameter for parameter in self.names if parameter.requires_grad]
+
+    def samples(self) -> Samples:
+        """Return the number of samples behind the current gradients, as it was set last."""
+        said: Samples = self._optimizer._reducer.samples
+        return said
+
+    def set_weightless(self, is_weightless: bool) -> None:
+        """Say whether the current batch is a stand-in, whose gradients weigh nothing."""
+        self._optimizer._is_weightless = is_weightless
+
+    def listener(self) -> StepListener:
+        """Return the listener that is told of the steps."""
+        listener: StepListener = self._optimizer._listener
+        return listener
+
+    def listen(self, listener: StepListener) -> None:
+        """Tell this listener of the steps, in place of the one before."""
+        self._optimizer._listener = listener
+
+    def clip(self) -> None:
+        """Shorten the gradients, which are an agreed update, to global_clip_norm."""
+        self._optimizer._clip(1.0)
+
+    def log_compression(self) -> None:
+        """Warn, once and on rank 0, where the compression may cost accuracy in this mode."""
+        self._optimizer._log_compression(by_mode=True)
+
+    def stop_exchanging(self, mode: str) -> None:
+        """Stop the optimizer's exchanges: `mode` steps in its place from now on."""
+        self._optimizer._reducer.stop_exchanging(mode)
+
+    def mode(self) -> str:
+        """Return the mode that steps in the optimizer's place; "": it steps itself."""
+        mode: str = self._optimizer._reducer.stepping_mode
+        return mode
+
+    def note_step(self) -> None:
+        """Let learning-rate schedulers know that a step was taken."""
+        # torch's schedulers read this mark, to warn where they come before the optimizer.
+        self._optimizer._opt_called = self._optimizer._wrapped._opt_called = True

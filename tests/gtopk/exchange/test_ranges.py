@@ -14,12 +14,12 @@ import collectives.kernels
 import collectives.wire.message
 import gtopk.exchange.buckets.arrays
 import gtopk.exchange.exchange
-import gtopk.integrations.bucket_exchanges
+import gtopk.integrations.passes
 from collectives.transports import Transport
 from gtopk.exchange.bucket_exchange import open_bucket_exchange
 from gtopk.exchange.exchange import Exchanged, Progress
 from gtopk.exchange.residual import Residual
-from gtopk.integrations.bucket_exchanges import PassTransaction
+from gtopk.integrations.passes import PassTransaction
 from gtopk.torch import Compression
 
 Seconds = Counter[str]
@@ -61,7 +61,7 @@ def ranges(monkeypatch: pytest.MonkeyPatch) -> Ranges:
     for module in (
         gtopk.exchange.exchange,
         gtopk.exchange.buckets.arrays,
-        gtopk.integrations.bucket_exchanges,
+        gtopk.integrations.passes,
         collectives.wire.message,
     ):
         monkeypatch.setattr(module, "time", clock)

@@ -16,7 +16,7 @@ from gtopk.exchange.bucket_exchange import BucketExchange, attach_adam, open_buc
 from gtopk.exchange.exchange import Progress
 from gtopk.exchange.residual import AGE, ROWS
 from gtopk.integrations.adam import HookGroups
-from gtopk.integrations.bucket_exchanges import BucketExchanges, PassTransaction, split
+from gtopk.integrations.passes import BucketExchanges, PassTransaction, split
 
 BETAS = (0.9, 0.99)
 Parameters = Mapping[str, torch.nn.Parameter]

@@ -15,8 +15,8 @@ from collectives.transports import Transport
 from gtopk.compression import GTopK
 from gtopk.exchange.bucket_exchange import BucketExchange, open_bucket_exchange
 from gtopk.exchange.exchange import Progress
-from gtopk.integrations.bucket_exchanges import BucketFlags, PassTransaction
 from gtopk.integrations.hook_state import HookSteps
+from gtopk.integrations.passes import BucketFlags, PassTransaction
 from gtopk.optim.peers import Peers
 from gtopk.runtime.world import world
 from gtopk.telemetry.reading import read_run

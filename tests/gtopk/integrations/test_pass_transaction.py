@@ -12,7 +12,7 @@ from collectives.transports import local_world
 from gtopk.compression import GTopK
 from gtopk.exchange.bucket_exchange import open_bucket_exchange
 from gtopk.exchange.exchange import Progress
-from gtopk.integrations.bucket_exchanges import BucketFlags, PassTransaction
+from gtopk.integrations.passes import BucketFlags, PassTransaction
 
 
 @pytest.mark.parametrize("flags", [0, BucketFlags.NOT_FINITE])

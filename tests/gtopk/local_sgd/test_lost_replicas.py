@@ -12,7 +12,7 @@ import torch
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport
 from gtopk.local_sgd import LocalSGD, averaging
-from gtopk.optim.replica_check import BUFFERS_STAY
+from gtopk.optim.step_checks import BUFFERS_STAY
 from tests.gtopk.local_rounds import (
     GTOPK,
     backward,

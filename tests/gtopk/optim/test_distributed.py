@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from collectives.cost import dense_bytes, rounds
 from collectives.transports import LocalTransport, local_world, run_ranks
 from gtopk.compression import Compression
-from gtopk.exchange.buckets import buckets, placeholders
+from gtopk.exchange.buckets import buckets
 from gtopk.optim.distributed import DistributedOptimizer
 from gtopk.reduce_ops import Average, Sum
 from gtopk.runtime.world import world
@@ -354,7 +354,9 @@ def test_a_gradient_from_before_wrapping_is_exchanged_where_it_lies_on_a_gpu(
     threads, compression, monkeypatch
 ):
     """A CUDA graph goes on to write there, and torch does not count that as a change."""
-    monkeypatch.setattr(placeholders, "_may_be_of_a_graph", lambda gradient: True)
+    monkeypatch.setattr(
+        "gtopk.exchange.buckets.parameters._may_be_of_a_graph", lambda gradient: True
+    )
 
     def program(transport: LocalTransport) -> tuple[list[float], bool]:
         parameter = torch.nn.Parameter(torch.zeros(40))
@@ -377,7 +379,9 @@ def test_a_gradient_from_before_wrapping_is_exchanged_where_it_lies_on_a_gpu(
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_what_was_wrapped_or_passed_before_has_placeholders_again(threads, graphs, monkeypatch):
-    monkeypatch.setattr(placeholders, "_may_be_of_a_graph", lambda gradient: graphs)
+    monkeypatch.setattr(
+        "gtopk.exchange.buckets.parameters._may_be_of_a_graph", lambda gradient: graphs
+    )
 
     def program(transport: LocalTransport) -> tuple[list[float], list[float]]:
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))

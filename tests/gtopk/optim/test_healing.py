@@ -12,7 +12,7 @@ from collectives.transports import LocalTransport
 from gtopk.compression import Compression
 from gtopk.errors import HorovodInternalError
 from gtopk.optim.distributed import DistributedOptimizer
-from gtopk.optim.replica_check import Divergence, install_parameters, pack, spread_majority
+from gtopk.optim.step_checks import Divergence, install_parameters, pack, spread_majority
 from gtopk.runtime.world import world
 from tests.gtopk.held import held
 

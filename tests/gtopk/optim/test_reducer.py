@@ -18,8 +18,8 @@ from gtopk.compression import Compression
 from gtopk.exchange.bucket_exchange import BucketExchange
 from gtopk.optim import reducer
 from gtopk.optim.distributed import DistributedOptimizer
-from gtopk.optim.double_reduction import refuse_ddp
 from gtopk.optim.expected_step import ExpectedStep
+from gtopk.optim.gradient_checks import refuse_ddp
 from gtopk.optim.step_transaction import StepTransaction
 from gtopk.reduce_ops import Adasum, Average
 from gtopk.runtime.world import world

@@ -11,7 +11,7 @@ import torch
 import gtopk.torch as hvd
 from gtopk.adaptive.model_averaging.options import STRATEGIES
 from gtopk.adaptive.partitioning.cursor import by_speed
-from gtopk.optim.replica_check import BUFFERS_STAY
+from gtopk.optim.step_checks import BUFFERS_STAY
 from gtopk.runtime.world.membership import World
 from tests.gtopk.adaptive.merging_run import EVENLY, LENGTH, Run, data
 from tests.gtopk.adaptive.modelled_ranks import on_ranks

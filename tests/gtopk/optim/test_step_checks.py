@@ -1,13 +1,15 @@
-"""Replicas are compared after the same steps on every rank, however many each took itself."""
+"""Replicas are compared after the same steps on every rank; a skipped one is told of once."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport, local_world, run_ranks
+from gtopk.optim.step_checks import SkippedSteps
 from gtopk.runtime.world import world
 from tests.gtopk.four_layers import distribute, inputs, layers
 
@@ -128,3 +130,20 @@ def test_a_step_that_only_one_rank_ended_parts_no_checks():
 
     run_ranks(local_world(2, 30), begin)
     run_ranks(local_world(2, 30), go_on)
+
+
+@pytest.mark.parametrize(
+    ("where", "seen", "why"),
+    [
+        ("rank 3: 'w'", "the gradient is not finite on rank 3: 'w'", "a gradient is not finite on"),
+        ("", "the sum of finite gradients is not finite", "a sum overflowed"),
+    ],
+)
+def test_a_gradient_and_a_sum_are_told_apart(where, seen, why, caplog) -> None:
+    skipped = SkippedSteps(0)
+    with pytest.raises(FloatingPointError, match=f"skipped at step 7, the last because {why}"):
+        skipped.note(1, 7, where)
+    assert caplog.messages == [
+        f"rank 1: step 7 is skipped on every rank, residuals untouched: {seen}"
+    ]
+    assert caplog.records[0].everywhere  # equal on all ranks: without GTOPK_LOG, rank 0 prints it

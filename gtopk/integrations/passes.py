@@ -1,6 +1,8 @@
-"""BucketExchanges: an exchange for each bucket of DDP or FSDP, and the residual of each parameter.
+"""A backward pass of DDP or FSDP, which hands over its gradients bucket by bucket.
 
-PassTransaction: all buckets of a backward pass count, or none.
+BucketExchanges: an exchange for each bucket, and the residual of each parameter. PassTransaction:
+all buckets of a pass count, or none. After them comes what DDP alone needs: HookReplicas compares
+its replicas; others refuse what the hook cannot exchange.
 
 DDP rebuilds its buckets after the first step, unless it is to find unused parameters; FSDP's have
 the parameters with gradients in a pass. The residual moves along, parameter by parameter; that of a
@@ -13,17 +15,28 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Final
+from functools import partial
+from typing import Final, Literal, NamedTuple
 
 import torch
+from torch._C._distributed_c10d import GradBucket, ProcessGroup
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
 
-from collectives.ranges import profiled
 from collectives.transports import Transport
 
 from ..exchange.bucket_exchange import BucketExchange
-from ..exchange.exchange import Exchanged
+from ..exchange.buckets.parameters import refuse_complex
+from ..exchange.exchange import Exchanged, Progress
 from ..exchange.residual import AGE, OWNER_ERROR, ROWS
-from ..exchange.residual_state import ResidualState, without_owner_errors
+from ..exchange.residual_state import ResidualState, plain_name, without_owner_errors
+from ..optim.gradient_checks import groups_of_ddp
+from ..optim.peers import Peers
+from ..optim.step_checks import ReplicaCheck, require_check
+from ..optim.wrapped.local_residual import center_of
+from ..runtime.coordinator import Operation
+from ..runtime.world import world
+from ..runtime.world.process_sets import ProcessSet, global_process_set
 
 
 class BucketExchanges:
@@ -128,24 +141,7 @@ class BucketExchanges:
 
     def _views(self, parameter: torch.Tensor) -> ResidualState:
         """Return views of a parameter's part of its bucket's residual, in the order of memory."""
-        return self._views_in(*self._bucket_of[parameter], parameter.numel())
-
-    @staticmethod
-    def _views_in(
-        bucket_exchange: BucketExchange, index: int, start: int, length: int
-    ) -> ResidualState:
-        residual = bucket_exchange.exchange.residual
-        assert residual is not None
-        views = {}
-        for what, tensor in residual.after_last_step().items():
-            if what == AGE:
-                views[what] = tensor[index]
-            elif what == ROWS:
-                first = sum(residual.rows[:index])
-                views[what] = tensor[first : first + residual.rows[index]]
-            else:
-                views[what] = tensor[start : start + length]
-        return views
+        return _views_in(*self._bucket_of[parameter], parameter.numel())
 
     def residuals(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Return each parameter that has a residual, and a view of it in the parameter's shape."""
@@ -171,7 +167,7 @@ class BucketExchanges:
         elif own is None and is_trained and parameter.numel() and not parameter.is_complex():
             whole = stand_in(parameter, parameter.numel())
             alone = self._open_bucket_exchange(whole, [parameter])
-            own = self._views_in(alone, 0, 0, parameter.numel())
+            own = _views_in(alone, 0, 0, parameter.numel())
         return {
             what: (part if what in (AGE, ROWS) else as_shaped(part, parameter)).clone(
                 memory_format=torch.contiguous_format
@@ -191,6 +187,22 @@ class BucketExchanges:
                 part = torch.empty(parameter.numel(), dtype=tensor.dtype, device=parameter.device)
                 as_shaped(part, parameter).copy_(tensor)
                 self._residuals.setdefault(parameter, {})[what] = part
+
+
+def _views_in(
+    bucket_exchange: BucketExchange, index: int, start: int, length: int
+) -> ResidualState:
+    """Return views of the part of a bucket's residual that belongs to a parameter in it."""
+    residual = bucket_exchange.exchange.residual
+    assert residual is not None
+    where: dict[str, int | slice] = {AGE: index}
+    if residual.rows:
+        first = sum(residual.rows[:index])
+        where[ROWS] = slice(first, first + residual.rows[index])
+    return {
+        what: tensor[where.get(what, slice(start, start + length))]
+        for what, tensor in residual.after_last_step().items()
+    }
 
 
 class BucketFlags:
@@ -218,12 +230,14 @@ class PassTransaction:
 
     not_finite: the places of the ranks whose gradients of the last bucket were not finite: the
         same on all ranks.
+    exchanged: the buckets that were handed over in this step.
+    is_void: whether the step does not count, on any rank.
     """
 
     def __init__(self) -> None:
         self.not_finite: list[int] = []
-        self._exchanged: list[BucketExchange] = []
-        self._void = False
+        self.exchanged: list[BucketExchange] = []
+        self.is_void = False
 
     def run(
         self, bucket_exchange: BucketExchange, transport: Transport, all_flags: Sequence[int]
@@ -235,58 +249,47 @@ class PassTransaction:
         """
         # A module that is used twice in a pass is exchanged twice: `undo` must go back to before
         # the first time.
-        again = bucket_exchange in self._exchanged
-        self._exchanged.append(bucket_exchange)
+        again = bucket_exchange in self.exchanged
+        self.exchanged.append(bucket_exchange)
         self.not_finite = [n for n, flags in enumerate(all_flags) if flags & BucketFlags.NOT_FINITE]
-        self._void |= bool(self.not_finite)
+        self.is_void |= bool(self.not_finite)
         exchanged = None
         # Whether the step is void follows from all ranks' flags and sums: all exchange, or none.
-        if not self._void:
+        if not self.is_void:
             if not again:
                 bucket_exchange.snapshot()
             exchanged = bucket_exchange.reduce(transport)
             # The update is the same on all ranks, and so is this verdict: all gather here, to name
             # the ranks; where none says so, finite gradients had a sum that is not.
             if not exchanged.finite:
-                self._void = True
+                self.is_void = True
                 said = transport.gather_object(not bucket_exchange.all_finite())
                 self.not_finite = [place for place, is_theirs in enumerate(said) if is_theirs]
-        if self._void:
+        if self.is_void:
             self.drop()
             with bucket_exchange.bucket.on_stream():
                 bucket_exchange.bucket.poison()
             return exchanged
         begun = time.perf_counter()
-        with profiled("apply"), bucket_exchange.bucket.on_stream():
-            bucket_exchange.exchange.apply(bucket_exchange.bucket)
+        bucket_exchange.apply_sum()
         assert exchanged is not None
         seconds = exchanged.select_seconds + time.perf_counter() - begun
         return replace(exchanged, select_seconds=seconds)
 
     def drop(self) -> None:
         """Make the step void: the residual becomes what it was before."""
-        self._void = True
-        for bucket_exchange in self._exchanged:
+        self.is_void = True
+        for bucket_exchange in self.exchanged:
             bucket_exchange.undo()
-
-    @property
-    def is_void(self) -> bool:
-        """Whether the step does not count on any rank."""
-        return self._void
-
-    @property
-    def buckets(self) -> int:
-        """How many buckets were handed over in this step."""
-        return len(self._exchanged)
 
     def close(self) -> bool:
         """End the step, and tell whether it counted."""
-        counted = not self._void
-        for bucket_exchange in self._exchanged:
+        counted = not self.is_void
+        for bucket_exchange in self.exchanged:
             # A void step was undone: there is nothing to commit.
             bucket_exchange.commit()
             bucket_exchange.release_gradients()
-        self._exchanged, self._void = [], False
+        self.exchanged, self.is_void = [], False
         return counted
 
 
@@ -306,3 +309,176 @@ def split(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Sequence[
     """Return each parameter's part of a bucket, elements in the order of memory."""
     parts: Sequence[torch.Tensor] = buffer.split([p.numel() for p in parameters])
     return parts
+
+
+class PendingBucket(NamedTuple):
+    """A bucket that DDP has handed over, with the future of its agreed gradients."""
+
+    bucket_exchange: BucketExchange
+    number: int
+    is_last: bool
+    is_joined: bool  # this rank has joined: the gradients are zeros of no sample
+    buffer: torch.Tensor
+    future: torch.futures.Future[torch.Tensor]
+
+
+class HookReplicas:
+    """Compares the replicas of a hook's model, in a pass after the step: `begin`, then `end`.
+
+    peers, progress: of the hook; progress counts passes since the hook was made, and not those of a
+        state that was loaded, as all ranks must compare in the same pass.
+    check: says how often replicas differed.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        bucket_exchanges: BucketExchanges,
+        check_every: int | None,
+        on_divergence: Literal["error", "warn"] | None,
+    ) -> None:
+        require_check(check_every, on_divergence)
+        self.peers, self.progress = peers, Progress()
+        self._bucket_exchanges = bucket_exchanges
+        self.check = ReplicaCheck(self, check_every, on_divergence)
+
+    @property
+    def names(self) -> dict[torch.Tensor, str]:
+        """The parameters as they were after the last step: DDP does not tell a hook their names."""
+        return {
+            center_of(each): f"number {number} in DDP's buckets, of shape {list(each.shape)}"  # type: ignore[arg-type]
+            for number, each in enumerate(self._bucket_exchanges.in_order())
+        }
+
+    def begin(self, is_joined: bool) -> Operation | None:
+        """Begin to compare, if it is time; call it at the last bucket of a pass.
+
+        is_joined: this rank has joined: no rank compares then.
+        """
+        # In the pass after a step: the hook hears of passes, and not of the step that follows one.
+        self.check.await_step(updates=self.progress.steps > 0)
+        if (compare := self.check.begin()) is None:
+            return None
+        return self.peers.engine.submit(
+            f"{self.peers.name}.replicas",
+            [],
+            lambda transport, all_flags: compare(transport) if all(all_flags) else None,
+            flags=not is_joined,
+        )
+
+    def end(self, operation: Operation, failures: list[Exception]) -> None:
+        """Warn of replicas that differ, or add HorovodInternalError, on every rank alike."""
+        try:
+            self.check.end(operation.wait(), {})
+        except Exception as error:
+            # Not raised here: this thread goes on with the pass's other buckets.
+            failures.append(error)
+
+
+def refuse_another_model(bucket: GradBucket, known: BucketExchanges) -> None:
+    """Raise ValueError for new parameters after the first step, which has buckets in order."""
+    if not known.knows(bucket.parameters()) and bucket.index() != len(known):
+        raise ValueError(
+            "this GTopKState has the parameters of another model: use one GTopKState for each "
+            "model (or, of one model whose parameters have several dtypes, static_graph=True, "
+            "with which DDP does not number its first buckets: leave it out)"
+        )
+
+
+def refuse_kinds(bucket: GradBucket) -> None:
+    """Raise ValueError for complex parameters, and for the sparse gradient of an embedding."""
+    refuse_complex(bucket.parameters())
+    if bucket.buffer().is_sparse:
+        shape = list(bucket.parameters()[0].shape)
+        raise ValueError(
+            f"the parameter of shape {shape} has sparse gradients, which the hook cannot exchange: "
+            "make its embedding with sparse=False, or train with hvd.DistributedOptimizer in place "
+            "of DistributedDataParallel"
+        )
+
+
+def write_flat_gradients(parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+    """Write the update of parameters that no rank used, once DDP has ended the backward pass.
+
+    With find_unused_parameters, or a static graph, DDP does not change the .grad of such a
+    parameter. But its residual is sent in that step as in any other.
+    """
+    # Identity alone does not tell: DDP writes in place where .grad is a view of its bucket.
+    before = [(p.grad, -1 if p.grad is None else p.grad._version) for p in parameters]
+
+    def write() -> None:
+        parts = split(buffer, parameters)
+        for parameter, part, (grad, version) in zip(parameters, parts, before, strict=True):
+            if parameter.grad is not grad or (grad is not None and grad._version != version):
+                # DDP has written it.
+                continue
+            update = as_shaped(part, parameter)
+            if grad is not None:
+                # Changes nothing where it is a view of DDP's bucket.
+                grad.copy_(update)
+            # A gradient of zeros would let the optimizer decay a parameter that no rank used.
+            elif update.any():
+                parameter.grad = torch.empty_like(parameter).copy_(update)
+
+    after_backward(write)
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Call a function once this backward pass has ended, which raises its errors."""
+    # DDP's and FSDP's own are queued after the last bucket; one queued by a callback comes later.
+    queue = Variable._execution_engine.queue_callback
+    queue(partial(queue, call))
+
+
+def process_set_of(group: ProcessGroup | None) -> ProcessSet:
+    """Return the process set with a process group's ranks; raise ValueError where there is none."""
+    here = world.current()
+    ranks = (
+        torch.distributed.get_process_group_ranks(group)
+        if group is not None
+        else list(range(torch.distributed.get_world_size()))
+    )
+    if len(ranks) == here.size:
+        return global_process_set
+    for number, members in here.sets.items():
+        if list(members.ranks) == ranks:
+            found = ProcessSet(ranks)
+            found.process_set_id = number
+            return found
+    raise ValueError(
+        f"the process group of ranks {ranks} is no process set of gtopk: on all ranks call "
+        f"hvd.init(process_sets=[hvd.ProcessSet({ranks}), ...]) first"
+    )
+
+
+def refuse_another_group(parameters: Sequence[torch.Tensor], ranks: Sequence[int]) -> None:
+    """Raise ValueError where DDP averages these parameters over others than the hook's `ranks`."""
+    # The usual case, without another group, is cheap: the search below takes a tenth of a second.
+    known = torch.distributed.distributed_c10d._world.pg_group_ranks.values()
+    if all(set(group) == set(ranks) for group in known):
+        return
+    found = [*map(torch.distributed.get_process_group_ranks, groups_of_ddp(parameters))]
+    if found and all(set(group) != set(ranks) for group in found):
+        raise ValueError(
+            f"rank {world.current().rank}: DistributedDataParallel averages this model over ranks "
+            f"{found[0]}, and the state of its hook over ranks {list(ranks)}: give both one group, "
+            "GTopKState(process_group=model.process_group)"
+        )
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model, with DDP around it, out of the wrappers of torch.compile and Fabric.
+
+    The two may be in either order: Fabric compiles before it wraps, or after.
+    """
+    while inner := {"_forward_module", "_orig_mod"} & model._modules.keys():
+        model = model.get_submodule(inner.pop())
+    return model
+
+
+def named_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the model's parameters by name, without the parts of names that wrappers add."""
+    model = unwrapped(model)
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    return {plain_name(name): parameter for name, parameter in model.named_parameters()}

@@ -1,15 +1,25 @@
-"""Momentum: the compression takes it before the selection, or the optimizer after it; not both.
+"""What a script may not do with the gradients: each is an error that names the way out.
 
-Refuses optimizers that would take it a second time, and clipping that a correction makes wrong;
-warns of optimizers that lose accuracy after a selection.
+momentum            the compression takes it before the selection, or the optimizer after it; not
+                    both, and then nobody clips (`CorrectedGradients`)
+a second exchange   by DDP, or by another optimizer of the same parameters (`SharedParameters`)
+GradScaler          must not unscale before the sum: each rank's scaler looks for overflows in what
+                    it unscales. In the reduced gradients all of them see the same; in a rank's own
+                    it alone does, and the ranks' scales diverge
+
+Warns of optimizers that lose accuracy after a selection. `loss_scale` reads a GradScaler's scale.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
+import sys
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
@@ -17,7 +27,6 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 from ..compression import ErrorFeedback, SparseCompression
 from ..errors import page
 from ..exchange.buckets.parameters import parameters_of
-from .grad_scaler import is_unscaled, loss_scale
 from .options import instead_of_clipping
 
 _log = logging.getLogger("gtopk")
@@ -25,6 +34,14 @@ _log = logging.getLogger("gtopk")
 _FIRST, _EVERY = 20, 50  # passes whose gradients are compared
 # A norm that is taken twice differs by rounding; clipping takes far more than that.
 _SHORTER: Final = 0.999
+
+RECIPE: Final = (
+    "Use\n"
+    "    optimizer.synchronize()\n"
+    "    scaler.unscale_(optimizer)\n"
+    "    with optimizer.skip_synchronize():\n"
+    "        scaler.step(optimizer)"
+)
 
 
 def require_one_momentum(
@@ -229,3 +246,169 @@ def _is_power_of_two(ratio: float) -> bool:
     """Tell whether a ratio of two norms is a power of two, up to their rounding."""
     power = math.log2(ratio)
     return abs(power - round(power)) < 1e-5
+
+
+def refuse_ddp(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Raise ValueError where DDP reduces the gradients of one of these parameters already."""
+    # DDP needs torch's process group; where there is none, the tenth of a second is saved.
+    if not (
+        "torch.nn.parallel.distributed" in sys.modules
+        and torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+    ):
+        return
+    if groups_of_ddp(parameters):
+        raise ValueError(
+            "DistributedDataParallel and DistributedOptimizer both reduce this model's "
+            "gradients, and DDP sends them whole: give DistributedOptimizer the plain model, "
+            "or keep DDP with gtopk.ddp.gtopk_hook and a plain optimizer"
+        )
+
+
+def groups_of_ddp(parameters: Iterable[torch.Tensor]) -> list[Any]:
+    """Return the process group of each DDP that reduces gradients of these parameters.
+
+    DDP leaves no mark on a parameter, but keeps its parameters in a list, to which the garbage
+    collector leads from a parameter. A walk over all objects would hold tuples that other threads
+    are still filling: CPython raises then.
+    """
+    ours = list(parameters)
+    lists = [
+        each for each in gc.get_referrers(*ours) if isinstance(each, list) and each is not ours
+    ]
+    found = []
+    for owner in gc.get_referrers(*lists):
+        # Since Python 3.11 an object may have no dict, and is the referrer itself.
+        kept = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
+        if "reducer" in kept and any(kept.get("_module_parameters") is each for each in lists):
+            found.append(kept["process_group"])
+    return found
+
+
+class SharedParameters:
+    """Knows, for one optimizer, which others step some of its parameters, too.
+
+    `note_agreed` after an exchange; `refuse_agreed` before the next.
+    """
+
+    def __init__(self, names: Mapping[torch.nn.Parameter, str]) -> None:
+        self._names = names
+        self._others: WeakSet[SharedParameters] = WeakSet()
+        self._agreed: dict[torch.nn.Parameter, tuple[TensorWeakRef, int]] = {}
+        with _adding:
+            for other in _living:
+                if any(parameter in other._names for parameter in names):
+                    self._others.add(other)
+                    other._others.add(self)
+            _living.add(self)
+
+    def note_agreed(self) -> None:
+        """Note that the gradients are agreed ones, exchanged by this optimizer."""
+        self._agreed = {
+            p: (TensorWeakRef(p.grad), p.grad._version)
+            for p in (self._names if self._others else ())
+            if p.grad is not None
+        }
+
+    def refuse_agreed(self, rank: int) -> None:
+        """Raise ValueError where another optimizer has exchanged a gradient already."""
+        # A copy: an optimizer that is made in another thread adds itself.
+        with _adding:
+            others = [*self._others]
+        for parameter in self._names if others else ():
+            if any(other._has_agreed(parameter) for other in others):
+                raise ValueError(
+                    f"rank {rank}: two DistributedOptimizers step parameter "
+                    f"'{self._names[parameter]}' after one backward pass, and its gradient would "
+                    "be exchanged twice: give each parameter to one of them, or run a backward "
+                    "pass of its own for each"
+                )
+
+    def _has_agreed(self, parameter: torch.nn.Parameter) -> bool:
+        """Tell whether a gradient is the one that was noted, and unchanged since."""
+        if parameter.grad is None or parameter not in self._agreed:
+            return False
+        gradient, version = self._agreed[parameter]
+        return gradient() is parameter.grad and version == parameter.grad._version
+
+
+_adding: Final = threading.Lock()  # ranks may be threads
+_living: Final[WeakSet[SharedParameters]] = WeakSet()
+
+
+class _Reading:
+    """An asynchronous copy of a scale from a GPU to the host."""
+
+    def __init__(self, scale: torch.Tensor) -> None:
+        self._scale, self._version = scale, scale._version
+        # Pinned: a copy from a GPU into pageable memory makes the host wait for it.
+        self._here = torch.empty_like(scale, device="cpu", pin_memory=scale.is_cuda)
+        self._here.copy_(scale, non_blocking=True)
+        self._come = (
+            torch.cuda.current_stream(scale.device).record_event() if scale.is_cuda else None
+        )
+
+    def is_of(self, scale: torch.Tensor) -> bool:
+        """Tell whether the copy is of the scale as it is now: `update` changes it in place."""
+        return scale is self._scale and scale._version == self._version
+
+    def value(self) -> float:
+        """Return the scale; wait until the GPU has made the copy."""
+        if self._come is not None:
+            self._come.synchronize()
+        return float(self._here)
+
+
+_readings: Final[WeakKeyDictionary[Any, _Reading]] = WeakKeyDictionary()
+
+
+def begin_to_read_scale(scaler: Any) -> None:
+    """Begin to copy the scale from a GPU, so that `loss_scale` need not wait during backward."""
+    scale = None if scaler is None or not scaler.is_enabled() else _on_gpu(scaler)
+    if scale is not None and not (scaler in _readings and _readings[scaler].is_of(scale)):
+        _readings[scaler] = _Reading(scale)
+
+
+def loss_scale(scaler: Any) -> float:
+    """Return the factor that a GradScaler has multiplied the gradients with; 1 without one.
+
+    A scale on a GPU is read once for each time that it is updated.
+    """
+    if scaler is None or not scaler.is_enabled():
+        return 1.0
+    if _on_gpu(scaler) is None:
+        return float(scaler.get_scale())
+    begin_to_read_scale(scaler)
+    return _readings[scaler].value()
+
+
+def _on_gpu(scaler: Any) -> torch.Tensor | None:
+    """Return the tensor that holds the scale, if it is on a GPU, else None."""
+    scale: torch.Tensor | None = getattr(scaler, "_scale", None)  # none before the first loss
+    return scale if scale is not None and scale.is_cuda else None
+
+
+def is_unscaled(scaler: Any, optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether the scaler has unscaled this optimizer's gradients since its last update."""
+    # torch has no public way to ask, and its enum of stages is private: by the stage's name.
+    states = getattr(scaler, "_per_optimizer_states", {})
+    return id(optimizer) in states and states[id(optimizer)]["stage"].name == "UNSCALED"
+
+
+def require_scaled(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError where the scaler has unscaled the gradients before they are reduced."""
+    if is_unscaled(scaler, optimizer):
+        raise ValueError(_unscale_between("it has unscaled them before they were reduced"))
+
+
+def require_no_fused_unscaling(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError in a scaler's step of a fused optimizer, which unscales within `step`."""
+    if getattr(optimizer, "grad_scale", None) is not None:
+        raise ValueError(_unscale_between("a fused optimizer unscales when it steps"))
+
+
+def _unscale_between(why: str) -> str:
+    return (
+        f"a GradScaler that unscales before gradients are reduced sees this rank's overflows only, "
+        f"and the ranks' loss scales diverge: {why}. {RECIPE}"
+    )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gtopk.optim import grad_scaler
-from gtopk.optim.grad_scaler import begin_to_read_scale, loss_scale
+from gtopk.optim import gradient_checks
+from gtopk.optim.gradient_checks import begin_to_read_scale, loss_scale
 
 
 def test_a_scaler_tells_its_scale_where_it_scales():
@@ -19,13 +19,13 @@ def test_a_scale_on_a_gpu_is_read_once_for_each_update(monkeypatch: pytest.Monke
     """On the host, which is told that the scale is on a GPU."""
     read: list[float] = []
 
-    class Counted(grad_scaler._Reading):
+    class Counted(gradient_checks._Reading):
         def __init__(self, scale: torch.Tensor) -> None:
             super().__init__(scale)
             read.append(float(scale))
 
-    monkeypatch.setattr(grad_scaler, "_on_gpu", lambda scaler: scaler._scale)
-    monkeypatch.setattr(grad_scaler, "_Reading", Counted)
+    monkeypatch.setattr(gradient_checks, "_on_gpu", lambda scaler: scaler._scale)
+    monkeypatch.setattr(gradient_checks, "_Reading", Counted)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([parameter], lr=0.1)

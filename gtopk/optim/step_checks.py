@@ -1,4 +1,7 @@
-"""ReplicaCheck: checks at intervals that the ranks' parameters are the same bits; heals them.
+"""Checks of steps: SkippedSteps counts those that are skipped, ReplicaCheck compares the replicas.
+
+A step is skipped, on all ranks, because a gradient or a sum was not finite. ReplicaCheck checks at
+intervals that the ranks' parameters are the same bits; heals them:
 
     all ranks                      compare checksums of their parameters
     where some differ, to heal     compare checksums of these with the optimizer's state of them;
@@ -31,9 +34,19 @@ from ..runtime.world import world
 from ..telemetry.run_record import recorder_of
 from .peers import Peers
 
+_log = logging.getLogger("gtopk")
+
+# GradScaler begins at a scale of 65,536 = 2^16 and halves it at each step that overflows: after 16
+# of them the scale is 1, and gradients that are finite without a scale do not overflow any more.
+MAX_SKIPPED_STEPS: Final = 20
+EVERY: Final = 100  # steps, where check_every is None
 # For ranks whose replica was not finite and became the others': only parameters were replaced.
 BUFFERS_STAY: Final = (
     "buffers (BatchNorm's means) stay as they are there: between epochs, broadcast another rank's"
+)
+_STAY: Final = (
+    "on_divergence='warn': they stay so. Begin with broadcast_parameters, and change parameters "
+    "alike on all ranks"
 )
 
 
@@ -57,9 +70,14 @@ class Divergence(NamedTuple):
         return most if 2 * len(most) > sum(map(len, self.ranks_by_checksum.values())) else None
 
 
+Look = Callable[[Transport], list[Divergence]]
+
+
 def checksums(parameters: Iterable[torch.Tensor]) -> np.ndarray:
     """Return a checksum of each parameter's bits, uint64 [parameters]."""
-    return np.array([checksum(_bits_of(parameter)) for parameter in parameters], np.uint64)
+    # Of its memory in the order of its elements.
+    found = [checksum(as_bytes(each.detach().cpu()).numpy()) for each in parameters]
+    return np.array(found, np.uint64)
 
 
 def compare(transport: Transport, own: np.ndarray, names: Sequence[str]) -> list[Divergence]:
@@ -88,19 +106,6 @@ def require_the_same(transport: Transport, own: np.ndarray, names: Sequence[str]
         )
 
 
-def _bits_of(tensor: torch.Tensor) -> np.ndarray:
-    """Return a tensor's memory in the order of its elements, uint8."""
-    bits: np.ndarray = as_bytes(tensor.detach().cpu()).numpy()
-    return bits
-
-
-class Repair(NamedTuple):
-    """The result of a repair: the ranks that were repaired, and bytes for this rank, by name."""
-
-    ranks: list[int]
-    repaired: dict[str, bytes]
-
-
 def pack(
     names: Mapping[torch.nn.Parameter, str],
     wanted: Iterable[str],
@@ -118,9 +123,12 @@ def pack(
     }
 
 
-def spread_majority(transport: Transport, own: Mapping[str, bytes], problem: str = "") -> Repair:
+def spread_majority(
+    transport: Transport, own: Mapping[str, bytes], problem: str = ""
+) -> tuple[list[int], dict[str, bytes]]:
     """Send the majority's parameters to ranks that have others; all ranks call it together.
 
+    Returns the ranks that were repaired, and bytes for this rank, by name.
     own: this rank's, from `pack`; all ranks pack the same names.
     problem: why this rank cannot pack them; "": it can.
     Raises MismatchError, on every rank alike, where no side has more than half of the ranks, or one
@@ -152,7 +160,7 @@ def spread_majority(transport: Transport, own: Mapping[str, bytes], problem: str
                 sent()
         elif transport.rank in others:
             repaired[each.name] = transport.receive(healthy[0]).tobytes()
-    return Repair(sorted(sick), repaired)
+    return sorted(sick), repaired
 
 
 @torch.no_grad()
@@ -172,30 +180,16 @@ def install_parameters(
             del own[key]
         for key, value in theirs.items():
             here = own.get(key)
-            if isinstance(here, torch.Tensor) and _are_alike(here, value):
-                here.copy_(value)  # in place: other objects may refer to it
-            # Scalars stay on the host, as Adam's count of steps does.
-            elif isinstance(value, torch.Tensor) and value.dim():
-                own[key] = value.to(parameter.device)
-            else:
+            if not isinstance(value, torch.Tensor):
                 own[key] = value
+            elif isinstance(here, torch.Tensor) and _kind_of(here) == _kind_of(value):
+                here.copy_(value)  # in place: other objects may refer to it
+            else:  # scalars stay on the host, as Adam's count of steps does
+                own[key] = value.to(parameter.device) if value.dim() else value
 
 
-def _are_alike(here: torch.Tensor, value: Any) -> bool:
-    if not isinstance(value, torch.Tensor):
-        return False
-    return (here.shape, here.dtype) == (value.shape, value.dtype)
-
-
-_log = logging.getLogger("gtopk")
-
-Look = Callable[[Transport], list[Divergence]]
-
-EVERY: Final = 100  # steps, where check_every is None
-_STAY: Final = (
-    "on_divergence='warn': they stay so. Begin with broadcast_parameters, and change parameters "
-    "alike on all ranks"
-)
+def _kind_of(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
 
 
 def require_check(
@@ -263,7 +257,10 @@ class ReplicaCheck:
         error, or they cannot be healed.
         """
         if (compare_ranks := self.begin()) is not None:
-            self.end(self._of.peers.run_unless_joined("replicas", compare_ranks), state)
+            diverged = self._of.peers.run_without_joined(
+                "replicas", [], lambda t, joined: None if joined else compare_ranks(t)
+            )
+            self.end(diverged, state)
 
     def begin(self) -> Look | None:
         """Return the comparison of the parameters as they are, for all ranks to run together.
@@ -331,3 +328,62 @@ class ReplicaCheck:
         )
         has = "has" if len(ranks) == 1 else "have"
         return f"healed: {name_ranks(ranks)} {has} what most ranks have, the optimizer's state too"
+
+
+class SkipCounter:
+    """Counts steps that non-finite numbers of a rank spoilt. Derived classes define `note`.
+
+    allowed: how many in a row are no error.
+    count:   counted by the `note` of the derived class.
+    """
+
+    def __init__(self, allowed: int) -> None:
+        self.allowed = allowed
+        self._in_a_row = 0
+        self.count = 0
+
+    def end_row(self) -> None:
+        """Begin a new row: a step was good, or a state was loaded."""
+        self._in_a_row = 0
+
+    def _lengthen(self, said: Callable[[int], str]) -> None:
+        """Add a spoilt step to the row.
+
+        said: makes the error's message of the row's length.
+        Raises FloatingPointError with it where the row is longer than allowed.
+        """
+        self._in_a_row += 1
+        if self._in_a_row > self.allowed:
+            raise FloatingPointError(
+                f"{said(self._in_a_row)}; max_skipped_steps={self.allowed} allows as many"
+            )
+
+
+class SkippedSteps(SkipCounter):
+    """Counts skipped steps; raises when too many follow each other."""
+
+    def note(self, rank: int, step: int, where: str) -> None:
+        """Count a skipped step, and warn, on every rank, of the gradients that are not finite.
+
+        where: ranks and parameters that have them; "": only the sum is not finite.
+        Raises FloatingPointError where more steps in a row were skipped than allowed.
+        """
+        unlike = f"gradient is not finite on {where}"
+        seen = f"the {unlike}" if where else "the sum of finite gradients is not finite"
+        why = f"a {unlike}" if where else "a sum overflowed"
+        warning = "rank %d: step %d is skipped on every rank, residuals untouched: %s"
+        self.note_that(rank, step, warning, seen, why)
+
+    def note_that(self, rank: int, step: int, warning: str, seen: str, why: str) -> None:
+        """Count a skipped step as `note` does, with other words.
+
+        warning: a format for rank, step and `seen`. why: ends the error's message.
+        """
+        self.count += 1
+        _log.warning(warning, rank, step, seen, extra=EVERYWHERE)
+        self._lengthen(
+            lambda n: (
+                f"rank {rank}: {n} steps in a row were skipped at step {step}, the last because "
+                f"{why}"
+            )
+        )
