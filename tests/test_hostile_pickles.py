@@ -26,7 +26,7 @@ import torch
 import gtopk
 from gtopk.errors import DamagedError
 from gtopk.runtime import object_codec as objects
-from gtopk.runtime.object_codec.format import HEADER, MAGIC, VERSION
+from gtopk.runtime.object_codec.codec import HEADER, MAGIC, VERSION
 from gtopk.runtime.runner import call as report
 from gtopk.torch.checkpoint import CheckpointError, load_latest
 from gtopk.torch.checkpoint.files import encode_with_checksum
@@ -46,7 +46,7 @@ ROOT = Path(__file__).parents[1]
 # Where code may speak of pickles or run text, and why.
 ALLOWED = {
     "gtopk/runtime/object_codec/codec.py": "pickle",  # where GTOPK_ALLOW_PICKLE=1
-    "gtopk/runtime/object_codec/format.py": "pickle",
+    "gtopk/runtime/object_codec/types.py": "pickle",
     "gtopk/torch/checkpoint/dcp.py": "torch.save",  # for DCP's planner, in memory
     "gtopk/transformers.py": "torch.load",  # of Trainer's own file, weights_only: it runs none
     "gtopk/as_horovod/__main__.py": "exec",  # the user's own script

@@ -1,18 +1,19 @@
 """Transports: one interface for messages between ranks, with several implementations.
 
-transport.py            the interface; carrier.py: a transport of all ranks, and its views
-local.py                threads of one process; mailbox.py: messages that are not read yet
-mpi.py                  mpi4py; mpi_counter.py: a number that all ranks count
-torch_distributed.py    gloo; rendezvous.py, start_token.py: how its ranks meet
+transport.py            the interface; carrier.py: a transport of all ranks, its views, departures
+local.py                threads of one process
+mpi.py                  mpi4py
+torch_distributed.py    gloo; rendezvous.py: how its ranks meet
 horovod.py              Horovod's alltoall
 staged.py               messages of GPUs through the host; direct.py: by CUDA-aware MPI
-nccl.py, nccl_*.py      messages of GPUs by NCCL; torch_collectives.py: NCCL without CuPy
-device_choice.py        which of these carries them; gpu.py, cuda_aware.py, transfer_header.py
-reductions.py           dense collectives, made of send and receive
-polling.py              waits, with a timeout, for a peer that may have left: departure.py
-pacing.py               a slow link, emulated; checksum.py: of every message, where asked for
-counters.py             bytes sent and time waited; recorder.py: messages, for tests
-node_memory.py          memory that the ranks of a host share; sharing.py: opens it
+nccl.py                 messages of GPUs by NCCL, with nccl_collectives.py (CuPy's) or, without
+                        CuPy, torch_collectives.py
+device_choice.py        which of these carries them; gpu.py: this rank's GPU, and arrays on it
+reductions.py           dense collectives, made of send and receive; checksums
+polling.py              waits, with a timeout, for a peer that may have left, or for its message
+pacing.py               a slow link, emulated
+counters.py             bytes sent and time waited
+node_memory.py          memory that the ranks of a host share
 """
 
 from __future__ import annotations

@@ -1,45 +1,126 @@
 """Carrier: the transport of all ranks, which also carries the messages of its views.
 
-A view is a transport of some of the ranks, or of a separate stream of messages.
+A view is a transport of some of the ranks, or of a separate stream of messages. The last message of
+a rank to its peers is its departure notice.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 from ..cost import Link
 from ..vector import Array
-from .checksum import append_checksum, strip_checksum
 from .counters import Counter, Traffic
-from .departure import DepartureNotice
-from .node_memory import NodeMemory
+from .node_memory import NodeMemory, open_shared_memory
 from .pacing import STAMP_BYTES, Clock, Pacer, append_stamp, split_stamp
-from .sharing import open_shared_memory
+from .reductions import append_checksum, strip_checksum
 from .transport import CHANNELS, STALL_WARNING_SECONDS, Path, Step, Transport, print_line
 
 
-class View(Transport):
+class DepartureNotice(NamedTuple):
+    """The operations that a rank has completed, and why it left.
+
+    completed: how many operations of each stream it has completed, by the stream's tag.
+    missed:    the rank whose departure made this one leave, and its notice: a rank that gets this
+               notice first learns the cause with it.
+    lost:      whether it sent no notice: its connection broke, so it has died or is unreachable.
+    """
+
+    completed: Mapping[int, int]
+    reason: str
+    missed: tuple[int, DepartureNotice] | None = None
+    lost: bool = False
+
+    def encode(self) -> Array:
+        """Return the message, uint8."""
+        return np.frombuffer(json.dumps(self).encode(), np.uint8)
+
+    @classmethod
+    def decode(cls, message: Array) -> DepartureNotice:
+        """Parse a message that `encode` made."""
+        return cls._of(*json.loads(message.tobytes()))
+
+    @classmethod
+    def _of(
+        cls, completed: dict[str, int], reason: str, missed: Any, lost: bool
+    ) -> DepartureNotice:
+        # The keys of JSON are texts.
+        counts = {int(tag): count for tag, count in completed.items()}
+        return cls(counts, reason, missed and (missed[0], cls._of(*missed[1])), lost)
+
+
+class Overlay(Transport):
+    """Ranks of another transport, its `host`, to which all goes that concerns the whole world."""
+
+    host: Transport
+
+    def __init__(
+        self, host: Transport, ranks: Sequence[int], rank: int, path: Path, tag: int, count: Traffic
+    ) -> None:
+        super().__init__(ranks, rank, path, tag, count)
+        self.host = host
+        self.name = host.name
+        self.timeout_seconds = host.timeout_seconds
+        self.announces_waits = host.announces_waits
+
+    @property
+    def checks_messages(self) -> bool:
+        return self.host.checks_messages
+
+    def check_messages(self) -> None:
+        self.host.check_messages()
+
+    @property
+    def link(self) -> Link | None:
+        return self.host.link
+
+    def emulate(self, link: Link, clock: Clock | None = None) -> None:
+        self.host.emulate(link, clock)
+
+    def departures(self) -> Mapping[int, DepartureNotice]:
+        return self.host.departures()
+
+    def collect_departures(self) -> None:
+        self.host.collect_departures()
+
+    def announce_departure(self, reason: str) -> None:
+        self.host.announce_departure(reason)
+
+    def leave(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
+        return self.host.leave(reason, leave_timeout_seconds)
+
+    def lose(self, rank: int, reason: str) -> None:
+        self.host.lose(rank, reason)
+
+    def abort(self, exit_code: int, reason: str = "") -> None:
+        self.host.abort(exit_code, reason)
+
+    def library(self) -> str:
+        return self.host.library()
+
+
+class View(Overlay):
     """Some of the ranks, or a separate stream of messages, of a carrier.
 
-    It counts its own traffic, which also counts for the transport that it was made from. Calls to
-    announce a departure, leave or abort go to the carrier.
+    It counts its own traffic, which also counts for the transport that it was made from.
     """
+
+    host: Carrier
 
     def __init__(
         self, carrier: Carrier, parent: Transport, path: Path, ranks: Sequence[int], tag: int
     ) -> None:
         rank = ranks.index(carrier.rank)
-        super().__init__(ranks, rank, path, tag, Traffic(parent=parent.traffic))
-        self.name = carrier.name
-        self.timeout_seconds = carrier.timeout_seconds
-        self.announces_waits = carrier.announces_waits
+        super().__init__(carrier, ranks, rank, path, tag, Traffic(parent=parent.traffic))
         self.supports_device_messages = carrier.supports_device_messages
-        self._carrier = carrier
         self._parent = parent
 
     @property
@@ -51,67 +132,32 @@ class View(Transport):
         # Inside an operation of its parent a view's messages are a part of that one.
         return self._begun if self._activity else self._parent.begun
 
-    @property
-    def checks_messages(self) -> bool:
-        return self._carrier.checks_messages
-
-    def check_messages(self) -> None:
-        self._carrier.check_messages()
-
-    @property
-    def link(self) -> Link | None:
-        return self._carrier.link
-
-    def emulate(self, link: Link, clock: Clock | None = None) -> None:
-        self._carrier.emulate(link, clock)
-
     def send(self, message: Array, to: int) -> Callable[[], None]:
-        return self._carrier.send_from(self, message, self.ranks[to])
+        return self.host.send_from(self, message, self.ranks[to])
 
     def receive(self, source: int) -> Array:
-        return self._carrier.receive_for(self, self.ranks[source])
+        return self.host.receive_for(self, self.ranks[source])
 
     def conclude(self) -> None:
-        self._carrier.conclude_on(self)
+        self.host.conclude_on(self)
 
     def view(self, step: Step, ranks: Sequence[int]) -> Transport:
-        return self._carrier.view_of(self, step, ranks)
+        return self.host.view_of(self, step, ranks)
 
     def misses(self, rank: int, notice: DepartureNotice) -> bool:
         # A view may be used inside an operation of its parent, which needs all of that one's
         # members.
         return super().misses(rank, notice) or self._parent.misses(rank, notice)
 
-    def departures(self) -> Mapping[int, DepartureNotice]:
-        return self._carrier.departures()
-
-    def collect_departures(self) -> None:
-        self._carrier.collect_departures()
-
-    def announce_departure(self, reason: str) -> None:
-        self._carrier.announce_departure(reason)
-
-    def leave(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
-        return self._carrier.leave(reason, leave_timeout_seconds)
-
-    def lose(self, rank: int, reason: str) -> None:
-        self._carrier.lose(rank, reason)
-
-    def abort(self, exit_code: int, reason: str = "") -> None:
-        self._carrier.abort(exit_code, reason)
-
     def neighbours(self) -> list[int]:
-        here = set(self._carrier.neighbours())
+        here = set(self.host.neighbours())
         return [place for place, rank in enumerate(self.ranks) if rank in here]
 
     def counter(self) -> Counter:
-        return self._carrier.counter_on(self)
+        return self.host.counter_on(self)
 
     def shared_memory(self, size_bytes: int) -> NodeMemory:
-        return self._carrier.shared_memory_on(self, size_bytes)
-
-    def library(self) -> str:
-        return self._carrier.library()
+        return open_shared_memory(self, size_bytes)
 
 
 _LOOK_SECONDS: Final = 0.001  # between two checks of a leaving rank which others have left
@@ -120,9 +166,9 @@ _LOOK_SECONDS: Final = 0.001  # between two checks of a leaving rank which other
 class Carrier(Transport):
     """One rank of a world; a subclass connects it to the others.
 
-    It implements `send_on`, `receive_on`, `announce_departure`, `collect_departures` (into
-    `_left`), `abort`, `neighbours` and `own_library`; and `_wake`, where a waiting thread looks at
-    `_left` only when woken.
+    It implements `send_on`, `receive_on`, `announce_departure`, `abort`, `neighbours` and
+    `own_library`; `collect_departures` where nothing else fills `_left`; and `_wake`, where a
+    waiting thread looks at `_left` only when woken.
     `send_on` and `receive_on` are called by one thread per stream, and by the threads of several
     streams at once.
     tag_limit: tags of streams lie below it.
@@ -262,15 +308,14 @@ class Carrier(Transport):
         number = self._counters[stream.path] = self._counters.get(stream.path, 0) + 1
         return f"{stream.path}, counter {number}"
 
-    def shared_memory_on(self, stream: Transport, size_bytes: int) -> NodeMemory:
-        """Return new zeros that a stream's ranks map; as `shared_memory`."""
-        return open_shared_memory(stream, size_bytes)
-
     def shared_memory(self, size_bytes: int) -> NodeMemory:
-        return self.shared_memory_on(self, size_bytes)
+        return open_shared_memory(self, size_bytes)
 
     def departures(self) -> Mapping[int, DepartureNotice]:
         return self._left.copy()  # threads add to it meanwhile
+
+    def collect_departures(self) -> None:
+        """Do nothing where a thread, or another rank, notes which ranks left."""
 
     def departure_notice(self, reason: str) -> DepartureNotice:
         """Return the notice that this rank sends its peers when it leaves."""

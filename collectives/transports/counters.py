@@ -6,7 +6,6 @@ A rank adds to a shared number without the others' taking part.
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -64,28 +63,16 @@ class Counter(Protocol):
         """
 
 
-class Counts:
-    """Numbers that threads of one process share, by name."""
+class LocalCounter:
+    """A counter of the threads of one process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._numbers: defaultdict[str, int] = defaultdict(int)
-
-    def add(self, name: str, amount: int) -> int:
-        """Add to a number, and return what it was before."""
-        with self._lock:
-            before = self._numbers[name]
-            self._numbers[name] = before + amount
-        return before
-
-
-class LocalCounter:
-    """A counter of the ranks of one process."""
-
-    def __init__(self, counts: Counts | None = None, name: str = "") -> None:
-        self._counts = counts or Counts()
-        self._name = name
+        self._number = 0
 
     def add(self, amount: int) -> int:
         """Add, and return what the number was before."""
-        return self._counts.add(self._name, amount)
+        with self._lock:
+            before = self._number
+            self._number = before + amount
+        return before

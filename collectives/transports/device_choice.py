@@ -99,17 +99,13 @@ def choose(facts: Sequence[GpuFacts], ranks: Sequence[int]) -> RouteChoice:
     each = f"each of {len(facts)} ranks has a GPU of its own"
     without = _without_cupy(named)
     if not without:
-        return RouteChoice(
-            GpuRoute.NCCL, f"{each}; NCCL {version_text(facts[0].nccl)} through CuPy"
-        )
-    if not (
-        amiss := _nccl_mismatch([(rank, fact.torch_nccl) for rank, fact in named], "torch's NCCL")
-    ):
-        version = version_text(facts[0].torch_nccl)
-        return RouteChoice(
-            GpuRoute.TORCH, f"{each}; NCCL {version} of torch, dense reductions only: {without}"
-        )
-    return RouteChoice(GpuRoute.STAGED, f"{without}, and {amiss}")
+        version = version_text(facts[0].nccl)
+        return RouteChoice(GpuRoute.NCCL, f"{each}; NCCL {version} through CuPy")
+    amiss = _nccl_mismatch([(rank, fact.torch_nccl) for rank, fact in named], "torch's NCCL")
+    if amiss:
+        return RouteChoice(GpuRoute.STAGED, f"{without}, and {amiss}")
+    through = f"NCCL {version_text(facts[0].torch_nccl)} of torch, dense reductions only"
+    return RouteChoice(GpuRoute.TORCH, f"{each}; {through}: {without}")
 
 
 def _without_cupy(named: Sequence[tuple[int, GpuFacts]]) -> str:

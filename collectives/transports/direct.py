@@ -12,22 +12,32 @@ earlier work on the memory has ended.
 
 Dense collectives are staged: MPI libraries reduce GPU memory in blocking calls only, which would
 wait for ever for a rank that left.
+
+A library may claim to be CUDA-aware and still crash, such as without a matching driver. So a child
+process tries it before a rank relies on it: an MPI world of one process, which sends to itself. The
+trial tests this host's library and GPU, not the network between hosts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import ctypes
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from ..vector import Array, is_on_device
-from .cuda_aware import why_staged
-from .gpu import has_come, has_gpu
+from .carrier import View
+from .gpu import gpus_of_cupy, has_come, load_cupy
 from .mpi import MpiTransport
 from .polling import wait_until
-from .staged import StagedTransport
-from .transfer_header import TransferHeader, TransferMethod
+from .staged import StagedTransport, TransferHeader, TransferMethod
 from .transport import Transport
 
 if TYPE_CHECKING:
@@ -47,7 +57,7 @@ def open_mpi(
 
 def open_for_gpus(host: MpiTransport) -> Transport:
     """Return a transport for hosts' and GPUs' messages; `host` itself where a rank has no GPU."""
-    if not _everywhere(host, has_gpu()):
+    if not _everywhere(host, bool(gpus_of_cupy())):
         return host
     # One try for each host: its ranks use the same library.
     is_first_here = host.neighbours()[0] == host.rank
@@ -65,19 +75,11 @@ def _everywhere(transport: Transport, here: bool) -> bool:
 class DirectTransport(StagedTransport):
     """The ranks of an MPI transport, each with a GPU."""
 
-    def __init__(
-        self,
-        host: Transport,
-        *,
-        carrier: MpiTransport | None = None,
-        parent: DirectTransport | None = None,
-    ) -> None:
-        """host: the MPI transport, or a view of it; carrier: then the transport itself."""
+    def __init__(self, host: Transport, parent: StagedTransport | None = None) -> None:
+        """host: the MPI transport, or a view of it."""
         super().__init__(host, parent)
-        self._carrier: MpiTransport = carrier or host  # type: ignore[assignment]
-
-    def _over(self, host: Transport) -> DirectTransport:
-        return DirectTransport(host, carrier=self._carrier, parent=self)
+        carrier = host.host if isinstance(host, View) else host
+        self._carrier: MpiTransport = carrier  # type: ignore[assignment]
 
     def send(self, message: Array, to: int) -> Callable[[], None]:
         if not is_on_device(message) or self.handles_messages:
@@ -88,7 +90,7 @@ class DirectTransport(StagedTransport):
                 f"{list(message.shape)} with strides {message.strides} on rank "
                 f"{self.ranks[self.rank]}"
             )
-        header_sent = self.host.send(TransferHeader(TransferMethod.MPI, message.size).encode(), to)
+        header_sent = self._announce(TransferMethod.MPI, message, to)
         # MPI reads the memory at once, whatever CUDA's streams still have to write there.
         self._wait_for_stream(message)
         sent = self._carrier.send_on(self.host, message, self.ranks[to])
@@ -127,3 +129,94 @@ class DirectTransport(StagedTransport):
         received = self.exchange_all([(message, to) for to in others], sources)
         gathered = {self.rank: message, **dict(zip(sources, received, strict=True))}
         return [gathered[rank] for rank in range(self.size)]
+
+
+# Longer than a start of CUDA and MPI takes; an MPI that hangs must not keep the ranks.
+_SECONDS: Final = 30.0
+_SIZES: Final = (64, 1 << 20)  # bytes: sent at once, and after the receiver's word
+_HELD: Final = "what arrived is what was sent"
+
+# Variables by which a launcher makes a process its rank; others of OMPI_MCA_ are the user's.
+_LAUNCHERS: Final = (
+    *("OMPI_", "PMI", "PRTE_", "HYDRA", "HYDI_", "MPI_LOCAL", "SLURM_", "PALS_", "FLUX_"),
+)
+_OPEN_MPI_LAUNCHERS: Final = tuple(
+    f"OMPI_MCA_{part}" for part in ("ess", "orte", "pmix", "prte", "schizo")
+)
+
+
+def why_staged() -> str:
+    """Return why MPI cannot be given a GPU's memory here; "" where it can."""
+    if not claims_cuda(import_module("mpi4py.MPI").__file__):
+        return "the MPI library does not claim to be CUDA-aware"
+    failure = attempt()
+    return f"the MPI library claims to be CUDA-aware, but a try {failure}" if failure else ""
+
+
+def claims_cuda(library: str | None) -> bool:
+    """Ask an MPI library, or a library that has loaded it, whether it takes a GPU's arrays.
+
+    MPIX_Query_cuda_support is Open MPI's, MPIX_GPU_query_support (kind 0: CUDA) MPICH's; a library
+    that has neither takes none.
+    """
+    loaded = ctypes.CDLL(library)
+    if hasattr(loaded, "MPIX_Query_cuda_support"):
+        return bool(loaded.MPIX_Query_cuda_support())
+    if hasattr(loaded, "MPIX_GPU_query_support"):
+        supported = ctypes.c_int(0)
+        failed = loaded.MPIX_GPU_query_support(ctypes.c_int(0), ctypes.byref(supported))
+        return not failed and bool(supported.value)
+    return False
+
+
+def attempt(seconds: float = _SECONDS) -> str:
+    """Let a child send GPU memory to itself over MPI; return how that failed, "" if it did not."""
+    # The child finds modules where this process does, also those that a script put on its path.
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; "
+        f"from {__name__} import {send_to_self.__name__}; {send_to_self.__name__}()"
+    )
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", code],
+            env=alone(os.environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"did not end in {seconds:g} s"
+    if child.returncode < 0:
+        return f"died: {signal.strsignal(-child.returncode)}"
+    # Not the exit code alone: an MPI that ends a process may do so with 0.
+    held = child.returncode == 0 and _HELD.encode() in child.stdout
+    return "" if held else f"ended with exit code {child.returncode}"
+
+
+def alone(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without the variables that make a process a launcher's rank."""
+
+    def makes_a_rank(name: str) -> bool:
+        if name.startswith("OMPI_MCA_"):
+            return name.startswith(_OPEN_MPI_LAUNCHERS)
+        return name.startswith(_LAUNCHERS)
+
+    return {name: value for name, value in environ.items() if not makes_a_rank(name)}
+
+
+def send_to_self() -> None:
+    """Send GPU memory from this process to itself; this is what the child does."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is an expected outcome
+    mpi, cupy = import_module("mpi4py.MPI"), load_cupy("mpi")
+    for size in _SIZES:
+        sent = (cupy.arange(size) % 251).astype(np.uint8)
+        received = cupy.zeros_like(sent)
+        cupy.cuda.get_current_stream().synchronize()
+        request = mpi.COMM_SELF.Isend([sent, mpi.BYTE], 0)
+        mpi.COMM_SELF.Recv([received, mpi.BYTE], 0)
+        request.Wait()
+        if not bool((sent == received).all()):
+            sys.exit(1)
+    print(_HELD)

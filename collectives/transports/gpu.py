@@ -7,7 +7,6 @@ import importlib
 import itertools
 import sys
 import warnings
-from collections import defaultdict
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -18,7 +17,6 @@ from .device_choice import OWN_GPU, GpuFacts
 from .transport import Transport
 
 _NOT_READY: Final = 600  # cudaErrorNotReady
-_STAGED: Final = "open_transport('staged', bootstrap=...) goes through pinned host memory instead"
 
 
 class Gpu(NamedTuple):
@@ -146,12 +144,12 @@ def load_cupy(transport: str) -> Any:
         raise ImportError(_missing(transport, error)) from error
 
 
-def has_gpu() -> bool:
-    """Tell whether CuPy is there, and sees a GPU."""
+def gpus_of_cupy() -> int | None:
+    """Return how many GPUs CuPy sees; None where it cannot tell."""
     try:
-        return bool(load_cupy("mpi").cuda.runtime.getDeviceCount())
+        return int(load_cupy("nccl").cuda.runtime.getDeviceCount())
     except (ImportError, OSError, RuntimeError):  # none; broken; CuPy's own, without a driver
-        return False
+        return None
 
 
 def current_device() -> int | None:
@@ -200,20 +198,16 @@ def facts_here(host: Transport, device: int | None) -> GpuFacts:
 
     device: the GPU that it uses, by its number; None: by its place on its host.
     """
-    number, problem = device, ""
     cupy, nccl = "", 0
-    # As torch sees them, until CuPy tells: without CuPy the GPUs may still serve torch's NCCL.
-    count = _torch_count()
     try:
-        count = load_cupy("nccl").cuda.runtime.getDeviceCount()
+        load_cupy("nccl").cuda.runtime.getDeviceCount()
         nccl = load_nccl().get_version()
     except (ImportError, OSError, RuntimeError) as error:  # OSError: broken; RuntimeError: CUDA's
         cupy = f"{error}"
-    # A launcher may let each rank see its own GPU alone, which is number 0 then.
-    if number is None:
-        number = 0 if count == 1 else host.neighbours().index(host.rank)
+    number, count = own_number(host) if device is None else device, gpus_in_sight()
+    problem = ""
     if not 0 <= number < count:
-        problem = f"it sees {count} and would use number {number}"
+        problem = f"it sees {count} and would use number {number}{cupy and f'; {cupy}'}"
     return GpuFacts(
         "" if problem else name_of_device(number, host.ranks[host.neighbours()[0]]),
         problem,
@@ -224,9 +218,18 @@ def facts_here(host: Transport, device: int | None) -> GpuFacts:
     )
 
 
-def _torch_count() -> int:
+def gpus_in_sight() -> int:
+    """Return how many GPUs CuPy sees; torch, where CuPy cannot tell: its NCCL may serve them."""
+    if (count := gpus_of_cupy()) is not None:
+        return count
     torch = sys.modules.get("torch")
     return torch.cuda.device_count() if torch is not None and torch.cuda.is_available() else 0
+
+
+def own_number(host: Transport) -> int:
+    """Return the number of the GPU that is this rank's by its place on its host."""
+    # A launcher may let each rank see its own GPU alone, which is number 0 then.
+    return 0 if gpus_in_sight() == 1 else host.neighbours().index(host.rank)
 
 
 def name_of_device(number: int, first_here: int) -> str:
@@ -260,55 +263,15 @@ def _uuid(number: int) -> str:
     return "GPU-" + "-".join(text[a:b] for a, b in itertools.pairwise(cuts))
 
 
-def choose_gpu(bootstrap: Transport, device: int | None) -> Gpu:
-    """Return this rank's GPU, after every rank has found one of its own: a collective.
-
-    device: its number; None: the only one in sight, else by the rank's place on its host.
-    Raises the same on all ranks: ImportError where this rank lacks CuPy or NCCL, RuntimeError
-    for a rank without a GPU of its own.
-    """
-    gpu, name, problem = None, "", None
-    try:
-        gpu = _own_gpu(bootstrap, device)
-        name = _uuid(gpu.device.id) or gpu.device.pci_bus_id
-    except (ImportError, RuntimeError) as error:
-        problem = error
-    # A host is named by the first rank on it.
-    # The problem is raised only after this: ranks without one would wait here for ever.
-    answers = bootstrap.gather_object([bootstrap.neighbours()[0], name, str(problem or "")])
-    owners: dict[tuple[int, str], list[int]] = defaultdict(list)
-    for rank, (host, its_name, its_problem) in zip(bootstrap.ranks, answers, strict=True):
-        owners[host, its_name].append(rank)
-        if its_problem:
-            raise problem or RuntimeError(f"rank {rank} cannot use NCCL: {its_problem}")
-    for (_, its_name), ranks in owners.items():
-        if len(ranks) > 1:
-            raise RuntimeError(
-                f"transport 'nccl' needs a GPU for each rank, but ranks {ranks} share {its_name}, "
-                f"which NCCL refuses; {_STAGED}"
-            )
-    assert gpu is not None
-    return gpu
+def gather_facts(host: Transport, device: int | None) -> list[GpuFacts]:
+    """Return every rank's facts; device: the GPU that this one uses, None: by its place."""
+    messages = host.allgather(facts_here(host, device).encode())
+    return [
+        GpuFacts.read(message, rank) for message, rank in zip(messages, host.ranks, strict=True)
+    ]
 
 
-def _own_gpu(bootstrap: Transport, device: int | None) -> Gpu:
-    nccl, cupy = load_nccl(), load_cupy("nccl")
-    rank = bootstrap.ranks[bootstrap.rank]
-    try:
-        count = cupy.cuda.runtime.getDeviceCount()
-    except RuntimeError as error:  # CuPy's, without a driver
-        raise RuntimeError(
-            f"transport 'nccl' needs a GPU; rank {rank} has none ({error})"
-        ) from error
-    here = bootstrap.neighbours()
-    place = here.index(bootstrap.rank)
-    if device is None:
-        device = 0 if count == 1 else place
-        if device >= count:
-            raise RuntimeError(
-                f"transport 'nccl' needs a GPU for each rank, but rank {rank} is number "
-                f"{place + 1} of {len(here)} on its host, which has {count}; {_STAGED}"
-            )
-    elif not 0 <= device < count:
-        raise RuntimeError(f"device must lie in 0..{count - 1} (the GPUs in sight), got {device}")
-    return Gpu(cupy, nccl, cupy.cuda.Device(device))
+def open_gpu(device: int | None) -> Gpu:
+    """Open a GPU with CuPy."""
+    cupy = load_cupy("nccl")
+    return Gpu(cupy, load_nccl(), cupy.cuda.Device(device))

@@ -27,10 +27,8 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from ..vector import Array
-from .carrier import Carrier
-from .departure import DepartureNotice
-from .mailbox import Mailbox
-from .polling import wait_until
+from .carrier import Carrier, DepartureNotice
+from .polling import Mailbox, wait_until
 from .transport import Transport, end_process
 
 _HEADER: Final = struct.Struct("<qq")
@@ -172,9 +170,6 @@ class HorovodTransport(Carrier):
         if not staying:
             self._ticker.join()  # the last ticks, which tell the others that this rank is done
         return staying
-
-    def collect_departures(self) -> None:
-        """Do nothing: the ticks note which ranks left."""
 
     def _wake(self) -> None:
         self._mailbox.wake()

@@ -11,10 +11,9 @@ import numpy as np
 
 from ..errors import CollectiveError, PeerError
 from ..vector import Array
-from .carrier import Carrier
-from .counters import Counts, LocalCounter
-from .departure import DepartureNotice
-from .mailbox import Mailbox
+from .carrier import Carrier, DepartureNotice
+from .counters import LocalCounter
+from .polling import Mailbox
 from .transport import Transport
 
 T = TypeVar("T")
@@ -30,13 +29,13 @@ class LocalTransport(Carrier):
         rank: int,
         mailboxes: Sequence[Mailbox],
         left: dict[int, DepartureNotice],
-        counts: Counts,
+        counters: dict[str, LocalCounter],
         node_size: int,
     ) -> None:
         super().__init__(rank, len(mailboxes))
         first = rank // node_size * node_size
         self._node = range(first, min(first + node_size, self.size))
-        self._counts = counts  # shared by all ranks
+        self._shared_counters = counters  # by all ranks
         self._mailboxes = mailboxes
         self.timeout_seconds = mailboxes[rank].timeout_seconds
         self._left = left  # shared by all ranks
@@ -45,7 +44,7 @@ class LocalTransport(Carrier):
     def send_on(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
         stream.traffic.count(message.size)
         self._mailboxes[to].put(stream.tag, self.rank, np.array(message))
-        return _nothing
+        return lambda: None  # it has been copied
 
     def receive_on(self, stream: Transport, source: int) -> Array:
         return self._mailboxes[self.rank].pop(stream, source)
@@ -60,9 +59,6 @@ class LocalTransport(Carrier):
         for mailbox in self._mailboxes:
             mailbox.wake()
 
-    def collect_departures(self) -> None:
-        """Do nothing: all ranks share `_left`."""
-
     def abort(self, exit_code: int, reason: str = "") -> None:
         os._exit(exit_code)
 
@@ -70,14 +66,11 @@ class LocalTransport(Carrier):
         return list(self._node)
 
     def counter_on(self, stream: Transport) -> LocalCounter:
-        return LocalCounter(self._counts, self.name_counter(stream))
+        # In one operation: of two threads' counters one would be lost.
+        return self._shared_counters.setdefault(self.name_counter(stream), LocalCounter())
 
     def own_library(self) -> str:
         return "threads of one process"
-
-
-def _nothing() -> None:
-    """Do not wait: the message was copied when it was sent."""
 
 
 def local_world(
@@ -99,8 +92,8 @@ def local_world(
         raise ValueError(f"a node needs at least one rank, got node_size {node_size}")
     mailboxes = [Mailbox(timeout_seconds) for _ in range(size)]
     left: dict[int, DepartureNotice] = {}
-    counts = Counts()
-    world = [kind(rank, mailboxes, left, counts, node_size or size) for rank in range(size)]
+    counters: dict[str, LocalCounter] = {}
+    world = [kind(rank, mailboxes, left, counters, node_size or size) for rank in range(size)]
     for transport in world:
         transport.announces_waits = announces_waits
     return world

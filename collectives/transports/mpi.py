@@ -25,8 +25,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Final, TypeVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import numpy as np
 
@@ -35,14 +35,11 @@ from ..environment import whole_number
 from ..errors import PeerTimeoutError
 from ..kernels.narrow import is_narrow
 from ..vector import Array
-from .carrier import Carrier
-from .counters import Counter
-from .departure import DepartureNotice
-from .mpi_counter import ServedCounter, WindowCounter
-from .node_memory import FileMemory
+from .carrier import Carrier, DepartureNotice
+from .counters import Counter, LocalCounter
+from .node_memory import COUNTER_BYTES, MemoryCounter, open_shared_memory
 from .polling import wait_until
 from .reductions import LIBRARY_NAMES, loses_nan
-from .sharing import share_by_file
 from .transport import Transport
 
 if TYPE_CHECKING:
@@ -58,6 +55,10 @@ EAGER_BYTES: Final = 60_000
 _EAGER_PIECES: Final = (16 << 20) // EAGER_BYTES
 # MPI's tags: departure notices; messages that a rank waits; the stream with tag 0, and so on.
 _LEAVE, _HERE, _DATA = 0, 1, 2
+_KEEPER: Final = 0  # of a counter: its rank in the communicator and in the stream
+_QUESTION, _ANSWER = 0, 1  # tags of a counter's communicator
+_PAUSE_SECONDS: Final = 0.0002  # between two polls of the answering thread
+_NUMBER: Final = np.dtype(np.int64)
 _LONG_SECONDS: Final = 0.5  # a rank that waits so long tells the others
 _COLLECT_EVERY: Final = 100  # gathers between two reads of such messages by a rank that never waits
 _SMALL_BYTES: Final = 1 << 16
@@ -69,14 +70,6 @@ _RDMA_DEVICES: Final = ("/sys/class/infiniband", "/sys/class/cxi")
 # From here on MPI's blocking allreduce is the faster one: up to 2.5 times, at 100 MB. But two ranks
 # swap halves in 0.7 of its time, and leave the cores to backward while they wait.
 _BLOCKING_BYTES: Final = 1 << 20
-
-
-def launched_ranks() -> int | None:
-    """Return how many ranks the MPI launcher has started; None without an MPI launcher."""
-    for variable in LAUNCHED_SIZES:
-        if os.environ.get(variable):
-            return whole_number(variable, None)
-    return None
 
 
 def piece_sizes(same_host: bool) -> Iterator[int]:
@@ -97,8 +90,6 @@ class MpiTransport(Carrier):
     counts_allreduce = False
 
     def __init__(self, communicator: MPI.Intracomm | None = None, timeout_seconds: float = 600.0):
-        # Open MPI built with UCX calls it an error, at every window, that UCX is not in use.
-        os.environ.setdefault("OMPI_MCA_opal_common_ucx_verbose", "-1")
         try:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py without a libmpi
@@ -110,8 +101,9 @@ class MpiTransport(Carrier):
         # A duplicate: the program's own messages on its communicator cannot match these.
         self._communicator = (communicator or MPI.COMM_WORLD).Dup()
         super().__init__(self._communicator.rank, self._communicator.size)
-        launched = launched_ranks()
-        if communicator is None and launched is not None and launched != self.size:
+        variable = next(filter(os.environ.get, LAUNCHED_SIZES), "")
+        launched = whole_number(variable, None) if variable else self.size
+        if communicator is None and launched != self.size:
             raise RuntimeError(
                 f"the launcher started {launched} ranks but MPI sees {self.size}: mpirun and the "
                 f"library mpi4py uses ({self.library()}) are of different MPIs; use the mpirun "
@@ -127,7 +119,6 @@ class MpiTransport(Carrier):
         self.tag_limit = highest + 1 - _DATA
         self.timeout_seconds = timeout_seconds
         self._has_departed = False
-        self._windows: list[MPI.Win] = []
         self._gathers = 0  # of MPI's own
         # By rank: the last gather in which it said that it waits.
         self._arrived: dict[int, int] = {}
@@ -411,47 +402,18 @@ class MpiTransport(Carrier):
         self._communicator.Allreduce(self._mpi.IN_PLACE, differs, self._mpi.MAX)
         return not differs.any()
 
-    def _communicator_of(self, stream: Transport) -> MPI.Intracomm:
-        """Return a communicator of a stream's ranks, all of which call this."""
-        return self._communicator if stream is self else self._new_communicator(stream)
-
-    def _new_communicator(self, stream: Transport) -> MPI.Intracomm:
-        """Return a new one: MPI's collectives of two streams must not mix."""
-        group = self._communicator.group.Incl(list(stream.ranks))
-        # Collective over the group alone: the other ranks take no part. The tag keeps groups apart
-        # that threads of several streams make at the same time.
-        return self._communicator.Create_group(group, stream.tag)
-
-    def shared_memory_on(self, stream: Transport, size_bytes: int) -> FileMemory:
-        """Return a window of MPI's, allocated by the first rank and mapped by all.
-
-        It is freed with the process: freeing it earlier needs all ranks, and one may have died.
-        """
-        here = set(self._neighbours)
-        if not here.issuperset(stream.ranks):
-            raise ValueError(f"the ranks {list(stream.ranks)} are not all on one host")
-        with self._calling:
-            window = self._mpi.Win.Allocate_shared(
-                size_bytes if stream.rank == 0 else 0, 1, comm=self._communicator_of(stream)
-            )
-        self._windows.append(window)
-        buffer, _ = window.Shared_query(0)
-        memory = np.frombuffer(buffer, np.uint8)  # type: ignore[call-overload]
-        if stream.rank == 0:
-            memory[:] = 0
-        stream.barrier()  # else what another rank writes first would be overwritten
-        return share_by_file(stream, size_bytes, memory)
-
     def counter_on(self, stream: Transport) -> Counter:
         """Return a new counter; MPI waits for all ranks of the stream meanwhile."""
         # The same on all ranks of the stream: the ranks of a host are all neighbours.
         if set(stream.ranks) <= set(self._neighbours):
-            communicator = self._communicator_of(stream)
-            return WindowCounter(self._mpi, communicator, stream, self._calling)
+            return MemoryCounter(open_shared_memory(stream, COUNTER_BYTES))
+        # A communicator of its own, as in the transport's the counter's tags stand for notices and
+        # words. Collective over the group alone: the other ranks take no part. The tag keeps groups
+        # apart that threads of several streams make at the same time.
+        group = self._communicator.group.Incl(list(stream.ranks))
         return ServedCounter(
             self._mpi,
-            # Not the transport's, in which the counter's tags stand for notices and words.
-            self._new_communicator(stream),
+            self._communicator.Create_group(group, stream.tag),
             stream,
             self._calling,
             lambda: self._has_departed or self._mpi.Is_finalized(),
@@ -459,3 +421,69 @@ class MpiTransport(Carrier):
 
     def own_library(self) -> str:
         return self._mpi.Get_library_version().splitlines()[0].split(",")[0].strip()
+
+
+class ServedCounter:
+    """A number that a communicator's rank 0 keeps; a thread of that rank adds for the others.
+
+    Over TCP MPI completes one-sided calls only while the keeper calls MPI, several times for each,
+    and a rank that computes does not. So a thread of the keeper answers, in one round trip.
+    """
+
+    def __init__(
+        self,
+        mpi: Any,
+        communicator: MPI.Intracomm,
+        stream: Transport,
+        calling: AbstractContextManager[Any],
+        is_over: Callable[[], bool],
+    ) -> None:
+        """Make the counter on a communicator of its own; all its ranks call it.
+
+        is_over: tells whether MPI may not be called any more.
+        """
+        self._mpi = mpi
+        self._communicator = communicator
+        self._stream = stream
+        self._calling = calling
+        self._is_over = is_over
+        self._number = LocalCounter()  # the keeper's
+        self._asking = threading.Lock()
+        if stream.rank == _KEEPER:
+            threading.Thread(target=self._answer_all, name="gtopk-counter", daemon=True).start()
+
+    def add(self, amount: int) -> int:
+        """Add, and return what the number was before."""
+        if self._stream.rank == _KEEPER:
+            return self._number.add(amount)
+        added, before = np.array([amount], _NUMBER), np.zeros(1, _NUMBER)
+        with self._asking:  # one question at a time, so that the answer belongs to it
+            with self._calling:
+                answer = self._communicator.Irecv(before, _KEEPER, _ANSWER)
+                question = self._communicator.Isend(added, _KEEPER, _QUESTION)
+
+            def tested() -> Literal[True] | None:
+                with self._calling:
+                    return (question.Test() and answer.Test()) or None
+
+            keeper, seconds = self._stream.ranks[_KEEPER], self._stream.timeout_seconds
+            wait_until(tested, self._stream, [keeper], seconds)
+        return int(before[0])
+
+    def _answer_all(self) -> None:
+        """Answer until this rank leaves."""
+        status, amount = self._mpi.Status(), np.zeros(1, _NUMBER)
+        answers: list[tuple[MPI.Request, np.ndarray]] = []
+        while not self._is_over():
+            with self._calling:
+                # A poll: a blocking receive would hold the lock, and could not be ended when this
+                # rank leaves.
+                question = self._communicator.Improbe(self._mpi.ANY_SOURCE, _QUESTION, status)
+                if question is not None:
+                    question.Recv(amount)
+                    before = np.array([self._number.add(int(amount[0]))], _NUMBER)
+                    request = self._communicator.Isend(before, status.source, _ANSWER)
+                    answers.append((request, before))  # MPI reads it until it is sent
+                answers = [pair for pair in answers if not pair[0].Test()]
+            if question is None:
+                time.sleep(_PAUSE_SECONDS)

@@ -35,23 +35,26 @@ from ..vector import Array, is_on_device
 from .device_choice import GpuRoute, RouteChoice, choose, fall_back_after_test, version_text
 from .gpu import (
     Gpu,
-    choose_gpu,
     current_device,
+    gather_facts,
     is_of_gpu,
     is_tensor,
+    load_nccl,
+    open_gpu,
+    own_number,
     require_message,
     require_place,
     span_of,
 )
 from .nccl_collectives import CupyCollectives
-from .nccl_start import Collectives, gather_facts, open_collectives, open_gpu
 from .reductions import loses_nan, parts_of
-from .staged import StagedTransport
-from .torch_collectives import DTYPES as CARRIED  # by CuPy's, too
-from .transfer_header import TransferHeader, TransferMethod, require_same
+from .staged import StagedTransport, TransferHeader, TransferMethod
+from .torch_collectives import TorchCollectives
 from .transport import Step, Transport
 
 _START_TEST_SECONDS: Final = 60.0  # what connecting, and the first allreduce, may take
+
+Collectives = CupyCollectives | TorchCollectives
 
 
 class _Undecided(threading.local):
@@ -89,57 +92,52 @@ class NcclTransport(StagedTransport):
         Raises, on all ranks alike and unless automatic, ImportError where NCCL is missing,
         RuntimeError where a rank has no GPU of its own.
         """
-        self.automatic: bool = automatic if parent is None else parent.automatic
+        if parent is not None:
+            automatic, on_choice = parent.automatic, parent.on_choice
+            torch_backend = parent._torch_backend
         super().__init__(bootstrap, parent, needs_cupy=False)
-        self._staged_host = (
-            bootstrap
-            if isinstance(bootstrap, StagedTransport)
-            else StagedTransport(bootstrap, needs_cupy=False)
-        )
+        if not isinstance(bootstrap, StagedTransport):
+            bootstrap = StagedTransport(bootstrap, needs_cupy=False)
+        self._staged_host = bootstrap
+        self.automatic: bool = automatic
         # A view of an automatic transport chooses among its own ranks.
-        self.choice: RouteChoice | None = parent.choice if parent and not self.automatic else None
-        self.on_choice: Callable[[RouteChoice], None] = parent.on_choice if parent else on_choice
-        self._device: int | None = device if parent is None else parent._device
+        self.choice: RouteChoice | None = parent.choice if parent and not automatic else None
+        self.on_choice: Callable[[RouteChoice], None] = on_choice
+        self._device = device
         self._gpu: Gpu | None = None if parent is None else parent._gpu
-        self._torch_backend: str = torch_backend if parent is None else parent._torch_backend
+        self._torch_backend: str = torch_backend
         self._timeout_seconds = timeout_seconds
         self._connected: list[Collectives] = [] if parent is None else parent._connected
         self._collectives: Collectives | None = None
         self._all_on_gpu: dict[Hashable, bool] = {}  # the ranks' answers, by `what` of `carrying`
         self._undecided: _Undecided = parent._undecided if parent else _Undecided()
-        if not self.automatic:
+        if not automatic:
             self.name, self.counts_allreduce = "nccl", False
             if parent is None:
                 self._require_nccl()
                 self.connect()
 
     def _require_nccl(self) -> None:
-        """Find NCCL and a GPU for every rank; raise where that cannot be."""
-        try:
-            self._gpu = choose_gpu(self.host, self._device)
-            self._device = self._gpu.device.id
-            version = version_text(self._gpu.nccl.get_version())
-            self.choice = RouteChoice(GpuRoute.NCCL, f"GTOPK_TRANSPORT=nccl; NCCL {version}")
-        # A RuntimeError, too, but of this rank alone: the others would not come to the exchange
-        # below.
-        except PeerError:
-            raise
-        except (ImportError, RuntimeError):  # on all ranks alike
-            choice = choose(gather_facts(self.host, self._device), self.ranks)
-            if choice.route is not GpuRoute.TORCH:
-                raise
-            self.choice = choice
+        """Find NCCL and a GPU for every rank; raise where that cannot be, on all ranks alike."""
+        if self._device is None:
+            self._device = own_number(self.host)
+        self.choice = choose(gather_facts(self.host, self._device), self.ranks)
+        if self._is_staged():
+            load_nccl()  # raises where it is this rank that lacks it, and says what to install
+            raise RuntimeError(
+                f"transport 'nccl' needs NCCL and a GPU for each rank: {self.choice.reason}; "
+                "open_transport('staged', bootstrap=...) goes through pinned host memory instead"
+            )
 
     @property
     def sends_from_device(self) -> bool:
         return self._collectives is not None and self._collectives.sends_messages
 
     def carries(self, tensor: Any) -> bool:
-        if self.choice is not None and self.choice.route is GpuRoute.STAGED:
-            return False
-        place, device = self.tensor_place, tensor.device
-        dtype = span_of(tensor).dtype
-        if device.type != place.partition(":")[0] or dtype not in (*CARRIED, "bool"):
+        kind, device = self.tensor_place.partition(":")[0], tensor.device
+        # CuPy's collectives take these dtypes, too.
+        is_known = span_of(tensor).dtype in (*TorchCollectives.dtypes, "bool")
+        if self._is_staged() or device.type != kind or not is_known:
             return False
         return device.type == "cpu" or self._device in (None, device.index)
 
@@ -169,7 +167,7 @@ class NcclTransport(StagedTransport):
 
     def connect(self, device: int | None = None) -> None:
         """Connect NCCL, once; device: the GPU that an automatic one uses, None: the current one."""
-        if self._collectives is not None or (self.choice and self._is_staged()):
+        if self._collectives is not None or self._is_staged():
             return
         if not self.automatic:
             self._open(self._timeout_seconds)
@@ -189,15 +187,13 @@ class NcclTransport(StagedTransport):
 
     def _try(self, choice: RouteChoice) -> RouteChoice:
         """Connect; return the choice, which is staging where the trial failed."""
-        failure = ""
-        self.choice = choice
+        failure, self.choice = "", choice
         try:
             # A rank that fails at once waits for the others' results, within its timeout.
             self._open(min(self._timeout_seconds / 2, _START_TEST_SECONDS))
         except Exception as error:  # of CuPy, CUDA, NCCL, torch: all ranks are to hear of it
             failure = f"{type(error).__name__}: {error}".splitlines()[0]
-        failures = self.host.gather_object(failure)
-        tried = fall_back_after_test(choice, failures, self.ranks)
+        tried = fall_back_after_test(choice, self.host.gather_object(failure), self.ranks)
         if tried is not choice and self._collectives is not None:
             self._collectives.abort(tried.reason)
             self._connected.remove(self._collectives)
@@ -205,18 +201,30 @@ class NcclTransport(StagedTransport):
         return tried
 
     def _open(self, seconds: float) -> None:
-        """Connect the ranks, and test a sum over them; raise PeerError, also for a wrong sum."""
+        """Connect the ranks, and test a sum over them; seconds: the longest wait for a peer.
+
+        Raises PeerError where a rank does not come, or the sum is wrong, and errors of CUDA, NCCL
+        and torch. After any failure no host message of it is still on its way.
+        """
         assert self.choice is not None
-        if self.choice.route is GpuRoute.NCCL and self._gpu is None:
-            self._gpu = open_gpu(self._device)
-        opened = open_collectives(
-            self.choice.route,
-            self.host,
-            self._gpu,
-            self._device or 0,
-            seconds,
-            self._torch_backend,
-        )
+        host = self.host
+        opened: Collectives
+        if self.choice.route is GpuRoute.TORCH:
+            opened = TorchCollectives(host, self._device or 0, seconds, backend=self._torch_backend)
+        else:
+            self._gpu = self._gpu or open_gpu(self._device)
+            opened = CupyCollectives(host, self._gpu, seconds)
+        try:
+            total, wanted = opened.sum_of_ranks(), host.size * (host.size + 1) / 2
+            if total != [wanted] * len(total):
+                raise PeerError(
+                    f"{self.choice.route.value} adds up 1 to {host.size} over the ranks to "
+                    f"{total[0]:g} in place of {wanted:g} on rank {host.ranks[host.rank]}"
+                )
+        except BaseException as error:
+            # A kernel of the test may still wait for a peer, and would for ever.
+            opened.abort(f"its start-up test failed: {error}")
+            raise
         # Only the start is to fail early.
         opened.set_timeout(self._timeout_seconds)
         self._connected.append(opened)
@@ -226,9 +234,8 @@ class NcclTransport(StagedTransport):
         under = self._staged_host.view(step, ranks)
         with self._making_a_view:
             if under.path not in self._views:
-                self._views[under.path] = NcclTransport(
-                    under, timeout_seconds=self._timeout_seconds, parent=self
-                )
+                made = NcclTransport(under, self._device, self._timeout_seconds, parent=self)
+                self._views[under.path] = made
             return self._views[under.path]
 
     def send(self, message: Array, to: int) -> Callable[[], None]:
@@ -249,7 +256,7 @@ class NcclTransport(StagedTransport):
             if finish is None:
                 # Nothing came in between: this rank can wait in NCCL until its peer receives.
                 self._undecided.stage = None
-                finish = self._send_header(message, to)
+                finish = self._announce(TransferMethod.NCCL, message, to)
                 self._transfer([(message, to)], [])
             finish()
 
@@ -257,13 +264,10 @@ class NcclTransport(StagedTransport):
         return sent
 
     def _stage_undecided(self) -> None:
-        """Stage the undecided send, as another operation comes before its end is waited for."""
+        """Stage the undecided send: another operation comes before its end is waited for."""
         stage, self._undecided.stage = self._undecided.stage, None
         if stage is not None:
             stage()
-
-    def _send_header(self, message: Array, to: int) -> Callable[[], None]:
-        return self.host.send(TransferHeader(TransferMethod.NCCL, message.size).encode(), to)
 
     def receive(self, source: int) -> Array:
         self._stage_undecided()
@@ -287,7 +291,7 @@ class NcclTransport(StagedTransport):
         for message, to in messages:
             if is_on_device(message):
                 outgoing.append((self._checked(message), to))
-                sends.append(self._send_header(message, to))
+                sends.append(self._announce(TransferMethod.NCCL, message, to))
             else:
                 sends.append(self._staged_host.send(message, to))
         received, incoming = [], []
@@ -393,7 +397,7 @@ class NcclTransport(StagedTransport):
             self.traffic.count(sent, cost.rounds(self.size))
 
     def alltoall(self, array: Array, bounds: Sequence[int]) -> tuple[Array, list[int]]:
-        collectives = self._agree("alltoall", array, any_size=True)
+        collectives = self._agree("alltoall", array)
         if collectives is None:
             return self._staged_host.alltoall(array, bounds)
         # NCCL's receives have to be told how much comes, which only the senders know.
@@ -415,13 +419,7 @@ class NcclTransport(StagedTransport):
         self.traffic.count(others * span_of(array).itemsize, cost.rounds(self.size))
 
     def _agree(
-        self,
-        operation: str,
-        array: Array,
-        reduction: str = "",
-        bounds: Sequence[int] | None = None,
-        *,
-        any_size: bool = False,
+        self, operation: str, array: Array, reduction: str = "", bounds: Sequence[int] | None = None
     ) -> Collectives | None:
         """Return NCCL's collectives, once all ranks are connected and agree on the operation.
 
@@ -431,15 +429,20 @@ class NcclTransport(StagedTransport):
         self._stage_undecided()
         if not is_of_gpu(array):
             return None
-        span = span_of(array)
-        self._check_place(array)
+        span = span_of(self._placed(array))
         kind = f" ({reduction})" if reduction else ""
-        length = "" if any_size else f" [{span.size}]"
+        length = "" if operation == "alltoall" else f" [{span.size}]"  # there they may differ
         cut = "" if bounds is None else f" cut at {list(bounds)}"
         own = f"{operation}{kind} of {span.dtype}{length}{cut}"
         # First: `connect` is a collective, too, and in NCCL ranks that disagree would hang, or
         # compute nonsense.
-        require_same(self.host, own)
+        texts = self.host.gather_object(own)
+        for rank, text in zip(self.ranks, texts, strict=True):
+            if text != texts[0]:
+                raise MismatchError(
+                    f"rank {rank} asks for {text} where rank {self.ranks[0]} asks for {texts[0]}; "
+                    "all ranks must ask for the same"
+                )
         self.connect(span.device)
         if self._collectives is None:
             return None
@@ -449,13 +452,13 @@ class NcclTransport(StagedTransport):
 
     def _checked(self, message: Array) -> Array:
         require_message(message)
-        self._check_place(message)
-        return message
+        return self._placed(message)
 
-    def _check_place(self, array: Array) -> None:
-        """Raise ValueError for an array that is not of this rank's GPU, or not in one piece."""
+    def _placed(self, array: Array) -> Array:
+        """Return an array; raise ValueError where it is not of this rank's GPU, or in pieces."""
         own = None if self._gpu is None else self._gpu.device.id
         require_place(array, own, self.ranks[self.rank])
+        return array
 
     def _current(self) -> Any:
         """Return a context in which this rank's GPU is the current one."""
@@ -473,9 +476,9 @@ class NcclTransport(StagedTransport):
 
     def leave(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
         self._stage_undecided()
-        late = super().leave(reason, leave_timeout_seconds)
+        staying = super().leave(reason, leave_timeout_seconds)
         self.disconnect(f"rank {self.ranks[self.rank]} left ({reason})")
-        return late
+        return staying
 
     def disconnect(self, reason: str) -> None:
         """Abort NCCL on all views; no call of it may be under way."""

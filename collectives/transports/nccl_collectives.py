@@ -4,30 +4,126 @@ Several calls of one collective are one group of NCCL's: one kernel.
 
     parts of equal size    ncclReduceScatter, ncclAllGather, in place
     of any other           a group of ncclReduce, or ncclBroadcast, one for each part's owner
+
+A communicator of NCCL's, with a CUDA stream of its own and an end to every wait:
+
+    caller's stream   ... produce the message | ready
+                                                v
+    own stream                                  wait for ready | NCCL's kernel | done <- polled
+
+Nothing waits for the whole device. The host polls `done`, so that the caller's later work comes
+after it on any stream. A kernel whose peer is gone never ends by itself: aborting the communicator
+ends it, and the communicator cannot be used afterwards. NCCL's calls block, too, where ranks meet
+for the first time; another thread makes such a call, while this one checks which ranks have left.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
 
+from ..errors import PeerError
 from ..vector import Array
-from .gpu import Gpu, span_of
-from .nccl_communicator import Communicator
+from .gpu import Gpu, has_come, is_tensor, span_of, tensor_event
+from .polling import wait_for_call, wait_until
 from .reductions import LIBRARY_NAMES, parts_of
 from .transport import Transport
 
+_GRACE_SECONDS: Final = 1.0  # for messages that a rank sent before it left
+_ABORT_SECONDS: Final = 5.0  # the longest wait for an abort, as the GPU may hang
 DTYPES: Final = (
     *("int8", "uint8", "int32", "uint32", "int64", "uint64"),
     *("float16", "bfloat16", "float32", "float64"),
 )
 
+Enqueue = Callable[[Any, int], None]  # (NcclCommunicator, stream's address): NCCL's calls
 
-class CupyCollectives:
+
+class GpuGroup:
+    """The ranks of a host transport in a library for GPUs; all must make the object together.
+
+    A call that fails aborts the library's group: calls under way end, and later ones fail.
+    """
+
+    own_errors: tuple[type[Exception], ...] = (PeerError,)  # that already say what is amiss
+    library_errors: tuple[type[Exception], ...] = (RuntimeError,)
+
+    def __init__(self, host: Transport, timeout_seconds: float, library: str) -> None:
+        self._host = host
+        self._timeout_seconds = timeout_seconds
+        self._library = library
+        self._group: Any = None
+        self._broken = ""
+
+    def set_timeout(self, seconds: float) -> None:
+        """Set the longest wait for a peer."""
+        self._timeout_seconds = seconds
+
+    def use_device(self) -> None:
+        """Make this rank's GPU the calling thread's."""
+
+    def end_group(self, group: Any) -> None:
+        """End all calls of the library's group that are under way."""
+        with suppress(RuntimeError):  # of a GPU that failed
+            group.abort()
+
+    def abort(self, reason: str) -> None:
+        """End all calls under way and free the group; later calls raise the reason."""
+        self._broken = self._broken or reason
+        # Taken away first: an abort by another thread finds none, and frees nothing twice.
+        group, self._group = self._group, None
+        if group is not None:
+            thread = threading.Thread(target=self.end_group, args=(group,), daemon=True)
+            thread.start()
+            thread.join(_ABORT_SECONDS)
+
+    def require_unbroken(self) -> None:
+        """Raise PeerError with the reason of an abort, by this thread or another one."""
+        if self._broken:
+            raise PeerError(self._broken)
+
+    def call_in_thread(self, call: Callable[[], Any], peers: Sequence[int] = ()) -> Any:
+        """Run a call that may block in another thread, which is abandoned on an error."""
+
+        def make() -> Any:
+            self.use_device()
+            return call()
+
+        return wait_for_call(make, lambda test: self.wait(test, peers))
+
+    def wait(self, test: Callable[[], Any], peers: Sequence[int] = ()) -> Any:
+        """Call a test until its result is not None; peers: who is waited for, empty: all ranks."""
+        ranks = [self._host.ranks[peer] for peer in peers]
+        look, seconds = self.require_unbroken, self._timeout_seconds
+        return self.unless_broken(
+            lambda: wait_until(test, self._host, ranks, seconds, look, _GRACE_SECONDS), peers
+        )
+
+    def unless_broken(self, action: Callable[[], Any], peers: Sequence[int] = ()) -> Any:
+        """Return the result of an action; abort when it fails."""
+        try:
+            return action()
+        except self.own_errors as error:
+            self.abort(str(error))
+            raise
+        except self.library_errors as error:
+            ranks = [self._host.ranks[peer] for peer in peers] or list(self._host.ranks)
+            text = (
+                f"{self._library} failed on rank {self._host.ranks[self._host.rank]} in "
+                f"{self._host.activity}, between it and ranks {ranks}: "
+                + str(error).partition("\n")[0]
+            )
+            self.abort(text)
+            raise PeerError(text) from error
+
+
+class CupyCollectives(GpuGroup):
     """NCCL among the ranks of a host transport, which must all make the object together.
 
     Every rank passes arrays of the same sizes and dtypes; a call returns when its work has ended.
@@ -37,24 +133,115 @@ class CupyCollectives:
     sends_messages = True
 
     def __init__(self, host: Transport, gpu: Gpu, timeout_seconds: float) -> None:
+        super().__init__(host, timeout_seconds, "NCCL")
+        self.own_errors = (PeerError, gpu.cupy.cuda.runtime.CUDARuntimeError)
+        self.library_errors = (gpu.nccl.NcclError, KeyError)  # KeyError: CuPy lacks newest statuses
         self._gpu = gpu
-        self._rank, self._size = host.rank, host.size
-        self.communicator = Communicator(host, gpu, timeout_seconds)
+        self._stream: Any = None
+        self._met: set[Hashable] = set()
+        # The arrays of a kernel that is not known to have ended.
+        self._touched: Sequence[Array] = ()
+        unique_id = self._share_id()
 
-    def set_timeout(self, seconds: float) -> None:
-        """Set the longest wait for a peer."""
-        self.communicator.timeout_seconds = seconds
+        def join() -> Any:
+            # Non-blocking: else CUDA would order it with all that is on the legacy default stream.
+            self._stream = gpu.cupy.cuda.Stream(non_blocking=True)
+            return gpu.nccl.NcclCommunicator(host.size, unique_id, host.rank)
 
-    def abort(self, reason: str) -> None:
-        """End all calls under way; later calls fail."""
-        self.communicator.abort(reason)
+        self._group = self.call_in_thread(join)
+
+    def _share_id(self) -> bytes:
+        """Return NCCL's id for these ranks; rank 0 makes it. Raises PeerError where it cannot.
+
+        Nothing else is sent over the host here: later failures are each rank's own.
+        """
+        unique_id, failure = b"", ""
+        if self._host.rank == 0:
+            try:
+                unique_id = self._gpu.nccl.get_unique_id()
+            except (RuntimeError, KeyError) as error:  # NCCL's, or CUDA's; of a status without name
+                failure = f" ({error})"
+        message = np.frombuffer(unique_id, np.uint8) if self._host.rank == 0 else None
+        told = self._host.broadcast(message, root=0).tobytes()
+        if not told:
+            raise PeerError(f"rank {self._host.ranks[0]} could not make NCCL's id{failure}")
+        return told
+
+    def use_device(self) -> None:
+        self._gpu.device.use()  # not `with`: going back to GPU 0 would open a context there
+
+    def end_group(self, group: Any) -> None:
+        with suppress(RuntimeError):  # of a GPU that failed
+            self.use_device()  # NCCL goes back to the thread's own
+        group.abort()
+        self._touched = ()  # only now: a kernel might have written there
+
+    def require_unbroken(self) -> None:
+        """Raise NCCL's asynchronous error, too."""
+        # A local: another thread's abort may set it to None in between.
+        group = self._group
+        super().require_unbroken()
+        if group is not None:
+            group.check_async_error()
+
+    def _run(
+        self,
+        enqueue: Enqueue,
+        touched: Sequence[Array],
+        peers: Sequence[int] = (),
+        meets: frozenset[Hashable] | None = None,
+    ) -> None:
+        """Run one group of NCCL's calls; return when it has ended.
+
+        touched: the arrays it reads and writes; ready on the caller's current stream, of CuPy for
+                 its arrays, of torch for tensors.
+        peers:   the ranks that it waits for; empty: all ranks.
+        meets:   the ranks that NCCL must be connected with for it; None: unknown.
+        Raises PeerError after an abort, this one or an earlier one; CuPy's error where CUDA fails.
+        """
+        super().require_unbroken()
+        event = self._gpu.cupy.cuda.Event
+        with self._gpu.device:
+            ready = self._wait_for_caller(touched)
+            self._touched = touched
+            # Between ranks that have met the calls do not block, so no thread is needed.
+            if meets is not None and meets <= self._met:
+                self.unless_broken(lambda: self._enqueue(enqueue), peers)
+            else:
+                self.call_in_thread(lambda: self._enqueue(enqueue), peers)
+                self._met |= meets or set()
+            done = self._stream.record(event(disable_timing=True))
+            self.wait(lambda: has_come(done, self._gpu.cupy) or None, peers)
+            self._touched = ()
+            del ready
+        super().require_unbroken()  # by another thread: an abort ends a kernel, too
+
+    def _wait_for_caller(self, touched: Sequence[Array]) -> object:
+        """Make the own stream wait for the caller's; return the event, to be kept until then."""
+        cuda = self._gpu.cupy.cuda
+        tensor = next(filter(is_tensor, touched), None)
+        if tensor is not None:
+            made = tensor_event(tensor)
+            cuda.runtime.streamWaitEvent(self._stream.ptr, made.cuda_event, 0)
+            return made
+        ready = cuda.get_current_stream().record(cuda.Event(disable_timing=True))
+        self._stream.wait_event(ready)
+        return ready
+
+    def _enqueue(self, enqueue: Enqueue) -> None:
+        self._gpu.nccl.groupStart()
+        try:
+            enqueue(self._group, self._stream.ptr)
+        finally:
+            # After an error, too: NCCL would hold this thread's later calls back.
+            self._gpu.nccl.groupEnd()
 
     def sum_of_ranks(self) -> list[float]:
         """Return the sum of every rank's 1 + rank, four times, for a start-up test."""
 
         def add_up() -> list[float]:
-            self._gpu.device.use()  # not `with`: going back to GPU 0 would open a context there
-            array = self._gpu.cupy.asarray(np.full(4, self._rank + 1, np.float32))
+            self.use_device()
+            array = self._gpu.cupy.asarray(np.full(4, self._host.rank + 1, np.float32))
             self.allreduce(array, "sum")
             total: list[float] = array.get().tolist()
             return total
@@ -81,13 +268,14 @@ class CupyCollectives:
         meets = {*(("to", to) for _, to in sends), *(("from", source) for _, source in receives)}
         touched = [array for array, _ in (*outgoing, *incoming)]
         peers = sorted({peer for _, peer in meets})
-        self.communicator.run(enqueue, touched, peers, frozenset(meets))
+        self._run(enqueue, touched, peers, frozenset(meets))
 
     def allreduce(self, array: Array, reduction: str) -> None:
         """Reduce in place."""
         span = span_of(array)
-        dtype, operator = self._dtype(span.dtype), self._operator(reduction)
-        self.communicator.run(
+        dtype = self._constant(span.dtype.upper())
+        operator = self._constant(LIBRARY_NAMES[reduction])
+        self._run(
             lambda nccl, stream: nccl.allReduce(
                 span.address, span.address, span.size, dtype, operator, stream
             ),
@@ -97,13 +285,14 @@ class CupyCollectives:
     def reduce_scatter(self, array: Array, bounds: Sequence[int], reduction: str) -> None:
         """Reduce this rank's part, array[bounds[rank]:bounds[rank + 1]], in place."""
         span = span_of(array)
-        dtype, operator = self._dtype(span.dtype), self._operator(reduction)
+        dtype = self._constant(span.dtype.upper())
+        operator = self._constant(LIBRARY_NAMES[reduction])
         parts = parts_of(bounds)
 
         def enqueue(nccl: Any, stream: int) -> None:
             if (each := _each(bounds)) is not None:
                 first = span.address + bounds[0] * span.itemsize
-                own = first + self._rank * each * span.itemsize
+                own = first + self._host.rank * each * span.itemsize
                 # In place, to NCCL: the result goes to where the rank's own part lies in what is
                 # sent.
                 nccl.reduceScatter(first, own, each, dtype, operator, stream)
@@ -112,7 +301,7 @@ class CupyCollectives:
                 place = span.address + begin * span.itemsize
                 nccl.reduce(place, place, end - begin, dtype, operator, owner, stream)
 
-        self.communicator.run(enqueue, [array])
+        self._run(enqueue, [array])
 
     def allgather_into(self, array: Array, bounds: Sequence[int]) -> None:
         """Fill the other ranks' parts of the array with those that they have."""
@@ -123,20 +312,20 @@ class CupyCollectives:
         def enqueue(nccl: Any, stream: int) -> None:
             if (each := _each(bounds)) is not None:
                 first = span.address + bounds[0] * item
-                own = first + self._rank * each * item
+                own = first + self._host.rank * each * item
                 nccl.allGather(own, first, each * item, uint8, stream)
                 return
             for owner, begin, end in parts:
                 place = span.address + begin * item
                 nccl.broadcast(place, place, (end - begin) * item, uint8, owner, stream)
 
-        self.communicator.run(enqueue, [array])
+        self._run(enqueue, [array])
 
     def broadcast_into(self, array: Array, root: int) -> None:
         """Fill the array with the root's."""
         span = span_of(array)
         size_bytes, uint8 = span.size * span.itemsize, self._gpu.nccl.NCCL_UINT8
-        self.communicator.run(
+        self._run(
             lambda nccl, stream: nccl.broadcast(
                 span.address, span.address, size_bytes, uint8, root, stream
             ),
@@ -158,12 +347,8 @@ class CupyCollectives:
         if outgoing or incoming:
             self.transfer(outgoing, incoming)
 
-    def _dtype(self, name: str) -> int:
-        number: int = getattr(self._gpu.nccl, f"NCCL_{name.upper()}")
-        return number
-
-    def _operator(self, reduction: str) -> int:
-        number: int = getattr(self._gpu.nccl, f"NCCL_{LIBRARY_NAMES[reduction]}")
+    def _constant(self, name: str) -> int:
+        number: int = getattr(self._gpu.nccl, f"NCCL_{name}")
         return number
 
 

@@ -39,9 +39,9 @@ from typing import Final
 import numpy as np
 
 from ..errors import MessageError
+from .. import kernels
 from ..kernels.narrow import combine, is_narrow, narrow, widen
 from ..vector import Array
-from .checksum import checksum_of
 
 REDUCTIONS: Final[dict[str, Callable[..., Array]]] = {
     "sum": np.add,
@@ -61,6 +61,7 @@ PIECE_BYTES: Final = 4 << 20
 _WHOLE_BYTES: Final = 4096
 # From here on the time of a checksum's own message is negligible; smaller arrays are flags.
 CHECKED_BYTES: Final = 1 << 14
+CHECKSUM_BYTES: Final = 8
 
 
 class Endpoint(ABC):
@@ -92,6 +93,32 @@ class Endpoint(ABC):
 
         Raises PeerError when that rank left, PeerTimeoutError when it stays silent.
         """
+
+
+def checksum_of(message: Array) -> Array:
+    """Return the checksum of uint8 [m], uint8 [8]."""
+    return np.frombuffer(kernels.checksum(message).to_bytes(CHECKSUM_BYTES, "little"), np.uint8)
+
+
+def require_checksum(message: Array, checksum: Array, sender: int) -> None:
+    """Raise MessageError, which names the sender, where a message has changed on the way."""
+    if checksum.tobytes() != checksum_of(message).tobytes():
+        raise MessageError(
+            f"the message from rank {sender} is malformed: its {message.size + checksum.size} "
+            "bytes do not match their checksum; start again from the last checkpoint"
+        )
+
+
+def append_checksum(message: Array) -> Array:
+    """Return a copy of uint8 [m] with its checksum behind it, uint8 [m + 8]."""
+    return np.concatenate([message, checksum_of(message)])
+
+
+def strip_checksum(checked: Array, sender: int) -> Array:
+    """Return the message before its checksum; raise MessageError, which names the sender."""
+    message, checksum = checked[:-CHECKSUM_BYTES], checked[-CHECKSUM_BYTES:]
+    require_checksum(message, checksum, sender)
+    return message
 
 
 def loses_nan(reduction: str, dtype: str) -> bool:
@@ -313,11 +340,8 @@ def _shares(
 ) -> Iterator[tuple[Array, Array]]:
     """Yield each slice with its share of a message; raise MessageError where it has changed."""
     message, checksum = come
-    if checksum is not None and checksum.tobytes() != checksum_of(message).tobytes():
-        raise MessageError(
-            f"the message from rank {sender} is malformed: a part of a dense "
-            "collective does not match its checksum; start again from the last checkpoint"
-        )
+    if checksum is not None:
+        require_checksum(message, checksum, sender)
     theirs = message.view(slices[0].dtype)
     start = 0
     for part in slices:

@@ -2,31 +2,75 @@
 
 Host messages are sent unchanged; one of a GPU is copied to the host and announced, so that the
 receiver copies it to its current GPU. All copies are ordered by the caller's current stream.
+
+The transfer header announces it, a host message that says how it will follow:
+
+    byte 0            8        16              24
+         +------------+--------+---------------+
+         | "GTKDEV/1" | method | message_bytes |     little-endian
+         +------------+--------+---------------+
+
+A host message gets a header of its own only if its bytes look like a transfer header.
 """
 
 from __future__ import annotations
 
+import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import IntEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ..cost import Link
 from ..errors import MismatchError
 from ..vector import Array, is_on_device
+from .carrier import Overlay
 from .counters import Counter
-from .departure import DepartureNotice
 from .gpu import host_copy, is_of_gpu, is_tensor, load_cupy, tensor_of
 from .node_memory import NodeMemory
-from .pacing import Clock
-from .transfer_header import TransferHeader, TransferMethod
 from .transport import Path, Step, Transport
 
+_FIELDS: Final = struct.Struct("<8sqq")
+_MAGIC: Final = b"GTKDEV/1"
+TRANSFER_HEADER_BYTES: Final = _FIELDS.size
 
-class StagedTransport(Transport):
+
+class TransferMethod(IntEnum):
+    """How the message is sent, and in which memory it ends."""
+
+    NCCL = 0  # from GPU to GPU
+    STAGED = 1  # as the next host message, into the receiver's GPU
+    HOST = 2  # as the next host message, which stays one
+    MPI = 3  # from GPU to GPU, as the next message of an MPI that is CUDA-aware
+
+
+class TransferHeader(NamedTuple):
+    """The method and size of the message that will follow."""
+
+    method: TransferMethod
+    message_bytes: int
+
+    def encode(self) -> Array:
+        """Return the host message, uint8 [TRANSFER_HEADER_BYTES]."""
+        return np.frombuffer(_FIELDS.pack(_MAGIC, self.method, self.message_bytes), np.uint8)
+
+    @classmethod
+    def read(cls, message: Array) -> TransferHeader | None:
+        """Parse a host message; None when it is no transfer header."""
+        if message.size != TRANSFER_HEADER_BYTES:
+            return None
+        magic, method, message_bytes = _FIELDS.unpack(message.data)
+        # In a tuple: before Python 3.12 an enum raises where it is asked for a number that it
+        # lacks.
+        if magic != _MAGIC or method not in tuple(TransferMethod) or message_bytes < 0:
+            return None
+        return cls(TransferMethod(method), message_bytes)
+
+
+class StagedTransport(Overlay):
     """The ranks of another transport, its `host`, which also counts traffic and departures."""
 
     supports_device_messages = True
@@ -39,14 +83,10 @@ class StagedTransport(Transport):
         needs_cupy: whether to raise ImportError now where it is missing; else at its first use.
         """
         # If the host stages, too, use the transport below it.
-        self.host: Transport = host.host if isinstance(host, StagedTransport) else host
-        host = self.host
-        super().__init__(host.ranks, host.rank, host.path, host.tag, host.traffic)
-        self.name = host.name
-        self.timeout_seconds = host.timeout_seconds
+        host = host.host if isinstance(host, StagedTransport) else host
+        super().__init__(host, host.ranks, host.rank, host.path, host.tag, host.traffic)
         self.full_speed_bytes = host.full_speed_bytes
         self.counts_allreduce = host.counts_allreduce
-        self.announces_waits = host.announces_waits
         if parent is None and needs_cupy:
             load_cupy(self.name)
         self._views: dict[Path, StagedTransport] = {} if parent is None else parent._views
@@ -67,7 +107,7 @@ class StagedTransport(Transport):
     def _send_with_header(
         self, method: TransferMethod, message: Array, to: int
     ) -> Callable[[], None]:
-        header_sent = self.host.send(TransferHeader(method, message.size).encode(), to)
+        header_sent = self._announce(method, message, to)
         sent = self.host.send(message, to)
 
         def finish() -> None:
@@ -75,6 +115,9 @@ class StagedTransport(Transport):
             sent()
 
         return finish
+
+    def _announce(self, method: TransferMethod, message: Array, to: int) -> Callable[[], None]:
+        return self.host.send(TransferHeader(method, message.size).encode(), to)
 
     def receive(self, source: int) -> Array:
         message = self.host.receive(source)
@@ -93,6 +136,8 @@ class StagedTransport(Transport):
         return self._to_device(message) if header.method is TransferMethod.STAGED else message
 
     def _to_host(self, array: Array) -> Array:
+        if is_tensor(array):
+            return host_copy(array)
         pinned = np.frombuffer(self._cupy.cuda.alloc_pinned_memory(max(array.nbytes, 1)), np.uint8)
         # Cut, as CuPy's pool rounds the size of what it hands out up.
         host = pinned[: array.nbytes].view(array.dtype)
@@ -123,23 +168,18 @@ class StagedTransport(Transport):
     def alltoall(self, array: Array, bounds: Sequence[int]) -> tuple[Array, list[int]]:
         if not is_of_gpu(array):
             return self.host.alltoall(array, bounds)
-        if is_tensor(array):
-            received, ends = self.host.alltoall(host_copy(array), bounds)
-            return tensor_of(received, array), ends
         received, ends = self.host.alltoall(self._to_host(array), bounds)
-        return self._to_device(received), ends
+        return tensor_of(received, array) if is_tensor(array) else self._to_device(received), ends
 
     def _on_host(self, array: Array, collective: Callable[[Array], None]) -> None:
         if not is_of_gpu(array):
             collective(array)
             return
-        if is_tensor(array):
-            host = host_copy(array)
-            collective(host)
-            array.copy_(tensor_of(host, array))  # type: ignore[attr-defined]
-            return
         host = self._to_host(array)
         collective(host)
+        if is_tensor(array):
+            array.copy_(tensor_of(host, array))  # type: ignore[attr-defined]
+            return
         with array.device:  # type: ignore[attr-defined]
             array.set(host)  # type: ignore[attr-defined]
             # Until the copy has ended, nobody else may get the host's memory.
@@ -152,11 +192,8 @@ class StagedTransport(Transport):
         host = self.host.view(step, ranks)
         with self._making_a_view:
             if host.path not in self._views:
-                self._views[host.path] = self._over(host)
+                self._views[host.path] = type(self)(host, self)
             return self._views[host.path]
-
-    def _over(self, host: Transport) -> StagedTransport:
-        return StagedTransport(host, parent=self)
 
     @property
     def activity(self) -> str:
@@ -166,22 +203,8 @@ class StagedTransport(Transport):
     def begun(self) -> int:
         return self.host.begun
 
-    @property
-    def checks_messages(self) -> bool:
-        return self.host.checks_messages
-
     def native_bytes(self) -> int:
         return self.host.native_bytes()
-
-    def check_messages(self) -> None:
-        self.host.check_messages()
-
-    @property
-    def link(self) -> Link | None:
-        return self.host.link
-
-    def emulate(self, link: Link, clock: Clock | None = None) -> None:
-        self.host.emulate(link, clock)
 
     @contextmanager
     def operation(self, activity: str) -> Iterator[None]:
@@ -194,24 +217,6 @@ class StagedTransport(Transport):
     def missing(self, peer: int | None) -> str | None:
         return self.host.missing(peer)
 
-    def departures(self) -> Mapping[int, DepartureNotice]:
-        return self.host.departures()
-
-    def collect_departures(self) -> None:
-        self.host.collect_departures()
-
-    def announce_departure(self, reason: str) -> None:
-        self.host.announce_departure(reason)
-
-    def leave(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
-        return self.host.leave(reason, leave_timeout_seconds)
-
-    def lose(self, rank: int, reason: str) -> None:
-        self.host.lose(rank, reason)
-
-    def abort(self, exit_code: int, reason: str = "") -> None:
-        self.host.abort(exit_code, reason)
-
     def neighbours(self) -> list[int]:
         return self.host.neighbours()
 
@@ -220,6 +225,3 @@ class StagedTransport(Transport):
 
     def shared_memory(self, size_bytes: int) -> NodeMemory:
         return self.host.shared_memory(size_bytes)
-
-    def library(self) -> str:
-        return self.host.library()

@@ -15,9 +15,7 @@ from __future__ import annotations
 import ctypes
 import secrets
 import socket
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final
 
@@ -25,19 +23,17 @@ import numpy as np
 
 from ..errors import PeerError
 from .gpu import is_tensor
-from .polling import wait_for_call, wait_until
+from .nccl_collectives import GpuGroup
 from .reductions import parts_of
 from .rendezvous import connect, import_torch
 from .transport import Transport
 
-_GRACE_SECONDS: Final = 1.0  # what a rank sent before it left may still be on its way
-_ABORT_SECONDS: Final = 5.0  # how long an abort may take; a GPU that hangs must not hang us
 _OURS: Final = timedelta(days=365)  # torch's timeout: the host transport's ends the wait
 
 DTYPES: Final = ("int8", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 
 
-class TorchCollectives:
+class TorchCollectives(GpuGroup):
     """A process group among the ranks of a host transport, which must all make it together."""
 
     dtypes = DTYPES
@@ -46,13 +42,9 @@ class TorchCollectives:
     def __init__(
         self, host: Transport, device: int, timeout_seconds: float, backend: str = "nccl"
     ) -> None:
+        super().__init__(host, timeout_seconds, "NCCL" if backend == "nccl" else backend)
         self._torch = torch = import_torch()
-        self._host = host
-        self._timeout_seconds = timeout_seconds
-        self._name = "NCCL" if backend == "nccl" else backend
         self._place = torch.device("cuda", device) if backend == "nccl" else torch.device("cpu")
-        self._group: Any = None
-        self._broken = ""
         self._is_under_way = False
         self._called: set[object] = set()  # what may no longer block in its call
         store = _open_store(host, timeout_seconds)
@@ -65,11 +57,21 @@ class TorchCollectives:
                 return make(store, host.rank, host.size, options)
             return torch.distributed.ProcessGroupGloo(store, host.rank, host.size, _OURS)
 
-        self._group = self._unless_broken(lambda: self._call(join))
+        self._group = self.call_in_thread(join)
 
-    def set_timeout(self, seconds: float) -> None:
-        """Set the longest wait for a peer."""
-        self._timeout_seconds = seconds
+    def use_device(self) -> None:
+        if self._place.type == "cuda":
+            self._torch.cuda.set_device(self._place)
+
+    def end_group(self, group: Any) -> None:
+        if hasattr(group, "abort"):
+            super().end_group(group)
+
+    def abort(self, reason: str) -> None:
+        if self._is_under_way:
+            # Never destroy it: that would wait for calls under way, also at the program's end.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+        super().abort(reason)
 
     def sum_of_ranks(self) -> list[float]:
         """Return the sum of every rank's 1 + rank, four times, for a start-up test."""
@@ -149,8 +151,7 @@ class TorchCollectives:
 
         Raises PeerError after an abort, this one or an earlier one.
         """
-        if self._broken:
-            raise PeerError(self._broken)
+        self.require_unbroken()
         stream = (
             self._torch.cuda.current_stream(self._place) if self._place.type == "cuda" else None
         )
@@ -166,78 +167,18 @@ class TorchCollectives:
 
         def run() -> list[Any]:
             # The first call of a kind connects the ranks, and blocks while it does.
-            return call() if kind in self._called else self._call(call)
+            return call() if kind in self._called else self.call_in_thread(call)
 
         works: list[Any] = []
         # Still set where `abort` follows an error: it must then keep the group alive.
         self._is_under_way = True
-        works = self._unless_broken(run)
+        works = self.unless_broken(run)
         self._called.add(kind)
-        self._unless_broken(lambda: self._wait(all_there))
+        self.wait(all_there)
         # They have ended: `wait` raises their errors.
         for work in works:
-            self._unless_broken(work.wait)
+            self.unless_broken(work.wait)
         self._is_under_way = False
-
-    def _call(self, call: Callable[[], Any]) -> Any:
-        """Run a call that may block in another thread, which is abandoned on an error."""
-
-        def on_device() -> Any:
-            if self._place.type == "cuda":
-                with self._torch.cuda.device(self._place):
-                    return call()
-            return call()
-
-        return wait_for_call(on_device, self._wait)
-
-    def _wait(self, test: Callable[[], Any]) -> Any:
-        return wait_until(
-            test,
-            self._host,
-            [],
-            self._timeout_seconds,
-            self._raise_if_broken,
-            grace_seconds=_GRACE_SECONDS,
-        )
-
-    def _raise_if_broken(self) -> None:
-        if self._broken:
-            raise PeerError(self._broken)
-
-    def _unless_broken(self, action: Callable[[], Any]) -> Any:
-        """Return the result of an action; abort when it fails."""
-        try:
-            return action()
-        except PeerError as error:
-            self.abort(str(error))
-            raise
-        except RuntimeError as error:  # torch's, of NCCL or gloo
-            host = self._host
-            text = (
-                f"{self._name} failed on rank {host.ranks[host.rank]} in {host.activity}, between "
-                f"it and ranks {list(host.ranks)}: {str(error).splitlines()[0]}"
-            )
-            self.abort(text)
-            raise PeerError(text) from error
-
-    def abort(self, reason: str) -> None:
-        """End all calls under way; later calls fail."""
-        self._broken = self._broken or reason
-        group, self._group = self._group, None
-        if self._is_under_way:
-            # Never destroy it: that would wait for calls under way, also at the program's end.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-        end = getattr(group, "abort", None)
-        if end is None:
-            return
-
-        def end_it() -> None:
-            with suppress(RuntimeError):  # of a GPU that failed
-                end()
-
-        thread = threading.Thread(target=end_it, daemon=True)
-        thread.start()
-        thread.join(_ABORT_SECONDS)
 
 
 def _open_store(host: Transport, timeout_seconds: float) -> Any:

@@ -38,12 +38,18 @@ from .. import cost
 from ..environment import whole_number
 from ..errors import PeerError, PeerTimeoutError
 from ..vector import Array
-from .carrier import Carrier
-from .departure import DepartureNotice
-from .mailbox import Mailbox
+from .carrier import Carrier, DepartureNotice
+from .polling import Mailbox
 from .reductions import loses_nan
-from .rendezvous import StoreCounter, call_within, connect, import_torch
-from .start_token import Start, agree_on_start, no_answer_error
+from .rendezvous import (
+    Start,
+    StoreCounter,
+    agree_on_start,
+    call_within,
+    connect,
+    import_torch,
+    waited_error,
+)
 from .transport import Transport, end_process, print_line
 
 if TYPE_CHECKING:
@@ -275,9 +281,6 @@ class TorchDistributedTransport(Carrier):
             time.sleep(0.01)
         return PeerError(missing or f"rank {self.rank} failed in {self.activity}: {error}")
 
-    def collect_departures(self) -> None:
-        """Do nothing: the listeners note which ranks left."""
-
     def announce_departure(self, reason: str) -> None:
         if self._departing is None:
             self._departing = self._tell_all(_DEPARTURE, self.departure_notice(reason).encode())
@@ -382,7 +385,7 @@ def join_at(
         )
         return call_within(start_timeout_seconds + _GRACE_SECONDS, lambda: meet(start))
     except TimeoutError:
-        raise no_answer_error(rank, size, begun) from None
+        raise waited_error(rank, size, begun) from None
 
 
 def _wait_for_last_sends(works: list[Work]) -> None:

@@ -17,7 +17,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import numpy as np
 
@@ -26,10 +26,12 @@ from ..errors import MessageError
 from ..vector import Array
 from . import reductions
 from .counters import Counter, Traffic
-from .departure import DepartureNotice
-from .node_memory import NodeMemory
-from .pacing import Clock
 from .reductions import Endpoint
+
+if TYPE_CHECKING:
+    from .carrier import DepartureNotice
+    from .node_memory import NodeMemory
+    from .pacing import Clock
 
 STALL_WARNING_SECONDS: Final = 60.0  # how often a rank that waits says so
 # Channels have tags of their own, which cannot collide: so there is a bound on them.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,12 +26,53 @@ from collectives import run_ranks
 from collectives.algorithms import ALGORITHMS, Regions
 from collectives.algorithms.regions import QUANTILES_PER_RANK
 from collectives.cost_model.schedules import SCHEDULES, Order
-from collectives.transports import LocalTransport, local_world
-from collectives.transports.checksum import CHECKSUM_BYTES
-from collectives.transports.recorder import RECEIVED, Event, Recorder
-from collectives.transports.reductions import CHECKED_BYTES, LONG_BYTES, PIECE_BYTES
+from collectives.transports import LocalTransport, Transport, local_world
+from collectives.transports.reductions import CHECKED_BYTES, CHECKSUM_BYTES, LONG_BYTES, PIECE_BYTES
+from collectives.vector import Array
 from collectives.wire import EXACT, Format, encode
 from gtopk.cli.bench.collectives.cases import picks
+
+# A peer, and the bytes of a message to it; RECEIVED where one came from it.
+Event = tuple[int, int]
+RECEIVED: Final = -1
+
+
+class Recorder(LocalTransport):
+    """Notes all messages of a rank, those of its views included.
+
+    events:   in their order.
+    computed: seconds of its thread's processor time before each event, since the one before.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.events: list[Event] = []
+        self.computed: list[float] = []
+        self._since = 0.0
+
+    def begin(self) -> None:
+        """Clear the record; call it in the thread whose events follow."""
+        self.events.clear()
+        self.computed.clear()
+        self._since = time.thread_time()
+
+    def computed_since(self) -> float:
+        """Return the seconds since the last event, and reset them."""
+        since, self._since = self._since, time.thread_time()
+        return self._since - since
+
+    def send_on(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
+        self.computed.append(self.computed_since())
+        self.events.append((to, message.nbytes))
+        return super().send_on(stream, message, to)
+
+    def receive_on(self, stream: Transport, source: int) -> Array:
+        self.computed.append(self.computed_since())
+        message = super().receive_on(stream, source)
+        self._since = time.thread_time()  # waiting does not count as computing
+        self.events.append((source, RECEIVED))
+        return message
+
 
 # A rank's peer in a message, and the bytes it sent; RECEIVED for a message that it got.
 Trace = list[list[Event]]

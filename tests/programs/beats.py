@@ -61,8 +61,7 @@ def be(rank: int, orders: int, ends: list[tuple[socket.socket, socket.socket]]) 
     heartbeat = Heartbeat(timeout_seconds, timeout_seconds / 2)
     heartbeat.on_lost = on_lost
     table = Table(rank, ends)
-    heartbeat.meet(rank, table.gather_object(heartbeat.introduce(table)))
-    heartbeat.start()
+    heartbeat.start(rank, table.gather_object(heartbeat.introduce(table)))
     port = heartbeat._setting.peers[rank].port
     say(f"rank {rank} is {os.getpid()} beside {heartbeat._companion.pid} at {port}")
     for line in os.fdopen(orders):

@@ -45,7 +45,7 @@ from gtopk.compression import Compression
 from gtopk.errors import DamagedError
 from gtopk.optim.distributed import DistributedOptimizer
 from gtopk.runtime.object_codec import ObjectFormatError, decode, encode
-from gtopk.runtime.object_codec.format import HEADER, HEADER_BYTES
+from gtopk.runtime.object_codec.codec import HEADER, HEADER_BYTES
 from gtopk.runtime.world import world
 from gtopk.torch.checkpoint import CheckpointError, Loaded
 from gtopk.torch.checkpoint.files import decode_with_checksum, encode_with_checksum, read_tensors

@@ -14,7 +14,7 @@ from typing import Any
 import light_torch  # noqa: F401
 
 from collectives import Transport
-from collectives.transports import nccl, nccl_start
+from collectives.transports import gpu, nccl
 from collectives.transports.device_choice import GpuFacts
 from gtopk.runtime.world import membership
 
@@ -38,7 +38,7 @@ def over_gpus(transport: Transport, in_sight: Sequence[int]) -> Transport:
     )
 
 
-class Counting(nccl_start.TorchCollectives):
+class Counting(nccl.TorchCollectives):
     """Counts what it is asked for."""
 
     def _run(self, kind: str, begin: Any) -> None:
@@ -46,8 +46,8 @@ class Counting(nccl_start.TorchCollectives):
         super()._run(kind, begin)
 
 
-nccl_start.facts_here = signature
-nccl_start.TorchCollectives = Counting
+gpu.facts_here = signature
+nccl.TorchCollectives = Counting
 membership.over_gpus = over_gpus
 
 if __name__ == "__main__":

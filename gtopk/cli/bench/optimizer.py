@@ -37,7 +37,7 @@ from ... import settings
 from ...compression import Compression
 from ...ddp import GTopKState, gtopk_hook
 from ...optim.distributed import DistributedOptimizer
-from ...runtime.liveness.address import own_address
+from ...runtime.liveness.heartbeat import own_address
 from ...runtime.world import world
 from ...torch.functions import allgather_object
 from ..arguments import fail, share, whole_number

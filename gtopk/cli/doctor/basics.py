@@ -212,7 +212,7 @@ def check_cuda_aware_mpi() -> Finding:
     if not installed("cupy"):
         return Finding(name, State.MISSING, "without CuPy, GPUs' messages go through host memory")
     # Here, as they need NumPy, without which the other findings still count.
-    from collectives.transports.cuda_aware import why_staged
+    from collectives.transports.direct import why_staged
     from collectives.transports.gpu import has_gpu
 
     import_module("mpi4py").rc.initialize = False

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import IO, Final, NamedTuple
 
 from ... import settings
-from ...runtime.liveness.address import OURS, THEIRS, Choice, choose, interfaces
+from ...runtime.liveness.heartbeat import OURS, THEIRS, Choice, choose, interfaces
 from . import basics
 from .basics import PACKAGE, Finding, State, gist
 

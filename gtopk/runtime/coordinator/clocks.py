@@ -42,7 +42,7 @@ def clock_offset(transport: Transport, boot: str | None = None) -> Offset:
         if transport.rank == 0:
             for _ in range(_ROUND_TRIPS):
                 transport.receive(rank)
-                transport.send(_now(), rank)()
+                transport.send(np.array([time.perf_counter()]).view(np.uint8), rank)()
         elif transport.rank == rank:
             found = min((_ask(transport) for _ in range(_ROUND_TRIPS)), key=lambda o: o[1])
     return found
@@ -60,10 +60,6 @@ def _ask(transport: Transport) -> Offset:
     sent()
     ended = time.perf_counter()
     return Offset((began + ended) / 2 - theirs, (ended - began) / 2)
-
-
-def _now() -> np.ndarray:
-    return np.array([time.perf_counter()]).view(np.uint8)
 
 
 def _this_boot() -> str:

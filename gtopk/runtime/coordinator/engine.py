@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from collectives.errors import CollectiveError, PeerError
@@ -70,6 +70,7 @@ class Engine:
               rank has work under way whose part here is not done; it stays, and is asked again.
               False: there is none, or the call has submitted the operations that finish it.
 
+    failure:   the error that stopped the engine, as a rank is gone; None while it runs.
     failed_in: the operation that failed on this rank, which then runs no other; "": none did.
     """
 
@@ -84,7 +85,6 @@ class Engine:
         self.cycles = 0
         self.settings = (settings or settings_from()).limit_idle(transport.timeout_seconds)
         self._limits = self.settings.cache_capacity, self.settings.fusion_threshold_bytes
-        self._observers: tuple[Observer, ...] = ()
         # Shared with submitting threads, under the lock.
         self._changed = threading.Condition()
         self._submitted: list[Operation] = []
@@ -98,7 +98,7 @@ class Engine:
         self._outlived = False  # the program has ended, threads that never submitted go on
         self._leave_timeout_seconds: float | None = None
         self._staying: list[int] = []
-        self._over: PeerError | None = None
+        self.failure: PeerError | None = None
         self._table = ReadinessTable(transport.ranks, self.settings.cache_capacity)
         self._execution = Execution(transport, self._finish_operations)
         self.stalls = Stalls(self.settings, transport)
@@ -119,18 +119,14 @@ class Engine:
         """The name of the operation that is run or waited for, for errors; "idle" without one."""
         return self._execution.activity or self._waiting_in or "idle"
 
-    @property
-    def failure(self) -> PeerError | None:
-        """The error that stopped the engine, as a rank is gone; None while it runs."""
-        return self._over
-
     def add_observer(self, observer: Observer) -> None:
         """Call an observer with every event from now on."""
-        self._set_observers((*self._observers, observer))
+        self._execution.observers += (observer,)
 
     def remove_observer(self, observer: Observer) -> None:
         """Stop calling an observer."""
-        self._set_observers(tuple(each for each in self._observers if each != observer))
+        left = (each for each in self._execution.observers if each != observer)
+        self._execution.observers = tuple(left)
 
     def submit(
         self,
@@ -166,9 +162,9 @@ class Engine:
                     "tensor with the same name as another tensor that is currently being "
                     "processed; synchronize it first, or pass another name"
                 )
-            if self._over is not None:
+            if self.failure is not None:
                 self._broken = True
-                operation.finish(error=self._over)
+                operation.finish(error=self.failure)
                 return operation
             self._submitters.add(threading.get_ident())
             operation.request = self._intern(request)
@@ -192,9 +188,9 @@ class Engine:
             self._refuse_when_closed("join")
             if self._joining is not None:
                 raise ValueError("this rank has joined already, and must wait")
-            if self._over is not None:
+            if self.failure is not None:
                 self._broken = True
-                operation.finish(error=self._over)
+                operation.finish(error=self.failure)
                 return operation
             self._joining = operation
             self._changed.notify()
@@ -261,7 +257,7 @@ class Engine:
     def _run(self) -> None:
         while self._wait_for_cycle():
             self._cycle()
-        self._fail_all(self._over or PeerError("gtopk has been shut down"))
+        self._fail_all(self.failure or PeerError("gtopk has been shut down"))
         with self._changed:
             # Nothing runs any more; the transport is left when this rank closes or its program
             # ends.
@@ -275,7 +271,7 @@ class Engine:
     def _wait_for_cycle(self) -> bool:
         """Wait until a cycle is due and return True; return False when there will be none."""
         with self._changed:
-            while self._over is None and not self._ended:
+            while self.failure is None and not self._ended:
                 wait_seconds = self._due() - time.perf_counter()
                 if wait_seconds <= 0:
                     return True
@@ -350,11 +346,8 @@ class Engine:
         requests = [operation.request for operation in submitted]
         announcement = self._table.announcement_of(requests, self.transport.rank)
         # A rank that leaves waits for the others without a limit.
-        expired = (
-            {}
-            if self._announced_leaving
-            else self.stalls.expired(self._announced.values(), self._table)
-        )
+        waiting: Iterable[Operation] = () if self._announced_leaving else self._announced.values()
+        expired = self.stalls.expired(waiting, self._table)
         stuck = None if submitted else self._stuck()
         if not (joins or leaves is not None or expired or stuck is not None or self.cycles == 0):
             return announcement
@@ -382,12 +375,12 @@ class Engine:
             self._limits = tuple(map(min, zip(*(s.limits for s in announcements), strict=True)))
             self._table.capacity = self._limits[0]
         now = time.perf_counter()
-        if self._observers:
+        if self._execution.observers:
             self._notify_ready(announcements, now)
         outcome = self._table.enter(announcements)
         grown = min(self._pause_seconds * _PAUSE_GROWTH, _LONGEST_PAUSE_SECONDS)
         self._pause_seconds = _SHORTEST_PAUSE_SECONDS if outcome.news else grown
-        if self._observers:
+        if self._execution.observers:
             self._notify_negotiated(outcome, now)
         for name, error in outcome.refused:
             self._refuse(name, error)
@@ -433,7 +426,7 @@ class Engine:
         with self._changed:
             self._ended = True
             if not self._announced_leaving:
-                self._over = PeerError(f"rank {rank} left ({reason}): gtopk has been shut down")
+                self.failure = PeerError(f"rank {rank} left ({reason}): gtopk has been shut down")
 
     def _abandon(self, error: BaseException) -> None:
         """Stop: the peers are inside an operation that this rank did not complete.
@@ -445,15 +438,15 @@ class Engine:
         text = f"failed in {self.failed_in}: {type(error).__name__}: {error}"
         self._broken = True
         with self._changed:
-            self._over = cause or PeerError(f"this rank {text}")
+            self.failure = cause or PeerError(f"this rank {text}")
         self._execution.activity = ""
         self.transport.announce_departure(str(error) if cause else self.sign(text))
 
     def _fail_all(self, error: PeerError) -> None:
         """Fail all pending operations, also those that were submitted while the engine ended."""
         with self._changed:
-            # A later `submit` sees `_over`, an earlier one is in `_pending`: nobody waits for ever.
-            self._over = error
+            # A later `submit` sees it, an earlier one is in `_pending`: nobody waits for ever.
+            self.failure = error
             left = [*self._pending.values()]
             left += [] if self._joining is None else [self._joining]
             self._pending.clear()
@@ -475,25 +468,17 @@ class Engine:
             print_line(f"rank {self.transport.rank} ends the job; {why}")
             self.transport.abort(1, f"ended it: {why}")
 
-    def _set_observers(self, observers: tuple[Observer, ...]) -> None:
-        self._observers = observers
-        self._execution.notice = self._notify if observers else None
-
-    def _notify(self, event: Event) -> None:
-        for observer in self._observers:
-            observer(event)
-
     def _notify_ready(self, announcements: Sequence[Announcement], now: float) -> None:
-        self._notify(Event("mark", "cycle", "", now))
+        self._execution.notify(Event("mark", "cycle", "", now))
         for rank, announcement in zip(self.transport.ranks, announcements, strict=True):
             for name in self._table.names_in(announcement):
                 if name not in self._negotiating:
                     self._negotiating.add(name)
-                    self._notify(Event("begin", "negotiate", name, now))
-                self._notify(Event("mark", "ready", name, now, rank))
+                    self._execution.notify(Event("begin", "negotiate", name, now))
+                self._execution.notify(Event("mark", "ready", name, now, rank))
 
     def _notify_negotiated(self, outcome: CycleOutcome, now: float) -> None:
         for name, *_ in (*outcome.ready, *outcome.refused):
             if name in self._negotiating:
                 self._negotiating.remove(name)
-                self._notify(Event("end", "negotiate", name, now))
+                self._execution.notify(Event("end", "negotiate", name, now))

@@ -25,7 +25,7 @@ from collectives.transports.transport import print_line
 from ... import settings
 from .agreement import advice_on, name_ranks
 from .fusion import ArrayIndex, Dense, Fuser, all_on_gpu, fuse_arrays, neutral_array
-from .operation import Event, Operation, Phase, ShadowWork, What, Work, do_nothing
+from .operation import Event, Observer, Operation, Phase, ShadowWork, What, Work, do_nothing
 from .readiness_table import ReadinessTable, ReadyOperation
 
 _SHORTEST_IDLE_SECONDS: Final = 0.02
@@ -126,9 +126,8 @@ class Stalls:
             ready = [r for r in self._transport.ranks if r not in missing]
             more = [operation.name for operation in operations[1:_NAMES_SAID]]
             others = len(operations) - 1 - len(more)
-            names = "".join(f", {name}" for name in more) + (
-                f" and {others} more" if others else ""
-            )
+            names = "".join(f", {name}" for name in more)
+            names += f" and {others} more" if others else ""
             advice = advice_on(operation.name for operation in operations)
             waits = self._waits(operations[0], table, now)
             print_line(f"{waits}{names}; ready: {name_ranks(ready)}{advice}")
@@ -137,9 +136,8 @@ class Stalls:
         rank = self._transport.ranks[self._transport.rank]
         missing = table.missing(operation.name)
         waited = now - operation.announced
-        text = (
-            f"rank {rank} has waited {waited:.3g} s for {name_ranks(missing)} in {operation.name}"
-        )
+        who = name_ranks(missing)
+        text = f"rank {rank} has waited {waited:.3g} s for {who} in {operation.name}"
         if joined := sorted({*missing} & {*self.joined()}):
             text += (
                 f"; {name_ranks(joined)} called join(), which stands in for a rank in operations "
@@ -148,7 +146,6 @@ class Stalls:
         return text
 
 
-Notice = Callable[[Event], None]
 Finished = tuple[Operation, Any, BaseException | None]  # its result, its error
 
 
@@ -227,13 +224,13 @@ class Execution:
     """Runs operations on a transport.
 
     finish: called with the outcomes of operations.
-    notice: called with every event; None: nobody observes.
+    observers: called with every event.
     """
 
     def __init__(self, transport: Transport, finish: Callable[[Sequence[Finished]], None]) -> None:
         self.transport = transport
         self.finish = finish
-        self.notice: Notice | None = None
+        self.observers: tuple[Observer, ...] = ()
         self.activity = ""  # the operation that is run now, or failed
         self._fuser = Fuser()
         self._planned: tuple[Sequence[ReadyOperation], list[FusionGroup]] = [], []
@@ -331,10 +328,15 @@ class Execution:
             part.operation.traffic.count_wait(taken.wait_seconds)
 
     def _notice(self, phase: Phase, what: What, members: Sequence[Part]) -> None:
-        if self.notice is not None:
+        if self.observers:
             now = time.perf_counter()
             for part in members:
-                self.notice(Event(phase, what, part.name, now))
+                self.notify(Event(phase, what, part.name, now))
+
+    def notify(self, event: Event) -> None:
+        """Call the observers."""
+        for observer in self.observers:
+            observer(event)
 
 
 def _title(members: Sequence[Part]) -> str:

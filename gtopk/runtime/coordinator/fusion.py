@@ -186,14 +186,6 @@ def reduce_as_one(
             torch._foreach_copy_(tensors, list(parts))
 
 
-def on_place(array: NDArray[np.generic], place: str, dtype: str) -> DeferredGpuArray:
-    """Return a host array's elements as a tensor on a device; dtype: torch's name of it."""
-    like = torch.empty(0, dtype=getattr(torch, dtype), device=place)
-    with on_own_stream(like.device):
-        tensor = tensor_of(array, like)
-        return DeferredGpuArray(tensor, record_event(like.device))
-
-
 # Called when a part of a reduction begins and ends.
 Notice = Callable[[Literal["begin", "end"], Literal["copy-in", "reduce", "copy-out"]], None]
 
@@ -282,7 +274,11 @@ def neutral_array(layout: Layout, place: str = "") -> Dense:
         "max": -infinity if infinity else limits.min,
     }[layout.reduction]
     array = narrow(np.full(layout.length, element, wide), dtype)
-    return Dense(on_place(array, place, layout.dtype) if place else array, layout.reduction)
+    if not place:
+        return Dense(array, layout.reduction)
+    like = torch.empty(0, dtype=getattr(torch, layout.dtype), device=place)
+    with on_own_stream(like.device):
+        return Dense(DeferredGpuArray.now(tensor_of(array, like)), layout.reduction)
 
 
 class ArrayIndex(NamedTuple):
@@ -386,7 +382,9 @@ class Fuser:
             return
         notice("begin", "copy-in")
         size_bytes = sum(array.nbytes for array in arrays)
-        buffer = self._take(size_bytes).view(dtype_named(layout.dtype))
+        if self._buffer.size < size_bytes:
+            self._buffer = np.empty(size_bytes, np.uint8)
+        buffer = self._buffer[:size_bytes].view(dtype_named(layout.dtype))
         np.concatenate(arrays, out=buffer)
         notice("end", "copy-in")
         _reduce(buffer, layout, transport, notice)
@@ -397,11 +395,6 @@ class Fuser:
             array[...] = buffer[start:end]
             start = end
         notice("end", "copy-out")
-
-    def _take(self, size_bytes: int) -> NDArray[np.uint8]:
-        if self._buffer.size < size_bytes:
-            self._buffer = np.empty(size_bytes, np.uint8)
-        return self._buffer[:size_bytes]
 
 
 def _reduce(array: NDArray[Any], layout: Layout, transport: Transport, notice: Notice) -> None:

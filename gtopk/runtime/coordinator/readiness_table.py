@@ -85,10 +85,8 @@ class ReadinessTable:
         self._slots: list[_CacheSlot | None] = []
         self._named: OrderedDict[str, _CacheSlot] = OrderedDict()  # the least recently used first
         self._vacant: list[int] = []
-        self._last: tuple[int, list[ReadyOperation]] = (
-            0,
-            [],
-        )  # the slots run last, as bits and as ReadyOperation
+        # The slots run last, as bits and as ReadyOperation.
+        self._last: tuple[int, list[ReadyOperation]] = 0, []
         self._announcements: dict[str, tuple[list[Request], Announcement]] = {}  # by the first name
         self._bits = [0] * self._size  # by rank: the slots it is ready for
         self._open: dict[str, _Open] = {}

@@ -202,6 +202,17 @@ def _daemon_is_gone(environ: Mapping[str, str]) -> bool:
     return False
 
 
+def address_towards(host: str, port: int = 9) -> str:
+    """Return the address under which this host reaches another, and is reached from there.
+
+    Nothing is sent. Raises OSError where there is no way to it.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        address: str = probe.getsockname()[0]
+    return address
+
+
 class Host(NamedTuple):
     """A host's name, and how many ranks it takes (slots)."""
 

@@ -62,44 +62,26 @@ def identify(mpirun: Path) -> Mpi:
     return Mpi(mpirun, "unknown MPI", "")
 
 
-# The variables that are set for one reason, and the reason.
-_REASONS: Final = (
-    (
-        "Open MPI may run as root",
-        ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"),
-    ),
-    (
-        "more ranks than cores may share them, and a rank that waits yields",
-        (
-            "PRTE_MCA_rmaps_default_mapping_policy",
-            "OMPI_MCA_rmaps_base_oversubscribe",
-            "OMPI_MCA_mpi_yield_when_idle",
-        ),
-    ),
-    (
-        "no rank is tied to one core: its threads use its share of them",
-        ("PRTE_MCA_hwloc_default_binding_policy", "OMPI_MCA_hwloc_base_binding_policy"),
-    ),
-    ("threads per rank: its share of the cores", ("OMP_NUM_THREADS",)),
-    (
-        "TMPDIR is relative, which Open MPI looks for below /",
-        ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base"),
-    ),
-    ("no ssh and no rsh here: Open MPI 4 need not look for one", ("OMPI_MCA_plm_rsh_agent",)),
-    ("no home folder is known, and Open MPI wants one", ("HOME",)),
-)
-
-
 # "slot" keeps local ranks in order: without it Open MPI 5 numbers them 0, 2, 1, 3.
 _SHARED_CORES: Final = {
     "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
-_UNBOUND: Final = {
-    "PRTE_MCA_hwloc_default_binding_policy": "none",
-    "OMPI_MCA_hwloc_base_binding_policy": "none",
-}
+_BINDING: Final = ("PRTE_MCA_hwloc_default_binding_policy", "OMPI_MCA_hwloc_base_binding_policy")
+_UNBOUND: Final = dict.fromkeys(_BINDING, "none")
+_AS_ROOT: Final = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+_TMPDIRS: Final = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
+# The variables that are set for one reason, and the reason.
+_REASONS: Final = (
+    ("Open MPI may run as root", _AS_ROOT),
+    ("more ranks than cores may share them, and a rank that waits yields", tuple(_SHARED_CORES)),
+    ("no rank is tied to one core: its threads use its share of them", _BINDING),
+    ("threads per rank: its share of the cores", ("OMP_NUM_THREADS",)),
+    ("TMPDIR is relative, which Open MPI looks for below /", _TMPDIRS),
+    ("no ssh and no rsh here: Open MPI 4 need not look for one", ("OMPI_MCA_plm_rsh_agent",)),
+    ("no home folder is known, and Open MPI wants one", ("HOME",)),
+)
 
 
 def rank_environment(ranks: int | None, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -136,14 +118,10 @@ def _open_mpi_here(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that Open MPI needs for this user, folders and installed programs."""
     wanted: dict[str, str] = {}
     if os.geteuid() == 0:
-        wanted |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        wanted |= dict.fromkeys(_AS_ROOT, "1")
     temporary = environ.get("TMPDIR", "/")
     if not os.path.isabs(temporary):
-        absolute = os.path.abspath(temporary)
-        wanted |= {
-            "PRTE_MCA_prte_tmpdir_base": absolute,
-            "OMPI_MCA_orte_tmpdir_base": absolute,
-        }
+        wanted |= dict.fromkeys(_TMPDIRS, os.path.abspath(temporary))
     path = environ.get("PATH", "")
     if not shutil.which("ssh", path=path) and not shutil.which("rsh", path=path):
         wanted["OMPI_MCA_plm_rsh_agent"] = ""

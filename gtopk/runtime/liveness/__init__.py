@@ -14,9 +14,9 @@ stopped or has ended. Nothing of torch, MPI or the rest of gtopk is loaded in it
     ends, without having left               know at once, with the reason if it could give one
     computes for long, Python's lock held   notice nothing: it is alive
 
-heartbeat.py   the rank's side: starts the companion, and learns from it which ranks are lost
+heartbeat.py   the rank's side: starts the companion, and learns from it which ranks are lost; where
+               this host receives beats
 companion.py   the process: sends beats, also a last one when its rank has ended
 watch.py       which ranks are lost, by the beats that came or did not
-address.py     where this host receives beats
 What a rank does when another is lost is in world/guard.py.
 """

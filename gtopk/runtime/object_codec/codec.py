@@ -1,37 +1,67 @@
-"""The codec: its writer takes an object apart, its reader trusts nothing about the bytes."""
+"""The codec: its writer takes an object apart, its reader trusts nothing about the bytes.
+
+    byte 0        4     6       8            16      24
+         +--------+-----+-------+------------+-------+------+------+
+         | "GTKO" | ver | flags | head bytes | crc32 | head | bulk |
+         +--------+-----+-------+------------+-------+------+------+
+    flags   1 when a pickle is among the content, else 0
+    crc32   of everything behind the header
+    head    the object in prefix notation, one msgpack value after the other
+    bulk    the content of bytes, arrays and tensors, in the order in which the head announces them
+
+None, bool, int, float and str are msgpack's own. Everything else is an empty msgpack extension
+whose code names the type, then the number of its parts, then the parts. The parts of a leaf are
+plain values, and the number of its bytes in the bulk follows them:
+
+    {"lr": (0.5, zeros(3))}    head   DICT 2 "lr" TUPLE 2 0.5 TENSOR 3 "float32" False 3 12
+                               bulk   the 12 bytes of the tensor
+
+Objects of other types are pickled, only where GTOPK_ALLOW_PICKLE is 1, since pickles execute.
+"""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import pickle
 import reprlib
+import struct
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from .composites import COMPOSITES, Composite, Step, composite_of, import_module_of
-from .format import (
-    HAS_PICKLE,
-    HEADER,
-    HEADER_BYTES,
+from ... import settings
+from .types import (
+    COMPOSITES,
     LEAVES,
-    MAGIC,
-    MAX_DEPTH,
-    VERSION,
     Buffer,
     Code,
+    Composite,
     ObjectFormatError,
     Plain,
+    Step,
     UnsupportedError,
+    composite_of,
     leaf_of,
     malformed,
-    pickle_allowed,
-    pickler,
     type_name,
 )
+
+MAGIC: Final = b"GTKO"
+VERSION: Final = 1
+HEADER: Final = struct.Struct("<4sHHQQ")
+HEADER_BYTES: Final = HEADER.size
+HAS_PICKLE: Final = 1  # the one flag
+MAX_DEPTH: Final = 100  # of nested parts; a larger one comes near Python's recursion limit
+
+
+def pickle_allowed() -> bool:
+    """Return whether this process writes and executes pickles: GTOPK_ALLOW_PICKLE=1."""
+    return settings.ALLOW_PICKLE.read()
 
 
 def encode(obj: object, *, allow_pickle: bool | None = None) -> bytes:
@@ -126,7 +156,9 @@ class _Writer:
                 f"torch tensors and the like, got a {what}; to send it as a pickle, which can "
                 f"execute anything where it is received, set GTOPK_ALLOW_PICKLE=1 on every rank"
             )
-        module = pickler()
+        # cloudpickle, where it is installed, can pickle lambdas and local classes.
+        found = importlib.util.find_spec("cloudpickle")
+        module: Any = importlib.import_module("cloudpickle") if found else pickle
         try:
             content: bytes = module.dumps(obj)
         except Exception as error:  # any class can raise anything when it is pickled
@@ -258,7 +290,7 @@ class _Reader:
         parts = [self.read() for _ in range(count)]
         self._depth -= 1
         if self._imports and composite.code == Code.DATACLASS:
-            import_module_of(parts[0])
+            importlib.import_module(parts[0].partition(":")[0])
         return composite.put_together(parts)
 
     def _count(self) -> int:

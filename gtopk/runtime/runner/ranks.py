@@ -32,8 +32,7 @@ from ..launch.job import (
     torchrun_command,
 )
 from ..launch.mpirun import Mpi, require_mpirun
-from .call_server import CallServer, own_address
-from .worker import BEGIN
+from .call_server import BEGIN, CallServer, own_address
 
 # Variables that belong to this host, this shell or this job, and are not sent to other hosts.
 _STAYS: re.Pattern[str] = re.compile(
@@ -117,18 +116,12 @@ class Start(NamedTuple):
     variables: dict[str, str]
 
 
-def start_of(places: Places, needed: Mapping[str, str]) -> Start:
-    """Return how to start the ranks of a call, with these variables in their environment.
+def start_program(places: Places, program: list[str], needed: Mapping[str, str]) -> Start:
+    """Return how to start ranks of a program, its executable first, with these variables.
 
     Raises LaunchError where there is nothing to start them with, ValueError where the hosts have
     too few slots.
     """
-    root = Path(__file__).parents[3]
-    return start_program(places, [places.python, "-c", BEGIN, str(root)], needed)
-
-
-def start_program(places: Places, program: list[str], needed: Mapping[str, str]) -> Start:
-    """Return how to start ranks of a program, its executable first; see `start_of`."""
     variables = {**needed}
     if places.output_folder is not None:
         variables[settings.RUN_OUTPUT.name] = os.path.abspath(places.output_folder)
@@ -178,13 +171,9 @@ def _by_torchrun(places: Places, program: list[str], variables: dict[str, str]) 
     if places.mpi_args is not None:
         raise ValueError(f"mpi_args={places.mpi_args!r} is for mpirun; the ranks start by torchrun")
     # The rest is for mpirun; without this one torchrun would give each rank a single thread.
-    threads = {
-        name: value
-        for name, value in rank_environment(places.ranks).items()
-        if name == "OMP_NUM_THREADS"
-    }
-    command = torchrun_command(places.ranks, program, places.python)
-    return Start(command, {**threads, **variables})
+    if threads := rank_environment(places.ranks).get("OMP_NUM_THREADS"):
+        variables = {"OMP_NUM_THREADS": threads, **variables}
+    return Start(torchrun_command(places.ranks, program, places.python), variables)
 
 
 def _by_mpirun(places: Places, program: list[str], variables: dict[str, str]) -> Start:
@@ -302,7 +291,8 @@ def run(
     try:
         seconds = start_timeout or settings.START_TIMEOUT.read()  # 0 as None, as Horovod has it
         variables = {**server.environment(), settings.START_TIMEOUT.name: str(seconds)}
-        start = start_of(places, variables)
+        root = Path(__file__).parents[3]
+        start = start_program(places, [places.python, "-c", BEGIN, str(root)], variables)
         if verbose:
             print("gtopk.run:", " ".join(start.command), file=sys.stderr)
         with job(start.command, start.variables) as launcher:

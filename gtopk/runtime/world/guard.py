@@ -46,20 +46,23 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, ClassVar, Final, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from collectives.errors import PeerError
 from collectives.transports import Transport
+from collectives.transports.transport import end_process
 
 from ... import __version__, settings
 from ...errors import HorovodInternalError
 from .. import standard_streams
-from ..coordinator import Engine
 from ..launch.watchdog import now, write_record
 from ..liveness.heartbeat import Heartbeat, LostRank
+
+if TYPE_CHECKING:
+    from .membership import World
 
 _NAME: Final = re.compile(r"failure_rank(\d+)\.json")
 
@@ -89,16 +92,17 @@ def write(
     folder: str,
     rank: int,
     size: int,
-    *,
-    step: int,
-    operation: str,
-    how: str,
     error: BaseException | None,
-    lost: Sequence[LostRank],
+    *,
+    step: int = 0,
+    operation: str = "init",
+    how: str = "",
+    lost: Sequence[LostRank] = (),
 ) -> None:
     """Write a rank's failure file, by renaming a temporary one; errors of the disk are ignored.
 
-    operation: "": it computed. how: how the rank ended. error: its exception; None: it was ended.
+    error: its exception; None: it was ended. operation: "": it computed. how: how it ended.
+    The defaults are those of a rank that could not join the others; its number is the launcher's.
     """
     # The traceback of a consequence shows where this rank waited, not what went wrong.
     is_own = error is not None and not isinstance(error, HorovodInternalError | PeerError)
@@ -135,11 +139,6 @@ def record_of(rank: int, size: int) -> dict[str, Any]:
     }
 
 
-def write_of_start(folder: str, rank: int, size: int, error: Exception) -> None:
-    """Write the file of a rank that could not join the others; its number is the launcher's."""
-    write(folder, rank, size, step=0, operation="init", how="", error=error, lost=[])
-
-
 _PATH: Final = "TORCHELASTIC_ERROR_FILE"
 _CONSEQUENCE_SECONDS: Final = 10  # torchrun notices a rank's end within this time
 
@@ -174,22 +173,6 @@ _LAST_WORD_SECONDS: Final = 1.0  # for other ranks to print their errors before 
 _DISK_SECONDS: Final = 1.0  # for writes to a disk, which may belong to the host that is lost
 
 
-class Member(Protocol):
-    """The rank that a guard watches: the parts of a World that it uses."""
-
-    transport: Transport
-    engine: Engine
-    step: int
-    on_change: Callable[[], None]
-    advice: str
-    termination_requested: bool
-    failures: list[Exception]
-    words: list[Any]
-
-    def where(self) -> str: ...
-    def note_end(self, how: str, in_order: bool) -> None: ...
-
-
 def is_needed(transport: Transport) -> bool:
     """Tell whether there are other processes that a failure of this one concerns."""
     return transport.name != "local" and transport.size > 1
@@ -204,7 +187,7 @@ class Guard:
     _installed: ClassVar[Guard | None] = None  # the one that watches now
 
     def __init__(
-        self, member: Member, heartbeat: Heartbeat | None = None, failures: str = ""
+        self, member: World, heartbeat: Heartbeat | None = None, failures: str = ""
     ) -> None:
         """heartbeat: introduced, to `member.words`; None: a silent rank is never lost.
 
@@ -238,8 +221,7 @@ class Guard:
             self._handles_sigterm = True
         if heartbeat := self._heartbeat:
             heartbeat.on_lost = self._on_lost
-            heartbeat.meet(self.member.transport.rank, self.member.words)
-            heartbeat.start()
+            heartbeat.start(self.member.transport.rank, self.member.words)
             self.member.on_change = lambda: heartbeat.note(self.member.step, self.member.advice)
             self.member.on_change()
 
@@ -360,9 +342,8 @@ class Guard:
         """Leave and end this process at once, with exit code 1; the others notice its absence."""
         how = self.departure_notice(f"raised {describe(error, self.member.where())}")
         self.member.transport.leave(how, _LAST_WORD_SECONDS)
-        standard_streams.flush()
         # No exit handlers: MPI's end among them would wait for the other ranks, which go on.
-        os._exit(1)
+        end_process(1)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         if self._retired and (later := Guard._installed) is not None:
@@ -442,10 +423,10 @@ class Guard:
                 self._failures,
                 self.member.transport.rank,
                 self.member.transport.size,
+                error,
                 step=self.member.step,
                 operation=self._operation(error),
                 how=how,
-                error=error,
                 lost=lost,
             )
         self.member.note_end(how, in_order=False)

@@ -47,7 +47,7 @@ from collectives.transports import TRANSPORTS, Transport, open_transport
 
 from ... import settings
 from ..launch import Launched, launched_by, require_sound_ranks, transport_name, watchdog
-from ..launch.job import launcher, launcher_has_ended, ranks_here
+from ..launch.job import address_towards, launcher, launcher_has_ended, ranks_here
 from ..launch.watchdog import Siblings, WatchdogSettings
 from ..standard_streams import occupy_closed_descriptors
 from . import guard
@@ -117,17 +117,10 @@ class HorovodrunServer:
     """horovodrun's key-value server, at which Horovod's own gloo ranks find each other."""
 
     def __init__(self, address: Address) -> None:
-        self._address = address
+        self.address = address
         self._url = f"http://{address}{_KEY}"
         # The environment's HTTP proxy is for hosts outside the cluster.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-    def own_host(self) -> str:
-        """Return the address under which this host reaches the server, and others reach it."""
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(self._address)  # sends nothing
-            host: str = probe.getsockname()[0]
-        return host
 
     def publish(self, address: Address, timeout_seconds: float) -> None:
         """Publish where the ranks meet, as rank 0; raises as `fetch`."""
@@ -166,7 +159,7 @@ class HorovodrunServer:
                     absent = (
                         "rank 0, which has not said where the ranks meet"
                         if is_said_later
-                        else f"horovodrun's server at {self._address}, where rank 0 says where the "
+                        else f"horovodrun's server at {self.address}, where rank 0 says where the "
                         f"ranks meet: {error}"
                     )
                     raise PeerTimeoutError(
@@ -184,27 +177,16 @@ def _read_address(answer: bytes) -> Address:
 def horovodrun_server(environ: Mapping[str, str]) -> HorovodrunServer | None:
     """Return horovodrun's server, if the environment names one."""
     try:
-        return HorovodrunServer(
-            Address(
-                environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"],
-                int(environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]),
-            )
-        )
+        host = environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
+        port = int(environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
     except (KeyError, ValueError):
         return None
+    return HorovodrunServer(Address(host, port))
 
 
 def is_communicator(comm: object) -> bool:
     """Tell whether this is an mpi4py communicator."""
     return hasattr(comm, "Split_type")
-
-
-def communicator_of(ranks: Sequence[int]) -> MPI.Intracomm:
-    """Return a communicator of these ranks of MPI.COMM_WORLD; only they call this."""
-    from mpi4py import MPI
-
-    # Create would be a call of all ranks; this one is of the group's alone.
-    return MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.group.Incl(ranks))
 
 
 def ranks_of(comm: MPI.Intracomm, transport: Transport) -> list[int]:
@@ -312,10 +294,8 @@ def missing_ranks_warning(size: int, environ: Mapping[str, str] = os.environ) ->
     wanted = settings.TRANSPORT.read(environ)
     who, way_out = "gtopk has made", "`gtopk doctor` knows of launchers that do not fit together"
     if wanted:
-        who, way_out = (
-            f"GTOPK_TRANSPORT={wanted} makes",
-            "unset GTOPK_TRANSPORT to have them train one",
-        )
+        who = f"GTOPK_TRANSPORT={wanted} makes"
+        way_out = "unset GTOPK_TRANSPORT to have them train one"
     if wanted == "mpi":
         way_out += f", or start the ranks with: mpirun -n {job.size} python ..."
     amiss = (
@@ -394,7 +374,8 @@ def _join_mpi(comm: Any, timeout_seconds: float) -> Transport:
         from mpi4py import MPI
 
         _check(comm, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
-        comm = communicator_of(comm)
+        # Create would be a call of all ranks; this one is of the group's alone.
+        comm = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.group.Incl(comm))
     return open_mpi(comm, timeout_seconds)
 
 
@@ -466,7 +447,7 @@ def _open_store(job: Launched, start_timeout_seconds: float) -> TCPStore:
     if address is None and server is not None:
         if job.rank == 0:
             # Port 0: the system chooses a free one, and the server passes it on.
-            host = server.own_host()
+            host = address_towards(*server.address)
             store = connect(host, 0, 0, start_timeout_seconds)
             server.publish(Address(host, store.port), start_timeout_seconds)
             return store

@@ -16,6 +16,7 @@ finished before they leave.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import os
@@ -117,15 +118,9 @@ def over_gpus(
         _log_choice(transport, choice)
         return transport
     # It may choose again, for vectors that lie elsewhere: each choice is logged once.
-    said: set[RouteChoice] = set()
-
-    def log_choice(choice: RouteChoice) -> None:
-        if choice not in said:
-            said.add(choice)
-            _log_choice(transport, choice)
-
+    log_once = functools.cache(functools.partial(_log_choice, transport))
     return NcclTransport(
-        transport, timeout_seconds=transport.timeout_seconds, automatic=True, on_choice=log_choice
+        transport, timeout_seconds=transport.timeout_seconds, automatic=True, on_choice=log_once
     )
 
 
@@ -204,10 +199,10 @@ def checks_messages_on(transport: Transport, environ: Mapping[str, str] = os.env
 FAILED_SECONDS: Final = 2.0  # for the others to leave, too, where init() has failed
 
 
-class WorldObserver(Protocol):
+class WorldObserver:
     """Receives the events of a world, in this order; each is called on the rank's own thread.
 
-    A class that derives defines the first two, and of the others what it needs.
+    A class that derives defines those that it needs.
     """
 
     def join(self, world: World, before: World | None) -> bool:
@@ -215,31 +210,25 @@ class WorldObserver(Protocol):
 
         before: the world that the same ranks have left for this one.
         """
-        ...
+        return False
 
     def start(self, world: World) -> None:
         """The world is set up: its clock is known."""
-        ...
 
     def open_set(self, world: World, number: int) -> None:
         """A process set was added."""
-        return
 
     def resume(self, world: World) -> None:
         """The world goes on from a step of an earlier run."""
-        return
 
     def leave(self, world: World) -> None:
         """Every operation is over."""
-        return
 
     def pause(self, world: World) -> None:
         """The run goes on in another world."""
-        return
 
     def end(self, world: World, how: str, in_order: bool) -> None:
         """The rank ends; how: a text for the record. Further calls change nothing."""
-        return
 
 
 _observers: Final[list[WorldObserver]] = []
@@ -332,10 +321,8 @@ class World:
         self.clock, self.began_unix_seconds = Offset(), 0.0
         if any(each["needs clock"] for each in said):
             with transport.operation("init"):
-                self.clock, self.began_unix_seconds = (
-                    clock_offset(transport),
-                    agree_on_now(transport),
-                )
+                self.clock = clock_offset(transport)
+                self.began_unix_seconds = agree_on_now(transport)
         self.unfinished: list[Unfinished] = []
         self.failures: list[Exception] = []
         self._endings: list[Callable[[], None]] = []

@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Final
 from collectives.errors import PeerTimeoutError
 from collectives.kernels import why_not_compiled
 from collectives.transports import Transport
-from collectives.transports.transport import print_line
+from collectives.transports.transport import end_process, print_line
 
 from ... import settings
 from ...errors import HorovodInternalError, InvalidCallError
-from .. import logs, standard_streams
+from .. import logs
 from ..coordinator.agreement import name_ranks
 from ..coordinator.execution import settings_from
 from ..launch import Launched, launched_by, require_sound_ranks
 from ..liveness.heartbeat import Heartbeat
-from .guard import Guard, describe, folder_from, is_needed, remove_earlier, write_of_start
+from .guard import Guard, describe, folder_from, is_needed, remove_earlier, write
 from .joining import join, missing_ranks_warning
 from .membership import FAILED_SECONDS, World
 
@@ -123,7 +123,7 @@ def _join(
     try:
         return join(comm)
     except Exception as error:
-        write_of_start(failures, job.rank, job.size, error)
+        write(failures, job.rank, job.size, error)
         raise
 
 
@@ -151,7 +151,7 @@ def init_on(transport: Transport, before: World | None = None) -> None:
         if heartbeat is not None:
             heartbeat.close()
         if failures and isinstance(amiss, Exception):
-            write_of_start(failures, transport.rank, transport.size, amiss)
+            write(failures, transport.rank, transport.size, amiss)
         raise
     guard = Guard(here, heartbeat, failures)
     try:
@@ -300,13 +300,7 @@ def _at_exit() -> None:
     if _unreported:
         return
     if guard is not None and _has_dead_rank(guard) and guard.member.transport.name == "mpi":
-        _end_without_mpi()
-
-
-def _end_without_mpi() -> None:
-    """End this process, with exit code 1 where an exception has ended its program."""
-    standard_streams.flush()
-    os._exit(int(_what_ended_the_program() is not None))
+        end_process(int(_what_ended_the_program() is not None))
 
 
 def _what_ended_the_program() -> BaseException | None:
@@ -321,8 +315,7 @@ def _end_by_what_went_wrong() -> None:
         return
     for failure in _unreported:
         print_line(f"exit code 1, not 0: {describe(failure)}")
-    standard_streams.flush()
-    os._exit(1)
+    end_process(1)
 
 
 # Registered before a script's own exit handlers, so that it runs after them.

@@ -13,7 +13,7 @@ from collectives.algorithms import gtopk
 from collectives.algorithms.gtopk import LONG_ENTRIES
 from collectives.cost import Link
 from collectives.cost_model import DEFAULT_RATES, Candidate, Network, predict
-from collectives.transports.recorder import RECEIVED, Event, Recorder
+from mpi_scripts.replay.traces import RECEIVED, Event, Recorder
 from tests.collectives.algorithms.worlds import bits, random_picks
 
 LENGTH = 8 * LONG_ENTRIES

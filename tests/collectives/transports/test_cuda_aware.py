@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from collectives.transports import cuda_aware
+from collectives.transports import direct
 
 # So much of CuPy as a try needs, in the host's memory, which any MPI takes.
 CUPY = """
@@ -30,8 +30,8 @@ cuda = types.SimpleNamespace(get_current_stream=lambda: stream)
     ],
 )
 def test_an_mpi_library_is_asked_whether_it_is_cuda_aware(monkeypatch, exports, aware) -> None:
-    monkeypatch.setattr(cuda_aware.ctypes, "CDLL", lambda path: SimpleNamespace(**exports))
-    assert cuda_aware.claims_cuda("libmpi.so") is aware
+    monkeypatch.setattr(direct.ctypes, "CDLL", lambda path: SimpleNamespace(**exports))
+    assert direct.claims_cuda("libmpi.so") is aware
 
 
 def test_mpichs_answer_is_read_from_where_it_writes_it(monkeypatch) -> None:
@@ -40,8 +40,8 @@ def test_mpichs_answer_is_read_from_where_it_writes_it(monkeypatch) -> None:
         return 0
 
     library = SimpleNamespace(MPIX_GPU_query_support=says_yes)
-    monkeypatch.setattr(cuda_aware.ctypes, "CDLL", lambda path: library)
-    assert cuda_aware.claims_cuda("libmpi.so") is True
+    monkeypatch.setattr(direct.ctypes, "CDLL", lambda path: library)
+    assert direct.claims_cuda("libmpi.so") is True
 
 
 @pytest.mark.parametrize("claim", [True, False])
@@ -49,10 +49,10 @@ def test_only_a_library_that_claims_it_is_tried(
     monkeypatch: pytest.MonkeyPatch, claim: bool
 ) -> None:
     tried = []
-    monkeypatch.setattr(cuda_aware, "import_module", lambda name: SimpleNamespace(__file__=name))
-    monkeypatch.setattr(cuda_aware, "claims_cuda", lambda library: claim)
-    monkeypatch.setattr(cuda_aware, "attempt", lambda: tried.append(1) or "died: Killed")
-    said = cuda_aware.why_staged()
+    monkeypatch.setattr(direct, "import_module", lambda name: SimpleNamespace(__file__=name))
+    monkeypatch.setattr(direct, "claims_cuda", lambda library: claim)
+    monkeypatch.setattr(direct, "attempt", lambda: tried.append(1) or "died: Killed")
+    said = direct.why_staged()
     assert said.endswith("but a try died: Killed" if claim else "does not claim to be CUDA-aware")
     assert bool(tried) is claim
 
@@ -78,7 +78,7 @@ def test_a_try_fails_in_a_child_and_not_here(
     (tmp_path / "cupy.py").write_text(cupy)
     monkeypatch.syspath_prepend(tmp_path)
     seconds = 5 if "5 s" in failure else 60
-    assert cuda_aware.attempt(seconds) == failure
+    assert direct.attempt(seconds) == failure
 
 
 def test_what_arrives_otherwise_is_a_failure(
@@ -93,7 +93,7 @@ def test_what_arrives_otherwise_is_a_failure(
     )
     (tmp_path / "cupy.py").write_text(f"{CUPY}\n{unlike}")
     monkeypatch.syspath_prepend(tmp_path)
-    assert cuda_aware.attempt(60) == "ended with exit code 1"
+    assert direct.attempt(60) == "ended with exit code 1"
 
 
 def test_a_ranks_child_is_a_world_of_its_own(mpirun) -> None:
@@ -114,4 +114,4 @@ def test_what_launchers_say_is_taken_away_and_the_users_settings_stay() -> None:
         "SLURM_PROCID": "0",
         "HYDI_CONTROL_FD": "3",
     }
-    assert cuda_aware.alone(users | launchers) == users
+    assert direct.alone(users | launchers) == users

@@ -15,8 +15,7 @@ import pytest
 from collectives import Transport, run_ranks
 from collectives.transports import LocalTransport, direct, local_world
 from collectives.transports.direct import DirectTransport, open_for_gpus
-from collectives.transports.staged import StagedTransport
-from collectives.transports.transfer_header import TransferHeader, TransferMethod
+from collectives.transports.staged import StagedTransport, TransferHeader, TransferMethod
 from tests.collectives.fake_cuda import CUDARuntimeError
 from tests.matrix import some_of
 from tests.programs.of_gpus import up

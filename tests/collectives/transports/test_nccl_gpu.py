@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from collectives import Transport, open_transport
-from collectives.transports import local_world, nccl_start
-from collectives.transports.cuda_aware import why_staged
+from collectives.transports import gpu, local_world
 from collectives.transports.device_choice import GpuFacts, GpuRoute
-from collectives.transports.direct import DirectTransport
+from collectives.transports.direct import DirectTransport, why_staged
 from collectives.transports.gpu import name_of_device, torch_nccl
 from collectives.transports.nccl import NcclTransport
 from collectives.transports.staged import StagedTransport
@@ -130,7 +129,7 @@ def test_tensors_of_a_gpu_stay_there_in_every_dense_collective(
         def facts(host: Transport, device: int | None) -> GpuFacts:
             return GpuFacts("this GPU", cupy="it is not to be used", torch_nccl=torch_nccl())
 
-        monkeypatch.setattr(nccl_start, "facts_here", facts)
+        monkeypatch.setattr(gpu, "facts_here", facts)
     transport = NcclTransport(local_world(1, 60)[0], timeout_seconds=60, automatic=True)
     transport.connect(0)
     collectives = transport._collectives

@@ -17,8 +17,7 @@ import pytest
 
 from collectives import PeerError, PeerTimeoutError, Transport
 from collectives.transports import LocalTransport
-from collectives.transports.node_memory import FileLocks, FileMemory
-from collectives.transports.sharing import _open_file, share_by_file
+from collectives.transports.node_memory import FileLocks, FileMemory, _open_file, share_by_file
 
 
 def open_memory(path: str, place: int, seconds: float = 30.0) -> FileMemory:

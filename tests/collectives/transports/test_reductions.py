@@ -10,9 +10,8 @@ import pytest
 from collectives import local_world, run_ranks
 from collectives.errors import MessageError
 from collectives.transports import reductions
-from collectives.transports.checksum import CHECKSUM_BYTES
-from collectives.transports.recorder import RECEIVED, Event, Recorder
-from collectives.transports.reductions import LONG_BYTES
+from mpi_scripts.replay.traces import RECEIVED, Event, Recorder
+from collectives.transports.reductions import CHECKSUM_BYTES, LONG_BYTES
 
 PIECE_BYTES = 2 * LONG_BYTES
 

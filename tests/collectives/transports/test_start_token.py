@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from collectives.errors import CollectiveError, MismatchError, PeerTimeoutError
-from collectives.transports import start_token
-from collectives.transports.start_token import agree_on_start
+from collectives.transports import rendezvous
+from collectives.transports.rendezvous import agree_on_start
 
 torch = pytest.importorskip("torch")
 
@@ -128,7 +128,7 @@ def test_who_waits_polls_less_and_less_often(store, monkeypatch) -> None:
         now += seconds
 
     clock = SimpleNamespace(monotonic=lambda: now, sleep=sleep)
-    monkeypatch.setattr(start_token, "time", clock)
+    monkeypatch.setattr(rendezvous, "time", clock)
     with pytest.raises(PeerTimeoutError):
         agree_on_start(store, 0, 2, 1.0)
     assert pauses == sorted(pauses)

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from collectives.transports.recorder import RECEIVED
+from mpi_scripts.replay.traces import RECEIVED
 from collectives.transports.reductions import LONG_BYTES
 from collectives.vector import SparseVector
 from gtopk.cli.bench.collectives.cases import picks
@@ -157,6 +157,6 @@ def test_what_does_not_fit_computes_as_much_as_a_smaller_one(
 
 
 def test_threads_that_wait_for_cores_say_nothing(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setattr("collectives.transports.transport.STALL_WARNING_SECONDS", 0.0)
+    monkeypatch.setattr("collectives.transports.polling.STALL_WARNING_SECONDS", 0.0)
     trace_of(reduction("gtopk", 8))
     assert capsys.readouterr().err == ""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from collectives import Transport, run_ranks
-from collectives.transports import local_world, nccl, nccl_start
+from collectives.transports import gpu, local_world, nccl
 from collectives.transports.device_choice import (
     GpuFacts,
     GpuRoute,
@@ -193,17 +193,17 @@ def test_where_nccl_fails_its_test_on_one_rank_all_go_through_the_host(
             raise fake_cuda.NcclError(2)
         return make(size, unique_id, rank)
 
-    class AddsUpWrongly(nccl_start.CupyCollectives):
+    class AddsUpWrongly(nccl.CupyCollectives):
         def sum_of_ranks(self) -> list[float]:
             found = super().sum_of_ranks()
-            return [0.0] * 4 if self._rank == 1 else found
+            return [0.0] * 4 if self._host.rank == 1 else found
 
     if fault == "id":
         monkeypatch.setattr(module, "get_unique_id", broken_id)
     elif fault == "making":
         monkeypatch.setattr(module, "NcclCommunicator", make_but_on_rank_1)
     else:
-        monkeypatch.setattr(nccl_start, "CupyCollectives", AddsUpWrongly)
+        monkeypatch.setattr(nccl, "CupyCollectives", AddsUpWrongly)
 
     def program(host: Transport) -> None:
         transport = automatic(host, on_choice=told.append)
@@ -279,7 +279,7 @@ def test_a_rank_without_cupy_is_a_fact_and_no_error(
     cuda: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    facts = nccl_start.facts_here(local_world(1)[0], None)
+    facts = gpu.facts_here(local_world(1)[0], None)
     assert (facts.device, facts.nccl, facts.torch_nccl) == ("", 0, 0)
     assert "pip install cupy-cuda12x" in facts.cupy
-    assert facts.problem == "it sees 0 and would use number 0"
+    assert facts.problem == f"it sees 0 and would use number 0; {facts.cupy}"

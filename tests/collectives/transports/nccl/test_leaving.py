@@ -12,7 +12,7 @@ import pytest
 
 from collectives import PeerError, PeerTimeoutError
 from collectives.transports.nccl import NcclTransport
-from collectives.transports.transfer_header import TransferHeader, TransferMethod
+from collectives.transports.staged import TransferHeader, TransferMethod
 from tests.collectives import fake_cuda
 from tests.collectives.transports.nccl.on_model import meet, message, on_ranks
 from tests.programs.of_gpus import device, up
@@ -162,7 +162,7 @@ def test_a_status_that_cupy_has_no_name_for_is_an_error_all_the_same(
 def test_memory_that_a_kernel_may_still_write_is_not_given_away(
     cuda: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("collectives.transports.nccl_communicator._ABORT_SECONDS", 0.05)
+    monkeypatch.setattr("collectives.transports.nccl_collectives._ABORT_SECONDS", 0.05)
     given_up = threading.Event()
 
     def program(transport: NcclTransport) -> None:
@@ -184,7 +184,7 @@ def test_memory_that_a_kernel_may_still_write_is_not_given_away(
 
 
 def test_an_abort_that_hangs_does_not_hang_us(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("collectives.transports.nccl_communicator._ABORT_SECONDS", 0.05)
+    monkeypatch.setattr("collectives.transports.nccl_collectives._ABORT_SECONDS", 0.05)
     cuda.abort_hangs = True
 
     def program(transport: NcclTransport) -> None:

@@ -10,8 +10,7 @@ import pytest
 from collectives import MismatchError, Transport, run_ranks
 from collectives.transports import local_world
 from collectives.transports.nccl import NcclTransport
-from collectives.transports.staged import StagedTransport
-from collectives.transports.transfer_header import TransferHeader, TransferMethod
+from collectives.transports.staged import StagedTransport, TransferHeader, TransferMethod
 from tests.collectives.transports.nccl.on_model import message, on_ranks
 from tests.programs.of_gpus import device, up
 

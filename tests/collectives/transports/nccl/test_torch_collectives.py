@@ -12,7 +12,7 @@ import torch
 
 from collectives import PeerError, Transport, run_ranks
 from collectives.errors import MismatchError, PeerTimeoutError
-from collectives.transports import local_world, nccl_start, torch_collectives
+from collectives.transports import gpu, local_world, torch_collectives
 from collectives.transports.device_choice import GpuFacts, GpuRoute, RouteChoice
 from collectives.transports.nccl import NcclTransport
 
@@ -26,7 +26,7 @@ def gpus_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     def facts(host: Transport, device: int | None) -> GpuFacts:
         return GpuFacts(f"GPU-{host.ranks[host.rank]}", cupy="no cupy here", torch_nccl=22703)
 
-    monkeypatch.setattr(nccl_start, "facts_here", facts)
+    monkeypatch.setattr(gpu, "facts_here", facts)
 
 
 def on_ranks(

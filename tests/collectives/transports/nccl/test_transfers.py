@@ -14,9 +14,9 @@ import pytest
 
 from collectives import Transport
 from collectives.cost import dense_bytes, rounds
-from collectives.transports import nccl_communicator
+from collectives.transports import nccl_collectives
 from collectives.transports.nccl import NcclTransport
-from collectives.transports.transfer_header import (
+from collectives.transports.staged import (
     TRANSFER_HEADER_BYTES,
     TransferHeader,
     TransferMethod,
@@ -380,7 +380,7 @@ def tensor_events(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         recorded.append(event)
         return event
 
-    monkeypatch.setattr(nccl_communicator, "tensor_event", tensor_event)
+    monkeypatch.setattr(nccl_collectives, "tensor_event", tensor_event)
     return recorded
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from gtopk.cli.doctor.basics import State
 from gtopk.cli.doctor.isolation import check_interface, judge_interface
-from gtopk.runtime.liveness.address import Choice, address_of, choose, interfaces
+from gtopk.runtime.liveness.heartbeat import Choice, address_of, choose, interfaces
 
 ROUTE = "default route"
 LOOPBACK = {"lo": "127.0.0.1"}

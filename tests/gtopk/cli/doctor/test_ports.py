@@ -9,7 +9,7 @@ import pytest
 from gtopk.cli.doctor import isolation
 from gtopk.cli.doctor.basics import State
 from gtopk.cli.doctor.isolation import check_ports, judge_ports
-from gtopk.runtime.liveness.address import Choice
+from gtopk.runtime.liveness.heartbeat import Choice
 
 PUBLIC, PUBLIC_IPV6 = "93.184.216.34", "2606:2800:220:1::34"
 LOOPBACK = ("lo", "127.0.0.1")

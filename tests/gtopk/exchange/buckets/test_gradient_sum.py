@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gtopk.torch as hvd
-from collectives.transports import LocalTransport, nccl_start
+from collectives.transports import LocalTransport, gpu
 from collectives.transports.device_choice import GpuFacts, GpuRoute
 from collectives.transports.nccl import NcclTransport
 from gtopk.exchange import exchange
@@ -21,7 +21,7 @@ def gpus_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     def signature(host: Any, device: int | None) -> GpuFacts:
         return GpuFacts(f"GPU-{host.rank}", cupy="no cupy here", torch_nccl=22703)
 
-    monkeypatch.setattr(nccl_start, "facts_here", signature)
+    monkeypatch.setattr(gpu, "facts_here", signature)
 
 
 def over(host: LocalTransport) -> NcclTransport:

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from gtopk.runtime.liveness import address
-from gtopk.runtime.liveness.address import address_of, choose, own_address
+from gtopk.runtime.liveness import heartbeat as address
+from gtopk.runtime.liveness.heartbeat import address_of, choose, own_address
 
 
 def test_on_one_host_no_other_host_is_let_near():

@@ -200,8 +200,7 @@ def test_who_leaves_waits_for_its_companion_and_keeps_nothing_open(system, monke
     if system == "another":
         monkeypatch.delattr(os, "memfd_create")
     heartbeat = Heartbeat(60.0, 30.0)
-    heartbeat.meet(0, [heartbeat.introduce(local_world(1)[0])])
-    heartbeat.start()
+    heartbeat.start(0, [heartbeat.introduce(local_world(1)[0])])
     companion, own, note = heartbeat._companion, heartbeat._socket, heartbeat._step_file
     assert companion is not None
     assert own is not None
