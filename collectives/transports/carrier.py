@@ -1,60 +1,25 @@
 """Carrier: the transport of all ranks, which also carries the messages of its views.
 
-A view is a transport of some of the ranks, or of a separate stream of messages. The last message of
-a rank to its peers is its departure notice.
+A view is a transport of some of the ranks, or of a separate stream of messages.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
-
-import numpy as np
+from typing import Final
 
 from ..cost import Link
 from ..vector import Array
-from .counters import Counter, Traffic
-from .node_memory import NodeMemory, open_shared_memory
+from .counters import Counter, NodeMemory, Traffic
+from .departure import DepartureNotice
+from .node_memory import open_shared_memory
 from .pacing import STAMP_BYTES, Clock, Pacer, append_stamp, split_stamp
 from .reductions import append_checksum, strip_checksum
 from .transport import CHANNELS, STALL_WARNING_SECONDS, Path, Step, Transport, print_line
-
-
-class DepartureNotice(NamedTuple):
-    """The operations that a rank has completed, and why it left.
-
-    completed: how many operations of each stream it has completed, by the stream's tag.
-    missed:    the rank whose departure made this one leave, and its notice: a rank that gets this
-               notice first learns the cause with it.
-    lost:      whether it sent no notice: its connection broke, so it has died or is unreachable.
-    """
-
-    completed: Mapping[int, int]
-    reason: str
-    missed: tuple[int, DepartureNotice] | None = None
-    lost: bool = False
-
-    def encode(self) -> Array:
-        """Return the message, uint8."""
-        return np.frombuffer(json.dumps(self).encode(), np.uint8)
-
-    @classmethod
-    def decode(cls, message: Array) -> DepartureNotice:
-        """Parse a message that `encode` made."""
-        return cls._of(*json.loads(message.tobytes()))
-
-    @classmethod
-    def _of(
-        cls, completed: dict[str, int], reason: str, missed: Any, lost: bool
-    ) -> DepartureNotice:
-        # The keys of JSON are texts.
-        counts = {int(tag): count for tag, count in completed.items()}
-        return cls(counts, reason, missed and (missed[0], cls._of(*missed[1])), lost)
 
 
 class Overlay(Transport):

@@ -1,13 +1,16 @@
-"""Counters: what a rank sent and how long it waited; and numbers that all ranks share.
+"""Counters: what a rank sent and how long it waited; numbers and memory that ranks share.
 
-A rank adds to a shared number without the others' taking part.
+A rank adds to a shared number, and writes into shared memory, without the others' taking part.
 """
 
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
+
+from ..vector import Array
 
 
 @dataclass
@@ -76,3 +79,21 @@ class LocalCounter:
             before = self._number
             self._number = before + amount
         return before
+
+
+class NodeMemory(Protocol):
+    """Memory of the ranks of one host.
+
+    bytes: uint8 [size], the same for all of them; zeros at first, at the start of a page.
+    place, places: this rank's number among them, and how many there are.
+    """
+
+    bytes: Array
+    place: int
+    places: int
+
+    def lock(self) -> AbstractContextManager[object]:
+        """Enter as the only rank; a rank that dies inside releases it. It is not reentrant."""
+
+    def is_present(self, place: int) -> bool:
+        """Tell whether a rank's process lives; once it does not, it never will."""

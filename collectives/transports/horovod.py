@@ -27,7 +27,8 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from ..vector import Array
-from .carrier import Carrier, DepartureNotice
+from .carrier import Carrier
+from .departure import DepartureNotice
 from .polling import Mailbox, wait_until
 from .transport import Transport, end_process
 

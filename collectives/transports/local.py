@@ -11,8 +11,9 @@ import numpy as np
 
 from ..errors import CollectiveError, PeerError
 from ..vector import Array
-from .carrier import Carrier, DepartureNotice
+from .carrier import Carrier
 from .counters import LocalCounter
+from .departure import DepartureNotice
 from .polling import Mailbox
 from .transport import Transport
 

@@ -35,8 +35,9 @@ from ..environment import whole_number
 from ..errors import PeerTimeoutError
 from ..kernels.narrow import is_narrow
 from ..vector import Array
-from .carrier import Carrier, DepartureNotice
+from .carrier import Carrier
 from .counters import Counter, LocalCounter
+from .departure import DepartureNotice
 from .node_memory import COUNTER_BYTES, MemoryCounter, open_shared_memory
 from .polling import wait_until
 from .reductions import LIBRARY_NAMES, loses_nan

@@ -1,4 +1,4 @@
-"""NodeMemory: bytes that the ranks of one host share, a lock on them, and the ranks' presence.
+"""Shared memory: bytes that the ranks of one host share, a lock on them, and the ranks' presence.
 
 Locks and presence are locks on a file's byte ranges, which the kernel frees when a process ends in
 any way. So a killed rank blocks no other, and is known to be gone at once. All memories of the same
@@ -28,33 +28,16 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
 from ..errors import PeerTimeoutError
 from ..vector import Array
+from .counters import NodeMemory
 from .transport import Transport
 
 _SHORTEST_SLEEP_SECONDS, _LONGEST_SLEEP_SECONDS = 2e-6, 1e-3
-
-
-class NodeMemory(Protocol):
-    """Memory of the ranks of one host.
-
-    bytes: uint8 [size], the same for all of them; zeros at first, at the start of a page.
-    place, places: this rank's number among them, and how many there are.
-    """
-
-    bytes: Array
-    place: int
-    places: int
-
-    def lock(self) -> AbstractContextManager[object]:
-        """Enter as the only rank; a rank that dies inside releases it. It is not reentrant."""
-
-    def is_present(self, place: int) -> bool:
-        """Tell whether a rank's process lives; once it does not, it never will."""
 
 
 class FileLocks:

@@ -38,8 +38,8 @@ from typing import Final
 
 import numpy as np
 
-from ..errors import MessageError
 from .. import kernels
+from ..errors import MessageError
 from ..kernels.narrow import combine, is_narrow, narrow, widen
 from ..vector import Array
 

@@ -28,9 +28,8 @@ import numpy as np
 from ..errors import MismatchError
 from ..vector import Array, is_on_device
 from .carrier import Overlay
-from .counters import Counter
+from .counters import Counter, NodeMemory
 from .gpu import host_copy, is_of_gpu, is_tensor, load_cupy, tensor_of
-from .node_memory import NodeMemory
 from .transport import Path, Step, Transport
 
 _FIELDS: Final = struct.Struct("<8sqq")

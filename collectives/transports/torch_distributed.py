@@ -38,7 +38,8 @@ from .. import cost
 from ..environment import whole_number
 from ..errors import PeerError, PeerTimeoutError
 from ..vector import Array
-from .carrier import Carrier, DepartureNotice
+from .carrier import Carrier
+from .departure import DepartureNotice
 from .polling import Mailbox
 from .reductions import loses_nan
 from .rendezvous import (

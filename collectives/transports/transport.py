@@ -25,12 +25,11 @@ from ..cost import Link
 from ..errors import MessageError
 from ..vector import Array
 from . import reductions
-from .counters import Counter, Traffic
+from .counters import Counter, NodeMemory, Traffic
+from .departure import DepartureNotice
 from .reductions import Endpoint
 
 if TYPE_CHECKING:
-    from .carrier import DepartureNotice
-    from .node_memory import NodeMemory
     from .pacing import Clock
 
 STALL_WARNING_SECONDS: Final = 60.0  # how often a rank that waits says so

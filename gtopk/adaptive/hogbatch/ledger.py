@@ -35,7 +35,7 @@ import torch
 
 from collectives.errors import MismatchError, PeerError, PeerTimeoutError
 from collectives.transports import Counter
-from collectives.transports.node_memory import NodeMemory
+from collectives.transports.counters import NodeMemory
 
 # The device classes, and which are fast: their workers compute on copies of the parameters, in
 # large batches, and evaluate losses. A slow one computes on the shared model, in small batches.

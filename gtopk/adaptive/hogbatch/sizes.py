@@ -35,7 +35,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
-from collectives.transports.node_memory import NodeMemory
+from collectives.transports.counters import NodeMemory
 
 from .ledger import IS_FAST, NAMES, WorkerTable, require_class
 

@@ -213,10 +213,10 @@ def check_cuda_aware_mpi() -> Finding:
         return Finding(name, State.MISSING, "without CuPy, GPUs' messages go through host memory")
     # Here, as they need NumPy, without which the other findings still count.
     from collectives.transports.direct import why_staged
-    from collectives.transports.gpu import has_gpu
+    from collectives.transports.gpu import gpus_of_cupy
 
     import_module("mpi4py").rc.initialize = False
-    if not has_gpu():
+    if not gpus_of_cupy():
         return Finding(name, State.MISSING, "no GPU here")
     reason = why_staged()
     if not reason:

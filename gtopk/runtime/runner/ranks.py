@@ -32,7 +32,8 @@ from ..launch.job import (
     torchrun_command,
 )
 from ..launch.mpirun import Mpi, require_mpirun
-from .call_server import BEGIN, CallServer, own_address
+from .call_server import CallServer, own_address
+from .worker import BEGIN
 
 # Variables that belong to this host, this shell or this job, and are not sent to other hosts.
 _STAYS: re.Pattern[str] = re.compile(

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from collectives import MessageError, local_world, run_ranks
 from collectives.transports import torch_distributed
-from mpi_scripts.replay.traces import RECEIVED, Recorder
 from collectives.transports.reductions import CHECKSUM_BYTES, append_checksum, strip_checksum
+from mpi_scripts.replay.traces import RECEIVED, Recorder
 
 PROGRAM = Path(__file__).parents[2] / "programs" / "collectives_checked.py"
 

@@ -10,7 +10,7 @@ import pytest
 
 from collectives import PeerError
 from collectives.transports import local_world, mpi
-from collectives.transports.carrier import DepartureNotice
+from collectives.transports.departure import DepartureNotice
 
 
 def test_a_departure_notice_travels_with_its_cause():

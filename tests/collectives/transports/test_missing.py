@@ -11,7 +11,7 @@ import pytest
 
 from collectives import PeerError, PeerTimeoutError, Transport
 from collectives.transports import local_world
-from collectives.transports.carrier import DepartureNotice
+from collectives.transports.departure import DepartureNotice
 from collectives.transports.polling import wait_until
 from tests.collectives.transports.kinds import MESSAGE, every_kind
 

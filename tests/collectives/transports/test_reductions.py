@@ -10,8 +10,8 @@ import pytest
 from collectives import local_world, run_ranks
 from collectives.errors import MessageError
 from collectives.transports import reductions
-from mpi_scripts.replay.traces import RECEIVED, Event, Recorder
 from collectives.transports.reductions import CHECKSUM_BYTES, LONG_BYTES
+from mpi_scripts.replay.traces import RECEIVED, Event, Recorder
 
 PIECE_BYTES = 2 * LONG_BYTES
 

@@ -8,12 +8,11 @@ from collections import Counter
 
 import pytest
 
-from mpi_scripts.replay.traces import RECEIVED
 from collectives.transports.reductions import LONG_BYTES
 from collectives.vector import SparseVector
 from gtopk.cli.bench.collectives.cases import picks
 from mpi_scripts.replay import traces
-from mpi_scripts.replay.traces import Reduction, profile_of, trace_of
+from mpi_scripts.replay.traces import RECEIVED, Reduction, profile_of, trace_of
 
 ALGORITHMS = ("dense", "topk-allgather", "gtopk-tree", "gtopk", "oktopk", "hierarchical")
 

@@ -15,7 +15,7 @@ import pytest
 
 import gtopk
 from collectives.errors import PeerError
-from collectives.transports.carrier import DepartureNotice
+from collectives.transports.departure import DepartureNotice
 from gtopk import settings
 from gtopk.errors import HorovodInternalError
 from gtopk.runtime.liveness.heartbeat import LostRank

@@ -1,0 +1,64 @@
+"""A rank of gtopk.run: fetch the call, make it, report."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import Final
+
+from ... import settings
+from .. import standard_streams
+from ..launch import launched_by
+from .call_server import fetch_call
+
+# Starts a rank from any place of gtopk: argv is [-c, the folder that holds gtopk].
+BEGIN: Final = (
+    "import sys; sys.path.insert(0, sys.argv.pop()); "
+    "from gtopk.runtime.runner.worker import main; main()"
+)
+_FRAMES: Final = 2  # frames of main and call.make, above those of the function
+
+
+def main() -> None:
+    """Fetch the call from the server that the environment names, make it, report the outcome."""
+    job = launched_by()
+    rank, ranks = (job.rank, job.size) if job else (0, 1)
+    # Out of the environment, too: programs that the function starts must not have the secret.
+    address, secret = settings.RUN_ADDRESS.take(), settings.RUN_SECRET.take()
+    if folder := settings.RUN_OUTPUT.take():
+        _print_into(Path(folder) / f"rank.{rank:0{len(str(ranks - 1))}}")
+    connection, preparation, content = fetch_call(address, secret, rank)
+
+    # torch is first imported here: by now the call server knows that this rank has come.
+    from ... import __version__
+    from .. import object_codec as objects
+    from . import call
+
+    prepared = objects.decode(preparation, allow_pickle=False)
+    allow_pickle = prepared["allow_pickle"]
+    try:
+        if prepared["version"] != __version__:
+            raise ImportError(
+                f"this rank found gtopk {__version__}, and was started by {prepared['version']}; "
+                "install the same version on every host"
+            )
+        for module in prepared["to_install"]:
+            importlib.import_module(module).install()
+        call.apply_surroundings(prepared["surroundings"])
+        said = call.of_result(call.make(content, allow_pickle), allow_pickle)
+    except BaseException as error:
+        said = call.of_error(error, _FRAMES)
+    # First: after the report the caller may end this process.
+    standard_streams.flush()
+    connection.send(said)
+    connection.close()
+
+
+def _print_into(folder: Path) -> None:
+    """Redirect the output of this process and its children into files, away from the launcher."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        os.dup2(file, descriptor)
+        os.close(file)
