@@ -130,10 +130,6 @@ def _is_text(value: Any) -> bool:
     return type(value) is str
 
 
-def _is_name(value: Any) -> bool:
-    return _is_text(value) and value != ""
-
-
 def _is_bool(value: Any) -> bool:
     return type(value) is bool
 
@@ -159,6 +155,17 @@ _OF_TYPES: Final[Mapping[str, Check]] = {
     "int | None": _or_none(_is_count),
     "float | None": _or_none(_is_number),
 }
+
+
+def _of_report(required: bool) -> dict[str, Check]:
+    """Return the checks of a StepReport's fields: of those without a default, or of the others."""
+    return {
+        each.name: _OF_TYPES[str(each.type)]
+        for each in dataclasses.fields(StepReport)
+        if (each.default is dataclasses.MISSING) == required
+    }
+
+
 # By the kind of line: the fields that it must have, and those that it may have.
 _HOLDS: Final[Mapping[str, tuple[Mapping[str, Check], Mapping[str, Check]]]] = {
     "begin": (
@@ -182,20 +189,12 @@ _HOLDS: Final[Mapping[str, tuple[Mapping[str, Check], Mapping[str, Check]]]] = {
     "step": (
         {
             "bytes_so_far": _is_count,
-            **{
-                each.name: _OF_TYPES[str(each.type)]
-                for each in dataclasses.fields(StepReport)
-                if each.default is dataclasses.MISSING
-            },
+            **_of_report(required=True),
         },
         {
             "samples_so_far": _is_count,
-            **{
-                each.name: _OF_TYPES[str(each.type)]
-                for each in dataclasses.fields(StepReport)
-                if each.default is not dataclasses.MISSING
-            },
-            "covers": _is_name,
+            **_of_report(required=False),
+            "covers": lambda value: _is_text(value) and value != "",
             "gradient_norm": _is_value,
         },
     ),

@@ -160,14 +160,18 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = {
 }
 
 
+_STEPS: Final = "gtopk_steps_total", ""
+_SKIPPED: Final = "gtopk_skipped_steps_total", ""
+_PARTED: Final = "gtopk_divergences_total", ""
+
+
 class Metrics:
     """A rank's metrics, by name and label; threads may use it at once."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._lock = threading.Lock()
-        self._steps = self._skipped = self._divergences = 0
-        self._values: dict[tuple[str, str], float] = {}
+        self._values: dict[tuple[str, str], float] = dict.fromkeys((_STEPS, _SKIPPED, _PARTED), 0)
 
     def take(self, lines: Sequence[Line]) -> None:
         with self._lock:
@@ -179,12 +183,9 @@ class Metrics:
                     else:
                         self._values[metric] = value
                 if line["what"] == "step":
-                    self._steps = line["step"] + 1
-                    self._skipped += line["skipped"]
-                self._divergences += line["what"] == "parted"
-            self._values["gtopk_steps_total", ""] = self._steps
-            self._values["gtopk_skipped_steps_total", ""] = self._skipped
-            self._values["gtopk_divergences_total", ""] = self._divergences
+                    self._values[_STEPS] = line["step"] + 1
+                    self._values[_SKIPPED] += line["skipped"]
+                self._values[_PARTED] += line["what"] == "parted"
 
     def text(self) -> str:
         """Return all of it in Prometheus's text format."""

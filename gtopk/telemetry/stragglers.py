@@ -150,10 +150,10 @@ class Stragglers:
         fastest = 1e3 * min((each for each in told.seconds if each), default=0.0)
         for place in told.slow:
             score = scores[place]
-            waits = now < self._quiet_until.get(place, now) or score is None
-            if place in self._warned or waits or self._hosts[place] in self._oversubscribed:
+            if score is None or place in self._warned or now < self._quiet_until.get(place, now):
                 continue
-            assert score is not None
+            if self._hosts[place] in self._oversubscribed:
+                continue
             self._warned.add(place)
             self._quiet_until[place] = now + QUIET_SECONDS
             _log.warning(

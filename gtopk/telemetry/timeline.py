@@ -166,7 +166,13 @@ class Timeline:
             while not self._events.empty():
                 heard.append(self._events.get())
             goes_on = None not in heard
-            self._append([record for note in heard for record in self._records_of(note)])
+            records: list[dict[str, Any]] = []
+            for note in heard:
+                if isinstance(note, Step):
+                    records += self._step_records(note)
+                elif note is not None:
+                    records += self._records(*note)
+            self._append(records)
         os.close(self._file)
 
     def _append(self, records: list[dict[str, Any]]) -> None:
@@ -184,12 +190,6 @@ class Timeline:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._length)
                 os.pwrite(self._file, _END, self._length)
-
-    def _records_of(self, note: tuple[str, Event] | Step | None) -> Iterator[dict[str, Any]]:
-        if isinstance(note, Step):
-            yield from self._step_records(note)
-        elif note is not None:
-            yield from self._records(*note)
 
     def _step_records(self, step: Step) -> Iterator[dict[str, Any]]:
         name = f"{step.kind} of {step.name.removeprefix('gradients.')}"
@@ -295,21 +295,20 @@ class WorldTimelines(WorldObserver):
 
     def start(self, world: World) -> None:
         path, cycles = settings.HOROVOD_TIMELINE.read(), settings.MARK_CYCLES.read()
-        if settings.TIMELINE.read():
-            folder, name = Path(settings.TIMELINE.read()), world.transport.name
-            try:
+        where = settings.TIMELINE.read()
+        try:
+            if where:
+                folder, name = Path(where), world.transport.name
                 folder.mkdir(parents=True, exist_ok=True)
-                path = str(path_of(folder, world.rank))
+                file = str(path_of(folder, world.rank))
                 whose = TraceSource(world.rank, world.size, world.began_unix_seconds, world.clock)
-                _start(world, Timeline(path, name, cycles, whose))
-            except OSError as error:
-                variable = settings.TIMELINE.name
-                _log.warning("%s must name a folder to write to, got %s", variable, error)
-        elif path not in ("", "DYNAMIC"):
-            try:
+                _start(world, Timeline(file, name, cycles, whose))
+            elif path not in ("", "DYNAMIC"):
                 start(world, path, cycles)
-            except OSError as error:
-                _log.warning("HOROVOD_TIMELINE must name a file to write, got %s", error)
+        except OSError as error:
+            asked = settings.TIMELINE if where else settings.HOROVOD_TIMELINE
+            what = "folder to write to" if where else "file to write"
+            _log.warning("%s must name a %s, got %s", asked.name, what, error)
 
     def open_set(self, world: World, number: int) -> None:
         _watch(world, number)

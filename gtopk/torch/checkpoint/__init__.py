@@ -13,6 +13,7 @@ Which residual a rank gets on another number of ranks is in optim/wrapped/checkp
 from __future__ import annotations
 
 from ...errors import CheckpointError
-from .save import Loaded, Saving, load_latest, save_checkpoint
+from .archive import Saving
+from .save import Loaded, load_latest, save_checkpoint
 
 __all__ = ["CheckpointError", "Loaded", "Saving", "load_latest", "save_checkpoint"]

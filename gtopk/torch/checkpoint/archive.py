@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -49,9 +49,6 @@ from .files import (
 )
 from .tree import Json, Taken, put_together
 from .validation import broadcast_tensors, by_rank, problem_text, run_on_all, take_on_all
-
-T = TypeVar("T")
-
 
 _OTHERS: Final = "another job writes to this folder, too"
 _APART: Final = (
@@ -100,11 +97,43 @@ Run = Callable[[Callable[[], str]], "Future[str]"]
 
 
 class PendingWrite(NamedTuple):
-    """A checkpoint under way; outcome: the error that kept this rank from writing, or ""."""
+    """A rank's part being written; outcome: the error that kept this rank from writing, or ""."""
 
     path: Path
     number: int
     outcome: Future[str]
+
+
+class Saving:
+    """A checkpoint under way; `wait` returns its folder."""
+
+    def __init__(self, archive: Archive, writing: PendingWrite) -> None:
+        self._archive = archive
+        self._problem: CheckpointError | None = None
+        self.path, self.number, self.outcome = writing
+        self.is_concluded = False  # whether the ranks know each other's outcomes
+
+    def wait(self) -> Path:
+        """Return its folder when it is whole; all ranks call it together.
+
+        Raises CheckpointError, on every rank alike, when a rank could not write its part.
+        """
+        # Else `conclude` was called before, as the ranks left: nothing is to be gathered any more.
+        if not self.is_concluded:
+            (problems,) = gather_outcomes(world.current().engine, [self]).wait()
+            self.conclude(problems)
+        if self._problem is not None:
+            raise self._problem
+        return self.path
+
+    def conclude(self, problems: Sequence[str]) -> CheckpointError | None:
+        """Finish; return the error that `wait` raises, if any. problems: as of Archive.conclude."""
+        self.is_concluded = True
+        try:
+            self._archive.conclude(self, problems)
+        except CheckpointError as error:
+            self._problem = error
+        return self._problem
 
 
 class Archive:
@@ -112,12 +141,14 @@ class Archive:
 
     number: of the last one that is known to be whole; 0: none.
     kept:   how many are kept; the older ones are removed once a new one is whole.
+    under_way: the one that a thread writes, until a caller has waited for it.
     """
 
     def __init__(self, folder: Path, kept: int) -> None:
         self.folder = folder  # made by `look`, where an error of one rank is raised on all
         self.number = 0
         self.kept = kept
+        self.under_way: Saving | None = None
         self.scan()
 
     def scan(self) -> None:
@@ -136,7 +167,7 @@ class Archive:
         # One text for all ranks' parts, so that parts of two attempts under one number are told
         # apart.
         self._attempt: str = broadcast_object(secrets.token_hex(8), name="checkpoint.attempt")
-        self._whole = sorted(number for number, *_, absent in self._candidates() if not absent)
+        self._whole = sorted(whole.number for whole, absent in self._candidates() if not absent)
         # These are never removed: where nothing is whole, lost files may be restored, and files
         # that cannot be read now may be readable later.
         self._protected = set() if self._whole else self._numbers()
@@ -157,35 +188,15 @@ class Archive:
     def _numbers(self) -> set[int]:
         return {part.number for part in self._parts}
 
-    def _candidates(self) -> list[tuple[int, int, int, list[Part]]]:
-        """Return number, step, ranks and absent parts of all checkpoints, the newest first."""
-        each = sorted({part[:3] for part in self._parts}, reverse=True)
-        return [(*of, missing_parts(*of, self._parts)) for of in each]
+    def _candidates(self) -> list[tuple[Part, list[Part]]]:
+        """Return the common part, perhaps absent, and the absent parts of all, the newest first."""
+        wholes = sorted({part._replace(name=ALL) for part in self._parts}, reverse=True)
+        return [(whole, missing_parts(*whole[:3], self._parts)) for whole in wholes]
 
-    def find(self) -> Found | None:
-        """Return the newest checkpoint that is whole, and log it; None: none was ever finished.
-
-        Raises CheckpointError, on every rank alike, where all finished ones are damaged, or lack
-        files.
-        """
-        found = self.find_and()
-        if found is not None:
-            self.log_resume(found)
-        return found
-
-    def log_resume(self, found: Found) -> None:
-        """Log, on rank 0, that the run goes on from a checkpoint, once it is loaded."""
-        if rank() == 0:
-            print_line(
-                f"going on from checkpoint {found.number} (step {found.step}) in "
-                f"{self.folder}, made by {found.ranks} rank{'s' * (found.ranks > 1)}, on "
-                f"{size()}"
-            )
-
-    def find_and(
+    def find(
         self, *takes: Callable[[Any], Any], missing_ranks: str = "error", way_out: str = ""
     ) -> Any | None:
-        """Find a checkpoint as `find` does, pass it through `takes`; return the last one's result.
+        """Return what `takes` make of the newest whole checkpoint; None: none was ever finished.
 
         takes: the first gets a Found, each other one the result of the one before; without any, the
             Found itself is returned. All ranks call them together. One that raises DamagedError,
@@ -194,6 +205,8 @@ class Archive:
         missing_ranks: "report": where none is whole, find the one that lacks the fewest ranks' own
             parts, of several the newest.
         way_out: the end of the error's text where "report" would find one.
+        Rank 0 logs the one that is returned. Raises CheckpointError, on every rank alike, where all
+        finished ones are damaged, or lack files.
         """
         newest, problems = self._newest(takes)
         # Both lists are those of all ranks: all look again, or none does. A running job may have
@@ -208,6 +221,12 @@ class Archive:
         if newest is not None:
             found, taken = newest
             self.number = found.number
+            if rank() == 0:
+                print_line(
+                    f"going on from checkpoint {found.number} (step {found.step}) in "
+                    f"{self.folder}, made by {found.ranks} rank{'s' * (found.ranks > 1)}, on "
+                    f"{size()}"
+                )
             return taken
         if problems := problems + self._lost():
             ways = "Begin anew in another folder, or bring undamaged files back"
@@ -220,19 +239,19 @@ class Archive:
 
     def _most_of_one(self, takes: Sequence[Callable[[Any], Any]]) -> tuple[Found, Any] | None:
         """Read the checkpoint that lacks the fewest ranks' parts, where none is whole."""
-        for number, step, ranks in self._without_some():
-            newest, problem = self._read_and(takes, number, step, ranks, without_some=True)
+        for whole in self._without_some():
+            newest, problem = self._read_and(takes, whole, without_some=True)
             if newest is not None:
                 return newest
-            self._warn_of_incomplete(number, problem)
+            self._warn_of_incomplete(whole, problem)
         return None
 
-    def _without_some(self) -> list[tuple[int, int, int]]:
-        """Return number, step and ranks of checkpoints whose common part is there, best first."""
+    def _without_some(self) -> list[Part]:
+        """Return the common parts that are there, those of the best checkpoints first."""
         # Counts the common part, too: every candidate has it, so the order stays the same.
         owned = Counter(part[:3] for part in self._parts)
-        shared = sorted((part[:3] for part in self._parts if part.name == ALL), reverse=True)
-        return sorted(shared, key=lambda of: of[2] - owned[of])
+        shared = sorted((part for part in self._parts if part.name == ALL), reverse=True)
+        return sorted(shared, key=lambda whole: whole.ranks - owned[whole[:3]])
 
     def protect(self, number: int) -> None:
         """Never remove a checkpoint, and do not count it in `kept`; all ranks call it together.
@@ -247,18 +266,17 @@ class Archive:
     ) -> tuple[tuple[Found, Any] | None, list[str]]:
         """Return the newest that is whole; or the damages of those that have all parts."""
         damaged: list[str] = []
-        for number, step, ranks, absent in self._candidates():
+        for whole, absent in self._candidates():
             if absent:
-                self._warn_of_incomplete(
-                    number, f"{', '.join(part.file for part in absent)} not there"
-                )
+                files = ", ".join(part.file for part in absent)
+                self._warn_of_incomplete(whole, f"{files} not there")
                 continue
-            newest, problem = self._read_and(takes, number, step, ranks)
+            newest, problem = self._read_and(takes, whole)
             if newest is not None:
                 return newest, []
-            self._warn_of_incomplete(number, problem)
+            self._warn_of_incomplete(whole, problem)
             # Not counted in `kept`: else damaged ones would crowd out those that can be loaded.
-            self._whole = [each for each in self._whole if each != number]
+            self._whole = [each for each in self._whole if each != whole.number]
             damaged.append(problem)
         return None, damaged
 
@@ -269,7 +287,7 @@ class Archive:
         newer one is whole, so files of one of them are gone. If none was whole before, writing was
         interrupted each time, and nothing is lost.
         """
-        lacking = {tuple(of): absent for *of, absent in self._candidates() if absent}
+        lacking = {whole[:3]: absent for whole, absent in self._candidates() if absent}
         before, problem = 0, ""
         try:
             for part, holders in self._parts.items():
@@ -288,21 +306,16 @@ class Archive:
             ]
         return lost
 
-    def _warn_of_incomplete(self, number: int, why: str) -> None:
+    def _warn_of_incomplete(self, whole: Part, why: str) -> None:
         if rank() == 0:
-            what = f"checkpoint {number} in {self.folder} is not whole"
+            what = f"checkpoint {whole.number} in {self.folder} is not whole"
             print_line(f"{what}: {why}; looking for an older one", logging.WARNING)
 
     def _read_and(
-        self,
-        takes: Sequence[Callable[[Any], Any]],
-        number: int,
-        step: int,
-        ranks: int,
-        without_some: bool = False,
+        self, takes: Sequence[Callable[[Any], Any]], whole: Part, without_some: bool = False
     ) -> tuple[tuple[Found, Any] | None, str]:
         """Return a checkpoint and the result of `takes`; or the text about its damage."""
-        found, problem = self._read(number, step, ranks, without_some)
+        found, problem = self._read(whole, without_some)
         if found is None:
             return None, problem
         taken: Any = found
@@ -310,20 +323,19 @@ class Archive:
             try:
                 taken, problem = take_on_all(take, taken, f"{found.path} cannot be loaded")
             except Exception:  # of the script; loading an older checkpoint would hide it
-                self.protect(number)
+                self.protect(whole.number)
                 raise
             if problem:  # the cause may be the script, or another version: keep the checkpoint
-                self._protected.add(number)
+                self._protected.add(whole.number)
                 return None, problem
         return (found, taken), ""
 
-    def _read(
-        self, number: int, step: int, ranks: int, without_some: bool
-    ) -> tuple[Found | None, str]:
+    def _read(self, whole: Part, without_some: bool) -> tuple[Found | None, str]:
         """Read a checkpoint, each part on one rank that sees it; or return a text of its damage.
 
         without_some: whether damaged parts of ranks' own are accepted.
         """
+        number, step, ranks, _ = whole
         everything, *owns = parts_of(number, step, ranks)
         absent = [place for place, part in enumerate(owns) if part not in self._parts]
         source = _reader(0, self._parts[everything])
@@ -382,8 +394,8 @@ class Archive:
         missing = sorted({place for *_, absent in told for place in absent})
         return Found(path, number, step, ranks, tree, tensors, owned, missing), ""
 
-    def write(self, snapshot: Snapshot, run: Run | None = None) -> PendingWrite:
-        """Begin to write a checkpoint; all ranks then call `finish`.
+    def write(self, snapshot: Snapshot, run: Run | None = None) -> Saving:
+        """Begin to write a checkpoint; all ranks then wait for it.
 
         run: runs the part of it that needs no other rank; default: at once.
         """
@@ -411,19 +423,15 @@ class Archive:
                 return str(error) or type(error).__name__
             return ""
 
-        return PendingWrite(path, number, (run or _at_once)(write_own))
+        return Saving(self, PendingWrite(path, number, (run or _at_once)(write_own)))
 
-    def finish(self, writing: PendingWrite) -> Path:
-        """Wait until a checkpoint is whole; then remove the oldest, and incomplete ones.
+    def conclude(self, writing: Saving, problems: Sequence[str]) -> None:
+        """End a checkpoint that is whole, or failed; remove the oldest, and incomplete ones.
 
+        problems: by rank, why it could not write its part, or "".
         Raises CheckpointError, on every rank alike, when a rank could not write its part, or where
         another job writes to the folder; the other ranks' parts are then removed.
         """
-        (problems,) = gather_outcomes(world.current().engine, [writing]).wait()
-        return self.conclude(writing, problems)
-
-    def conclude(self, writing: PendingWrite, problems: Sequence[str]) -> Path:
-        """Finish as `finish` does; problems: by rank, why it could not write its part, or ""."""
         if any(_OTHERS in problem for problem in problems):
             # The files there may be the other job's, whose numbers must not be used.
             self._next = writing.number
@@ -448,10 +456,9 @@ class Archive:
                 f"checkpoint {writing.number} cannot be written to {self.folder}: {failures}; "
                 f"{last}"
             )
-        return writing.path
 
 
-def gather_outcomes(engine: Engine, writings: Sequence[PendingWrite]) -> Operation:
+def gather_outcomes(engine: Engine, writings: Sequence[Saving]) -> Operation:
     """Begin to gather the outcomes of these once they are known here; all ranks call it together.
 
     The result: for each, by rank, the error that kept the rank from writing, or "".

@@ -19,45 +19,12 @@ from ...runtime.coordinator.operation import Operation
 from ...runtime.logs import EVERYWHERE
 from ...runtime.world import world
 from ...runtime.world.membership import World
-from .archive import Archive, Found, PendingWrite, gather_outcomes
+from .archive import Archive, Found, Saving, gather_outcomes
 from .files import whole_number
-from .state import Assembled, assemble, check, put_state, should_agree, snapshot, take_state
+from .state import Assembled, Parts, assemble, check, put_state, should_agree, snapshot, take_state
 from .validation import run_on_all
 
 _log = logging.getLogger("gtopk")
-
-
-class Saving:
-    """A checkpoint under way; `wait` returns its folder."""
-
-    def __init__(self, archive: Archive, writing: PendingWrite) -> None:
-        self._archive = archive
-        self._problem: CheckpointError | None = None
-        self.path = writing.path
-        self.writing: PendingWrite | None = writing  # None: its outcome is known
-
-    def wait(self) -> Path:
-        """Return its folder when it is whole; all ranks call it together.
-
-        Raises CheckpointError, on every rank alike, when a rank could not write its part.
-        """
-        # Else `conclude` was called before, as the ranks left: nothing is to be gathered any more.
-        if self.writing is not None:
-            (problems,) = gather_outcomes(world.current().engine, [self.writing]).wait()
-            self.conclude(problems)
-        if self._problem is not None:
-            raise self._problem
-        return self.path
-
-    def conclude(self, problems: Sequence[str]) -> CheckpointError | None:
-        """Finish; return the error that `wait` raises, if any. problems: as of Archive.conclude."""
-        writing, self.writing = self.writing, None
-        assert writing is not None
-        try:
-            self._archive.conclude(writing, problems)
-        except CheckpointError as error:
-            self._problem = error
-        return self._problem
 
 
 class Loaded(NamedTuple):
@@ -73,64 +40,46 @@ class Loaded(NamedTuple):
     missing: tuple[int, ...] = ()
 
 
-class _Opened(NamedTuple):
-    archive: Archive
-    under_way: list[Saving]
-
-    def wait_for_saves(self) -> None:
-        """Wait until nothing is under way; all ranks call it together.
-
-        Raises CheckpointError, on every rank alike, when a rank could not write its part; not
-        again where `wait` has.
-        """
-        while self.under_way:
-            # Taken off first: its error is raised once, and not by every later save.
-            saving = self.under_way.pop()
-            if saving.writing is not None:
-                saving.wait()
-
-
-class _Folders(dict[Path, _Opened]):
+class _Folders(dict[Path, Archive]):
     """The checkpoint folders that a world has opened, by real path, so that numbers go on in each.
 
     A checkpoint under way is finished before the ranks leave.
     """
 
     def is_ready(self) -> bool:
-        return all(writing.outcome.done() for _, writing in self._under_way())
+        return all(saving.outcome.done() for saving in self._under_way())
 
     def begin(self, engine: Engine) -> Callable[[], None]:
         under_way = self._under_way()
         if not under_way:
             return lambda: None
-        writings = [writing for _, writing in under_way]
         try:
-            told = gather_outcomes(engine, writings)
+            told = gather_outcomes(engine, under_way)
         except HorovodInternalError as error:  # this rank has left without the others
             return partial(_end_alone, under_way, error)
         return partial(_end, under_way, told)
 
-    def _under_way(self) -> list[tuple[Saving, PendingWrite]]:
-        savings = [saving for opened in self.values() for saving in opened.under_way]
-        return [(saving, saving.writing) for saving in savings if saving.writing is not None]
+    def _under_way(self) -> list[Saving]:
+        savings = [archive.under_way for archive in self.values()]
+        return [each for each in savings if each is not None and not each.is_concluded]
 
 
-def _end(under_way: Sequence[tuple[Saving, PendingWrite]], told: Operation) -> None:
+def _end(under_way: Sequence[Saving], told: Operation) -> None:
     """Conclude the checkpoints under way as this rank left; raise CheckpointError for a failure."""
     try:
         outcomes = told.wait()
     except HorovodInternalError as error:  # a rank is lost
         _end_alone(under_way, error)
         return
-    ended = [saving.conclude(each) for (saving, _), each in zip(under_way, outcomes, strict=True)]
+    ended = [saving.conclude(each) for saving, each in zip(under_way, outcomes, strict=True)]
     _raise_all(str(failure) for failure in ended if failure)
 
 
-def _end_alone(under_way: Sequence[tuple[Saving, PendingWrite]], why: HorovodInternalError) -> None:
+def _end_alone(under_way: Sequence[Saving], why: HorovodInternalError) -> None:
     """Finish this rank's parts where the outcomes of the other ranks stay unknown."""
-    for saving, _ in under_way:
+    for saving in under_way:
         _log.warning("whether all ranks have written %s is not known: %s", saving.path, why)
-    told = ((saving.path, writing.outcome.result()) for saving, writing in under_way)
+    told = ((saving.path, saving.outcome.result()) for saving in under_way)
     _raise_all(f"{path} is not whole: {problem}" for path, problem in told if problem)
 
 
@@ -198,26 +147,26 @@ def save_checkpoint(
     step, keep = whole_number("step", step, least=0), whole_number("keep", keep, least=1)
     if hasattr(loader, "drain"):
         loader.drain()  # first: other ranks may be in the loader until they drain, too
-    opened = _open(Path(folder), keep)
+    archive = _open(Path(folder), keep)
+    parts = Parts(model, optimizer, loader, others)
 
     def save() -> Saving:
         taken, own = run_on_all(
-            lambda: take_state(model, optimizer, loader, others, copy=asynchronous),
+            lambda: take_state(parts, copy=asynchronous),
             f"what is to be saved in {folder} at step {step} has no state to save",
         )
-        alike = should_agree(model, [optimizer, *others.values()])
-        writing = opened.archive.write(
+        alike = should_agree(parts)
+        saving = archive.write(
             snapshot(step, taken, own, alike, asynchronous), _later if asynchronous else None
         )
-        saving = Saving(opened.archive, writing)
         if asynchronous:
-            opened.under_way.append(saving)
+            archive.under_way = saving
         else:
             saving.wait()
         return saving
 
     try:
-        opened.wait_for_saves()
+        _wait_for_save(archive)
     except CheckpointError as earlier:  # raised after this one is written, which may be the last
         now = f"{save().path.name} is {'under way' if asynchronous else 'whole'} now"
         raise CheckpointError(f"{earlier}; {now}") from earlier
@@ -253,19 +202,20 @@ def load_latest(
     """
     if missing_ranks not in ("error", "report"):
         raise ValueError(f"missing_ranks must be 'error' or 'report', got {missing_ranks!r}")
-    opened = _open(Path(folder))
+    archive = _open(Path(folder))
+    parts = Parts(model, optimizer, loader, others)
     try:
-        opened.wait_for_saves()
+        _wait_for_save(archive)
     except CheckpointError as error:
         _log.warning("%s; the newest that is whole is loaded", error, extra=EVERYWHERE)
     # Again, also in an open folder: other jobs, or people, may have changed it since.
-    opened.archive.scan()
+    archive.scan()
     # For the cause of the error at the end: between ranks only texts travel.
     unfit: list[Exception] = []
 
     def sound(assembled: Assembled) -> Assembled:
         try:
-            return check(assembled, model, optimizer, loader, others)
+            return check(assembled, parts)
         except DamagedError as error:
             unfit.append(error)
             name = assembled.found.path.name
@@ -274,7 +224,7 @@ def load_latest(
     def load(assembled: Assembled) -> tuple[Found, dict[str, Any]]:
         found = assembled.found
         try:
-            return found, put_state(assembled, model, optimizer, loader, others, generators)
+            return found, put_state(assembled, parts, generators)
         except _UNFIT as error:
             unfit.append(error)
             raise DamagedError(f"{found.path.name} cannot be loaded: {error!r:.300}") from error
@@ -285,13 +235,7 @@ def load_latest(
             raise
 
     try:
-        taken = opened.archive.find_and(
-            assemble,
-            sound,
-            load,
-            missing_ranks=missing_ranks,
-            way_out=_WAY_OUT,
-        )
+        taken = archive.find(assemble, sound, load, missing_ranks=missing_ranks, way_out=_WAY_OUT)
     except CheckpointError as error:
         if unfit:
             raise error from unfit[0]
@@ -299,7 +243,6 @@ def load_latest(
     if taken is None:
         return None
     found, values = taken
-    opened.archive.log_resume(found)
     if found.missing:
         _log.warning(
             "%s lacks the own parts of ranks %s of %d: their residuals are lost, and the run "
@@ -312,7 +255,7 @@ def load_latest(
     return Loaded(found.path, found.step, found.ranks, values, tuple(found.missing))
 
 
-def _open(folder: Path, keep: int | None = None) -> _Opened:
+def _open(folder: Path, keep: int | None = None) -> Archive:
     here = world.current()
     if here not in _opened:
         _opened[here] = _Folders()
@@ -322,10 +265,22 @@ def _open(folder: Path, keep: int | None = None) -> _Opened:
     folder = Path(os.path.realpath(folder))  # Path.resolve raises where links go round in a circle
     if folder not in folders:
         # One Archive for each folder: two would give one number to two checkpoints.
-        folders[folder] = _Opened(Archive(folder, keep or 1), [])
+        folders[folder] = Archive(folder, keep or 1)
     if keep is not None:
-        folders[folder].archive.kept = keep
+        folders[folder].kept = keep
     return folders[folder]
+
+
+def _wait_for_save(archive: Archive) -> None:
+    """Wait until nothing is under way; all ranks call it together.
+
+    Raises CheckpointError, on every rank alike, when a rank could not write its part; not again
+    where `wait` has.
+    """
+    # Taken out first: its error is raised once, and not by every later save.
+    saving, archive.under_way = archive.under_way, None
+    if saving is not None and not saving.is_concluded:
+        saving.wait()
 
 
 def _later(task: Callable[[], str]) -> Future[str]:

@@ -177,19 +177,22 @@ NOTHING_OWN: Final[dict[str, Any]] = {
 }
 
 
-def take_state(
-    model: torch.nn.Module | None,
-    optimizer: torch.optim.Optimizer | None,
-    loader: Any,
-    others: Mapping[str, Any],
-    *,
-    copy: bool,
-) -> tuple[Taken, dict[str, Any]]:
+class Parts(NamedTuple):
+    """The objects of a training run that are saved and loaded; None, or no name: there is none."""
+
+    model: torch.nn.Module | None
+    optimizer: torch.optim.Optimizer | None
+    loader: Any
+    others: Mapping[str, Any]
+
+
+def take_state(parts: Parts, *, copy: bool) -> tuple[Taken, dict[str, Any]]:
     """Return this rank's state, and the part that is always its own; nothing is sent.
 
     copy: whether training may go on before it is written.
     Raises TypeError for an object without a state that could be saved.
     """
+    model, optimizer, loader, others = parts
     state: dict[str, Any] = {}
     own: dict[str, Any] = {**NOTHING_OWN, "held": {}, "generators": take_generators()}
     if model is not None:
@@ -222,15 +225,18 @@ def take_state(
     return take_apart(state, copy=copy), own
 
 
-def should_agree(model: torch.nn.Module | None, optimizers: Iterable[Any]) -> dict[str, bool]:
+def should_agree(parts: Parts) -> dict[str, bool]:
     """Return for each parameter, by its name in a checkpoint, whether it should be equal on all.
 
-    optimizers: may hold other objects; gtopk's name the parameters that may differ between ranks.
+    gtopk's optimizers name the parameters that may differ between ranks.
     """
     diverging = {
-        p for each in optimizers if isinstance(each, Wrapping) for p in each.diverging_parameters
+        p
+        for each in (parts.optimizer, *parts.others.values())
+        if isinstance(each, Wrapping)
+        for p in each.diverging_parameters
     }
-    named = () if model is None else model.named_parameters()
+    named = () if parts.model is None else parts.model.named_parameters()
     return {f"model.{name}": parameter not in diverging for name, parameter in named}
 
 
@@ -343,13 +349,7 @@ def _check_own(own: Any) -> None:
         check_generators(own["generators"])
 
 
-def check(
-    assembled: Assembled,
-    model: torch.nn.Module | None,
-    optimizer: Any,
-    loader: Any,
-    others: Mapping[str, Any],
-) -> Assembled:
+def check(assembled: Assembled, parts: Parts) -> Assembled:
     """Return `assembled`; raise DamagedError where a state does not fit the object it is for.
 
     A script's own objects and data are not checked: only the script knows their states.
@@ -357,6 +357,7 @@ def check(
     state = assembled.state
     if "held" not in state:  # torch.distributed.checkpoint wrote it, without gtopk's checks
         return assembled
+    model, optimizer, loader, others = parts
     if model is not None and "model" in state:
         check_model(state["model"], model.state_dict())
     saved = {**state["others"], **{n: state[n] for n in ("optimizer", "loader") if n in state}}
@@ -371,19 +372,13 @@ def check(
     return assembled
 
 
-def put_state(
-    assembled: Assembled,
-    model: torch.nn.Module | None,
-    optimizer: Any,
-    loader: Any,
-    others: Mapping[str, Any],
-    generators: bool,
-) -> dict[str, Any]:
+def put_state(assembled: Assembled, parts: Parts, generators: bool) -> dict[str, Any]:
     """Put a checkpoint's state in; all ranks call it together. Return the others that are data.
 
     Raises ValueError for an object that the checkpoint lacks, and load_state_dict's errors.
     """
     found, state, own = assembled
+    model, optimizer, loader, others = parts
     # Collective, so before anything that may raise on this rank alone.
     residuals = _residuals_of(found, state.get("held", ["optimizer"]))
     if "held" not in state:  # torch.distributed.checkpoint wrote it

@@ -17,8 +17,7 @@ from ...optim.wrapped.checkpoint import KEY
 from ..checkpoint.archive import Found, OwnValues
 from ..checkpoint.state import residual_share
 from ..functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from .archive import Commit
-from .base import WHERE_KEPT, ObjectState, left_out
+from .base import WHERE_KEPT, Commit, ObjectState, left_out
 from .sampler import ElasticSampler
 
 
@@ -152,18 +151,6 @@ class LoaderStateHandler(StateDictHandler):
 class LRSchedulerStateHandler(StateDictHandler):
     """Handles a learning rate scheduler."""
 
-
-__all__ = [
-    "LRSchedulerStateHandler",
-    "LoaderStateHandler",
-    "ModelStateHandler",
-    "OptimizerStateHandler",
-    "SamplerStateHandler",
-    "StateHandler",
-    "TorchState",
-    "get_handler_registry",
-    "set_handler_registry",
-]
 
 Registry: TypeAlias = list[tuple[type, type[StateHandler]]]
 

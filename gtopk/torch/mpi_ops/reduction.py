@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -96,24 +97,20 @@ class Reduction:
         # After the sum, rounded once with the factor: only float16 could overflow by then.
         return Dense(elements, exchange, self.prescale_factor, self.postscale_factor / size)
 
-    def end(self, array: NDArray[Any], dtype: torch.dtype, size: int) -> NDArray[Any]:
-        """Return the elements of tensors of a dtype, once they are reduced."""
-        if self._divides_last(dtype):
-            if self.postscale_factor != 1.0:
-                scale(array, self.postscale_factor / size)
-            else:  # exact, also beyond float64's integers
-                array = array // size + ((array < 0) & (array % size != 0))
-        return array
+    def end(self, elements: Any, dtype: torch.dtype, size: int) -> Any:
+        """Return the elements of tensors of a dtype, once they are reduced.
 
-    def end_on_gpu(self, tensor: torch.Tensor, dtype: torch.dtype, size: int) -> torch.Tensor:
-        """Return the elements as `end` does, of a tensor on a GPU."""
-        if self._divides_last(dtype):
-            if self.postscale_factor != 1.0:
-                scale_tensor(tensor, self.postscale_factor / size)
-            else:
-                # torch truncates integers exactly, as `end` does on the host.
-                return tensor.div(size, rounding_mode="trunc")
-        return tensor
+        elements: an array on the host, or a tensor on a GPU.
+        """
+        if not self._divides_last(dtype):
+            return elements
+        if self.postscale_factor != 1.0:
+            multiply(elements, self.postscale_factor / size)
+            return elements
+        if isinstance(elements, torch.Tensor):
+            return elements.div(size, rounding_mode="trunc")
+        # As torch truncates: exact, also beyond float64's integers.
+        return elements // size + ((elements < 0) & (elements % size != 0))
 
     def _divides_last(self, dtype: torch.dtype) -> bool:
         return self.op == Average and not dtype.is_floating_point and dtype != torch.bool
@@ -129,6 +126,14 @@ def _widened(array: NDArray[Any] | torch.Tensor) -> NDArray[Any] | torch.Tensor:
 
 def _ready(array: NDArray[Any] | torch.Tensor) -> NDArray[Any] | DeferredGpuArray:
     return DeferredGpuArray.now(array) if isinstance(array, torch.Tensor) else array
+
+
+def multiply(elements: Any, factor: float) -> None:
+    """Multiply an array on the host, or a tensor on a GPU, in place."""
+    if isinstance(elements, torch.Tensor):
+        scale_tensor(elements, factor)
+    else:
+        scale(elements, factor)
 
 
 def reduction_of(
@@ -373,19 +378,14 @@ def _begin(
     def work(transport: Transport, all_flags: list[int]) -> list[Any]:
         if combines:
             combine(denses, transport)
-        if on_gpu:
-            return end_on_gpu()
-        return [
-            reduction.end(dense.on_host, dtype, size)
-            for dense, dtype in zip(denses, dtypes, strict=True)
+        reduced = [
+            dense.array.tensor if isinstance(dense.array, DeferredGpuArray) else dense.array
+            for dense in denses
         ]
-
-    def end_on_gpu() -> list[torch.Tensor]:
-        arrays = [dense.array for dense in denses if isinstance(dense.array, DeferredGpuArray)]
-        with finished.on(tensors[0].device):
+        with finished.on(tensors[0].device) if on_gpu else nullcontext():
             return [
-                reduction.end_on_gpu(each.tensor, dtype, size)
-                for each, dtype in zip(arrays, dtypes, strict=True)
+                reduction.end(each, dtype, size)
+                for each, dtype in zip(reduced, dtypes, strict=True)
             ]
 
     def finish(reduced: list[Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,17 +17,10 @@ from ...compression import Compression, Compressor
 from ...errors import InvalidCallError
 from ...exchange.buckets.arrays import flattened, to_array, to_device, view_tensor
 from ...reduce_ops import NAMES, Average, Sum
-from ...runtime.coordinator.fusion import (
-    DeferredGpuArray,
-    Dense,
-    Finish,
-    all_on_gpu,
-    scale,
-    scale_tensor,
-)
+from ...runtime.coordinator.fusion import DeferredGpuArray, Dense, Finish, all_on_gpu
 from ...runtime.world.process_sets import ProcessSet, global_process_set
 from .gathering import grouped_allgather
-from .reduction import Reduction, compress, reduction_of
+from .reduction import Reduction, compress, multiply, reduction_of
 from .tensors import (
     accepted_by,
     check,
@@ -143,21 +136,14 @@ def _begin(
             [row * math.prod(like.shape[1:]) for row in _first_rows(like, size)] for like in likes
         ]
         if not on_gpu:
-            return scatter(bounds, [dense.on_host for dense in denses], transport, reduction.end)
+            return scatter(bounds, [dense.on_host for dense in denses], transport)
         mine = [dense.array for dense in denses if isinstance(dense.array, DeferredGpuArray)]
         with finished.on(likes[0].device, [each.made for each in mine]):
             if all_on_gpu(all_flags):
-                there = [each.tensor for each in mine]
-                return scatter(bounds, there, transport, reduction.end_on_gpu)
-            copies = [each.on_host() for each in mine]
-            return scatter(bounds, copies, transport, reduction.end)
+                return scatter(bounds, [each.tensor for each in mine], transport)
+            return scatter(bounds, [each.on_host() for each in mine], transport)
 
-    def scatter(
-        bounds: list[list[int]],
-        arrays: list[Any],
-        transport: Transport,
-        end: Callable[[Any, torch.dtype, int], Any],
-    ) -> list[Any]:
+    def scatter(bounds: list[list[int]], arrays: list[Any], transport: Transport) -> list[Any]:
         parts = list(arrays)
         # One message for each dtype and reduction, not for each tensor.
         kinds = [
@@ -173,7 +159,7 @@ def _begin(
                 transport,
             )
             for n, part in zip(alike, reduced, strict=True):
-                parts[n] = end(part, likes[n].dtype, size)
+                parts[n] = reduction.end(part, likes[n].dtype, size)
         return parts
 
     def finish(parts: list[Any]) -> Any:
@@ -212,9 +198,7 @@ def _reduce_scatter(
 
         a0 b0 c0 | a1 b1 c1
     """
-    on_gpu = isinstance(arrays[0], torch.Tensor)
-    multiply: Callable[[Any, float], None] = scale_tensor if on_gpu else scale
-    join: Callable[[Any], Any] = torch.cat if on_gpu else np.concatenate
+    join: Any = torch.cat if isinstance(arrays[0], torch.Tensor) else np.concatenate
     for array, dense in zip(arrays, denses, strict=True):
         multiply(array, dense.prescale)
     parts = [

@@ -32,7 +32,7 @@ def write(folder, rank, *values):
     """Write a checkpoint of each value."""
     archive = Archive(folder, 2)
     for value in values:
-        archive.finish(archive.write(snapshot(rank, value)))
+        archive.write(snapshot(rank, value)).wait()
     return archive
 
 
@@ -165,7 +165,7 @@ def test_where_a_hosts_files_are_lost_nobody_begins_anew_unasked(ranks, tmp_path
         archive = Archive(tmp_path / str(rank), 2)
         with pytest.raises(CheckpointError) as error:
             archive.find()
-        archive.finish(archive.write(snapshot(rank, "new")))
+        archive.write(snapshot(rank, "new")).wait()
         return str(error.value).replace(str(archive.folder), "F")
 
     ranks(2, first)
@@ -209,7 +209,7 @@ def test_what_cannot_be_read_now_is_passed_over_and_stays(ranks, tmp_path, monke
     def go_on(rank):
         archive = Archive(tmp_path, 1)
         found = archive.find()
-        archive.finish(archive.write(snapshot(rank, "x")))
+        archive.write(snapshot(rank, "x")).wait()
         return found
 
     monkeypatch.setattr(archives, "read_part", failing)
@@ -302,7 +302,7 @@ def test_the_last_ones_are_kept(ranks, tmp_path):
     def go_on(rank):
         archive = Archive(tmp_path, 3)
         archive.find()
-        archive.finish(archive.write(snapshot(rank, "f")))
+        archive.write(snapshot(rank, "f")).wait()
         return archive.number
 
     (tmp_path / "checkpoint-00000001-step-3").mkdir()  # what a killed job left
@@ -319,7 +319,7 @@ def test_what_is_damaged_does_not_count_among_those_kept(ranks, tmp_path):
     def go_on(rank):
         archive = Archive(tmp_path, 2)
         archive.find()
-        archive.finish(archive.write(snapshot(rank, "x")))
+        archive.write(snapshot(rank, "x")).wait()
 
     ranks(2, go_on)
     assert numbers(tmp_path) == [1, 3]
@@ -331,7 +331,7 @@ def test_each_host_may_have_a_folder_of_its_own(ranks, tmp_path):
     def on(homes, then):
         return lambda rank: then(rank, Archive(tmp_path / homes[rank], 2))
 
-    ranks(2, on("ab", lambda rank, archive: archive.finish(archive.write(snapshot(rank, "x")))))
+    ranks(2, on("ab", lambda rank, archive: archive.write(snapshot(rank, "x")).wait()))
     assert {path.stem for path in (tmp_path / "b").glob("*/*")} == {"rank-1-of-2"}
     found = ranks(2, on("ba", lambda rank, archive: archive.find()))
     assert [value_of(each) for each in found] == ["x", "x"]
@@ -347,7 +347,7 @@ def test_who_cannot_write_is_named_on_every_rank_and_the_last_one_stays(ranks, t
     def program(rank):
         archive = write(tmp_path, rank, "good")
         with pytest.raises(CheckpointError) as error:
-            archive.finish(archive.write(snapshot(rank, "bad"), failing if rank == 2 else None))
+            archive.write(snapshot(rank, "bad"), failing if rank == 2 else None).wait()
         return str(error.value)
 
     said = ranks(3, program)
@@ -370,7 +370,7 @@ def test_whose_folder_is_gone_says_so_as_the_others_do(ranks, tmp_path):
             shutil.rmtree(folder)
             folder.touch()
         with pytest.raises(CheckpointError) as error:
-            archive.finish(archive.write(snapshot(rank, "bad")))
+            archive.write(snapshot(rank, "bad")).wait()
         return str(error.value).split(": ", 1)[1]
 
     said = ranks(2, program)
@@ -391,15 +391,15 @@ def test_a_folder_that_was_removed_is_made_again(ranks, tmp_path, and_more):
         if rank == 0:
             shutil.rmtree(lost)
         hvd.barrier()
-        archive.finish(archive.write(snapshot(rank, "new")))
-        archive.finish(archive.write(snapshot(rank, "newer")))
+        archive.write(snapshot(rank, "new")).wait()
+        archive.write(snapshot(rank, "newer")).wait()
         hvd.barrier()
         if rank == 0:
             shutil.rmtree(lost)
         hvd.barrier()
         archive.scan()
         assert archive.find() is None
-        archive.finish(archive.write(snapshot(rank, "last")))
+        archive.write(snapshot(rank, "last")).wait()
 
     ranks(2, program)
     assert value_of(ranks(2, find(folder))[0]) == "last"
@@ -413,7 +413,7 @@ def test_a_second_job_in_a_folder_is_refused_and_harms_nothing(ranks, tmp_path, 
     second = ranks(size, begin)  # both looked before either wrote
 
     def save(archives, value):
-        return lambda rank: archives[rank].finish(archives[rank].write(snapshot(rank, value)))
+        return lambda rank: archives[rank].write(snapshot(rank, value)).wait()
 
     first = ranks(size, lambda rank: write(tmp_path, rank, "first"))
 
@@ -443,7 +443,7 @@ def test_of_two_jobs_at_one_step_the_later_is_refused(ranks, tmp_path):
 
     def save(rank):
         with pytest.raises(CheckpointError, match="another job writes to this folder"):
-            late[rank].finish(late[rank].write(snapshot(rank, "two")))
+            late[rank].write(snapshot(rank, "two")).wait()
 
     ranks(2, save)
     assert value_of(ranks(2, find(tmp_path))[0]) == "one"
@@ -456,7 +456,7 @@ def test_a_full_disk_is_named(ranks, tmp_path):
         file = tmp_path / "checkpoint-00000001-step-10" / "all-of-1.safetensors.part"
         file.symlink_to("/dev/full")
         with pytest.raises(CheckpointError, match=r"rank 0 .*No space left.*there is no other"):
-            archive.finish(archive.write(snapshot(rank, "x")))
+            archive.write(snapshot(rank, "x")).wait()
 
     ranks(1, program)
     assert list(tmp_path.iterdir()) == []
