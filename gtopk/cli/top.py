@@ -301,17 +301,23 @@ def _print(snapshots: Iterable[list[Status]], as_json: bool) -> None:
 
 
 def _refresh(snapshots: Iterable[list[Status]], folder: Path) -> None:
-    """Draw each table over the last one."""
-    width, in_colour = shutil.get_terminal_size().columns, wants_colour(sys.stdout)
+    """Draw each table over the last one; ranks for which the screen has no room are counted."""
+    title, in_colour = shown(f"{folder}"), wants_colour(sys.stdout)
     height = 0
     print(_HIDE_CURSOR, end="")
     try:
         for statuses in snapshots:
-            title = shown(f"{folder}")
-            plain = [title, *as_lines(statuses, width)]
+            width, room = shutil.get_terminal_size()
             over = f"\x1b[{height}A\x1b[J" if height else ""
-            print(over + "\n".join([title, *as_lines(statuses, width, in_colour)]), flush=True)
+            plain = [title, *as_lines(statuses, width)]
             # The terminal breaks a line whose state is longer than the rest of it.
-            height = sum(max(1, -(-len(line) // width)) for line in plain)
+            ends = [*itertools.accumulate(-(-len(line) // width) or 1 for line in plain)]
+            # The cursor goes no higher than the screen's first line, and the last two are ours.
+            fits = sum(end <= room - 2 for end in ends) or 1
+            lines, height = [title, *as_lines(statuses, width, in_colour)][:fits], ends[fits - 1]
+            if fits < len(ends):
+                lines.append(f"and {count_text(len(ends) - fits)} more: enlarge the window")
+                height += 1
+            print(over + "\n".join(lines), flush=True)
     finally:
         print(_SHOW_CURSOR, end="", flush=True)

@@ -285,6 +285,19 @@ def test_on_a_terminal_it_is_drawn_anew_until_the_run_is_over(
     assert drawn.rindex(CURSOR_SHOWN) > drawn.rindex(CURSOR_HIDDEN) > -1
 
 
+def test_of_more_ranks_than_the_screen_has_lines_the_rest_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pose_as_terminal(monkeypatch)
+    monkeypatch.setenv("LINES", "8")
+    write_run(tmp_path, ranks=20, steps=10)
+    assert main([str(tmp_path)]) == 0
+    # A title and headings; the cursor's line is the eighth.
+    *drawn, last = without_controls(capsys.readouterr().out).splitlines()
+    assert [line.split()[0] for line in drawn[2:]] == ["0", "1", "2", "3"]
+    assert last == "and 16 more: enlarge the window"
+
+
 def test_what_names_hold_is_no_markup(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
