@@ -375,6 +375,9 @@ RUN_ADDRESS: Final = CHILDREN.text(
 RUN_SECRET: Final = CHILDREN.text("GTOPK_RUN_SECRET", "the key that it proves itself with there")
 RUN_OUTPUT: Final = CHILDREN.text("GTOPK_RUN_OUTPUT", "the folder for what the ranks print")
 JOB: Final = CHILDREN.text("GTOPK_JOB", "marks the processes of a job, so that none outlives it")
+JOINED: Final = CHILDREN.text(
+    "GTOPK_JOINED", "the process that is its launcher's rank: its children are none"
+)
 AS_HOROVOD_MAIN: Final = CHILDREN.text(
     "GTOPK_AS_HOROVOD_MAIN", "JSON: the script's path, or null; its module, or null"
 )

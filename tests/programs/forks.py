@@ -1,6 +1,9 @@
-"""Forked children are no ranks: DataLoader's workers come and go, and cannot communicate."""
+"""Children of a rank are no ranks: DataLoader's workers come and go, and cannot communicate."""
 
+import os
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -26,3 +29,13 @@ for _ in range(2):
     for batch in DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context="fork"):
         total = hvd.allreduce(batch.sum(), op=hvd.Sum)
         assert total == hvd.size() * batch.sum()
+
+joins = [sys.executable, "-c", "import gtopk.torch as hvd; hvd.init(); print(hvd.size())"]
+child = subprocess.run(joins, capture_output=True, text=True, check=False)
+assert child.returncode == 1
+assert f"is process {os.getpid()}, which has started this one" in child.stderr
+way_out = child.stderr.partition("`env ")[2].partition(" python")[0].split()
+alone = subprocess.run(["env", *way_out, *joins], capture_output=True, text=True, check=True)
+assert alone.stdout == "1\n"
+hvd.shutdown()
+assert "GTOPK_JOINED" not in os.environ

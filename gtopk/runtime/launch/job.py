@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Final, NamedTuple
@@ -107,6 +107,43 @@ def require_sound_ranks(environ: Mapping[str, str] = os.environ) -> None:
                 f"{rank} must lie in 0..{count - 1}, got {number}: {said}; ranks count from 0, and "
                 f"{size} is how many there are"
             )
+
+
+# What tells a rank from those of other jobs, beside its number and their size.
+_OF_A_JOB: Final = (
+    *("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_STEP_ID"),
+    *("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"),
+)
+
+
+def _identity(job: Launched, environ: Mapping[str, str]) -> str:
+    return " ".join(environ.get(name, "-") for name in (*job.variables, *_OF_A_JOB))
+
+
+def mark_joined(job: Launched, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Let processes that this one starts know that it is the launcher's rank."""
+    environ[settings.JOINED.name] = f"{os.getpid()} {_identity(job, environ)}"
+
+
+def require_own_rank(job: Launched, environ: Mapping[str, str] = os.environ) -> None:
+    """Raise RuntimeError where a process is the launcher's rank, and has started this one.
+
+    A second process of one rank is unknown to the others: MPI's start would wait for ever, and the
+    job with it.
+    """
+    pid, _, identity = settings.JOINED.text(environ).partition(" ")
+    if identity != _identity(job, environ) or int(pid) == os.getpid():
+        return
+    try:
+        os.kill(int(pid), 0)
+    except OSError:
+        return  # it has ended
+    unset = " ".join(f"-u {name}" for name in job.variables)
+    raise RuntimeError(
+        f"rank {job.rank} of {job.launcher} is process {pid}, which has started this one: a rank "
+        f"is one process; to train alone start this one by `env {unset} python ...`, else have the "
+        "rank itself call gtopk"
+    )
 
 
 def transport_name(job: Launched | None, environ: Mapping[str, str] = os.environ) -> str:

@@ -28,6 +28,7 @@ from .. import logs
 from ..coordinator.agreement import name_ranks
 from ..coordinator.execution import settings_from
 from ..launch import Launched, launched_by, require_sound_ranks
+from ..launch.job import mark_joined, require_own_rank
 from ..liveness.heartbeat import Heartbeat
 from .guard import Guard, describe, folder_from, is_needed, remove_earlier, write
 from .joining import join, missing_ranks_warning
@@ -105,9 +106,14 @@ def _init(comm: MPI.Intracomm | Sequence[int] | None, before: World | None = Non
     global _communicator
     finish_leaving()
     require_sound_ranks()
-    transport = _join(comm, launched_by(), folder_from())
+    job = launched_by()
+    if job is not None:
+        require_own_rank(job)
+    transport = _join(comm, job, folder_from())
     amiss = missing_ranks_warning(transport.size) if comm is None else None
     init_on(transport, before)
+    if job is not None:
+        mark_joined(job)
     _communicator = comm
     if amiss is not None:
         _log.warning(amiss)
@@ -208,6 +214,7 @@ def shutdown() -> None:
     else:
         _leaving = Leaving(partial(_process.close, how, in_order), _guard)
     logs.remove_handler()
+    settings.JOINED.take()
     _process = _guard = _handled = None
     # Only now: whatever failed, the world is left.
     for failure in failures:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
+from gtopk import settings
 from gtopk.runtime.launch import Launched, launched_by, launchers, require_sound_ranks
+from gtopk.runtime.launch.job import mark_joined, require_own_rank
 
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}
 PMI = {"PMI_RANK": "2", "PMI_SIZE": "4"}
 TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4"}
 HOROVODRUN = {"HOROVOD_RANK": "2", "HOROVOD_SIZE": "4"}
+ENDED = str(1 << 22)  # beyond the largest pid
 SRUN = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}
 
 
@@ -102,3 +109,25 @@ def test_ranks_that_lie_in_their_world_are_sound() -> None:
         require_sound_ranks({"RANK": str(rank), "WORLD_SIZE": "3"})
     require_sound_ranks({})
     require_sound_ranks({"RANK": "7"})
+
+
+@pytest.mark.parametrize("environ", [OPEN_MPI, PMI, TORCHRUN, HOROVODRUN, SRUN])
+def test_a_process_that_a_rank_has_started_is_not_the_rank(environ: dict[str, str]) -> None:
+    job = launched_by(environ)
+    assert job is not None
+    inherited = dict(environ)
+    mark_joined(job, inherited)
+    require_own_rank(job, inherited)  # the rank itself, once more
+    command = [
+        *(sys.executable, "-c"),
+        "import sys; from gtopk.runtime.launch.job import *; require_own_rank(launched_by())",
+    ]
+    child = subprocess.run(command, env=inherited, capture_output=True, text=True, check=False)
+    assert child.returncode == 1
+    assert f"rank 2 of {job.launcher} is process {os.getpid()}, which has" in child.stderr
+    for other in (
+        {"MASTER_PORT": "2"},  # a job of this rank's own
+        {settings.JOINED.name: inherited[settings.JOINED.name].replace(f"{os.getpid()}", ENDED, 1)},
+        {settings.JOINED.name: ""},
+    ):
+        subprocess.run(command, env=inherited | other, check=True)

@@ -253,8 +253,9 @@ def test_after_an_init_that_ranks_disagreed_in_another_one_is_as_if_it_were_the_
     assert job.stderr == ""
 
 
-def test_workers_forked_from_a_rank_are_no_ranks(mpirun):
-    job = mpirun(2, "forks.py", timeout=60)
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+def test_what_a_rank_has_started_is_no_rank(launcher, request):
+    job = request.getfixturevalue(launcher)(2, "forks.py", timeout=60)
     assert job.returncode == 0, job.stderr
     assert "gtopk" not in job.stderr
 
