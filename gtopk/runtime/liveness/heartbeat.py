@@ -20,15 +20,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
-
-from collectives.transports import Transport
-from collectives.transports.transport import print_line
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ... import settings
 from ..launch.job import address_towards, torchrun_agent
 from .companion import Setting, write_note
 from .watch import Peer
+
+if TYPE_CHECKING:
+    # For types only: `gtopk doctor` reads this host's addresses where NumPy is missing.
+    from collectives.transports import Transport
 
 _LEAVE_SECONDS: Final = 2.0  # for a companion to announce the departure
 _POLL_SECONDS: Final = 0.01
@@ -271,6 +272,8 @@ class Heartbeat:
 
     def _receive_losses(self) -> None:
         """Receive losses until the companion ends; replace a companion that was killed."""
+        from collectives.transports.transport import print_line
+
         for left in reversed(range(_STARTS)):
             companion = self._companion
             assert companion is not None
