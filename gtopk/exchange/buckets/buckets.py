@@ -174,7 +174,7 @@ class Bucket:
 
     def all_finite(self) -> bool:
         """Tell whether this step's gradients hold neither NaN nor infinity."""
-        if self.device.type != "cuda":
+        if not _on_gpu(self.device):
             parts = self.addend()
             return all(map(all_finite, parts if isinstance(parts, list) else [self.flat]))
         # The infinity norm of values that are not all finite is not finite: one number each to
@@ -194,7 +194,7 @@ class Bucket:
 
         Work on the stream that they were captured on comes after pending writes to that memory.
         """
-        if self.length < _SMALL * len(self.parameters) and self.device.type != "cuda":
+        if self.length < _SMALL * len(self.parameters) and not _on_gpu(self.device):
             return None
         dtypes = {gradient.dtype for gradient in self.gradients}
         if len(dtypes) > 1 or dtypes.pop() not in _READ_WHERE_THEY_LIE[self.dtype]:
@@ -204,7 +204,7 @@ class Bucket:
                 return None
         # The kernels get no empty parts: an empty tensor need not have an address.
         filled = [gradient for gradient in self.gradients if gradient.numel()]
-        if self.device.type == "cuda":
+        if _on_gpu(self.device):
             return located(filled)
         return [view_array(gradient.as_strided((gradient.numel(),), (1,))) for gradient in filled]
 
@@ -300,7 +300,7 @@ class Bucket:
             all gradients get, as by a GradScaler, whose changes torch does not count.
         None on a GPU, where the host would have to wait: only changes that torch counts show there.
         """
-        if self.device.type == "cuda":
+        if _on_gpu(self.device):
             return None
         if not whole:
             largest = max(self.gradients, key=torch.Tensor.numel)
@@ -393,6 +393,11 @@ def split_like(
         flat.as_strided(p.shape, stride, start)
         for p, stride, start in zip(parameters, strides, starts, strict=False)
     ]
+
+
+def _on_gpu(device: torch.device) -> bool:
+    # Apart, so that tests on a CPU can run what only GPUs do.
+    return device.type == "cuda"
 
 
 def _torchs(dtype: np.dtype[Any]) -> torch.dtype:
