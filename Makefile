@@ -182,6 +182,6 @@ $(VENV)-adapters/.installed: $(INSTALLED)
 $(VENV)-mpich/.installed: $(INSTALLED)
 	$(PYTHON) -m venv $(VENV)-mpich
 	$(VENV)-mpich/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt \
-		-e ".[mpi,report]" "mpich>=4.2" "cloudpickle>=3.0" "hypothesis>=6.100" "pytest>=8.0" \
+		-e ".[mpi]" "mpich>=4.2" "cloudpickle>=3.0" "hypothesis>=6.100" "pytest>=8.0" \
 		"pytest-timeout>=2.3" "scikit-learn>=1.3"
 	touch $@

@@ -205,7 +205,7 @@ def share_in_process(stream: Transport, size_bytes: int) -> ThreadMemory:
 def share_by_file(stream: Transport, size_bytes: int) -> FileMemory:
     """Return memory of a stream's ranks, which are processes of one host.
 
-    Raises OSError, on every rank, where there is no room for it.
+    Raises OSError, on every rank, where there is no room for it, or one cannot open it.
     """
     if stream not in _locks:
         _locks[stream] = FileLocks(_open_file(stream, 0), stream.rank, stream.size)
@@ -227,11 +227,22 @@ def _open_file(stream: Transport, size_bytes: int) -> int:
     told: str = stream.broadcast_object(made[1])
     if told.startswith("!"):
         raise OSError(f"the ranks of a host must share {size_bytes:,} bytes: {told[1:]}")
-    file = made[0] if stream.rank == 0 else os.open(told, os.O_RDWR)
+    file, amiss = made[0], ""
+    if stream.rank != 0:
+        try:
+            file = os.open(told, os.O_RDWR)
+        except OSError as error:  # such as in containers, each with a /dev/shm of its own
+            amiss = f"rank {stream.ranks[stream.rank]} cannot open it: {error}"
     try:
-        stream.barrier()  # all have opened it
+        # All have opened it, or know who could not.
+        if found := next(filter(None, stream.gather_object(amiss)), ""):
+            raise OSError(
+                f"the ranks of a host must share {size_bytes:,} bytes, made by rank "
+                f"{stream.ranks[0]}: {found}; let them see one {Path(told).parent}, as one user"
+            )
     except BaseException:
-        os.close(file)
+        if file >= 0:
+            os.close(file)
         raise
     finally:
         # Unlinked once all have it: the memory goes with the last process, however that ends.

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,6 +81,33 @@ def test_no_room_is_an_error_on_every_rank(
     threads(2, program)
 
 
+def test_a_rank_that_cannot_open_the_file_is_named_on_every_rank(
+    threads: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    make = tempfile.mkstemp
+
+    def make_elsewhere(prefix: str, dir: Path) -> tuple[int, str]:
+        file, path = make(prefix=prefix, dir=dir)
+        made.append(path)
+        os.rename(path, f"{path}-elsewhere")
+        return file, path
+
+    monkeypatch.setattr(tempfile, "mkstemp", make_elsewhere)
+    monkeypatch.setattr(os, "unlink", lambda path: os.remove(f"{path}-elsewhere"))
+
+    def program(transport: LocalTransport) -> None:
+        stream: Transport = transport
+        said = "made by rank 0: rank 1 cannot open it: .*No such file.*; let them see one /"
+        with pytest.raises(OSError, match=said):
+            share_by_file(stream, 100)
+
+    before = os.listdir("/proc/self/fd")
+    threads(3, program)
+    assert len(made) == 1
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
 def test_off_linux_memory_is_shared_without_being_reserved(
     threads: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,10 +127,10 @@ def test_no_file_is_left_where_a_rank_dies_before_all_have_opened_it():
         paths.append(path)
         return path
 
-    def end() -> None:
+    def end(amiss: str) -> None:
         raise PeerError("rank 1 left")
 
-    stream = SimpleNamespace(rank=0, size=2, broadcast_object=hear, barrier=end)
+    stream = SimpleNamespace(rank=0, size=2, broadcast_object=hear, gather_object=end)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(PeerError):
         _open_file(stream, 100)
