@@ -22,7 +22,7 @@ from collectives.transports.node_memory import FileLocks, FileMemory, _open_file
 
 
 def open_memory(path: str, place: int, seconds: float = 30.0) -> FileMemory:
-    locks = FileLocks(os.open(path, os.O_RDWR), place, 2)
+    locks = FileLocks(os.open(path, os.O_RDWR), place, (4, 7))
     return FileMemory(np.empty(0, np.uint8), locks, 0, seconds)
 
 
@@ -61,7 +61,8 @@ def test_a_killed_rank_is_gone_and_out_of_the_lock() -> None:
 def test_a_frozen_holder_is_not_waited_for_for_ever() -> None:
     with tempfile.NamedTemporaryFile() as file, holder(file.name):
         memory = open_memory(file.name, 0, seconds=0.05)
-        with pytest.raises(PeerTimeoutError, match=r"locked for 0\.05 s"), memory.lock():
+        said = r"rank 4 has waited 0\.05 s for the memory that ranks \[4, 7\] share"
+        with pytest.raises(PeerTimeoutError, match=said), memory.lock():
             pass
 
 
