@@ -25,7 +25,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Final
@@ -43,12 +43,13 @@ _SHORTEST_SLEEP_SECONDS, _LONGEST_SLEEP_SECONDS = 2e-6, 1e-3
 class FileLocks:
     """The lock file of processes, and the presence of this one.
 
-    file: open for reading and writing, and closed with this object. It must not be mapped: closing
-          any descriptor of it in this process frees its locks, and a map closes one of its own.
+    ranks: their world ranks, by place.
+    file:  open for reading and writing, and closed with this object. It must not be mapped: closing
+           any descriptor of it in this process frees its locks, and a map closes one of its own.
     """
 
-    def __init__(self, file: int, place: int, places: int) -> None:
-        self.place, self.places = place, places
+    def __init__(self, file: int, place: int, ranks: Sequence[int]) -> None:
+        self.place, self.ranks = place, ranks
         self.memories = itertools.count()  # their numbers
         self._file = file
         self._gone: set[int] = set()
@@ -85,9 +86,9 @@ class FileMemory:
 
     def __init__(self, memory: Array, locks: FileLocks, number: int, seconds: float) -> None:
         self.bytes = memory
-        self.place, self.places = locks.place, locks.places
+        self.place, self.places = locks.place, len(locks.ranks)
         self._locks = locks
-        self._offset = locks.places + number
+        self._offset = self.places + number
         self._timeout_seconds = seconds
         self._of_threads = threading.Lock()  # the kernel's locks are per process
 
@@ -108,9 +109,10 @@ class FileMemory:
         # Polled, as the kernel's own wait for a lock has no timeout.
         while not self._locks.try_lock(self._offset):
             if time.monotonic() > deadline:
+                ranks = self._locks.ranks
                 raise PeerTimeoutError(
-                    f"the memory of this host's {self.places} ranks has been locked for "
-                    f"{self._timeout_seconds:g} s: one of them is frozen; place {self.place} waits"
+                    f"rank {ranks[self.place]} has waited {self._timeout_seconds:g} s for the "
+                    f"memory that ranks {list(ranks)} share: the one that has locked it is frozen"
                 )
             time.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, _LONGEST_SLEEP_SECONDS)
@@ -205,10 +207,10 @@ def share_in_process(stream: Transport, size_bytes: int) -> ThreadMemory:
 def share_by_file(stream: Transport, size_bytes: int) -> FileMemory:
     """Return memory of a stream's ranks, which are processes of one host.
 
-    Raises OSError, on every rank, where there is no room for it.
+    Raises OSError, on every rank, where there is no room for it, or one cannot open it.
     """
     if stream not in _locks:
-        _locks[stream] = FileLocks(_open_file(stream, 0), stream.rank, stream.size)
+        _locks[stream] = FileLocks(_open_file(stream, 0), stream.rank, stream.ranks)
         stream.barrier()  # all are present
     locks = _locks[stream]
     number = next(locks.memories)  # before anything fails, so that it stays equal on all ranks
@@ -227,11 +229,22 @@ def _open_file(stream: Transport, size_bytes: int) -> int:
     told: str = stream.broadcast_object(made[1])
     if told.startswith("!"):
         raise OSError(f"the ranks of a host must share {size_bytes:,} bytes: {told[1:]}")
-    file = made[0] if stream.rank == 0 else os.open(told, os.O_RDWR)
+    file, amiss = made[0], ""
+    if stream.rank != 0:
+        try:
+            file = os.open(told, os.O_RDWR)
+        except OSError as error:  # such as in containers, each with a /dev/shm of its own
+            amiss = f"rank {stream.ranks[stream.rank]} cannot open it: {error}"
     try:
-        stream.barrier()  # all have opened it
+        # All have opened it, or know who could not.
+        if found := next(filter(None, stream.gather_object(amiss)), ""):
+            raise OSError(
+                f"the ranks of a host must share {size_bytes:,} bytes, made by rank "
+                f"{stream.ranks[0]}: {found}; let them see one {Path(told).parent}, as one user"
+            )
     except BaseException:
-        os.close(file)
+        if file >= 0:
+            os.close(file)
         raise
     finally:
         # Unlinked once all have it: the memory goes with the last process, however that ends.

@@ -111,7 +111,11 @@ def require_checksum(message: Array, checksum: Array, sender: int) -> None:
 
 def append_checksum(message: Array) -> Array:
     """Return a copy of uint8 [m] with its checksum behind it, uint8 [m + 8]."""
-    return np.concatenate([message, checksum_of(message)])
+    checked = np.empty(message.size + CHECKSUM_BYTES, np.uint8)
+    checked[:-CHECKSUM_BYTES] = message
+    # Of the copy: another thread or rank may write to shared memory that is sent.
+    checked[-CHECKSUM_BYTES:] = checksum_of(checked[:-CHECKSUM_BYTES])
+    return checked
 
 
 def strip_checksum(checked: Array, sender: int) -> Array:

@@ -112,7 +112,7 @@ def require_sound_ranks(environ: Mapping[str, str] = os.environ) -> None:
 # What tells a rank from those of other jobs, beside its number and their size.
 _OF_A_JOB: Final = (
     *("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_STEP_ID"),
-    *("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", settings.JOB.name),
 )
 
 

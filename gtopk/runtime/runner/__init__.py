@@ -3,7 +3,7 @@
     this process                              rank r of np
     ranks.py       run: checks the arguments, starts ranks by mpirun, srun or torchrun, and ends
                    all their processes before it returns
-    call.py        func by name, args ------> main of call_server.py: imports func, calls it
+    call.py        func by name, args ------> worker.py: imports func, calls it
     call_server.py one result a rank <------- its result, or its error with the traceback
 
 Messages are typed msgpack (the object codec) over TCP; both sides first prove that they know the

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives import MessageError, local_world, run_ranks
-from collectives.transports import torch_distributed
+from collectives.transports import reductions, torch_distributed
 from collectives.transports.reductions import CHECKSUM_BYTES, append_checksum, strip_checksum
 from mpi_scripts.replay.traces import RECEIVED, Recorder
 
@@ -30,6 +30,21 @@ def test_a_message_with_a_checksum_is_whole_or_names_its_sender(content, data):
     for wrong in (flipped, shorter):
         with pytest.raises(MessageError, match=r"rank 3 is malformed: its \d+ bytes do not"):
             strip_checksum(wrong, 3)
+
+
+def test_memory_that_changes_while_it_is_sent_is_not_taken_for_a_malformed_message(monkeypatch):
+    message, of_bytes = np.zeros(100, np.uint8), reductions.checksum_of
+
+    def write_meanwhile(read):
+        checksum = of_bytes(read)
+        message[50] += 1
+        return checksum
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reductions, "checksum_of", write_meanwhile)
+        checked = append_checksum(message)
+    assert message[50] == 1
+    assert not strip_checksum(checked, 3).any()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from collectives.transports.node_memory import FileLocks, FileMemory, _open_file
 
 
 def open_memory(path: str, place: int, seconds: float = 30.0) -> FileMemory:
-    locks = FileLocks(os.open(path, os.O_RDWR), place, 2)
+    locks = FileLocks(os.open(path, os.O_RDWR), place, (4, 7))
     return FileMemory(np.empty(0, np.uint8), locks, 0, seconds)
 
 
@@ -60,7 +61,8 @@ def test_a_killed_rank_is_gone_and_out_of_the_lock() -> None:
 def test_a_frozen_holder_is_not_waited_for_for_ever() -> None:
     with tempfile.NamedTemporaryFile() as file, holder(file.name):
         memory = open_memory(file.name, 0, seconds=0.05)
-        with pytest.raises(PeerTimeoutError, match=r"locked for 0\.05 s"), memory.lock():
+        said = r"rank 4 has waited 0\.05 s for the memory that ranks \[4, 7\] share"
+        with pytest.raises(PeerTimeoutError, match=said), memory.lock():
             pass
 
 
@@ -78,6 +80,33 @@ def test_no_room_is_an_error_on_every_rank(
             share_by_file(stream, 100)
 
     threads(2, program)
+
+
+def test_a_rank_that_cannot_open_the_file_is_named_on_every_rank(
+    threads: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    make = tempfile.mkstemp
+
+    def make_elsewhere(prefix: str, dir: Path) -> tuple[int, str]:
+        file, path = make(prefix=prefix, dir=dir)
+        made.append(path)
+        os.rename(path, f"{path}-elsewhere")
+        return file, path
+
+    monkeypatch.setattr(tempfile, "mkstemp", make_elsewhere)
+    monkeypatch.setattr(os, "unlink", lambda path: os.remove(f"{path}-elsewhere"))
+
+    def program(transport: LocalTransport) -> None:
+        stream: Transport = transport
+        said = "made by rank 0: rank 1 cannot open it: .*No such file.*; let them see one /"
+        with pytest.raises(OSError, match=said):
+            share_by_file(stream, 100)
+
+    before = os.listdir("/proc/self/fd")
+    threads(3, program)
+    assert len(made) == 1
+    assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 def test_off_linux_memory_is_shared_without_being_reserved(
@@ -99,10 +128,10 @@ def test_no_file_is_left_where_a_rank_dies_before_all_have_opened_it():
         paths.append(path)
         return path
 
-    def end() -> None:
+    def end(amiss: str) -> None:
         raise PeerError("rank 1 left")
 
-    stream = SimpleNamespace(rank=0, size=2, broadcast_object=hear, barrier=end)
+    stream = SimpleNamespace(rank=0, size=2, broadcast_object=hear, gather_object=end)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(PeerError):
         _open_file(stream, 100)

@@ -55,7 +55,7 @@ def test_errors_of_a_view_name_world_ranks() -> None:
     world = local_world(5, timeout_seconds=0.1)
     view = world[2].subset([4, 2]).channel(1)
     with pytest.raises(
-        PeerTimeoutError, match=r"rank 2 has waited 0\.1\d* s for rank 4 in an exchange"
+        PeerTimeoutError, match=r"rank 2 has waited [\d.]+ s for rank 4 in an exchange"
     ):
         view.receive(0)
     world[4].subset([4, 2]).channel(1).send(MESSAGE, 1)

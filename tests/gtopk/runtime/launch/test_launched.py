@@ -127,6 +127,7 @@ def test_a_process_that_a_rank_has_started_is_not_the_rank(environ: dict[str, st
     assert f"rank 2 of {job.launcher} is process {os.getpid()}, which has" in child.stderr
     for other in (
         {"MASTER_PORT": "2"},  # a job of this rank's own
+        {settings.JOB.name: "2"},  # which gtopk.run has started
         {settings.JOINED.name: inherited[settings.JOINED.name].replace(f"{os.getpid()}", ENDED, 1)},
         {settings.JOINED.name: ""},
     ):
