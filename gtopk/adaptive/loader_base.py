@@ -62,7 +62,7 @@ class LoaderBase(ABC, Generic[O_co]):
 
     @abstractmethod
     def _load(self, state: dict[str, Any]) -> None:
-        """Close the open iteration, and resume from this mode's state; the epoch's place follows."""
+        """Close the open iteration, and resume from a state; the epoch's place follows."""
 
     def _indexed(self, job: Job[Any]) -> int:
         """Set the order of the data set's samples, and return their number."""
