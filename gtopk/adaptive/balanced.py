@@ -392,6 +392,7 @@ class BalancedLoader(LoaderBase[BalancedOptions]):
         If bounds such as max_batch differ, the sizes are cut to them. Raises ValueError where this
         loader's bounds do not allow the state's global batch.
         """
+        self._epochs.close()
         self._enter()  # joining a next world later would lose the loaded state
         if self._cut is not None:
             self._abandon()  # this batch belongs to the earlier state

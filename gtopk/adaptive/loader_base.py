@@ -62,7 +62,7 @@ class LoaderBase(ABC, Generic[O_co]):
 
     @abstractmethod
     def _load(self, state: dict[str, Any]) -> None:
-        """Resume from a state of this mode; no iteration is open, and the epoch's place follows."""
+        """Close the open iteration, and resume from a state; the epoch's place follows."""
 
     def _indexed(self, job: Job[Any]) -> int:
         """Set the order of the data set's samples, and return their number."""
@@ -117,7 +117,6 @@ class LoaderBase(ABC, Generic[O_co]):
                 "loader with the mode it was saved with"
             )
         self.drain_wanted = False
-        self._epochs.close()
         self._load(state)
         self._epochs.load_state_dict(state["epochs"])
 

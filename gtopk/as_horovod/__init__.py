@@ -8,18 +8,21 @@ The script says `import horovod.torch as hvd` and is not changed; an installed H
 changed nor imported. Objects may be sent as pickles, as with Horovod, unless GTOPK_ALLOW_PICKLE
 forbids it.
 
-Here is the finder that answers every import of horovod with a module of gtopk; __main__.py is the
-command.
+Here is the finder that answers every import of horovod with a module of gtopk, in processes that
+multiprocessing spawns, too; __main__.py is the command.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
+import os
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from multiprocessing import spawn
 from types import ModuleType
 from typing import Any, Final
 
@@ -59,6 +62,24 @@ def install() -> None:
         )
     # First: the finders behind it would find an installed Horovod.
     sys.meta_path.insert(0, Finder())
+
+
+def follow() -> None:
+    """Make processes that multiprocessing spawns from now on run __main__.py as their script."""
+    # Here, not in __main__.py, whose names a spawned process replaces by those of the script.
+    prepare = spawn.get_preparation_data
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        told = prepare(name)
+        # Both are taken out: else the child would run the script before gtopk stands for Horovod.
+        path, module = told.pop("init_main_from_path", None), told.pop("init_main_from_name", None)
+        if path or module:
+            # Preparation data has no place for it, and a spawned process inherits the environment.
+            os.environ[settings.AS_HOROVOD_MAIN.name] = json.dumps([path, module])
+            told["init_main_from_name"] = __name__
+        return told
+
+    spawn.get_preparation_data = get_preparation_data
 
 
 def stands_for(name: str) -> str | None:

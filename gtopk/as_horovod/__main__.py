@@ -17,13 +17,12 @@ import runpy
 import sys
 from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
-from multiprocessing import spawn
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any, Final
+from typing import Final
 
 from gtopk import settings
-from gtopk.as_horovod import install
+from gtopk.as_horovod import follow, install
 
 _USAGE: Final = "usage: python -m gtopk.as_horovod (SCRIPT | -m MODULE) [ARGUMENTS]"
 
@@ -110,23 +109,6 @@ def _show(kind: type[BaseException], error: BaseException, traceback: TracebackT
         trace = trace.tb_next
     shown = own.tb_next if own is not None else traceback
     sys.__excepthook__(kind, error.with_traceback(shown), shown)
-
-
-def follow() -> None:
-    """Make every process that multiprocessing spawns from now on run this module as its script."""
-    prepare = spawn.get_preparation_data
-
-    def get_preparation_data(name: str) -> dict[str, Any]:
-        told = prepare(name)
-        # Both are taken out: else the child would run the script before gtopk stands for Horovod.
-        path, module = told.pop("init_main_from_path", None), told.pop("init_main_from_name", None)
-        if path or module:
-            # Preparation data has no place for it, and a spawned process inherits the environment.
-            os.environ[settings.AS_HOROVOD_MAIN.name] = json.dumps([path, module])
-            told["init_main_from_name"] = "gtopk.as_horovod"
-        return told
-
-    spawn.get_preparation_data = get_preparation_data
 
 
 if __name__ == "__main__":

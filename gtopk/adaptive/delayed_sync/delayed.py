@@ -313,6 +313,7 @@ class DelayedLoader(LoaderBase[RoundOptions]):
         another number of ranks it is a share of the sum of all. Gradients of an iteration that
         was broken off are not applied any more; then every rank must load a state.
         """
+        self._epochs.close()
         if self._in_pass:
             # Other ranks may have sent more or less of the round, and join late or never: elastic
             # restores states when ranks have failed.

@@ -281,5 +281,6 @@ class HogbatchLoader(LoaderBase[HogbatchOptions]):
 
         Sizes that its worker found apply here if this worker has its class, and none are given.
         """
+        self._epochs.close()
         if state["thresholds"] is not None and state.get("class") == self._class:
             self._sizer.resume(state["thresholds"][0], state["size"])

@@ -433,6 +433,7 @@ class MergingLoader(LoaderBase[MergingOptions]):
                 f"not sent, and here are {self._world.size}; call loader.drain() on all ranks "
                 "before the checkpoint"
             )
+        self._epochs.close()  # once nothing refuses the state
         self._stretches.load_state_dict(state["batches"])
         if self._options.record:
             number = self._stretches.number

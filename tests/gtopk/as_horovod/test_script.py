@@ -115,20 +115,29 @@ def test_pickles_are_allowed_unless_the_environment_says_otherwise(
     assert python(folder, "-m", "gtopk.as_horovod", "ask.py").out == "0\n"
 
 
+# The script's own names are those that the command has, too.
 SPAWNS = """
 import multiprocessing, sys
 from horovod.common.util import split_list
 
-def told(queue):
+settings = json = os = install = follow = None
+
+def told(queue, deep):
+    if deep:
+        return start(queue, deep - 1)
     queue.put([__name__, sys.argv[1:], split_list([1, 2, 3], 2)])
 
-if __name__ == "__main__":
-    context = multiprocessing.get_context(sys.argv[1])
-    queue = context.SimpleQueue()
-    process = context.Process(target=told, args=(queue,))
+def start(queue, deep):
+    process = multiprocessing.get_context(sys.argv[1]).Process(target=told, args=(queue, deep))
     process.start()
-    print(queue.get())
     process.join()
+    if process.exitcode:
+        sys.exit("a process has failed")
+
+if __name__ == "__main__":
+    queue = multiprocessing.get_context(sys.argv[1]).SimpleQueue()
+    start(queue, 1)
+    print(queue.get())
 """
 
 

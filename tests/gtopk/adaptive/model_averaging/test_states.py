@@ -97,6 +97,25 @@ def test_a_state_that_is_loaded_after_ranks_drained_unlike_is_what_a_new_loader_
     on_ranks(2, program)
 
 
+def test_a_state_that_is_refused_within_an_epoch_changes_nothing() -> None:
+    def program(here: World) -> None:
+        compression = hvd.Compression.gtopk(density=0.4)
+        run, other = (Run(compression, mega_batch=60, replay=EVENLY[2]) for _ in range(2))
+        run.epoch()
+        other.epoch()
+        state = {**run.loader.state_dict(), "ranks": 3}
+
+        def refused() -> bool:
+            with pytest.raises(ValueError, match="the state is of 3 ranks"):
+                run.loader.load_state_dict(state)
+            return False
+
+        assert run.epoch(until=refused) == other.epoch()
+        assert torch.equal(run.weight, other.weight)
+
+    on_ranks(2, program)
+
+
 def test_a_loader_goes_back_to_before_its_first_epoch() -> None:
     def program(here: World) -> None:
         run = Run(hvd.Compression.gtopk(density=0.4), mega_batch=50, replay=EVENLY[2])
