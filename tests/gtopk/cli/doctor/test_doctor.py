@@ -278,7 +278,7 @@ def test_how_mpi_carries_messages_of_gpus_is_told(
     mpi4py = pytest.importorskip("mpi4py")
     monkeypatch.setattr(mpi4py.rc, "initialize", True)
     monkeypatch.setattr(basics, "installed", lambda package: True)
-    monkeypatch.setattr("collectives.transports.gpu.has_gpu", lambda: has_gpu)
+    monkeypatch.setattr("collectives.transports.gpu.gpus_of_cupy", lambda: int(has_gpu))
     monkeypatch.setattr("collectives.transports.direct.why_staged", lambda: reason)
     finding = basics.check_cuda_aware_mpi()
     assert finding.state is state
