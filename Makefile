@@ -59,7 +59,7 @@ demo: $(VENV)/.demo
 	$(VENV)/bin/gtopk demo $(ARGS)
 
 # Two workers: where a test waits for its ranks, another has the core. Compiled once, for all the
-# ranks that start: where PYTHONDONTWRITEBYTECODE is set, each would compile 380 files anew.
+# ranks that start: where PYTHONDONTWRITEBYTECODE is set, each would compile all files anew.
 test: $(VENV)/.dev
 	$(VENV)/bin/python -m compileall -q gtopk collectives models tests/programs
 	$(VENV)/bin/python -m pytest --numprocesses=2 --dist=worksteal $(ARGS)

@@ -16,7 +16,7 @@ from collectives.cores import usable_cores
 from .. import __version__
 
 
-class Machine(TypedDict):
+class Machine(TypedDict, total=False):
     """The machine and the time of a measurement, with versions."""
 
     processor: str
@@ -27,11 +27,11 @@ class Machine(TypedDict):
     gtopk: str
     started: str  # ISO 8601
     load_before: float  # load average of the last minute
-    load_after: float
+    load_after: float  # set by who measures, at the end
 
 
 def this_machine() -> Machine:
-    """Return the machine as it is now; the caller sets `load_after` at the end."""
+    """Return the machine as it is now, without `load_after`."""
     return Machine(
         processor=processor(),
         cores=usable_cores(),
@@ -41,7 +41,6 @@ def this_machine() -> Machine:
         gtopk=__version__,
         started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         load_before=load(),
-        load_after=load(),
     )
 
 

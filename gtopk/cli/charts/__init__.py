@@ -291,7 +291,7 @@ def are_apart(points: Sequence[Point], times: float) -> bool:
 
 
 Parts = Mapping[str, float]  # seconds, or a share, by part
-ROW, BAR, SLIM_ROW = 54, 16, 22  # units of the drawing
+ROW, BAR, SLIM_ROW, LETTER = 54, 16, 22, 7.0  # units of the drawing; of a letter the most, about
 
 
 def bars(
@@ -306,7 +306,10 @@ def bars(
     """
     # A hook's step may take no time at all.
     scale = (WIDTH - room - 68) / (max(sum(parts.values()) for _, parts, _ in rows) or 1.0)
-    height = ROW if any(words for *_, words in rows) else SLIM_ROW
+    longest = max(len(words) for *_, words in rows)
+    height = ROW if longest else SLIM_ROW
+    # Words that are longer than the rest of the row begin where the names do.
+    indent = room if room + LETTER * longest <= WIDTH else 0.0
     drawn = [hatches(*hatched)]
     for place, (name, parts, words) in enumerate(rows):
         top, left = place * height, room
@@ -322,7 +325,7 @@ def bars(
             left += width
         drawn.append(text((left + 6, top + 13), seconds_text(sum(parts.values())), "tick"))
         if words:
-            drawn.append(text((room, top + BAR + 16), words, "tick"))
+            drawn.append(text((indent, top + BAR + 16), words, "tick"))
     return drawing(title, drawn, height=len(rows) * height)
 
 

@@ -158,7 +158,7 @@ def figures(records: Sequence[Record]) -> list[str]:
             "out of the bucket, the check that they are finite, accumulate, select, apply; dense "
             "copies and checks, too. Communicate is agree, encode, exchange, merge, decode, and "
             f"waiting for others. All {records[0]['ranks']} ranks share this machine's cores and "
-            "exchange through its memory, so dense communication is nearly free here.",
+            "exchange through its memory: the bars hold no network's time.",
         )
     )
     return found

@@ -125,7 +125,7 @@ def part_seconds(runs: list[Run], part: str) -> float:
     return statistics.fmean(hvd.allgather_object(median))
 
 
-def record(plan: Plan, method: Method, runs: list[Run]) -> Record:
+def record(plan: Plan, method: Method, runs: list[Run], machine: dict[str, Any]) -> Record:
     """Return what all ranks measured of one method; every rank must call it."""
     model = network(plan, seed=0)
     sent = statistics.fmean(step.sent_bytes for run in runs for step in run.steps)
@@ -160,7 +160,7 @@ def record(plan: Plan, method: Method, runs: list[Run]) -> Record:
         batch_per_rank=plan.batch,
         dataset="digits",
         model="MLP " + "-".join(map(str, widths)),
-        machine=machine(),
+        machine=machine,
     )
 
 
@@ -173,8 +173,8 @@ def link_in_words() -> str:
     return bandwidth_text(link.bits_per_second) + latency
 
 
-def machine() -> dict[str, Any]:
-    """Return the machine and the transport that the demo runs on."""
+def machine_and_transport() -> dict[str, Any]:
+    """Return what the demo runs on, as it is now."""
     mpi = world.current().transport.library()
     return {**this_machine(), "torch": torch.__version__, "mpi": mpi}
 
@@ -187,6 +187,7 @@ def main(plan_json: str, results: str) -> None:
     # A link in the caller's environment would slow the first part, too, which is of the machine.
     os.environ.pop(settings.LINK.name, None)
     hvd.init()
+    machine = machine_and_transport()
     methods = plan.methods()
     total = plan.runs() * plan.epochs
     runs: dict[str, list[Run]] = {method.name: [] for method in methods}
@@ -196,15 +197,16 @@ def main(plan_json: str, results: str) -> None:
         for method in methods:
             runs[method.name].append(train(plan, method, seed, done, total))
             done += plan.epochs
-    records = [record(plan, method, runs[method.name]) for method in methods]
+    records = [record(plan, method, runs[method.name], machine) for method in methods]
     if plan.over_link():
         hvd.shutdown()
         os.environ[settings.LINK.name] = plan.link
         hvd.init()
+        machine = machine_and_transport()
     for method in plan.over_link():
         run = train(plan, method, 0, done, total)
         done += plan.epochs
-        records.append(record(plan, method, [run]))
+        records.append(record(plan, method, [run], machine))
     if hvd.rank() == 0:
         Path(results).write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
 

@@ -32,7 +32,7 @@ def results_of(ranks: int, *, emulated: bool = True) -> Results:
     return Results(
         schema=SCHEMA,
         benchmark="scaling",
-        machine=this_machine(),
+        machine={**this_machine(), "load_after": 1.0},
         command="python -m mpi_scripts.scaling",
         model="vgg16",
         emulated_compute=emulated,

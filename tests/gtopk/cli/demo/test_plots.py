@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from gtopk.cli.charts import LEFT, RIGHT
+from gtopk.cli.charts import LEFT, LETTER, RIGHT, WIDTH
 from gtopk.cli.demo.page import (
     accuracy_over_bytes,
     accuracy_over_epochs,
@@ -41,6 +41,14 @@ def test_bars_are_as_long_as_their_seconds(records: list[Record]) -> None:
         ]
         seconds = [record["step_seconds"][part] for record in records]
         assert widths == pytest.approx([s / 0.0035 * (480 - 145 - 68) for s in seconds], abs=0.1)
+
+
+def test_the_words_below_a_bar_end_within_the_drawing(records: list[Record]) -> None:
+    drawn = step_time_by_part(records)
+    said = re.findall(r'class="tick" x="([0-9.]+)" y="[0-9.]+">(compute [^<]+)<', drawn)
+    assert len(said) == len(records)
+    for x, words in said:
+        assert float(x) + LETTER * len(words) <= WIDTH
 
 
 def test_bytes_add_up_to_those_of_the_whole_run(records: list[Record]) -> None:
