@@ -133,7 +133,7 @@ def buckets_by(
 
 def number_of_groups(order: Sequence[int], groups: int) -> list[list[int]]:
     """Return the parameters in `groups` buckets of equally many parameters, or one more."""
-    parts = np.array_split(np.array(order, int), max(1, min(groups, len(order))))
+    parts = np.array_split(np.array(order), max(1, min(groups, len(order))))
     return [part.tolist() for part in parts]
 
 
