@@ -20,15 +20,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
-
-from collectives.transports import Transport
-from collectives.transports.transport import print_line
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ... import settings
 from ..launch.job import address_towards, torchrun_agent
 from .companion import Setting, write_note
 from .watch import Peer
+
+# `collectives` needs NumPy; `gtopk doctor` chooses an address where NumPy is broken, too.
+if TYPE_CHECKING:
+    from collectives.transports import Transport
 
 _LEAVE_SECONDS: Final = 2.0  # for a companion to announce the departure
 _POLL_SECONDS: Final = 0.01
@@ -284,6 +285,8 @@ class Heartbeat:
                 return
             companion.wait()
             next_one = "another begins" if left else "the other ranks will give it up"
+            from collectives.transports.transport import print_line
+
             print_line(
                 f"{self._own()}: its companion was ended ({companion.returncode}); {next_one}"
             )
