@@ -27,8 +27,8 @@ from ..launch.job import address_towards, torchrun_agent
 from .companion import Setting, write_note
 from .watch import Peer
 
+# `collectives` needs NumPy; `gtopk doctor` chooses an address where NumPy is broken, too.
 if TYPE_CHECKING:
-    # For types only: `gtopk doctor` reads this host's addresses where NumPy is missing.
     from collectives.transports import Transport
 
 _LEAVE_SECONDS: Final = 2.0  # for a companion to announce the departure
@@ -287,6 +287,8 @@ class Heartbeat:
                 return
             companion.wait()
             next_one = "another begins" if left else "the other ranks will give it up"
+            from collectives.transports.transport import print_line
+
             print_line(
                 f"{self._own()}: its companion was ended ({companion.returncode}); {next_one}"
             )
