@@ -324,9 +324,8 @@ class HookState(ABC):
     def drop_skipped(self, optimizer: torch.optim.Optimizer, *call: Any) -> None:
         """Drop an optimizer's gradients where the last backward pass does not count.
 
-        Every optimizer of the model does this by itself when `step` begins. Call it in a closure
-        that is given to `step`, after its backward pass. An optimizer of several models then steps
-        those whose passes count.
+        Every optimizer of the model does this by itself when `step` begins, and after a closure
+        that `step` is given. An optimizer of several models then steps those whose passes count.
         """
         self._skips.drop(optimizer)
 

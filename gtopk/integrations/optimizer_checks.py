@@ -112,10 +112,31 @@ _living: tuple[weakref.ref[OptimizerChecks], ...] = ()
 _adding = threading.Lock()
 
 
-def _check_all(optimizer: torch.optim.Optimizer, *call: Any) -> None:
-    """Let all living hooks check an optimizer that is about to step."""
-    for checks in filter(None, (each() for each in _living)):
+def _check_all(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Let all living hooks check an optimizer that is about to step.
+
+    args: the optimizer itself, and what else `step` was called with. Returned with a closure that
+    drops the gradients of its own backward pass where that does not count.
+    """
+    living = [checks for each in _living if (checks := each()) is not None]
+    for checks in living:
         checks.check(optimizer)
+    closure = kwargs["closure"] if "closure" in kwargs else next(iter(args[1:]), None)
+    mine = [checks for checks in living if checks.has_seen(optimizer)]
+    if closure is None or not mine:
+        return None
+
+    def dropping() -> Any:
+        loss = closure()
+        for checks in mine:
+            checks.drop(optimizer)
+        return loss
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": dropping}
+    return (args[0], dropping, *args[2:]), kwargs
 
 
 def _note_step(optimizer: torch.optim.Optimizer, *call: Any) -> None:
@@ -185,7 +206,7 @@ class ResidualNote:
 class OptimizerChecks:
     """Checks each optimizer of a hook's model once, at its first step, as long as this lives.
 
-    Before every step it drops the gradients of a pass that does not count.
+    Before every step, and in its closure, it drops the gradients of a pass that does not count.
 
     rank: in the world. says: also log what had better be done before the selection, and whether
         the density is too low.
@@ -262,8 +283,16 @@ class OptimizerChecks:
             self._seen.add(optimizer)
         # Here, and not by a hook of each optimizer, which a script may forget: a NaN would stay in
         # the parameters. A GradScaler has seen it by now.
-        self._skips.drop(optimizer)
+        self.drop(optimizer)
         self.corrected.require_unchanged(optimizer)
+
+    def has_seen(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Tell whether an optimizer has been checked: it is one of the model."""
+        return optimizer in self._seen
+
+    def drop(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drop an optimizer's gradients where the last pass does not count."""
+        self._skips.drop(optimizer)
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer has stepped: a model that it has stepped may be saved."""

@@ -4,6 +4,7 @@ import itertools
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -385,20 +386,34 @@ def test_a_sum_that_overflows_leaves_no_trace_in_any_bucket() -> None:
 
 
 def test_without_a_scaler_the_optimizer_passes_over_such_a_step() -> None:
-    state = GTopKState(0.05)
-    model = wrapped(state)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    before = []
-    for step in range(4):
-        before.append(weights(model))
-        optimizer.zero_grad()
-        factor = torch.nan if (RANK, step) == (SIZE - 1, 2) else 1.0
-        (factor * model(batch(step)).square().mean()).backward()
-        optimizer.step()
-    assert state.skipped_steps == 1
-    assert torch.equal(before[3], before[2])
-    assert not torch.equal(weights(model), before[3])
-    assert_alike(model)
+    for closure_is in ("not there", "an argument", "named"):
+        state = GTopKState(0.05)
+        model = wrapped(state)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        before = []
+
+        def compute(
+            step: int, model: Any = model, optimizer: torch.optim.Optimizer = optimizer
+        ) -> torch.Tensor:
+            optimizer.zero_grad()
+            factor = torch.nan if (RANK, step) == (SIZE - 1, 2) else 1.0
+            loss = factor * model(batch(step)).square().mean()
+            loss.backward()
+            return loss
+
+        for step in range(4):
+            before.append(weights(model))
+            if closure_is == "not there":
+                compute(step)
+                optimizer.step()
+            elif closure_is == "named":
+                optimizer.step(closure=partial(compute, step))
+            else:
+                assert optimizer.step(partial(compute, step)).ndim == 0
+        assert state.skipped_steps == 1
+        assert torch.equal(before[3], before[2])
+        assert not torch.equal(weights(model), before[3])
+        assert_alike(model)
 
 
 def test_a_step_that_does_not_count_is_one_for_none_of_several_optimizers() -> None:

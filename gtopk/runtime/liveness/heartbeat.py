@@ -287,8 +287,6 @@ class Heartbeat:
                 return
             companion.wait()
             next_one = "another begins" if left else "the other ranks will give it up"
-            from collectives.transports.transport import print_line
-
             print_line(
                 f"{self._own()}: its companion was ended ({companion.returncode}); {next_one}"
             )
