@@ -42,8 +42,8 @@ Residuals = Callable[[], Iterable[tuple[torch.nn.Parameter, torch.Tensor]]]
 class HookSkips(SkippedSteps):
     """Notes whether passes count, for one model whose gradients a hook exchanges.
 
-    Only this model's gradients are dropped: an optimizer may step several models, and agreed
-    gradients of the others were sent for good.
+    An optimizer may step several models: agreed gradients of those with a hook of their own were
+    sent for good, and stay. Others are dropped with this model's: they may come of the same loss.
     parameters: returns the model's parameters.
     max_skipped_steps: how many passes in a row may not count.
     count: how many passes did not count; counted: whether the last one does.
