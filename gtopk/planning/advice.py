@@ -245,7 +245,7 @@ def _in_short(
         )
     times = f"{takes}, {name} {seconds_text(seconds)}"
     if dense * SAME < seconds:
-        return f"{'Compression.none is faster here' if compressed else 'leave it dense'}: {times}"
+        return f"{'dense is faster here' if compressed else 'leave it dense'}: {times}"
     return f"compression makes no difference here: {times}"
 
 
@@ -274,7 +274,7 @@ def _verdict(
         verdict = "saves" if compressed else "would save"
         return f"{said}: {verdict} up to {seconds_text(dense.seconds - seconds)}"
     if dense.seconds * SAME < seconds:
-        return f"{said}: {'Compression.none is faster here' if compressed else 'leave it dense'}"
+        return f"{said}: {'dense is faster here' if compressed else 'leave it dense'}"
     return f"{said}: it makes no difference here"
 
 

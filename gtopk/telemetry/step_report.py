@@ -216,7 +216,7 @@ class Balance:
         else:
             result = (
                 f"compression cost up to {duration_text(-saved)} of {duration_text(self.seconds)} "
-                "(dense by estimate): Compression.none is faster here"
+                "(dense by estimate): dense is faster here"
             )
         bits = 8 * self.coded_bytes / self.coded_entries if self.coded_entries else 0.0
         wire = f", wire {bits:.3g} bits an entry" if bits else ""

@@ -52,7 +52,7 @@ def test_what_backward_hides_is_no_part_of_the_step() -> None:
             "compression saved up to 100 s of 101 s against dense (by estimate); used",
         ),
         (0.00305, "neither saved nor cost time in 1 s (dense by estimate); used"),
-        (0.001, "(dense by estimate): Compression.none is faster here; used"),
+        (0.001, "(dense by estimate): dense is faster here; used"),
     ],
 )
 def test_a_run_ends_with_one_verdict(dense_seconds: float, says: str) -> None:
