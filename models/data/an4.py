@@ -9,14 +9,15 @@ read, and its letters are checked, before training begins.
 
 from __future__ import annotations
 
+import wave
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import numpy as np
 import torch
 
 from .malformed import MalformedFile
 from .speech import RATE, SpeechData, Utterance, numbered, spectrogram
-from .wav import read_wav
 
 MOST_BYTES: Final = 1 << 20  # of a transcript
 MOST_MANIFEST_BYTES: Final = 1 << 28
@@ -41,7 +42,7 @@ class Recordings:
     def __getitem__(self, number: int) -> Utterance:
         """Return a recording; raise MalformedFile unless it is a WAV file of 16 kHz."""
         recording = self.recordings[number]
-        samples = torch.from_numpy(read_wav(recording.path, RATE))
+        samples = torch.from_numpy(read_wav(recording.path))
         return Utterance(spectrogram(samples), recording.letters)
 
 
@@ -79,6 +80,28 @@ def read_manifest(path: str | Path) -> list[Recording]:
     if not recordings:
         raise MalformedFile(path, None, "lists no recording")
     return recordings
+
+
+def read_wav(path: str | Path) -> np.ndarray:
+    """Return the samples, float32 [n] in -1..1, of one channel of 16 bits at 16 kHz.
+
+    Raises MalformedFile, a ValueError that names the file and the reason; OSError.
+    """
+    try:
+        with wave.open(str(path)) as file:
+            form = (file.getnchannels(), file.getsampwidth(), file.getframerate())
+            if form != (1, 2, RATE):
+                raise ValueError(
+                    f"must be one channel of 16 bits at {RATE} Hz, got {form[0]} of "
+                    f"{8 * form[1]} at {form[2]} Hz"
+                )
+            content = file.readframes(file.getnframes())
+            if not content or len(content) != 2 * file.getnframes():
+                raise ValueError(f"ends after {len(content) // 2} of {file.getnframes()} samples")
+    except (wave.Error, EOFError, RuntimeError, ValueError) as error:
+        reason = f"is no WAV file that can be read: {str(error) or 'it ends too soon'}"
+        raise MalformedFile(Path(path), None, reason) from error
+    return np.frombuffer(content, "<i2").astype(np.float32) / 2**15
 
 
 def read_transcript(path: str | Path) -> torch.Tensor:

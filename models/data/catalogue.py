@@ -53,7 +53,7 @@ def shape_of(name: str) -> Shape:
     return SHAPES[name]
 
 
-def read_libsvm(name: str, path: str | Path, *, cache: bool = True) -> LabelledRows:
+def read_libsvm(name: str, path: str | Path) -> LabelledRows:
     """Return LIBSVM's file of covtype, w8a or real-sim: binary, with features from 1.
 
     Raises as `read_classes`, and ValueError for another set.
@@ -64,6 +64,4 @@ def read_libsvm(name: str, path: str | Path, *, cache: bool = True) -> LabelledR
             f"{name} is multilabel: copies of it differ in what labels count from; use "
             "read_multilabel, or read_xml for a file with a header"
         )
-    return read_classes(
-        path, features=shape.features, feature_base=1, classes=shape.classes, cache=cache
-    )
+    return read_classes(path, features=shape.features, feature_base=1, classes=shape.classes)

@@ -1,20 +1,20 @@
-"""CIFAR-10's published files: the binary version, and the Python version, read without unpickling.
+"""CIFAR-10's published files: the binary version, and the Python version.
 
 binary     data_batch_1.bin ... data_batch_5.bin, test_batch.bin: rows of a label and 3,072 bytes
-Python     data_batch_1 ... data_batch_5, test_batch: see `cifar10_pickle`
+Python     data_batch_1 ... data_batch_5, test_batch: pickles of {b"labels": [int, ...],
+           b"data": uint8 [rows, 3072], ...}, in which nothing but NumPy's arrays is made
 
 An image is 1,024 bytes of red, 1,024 of green, 1,024 of blue, row by row.
 """
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
-from .binary_file import BinaryFile
-from .cifar10_pickle import read_pickled_batch
 from .image_arrays import ImageArrays
 from .labelled import LabelledData
 from .malformed import MalformedFile
@@ -54,10 +54,11 @@ def read_binary_batch(path: str | Path, rows: int = ROWS) -> tuple[np.ndarray, n
 
     Raises MalformedFile, OSError.
     """
-    with BinaryFile(Path(path)) as file:
-        content = file.read(rows * (1 + IMAGE_BYTES), f"{rows} images of {1 + IMAGE_BYTES} bytes")
-        file.end()
-    table = np.frombuffer(content, np.uint8).reshape(rows, 1 + IMAGE_BYTES)
+    table = np.fromfile(path, np.uint8)
+    if table.size != rows * (1 + IMAGE_BYTES):
+        reason = f"must hold {rows} images of {1 + IMAGE_BYTES} bytes, has {table.size} bytes"
+        raise MalformedFile(Path(path), None, reason)
+    table = table.reshape(rows, 1 + IMAGE_BYTES)
     if (wrong := np.flatnonzero(table[:, 0] >= CLASSES)).size:
         row = int(wrong[0])
         raise MalformedFile(
@@ -67,6 +68,42 @@ def read_binary_batch(path: str | Path, rows: int = ROWS) -> tuple[np.ndarray, n
             byte=row * (1 + IMAGE_BYTES),
         )
     return table[:, 1:].reshape(rows, *SHAPE), table[:, 0].astype(np.int64)
+
+
+class _OfArrays(pickle.Unpickler):
+    """Unpickles plain values and NumPy's arrays; it refuses all else that a pickle may call."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"it would call {module}.{name}")
+        return _ALLOWED[module, name]
+
+
+# An empty array, whose state then gives it shape, type and bytes, is made in this way.
+_ALLOWED: Final = {
+    ("numpy.core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
+    ("numpy", "ndarray"): np.ndarray,
+    ("numpy", "dtype"): np.dtype,
+}
+
+
+def read_pickled_batch(path: str | Path, rows: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
+    """Return what `read_binary_batch` does, of a file of the Python version."""
+    try:
+        with Path(path).open("rb") as file:
+            batch = _OfArrays(file, encoding="bytes").load()
+        images = np.asarray(batch[b"data"]).reshape(rows, *SHAPE)
+        labels = np.array(batch[b"labels"], np.int64)
+        if images.dtype != np.uint8 or labels.shape != (rows,):
+            raise ValueError(f"data must be bytes, and labels {rows} numbers")
+        if not 0 <= labels.min() <= labels.max() < CLASSES:
+            raise ValueError(f"labels must lie in 0..{CLASSES - 1}")
+    except OSError:
+        raise
+    except Exception as error:  # damaged pickles are answered with errors of many types
+        reason = f"is no file of CIFAR-10's Python version: {error}"
+        raise MalformedFile(Path(path), None, reason) from error
+    return images, labels
 
 
 def _find(folder: Path) -> Path:
@@ -86,10 +123,8 @@ def _ending(folder: Path) -> str:
 
 def _read_files(paths: list[Path], rows: int) -> tuple[np.ndarray, np.ndarray]:
     parts = [
-        read_binary_batch(path, rows)
-        if path.suffix == ".bin"
-        else read_pickled_batch(path, rows, IMAGE_BYTES, CLASSES)
+        (read_binary_batch if path.suffix == ".bin" else read_pickled_batch)(path, rows)
         for path in paths
     ]
-    images = np.concatenate([images.reshape(rows, *SHAPE) for images, _ in parts])
+    images = np.concatenate([images for images, _ in parts])
     return images, np.concatenate([labels for _, labels in parts])

@@ -1,13 +1,25 @@
-"""MNIST's four files, plain or gzip, under their published names."""
+"""MNIST's four files, plain or gzip, under their published names.
+
+They are of the IDX format: a few sizes, then that many bytes.
+
+    00 00 08 03        a zero, a zero, bytes (08), 3 dimensions
+    00 00 EA 60        60,000: the first size, its highest byte first
+    00 00 00 1C        28
+    00 00 00 1C        28
+    ...                60,000 * 28 * 28 bytes
+"""
 
 from __future__ import annotations
 
+import gzip
+import math
+import struct
+import zlib
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from .idx import read_idx
 from .image_arrays import ImageArrays
 from .labelled import LabelledData
 from .malformed import MalformedFile
@@ -15,6 +27,7 @@ from .malformed import MalformedFile
 CLASSES: Final = 10
 MEAN, DEVIATION = (0.1307,), (0.3081,)  # of the training pixels, from 0 to 1
 _PARTS: Final = ("train", "t10k")
+_BYTES: Final = 0x08  # the type of the elements, by IDX
 
 
 def read_mnist(folder: str | Path) -> LabelledData:
@@ -33,6 +46,30 @@ def read_mnist(folder: str | Path) -> LabelledData:
         CLASSES,
         "MNIST",
     )
+
+
+def read_idx(path: str | Path, dimensions: int) -> np.ndarray:
+    """Return uint8 [...] with this number of dimensions; gzip by its name's end.
+
+    Raises MalformedFile, a ValueError that names the file and the reason; OSError.
+    """
+    path = Path(path)
+    header = struct.Struct(f">4B{dimensions}I")
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+            numbers = header.unpack(file.read(header.size))
+            content = file.read()
+    except (struct.error, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise MalformedFile(path, None, f"is damaged, or ends too soon: {error}") from error
+    if numbers[:4] != (0, 0, _BYTES, dimensions):
+        reason = (
+            f"must begin with 0000{_BYTES:02x}{dimensions:02x}: bytes in {dimensions} dimensions"
+        )
+        raise MalformedFile(path, None, reason)
+    shape = numbers[4:]
+    if not 1 <= math.prod(shape) == len(content):
+        raise MalformedFile(path, None, f"holds {len(content)} bytes where its sizes are {shape}")
+    return np.frombuffer(content, np.uint8).reshape(shape)
 
 
 def _size(images: np.ndarray) -> str:

@@ -30,7 +30,11 @@ def test_all_methods_are_trained_and_drawn_and_bad_input_is_told_once(mpirun, tm
     other.write_text("1 299 60\n3 1:1\n")
     bad = {
         "give --train FILE --test FILE, or --synthetic NAME": good[:2],
-        f"{malformed}, line 3: feature 1 comes twice": ["--train", str(malformed), *good[2:]],
+        f"{malformed}: Feature indices in SVMlight/LibSVM data file should be sorted and unique": [
+            "--train",
+            str(malformed),
+            *good[2:],
+        ],
         "the same features and labels, got 300 and 60 in train": [*good[:2], "--test", str(other)],
         "--evaluations 200 leaves 1 of 300 rows": [*good, "--evaluations", "200"],
         "must be one of amazon-670k": ["--synthetic", "mnist"],

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import bz2
 import gzip
-import lzma
 import struct
-import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from models.data.idx import MOST_BYTES, read_idx
 from models.data.malformed import MalformedFile
-from models.data.mnist import read_mnist
+from models.data.mnist import read_idx, read_mnist
 from tests.published_files import idx
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (7, 28, 28), np.uint8)
@@ -62,48 +58,27 @@ def test_images_to_train_and_to_test_with_are_of_one_size(tmp_path) -> None:
 
 
 def test_an_idx_file_says_what_it_is_and_ends_there(tmp_path) -> None:
-    path, whole = tmp_path / "idx", idx(LABELS)
+    whole = idx(LABELS)
     packed = gzip.compress(whole)
-    huge = struct.pack(">HBBI", 0, 8, 1, 2**32 - 1)
-    large = struct.pack(">HBBI", 0, 8, 1, MOST_BYTES)
     cases = {
-        b"": "is empty",
-        gzip.compress(b""): "is empty",
-        lzma.compress(whole[:-1]): "ends after 6 of the 7 bytes of sizes (7,)",
-        lzma.compress(whole)[:-9]: "the xz file is truncated or damaged",
-        b"PK\3\4" + whole: "is a zip archive: unpack it first (unzip idx)",
-        whole[:6]: "byte 4: has 6 bytes where the sizes should end at 8",
-        whole[:-1]: r"byte 8: has 14 bytes where sizes (7,) should end at 15",
-        whole + b"\0": "byte 15: the file must end here",
-        b"\0\0\x0d\x01" + whole[4:]: "must begin with 00000801, bytes in 1 dimensions, got",
-        idx(IMAGES): "got 00000803",
-        struct.pack(">HBBI", 0, 8, 1, 0): "sizes (0,) are 0 bytes",
-        huge: "sizes (4294967295,) are 4294967295 bytes; 1..2147483648 are read",
-        large: "has 8 bytes where sizes (2147483648,) should end",
-        packed[:-9]: "the gzip file is truncated or damaged",
-        gzip.compress(whole[:-1]): "ends after 6 of the 7 bytes of sizes (7,)",
-        gzip.compress(large): "ends after 0 of the 2147483648 bytes",
+        b"": "is damaged, or ends too soon",
+        whole[:6]: "is damaged, or ends too soon",
+        whole[:-1]: r"holds 6 bytes where its sizes are \(7,\)",
+        whole + b"\0": r"holds 8 bytes where its sizes are \(7,\)",
+        b"\0\0\x0d\x01" + whole[4:]: "must begin with 00000801: bytes in 1 dimensions",
+        idx(IMAGES): "must begin with 00000801",
+        struct.pack(">HBBI", 0, 8, 1, 0): r"holds 0 bytes where its sizes are \(0,\)",
     }
-    for content, reason in cases.items():
-        path.write_bytes(content)
-        with pytest.raises(MalformedFile) as caught:
-            read_idx(path, 1)
-        assert reason in str(caught.value)
-        assert str(path) in str(caught.value)
-    for pack in (gzip.compress, bz2.compress, lzma.compress):
-        path.write_bytes(pack(whole))
-        assert read_idx(path, 1).tolist() == LABELS.tolist()
-
-
-def test_what_a_packed_file_announces_is_no_reason_to_make_room_for_it(tmp_path):
-    path = tmp_path / "images.gz"
-    announced = struct.pack(">HBB3I", 0, 8, 3, 1 << 15, 1 << 8, 1 << 8)  # 2 GiB
-    path.write_bytes(gzip.compress(announced + bytes(1000)))
-    tracemalloc.start()
-    try:
-        with pytest.raises(MalformedFile, match=r"ends after 1000 of the 2147483648 bytes"):
-            read_idx(path, 3)
-        _, most_bytes = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert most_bytes < 1 << 26
+    packed_cases = {
+        packed[:-9]: "is damaged, or ends too soon",
+        packed[:12] + b"\xff" + packed[13:]: "",
+        whole: "is damaged, or ends too soon: Not a gzipped file",
+        gzip.compress(whole[:-1]): "holds 6 bytes where",
+    }
+    for name, contents in (("idx", cases), ("idx.gz", packed_cases)):
+        for content, reason in contents.items():
+            (tmp_path / name).write_bytes(content)
+            with pytest.raises(MalformedFile, match=f"{name}: .*{reason}"):
+                read_idx(tmp_path / name, 1)
+    (tmp_path / "idx.gz").write_bytes(packed)
+    assert read_idx(tmp_path / "idx.gz", 1).tolist() == LABELS.tolist()
