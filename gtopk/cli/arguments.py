@@ -42,9 +42,10 @@ def as_argument(read: Callable[[str], T]) -> Callable[[str], T]:
 class Command(argparse.ArgumentParser):
     """The parser of a subcommand; its help ends with an example of a call."""
 
-    def __init__(self, name: str, description: str, example: str, **more: Any) -> None:
+    def __init__(self, call: str, description: str, example: str, **more: Any) -> None:
+        """call: how it is called, such as "gtopk plan"."""
         super().__init__(
-            prog=f"gtopk {name}",
+            prog=call,
             description=description,
             epilog=f"example:\n  {example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -228,7 +228,7 @@ MOST_ELEMENTS = 10**15
 def parser() -> Command:
     """Return the command line's grammar."""
     described = Command(
-        "plan",
+        "gtopk plan",
         "Estimate a step's gradient exchange on a cluster, from a model of its links, "
         "and whether compression pays there. Dense is what a job over MPI does between nodes "
         "without RDMA: long messages are answered before the next one is sent.",

@@ -14,10 +14,7 @@ from .. import run_one_of
 # Each is a module here, with its `parser` and `main`, that is imported when it is called.
 BENCHMARKS: Final[dict[str, str]] = {
     "collectives": "every reduction, compared with baselines and the model",
-    "engine": "matching operations by name, and fusion, against a bare allreduce",
     "optimizer": "the cost of a distributed step, and how much overlap hides",
-    "selection": "accumulate and select against other selectors, on this machine",
-    "wire": "bytes and time per entry of each format, and where it pays",
 }
 
 

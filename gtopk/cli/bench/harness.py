@@ -130,33 +130,14 @@ def per_rank(numbers: Sequence[float]) -> PerRank:
     return PerRank(mean=statistics.fmean(numbers), max=max(numbers))
 
 
-class Range(NamedTuple):
-    """Median, lowest and highest over the rounds."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Range:
-        return cls(statistics.median(values), min(values), max(values))
-
-    def fields(self, name: str) -> dict[str, float]:
-        """Return the fields of a record, in the types of JSON."""
-        return {name: self.median, f"{name}_low": self.low, f"{name}_high": self.high}
-
-    def text(self, decimals: int = 2) -> str:
-        low, high = (f"{value:.{decimals}f}" for value in self[1:])
-        return f"{self.median:.{decimals}f} ({low}-{high})"
-
-
-def bench_parser(benchmark: str, description: str, launched: bool = False) -> Command:
+def bench_parser(call: str, description: str, launched: bool = False) -> Command:
     """Return a parser for a benchmark that can write its records as JSON.
 
+    call:     how it is called, such as "gtopk bench optimizer".
     launched: its example is a call under mpirun.
     """
-    call = f"gtopk bench {benchmark} --json {benchmark}.json"
-    described = Command(f"bench {benchmark}", description, "mpirun -n 4 " * launched + call)
+    example = f"{'mpirun -n 4 ' * launched}{call} --json records.json"
+    described = Command(call, description, example)
     described.option("--json", output_file, None, "file to write the records to")
     return described
 

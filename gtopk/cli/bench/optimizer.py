@@ -283,7 +283,7 @@ def measure(
 def parser() -> argparse.ArgumentParser:
     """Return the command line's grammar."""
     described = bench_parser(
-        "optimizer",
+        "gtopk bench optimizer",
         "Time training steps of a plain optimizer and of distributed ones, in turn in "
         "one run. Alone, it shows what DistributedOptimizer costs; started on several ranks "
         "(mpirun -n 4 gtopk bench optimizer), how much of the exchange backward hides.",

@@ -119,7 +119,7 @@ def equal_bytes_density(density: float, ranks: int, growth: float = USUAL_GROWTH
 def parser() -> Command:
     """Return the command line's grammar."""
     described = Command(
-        "demo",
+        "gtopk demo",
         "Train one network on real handwritten digits with dense allreduce, top-k "
         "allgather and gTop-k, on MPI ranks of this machine, and compare them; then train with "
         "dense and gTop-k as if a slow network joined the ranks.",

@@ -123,7 +123,7 @@ def _sent(row: Record) -> str:
 def parser() -> Command:
     """Return the command line's grammar."""
     described = bench_parser(
-        "collectives",
+        "gtopk bench collectives",
         "Time every reduction, the baselines and the model. Start it on the ranks to "
         "measure (mpirun -n 4 gtopk bench collectives), or without a launcher on threads.",
         launched=True,
