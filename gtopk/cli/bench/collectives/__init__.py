@@ -120,12 +120,15 @@ def _sent(row: Record) -> str:
     return f"{'' if row['counted'] else '~'}{bytes_text(row['sent_bytes']['max'])}"
 
 
-def parser() -> Command:
+CALL: Final = "gtopk bench collectives"
+
+
+def parser(call: str = CALL) -> Command:
     """Return the command line's grammar."""
     described = bench_parser(
-        "gtopk bench collectives",
+        call,
         "Time every reduction, the baselines and the model. Start it on the ranks to "
-        "measure (mpirun -n 4 gtopk bench collectives), or without a launcher on threads.",
+        f"measure (mpirun -n 4 {call}), or without a launcher on threads.",
         launched=True,
     )
     described.option(
@@ -188,12 +191,12 @@ def known_interface(word: str) -> str:
     return word
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, call: str = CALL) -> int:
     """Run the benchmark on this rank and return the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    options = parser().parse_args(given)
+    options = parser(call).parse_args(given)
     # In the record, so that the measurement can be repeated.
-    command = shlex.join(["gtopk", "bench", "collectives", *given])
+    command = f"{call} {shlex.join(given)}"
 
     def measured(transport: Transport) -> None:
         results = run(options, command, transport)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from collectives.cost import Link
+from collectives.cost_model import DEFAULT_RATES, Network
 from collectives.transports import Transport
 from collectives.vector import SparseVector
-from gtopk.cli.bench.collectives import contenders as baselines
+from gtopk.cli.bench.collectives import main
 from gtopk.cli.bench.collectives.cases import picks
+from gtopk.cli.bench.collectives.contenders import BASELINES
 from gtopk.cli.bench.collectives.library import open_library
+from mpi_scripts import bench_collectives as baselines
 
 LENGTH, K = 2_000, 100
 
@@ -70,21 +74,28 @@ def test_an_entry_of_the_published_tree_has_16_bytes() -> None:
         np.testing.assert_array_equal(part, other)
 
 
-def test_what_a_library_sends_is_reckoned_at_the_least_there_can_be(threads) -> None:
-    size = 4
+def test_baselines_are_modelled_by_what_they_send() -> None:
+    length, k, network = 1_000_000, 1_000, Network(8, Link.of(1e8, 1e-4))
+    alpha, beta, _ = network.between
+    wire = {
+        contender.name: contender.modelled(length, k, network, DEFAULT_RATES)[0]
+        for contenders in baselines.PUBLISHED.values()
+        for contender in contenders
+    }
+    assert wire.pop("plain-allgather") == pytest.approx(3 * alpha + 7 * 8 * k * beta)
+    assert len(wire) == 2
+    for seconds in wire.values():
+        assert seconds == pytest.approx(9 * alpha + 6 * (alpha + 16 * k * beta))
 
-    def program(transport: Transport) -> list[int]:
-        library = open_library(transport, range(size))
-        sent = []
-        for operation in (
-            lambda: library.allreduce(np.ones(1_000, np.float32)),
-            lambda: library.allgather(np.zeros(50, np.uint8)),
-            lambda: library.broadcast(np.zeros(50, np.uint8), 0),
-        ):
-            operation()
-            sent.append(library.traffic.read_and_reset().sent_bytes)
-        return sent
 
-    *passing_on, last = threads(size, program)
-    assert passing_on == [[6_000, 150, 50]] * 3
-    assert last == [6_000, 150, 0]
+def test_they_run_beside_gtopks_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, contenders in baselines.PUBLISHED.items():
+        monkeypatch.setitem(BASELINES, name, contenders)
+    words = "--transport local --ranks 3 --lengths 1000 --rounds 1 --algorithms gtopk --baselines"
+    assert main([*words.split(), "plain-allgather", "published-tree"], baselines.CALL) == 0
+    said = capsys.readouterr().out
+    assert f"`{baselines.CALL} {words}" in said
+    for name in ("plain-allgather", "published-tree library-", "published-tree binomial-"):
+        assert name in said
