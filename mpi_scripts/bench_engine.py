@@ -26,7 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from collectives.transports import Transport
-from gtopk.cli.arguments import at_least
+from gtopk.cli.arguments import at_least, for_people, write_records
 from gtopk.cli.bench.harness import (
     Spread,
     add_words,
@@ -35,7 +35,6 @@ from gtopk.cli.bench.harness import (
     one_of,
     resnet50,
     spread,
-    write_json,
 )
 from gtopk.cli.charts import aligned
 from gtopk.runtime.coordinator import Engine, Operation, Settings
@@ -236,12 +235,13 @@ def _run(transport: Transport, options: argparse.Namespace) -> None:
     machine["load_after"] = load()
     if transport.rank != 0:
         return
-    print(
+    said = (
         f"{transport.size} ranks, {transport.name} ({transport.library()}), "
         f"{machine['processor']}, {machine['cores']} cores, load {machine['load_before']} before "
         f"and {machine['load_after']} after; medians of the slowest rank; goal: a ratio of "
         f"{GOAL_RATIO} at most\n\n{table(records)}"
     )
+    print(said, file=for_people(options.json))
     written = {
         "machine": machine,
         "ranks": transport.size,
@@ -249,7 +249,7 @@ def _run(transport: Transport, options: argparse.Namespace) -> None:
         "library": transport.library(),
         "records": records,
     }
-    write_json(written, options.json)
+    write_records(written, options.json)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -31,14 +32,13 @@ from collectives.cores import usable_cores
 from collectives.kernels import reference
 from collectives.kernels.host.calls import use_threads
 from collectives.vector import Array
-from gtopk.cli.arguments import Command, share, whole_number
+from gtopk.cli.arguments import Command, for_people, share, whole_number, write_records
 from gtopk.cli.bench.harness import (
     add_words,
     bench_parser,
     one_of,
     show_progress,
     silent,
-    write_json,
 )
 from gtopk.cli.charts import aligned
 from gtopk.runtime.machine import load, processor, this_machine
@@ -274,15 +274,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := set(options.methods or known) - set(known):
         parser().error(f"--methods must be among {', '.join(known)}; got {', '.join(unknown)}")
     torch.set_num_threads(1)
-    machine = this_machine()
-    print(", ".join(f"{name}: {value}" for name, value in machine.items()))
-    print("times are medians of rounds, with the lowest and the highest of the ratios\n")
+    machine, say = this_machine(), partial(print, file=for_people(options.json), flush=True)
+    say(", ".join(f"{name}: {value}" for name, value in machine.items()))
+    say("times are medians of rounds, with the lowest and the highest of the ratios\n")
     records: list[Record] = []
     merges: list[MergeRecord] = []
 
     def take(found: list[Record]) -> None:
         show_progress()
-        print(table(found))
+        say(table(found))
         records.extend(found)
 
     for elements in options.elements:
@@ -302,9 +302,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for merge in measure_merges(max(1, round(elements * options.density)), rounds=31):
             what = f"{'merge' if merge.lists == 2 else 'sum'} of {merge.lists} lists"
             spent = merge.nanoseconds_per_input_entry.text(1)
-            print(f"{what} of {merge.k:,}, {merge.method}: {spent} ns per input entry")
+            say(f"{what} of {merge.k:,}, {merge.method}: {spent} ns per input entry")
             merges.append(merge)
-        print()
+        say()
     machine["load_after"] = load()
     content = {
         "machine": machine,
@@ -320,7 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for merge in merges
         ],
     }
-    write_json(content, options.json)
+    write_records(content, options.json)
     return 0
 
 

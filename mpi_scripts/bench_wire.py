@@ -24,8 +24,8 @@ from collectives import SparseVector, accumulate_and_select
 from collectives.kernels import clear_at
 from collectives.vector import index_dtype
 from collectives.wire import EXACT, INDEX_CODES, VALUE_CODES, Format, decode, encode
-from gtopk.cli.arguments import Command, from_zero, share, whole_number
-from gtopk.cli.bench.harness import add_words, bench_parser, write_json
+from gtopk.cli.arguments import Command, for_people, from_zero, share, whole_number, write_records
+from gtopk.cli.bench.harness import add_words, bench_parser
 from gtopk.cli.charts import aligned
 from gtopk.runtime.machine import load, this_machine
 from mpi_scripts.selection_methods import Range, open_source
@@ -202,20 +202,20 @@ def parser() -> Command:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return the exit code."""
     options = parser().parse_args(arguments)
-    machine = this_machine()
-    print(", ".join(f"{name}: {value}" for name, value in machine.items()))
-    print("nanoseconds of one thread per entry: median of rounds (lowest-highest)\n")
+    machine, say = this_machine(), partial(print, file=for_people(options.json), flush=True)
+    say(", ".join(f"{name}: {value}" for name, value in machine.items()))
+    say("nanoseconds of one thread per entry: median of rounds (lowest-highest)\n")
     lists = [partial(uniform, options.entries, density) for density in options.densities]
     if options.elements:
         lists += [partial(trained, options.elements, density) for density in options.densities]
     records: list[Record] = []
     for make in lists:
         found = measure(make(), options.rounds)
-        print(table(found), flush=True)
+        say(table(found))
         records += found
     machine["load_after"] = load()
     written = {"machine": machine, "records": [_as_json(record) for record in records]}
-    write_json(written, options.json)
+    write_records(written, options.json)
     return 0
 
 

@@ -17,13 +17,11 @@ backward        |==|==|==|==|==|==|    the rest, as much for each layer, whose g
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final, NamedTuple, TypedDict, TypeVar
 
 import torch
@@ -35,7 +33,7 @@ from collectives.transports import Transport, local_world, run_ranks
 from ...runtime.launch import launched_by, transport_name
 from ...runtime.world.joining import join
 from ...runtime.world.membership import emulate_on
-from ..arguments import Command, output_file
+from ..arguments import Command, records_file
 
 # Ranks that are not measured wait for those that are.
 TIMEOUT_SECONDS: Final = 3600.0
@@ -138,15 +136,8 @@ def bench_parser(call: str, description: str, launched: bool = False) -> Command
     """
     example = f"{'mpirun -n 4 ' * launched}{call} --json records.json"
     described = Command(call, description, example)
-    described.option("--json", output_file, None, "file to write the records to")
+    described.option("--json", records_file, None, "file to write the records to; -: stdout")
     return described
-
-
-def write_json(content: object, path: Path | None) -> None:
-    """Write a benchmark's results, if a file was asked for."""
-    if path is not None:
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        print(f"written to {path}")
 
 
 def on_ranks(work: Callable[[Transport], object], threads: int, over: str | None = None) -> int:

@@ -17,14 +17,22 @@ from collectives.transports import Transport
 from collectives.wire.format import INDEX_CODES, VALUE_CODES
 
 from ....units import bandwidth_text, bytes_text, seconds_text
-from ...arguments import Command, above_zero, from_zero, number_in, share, whole_number
+from ...arguments import (
+    Command,
+    above_zero,
+    for_people,
+    from_zero,
+    number_in,
+    share,
+    whole_number,
+    write_records,
+)
 from ...charts import aligned
 from ..harness import (
     add_words,
     bench_parser,
     on_ranks,
     one_of,
-    write_json,
 )
 from .cases import DISTRIBUTIONS, Case, Record, Results
 from .contenders import BASELINES, KNOWN, formats_of, parse
@@ -201,8 +209,8 @@ def main(arguments: Sequence[str] | None = None, call: str = CALL) -> int:
     def measured(transport: Transport) -> None:
         results = run(options, command, transport)
         if transport.rank == 0:
-            print(table(results), flush=True)
-            write_json(results, options.json)
+            print(table(results), file=for_people(options.json), flush=True)
+            write_records(results, options.json)
         # Ranks that were not measured are still on their way: whoever left would seem to have died.
         transport.leave("the benchmark is done")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +31,7 @@ def test_records_are_printed_alone(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr()
     assert json.loads(printed.out)["records"]
     assert "gtopk" in printed.err
+    assert not Path("-").exists()
 
 
 @pytest.mark.parametrize(
