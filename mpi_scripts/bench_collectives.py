@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+import torch
+import torch.distributed as distributed
 
 # By path, Python would find no gtopk that is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -25,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from collectives.cost import rounds
 from collectives.cost_model import Network, Rates
 from collectives.kernels import merge, sum_by_index
+from collectives.transports import Transport
 from collectives.vector import Array, SparseVector
 from gtopk.cli.bench.collectives import main
 from gtopk.cli.bench.collectives.contenders import BASELINES, Contender, Modelled, Task, Update
@@ -33,8 +36,81 @@ from gtopk.cli.bench.collectives.library import ModelledLibrary
 CALL: Final = "python mpi_scripts/bench_collectives.py"
 
 
+class Collectives:
+    """A library's further blocking collectives, on arrays in the host's memory.
+
+    Only messages given to `send` can be counted; the others count as the least there can be: an
+    allgather and a broadcast at one copy for each rank that lacks it.
+    """
+
+    def __init__(self, library: ModelledLibrary, rank: int) -> None:
+        self._library, self._group = library, library.group
+        self._rank, self._size = rank, library.size
+
+    def allgather(self, message: Array) -> Array:
+        """Return uint8 [P m]: uint8 [m] of each rank, in rank order."""
+        group, gathered = self._group, np.empty((self._size, message.size), np.uint8)
+        if isinstance(group, Transport):
+            np.stack(group.allgather(message), out=gathered)
+        elif isinstance(group, distributed.ProcessGroup):
+            rows = list(torch.from_numpy(gathered))
+            distributed.all_gather(rows, torch.from_numpy(message), group=group)
+        else:
+            group.Allgather(message, gathered)
+        self._library.traffic.count((self._size - 1) * message.size, self._library.rounds)
+        return gathered.reshape(-1)
+
+    def send(self, message: Array, to: int) -> None:
+        """Send uint8 [m]."""
+        group = self._group
+        if isinstance(group, Transport):
+            group.send(message, to)()
+        elif isinstance(group, distributed.ProcessGroup):
+            to = distributed.get_global_rank(group, to)
+            distributed.send(torch.from_numpy(message), to, group=group)
+        else:
+            group.Send(message, to)
+        self._library.traffic.count(message.size)
+
+    def receive(self, message: Array, source: int) -> None:
+        """Fill uint8 [m] with a message of a rank."""
+        group = self._group
+        if isinstance(group, Transport):
+            np.copyto(message, group.receive(source))
+        elif isinstance(group, distributed.ProcessGroup):
+            source = distributed.get_global_rank(group, source)
+            distributed.recv(torch.from_numpy(message), source, group=group)
+        else:
+            group.Recv(message, source)
+
+    def broadcast(self, message: Array, root: int) -> None:
+        """Fill uint8 [m] with the root's."""
+        group = self._group
+        if isinstance(group, Transport):
+            np.copyto(message, group.broadcast(message, root))
+        elif isinstance(group, distributed.ProcessGroup):
+            source = distributed.get_global_rank(group, root)
+            distributed.broadcast(torch.from_numpy(message), source, group=group)
+        else:
+            group.Bcast(message, root)
+        # As if passed on from one rank to the next: the last one sends nothing.
+        if (self._rank + 1) % self._size != root:
+            self._library.traffic.count(message.size)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        group = self._group
+        if isinstance(group, distributed.ProcessGroup):
+            distributed.barrier(group=group)
+        elif isinstance(group, Transport):
+            group.barrier()
+        else:
+            group.Barrier()
+        self._library.traffic.count(0, self._library.rounds)
+
+
 def plain_allgather(
-    selected: SparseVector, k: int, size: int, library: ModelledLibrary
+    selected: SparseVector, k: int, size: int, library: Collectives
 ) -> SparseVector:
     """Return the sum of all ranks' entries; ranks with fewer than k send zeros in addition."""
     message = np.zeros((2, k), np.int32)
@@ -55,7 +131,7 @@ def published_tree(
     k: int,
     rank: int,
     size: int,
-    library: ModelledLibrary,
+    library: Collectives,
     broadcast: Callable[[Array], None],
 ) -> SparseVector:
     """Reduce to rank 0 and broadcast, as the published code does.
@@ -100,7 +176,7 @@ def of_sixteen_bytes(message: Array, like: SparseVector) -> SparseVector:
     )
 
 
-def binomial_broadcast(message: Array, rank: int, size: int, library: ModelledLibrary) -> None:
+def binomial_broadcast(message: Array, rank: int, size: int, library: Collectives) -> None:
     """Fill uint8 [m] with rank 0's: in each round every rank that has it sends it to another."""
     distance = 1 << max(0, (size - 1).bit_length() - 1)
     while distance:
@@ -114,7 +190,8 @@ def binomial_broadcast(message: Array, rank: int, size: int, library: ModelledLi
 def allgather_contender() -> Contender:
     def prepare(task: Task) -> Callable[[], Update]:
         size = task.transport.size
-        return lambda: plain_allgather(task.selected, task.k, size, task.library)
+        library = Collectives(task.library, task.transport.rank)
+        return lambda: plain_allgather(task.selected, task.k, size, library)
 
     def modelled(length: int, k: int, network: Network, rates: Rates) -> Modelled:
         alpha, beta, _ = network.link(1)
@@ -131,7 +208,8 @@ def allgather_contender() -> Contender:
 
 def tree_contender(broadcast: str) -> Contender:
     def prepare(task: Task) -> Callable[[], Update]:
-        rank, size, library = task.transport.rank, task.transport.size, task.library
+        rank, size = task.transport.rank, task.transport.size
+        library = Collectives(task.library, rank)
 
         def spread(message: Array) -> None:
             if broadcast == "library":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -14,6 +17,7 @@ from gtopk.cli.bench.collectives.cases import picks
 from gtopk.cli.bench.collectives.contenders import BASELINES
 from gtopk.cli.bench.collectives.library import open_library
 from mpi_scripts import bench_collectives as baselines
+from mpi_scripts.bench_collectives import Collectives
 
 LENGTH, K = 2_000, 100
 
@@ -25,7 +29,7 @@ def everyones(size: int) -> list[SparseVector]:
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 def test_the_plain_allgather_gives_the_sum_of_all_picks(threads, size: int) -> None:
     def program(transport: Transport) -> SparseVector:
-        library = open_library(transport, range(size))
+        library = Collectives(open_library(transport, range(size)), transport.rank)
         return baselines.plain_allgather(everyones(size)[transport.rank], K, size, library)
 
     expected = np.sum([vector.to_dense() for vector in everyones(size)], axis=0, dtype=float)
@@ -39,7 +43,7 @@ def test_the_published_tree_keeps_the_k_largest_of_each_merge(
     threads, size: int, binomial: bool
 ) -> None:
     def program(transport: Transport) -> SparseVector:
-        library = open_library(transport, range(size))
+        library = Collectives(open_library(transport, range(size)), transport.rank)
 
         def broadcast(message: np.ndarray) -> None:
             if binomial:
@@ -74,6 +78,26 @@ def test_an_entry_of_the_published_tree_has_16_bytes() -> None:
         np.testing.assert_array_equal(part, other)
 
 
+def test_what_a_library_sends_is_reckoned_at_the_least_there_can_be(threads) -> None:
+    size = 4
+
+    def program(transport: Transport) -> list[int]:
+        whole = open_library(transport, range(size))
+        library = Collectives(whole, transport.rank)
+        sent = []
+        for operation in (
+            lambda: library.allgather(np.zeros(50, np.uint8)),
+            lambda: library.broadcast(np.zeros(50, np.uint8), 0),
+        ):
+            operation()
+            sent.append(whole.traffic.read_and_reset().sent_bytes)
+        return sent
+
+    *passing_on, last = threads(size, program)
+    assert passing_on == [[150, 50]] * 3
+    assert last == [150, 0]
+
+
 def test_baselines_are_modelled_by_what_they_send() -> None:
     length, k, network = 1_000_000, 1_000, Network(8, Link.of(1e8, 1e-4))
     alpha, beta, _ = network.between
@@ -99,3 +123,30 @@ def test_they_run_beside_gtopks_own(
     assert f"`{baselines.CALL} {words}" in said
     for name in ("plain-allgather", "published-tree library-", "published-tree binomial-"):
         assert name in said
+
+
+@pytest.mark.parametrize("launch", ["mpirun", "torchrun"])
+def test_they_run_on_mpi_and_gloo_themselves(request, launch: str, tmp_path: Path) -> None:
+    path = tmp_path / "collectives.json"
+    words = [
+        "--ranks",
+        "2",
+        "3",
+        "--lengths",
+        "1000",
+        "--rounds",
+        "1",
+        "--algorithms",
+        "gtopk",
+        "--json",
+    ]
+    job = request.getfixturevalue(launch)(3, "bench_collectives_script.py", *words, str(path))
+    assert job.returncode == 0, job.stdout + job.stderr
+    results = json.loads(path.read_text())
+    assert ("gloo" if launch == "torchrun" else "MPI") in results["run"]["library"]
+    updated = {}
+    for record in results["records"]:
+        updated.setdefault((record["ranks"], record["contender"]), record["updated"])
+    assert len(updated) == 2 * 5
+    # Of picks that hardly overlap the allgather keeps all, the tree k of them.
+    assert updated[3, "plain-allgather"] > updated[3, "published-tree binomial-broadcast"] == 1
