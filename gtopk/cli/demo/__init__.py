@@ -302,7 +302,7 @@ def show(records: Sequence[Record]) -> None:
 
 def write_report(records: Sequence[Record], folder: Path) -> None:
     """Write results.json and index.html into a folder that is there."""
-    from .page import write_page
+    from .page import page
 
     (folder / "results.json").write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
-    write_page(records, folder / "index.html")
+    (folder / "index.html").write_text(page(records), encoding="utf-8")
