@@ -41,14 +41,14 @@ measure() {
     printf '```\n'
 } >"$folder/results.md"
 
-measure "Selection" "${gtopk[@]}" bench selection --data training gaussian laplace \
+measure "Selection" "$python" "$here/bench_selection.py" --data training gaussian laplace \
     --json "$folder/selection.json"
-measure "Selection misled" "${gtopk[@]}" bench selection --data adverse \
+measure "Selection misled" "$python" "$here/bench_selection.py" --data adverse \
     --methods gtopk-compiled gtopk-reference --json "$folder/misled.json"
-measure "Messages" "${gtopk[@]}" bench wire --json "$folder/wire.json"
+measure "Messages" "$python" "$here/bench_wire.py" --json "$folder/wire.json"
 for ranks in 2 3; do
-    measure "The engine on $ranks ranks" "${gtopk[@]}" run -n "$ranks" -m gtopk bench engine \
-        --json "$folder/engine-$ranks.json"
+    measure "The engine on $ranks ranks" "${gtopk[@]}" run -n "$ranks" \
+        "$here/bench_engine.py" --json "$folder/engine-$ranks.json"
 done
 measure "The optimizer on 1 rank" "${gtopk[@]}" bench optimizer --model resnet20 \
     --json "$folder/optimizer.json"

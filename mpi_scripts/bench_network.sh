@@ -11,7 +11,7 @@ set -euo pipefail
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 mkdir -p "${1:-report}"
 folder=$(readlink -f "${1:-report}")
-bench=("${PYTHON:-python3}" -m gtopk bench collectives)
+bench=("${PYTHON:-python3}" "$here/bench_collectives.py")
 export PYTHONPATH=$here/..${PYTHONPATH:+:$PYTHONPATH}
 
 cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # nproc obeys these

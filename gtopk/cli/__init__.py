@@ -34,7 +34,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "simulate": (".simulate", "compare adaptive batches on a modelled cluster"),
     "bench": (
         ".bench",
-        "measure this machine and its network: selection, wire, engine, optimizer, collectives",
+        "measure reductions between these ranks, and what a distributed step costs",
     ),
     "run": (".run", "start a script on several ranks, here or on other hosts"),
     "report": (".report", "draw a recorded run as one HTML page"),

@@ -8,13 +8,14 @@ The models are torchvision's and Hugging Face's, heads included.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 import sys
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TextIO, TypeVar
 
 from ..runtime.launch import launched_by
 
@@ -42,9 +43,10 @@ def as_argument(read: Callable[[str], T]) -> Callable[[str], T]:
 class Command(argparse.ArgumentParser):
     """The parser of a subcommand; its help ends with an example of a call."""
 
-    def __init__(self, name: str, description: str, example: str, **more: Any) -> None:
+    def __init__(self, call: str, description: str, example: str, **more: Any) -> None:
+        """call: how it is called, such as "gtopk plan"."""
         super().__init__(
-            prog=f"gtopk {name}",
+            prog=call,
             description=description,
             epilog=f"example:\n  {example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -126,6 +128,28 @@ def output_file(text: str) -> Path:
     except OSError as error:
         raise ValueError(f"{text} cannot be written: {error.strerror}") from None
     return path
+
+
+STDOUT: Final = Path("-")  # in place of a file
+
+
+def records_file(text: str) -> Path:
+    """Return STDOUT of "-", or else the path of a file, as `output_file` does."""
+    return STDOUT if text == "-" else output_file(text)
+
+
+def for_people(records: Path | None) -> TextIO:
+    """Return the stream for all but the records: stderr, where these take stdout."""
+    return sys.stderr if records == STDOUT else sys.stdout
+
+
+def write_records(content: object, file: Path | None) -> None:
+    """Write records as JSON, if a file was asked for."""
+    text = json.dumps(content, indent=1)
+    if file == STDOUT:
+        print(text)
+    elif file is not None:
+        file.write_text(f"{text}\n", encoding="utf-8")
 
 
 PARAMETERS: Final = {

@@ -26,7 +26,7 @@ _HOW: Final = (
 def parser() -> Command:
     """Return the command line's grammar."""
     described = Command(
-        "completion",
+        "gtopk completion",
         "Print the completion script for a shell. It needs shtab: pip install shtab.",
         "\n  ".join(_HOW) + "\n\nOnce for each version of gtopk: to make it takes some seconds.",
     )
@@ -35,7 +35,7 @@ def parser() -> Command:
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
-    """Return the parser of each command, as "plan" or "bench wire".
+    """Return the parser of each command, as "plan" or "bench optimizer".
 
     A command that cannot be imported here gets a parser with --help alone.
     """

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import runpy
 import sys
@@ -37,6 +36,7 @@ from ..runtime.standard_streams import wants_colour
 from ..units import SPACE, bandwidth_text, bytes_text, count_text, digits, duration_text
 from .arguments import (
     PARAMETERS,
+    STDOUT,
     Command,
     as_argument,
     bandwidth,
@@ -44,7 +44,9 @@ from .arguments import (
     duration,
     fail,
     number_in,
+    records_file,
     share,
+    write_records,
 )
 from .charts import aligned
 
@@ -228,7 +230,7 @@ MOST_ELEMENTS = 10**15
 def parser() -> Command:
     """Return the command line's grammar."""
     described = Command(
-        "plan",
+        "gtopk plan",
         "Estimate a step's gradient exchange on a cluster, from a model of its links, "
         "and whether compression pays there. Dense is what a job over MPI does between nodes "
         "without RDMA: long messages are answered before the next one is sent.",
@@ -265,7 +267,7 @@ def parser() -> Command:
         "use assumed rates for selecting and merging instead of measuring this machine",
     )
     written = "write the figures as JSON; without FILE: print only them"
-    option("--json", None, None, written, nargs="?", const="-", metavar="FILE")
+    option("--json", records_file, None, written, nargs="?", const=STDOUT, metavar="FILE")
     described.flag(
         "--simulate",
         "in a checkout of gtopk: send every message of the real code over shared links, by "
@@ -348,18 +350,11 @@ def compared(options: argparse.Namespace) -> tuple[Comparison, Rates, str]:
     return compare(cluster, rates, formats), rates, origin
 
 
-def deliver(content: dict[str, Any], lines: list[str], file: str | None) -> int:
-    """Print the lines, or with the file "-" only the JSON, write the file, return the exit code."""
-    record = json.dumps(content, indent=1)
-    if file == "-":
-        print(record)
-        return 0
-    show(lines)
-    if file:
-        try:
-            Path(file).write_text(record + "\n", encoding="utf-8")
-        except OSError as error:
-            return fail("plan", f"--json {file} cannot be written: {error.strerror}", code=2)
+def deliver(content: dict[str, Any], lines: list[str], file: Path | None) -> int:
+    """Print the lines, unless the records take stdout; write these, and return the exit code."""
+    if file != STDOUT:
+        show(lines)
+    write_records(content, file)
     return 0
 
 

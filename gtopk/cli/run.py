@@ -53,7 +53,7 @@ class _TerminationRequested(KeyboardInterrupt):
 def parser() -> Command:
     """Return the command line's grammar."""
     described = Command(
-        "run",
+        "gtopk run",
         "Start a script on several ranks: by srun inside a Slurm allocation, else by "
         "mpirun, or by torchrun if there is no MPI, with the settings that the launcher needs "
         "here. You may also call a launcher yourself: mpirun -n 4 python SCRIPT.",

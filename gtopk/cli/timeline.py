@@ -43,7 +43,7 @@ class Trace(NamedTuple):
 def parser() -> Command:
     """Return the command line's grammar."""
     described = Command(
-        "timeline",
+        "gtopk timeline",
         "Merge the traces of all ranks, on rank 0's clock, for chrome://tracing or "
         "ui.perfetto.dev. Ranks write traces when GTOPK_TIMELINE=FOLDER is set.",
         "GTOPK_TIMELINE=traces gtopk run -n 4 train.py\n  gtopk timeline traces --out trace.json",

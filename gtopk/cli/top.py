@@ -214,7 +214,7 @@ def as_lines(
 def parser() -> Command:
     """Return the command line's grammar."""
     described = Command(
-        "top",
+        "gtopk top",
         "Show what each rank of a run is doing, from the record that it writes. On a "
         "terminal it waits for a run to begin, and refreshes until Ctrl-C or the end of the run.",
         "gtopk top runs/first\n  gtopk top runs/first --once --json",

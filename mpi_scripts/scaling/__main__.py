@@ -29,7 +29,7 @@ from gtopk.runtime.world import world
 from . import measure as record
 from .contenders import ALONE, CONTENDERS, Setting
 from .measure import Clock, Results, measure, read, records
-from .models import PUBLISHED, emulated
+from .models import PUBLISHED, Compute, emulated
 from .report import markdown, table
 
 
@@ -135,7 +135,13 @@ def run(options: argparse.Namespace, command: str) -> Results:
     compute = (
         emulated(options.model, options.scale, here.rank)
         if options.compute == "paper"
-        else real(options.model, options.batch, here.rank)
+        else Compute(
+            options.model,
+            False,
+            1.0,
+            options.batch,
+            *real(options.model, options.batch, here.rank),
+        )
     )
     library = open_library(here.transport, range(here.size))
     group = open_gloo()

@@ -23,10 +23,11 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from gtopk.cli.bench.collectives.library import ModelledLibrary
-from gtopk.cli.bench.harness import Compute
 from gtopk.cli.bench.optimizer import WHOLE_MODEL_MB, register_power
 from gtopk.compression import Compression, SparseCompression
 from gtopk.optim.distributed import DistributedOptimizer
+
+from .models import Compute
 
 ALONE: Final = "alone"
 _BUCKET_MB: Final = 25  # PyTorch's default, but for a smaller first one

@@ -4,18 +4,43 @@ Shi et al. 2019 (ICDCS, arXiv 1901.04359): 32 nodes with one Nvidia P102-100 eac
 Ethernet, density 0.001. The figures are those of the authors' plotting script,
 scripts/icdcs2019/communication.py in their repository gtopkssgd.
 
-Emulated networks have their layers, or thinner ones, and their workers' speed.
+Emulated networks have their layers, or thinner ones, and their workers' speed: a step takes its
+time asleep.
+
+forward    |====|                      a third of the step, asleep: a GPU computes, the CPU waits
+backward        |==|==|==|==|==|==|    the rest, as much for each layer, whose gradients are there
+                   g6 g5 g4 g3 g2 g1   when its share is over, as hooks and overlap need it
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final, NamedTuple
 
-from gtopk.cli.bench.harness import Compute, Layer, asleep, convolution, linear, lstm_ptb, resnet50
+from torch import nn
+
+from gtopk.cli.bench.harness import Layer, convolution, linear, lstm_ptb, of_layers, resnet50
 
 WORKERS: Final = (4, 8, 16, 32)
+# Backward takes two products where forward takes one: for inputs and for weights.
+FORWARD_SHARE: Final = 1 / 3
+
+
+class Compute(NamedTuple):
+    """The computation of a step. emulated: it sleeps for its time, and its gradients are random.
+
+    scale: how many times smaller the model is than the one it stands for.
+    make: the model; backward: the forward and backward pass of a batch of it.
+    """
+
+    name: str
+    emulated: bool
+    scale: float
+    batch: int
+    make: Callable[[], nn.Module]
+    backward: Callable[[nn.Module], None]
 
 
 class Published(NamedTuple):
@@ -141,4 +166,13 @@ def emulated(model: str, scale: float, rank: int) -> Compute:
     """Return a published model with about 1/scale of its parameters, at its workers' speed."""
     published = PUBLISHED[model]
     layers = thinner(list(LAYERS[model]()), scale)
-    return asleep(model, layers, published.step_seconds, rank, scale, published.batch)
+    forward_seconds = FORWARD_SHARE * published.step_seconds
+    layer_seconds = (published.step_seconds - forward_seconds) / len(layers)
+    # Asleep, not busy: a GPU would compute now, and leave the core to the exchange.
+    make, pass_back = of_layers(layers, rank, lambda: time.sleep(layer_seconds))
+
+    def backward(network: nn.Module) -> None:
+        time.sleep(forward_seconds)
+        pass_back(network)
+
+    return Compute(model, True, scale, published.batch, make, backward)

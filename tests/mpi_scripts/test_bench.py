@@ -14,7 +14,7 @@ REAL = ("bench.sh", "bench_network.sh", "bench_predictions.sh")
 # Says what it was asked for; selection fails.
 PYTHON = """#!/bin/sh
 echo "ran $*"
-case "$*" in *"bench selection"*) echo "no memory" >&2; exit 3 ;; esac
+case "$*" in *bench_selection.py*) echo "no memory" >&2; exit 3 ;; esac
 """
 NETWORK = """#!/bin/sh
 shift 3
@@ -40,7 +40,14 @@ def test_results_have_every_part_and_what_each_has_said(tmp_path: Path) -> None:
     results = (out / "results.md").read_text()
     assert results.startswith("# Measured on ")
     parts = dict(re.findall(r"^## (.+?)\n(.+?)(?=^## |\Z)", results, re.MULTILINE | re.DOTALL))
-    asked = ["selection", "adverse", "wire", "engine", "engine", "optimizer"]
+    asked = [
+        "bench_selection",
+        "adverse",
+        "bench_wire",
+        "bench_engine",
+        "bench_engine",
+        "optimizer",
+    ]
     for shapes in ("one-50m", "resnet50-shapes", "160x1000", "1000x10"):
         asked += [f"--model {shapes} --rounds 9 --json", f"--model {shapes} --rounds 9 --ways"]
     asked += [

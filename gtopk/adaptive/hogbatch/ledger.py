@@ -123,12 +123,11 @@ class WorkerTable:
     rows: ROW [workers]; head: HEAD [1]; me: this worker's place.
     """
 
-    def __init__(self, memory: NodeMemory, first_byte: int = 0) -> None:
+    def __init__(self, memory: NodeMemory) -> None:
         self._memory = memory
-        rows = first_byte + HEAD.itemsize
-        self.head = memory.bytes[first_byte:rows].view(HEAD)
-        end = rows + memory.places * ROW.itemsize
-        self.rows: np.ndarray[Any, Any] = memory.bytes[rows:end].view(ROW)
+        self.head = memory.bytes[: HEAD.itemsize].view(HEAD)
+        end = self.size_bytes(memory.places)
+        self.rows: np.ndarray[Any, Any] = memory.bytes[HEAD.itemsize : end].view(ROW)
         self.me = memory.place
 
     @staticmethod

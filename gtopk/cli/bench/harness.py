@@ -3,27 +3,19 @@
 Words of an option have spaces between them, not commas, as a word may hold some itself:
 hierarchical:across=gtopk,growth=2.0.
 
-Workloads: the networks that benchmarks take steps of.
-
-A network computes (two residual networks, He et al. 2016), or has only the shapes of one and takes
-its time asleep. A layer's shapes come weight first, then its biases and its batch norm's: their
-gradients are there together, when backward has passed the layer.
-
-forward    |====|                      a third of the step, asleep: a GPU computes, the CPU waits
-backward        |==|==|==|==|==|==|    the rest, as much for each layer, whose gradients are there
-                   g6 g5 g4 g3 g2 g1   when its share is over, as hooks and overlap need it
+Workloads: the networks that benchmarks take steps of. A network computes (two residual networks, He
+et al. 2016), or has only the shapes of one, and its gradients cost a copy. A layer's shapes come
+weight first, then its biases and its batch norm's: their gradients are there together, when
+backward has passed the layer.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final, NamedTuple, TypedDict, TypeVar
 
 import torch
@@ -35,7 +27,7 @@ from collectives.transports import Transport, local_world, run_ranks
 from ...runtime.launch import launched_by, transport_name
 from ...runtime.world.joining import join
 from ...runtime.world.membership import emulate_on
-from ..arguments import Command, output_file
+from ..arguments import Command, records_file
 
 # Ranks that are not measured wait for those that are.
 TIMEOUT_SECONDS: Final = 3600.0
@@ -130,42 +122,16 @@ def per_rank(numbers: Sequence[float]) -> PerRank:
     return PerRank(mean=statistics.fmean(numbers), max=max(numbers))
 
 
-class Range(NamedTuple):
-    """Median, lowest and highest over the rounds."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Range:
-        return cls(statistics.median(values), min(values), max(values))
-
-    def fields(self, name: str) -> dict[str, float]:
-        """Return the fields of a record, in the types of JSON."""
-        return {name: self.median, f"{name}_low": self.low, f"{name}_high": self.high}
-
-    def text(self, decimals: int = 2) -> str:
-        low, high = (f"{value:.{decimals}f}" for value in self[1:])
-        return f"{self.median:.{decimals}f} ({low}-{high})"
-
-
-def bench_parser(benchmark: str, description: str, launched: bool = False) -> Command:
+def bench_parser(call: str, description: str, launched: bool = False) -> Command:
     """Return a parser for a benchmark that can write its records as JSON.
 
+    call:     how it is called, such as "gtopk bench optimizer".
     launched: its example is a call under mpirun.
     """
-    call = f"gtopk bench {benchmark} --json {benchmark}.json"
-    described = Command(f"bench {benchmark}", description, "mpirun -n 4 " * launched + call)
-    described.option("--json", output_file, None, "file to write the records to")
+    example = f"{'mpirun -n 4 ' * launched}{call} --json records.json"
+    described = Command(call, description, example)
+    described.option("--json", records_file, None, "file to write the records to; -: stdout")
     return described
-
-
-def write_json(content: object, path: Path | None) -> None:
-    """Write a benchmark's results, if a file was asked for."""
-    if path is not None:
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        print(f"written to {path}")
 
 
 def on_ranks(work: Callable[[Transport], object], threads: int, over: str | None = None) -> int:
@@ -298,51 +264,45 @@ SHAPES: Final[Mapping[str, Callable[[], Iterator[Layer]]]] = {
 }
 
 
-# Backward takes two products where forward takes one: for inputs and for weights.
-FORWARD_SHARE: Final = 1 / 3
-
-
 class Compute(NamedTuple):
-    """The computation of a step. emulated: it sleeps for its time, and its gradients are random.
+    """The computation of a step: makes the model, and runs both passes of a batch through it."""
 
-    scale: how many times smaller the model is than the one it stands for.
-    make: the model; backward: the forward and backward pass of a batch of it.
-    """
-
-    name: str
-    emulated: bool
-    scale: float
-    batch: int
     make: Callable[[], nn.Module]
     backward: Callable[[nn.Module], None]
 
 
 class _Pass(torch.autograd.Function):
-    """Return x as it is; the gradients of a layer's parameters are fixed ones, seconds later."""
+    """Return x as it is; the gradients of a layer's parameters are fixed ones, after a pause."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
         gradients: list[torch.Tensor],
-        seconds: float,
+        pause: Callable[[], None],
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.gradients, ctx.seconds = gradients, seconds
+        ctx.gradients, ctx.pause = gradients, pause
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *outputs: torch.Tensor) -> Any:
-        # Asleep, not busy: a GPU would compute now, and leave the core to the exchange.
-        time.sleep(ctx.seconds)
+        ctx.pause()
         # Copies: autograd hands a gradient over as .grad, which optimizers change in place.
         return outputs[0], None, None, *(gradient.clone() for gradient in ctx.gradients)
 
 
-class Emulated(nn.Module):
-    """Layers of these shapes; nothing is computed."""
+def no_pause() -> None:
+    """Go on at once."""
 
-    def __init__(self, layers: list[Layer], step_seconds: float, seed: int) -> None:
+
+class Shapes(nn.Module):
+    """Layers of these shapes, with random gradients; nothing is computed.
+
+    pause: called before a layer's gradients are there.
+    """
+
+    def __init__(self, layers: list[Layer], seed: int, pause: Callable[[], None]) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.layers = nn.ModuleList(
@@ -351,32 +311,26 @@ class Emulated(nn.Module):
         self._gradients = [
             [torch.randn(shape, generator=generator) for shape in layer] for layer in layers
         ]
-        self._forward_seconds = FORWARD_SHARE * step_seconds
-        self._layer_seconds = (1 - FORWARD_SHARE) * step_seconds / len(layers)
+        self._pause = pause
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(self._forward_seconds)
         for layer, gradients in zip(self.layers, self._gradients, strict=True):
-            x = _Pass.apply(x, gradients, self._layer_seconds, *layer.parameters())  # type: ignore[no-untyped-call]
+            x = _Pass.apply(x, gradients, self._pause, *layer.parameters())  # type: ignore[no-untyped-call]
         return x
 
 
-def asleep(
-    model: str, layers: list[Layer], step_seconds: float, rank: int, scale: float, batch: int
-) -> Compute:
-    """Return a network of these layers that takes its time asleep."""
+def of_layers(layers: list[Layer], rank: int, pause: Callable[[], None] = no_pause) -> Compute:
+    """Return parameters of these shapes, whose gradients cost a copy, and the pause."""
 
     def backward(network: nn.Module) -> None:
         network(torch.ones(1, requires_grad=True)).sum().backward()
 
-    return Compute(
-        model, True, scale, batch, lambda: Emulated(layers, step_seconds, rank), backward
-    )
+    return Compute(lambda: Shapes(layers, rank, pause), backward)
 
 
 def shapes(model: str, rank: int) -> Compute:
     """Return parameters of these shapes whose gradients cost a copy: all else is the step's own."""
-    return asleep(model, list(SHAPES[model]()), 0.0, rank, 1.0, 1)
+    return of_layers(list(SHAPES[model]()), rank)
 
 
 def real(model: str, batch: int, rank: int) -> Compute:
@@ -393,4 +347,4 @@ def real(model: str, batch: int, rank: int) -> Compute:
     def backward(network: nn.Module) -> None:
         nn.functional.cross_entropy(network(images), labels).backward()
 
-    return Compute(model, False, 1.0, batch, make, backward)
+    return Compute(make, backward)

@@ -40,7 +40,7 @@ from ...optim.distributed import DistributedOptimizer
 from ...runtime.liveness.heartbeat import own_address
 from ...runtime.world import world
 from ...torch.functions import allgather_object
-from ..arguments import fail, share, whole_number
+from ..arguments import fail, for_people, share, whole_number, write_records
 from ..charts import aligned
 from .collectives.run import count_hosts
 from .harness import (
@@ -54,7 +54,6 @@ from .harness import (
     shapes,
     show_progress,
     silent,
-    write_json,
 )
 
 POWER_RANK: Final = 2
@@ -283,7 +282,7 @@ def measure(
 def parser() -> argparse.ArgumentParser:
     """Return the command line's grammar."""
     described = bench_parser(
-        "optimizer",
+        "gtopk bench optimizer",
         "Time training steps of a plain optimizer and of distributed ones, in turn in "
         "one run. Alone, it shows what DistributedOptimizer costs; started on several ranks "
         "(mpirun -n 4 gtopk bench optimizer), how much of the exchange backward hides.",
@@ -356,10 +355,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "threads": torch.get_num_threads(),
             "load": round(os.getloadavg()[0], 1),
         }
-        print(", ".join(f"{name}: {value}" for name, value in facts.items() if value != ""))
-        print(table(records))
+        said = ", ".join(f"{name}: {value}" for name, value in facts.items() if value != "")
+        print(said, table(records), sep="\n", file=for_people(options.json))
         content = {**facts, "records": [dataclasses.asdict(each) for each in records]}
-        write_json(content, options.json)
+        write_records(content, options.json)
     world.shutdown()
     return 0
 

@@ -119,7 +119,7 @@ def equal_bytes_density(density: float, ranks: int, growth: float = USUAL_GROWTH
 def parser() -> Command:
     """Return the command line's grammar."""
     described = Command(
-        "demo",
+        "gtopk demo",
         "Train one network on real handwritten digits with dense allreduce, top-k "
         "allgather and gTop-k, on MPI ranks of this machine, and compare them; then train with "
         "dense and gTop-k as if a slow network joined the ranks.",
@@ -302,7 +302,7 @@ def show(records: Sequence[Record]) -> None:
 
 def write_report(records: Sequence[Record], folder: Path) -> None:
     """Write results.json and index.html into a folder that is there."""
-    from .page import write_page
+    from .page import page
 
     (folder / "results.json").write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
-    write_page(records, folder / "index.html")
+    (folder / "index.html").write_text(page(records), encoding="utf-8")

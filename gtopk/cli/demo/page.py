@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
-from pathlib import Path
-from typing import Any
 
 from ...units import bytes_text, count_text, digits, points_text, seconds_text
 from .. import charts
@@ -20,7 +18,6 @@ from .verdicts import (
     PARTS,
     Record,
     accuracy_verdict,
-    checked,
     epochs_text,
     fraction,
     level,
@@ -31,7 +28,7 @@ from .verdicts import (
 )
 
 TITLE = "gTop-k beside dense: what the demo measured"
-DATASETS = {"digits": "scikit-learn's 8x8 handwritten digits"}
+DATA = "scikit-learn's 8x8 handwritten digits"
 PART_NAMES = {"compute": "compute", "select": "select + copy", "communicate": "communicate"}
 
 
@@ -192,12 +189,8 @@ def race_figure(records: Sequence[Record]) -> str:
     )
 
 
-def write_page(records: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Write the report of results.json's records to `path`; raise ValueError for other records."""
-    path.write_text(page(checked(records)), encoding="utf-8")
-
-
 def page(records: Sequence[Record]) -> str:
+    """Return the report of results.json's records."""
     race, linked = race_figure(records), over_link(records)
     records = records[: len(METHODS)]
     return charts.page(
@@ -219,14 +212,9 @@ def what_was_run(dense: Record) -> str:
     """Return the page's opening sentence."""
     return (
         f"{plural(dense['ranks'], 'MPI rank')} on one machine trained the same network on real "
-        f"data, {data_name(dense)}, with four ways of adding up their gradients: "
+        f"data, {DATA}, with four ways of adding up their gradients: "
         f"{plural(dense['epochs'], 'epoch')} each, from {plural(dense['seeds'], 'seed')}."
     )
-
-
-def data_name(record: Record) -> str:
-    """Return the data set in words."""
-    return DATASETS.get(record["dataset"], record["dataset"])
 
 
 def plural(number: int, noun: str) -> str:
@@ -319,7 +307,7 @@ def facts(records: Sequence[Record], linked: Sequence[Record]) -> str:
     batch = dense["batch_per_rank"]
     selected = (f"{count_text(record['selected'])} ({record['label']})" for record in records[1:])
     entries = {
-        "Data": data_name(dense),
+        "Data": DATA,
         "Network": f"{dense['model']}, {count_text(dense['parameters'])} parameters",
         "Ranks": f"{plural(dense['ranks'], 'MPI rank')} on one machine",
         "Batch": f"{batch} per rank, {batch * dense['ranks']} in all",

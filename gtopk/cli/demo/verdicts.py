@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypedDict
 
 from ...units import digits, percent_text, seconds_text
 
@@ -54,24 +54,6 @@ class Record(TypedDict):
 def over_link(records: Sequence[Record]) -> Sequence[Record]:
     """Return the records of dense and gTop-k over the emulated link; none where there was none."""
     return records[len(METHODS) :]
-
-
-def checked(records: Sequence[Mapping[str, Any]]) -> list[Record]:
-    """Return the records, or raise ValueError where a method or a field is missing."""
-    methods = tuple(record.get("method") for record in records)
-    if methods not in (METHODS, METHODS + OVER_LINK):
-        raise ValueError(
-            f"a report needs one record per method, in the order {METHODS}, and then {OVER_LINK} "
-            f"over a link or nothing, got {methods}; "
-            "run `gtopk demo` again to write results.json anew"
-        )
-    for record in records:
-        if missing := sorted(Record.__required_keys__ - record.keys()):
-            raise ValueError(
-                f"the record of method {record['method']!r} lacks {', '.join(missing)}; "
-                "run `gtopk demo` again to write results.json anew"
-            )
-    return [cast("Record", record) for record in records]
 
 
 BELOW = 0.01  # of dense's accuracy at the end, rounded down to a whole per cent

@@ -293,7 +293,7 @@ def _find_report(lines: list[str]) -> dict[str, Any] | None:
 def parser() -> Command:
     """Return the command line's grammar."""
     described = Command(
-        "doctor",
+        "gtopk doctor",
         "Check what is installed and works here, and how to fix what does not.",
         "gtopk doctor\n  mpirun -n 4 gtopk doctor --ranks\n\n"
         "Under mpirun it checks the running job. Exit code 1: a FAIL prevents training on\n"

@@ -401,7 +401,7 @@ def _happened(run: Run) -> str:
 def parser() -> Command:
     """Return the command line's grammar."""
     described = Command(
-        "report",
+        "gtopk report",
         "Draw a run as one self-contained HTML page, from the record that its ranks "
         "wrote. Works during the run, too.",
         "GTOPK_RUN=runs/first gtopk run -n 4 train.py\n  gtopk report runs/first --out first.html",

@@ -125,7 +125,7 @@ def known_modes(text: str) -> list[str]:
 def parser() -> Command:
     """Return the command line's grammar."""
     described = Command(
-        "simulate",
+        "gtopk simulate",
         "Train on a modelled cluster with ranks of different speed: real model, "
         "gradients, residuals and collectives, simulated seconds. Shows which mode of adaptive "
         "batches pays there. Runs all ranks in this process, or one per process of a launcher.",

@@ -268,7 +268,7 @@ def test_every_model_can_be_asked_about(capsys, text):
         ([*SLOW, "--ranks", "0"], "must be at least 1, got '0'"),
         ([*SLOW, "--ranks-per-node", "33"], "--ranks-per-node must be at most --ranks 32, got 33"),
         ([*SLOW, "--ranks", "1M"], "--ranks must be at most 65,536, got 1,000,000"),
-        ([*SLOW, "--json", "/no/such/folder/x.json"], "cannot be written"),
+        ([*SLOW, "--json", "/dev/null/x.json"], "cannot be written"),
     ],
 )
 def test_what_cannot_be_read_is_refused_in_a_sentence(capsys, arguments, reason):

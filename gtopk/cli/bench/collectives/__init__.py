@@ -17,14 +17,22 @@ from collectives.transports import Transport
 from collectives.wire.format import INDEX_CODES, VALUE_CODES
 
 from ....units import bandwidth_text, bytes_text, seconds_text
-from ...arguments import Command, above_zero, from_zero, number_in, share, whole_number
+from ...arguments import (
+    Command,
+    above_zero,
+    for_people,
+    from_zero,
+    number_in,
+    share,
+    whole_number,
+    write_records,
+)
 from ...charts import aligned
 from ..harness import (
     add_words,
     bench_parser,
     on_ranks,
     one_of,
-    write_json,
 )
 from .cases import DISTRIBUTIONS, Case, Record, Results
 from .contenders import BASELINES, KNOWN, formats_of, parse
@@ -120,12 +128,15 @@ def _sent(row: Record) -> str:
     return f"{'' if row['counted'] else '~'}{bytes_text(row['sent_bytes']['max'])}"
 
 
-def parser() -> Command:
+CALL: Final = "gtopk bench collectives"
+
+
+def parser(call: str = CALL) -> Command:
     """Return the command line's grammar."""
     described = bench_parser(
-        "collectives",
+        call,
         "Time every reduction, the baselines and the model. Start it on the ranks to "
-        "measure (mpirun -n 4 gtopk bench collectives), or without a launcher on threads.",
+        f"measure (mpirun -n 4 {call}), or without a launcher on threads.",
         launched=True,
     )
     described.option(
@@ -188,18 +199,18 @@ def known_interface(word: str) -> str:
     return word
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, call: str = CALL) -> int:
     """Run the benchmark on this rank and return the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    options = parser().parse_args(given)
+    options = parser(call).parse_args(given)
     # In the record, so that the measurement can be repeated.
-    command = shlex.join(["gtopk", "bench", "collectives", *given])
+    command = f"{call} {shlex.join(given)}"
 
     def measured(transport: Transport) -> None:
         results = run(options, command, transport)
         if transport.rank == 0:
-            print(table(results), flush=True)
-            write_json(results, options.json)
+            print(table(results), file=for_people(options.json), flush=True)
+            write_records(results, options.json)
         # Ranks that were not measured are still on their way: whoever left would seem to have died.
         transport.leave("the benchmark is done")
 

@@ -1,12 +1,7 @@
 """Contenders: gtopk's own algorithms in the formats they may use, and the baselines.
 
-The baselines are made of the dense collectives that come with MPI or gloo, called directly, so that
-their times are the library's on this network, without gtopk's transports:
-
-dense-library       the library's own allreduce of every coordinate
-plain-allgather     its allgather of the k entries of every rank, int32 and float32: 8 bytes; they
-                    are added up by gtopk's kernel, so that messages alone make the difference
-published-tree      gTop-k as its authors published it (Shi et al. 2019): see `published_tree`
+The baseline is the dense allreduce that comes with MPI or gloo, called directly, so that its time
+is the library's on this network. `mpi_scripts/bench_collectives.py` has more.
 """
 
 from __future__ import annotations
@@ -20,95 +15,14 @@ import numpy as np
 
 from collectives import ALGORITHMS, reduce
 from collectives.algorithms import Regions, shards
-from collectives.cost import rounds
 from collectives.cost_model import EXACT, Candidate, Format, Network, Rates, predict
 from collectives.cost_model.schedules import SCHEDULES
-from collectives.kernels import merge, sum_by_index
 from collectives.transports import Transport
 from collectives.vector import Array, SparseVector
 from collectives.wire.format import INDEX_CODES, check
 
 from ....compression import Shards
 from .library import ModelledLibrary
-
-
-def plain_allgather(
-    selected: SparseVector, k: int, size: int, library: ModelledLibrary
-) -> SparseVector:
-    """Return the sum of all ranks' entries; ranks with fewer than k send zeros in addition."""
-    message = np.zeros((2, k), np.int32)
-    message[0, : selected.entries] = selected.indices
-    message[1, : selected.entries] = selected.values.view(np.int32)
-    gathered = library.allgather(message.reshape(-1).view(np.uint8)).view(np.int32)
-    lists = []
-    for indices, bits in gathered.reshape(size, 2, k):
-        # The rest is padding: no pick is a zero.
-        entries = np.count_nonzero(bits)
-        values = bits[:entries].view(np.float32)
-        lists.append(SparseVector(indices[:entries], values, selected.length))
-    return sum_by_index(lists)
-
-
-def published_tree(
-    selected: SparseVector,
-    k: int,
-    rank: int,
-    size: int,
-    library: ModelledLibrary,
-    broadcast: Callable[[Array], None],
-) -> SparseVector:
-    """Reduce to rank 0 and broadcast, as the published code does.
-
-    P = 6     1 -> 0, 3 -> 2, 5 -> 4   barrier   2 -> 0   barrier   4 -> 0   barrier   broadcast
-
-    An entry has 16 bytes: index and value in one array become float64 both. A receiver adds up
-    the two lists and keeps the k largest, here by gtopk's kernel. All ranks wait at a barrier after
-    each round. Picks that were dropped on the way are lost where their index is in the result.
-    (The published code works for powers of two only.)
-    """
-    kept = selected
-    distance = 1
-    while distance < size:
-        if rank % (2 * distance) == 0 and rank + distance < size:
-            buffer = np.empty((2, k))
-            library.receive(buffer.reshape(-1).view(np.uint8), rank + distance)
-            kept = merge(kept, of_sixteen_bytes(buffer, selected), k)
-        elif rank % (2 * distance) == distance:
-            library.send(in_sixteen_bytes(kept, k), rank - distance)
-        library.barrier()
-        distance *= 2
-    result = in_sixteen_bytes(kept, k)
-    broadcast(result)
-    return of_sixteen_bytes(result.view(np.float64).reshape(2, k), selected)
-
-
-def in_sixteen_bytes(vector: SparseVector, k: int) -> Array:
-    """Return uint8 [16 k]: the indices, then the values; zeros where there are fewer than k."""
-    message = np.zeros((2, k))
-    message[0, : vector.entries] = vector.indices
-    message[1, : vector.entries] = vector.values
-    return message.reshape(-1).view(np.uint8)
-
-
-def of_sixteen_bytes(message: Array, like: SparseVector) -> SparseVector:
-    """Return the entries of float64 [2, k], in the types of another vector."""
-    # The rest is padding: no pick is a zero.
-    indices, values = message[:, : np.count_nonzero(message[1])]
-    return SparseVector(
-        indices.astype(like.indices.dtype), values.astype(like.values.dtype), like.length
-    )
-
-
-def binomial_broadcast(message: Array, rank: int, size: int, library: ModelledLibrary) -> None:
-    """Fill uint8 [m] with rank 0's: in each round every rank that has it sends it to another."""
-    distance = 1 << max(0, (size - 1).bit_length() - 1)
-    while distance:
-        if rank % (2 * distance) == 0 and rank + distance < size:
-            library.send(message, rank + distance)
-        elif rank % (2 * distance) == distance:
-            library.receive(message, rank - distance)
-        distance //= 2
-
 
 # Of gtopk's own: those of `reduce`, and the one that no picks are made for.
 KNOWN: Final = (*ALGORITHMS, Shards.algorithm)
@@ -339,54 +253,4 @@ def dense_library() -> Contender:
     )
 
 
-def allgather_contender() -> Contender:
-    def prepare(task: Task) -> Callable[[], Update]:
-        size = task.transport.size
-        return lambda: plain_allgather(task.selected, task.k, size, task.library)
-
-    def modelled(length: int, k: int, network: Network, rates: Rates) -> Modelled:
-        alpha, beta, _ = network.link(1)
-        ranks = network.ranks
-        return Modelled(rounds(ranks) * alpha + (ranks - 1) * k * 8 * beta, 0.0)
-
-    return Contender(
-        "plain-allgather",
-        "top-k allgather of int32 + float32 pairs by the library",
-        prepare,
-        modelled,
-    )
-
-
-def tree_contender(broadcast: str) -> Contender:
-    def prepare(task: Task) -> Callable[[], Update]:
-        rank, size, library = task.transport.rank, task.transport.size, task.library
-
-        def spread(message: Array) -> None:
-            if broadcast == "library":
-                library.broadcast(message, 0)
-            else:
-                binomial_broadcast(message, rank, size, library)
-
-        return lambda: published_tree(task.selected, task.k, rank, size, library, spread)
-
-    def modelled(length: int, k: int, network: Network, rates: Rates) -> Modelled:
-        alpha, beta, _ = network.link(1)
-        steps = rounds(network.ranks)
-        # Each of the log2 P rounds ends with a barrier, which takes as many messages.
-        barriers = steps * steps * alpha
-        return Modelled(barriers + 2 * steps * (alpha + 16 * k * beta), 0.0)
-
-    return Contender(
-        f"published-tree {broadcast}-broadcast",
-        "published tree: 16-byte entries and barriers, "
-        + ("the library's broadcast" if broadcast == "library" else "binomial broadcast"),
-        prepare,
-        modelled,
-    )
-
-
-BASELINES: Final[dict[str, tuple[Contender, ...]]] = {
-    "dense-library": (dense_library(),),
-    "plain-allgather": (allgather_contender(),),
-    "published-tree": (tree_contender("library"), tree_contender("binomial")),
-}
+BASELINES: Final[dict[str, tuple[Contender, ...]]] = {"dense-library": (dense_library(),)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,7 @@ from gtopk.cli import main
 
 def test_help_lists_what_can_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--help"]) == 0
-    assert "selection" in capsys.readouterr().out
+    assert "optimizer" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", [[], ["selektion"]])
@@ -25,21 +26,19 @@ def test_what_is_no_benchmark_ends_with_the_usage(
 
 
 def test_records_are_printed_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["bench", "wire", "--entries", "50", "--elements", "0", "--rounds", "1"]
-    assert main([*words, "--densities", "0.01", "--json", "-"]) == 0
+    words = ["bench", "collectives", "--ranks", "2", "--lengths", "100", "--rounds", "1"]
+    assert main([*words, "--algorithms", "gtopk", "--json", "-"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["records"]
-    assert "nanoseconds" in printed.err
+    assert "gtopk" in printed.err
+    assert not Path("-").exists()
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("selection --rounds 0", "--rounds: must be a whole number, at least 1, got '0'"),
-        ("selection --warm-up 0", "--warm-up: must be a whole number, at least 1"),
-        ("wire --rounds 0", "--rounds: must be a whole number, at least 1"),
-        ("wire --elements -1", "--elements: must be a whole number, at least 0"),
-        ("engine --rounds 1", "--rounds: must be a whole number, at least 2, got '1'"),
+        ("collectives --rounds 0", "--rounds: must be a whole number, at least 1, got '0'"),
+        ("collectives --seed -1", "--seed: must be a whole number, at least 0"),
         ("optimizer --batch 0", "--batch: must be a whole number, at least 1"),
         ("optimizer --rounds -1", "--rounds: must be a whole number, at least 1"),
     ],

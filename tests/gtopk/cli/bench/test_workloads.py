@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gtopk.cli.bench import harness as compute
 from gtopk.cli.bench.harness import real
+from mpi_scripts.scaling import models
 from mpi_scripts.scaling.models import PUBLISHED, emulated
 
 
 def test_a_step_sleeps_as_long_as_a_published_worker_took(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[float | int] = []
-    monkeypatch.setattr(compute.time, "sleep", told.append)
+    monkeypatch.setattr(models.time, "sleep", told.append)
     setting = emulated("vgg16", 100.0, rank=0)
     model = setting.make()
     published = PUBLISHED["vgg16"]

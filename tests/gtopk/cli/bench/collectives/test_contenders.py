@@ -118,18 +118,11 @@ def test_the_boundaries_of_oktopk_stand_in_every_go() -> None:
     assert run_ranks(local_world(2), program) == [[3] * 3] * 2  # a part, and two allgathers
 
 
-def test_baselines_are_modelled_by_what_they_send() -> None:
-    alpha, beta, _ = SLOW.between
-    wire = {
-        contender.name: contender.modelled(LENGTH, K, SLOW, RATES)[0]
-        for contenders in BASELINES.values()
-        for contender in contenders
-    }
+def test_the_librarys_dense_is_modelled_by_what_it_sends() -> None:
+    (contender,) = BASELINES["dense-library"]
     dense = predict(Candidate("dense"), LENGTH, SLOW, RATES).communicate_seconds
-    assert wire.pop("dense-library") == dense >= dense_bytes(LENGTH, 8) * beta
-    assert wire.pop("plain-allgather") == pytest.approx(3 * alpha + 7 * 8 * K * beta)
-    for seconds in wire.values():
-        assert seconds == pytest.approx(9 * alpha + 6 * (alpha + 16 * K * beta))
+    assert contender.modelled(LENGTH, K, SLOW, RATES)[0] == dense
+    assert dense >= dense_bytes(LENGTH, 8) * SLOW.between.seconds_per_byte
 
 
 def test_options_are_read_from_words() -> None:

@@ -1,4 +1,6 @@
-"""`gtopk bench engine`: the engine beside a bare allreduce, in turns, on the same ranks.
+"""The engine beside a bare allreduce, in turns, on the same ranks.
+
+mpirun -n 2 python mpi_scripts/bench_engine.py --json engine.json       alone, on two threads
 
     negotiation   all ranks announce and match names,     beside an allreduce of as many bytes
                   without any thread
@@ -6,35 +8,26 @@
                   through the engine
 
 The time of a round is that of the slowest rank. Ratios are of rounds side by side.
-
-Start it on every rank of a launcher, or alone: then two threads are the ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Final, TypedDict
 
 import numpy as np
 
-from collectives.transports import Transport
+# By path, Python would find no gtopk that is not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from ...runtime.coordinator import Engine, Operation, Settings
-from ...runtime.coordinator.fusion import Dense, layout_of
-from ...runtime.coordinator.operation import (
-    Announcement,
-    OperationSpec,
-    Request,
-    gather_announcements,
-)
-from ...runtime.coordinator.readiness_table import ReadinessTable
-from ...runtime.machine import load, this_machine
-from ..arguments import at_least
-from ..charts import aligned
-from .harness import (
+from collectives.transports import Transport
+from gtopk.cli.arguments import at_least, for_people, write_records
+from gtopk.cli.bench.harness import (
     Spread,
     add_words,
     bench_parser,
@@ -42,8 +35,18 @@ from .harness import (
     one_of,
     resnet50,
     spread,
-    write_json,
 )
+from gtopk.cli.charts import aligned
+from gtopk.runtime.coordinator import Engine, Operation, Settings
+from gtopk.runtime.coordinator.fusion import Dense, layout_of
+from gtopk.runtime.coordinator.operation import (
+    Announcement,
+    OperationSpec,
+    Request,
+    gather_announcements,
+)
+from gtopk.runtime.coordinator.readiness_table import ReadinessTable
+from gtopk.runtime.machine import load, this_machine
 
 GOAL_RATIO: Final = 1.5
 _WARM_UP_ROUNDS: Final = 3
@@ -201,10 +204,10 @@ GRADIENTS: Final = {"resnet50": _RESNET50, "small": [1000] * len(_RESNET50)}  # 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's grammar."""
     described = bench_parser(
-        "engine",
+        "python mpi_scripts/bench_engine.py",
         "Time negotiation by name, and steps through the engine, beside a bare "
         "allreduce of the same size: start it on the ranks to measure "
-        "(mpirun -n 2 gtopk bench engine), or without a launcher on threads.",
+        "(mpirun -n 2), or without a launcher on threads.",
         launched=True,
     )
     described.option("--rounds", at_least(2), 21, "timed rounds")
@@ -232,12 +235,13 @@ def _run(transport: Transport, options: argparse.Namespace) -> None:
     machine["load_after"] = load()
     if transport.rank != 0:
         return
-    print(
+    said = (
         f"{transport.size} ranks, {transport.name} ({transport.library()}), "
         f"{machine['processor']}, {machine['cores']} cores, load {machine['load_before']} before "
         f"and {machine['load_after']} after; medians of the slowest rank; goal: a ratio of "
         f"{GOAL_RATIO} at most\n\n{table(records)}"
     )
+    print(said, file=for_people(options.json))
     written = {
         "machine": machine,
         "ranks": transport.size,
@@ -245,4 +249,8 @@ def _run(transport: Transport, options: argparse.Namespace) -> None:
         "library": transport.library(),
         "records": records,
     }
-    write_json(written, options.json)
+    write_records(written, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

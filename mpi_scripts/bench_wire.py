@@ -1,4 +1,6 @@
-"""`gtopk bench wire`: bytes, and time to encode and decode, of the same entries in every format.
+"""Bytes, and time to encode and decode, of the same entries in every format.
+
+python mpi_scripts/bench_wire.py --json wire.json
 
 The entries are drawn at random, or selected in a training.
 """
@@ -6,23 +8,27 @@ The entries are drawn at random, or selected in a training.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+
+# By path, Python would find no gtopk that is not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from collectives import SparseVector, accumulate_and_select
 from collectives.kernels import clear_at
 from collectives.vector import index_dtype
 from collectives.wire import EXACT, INDEX_CODES, VALUE_CODES, Format, decode, encode
-
-from ...runtime.machine import load, this_machine
-from ..arguments import Command, from_zero, share, whole_number
-from ..charts import aligned
-from .harness import Range, add_words, bench_parser, write_json
-from .methods import open_source
+from gtopk.cli.arguments import Command, for_people, from_zero, share, whole_number, write_records
+from gtopk.cli.bench.harness import add_words, bench_parser
+from gtopk.cli.charts import aligned
+from gtopk.runtime.machine import load, this_machine
+from mpi_scripts.selection_methods import Range, open_source
 
 # Until a residual is what error feedback leaves.
 _STEPS = 12
@@ -170,7 +176,7 @@ def table(records: Sequence[Record]) -> str:
 def parser() -> Command:
     """Return the command line's grammar."""
     described = bench_parser(
-        "wire",
+        "python mpi_scripts/bench_wire.py",
         "Encode and decode the same entries in every format: bytes and processor time "
         "per entry, and below which bandwidth a format pays for its work.",
     )
@@ -196,20 +202,20 @@ def parser() -> Command:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return the exit code."""
     options = parser().parse_args(arguments)
-    machine = this_machine()
-    print(", ".join(f"{name}: {value}" for name, value in machine.items()))
-    print("nanoseconds of one thread per entry: median of rounds (lowest-highest)\n")
+    machine, say = this_machine(), partial(print, file=for_people(options.json), flush=True)
+    say(", ".join(f"{name}: {value}" for name, value in machine.items()))
+    say("nanoseconds of one thread per entry: median of rounds (lowest-highest)\n")
     lists = [partial(uniform, options.entries, density) for density in options.densities]
     if options.elements:
         lists += [partial(trained, options.elements, density) for density in options.densities]
     records: list[Record] = []
     for make in lists:
         found = measure(make(), options.rounds)
-        print(table(found), flush=True)
+        say(table(found))
         records += found
     machine["load_after"] = load()
     written = {"machine": machine, "records": [_as_json(record) for record in records]}
-    write_json(written, options.json)
+    write_records(written, options.json)
     return 0
 
 
@@ -223,3 +229,7 @@ def _as_json(record: Record) -> dict[str, object]:
     if math.isinf(record.pays_below_gbit_per_second):
         fields["pays_below_gbit_per_second"] = None
     return fields
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`gtopk bench engine` measures what it says, on threads here."""
+"""`bench_engine.py` measures what it says, on threads here."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gtopk.cli import main
-from gtopk.cli.bench.engine import GRADIENTS
+from mpi_scripts.bench_engine import GRADIENTS, main
 
 
 def test_the_gradients_are_resnet50s():
@@ -20,7 +19,7 @@ def test_every_case_is_measured_beside_a_bare_allreduce(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "engine.json"
-    words = ["bench", "engine", "--rounds", "2", "--gradients", "small", "--json", str(path)]
+    words = ["--rounds", "2", "--gradients", "small", "--json", str(path)]
     assert main(words) == 0
     said = capsys.readouterr().out
     written = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Methods of selection; and gradients to select from: of a training, or drawn at random.
+"""Methods of selection; gradients to select from, of a training or drawn; the range of times.
 
 With error feedback a residual is what was not selected before, and no longer looks like a gradient.
 So every source goes on from step to step, and the residual with it.
@@ -7,7 +7,8 @@ So every source goes on from step to step, and the residual with it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -17,6 +18,27 @@ import torch
 from collectives import SELECTORS, SparseVector
 from collectives.kernels import host, reference, why_not_compiled
 from collectives.vector import Array
+
+
+class Range(NamedTuple):
+    """Median, lowest and highest over the rounds."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Range:
+        return cls(statistics.median(values), min(values), max(values))
+
+    def fields(self, name: str) -> dict[str, float]:
+        """Return the fields of a record, in the types of JSON."""
+        return {name: self.median, f"{name}_low": self.low, f"{name}_high": self.high}
+
+    def text(self, decimals: int = 2) -> str:
+        low, high = (f"{value:.{decimals}f}" for value in self[1:])
+        return f"{self.median:.{decimals}f} ({low}-{high})"
+
 
 _FEATURES, _CLASSES, _BATCH, _RATE = 3072, 10, 32, 0.05
 

@@ -1,4 +1,6 @@
-"""`gtopk bench selection`: a step of error feedback by our kernels and by others, in turn.
+"""A step of error feedback by our kernels and by others, in turn.
+
+python mpi_scripts/bench_selection.py --json selection.json
 
 round    gradient g   residual e
          method 1:  copy of e, timed: += g, select, clear
@@ -13,37 +15,41 @@ all the same; the time is measured.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 
+# By path, Python would find no gtopk that is not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from collectives.cores import usable_cores
 from collectives.kernels import reference
 from collectives.kernels.host.calls import use_threads
 from collectives.vector import Array
-
-from ...runtime.machine import load, processor, this_machine
-from ..arguments import fail, share, whole_number
-from ..charts import aligned
-from .harness import (
-    Range,
+from gtopk.cli.arguments import Command, for_people, share, whole_number, write_records
+from gtopk.cli.bench.harness import (
     add_words,
     bench_parser,
     one_of,
     show_progress,
     silent,
-    write_json,
 )
-from .methods import (
+from gtopk.cli.charts import aligned
+from gtopk.runtime.machine import load, processor, this_machine
+from mpi_scripts.selection_methods import (
     FLOOR,
     SOURCES,
     TWINS,
     Answer,
     Method,
     Ours,
+    Range,
     Source,
     all_methods,
     floor,
@@ -230,10 +236,10 @@ def measure_merges(k: int, rounds: int) -> list[MergeRecord]:
     return [MergeRecord(*key, k, Range.of(row)) for key, row in times.items()]
 
 
-def parser() -> Any:
+def parser() -> Command:
     """Return the command line's grammar."""
     described = bench_parser(
-        "selection",
+        "python mpi_scripts/bench_selection.py",
         "Time a step of error feedback (accumulate, select, clear) by our kernels and "
         "by others, in turn in one run, and check what each of them selects.",
     )
@@ -266,18 +272,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     known = [method.name for method in all_methods(options.threads)]
     if unknown := set(options.methods or known) - set(known):
-        wrong = f"--methods must be among {', '.join(known)}; got {', '.join(unknown)}"
-        return fail("bench selection", wrong, code=2)
+        parser().error(f"--methods must be among {', '.join(known)}; got {', '.join(unknown)}")
     torch.set_num_threads(1)
-    machine = this_machine()
-    print(", ".join(f"{name}: {value}" for name, value in machine.items()))
-    print("times are medians of rounds, with the lowest and the highest of the ratios\n")
+    machine, say = this_machine(), partial(print, file=for_people(options.json), flush=True)
+    say(", ".join(f"{name}: {value}" for name, value in machine.items()))
+    say("times are medians of rounds, with the lowest and the highest of the ratios\n")
     records: list[Record] = []
     merges: list[MergeRecord] = []
 
     def take(found: list[Record]) -> None:
         show_progress()
-        print(table(found))
+        say(table(found))
         records.extend(found)
 
     for elements in options.elements:
@@ -297,9 +302,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for merge in measure_merges(max(1, round(elements * options.density)), rounds=31):
             what = f"{'merge' if merge.lists == 2 else 'sum'} of {merge.lists} lists"
             spent = merge.nanoseconds_per_input_entry.text(1)
-            print(f"{what} of {merge.k:,}, {merge.method}: {spent} ns per input entry")
+            say(f"{what} of {merge.k:,}, {merge.method}: {spent} ns per input entry")
             merges.append(merge)
-        print()
+        say()
     machine["load_after"] = load()
     content = {
         "machine": machine,
@@ -315,7 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for merge in merges
         ],
     }
-    write_json(content, options.json)
+    write_records(content, options.json)
     return 0
 
 
@@ -343,3 +348,7 @@ def table(records: Sequence[Record]) -> str:
         for name in sorted(by_name.keys() & TWINS.keys()):
             lines.append(f"{name} is {topk / by_name[name]:.1f} times as fast as torch.topk")
     return "\n  ".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`gtopk bench wire`: what it records, and the arithmetic of what pays."""
+"""`bench_wire.py`: what it records, and the arithmetic of what pays."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gtopk.cli import main as gtopk
-from gtopk.cli.bench.wire import (
+from mpi_scripts.bench_wire import (
     FORMATS,
     break_even_gbit_per_second,
     main,
@@ -22,7 +21,7 @@ SMALL = ["--entries", "500", "--elements", "40000", "--rounds", "2", "--densitie
 
 def test_every_format_of_every_list_has_a_record(tmp_path: Path) -> None:
     path = tmp_path / "wire.json"
-    assert gtopk(["bench", "wire", *SMALL, "--json", str(path)]) == 0
+    assert main([*SMALL, "--json", str(path)]) == 0
     records = json.loads(path.read_text())["records"]
     assert [(r["indices"], r["values"]) for r in records] == [*FORMATS] * 2
     assert [r["positions"] for r in records[:: len(FORMATS)]] == [

@@ -1,4 +1,4 @@
-"""`gtopk bench selection`: what it records, and that it checks what it claims."""
+"""`bench_selection.py`: what it records, and that it checks what it claims."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 
 from collectives import SELECTORS, SparseVector, select
 from collectives.kernels import why_not_compiled
-from gtopk.cli.bench.methods import FLOOR, SOURCES, Answer, Training, all_methods, open_source
-from gtopk.cli.bench.selection import cases, main
+from mpi_scripts.bench_selection import cases, main
+from mpi_scripts.selection_methods import FLOOR, SOURCES, Answer, Training, all_methods, open_source
 
 SMALL = ["--elements", "40000", "--density", "0.01", "--rounds", "2", "--warm-up", "4"]
 
@@ -67,7 +67,8 @@ def test_only_the_methods_asked_for_run(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_method_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--methods", "bogus"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main([*SMALL, "--methods", "bogus"])
     assert "got bogus" in capsys.readouterr().err
 
 

@@ -1,0 +1,17 @@
+"""What a library's allreduce sends is reckoned."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from collectives.transports import Transport
+from gtopk.cli.bench.collectives.library import open_library
+
+
+def test_an_allreduce_is_reckoned_at_the_least_there_can_be(threads) -> None:
+    def program(transport: Transport) -> int:
+        library = open_library(transport, range(4))
+        library.allreduce(np.ones(1_000, np.float32))
+        return library.traffic.read_and_reset().sent_bytes
+
+    assert threads(4, program) == [6_000] * 4
