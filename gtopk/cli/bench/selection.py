@@ -20,9 +20,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
-from collectives.cores import usable_cores
+from collectives.cores import usable_cores, use_threads
 from collectives.kernels import reference
-from collectives.kernels.host.calls import use_threads
 from collectives.vector import Array
 
 from ...runtime.machine import load, processor, this_machine
