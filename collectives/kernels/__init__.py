@@ -15,7 +15,7 @@ larger than infinity; exact zeros are never selected, so fewer than k entries ma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -187,7 +187,7 @@ def put_at(parts: Sequence[Array] | Located, vector: SparseVector) -> None:
     parts: all of the vector's dtype, or with float32 values float16, or uint16 for the bits of
            bfloat16, to which they are rounded; one-dimensional, with `length` elements in all.
     """
-    if isinstance(parts, Located) or is_on_device(parts[0]):
+    if isinstance(parts, Located) or _twin(parts[0]) is not _for_numpy:
         from . import device
 
         device.put_at(parts, vector)
@@ -230,9 +230,9 @@ def squared_norms(arrays: Sequence[Array] | Located) -> list[float]:
     return device.squared_norms(arrays)
 
 
-def checksum(data: Array, seed: int = 0) -> int:
-    """Return the 64 bits of `data` (uint8 [n]); seed: what came before it, as 64 bits."""
-    return _twin(data).checksum(data, seed)
+# (data, seed=0) -> the 64 bits of `data` (uint8 [n]); seed: what came before it, as 64 bits. The data
+# is on the host: `write_head` and `read_head` compute a GPU message's.
+checksum: Final[Callable[..., int]] = _for_numpy.checksum
 
 
 def write_head(message: Array, head: Array) -> None:

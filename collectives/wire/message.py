@@ -190,7 +190,7 @@ def encode(
     begun = time.perf_counter()
     with profiled("encode"):
         encoded = _encode(vector, k, format, extra, refused_by, number)
-    count(time.perf_counter() - begun, vector.entries, encoded.message.size)
+    count(time.perf_counter() - begun, vector.indices.size, encoded.message.size)
     return encoded
 
 
@@ -204,7 +204,7 @@ def _encode(
 ) -> Encoded:
     extra = _NOTHING if extra is None else extra
     index_code, value_code = ALL_INDEX_CODES[format.indices], VALUE_CODES[format.values]
-    count, float_bytes = vector.entries, vector.values.itemsize
+    count, float_bytes = vector.indices.size, vector.values.itemsize
     value_bytes = value_code.size_bytes(count, float_bytes)
     # Room for the most that the code can take: how much it takes is known only once it is written.
     capacity = index_code.capacity(count, vector.length) + _MOST_PADDING
