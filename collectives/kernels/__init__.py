@@ -230,8 +230,8 @@ def squared_norms(arrays: Sequence[Array] | Located) -> list[float]:
     return device.squared_norms(arrays)
 
 
-# (data, seed=0) -> the 64 bits of `data` (uint8 [n]); seed: what came before it, as 64 bits. The data
-# is on the host: `write_head` and `read_head` compute a GPU message's.
+# (data, seed=0) -> the 64 bits of `data` (uint8 [n]); seed: what came before it, as 64 bits.
+# On the host: `write_head` and `read_head` compute the checksum of a GPU's message.
 checksum: Final[Callable[..., int]] = _for_numpy.checksum
 
 
