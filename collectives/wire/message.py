@@ -29,6 +29,7 @@ All little-endian.
 
 from __future__ import annotations
 
+import operator
 import struct
 import threading
 import time
@@ -113,14 +114,6 @@ class CodingTotals(NamedTuple):
     entries: int = 0
     bytes: int = 0
 
-    def since(self, earlier: CodingTotals) -> CodingTotals:
-        """Return the difference to earlier totals."""
-        return CodingTotals(
-            self.seconds - earlier.seconds,
-            self.entries - earlier.entries,
-            self.bytes - earlier.bytes,
-        )
-
 
 NOTHING_CODED: Final = CodingTotals()
 
@@ -134,9 +127,9 @@ class _OfThread(threading.local):
 _here: Final = _OfThread()
 
 
-def coded() -> CodingTotals:
-    """Return this thread's totals since it began."""
-    return _here.total
+def coded(since: CodingTotals = NOTHING_CODED) -> CodingTotals:
+    """Return this thread's totals, less earlier ones; without these, since it began."""
+    return CodingTotals(*map(operator.sub, _here.total, since))
 
 
 def count(seconds: float, entries: int = 0, message_bytes: int = 0) -> None:

@@ -191,15 +191,15 @@ class SparseExchange:
         shares = self.residual.shares_second_moment
         return Exchanged(
             algorithm,
-            picked.entries,
-            self._result[1].entries if self._result else 0,
+            picked.indices.size,
+            self._result[1].indices.size if self._result else 0,
             select_seconds,
             communicate_seconds + sampling_seconds,
             communicate_seconds - (transport.traffic.wait_seconds - waited),
             finite=self._result is not None,
             bytes_counted=not shares or transport.counts_allreduce,
             ready_at=ready_at,
-            coded=coded().since(coded_before),
+            coded=coded(coded_before),
         )
 
     def apply(self, bucket: Bucket) -> None:
