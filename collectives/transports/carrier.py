@@ -135,15 +135,16 @@ _LOOK_SECONDS: Final = 0.001  # between two checks of a leaving rank which other
 class Carrier(Transport):
     """One rank of a world; a subclass connects it to the others.
 
-    It implements `send_on`, `receive_on`, `announce_departure`, `abort`, `neighbours` and
-    `own_library`; `collect_departures` where nothing else fills `_left`; and `_wake`, where a
-    waiting thread looks at `_left` only when woken.
+    It implements `send_on`, `announce_departure`, `abort`, `neighbours` and `own_library`; and
+    `collect_departures` where nothing else fills `_left`. Messages that come by themselves it puts
+    into `mailbox`; one without a mailbox implements `receive_on`.
     `send_on` and `receive_on` are called by one thread per stream, and by the threads of several
     streams at once.
     tag_limit: tags of streams lie below it.
     """
 
     tag_limit: int = 1 << 31
+    mailbox: Mailbox | None = None
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(range(size), rank, (), 0, Traffic())
@@ -185,12 +186,13 @@ class Carrier(Transport):
     def send_on(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
         """Begin to send a message to a world rank, in the order of its stream; as `send`."""
 
-    @abstractmethod
     def receive_on(self, stream: Transport, source: int) -> Array:
         """Return the next message that a world rank sent on this stream; as `receive`.
 
         Looks at `stream.missing(source)` while it waits; counts the wait in the stream's traffic.
         """
+        assert self.mailbox is not None
+        return self.mailbox.pop(stream, source)
 
     def conclude_on(self, stream: Transport) -> None:
         """`conclude` a stream's operation; nothing is to be done where what was sent arrives."""
@@ -303,7 +305,9 @@ class Carrier(Transport):
             self._left[rank] = notice
 
     def _wake(self) -> None:
-        """Make waiting threads check again who has left."""
+        """Make threads that wait at the mailbox check again who has left."""
+        if self.mailbox is not None:
+            self.mailbox.wake()
 
     def leave(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
         self.announce_departure(reason)

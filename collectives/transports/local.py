@@ -36,7 +36,7 @@ class LocalTransport(Carrier):
         first = rank // node_size * node_size
         self._node = range(first, min(first + node_size, self.size))
         self._shared_counters = counters  # by all ranks
-        self._mailboxes = mailboxes
+        self._mailboxes, self.mailbox = mailboxes, mailboxes[rank]
         self.timeout_seconds = mailboxes[rank].timeout_seconds
         self._left = left  # shared by all ranks
         self.supports_device_messages = self.size == 1  # alone, there are none
@@ -44,9 +44,6 @@ class LocalTransport(Carrier):
     def send_on(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
         self._mailboxes[to].put(stream.tag, self.rank, np.array(message))
         return lambda: None  # it has been copied
-
-    def receive_on(self, stream: Transport, source: int) -> Array:
-        return self._mailboxes[self.rank].pop(stream, source)
 
     def announce_departure(self, reason: str) -> None:
         # Before the wake: a thread that wakes reads the notices, and sleeps again without a new
