@@ -1,10 +1,23 @@
-"""Counts the cores that this process may really use."""
+"""Cores: how many this process may really use, and how many threads a loop takes of them.
+
+A loop takes this rank's share of the cores, and one core under oversubscription. The launchers'
+variables tell how many ranks share this machine.
+"""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
+from typing import Final
+
+from . import environment
 
 
 def usable_cores() -> int:
@@ -84,3 +97,69 @@ def _quota_of(directory: Path) -> float:
             continue
         return math.inf if quota in ("max", "-1") else int(quota) / int(period)
     return math.inf
+
+
+# Open MPI, MPICH and Intel MPI, MVAPICH, torchrun, Horovod.
+_COUNTS: Final = (
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "HOROVOD_LOCAL_SIZE",
+)
+
+
+def local_ranks() -> int:
+    """Return how many ranks run here; 1 where no variable tells."""
+    said = [os.environ.get(name, "") for name in _COUNTS]
+    if in_slurm_step():
+        said += [_tasks_here(), os.environ.get("SLURM_NTASKS_PER_NODE", "")]
+    return max([1, *(int(text) for text in said if text.isdecimal())])
+
+
+def in_slurm_step() -> bool:
+    """Tell whether srun started this process: a batch script has most of the variables, too."""
+    return "SLURM_STEP_ID" in os.environ
+
+
+def _tasks_here() -> str:
+    """Return SLURM's tasks on this node: with "8(x2),4" nodes 0 and 1 have 8, node 2 has 4."""
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    tasks = itertools.chain.from_iterable([count] * int(times or 1) for count, times in found)
+    node = os.environ.get("SLURM_NODEID", "0")
+    return next(itertools.islice(tasks, int(node) if node.isdecimal() else 0, None), "")
+
+
+# A few cores use the whole memory bandwidth; more threads would only slow autograd.
+_MOST: Final = 8
+_MOST_ASKED: Final = 1 << 10  # C would cut a larger number to 32 bits
+
+# By `use_threads`. Of a thread: a rank's other threads keep their own number.
+asked_threads: ContextVar[int | None] = ContextVar("threads", default=None)
+
+
+@contextmanager
+def use_threads(count: int) -> Iterator[None]:
+    """Run the loops that this thread calls in the context on `count` threads."""
+    token = asked_threads.set(count)
+    try:
+        yield
+    finally:
+        asked_threads.reset(token)
+
+
+@functools.cache
+def default_threads() -> int:
+    """Return GTOPK_THREADS, up to 1024, or this rank's share of the cores that it may use; >= 1.
+
+    May use: by the affinity, and by the quota of its container. SLURM says what a task's share is
+    where one asked for that (--cpus-per-task).
+
+    Raises ValueError for a GTOPK_THREADS that is no positive number.
+    """
+    if asked := environment.threads():
+        return min(asked, _MOST_ASKED)
+    granted = os.environ.get("SLURM_CPUS_PER_TASK", "") if in_slurm_step() else ""
+    share = int(granted) if granted.isdecimal() else usable_cores() // local_ranks()
+    # SLURM's share may be more than the affinity, or the container, allows.
+    return max(1, min(_MOST, share, usable_cores()))

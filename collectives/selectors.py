@@ -27,8 +27,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from .kernels import select
-from .kernels.gradients import require_selectable
-from .vector import Array, SparseVector, index_dtype
+from .vector import Array, SparseVector, index_dtype, require_selectable
 
 CHUNK = 1 << 17
 

@@ -28,9 +28,8 @@ import torch
 # By path, Python would find no gtopk that is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from collectives.cores import usable_cores
+from collectives.cores import usable_cores, use_threads
 from collectives.kernels import reference
-from collectives.kernels.host.calls import use_threads
 from collectives.vector import Array
 from gtopk.cli.arguments import Command, for_people, share, whole_number, write_records
 from gtopk.cli.bench.harness import (

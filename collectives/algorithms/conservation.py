@@ -70,16 +70,16 @@ def split_result(outcome: ReductionResult) -> tuple[SparseVector, SparseVector]:
 
 def sum_vectors(vectors: list[SparseVector]) -> SparseVector:
     """Return the sum, in new memory; if only one list is not empty, that list itself."""
-    filled = [vector for vector in vectors if vector.entries]
+    filled = [vector for vector in vectors if vector.indices.size]
     if len(filled) == 2:
         one, other = filled
-        return merge(one, other, one.entries + other.entries)  # in one walk
+        return merge(one, other, one.indices.size + other.indices.size)  # in one walk
     return sum_by_index(filled) if len(filled) > 1 else (filled or vectors)[0]
 
 
 def intersect(vector: SparseVector, others: SparseVector) -> SparseVector:
     """Return the entries whose index the other vector has, too."""
-    if not vector.entries:
+    if not vector.indices.size:
         return vector  # saves the wait for a GPU's result
     return vector.where(contains(others.indices, vector.indices))
 
@@ -93,9 +93,18 @@ class Conservation:
         self.alive = picks.indices == picks.indices  # all of them
         self._errors = picks.take(slice(0))
 
-    def note_rounding(self, error: SparseVector) -> None:
-        """Add errors that are this rank's to put back."""
-        self._errors = sum_vectors([self._errors, error])
+    def note_rounding(
+        self,
+        sent: SparseVector,
+        rounded: SparseVector,
+        format: Format,
+        first: int = 0,
+        step: int = 1,
+    ) -> None:
+        """Add this rank's share of the `rounding_error` of a list that it has sent."""
+        if format.values != "exact":
+            error = rounding_error(sent, rounded, format, first, step)
+            self._errors = sum_vectors([self._errors, error])
 
     def note_merge(self, merged: SparseVector) -> None:
         """Take in a merge: picks that it dropped return whole, so their errors go."""

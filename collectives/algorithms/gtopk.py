@@ -32,7 +32,6 @@ from .conservation import (
     check_finite,
     lowest_refusing,
     pack_alive,
-    rounding_error,
     split_result,
     unpack_alive,
 )
@@ -110,7 +109,6 @@ def _reduce_with_folded_rank(
     guest = rank + paired
     folds = guest < transport.size
     conservations = [Conservation(picks)]
-    guests = picks.take(slice(0))
     if folds:
         message = transport.receive(guest)
         guests, their_refusal = _read(message, picks, k, transport, guest, format)
@@ -119,7 +117,7 @@ def _reduce_with_folded_rank(
         conservations.append(Conservation(guests))
     merged = picks
     if folds or not kept:  # otherwise the first merge of a round drops zeros
-        merged = merge(picks, guests, k)
+        merged = merge(picks, guests if folds else picks.take(slice(0)), k)
         merged, refused_by = check_finite(merged, transport.ranks[rank], refused_by)
         for conservation in conservations:
             conservation.note_merge(merged)
@@ -128,12 +126,13 @@ def _reduce_with_folded_rank(
     for keep in kept:
         peer = rank ^ holders
         wait_for_go_ahead(transport, peer, holders, transport.size - paired, k)
-        merged, error, refused_by = exchange_and_merge(
-            merged, refused_by, keep, transport, peer, format, holders
+        sent = merged
+        merged, rounded, refused_by = exchange_and_merge(
+            sent, refused_by, keep, transport, peer, format
         )
         # Before `note_merge`: of an entry that this merge drops, whole picks return, and the error
         # must not return beside them.
-        conservations[0].note_rounding(error)
+        conservations[0].note_rounding(sent, rounded, format, rank % holders, holders)
         holders *= 2
         finder = transport.ranks[rank & -holders]  # the same on all ranks that hold this list
         # Again after each merge: finite values may add up to infinity.
@@ -160,21 +159,17 @@ def exchange_and_merge(
     transport: Transport,
     peer: int,
     format: Format,
-    holders: int,
 ) -> tuple[SparseVector, SparseVector, int]:
     """Swap lists with a peer, and return the `keep` largest entries of the sum of both.
 
-    Beside them this rank's share of the rounding of the list it sent, and the rank that refused.
-    holders: how many ranks hold `mine` alike, this one as number `rank % holders`.
+    Beside them `mine` as the peer has received it, rounded, and the rank that refused.
     """
     encoded = wire.encode(mine, keep, format, refused_by=refused_by, number=transport.begun)
     received = transport.exchange(encoded.message, peer)
-    place = transport.rank % holders
-    error = rounding_error(mine, encoded.vector, format, place, holders)
     theirs, their_refusal = _read(received, mine, keep, transport, peer, format)
     # The rounded list, not `mine`: the peer merges what it has received.
     merged = merge(encoded.vector, theirs, keep)
-    return merged, error, lowest_refusing(refused_by, their_refusal)
+    return merged, encoded.vector, lowest_refusing(refused_by, their_refusal)
 
 
 def _read(
@@ -202,7 +197,7 @@ def _reduce_as_folded_rank(
     host = transport.rank - (1 << (transport.size.bit_length() - 1))
     conservation = Conservation(picks)
     encoded = wire.encode(picks, k, format, refused_by=refused_by, number=transport.begun)
-    conservation.note_rounding(rounding_error(picks, encoded.vector, format))
+    conservation.note_rounding(picks, encoded.vector, format)
     transport.send(encoded.message, host)()
     update, bits, refused_by = wire.decode(
         transport.receive(host),

@@ -15,15 +15,27 @@ larger than infinity; exact zeros are never selected, so fewer than k entries ma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
+
+import numpy as np
 
 from .. import environment
 from ..ranges import profiled
-from ..vector import Array, SparseVector, is_on_device, require_values
+from ..vector import (
+    Array,
+    Gradient,
+    Located,
+    Momentum,
+    SparseVector,
+    is_on_device,
+    require_parts,
+    require_values,
+    require_writable,
+)
 from . import host, reference
-from .gradients import Gradient, Located, Momentum
 from .host.library import absence, library
+from .narrow import round_to_bfloat16
 
 __all__ = [
     "Gradient",
@@ -61,7 +73,8 @@ _for_numpy: Final[Any] = (
 
 def _twin(array: Array) -> Any:
     """Return the module whose functions work on arrays of this kind; TypeError where none does."""
-    if not is_on_device(array):
+    # The usual array is told by its type: kernels are called some fifty times a step.
+    if isinstance(array, np.ndarray) or not is_on_device(array):
         return _for_numpy
     from . import device
 
@@ -174,12 +187,22 @@ def put_at(parts: Sequence[Array] | Located, vector: SparseVector) -> None:
     parts: all of the vector's dtype, or with float32 values float16, or uint16 for the bits of
            bfloat16, to which they are rounded; one-dimensional, with `length` elements in all.
     """
-    if isinstance(parts, Located):
+    if isinstance(parts, Located) or _twin(parts[0]) is not _for_numpy:
         from . import device
 
         device.put_at(parts, vector)
-    else:
-        _twin(parts[0]).put_at(parts, vector)
+        return
+    # On the host by NumPy alone: an update has few entries.
+    require_parts(parts, vector.values.dtype, vector.length, "the parts must be of the vector's")
+    for part in parts:
+        require_writable(part, "a part")
+    bits = parts[0].dtype == np.uint16
+    values = round_to_bfloat16(vector.values) if bits else vector.values
+    starts = np.cumsum([0, *(part.size for part in parts)])
+    ends = np.searchsorted(vector.indices, starts.astype(vector.indices.dtype))
+    with np.errstate(over="ignore"):  # beyond float16: infinity, as in a cast
+        for part, start, a, b in zip(parts, starts, ends, ends[1:], strict=False):
+            part[vector.indices[a:b] - start] = values[a:b]
 
 
 def all_finite(array: Array) -> bool:
@@ -207,9 +230,9 @@ def squared_norms(arrays: Sequence[Array] | Located) -> list[float]:
     return device.squared_norms(arrays)
 
 
-def checksum(data: Array, seed: int = 0) -> int:
-    """Return the 64 bits of `data` (uint8 [n]); seed: what came before it, as 64 bits."""
-    return _twin(data).checksum(data, seed)
+# (data, seed=0) -> the 64 bits of `data` (uint8 [n]); seed: what came before it, as 64 bits.
+# On the host: `write_head` and `read_head` compute the checksum of a GPU's message.
+checksum: Final[Callable[..., int]] = _for_numpy.checksum
 
 
 def write_head(message: Array, head: Array) -> None:

@@ -7,16 +7,16 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..vector import Array, SparseVector, index_dtype
-from .gradients import (
+from ..vector import (
+    Array,
     Gradient,
     Momentum,
+    SparseVector,
     host_parts,
-    require_parts,
+    index_dtype,
     require_selectable,
-    require_writable,
 )
-from .narrow import round_to_bfloat16, widen_bfloat16
+from .narrow import widen_bfloat16
 from .reference_indices import in_order, pack_indices, unpack_indices  # noqa: F401 - of this twin
 from .reference_values import pack_values, unpack_values  # noqa: F401 - likewise
 
@@ -334,20 +334,6 @@ def clear_at(dense: Array, indices: Array) -> None:
 def clear(dense: Array) -> None:
     """Set all elements of an array to zero."""
     dense[...] = 0
-
-
-def put_at(parts: Sequence[Array], vector: SparseVector) -> None:
-    """Set the vector's entries in the arrays that it lies in, one after the other."""
-    require_parts(parts, vector.values.dtype, vector.length, "the parts must be of the vector's")
-    for part in parts:
-        require_writable(part, "a part")
-    bits = parts[0].dtype == np.uint16
-    values = round_to_bfloat16(vector.values) if bits else vector.values
-    starts = np.cumsum([0, *(part.size for part in parts)])
-    ends = np.searchsorted(vector.indices, starts.astype(vector.indices.dtype))
-    with np.errstate(over="ignore"):  # beyond float16: infinity, as in a cast
-        for part, start, a, b in zip(parts, starts, ends, ends[1:], strict=False):
-            part[vector.indices[a:b] - start] = values[a:b]
 
 
 # ---- the checksum of any bytes, by multiplications that every machine has

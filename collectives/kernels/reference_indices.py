@@ -36,6 +36,7 @@ bytes from any sender: a ValueError says what is wrong with them.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Final
 
 import numpy as np
@@ -346,6 +347,7 @@ def in_rows(array: Array, width: int) -> Array:
     return rows
 
 
+@functools.lru_cache(maxsize=256)  # steps ask for the same k again and again
 def index_capacity(count: int, length: int, code: str) -> int:
     """Return how many bytes `pack_indices` takes at most; code: "blocks" or "rice"."""
     capacity = _blocks_capacity if code == "blocks" else _rice_capacity

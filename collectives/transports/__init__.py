@@ -1,7 +1,7 @@
 """Transports: one interface for messages between ranks, with several implementations.
 
-transport.py            the interface; carrier.py: a transport of all ranks, and its views;
-                        departure.py: the last message of a rank
+transport.py            the interface; carrier.py: a transport of all ranks, its views, and where
+                        they wait for messages; departure.py: the last message of a rank
 local.py                threads of one process
 mpi.py                  mpi4py
 torch_distributed.py    gloo; rendezvous.py: how its ranks meet
@@ -11,7 +11,7 @@ nccl.py                 messages of GPUs by NCCL, with nccl_collectives.py (CuPy
                         CuPy, torch_collectives.py
 device_choice.py        which of these carries them; gpu.py: this rank's GPU, and arrays on it
 reductions.py           dense collectives, made of send and receive; checksums
-polling.py              waits, with a timeout, for a peer that may have left, or for its message
+polling.py              waits, with a timeout, for what a peer does that may have left
 pacing.py               a slow link, emulated
 counters.py             bytes sent and time waited; numbers and memory that ranks share
 node_memory.py          memory that the ranks of a host share

@@ -1,11 +1,14 @@
 """Carrier: the transport of all ranks, which also carries the messages of its views.
 
-A view is a transport of some of the ranks, or of a separate stream of messages.
+A view is a transport of some of the ranks, or of a separate stream of messages. In a `Mailbox` the
+streams of a carrier whose messages come by themselves wait for theirs, asleep.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
+import queue
 import threading
 import time
 from abc import abstractmethod
@@ -13,11 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from ..cost import Link
+from ..errors import PeerError, PeerTimeoutError
 from ..vector import Array
 from .counters import Counter, NodeMemory, Traffic
 from .departure import DepartureNotice
 from .node_memory import open_shared_memory
-from .pacing import STAMP_BYTES, Clock, Pacer, append_stamp, split_stamp
+from .pacing import Clock, Pacer, append_stamp, split_stamp
 from .reductions import append_checksum, strip_checksum
 from .transport import CHANNELS, STALL_WARNING_SECONDS, Path, Step, Transport, print_line
 
@@ -131,15 +135,16 @@ _LOOK_SECONDS: Final = 0.001  # between two checks of a leaving rank which other
 class Carrier(Transport):
     """One rank of a world; a subclass connects it to the others.
 
-    It implements `send_on`, `receive_on`, `announce_departure`, `abort`, `neighbours` and
-    `own_library`; `collect_departures` where nothing else fills `_left`; and `_wake`, where a
-    waiting thread looks at `_left` only when woken.
+    It implements `send_on`, `announce_departure`, `abort`, `neighbours` and `own_library`; and
+    `collect_departures` where nothing else fills `_left`. Messages that come by themselves it puts
+    into `mailbox`; one without a mailbox implements `receive_on`.
     `send_on` and `receive_on` are called by one thread per stream, and by the threads of several
     streams at once.
     tag_limit: tags of streams lie below it.
     """
 
     tag_limit: int = 1 << 31
+    mailbox: Mailbox | None = None
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(range(size), rank, (), 0, Traffic())
@@ -179,17 +184,15 @@ class Carrier(Transport):
 
     @abstractmethod
     def send_on(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
-        """Begin to send a message to a world rank, in the order of its stream; as `send`.
+        """Begin to send a message to a world rank, in the order of its stream; as `send`."""
 
-        Counts it in the stream's traffic.
-        """
-
-    @abstractmethod
     def receive_on(self, stream: Transport, source: int) -> Array:
         """Return the next message that a world rank sent on this stream; as `receive`.
 
         Looks at `stream.missing(source)` while it waits; counts the wait in the stream's traffic.
         """
+        assert self.mailbox is not None
+        return self.mailbox.pop(stream, source)
 
     def conclude_on(self, stream: Transport) -> None:
         """`conclude` a stream's operation; nothing is to be done where what was sent arrives."""
@@ -207,14 +210,15 @@ class Carrier(Transport):
         """Send a message on a stream as `send_on` does; checked or paced."""
         if self.checks_messages:
             message = append_checksum(message)
+        stream.traffic.count(message.size)
         pacer = self._pacer
         # What a rank sends to itself crosses no link.
         if pacer is None or to == self.rank:
             return self.send_on(stream, message, to)
         begins, is_gone_at = pacer.leave(message.size)
-        # Outside of the checksum: the receiver takes the stamp off first, and the checksum last.
+        # Outside of the checksum: the receiver takes the stamp off first, and the checksum last. It
+        # does not count: no network would carry it.
         sent = self.send_on(stream, append_stamp(message, begins), to)
-        stream.traffic.count(-STAMP_BYTES, 0)  # no network would carry it
 
         def finish() -> None:
             sent()
@@ -301,7 +305,9 @@ class Carrier(Transport):
             self._left[rank] = notice
 
     def _wake(self) -> None:
-        """Make waiting threads check again who has left."""
+        """Make threads that wait at the mailbox check again who has left."""
+        if self.mailbox is not None:
+            self.mailbox.wake()
 
     def leave(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
         self.announce_departure(reason)
@@ -321,6 +327,89 @@ class Carrier(Transport):
                     f"rank {self.rank} is done ({reason}) and waits for {others} to end, too"
                 )
             time.sleep(_LOOK_SECONDS)
+
+
+# The messages from one rank on one stream. None only wakes a waiting thread, as a rank has left.
+_Box = queue.SimpleQueue["Array | None"]
+
+
+class Mailbox:
+    """Messages by stream and source, in order; several threads put, one thread per stream takes."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self.timeout_seconds = timeout_seconds
+        self._boxes: dict[tuple[int, int], _Box] = {}
+        self._waited_for: dict[_Box, None] = {}
+
+    def put(self, tag: int, source: int, message: Array) -> None:
+        """Add a message of a world rank to the stream with this tag."""
+        self._box(tag, source).put(message)
+
+    def wake(self) -> None:
+        """Make waiting threads check again which ranks have left."""
+        # A copy: other threads begin and end their waits meanwhile.
+        for box in self._waited_for.copy():
+            box.put(None)
+
+    @property
+    def has_waiters(self) -> bool:
+        """Tell whether a stream waits for a message."""
+        return bool(self._waited_for)
+
+    def pop(self, stream: Transport, source: int) -> Array:
+        """Return the next message of a world rank on a stream; count the wait in its traffic.
+
+        Raises PeerError when a rank that is needed left, PeerTimeoutError when none did.
+        """
+        return self._pop(stream, stream.tag, source, f"rank {source}", source)
+
+    def pop_reply(self, stream: Transport, tag: int) -> Array:
+        """Return this rank's own message with this tag, put once all ranks took part."""
+        return self._pop(stream, tag, stream.ranks[stream.rank], "its peers", None)
+
+    def _pop(self, stream: Transport, tag: int, source: int, who: str, peer: int | None) -> Array:
+        box = self._box(tag, source)
+        begun = time.monotonic()
+        warning_seconds = STALL_WARNING_SECONDS if stream.announces_waits else math.inf
+        next_warning = begun + warning_seconds
+        deadline = begun + self.timeout_seconds
+        # Entered before `missing` is read: a rank that leaves in between puts its wake into the
+        # box.
+        self._waited_for[box] = None
+        try:
+            while True:
+                # Read before the box: a rank that has left has sent all its messages before.
+                missing = stream.missing(peer)
+                remaining = min(next_warning, deadline) - time.monotonic()
+                try:
+                    message = box.get(timeout=0 if missing else max(0.0, remaining))
+                except queue.Empty:
+                    if missing:
+                        raise PeerError(missing) from None
+                else:
+                    # None is a wake, maybe one left over from an earlier wait: it only costs
+                    # another look.
+                    if message is not None:
+                        return message
+                now = time.monotonic()
+                rank = stream.ranks[stream.rank]
+                waited = f"rank {rank} has waited {now - begun:.3g} s"
+                waiting = f"{waited} for {who} in {stream.activity}"
+                if now >= deadline:
+                    raise PeerTimeoutError(waiting)
+                if now >= next_warning:
+                    next_warning = now + warning_seconds
+                    print_line(waiting)
+        finally:
+            del self._waited_for[box]
+            stream.traffic.count_wait(time.monotonic() - begun)
+
+    def _box(self, tag: int, source: int) -> _Box:
+        try:
+            return self._boxes[tag, source]
+        except KeyError:
+            # In one operation: of two threads' boxes one would be lost, and a message with it.
+            return self._boxes.setdefault((tag, source), queue.SimpleQueue())
 
 
 def tag_of(path: Path, limit: int) -> int:

@@ -93,6 +93,7 @@ class DirectTransport(StagedTransport):
         header_sent = self._announce(TransferMethod.MPI, message, to)
         # MPI reads the memory at once, whatever CUDA's streams still have to write there.
         self._wait_for_stream(message)
+        self.traffic.count(message.size)
         sent = self._carrier.send_on(self.host, message, self.ranks[to])
 
         def finish() -> None:

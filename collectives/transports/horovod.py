@@ -27,9 +27,9 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from ..vector import Array
-from .carrier import Carrier
+from .carrier import Carrier, Mailbox
 from .departure import DepartureNotice
-from .polling import Mailbox, wait_until
+from .polling import wait_until
 from .transport import Transport, end_process
 
 _HEADER: Final = struct.Struct("<qq")
@@ -47,6 +47,7 @@ class HorovodTransport(Carrier):
     """
 
     name = "horovod"
+    mailbox: Mailbox
 
     def __init__(self, horovod: Any, version: str, timeout_seconds: float = 600.0) -> None:
         import torch
@@ -57,7 +58,7 @@ class HorovodTransport(Carrier):
         self._tick_name = f"gtopk-{next(_opened)}.tick"
         super().__init__(self._horovod.rank(), self._horovod.size())
         self.timeout_seconds = timeout_seconds
-        self._mailbox = Mailbox(timeout_seconds)
+        self.mailbox = Mailbox(timeout_seconds)
         self._outgoing: list[list[Array]] = [[] for _ in range(self.size)]
         self._queued_bytes, self._carried_bytes = [0] * self.size, [0] * self.size
         self._incoming = [_Incoming() for _ in range(self.size)]
@@ -70,13 +71,12 @@ class HorovodTransport(Carrier):
         self._neighbours = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
 
     def send_on(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
-        stream.traffic.count(message.size)
         self._queue(stream.tag, message, to)
         return lambda: None  # it has been copied
 
     def _queue(self, tag: int, message: Array, to: int) -> None:
         if to == self.rank:
-            self._mailbox.put(tag, to, np.array(message))
+            self.mailbox.put(tag, to, np.array(message))
             return
         header = np.frombuffer(_HEADER.pack(tag, message.size), np.uint8)
         with self._queueing:
@@ -91,7 +91,7 @@ class HorovodTransport(Carrier):
         until_carried = {peer: self._queued_bytes[peer] for peer in peers}
         # The peers' empty messages: none ends the operation before all have come to its end.
         for peer in peers:
-            self._mailbox.pop(stream, peer)
+            self.mailbox.pop(stream, peer)
 
         def carried() -> Literal[True] | None:
             there = all(self._carried_bytes[peer] >= end for peer, end in until_carried.items())
@@ -101,7 +101,7 @@ class HorovodTransport(Carrier):
 
     def receive_on(self, stream: Transport, source: int) -> Array:
         self._awake.set()
-        return self._mailbox.pop(stream, source)
+        return super().receive_on(stream, source)
 
     def _tick_on(self) -> None:
         """Tick until all ranks are done, or Horovod has ended."""
@@ -122,7 +122,7 @@ class HorovodTransport(Carrier):
                 if peer != self.rank:
                     # Peers that have announced their departure keep the reason that they gave.
                     self._left.setdefault(peer, lost)
-            self._mailbox.wake()
+            self.mailbox.wake()
 
     def _tick(self) -> tuple[bool, bool]:
         """Exchange what is queued; return whether any rank is awake, and whether all are done."""
@@ -134,7 +134,7 @@ class HorovodTransport(Carrier):
         with self._queueing:
             parts = [_take(queue, limit) for queue in self._outgoing]
             sending = any(self._outgoing) or any(part.size for part in parts)
-        awake = sending or self._mailbox.has_waiters
+        awake = sending or self.mailbox.has_waiters
         flags = np.array([awake, done and not sending], np.uint8)
         blocks = [np.concatenate([flags, part]) for part in parts]
         received, splits = self._horovod.alltoall(
@@ -150,9 +150,9 @@ class HorovodTransport(Carrier):
             for tag, message in self._incoming[source].feed(block[_FLAG_BYTES:]):
                 if tag == _DEPARTURE:
                     self.note(source, DepartureNotice.decode(message))
-                    self._mailbox.wake()
+                    self.mailbox.wake()
                 else:
-                    self._mailbox.put(tag, source, message)
+                    self.mailbox.put(tag, source, message)
         return any(block[0] for block in theirs), all(block[1] for block in theirs)
 
     def announce_departure(self, reason: str) -> None:
@@ -171,9 +171,6 @@ class HorovodTransport(Carrier):
         if not staying:
             self._ticker.join()  # the last ticks, which tell the others that this rank is done
         return staying
-
-    def _wake(self) -> None:
-        self._mailbox.wake()
 
     def abort(self, exit_code: int, reason: str = "") -> None:
         """End this process; mpirun and horovodrun then end the others."""

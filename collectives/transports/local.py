@@ -11,10 +11,9 @@ import numpy as np
 
 from ..errors import CollectiveError, PeerError
 from ..vector import Array
-from .carrier import Carrier
+from .carrier import Carrier, Mailbox
 from .counters import LocalCounter
 from .departure import DepartureNotice
-from .polling import Mailbox
 from .transport import Transport
 
 T = TypeVar("T")
@@ -37,18 +36,14 @@ class LocalTransport(Carrier):
         first = rank // node_size * node_size
         self._node = range(first, min(first + node_size, self.size))
         self._shared_counters = counters  # by all ranks
-        self._mailboxes = mailboxes
+        self._mailboxes, self.mailbox = mailboxes, mailboxes[rank]
         self.timeout_seconds = mailboxes[rank].timeout_seconds
         self._left = left  # shared by all ranks
         self.supports_device_messages = self.size == 1  # alone, there are none
 
     def send_on(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
-        stream.traffic.count(message.size)
         self._mailboxes[to].put(stream.tag, self.rank, np.array(message))
         return lambda: None  # it has been copied
-
-    def receive_on(self, stream: Transport, source: int) -> Array:
-        return self._mailboxes[self.rank].pop(stream, source)
 
     def announce_departure(self, reason: str) -> None:
         # Before the wake: a thread that wakes reads the notices, and sleeps again without a new

@@ -38,9 +38,8 @@ from .. import cost
 from ..environment import whole_number
 from ..errors import PeerError, PeerTimeoutError
 from ..vector import Array
-from .carrier import Carrier
+from .carrier import Carrier, Mailbox
 from .departure import DepartureNotice
-from .polling import Mailbox
 from .reductions import loses_nan
 from .rendezvous import (
     Start,
@@ -84,6 +83,7 @@ class TorchDistributedTransport(Carrier):
     """
 
     name = "torch.distributed"
+    mailbox: Mailbox
     counts_allreduce = False
     full_speed_bytes = _FULL_SPEED_BYTES
 
@@ -107,7 +107,7 @@ class TorchDistributedTransport(Carrier):
         # This timeout is for connecting: every later wait names its own.
         self._group: Any = torch.distributed.ProcessGroupGloo(store, rank, size, start_timeout)
         self.timeout_seconds = timeout_seconds
-        self._mailbox = Mailbox(timeout_seconds)
+        self.mailbox = Mailbox(timeout_seconds)
         self._departing: list[Work] | None = None
         self._in_flight: dict[int, list[Work]] = {}  # gloo forgets a message whose Work is gone
         self._posted: dict[int, deque[tuple[Work, Tensor]]] = {}
@@ -133,7 +133,7 @@ class TorchDistributedTransport(Carrier):
             notice = DepartureNotice({}, reason, lost=True)
         # Before the wake: a thread that wakes reads the notices.
         self.note(source, notice)
-        self._mailbox.wake()
+        self.mailbox.wake()
 
     def _receive_all(self, source: int) -> DepartureNotice:
         posted = deque(
@@ -173,15 +173,14 @@ class TorchDistributedTransport(Carrier):
                 here = f" in {self._activity}" if self._activity else ""
                 print_line(f"rank {self.rank} ends{here}, as rank {source} ended the job{reason}")
                 end_process(int(message[0]))
-            self._mailbox.put(tag, source, message)
+            self.mailbox.put(tag, source, message)
 
     def _post_receive(self, source: int, buffer: Tensor) -> tuple[Work, Tensor]:
         return self._group.recv([buffer], source, _PIECES), buffer
 
     def send_on(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
-        stream.traffic.count(message.size)
         if to == self.rank:
-            self._mailbox.put(stream.tag, to, np.array(message))
+            self.mailbox.put(stream.tag, to, np.array(message))
             return lambda: None
         try:
             works = self._post(stream.tag, message, to)
@@ -234,9 +233,6 @@ class TorchDistributedTransport(Carrier):
         self._listeners[peer].join(_GRACE_SECONDS)
         return PeerError(stream.missing(peer) or f"rank {peer} cannot be reached: {error}")
 
-    def receive_on(self, stream: Transport, source: int) -> Array:
-        return self._mailbox.pop(stream, source)
-
     def allreduce(self, array: Array, reduction: str = "sum") -> None:
         """Reduce in place by gloo's own allreduce where it is the faster one.
 
@@ -259,9 +255,9 @@ class TorchDistributedTransport(Carrier):
             # mailbox's timeout, and ends when a peer leaves.
             work = self._group.allreduce([self._torch.from_numpy(array)], options)
             work.get_future().add_done_callback(
-                lambda done: self._mailbox.put(_REDUCED, self.rank, _NOTHING)
+                lambda done: self.mailbox.put(_REDUCED, self.rank, _NOTHING)
             )
-            self._mailbox.pop_reply(self, _REDUCED)
+            self.mailbox.pop_reply(self, _REDUCED)
             # It has ended: this only raises its error.
             work.wait()
         except RuntimeError as error:
@@ -300,9 +296,6 @@ class TorchDistributedTransport(Carrier):
         staying = super().leave(reason, leave_timeout_seconds)
         _wait_for_last_sends(self._departing or [])
         return staying
-
-    def _wake(self) -> None:
-        self._mailbox.wake()
 
     def abort(self, exit_code: int, reason: str = "") -> None:
         text = f": it {reason}" if reason else ""

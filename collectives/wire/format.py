@@ -25,6 +25,7 @@ dtype. No finite value overflows, and what is not finite does not become so.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -194,6 +195,7 @@ def check(format: Format) -> Format:
     return format
 
 
+@functools.cache  # each message asks
 def numbers(format: Format) -> tuple[int, int]:
     """Return the numbers of the codes."""
     return _INDEX_NAMES.index(format.indices), _VALUE_NAMES.index(format.values)

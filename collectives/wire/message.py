@@ -29,6 +29,7 @@ All little-endian.
 
 from __future__ import annotations
 
+import operator
 import struct
 import threading
 import time
@@ -113,14 +114,6 @@ class CodingTotals(NamedTuple):
     entries: int = 0
     bytes: int = 0
 
-    def since(self, earlier: CodingTotals) -> CodingTotals:
-        """Return the difference to earlier totals."""
-        return CodingTotals(
-            self.seconds - earlier.seconds,
-            self.entries - earlier.entries,
-            self.bytes - earlier.bytes,
-        )
-
 
 NOTHING_CODED: Final = CodingTotals()
 
@@ -134,9 +127,9 @@ class _OfThread(threading.local):
 _here: Final = _OfThread()
 
 
-def coded() -> CodingTotals:
-    """Return this thread's totals since it began."""
-    return _here.total
+def coded(since: CodingTotals = NOTHING_CODED) -> CodingTotals:
+    """Return this thread's totals, less earlier ones; without these, since it began."""
+    return CodingTotals(*map(operator.sub, _here.total, since))
 
 
 def count(seconds: float, entries: int = 0, message_bytes: int = 0) -> None:
@@ -190,7 +183,7 @@ def encode(
     begun = time.perf_counter()
     with profiled("encode"):
         encoded = _encode(vector, k, format, extra, refused_by, number)
-    count(time.perf_counter() - begun, vector.entries, encoded.message.size)
+    count(time.perf_counter() - begun, vector.indices.size, encoded.message.size)
     return encoded
 
 
@@ -204,7 +197,7 @@ def _encode(
 ) -> Encoded:
     extra = _NOTHING if extra is None else extra
     index_code, value_code = ALL_INDEX_CODES[format.indices], VALUE_CODES[format.values]
-    count, float_bytes = vector.entries, vector.values.itemsize
+    count, float_bytes = vector.indices.size, vector.values.itemsize
     value_bytes = value_code.size_bytes(count, float_bytes)
     # Room for the most that the code can take: how much it takes is known only once it is written.
     capacity = index_code.capacity(count, vector.length) + _MOST_PADDING

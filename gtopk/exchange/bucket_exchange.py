@@ -177,10 +177,12 @@ class BucketExchange:
 
     def _read_options(self) -> None:
         """Read the rate and other options of AdamW, where its steps are made here."""
-        residual = self.exchange.residual
-        share = None if residual is None else residual.read_options()
-        if share is not None and self.bucket.share:
-            self.bucket.share = share  # clipping and scaling of gradients do not change it
+        if self.adam is None:
+            return
+        assert self.exchange.residual is not None
+        self.exchange.residual.read_options()
+        if self.bucket.share:
+            self.bucket.share = self.adam.share  # clipping and scaling do not change it
 
     def watch(self) -> None:
         """Note the gradients that were captured, for `is_unchanged`; before the program goes on."""
@@ -197,8 +199,7 @@ class BucketExchange:
         here = [p.grad for p in self.parameters]
         if not all(map(operator.is_, here, self._captured)):
             return False
-        residual = self.exchange.residual
-        options_changed = residual is not None and not residual.options_unchanged()
+        options_changed = self.adam is not None and not self.adam.is_unchanged()
         if options_changed or _versions_of(here) != self._versions:
             return False
         if self._checksum is None:

@@ -121,6 +121,7 @@ class SparseExchange:
         residual: Residual | None = None,
     ) -> None:
         self.compression = compression
+        self._said = compression.signature()
         self.residual: Residual = residual or open_residual(bucket, compression)
         self._progress = progress
         # Picked, update, returned, and what this rank keeps of values beyond the gradients' dtype.
@@ -149,10 +150,12 @@ class SparseExchange:
     @property
     def signature(self) -> str:
         """Return the options; while the density warms up, the step, too."""
-        steps = self._progress.steps
         # k follows from the step then: ranks that count differently would select unlike numbers.
-        warming = steps < self.compression.warmup_steps
-        return self.compression.signature() + (f" at step {steps}" if warming else "")
+        return self._said + (f" at step {self._progress.steps}" if self._is_warming_up else "")
+
+    @property
+    def _is_warming_up(self) -> bool:
+        return self._progress.steps < self.compression.warmup_steps
 
     @property
     def finds_nonfinite(self) -> bool:
@@ -165,7 +168,7 @@ class SparseExchange:
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         algorithm = self.compression.algorithm
-        if self._density != self.compression.density_at(self._progress.steps):
+        if self._is_warming_up or self._density != self.compression.density:
             self._set_k(bucket.length)
         if self.format is None:
             self.format = quickest_format(self.compression, bucket, transport)
@@ -191,15 +194,15 @@ class SparseExchange:
         shares = self.residual.shares_second_moment
         return Exchanged(
             algorithm,
-            picked.entries,
-            self._result[1].entries if self._result else 0,
+            picked.indices.size,
+            self._result[1].indices.size if self._result else 0,
             select_seconds,
             communicate_seconds + sampling_seconds,
             communicate_seconds - (transport.traffic.wait_seconds - waited),
             finite=self._result is not None,
             bytes_counted=not shares or transport.counts_allreduce,
             ready_at=ready_at,
-            coded=coded().since(coded_before),
+            coded=coded(coded_before),
         )
 
     def apply(self, bucket: Bucket) -> None:

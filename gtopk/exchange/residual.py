@@ -95,6 +95,8 @@ class Residual:
     masked: whether the velocity of an applied entry is cleared (factor masking).
     betas: of Adam's moments, which gradients go through before they get here; None: they do not.
     sizes: of the parameters, which lie side by side; only Adam's moments need them.
+    has_moments: whether gradients go through Adam's moments before they get here.
+    shares_second_moment: whether the ranks share a second moment, for which they exchange a sample.
     may_be_misplaced: whether entries may be here that another rank is to go on with
         (`NodeExchange`, `ShardExchange`): the same on all ranks.
     """
@@ -126,6 +128,7 @@ class Residual:
         self._second_buffers: list[Memory] = []
         self._swapped: set[int] = set()  # parts changed since `snapshot`: old values are beside
         self._betas, self._sizes = betas, sizes
+        self.has_moments, self.shares_second_moment = betas is not None, False
         self.threshold = 0.0  # a guess: it decides how fast the selection is, never its result
         self.is_empty = True
         self._drained_steps = 0
@@ -148,6 +151,7 @@ class Residual:
             torch.zeros(sum(steps.rows), dtype=self._memory[0].tensor.dtype, device="cpu"),
         )
         self._steps = steps
+        self.has_moments, self.shares_second_moment = True, steps.share < 1.0
         others = [*zip(self._names, self._memory, strict=True)][1:]
         self._names = "residual", "first_moment", SECOND_MOMENT, AGE, ROWS
         more = (own.first, own.second, own.ages, own.rows)
@@ -161,16 +165,10 @@ class Residual:
         """Return how many rows each parameter has in ROWS; none without AdamW's steps."""
         return self._steps.rows if self._steps is not None else ()
 
-    def read_options(self) -> float | None:
-        """Read AdamW's options and return this rank's usual share; None: no steps are made."""
-        if self._steps is None:
-            return None
+    def read_options(self) -> None:
+        """Read the options, such as the rate, of AdamW's next step."""
+        assert self._steps is not None
         self._steps.read(OwnMoments(*(memory.tensor for memory in self._memory[1:5])))
-        return self._steps.share
-
-    def options_unchanged(self) -> bool:
-        """Tell whether the options, such as the rate, are still as `read_options` found them."""
-        return self._steps is None or self._steps.is_unchanged()
 
     @property
     def values(self) -> NDArray[Any]:
@@ -190,16 +188,6 @@ class Residual:
     def keep_owner_errors(self, indices: NDArray[Any], values: NDArray[Any]) -> None:
         """Replace the owner errors at these indices."""
         self._writable(self._names.index(OWNER_ERROR)).array[indices] = values
-
-    @property
-    def has_moments(self) -> bool:
-        """Tell whether gradients go through Adam's moments before they get here."""
-        return self._betas is not None or self._steps is not None
-
-    @property
-    def shares_second_moment(self) -> bool:
-        """Tell whether the ranks share a second moment, for which they exchange a sample."""
-        return self._steps is not None and self._steps.share < 1.0
 
     def state_before(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the optimizer's state of parameters as before a step that may still be undone."""

@@ -216,7 +216,7 @@ class _AdasumOptimizer(Wrapping):
         )
         result = operation.wait()
         self._communicate_seconds += time.perf_counter() - begun - operation.queue_seconds
-        self._traffic.count(operation.traffic.sent_bytes, operation.traffic.sent_messages)
+        self._traffic.count(operation.sent_bytes, operation.sent_messages)
         return result
 
     def skip_synchronize(self) -> NoReturn:

@@ -24,7 +24,7 @@ from collectives import (
     open_transport,
     reduce,
 )
-from collectives.transports import mpi, polling, torch_distributed
+from collectives.transports import carrier, mpi, polling, torch_distributed
 
 NAME = sys.argv[1]
 
@@ -133,6 +133,7 @@ def test_a_silent_rank_is_named_after_the_timeout() -> None:
         text = rf"rank 0 has waited [\d.]+ s for rank {LAST} in a long wait$"
         with (
             mock.patch.object(polling, "STALL_WARNING_SECONDS", 0.05),
+            mock.patch.object(carrier, "STALL_WARNING_SECONDS", 0.05),
             pytest.raises(PeerTimeoutError, match=text),
             transport.operation("a long wait"),
         ):

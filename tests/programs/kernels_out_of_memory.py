@@ -15,8 +15,8 @@ from collections.abc import Callable
 import numpy as np
 
 from collectives import SparseVector
+from collectives.cores import use_threads
 from collectives.kernels import host, reference
-from collectives.kernels.host.calls import use_threads
 
 LENGTH = 900_000  # elements enough for three threads
 FAILED, FINE = 0, 3  # exit codes of a child: an allocation failed, or there were not so many

@@ -19,8 +19,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from ...vector import Array, SparseVector
-from ..gradients import Located
+from ...vector import Array, Located, SparseVector
 from . import codes, cuda, entries, selection
 from .cuda import cupy, from_dlpack, on_stream
 from .step import Step

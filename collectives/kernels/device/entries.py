@@ -7,8 +7,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from ...vector import Array, SparseVector
-from ..gradients import Located, require_parts
+from ...vector import Array, Located, SparseVector, require_parts
 from ..reference import NORM_CHUNK
 from .machine import Scratch, blocks_for, ceil_divide, located, parts_table, require_packed
 from .selection import launch_split, read_result

@@ -13,8 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ...vector import Array
-from ..gradients import Located
+from ...vector import Array, Located
 
 
 class Machine(Protocol):

@@ -21,8 +21,16 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ...vector import Array, SparseVector, index_dtype
-from ..gradients import Gradient, Located, Momentum, gradient_parts, require_selectable
+from ...vector import (
+    Array,
+    Gradient,
+    Located,
+    Momentum,
+    SparseVector,
+    gradient_parts,
+    index_dtype,
+    require_selectable,
+)
 from .machine import Machine, Scratch, blocks_for, ceil_divide, located, parts_table
 from .source import instance
 

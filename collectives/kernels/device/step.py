@@ -15,8 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ...vector import Array, SparseVector, index_dtype
-from ..gradients import Gradient, Momentum, gradient_parts
+from ...vector import Array, Gradient, Momentum, SparseVector, gradient_parts, index_dtype
 from .machine import Machine, Scratch, located
 from .selection import FROM_DEVICE, Addition, buffers, finish, launch_selection, prepare
 

@@ -15,18 +15,101 @@ Function for function the twins of `reference`, to the bit. One idea, one C++ fi
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 
-from ...vector import Array, SparseVector, index_dtype
+from ...cores import asked_threads, default_threads
+from ...vector import (
+    Array,
+    Gradient,
+    Momentum,
+    SparseVector,
+    host_parts,
+    index_dtype,
+    require_selectable,
+)
 from .. import reference, reference_indices
-from ..gradients import Gradient, Momentum, host_parts, require_selectable
-from ..reference import put_at  # noqa: F401 - the same of both twins
-from .calls import COUNT, POINTER, address, enough_memory, function, packed, threads
 from .library import instructions  # noqa: F401 - of this twin, too
 from .library import library as _library
+
+POINTER: Final = ctypes.c_void_p
+COUNT: Final = ctypes.c_int64
+
+
+# The suffixes of C names, by dtype. Dtypes of foreign byte order are missing.
+_SUFFIXES: Final = {
+    np.dtype(np.float16): "f16",
+    np.dtype(np.uint16): "bf16",
+    np.dtype(np.float32): "f32",
+    np.dtype(np.float64): "f64",
+    np.dtype(np.int32): "i32",
+    np.dtype(np.int64): "i64",
+}
+
+
+class _ByDtype(dict[object, Callable[..., int]]):
+    """One C function, by the dtype of its arrays, or by that of its values and of its indices."""
+
+    def __missing__(self, key: object) -> Callable[..., int]:
+        dtypes = " at ".join(map(str, key if isinstance(key, tuple) else [key]))
+        raise ValueError(
+            f"the C++ core has nothing for {dtypes}: convert values with .astype(np.float32), "
+            "indices with .astype(np.int32)"
+        )
+
+
+_byte: Final[Callable[[Any], ctypes.c_char]] = ctypes.c_char.from_buffer
+_address: Final = ctypes.addressof
+
+
+def address(array: Array) -> int:
+    """Return where the data of a contiguous array begins; the caller keeps the array alive."""
+    try:
+        return _address(_byte(array))  # a third of the time that array.ctypes.data takes
+    except (TypeError, ValueError):  # read-only, or empty
+        return array.ctypes.data
+
+
+def packed(array: Array) -> Array:
+    """Return the array, or a copy where its elements lie apart or off their alignment."""
+    flags = array.flags
+    if flags.c_contiguous and flags.aligned:
+        return array
+    return np.array(array, order="C")
+
+
+def function(name: str, *arguments: Any) -> _ByDtype:
+    """Return the C function `name`, for every dtype, or pair of them, that it exists for."""
+    keys: dict[object, str] = {
+        (values, indices): f"{_SUFFIXES[values]}_{_SUFFIXES[indices]}"
+        for values, indices in itertools.product(_SUFFIXES, repeat=2)
+    }
+    loaded, found = _library(), _ByDtype()
+    for key, suffix in (_SUFFIXES | keys).items():
+        # No function exists for every dtype; one that is missing is reported where it is called.
+        entry = getattr(loaded, f"{name}_{suffix}", None)
+        if entry is not None:
+            entry.argtypes, entry.restype = arguments, COUNT
+            found[key] = entry
+    return found
+
+
+def enough_memory(result: int) -> int:
+    """Return the result of a C function that allocates; raise MemoryError where it failed."""
+    if result < 0:
+        raise MemoryError("the C++ core ran out of memory")
+    return result
+
+
+def threads() -> int:
+    """Return how many threads a loop may use now."""
+    return asked_threads.get() or default_threads()
+
+
+# ---- select, in one pass over memory
 
 _select = function(
     "select",

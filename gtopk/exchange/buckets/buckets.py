@@ -61,6 +61,7 @@ class Bucket:
     scale:     multiplies the update, after everything else.
     gradients: of this step; zeros for one that is missing.
     captured_at: when they were captured, by time.perf_counter.
+    on_stream: makes a context, for any thread, on the stream of the captured gradients.
     ready:     the timestamp when they are computed: on a GPU later than when they were captured.
     lacking:   of each parameter, whether it had no gradient of its own when they were captured.
     sparse:    parameters whose gradients are sparse on some rank, and so on all after the exchange.
@@ -96,7 +97,7 @@ class Bucket:
         # For a bucket on the host: the GPUs of its gradients, which torch copies.
         gpus = {p.device for p in self.parameters if p.is_cuda}
         self._gpus = sorted(gpus, key=str) if self.device.type == "cpu" else []
-        self._on_stream = self._current_stream()
+        self.on_stream = self._current_stream()
 
     def capture_gradients(
         self,
@@ -148,8 +149,8 @@ class Bucket:
 
     def _note_captured(self) -> None:
         # The caller's: the engine's thread, which reads the gradients, has another one.
-        self._on_stream = self._current_stream()
-        with self._on_stream():
+        self.on_stream = self._current_stream()
+        with self.on_stream():
             self.ready = Timestamp(self.device)
         self._gradient_cache = None
 
@@ -163,10 +164,6 @@ class Bucket:
     def largest(self) -> float:
         """Return the largest value that an update may have, at this step's `scale`."""
         return self._largest / max(abs(self.scale), 1.0)
-
-    def on_stream(self) -> AbstractContextManager[None]:
-        """Return a context, for any thread, on the stream of the captured gradients."""
-        return self._on_stream()
 
     def _current_stream(self) -> Callable[[], AbstractContextManager[None]]:
         """Return a maker of contexts on the streams that are current now."""

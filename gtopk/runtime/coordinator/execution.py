@@ -205,14 +205,16 @@ def fusion_groups(
     """Return the groups, in the order in which they are run."""
     # From layouts, flags and sizes alone, which are equal on all ranks: so are the groups and their
     # order, in which the ranks' messages match.
-    arrays = (
+    arrays = [
         ArrayIndex(number, place, layout, all_on_gpu(each.all_flags))
         for number, each in enumerate(ready)
         for place, layout in enumerate(each.spec.dense)
-    )
+    ]
+    # A step whose gradients are compressed has none.
+    fused = fuse_arrays(arrays, threshold_bytes, alone_bytes) if arrays else []
     groups = [
         FusionGroup(list(dict.fromkeys(array.of for array in members)), members)
-        for members in fuse_arrays(arrays, threshold_bytes, alone_bytes)
+        for members in fused
     ]
     groups += [
         FusionGroup([number], []) for number, each in enumerate(ready) if not each.spec.dense
@@ -324,8 +326,8 @@ class Execution:
     def _count(self, part: Part) -> None:
         taken = self.transport.traffic.read_and_reset()
         if part.operation is not None:
-            part.operation.traffic.count(taken.sent_bytes, taken.sent_messages)
-            part.operation.traffic.count_wait(taken.wait_seconds)
+            part.operation.sent_bytes += taken.sent_bytes
+            part.operation.sent_messages += taken.sent_messages
 
     def _notice(self, phase: Phase, what: What, members: Sequence[Part]) -> None:
         if self.observers:

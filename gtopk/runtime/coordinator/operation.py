@@ -41,7 +41,7 @@ import msgpack
 import numpy as np
 
 from collectives.errors import CollectiveError, MessageError, PeerTimeoutError
-from collectives.transports import Traffic, Transport
+from collectives.transports import Transport
 
 from ...errors import HorovodInternalError
 from .fusion import Dense, Layout
@@ -227,8 +227,8 @@ class Operation:
     ranks:         the number of ranks.
     queue_seconds: how long it waited on this rank for operations that were run before it.
     agree_seconds: how long it took on this rank until all ranks were known to be ready.
-    traffic:       what this rank sent for it. Arrays that are reduced as one count for the first of
-                   them, and a cycle for the first operation that is run after it.
+    sent_bytes, sent_messages: what this rank sent for it. Arrays that are reduced as one count for
+                   the first of them, and a cycle for the first operation that is run after it.
     """
 
     def __init__(
@@ -252,19 +252,13 @@ class Operation:
         # All of now: it may fail before it is announced, or agreed on.
         self.submitted = self.announced = self.agreed = time.perf_counter()
         self.queue_seconds = self.agree_seconds = 0.0
+        self.sent_bytes = self.sent_messages = 0
         self.done = False  # whether `wait` would return at once
         self.result: Any = None
         self.error: BaseException | None = None
         self.finished: threading.Event | None = None  # made for the first that waits
         self._wake_for = wake_for
         self._where = where
-        self._traffic: Traffic | None = None
-
-    @property
-    def traffic(self) -> Traffic:
-        if self._traffic is None:
-            self._traffic = Traffic()
-        return self._traffic
 
     def wait(self) -> Any:
         """Return the result, or raise HorovodInternalError (or what `work` raised)."""

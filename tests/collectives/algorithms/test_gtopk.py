@@ -218,7 +218,7 @@ def test_both_ranks_of_an_exchange_get_the_largest_of_the_sum(random: np.random.
     ]
     swapped = run_ranks(
         local_world(2, 30),
-        lambda t: gtopk.exchange_and_merge(lists[t.rank], NOBODY, 700, t, 1 - t.rank, EXACT, 1),
+        lambda t: gtopk.exchange_and_merge(lists[t.rank], NOBODY, 700, t, 1 - t.rank, EXACT),
     )
     merged = merge(*lists, 700)
     for one, _, _ in swapped:

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from collectives import SparseVector
+from collectives.cores import default_threads, use_threads
 from collectives.kernels import Momentum, host, reference
-from collectives.kernels.host import library
-from collectives.kernels.host.calls import default_threads, threads, use_threads
+from collectives.kernels.host import library, threads
 from collectives.vector import check
 
 ROOT = Path(__file__).parents[3]
@@ -453,7 +453,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     for name in list(os.environ):
         if "LOCAL" in name or name.startswith(("GTOPK_", "SLURM_")):
             monkeypatch.delenv(name)
-    monkeypatch.setattr("collectives.kernels.host.calls.usable_cores", lambda: 4)
+    monkeypatch.setattr("collectives.cores.usable_cores", lambda: 4)
     default_threads.cache_clear()
     yield monkeypatch
     default_threads.cache_clear()

@@ -73,7 +73,7 @@ def test_ranks_for_which_there_are_no_threads_end_the_others(monkeypatch) -> Non
 
 @pytest.mark.parametrize("announces", [False, True])
 def test_a_long_wait_is_announced_where_it_says_something(monkeypatch, capsys, announces) -> None:
-    monkeypatch.setattr("collectives.transports.polling.STALL_WARNING_SECONDS", 0.01)
+    monkeypatch.setattr("collectives.transports.carrier.STALL_WARNING_SECONDS", 0.01)
     waiting, _ = local_world(2, timeout_seconds=0.3, announces_waits=announces)
     for stream in (waiting, waiting.channel(1)):
         with pytest.raises(PeerTimeoutError):

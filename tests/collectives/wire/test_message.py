@@ -457,6 +457,6 @@ def test_what_is_written_and_read_is_counted_with_its_seconds(monkeypatch) -> No
     vector, begun = entries([1, 5], [2.0, -3.0], 9), coded()
     message = encode(vector, K).message
     written = coded()
-    assert written.since(begun) == CodingTotals(0.25, 2, message.size)
+    assert coded(begun) == CodingTotals(0.25, 2, message.size)
     decode(message, vector, K, 0)
-    assert coded().since(written) == CodingTotals(0.25)
+    assert coded(written) == CodingTotals(0.25)

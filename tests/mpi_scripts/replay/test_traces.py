@@ -156,6 +156,6 @@ def test_what_does_not_fit_computes_as_much_as_a_smaller_one(
 
 
 def test_threads_that_wait_for_cores_say_nothing(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setattr("collectives.transports.polling.STALL_WARNING_SECONDS", 0.0)
+    monkeypatch.setattr("collectives.transports.carrier.STALL_WARNING_SECONDS", 0.0)
     trace_of(reduction("gtopk", 8))
     assert capsys.readouterr().err == ""

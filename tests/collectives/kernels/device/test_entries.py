@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectives.kernels import reference
+from collectives.kernels import put_at, reference
 from collectives.kernels.device import entries
 from collectives.kernels.device.machine import Scratch
 from collectives.vector import SparseVector
@@ -63,7 +63,7 @@ def test_entries_are_put_into_many_arrays(
     held = [machine.put(part) for part in parts]
     vector = SparseVector(machine.put(indices), machine.put(values), length)
     entries.put_at(scratch, held, vector)
-    reference.put_at(parts, SparseVector(indices, values, length))
+    put_at(parts, SparseVector(indices, values, length))
     for part, expected in zip(held, parts, strict=True):
         assert machine.fetch(part).tobytes() == expected.tobytes()
 
