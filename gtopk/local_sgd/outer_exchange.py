@@ -16,7 +16,7 @@ import time
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -151,7 +151,7 @@ class LostReplicas(SkipCounter):
         moved: whether the outer step has changed the model, by the replicas of the others.
         Raises FloatingPointError where these are more outer steps in a row than allowed.
         """
-        # Before `_lengthen`, which may raise: the count is to include the last ones.
+        # Before `lengthen`, which may raise: the count is to include the last ones.
         self.count += len(lost)
         # Three names each: a replica that is not finite may have hundreds.
         where = "; ".join(f"rank {r}: {', '.join(map(repr, n[:3]))}" for r, n in lost.items())
@@ -163,7 +163,7 @@ class LostReplicas(SkipCounter):
             f"goes on without {name_ranks(list(lost))}" if moved else "changes nothing",
             f"{why}; {BUFFERS_STAY}" if moved else why,
         )
-        self._lengthen(
+        self.lengthen(
             lambda n: (
                 f"rank {rank}: {n} outer steps in a row were without some replicas, the last, "
                 f"number {step}, because {why}"
@@ -433,25 +433,21 @@ class OuterExchange:
         compute_seconds: of all steps of the round.
         model_elements: values of the parameters of all fragments.
         """
-        seen = RecordedStep({0: outcome.operation}, bucket_exchanges=[self._bucket_exchange])
+        seen = RecordedStep([self._bucket_exchange], {0: outcome.operation})
         if outcome.exchanged is not None:
             seen.exchanged[0] = outcome.exchanged
             seen.spans.append(outcome.span)
-        done = report(
+        return report(
             seen,
             step=step,
             compute_seconds=compute_seconds,
             waits=round.waits,
-            synchronize_seconds=round.waited,
-            apply_seconds=0.0,
-            predicted_seconds=self.expected.seconds,
+            expected=self.expected,
             skipped=not outcome.moves,
-            samples=None,
             local_steps=round.covered,
             covers="outer step",
-            dense_seconds=self.expected.dense_seconds,
+            model_elements=model_elements,
         )
-        return replace(done, model_elements=model_elements)
 
     def residual_size(self) -> ResidualSize | None:
         """Return the size of this rank's residual; None: the exchange has none."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,11 +12,12 @@ import torch
 import gtopk
 from collectives.transports import Transport
 from gtopk.compression import GTopK
-from gtopk.exchange.bucket_exchange import BucketExchange, open_bucket_exchange
+from gtopk.exchange.bucket_exchange import open_bucket_exchange
 from gtopk.exchange.exchange import Progress
 from gtopk.integrations.hook_state import HookSteps
-from gtopk.integrations.passes import BucketFlags, PassTransaction
+from gtopk.integrations.passes import PassTransaction
 from gtopk.optim.peers import Peers
+from gtopk.optim.step_transaction import NOT_FINITE
 from gtopk.runtime.world import world
 from gtopk.telemetry.reading import read_run
 from gtopk.telemetry.step_report import parts
@@ -32,7 +32,7 @@ def test_steps_of_a_hook_are_reported_and_recorded(
         with world.entered(transport) as here:
             gtopk.record(str(tmp_path))
             peers = Peers(here, here.engine, "hooked", range(here.size), takes_part=True)
-            watched, one_step = HookSteps(peers, GTopK(0.1), Progress()), PassTransaction()
+            watched = HookSteps(peers, GTopK(0.1), Progress())
             bucket_exchanges = [
                 open_bucket_exchange(
                     name,
@@ -44,37 +44,22 @@ def test_steps_of_a_hook_are_reported_and_recorded(
                 for name in "ab"
             ]
 
-            def work(
-                bucket_exchange: BucketExchange,
-                number: int,
-                transport: Transport,
-                all_flags: list[int],
-            ) -> None:
-                began = time.perf_counter()
-                watched.note_exchange(
-                    number, began, one_step.run(bucket_exchange, transport, all_flags)
-                )
-
             for step in range(steps):
                 gtopk.log_samples(10 + step)
-                operations = []
+                one_step = PassTransaction()
                 for bucket_exchange in bucket_exchanges:
                     bucket_exchange.parameters[0].grad = torch.randn(length)
                     bucket_exchange.capture_gradients(1.0 / here.size, 1.0)
-                    number = watched.add_bucket(bucket_exchange)
-                    flags = BucketFlags.NOT_FINITE if (step, number) == (bad, 1) else 0
-                    operation = here.engine.submit(
-                        bucket_exchange.name,
-                        [],
-                        partial(work, bucket_exchange, number),
-                        flags=flags,
+                    number = one_step.add(bucket_exchange)
+                    flags = NOT_FINITE if (step, number) == (bad, 1) else 0
+                    one_step.operations[number] = here.engine.submit(
+                        bucket_exchange.name, [], partial(one_step.run, number), flags=flags
                     )
-                    watched.note_submit(number, operation)
-                    operations.append(operation)
-                for operation in operations:
+                    watched.note_submit()
+                for operation in one_step.operations.values():
                     operation.wait()
                 watched.note_wait_end()
-                watched.close(one_step.close(), overlapped=True)
+                watched.close(one_step, one_step.close(), overlapped=True)
                 assert watched.last is not None
                 assert watched.last.skipped == (step == bad)
             assert here.step == steps
