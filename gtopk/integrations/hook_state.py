@@ -32,7 +32,7 @@ from ..exchange.residual_state import ResidualState, unmatched
 from ..optim.expected_step import ExpectedStep
 from ..optim.gradient_checks import loss_scale
 from ..optim.peers import Peers
-from ..optim.step_transaction import flags_of
+from ..optim.step_transaction import NOT_FINITE
 from ..optim.wrapped.adam_step import plain
 from ..optim.wrapped.checkpoint import FORMAT
 from ..optim.wrapped.wrapping import Wrapping
@@ -382,6 +382,8 @@ class HookState(ABC):
             then()
             return is_finite
 
+        if bucket_exchange.checks_finite_first and not bucket_exchange.all_finite():
+            flags |= NOT_FINITE
         operation = self._peers.engine.submit(
             f"{self._peers.name}.{name}",
             [
@@ -390,7 +392,7 @@ class HookState(ABC):
                 f"adam_steps={'before' if self.makes_adam_steps else 'after'}",
             ],
             work,
-            flags=flags | flags_of(bucket_exchange),
+            flags=flags,
         )
         transaction.operations[number] = operation
         self._steps.note_submit()

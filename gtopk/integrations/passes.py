@@ -33,7 +33,7 @@ from ..exchange.residual_state import ResidualState, plain_name, without_owner_e
 from ..optim.gradient_checks import groups_of_ddp
 from ..optim.peers import Peers
 from ..optim.step_checks import ReplicaCheck, require_check
-from ..optim.step_transaction import NOT_FINITE, PREEMPTED, ranks_with
+from ..optim.step_transaction import NOT_FINITE, PREEMPTED
 from ..optim.wrapped.local_residual import center_of
 from ..runtime.coordinator import Operation
 from ..runtime.world import world
@@ -243,7 +243,8 @@ class PassTransaction(RecordedStep):
         """
         begun = time.perf_counter()
         bucket_exchange = self.bucket_exchanges[number]
-        self.preempted.update(ranks_with(PREEMPTED, transport, all_flags))
+        places = enumerate(all_flags)
+        self.preempted.update(transport.ranks[n] for n, flags in places if flags & PREEMPTED)
         self.not_finite = [n for n, flags in enumerate(all_flags) if flags & NOT_FINITE]
         self.is_void |= bool(self.not_finite)
         # Whether the pass is void follows from all ranks' flags and sums: all exchange, or none.

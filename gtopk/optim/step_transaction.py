@@ -282,7 +282,8 @@ class StepTransaction(RecordedStep):
                 (gradient._values() if gradient.is_sparse else gradient.detach()).zero_()
         scale = self._scale_of(bucket_exchange)
         bucket_exchange.capture_gradients(self._weight / scale, scale)
-        self._not_finite |= flags_of(bucket_exchange)
+        if bucket_exchange.checks_finite_first and not bucket_exchange.all_finite():
+            self._not_finite = NOT_FINITE
 
     def _scale_of(self, bucket_exchange: AnyBucketExchange) -> float:
         # A residual may be resumed in a run, or a bucket, with another predivide factor.
@@ -323,7 +324,8 @@ class StepTransaction(RecordedStep):
         last = index == len(self.bucket_exchanges) - 1
         # Before any return: all ranks learn of SIGTERM in the same try, also in a void one.
         if last:
-            self.preempted = ranks_with(PREEMPTED, transport, all_flags)
+            places = enumerate(all_flags)
+            self.preempted = [transport.ranks[n] for n, flags in places if flags & PREEMPTED]
         self.changed |= any(flags & _CHANGED for flags in all_flags)
         self.unplanned |= any(flags & _UNPLANNED for flags in all_flags)
         # Where all ranks have aborted, the last bucket may be run before others.
@@ -386,17 +388,6 @@ class StepTransaction(RecordedStep):
                 self.lacking = self.lacking or heard
             everywhere = set.intersection(*(set(said[rank]) for rank in here))
         self._missing_everywhere[index] = everywhere
-
-
-def flags_of(bucket_exchange: AnyBucketExchange) -> int:
-    """Return NOT_FINITE where this rank's gradients are not; 0 where the exchange finds that."""
-    is_finite = not bucket_exchange.checks_finite_first or bucket_exchange.all_finite()
-    return 0 if is_finite else NOT_FINITE
-
-
-def ranks_with(flag: int, transport: Transport, all_flags: Sequence[int]) -> list[int]:
-    """Return the ranks in the world whose flags have this one."""
-    return [rank for rank, flags in zip(transport.ranks, all_flags, strict=True) if flags & flag]
 
 
 def _dereference(reference: weakref.ref[torch.Tensor]) -> torch.Tensor | None:

@@ -222,8 +222,8 @@ class Guard:
         if heartbeat := self._heartbeat:
             heartbeat.on_lost = self._on_lost
             heartbeat.start(self.member.transport.rank, self.member.words)
-            self.member.on_change = lambda: heartbeat.note(self.member.step, self.member.advice)
-            self.member.on_change()
+            self.member.on_change = heartbeat.note
+            heartbeat.note(self.member.step, self.member.advice)
 
     def close(self) -> None:
         """Stop the heartbeat: this rank and the others have left."""

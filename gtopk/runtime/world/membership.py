@@ -275,7 +275,8 @@ class World:
         signature: texts that must be equal on all ranks. word: for `words`.
         """
         self.rank, self.size = transport.rank, transport.size
-        self.on_change: Callable[[], None] = lambda: None  # of step or advice
+        # Called with both where step or advice changes.
+        self.on_change: Callable[[int, str], None] = lambda step, advice: None
         self._step = 0
         self._advice = ""
         self.resumed = False
@@ -434,7 +435,7 @@ class World:
     @step.setter
     def step(self, step: int) -> None:
         self._step = step
-        self.on_change()
+        self.on_change(self._step, self._advice)
 
     @property
     def advice(self) -> str:
@@ -444,7 +445,7 @@ class World:
     @advice.setter
     def advice(self, advice: str) -> None:
         self._advice = advice
-        self.on_change()
+        self.on_change(self._step, self._advice)
 
     def resume(self, step: int) -> None:
         """Continue from this step of an earlier run."""
