@@ -131,8 +131,10 @@ class GTopKState(HookState):
         name = here.name_optimizer(["ddp"], members.ranks)
         peers = Peers(here, members.engine, name, members.ranks, takes_part=True)
         self._bucket_exchanges = BucketExchanges(self._open_bucket_exchange)
-        self._replicas = HookReplicas(peers, self._bucket_exchanges, check_every, on_divergence)
         super().__init__(peers, how, scaler, max_skipped_steps, optimizer, of_adam)
+        self._replicas = HookReplicas(
+            peers, self._steps.counted, self._bucket_exchanges, check_every, on_divergence
+        )
         self._pending: list[PendingBucket] = []  # to be exchanged at the end of the pass
         # One thread, so that buckets end in order: the last one's task finds all before it done.
         self._finisher = ThreadPoolExecutor(1, "gtopk-ddp")
@@ -141,7 +143,6 @@ class GTopKState(HookState):
         # rank, DDP's numbers of buckets that are not finite.
         self._buckets = 0
         self._not_finite: dict[int, list[int]] = {}
-        self._counted = True
 
     def _parameters(self) -> Collection[torch.Tensor]:
         return self._bucket_exchanges.parameters()
@@ -258,7 +259,7 @@ class GTopKState(HookState):
         # first.
         self._buckets = bucket + 1 if is_last else self._buckets
         if self._transaction.done == self._buckets:
-            self._counted = self._close_pass()
+            self._close_pass()
             self._buckets = 0
 
     def _finish(self, operation: Operation, pending: PendingBucket) -> None:
@@ -274,8 +275,7 @@ class GTopKState(HookState):
                     for rank, buckets in sorted(self._not_finite.items())
                 ]
                 self._not_finite = {}
-                self._replicas.progress.steps += self._counted
-                self._report_pass(self._counted, overlapped=True, where=where)
+                self._report_pass(overlapped=True, where=where)
         except Exception as error:
             self._failures.append(error)
         # On the exchange's stream, as a future makes its readers wait for the stream of this call.

@@ -83,6 +83,7 @@ class HookSteps:
     After the first, all ranks measure their links to predict such steps; the program waits.
 
     last: the report of the last step; None before the first.
+    counted: the steps that were not skipped.
     stragglers: how fast the ranks compute, beside each other.
     clip_factor: by which this rank's gradients of the step were shortened.
     """
@@ -93,7 +94,7 @@ class HookSteps:
         self.stragglers = Stragglers(peers.world, peers.engine, peers.name)
         self._expected = ExpectedStep(compression, progress)
         self._sizes: list[int] = []  # of the buckets that the prediction is for
-        self._counted = 0  # steps that were not skipped
+        self.counted = Progress()
         self._waited_since: float | None = None
         self._waited_seconds = 0.0
         self._ended: float | None = None  # when the last wait ended
@@ -111,7 +112,7 @@ class HookSteps:
         if self._waited_since is not None:
             self._waited_seconds += self._ended - self._waited_since
 
-    def close(self, ended_pass: PassTransaction, counted: bool, overlapped: bool) -> None:
+    def close(self, ended_pass: PassTransaction, overlapped: bool) -> None:
         """Report a pass as a step; all ranks call it after the same step.
 
         overlapped: the program has waited for the last bucket only, not for each.
@@ -128,15 +129,17 @@ class HookSteps:
             waits=[((self._waited_since or 0.0) if overlapped else 0.0, math.inf)],
             waited_seconds=self._waited_seconds,
             expected=self._expected,
-            skipped=not counted,
+            skipped=ended_pass.is_void,
             gradient_norm=gradient_norm(bucket_exchanges, self.clip_factor),
         )
         self._waited_seconds, self._ended_before = 0.0, ended
         self._world.step += 1
-        self._counted += counted
-        if counted:
-            self.stragglers.note(self._counted, self.last.compute_seconds or None)
-        note_step(self._world, self.last, self._counted if counted else None, bucket_exchanges)
+        steps = None
+        if not ended_pass.is_void:
+            self.counted.steps += 1
+            steps = self.counted.steps
+            self.stragglers.note(steps, self.last.compute_seconds or None)
+        note_step(self._world, self.last, steps, bucket_exchanges)
 
     def _expect(self, bucket_exchanges: Sequence[BucketExchange]) -> None:
         """Predict the exchange of the last step's buckets; measure links after the first step."""
@@ -398,22 +401,20 @@ class HookState(ABC):
         self._steps.note_submit()
         return operation
 
-    def _close_pass(self) -> bool:
-        """End the transaction, once all buckets are exchanged, and tell whether the pass counts."""
-        counted = self._transaction.close()
-        self.progress.steps += counted
-        return counted
+    def _close_pass(self) -> None:
+        """End the transaction, once all buckets are exchanged."""
+        self.progress.steps += self._transaction.close()
 
-    def _report_pass(self, counted: bool, overlapped: bool, where: Iterable[str]) -> None:
+    def _report_pass(self, overlapped: bool, where: Iterable[str]) -> None:
         """Report the step, and warn where it does not count.
 
         overlapped: as of `HookSteps.close`. where: the ranks whose gradients are not finite.
         Raises FloatingPointError where more passes in a row did not count than allowed.
         """
-        step = self._world.step
-        self._steps.close(self._transaction, counted, overlapped)
+        step, ended = self._world.step, self._transaction
+        self._steps.close(ended, overlapped)
         self._transaction = PassTransaction()
-        self._skips.note_pass(counted, self._world.rank, step, " and ".join(where))
+        self._skips.note_pass(not ended.is_void, self._world.rank, step, " and ".join(where))
 
     def _note_agreed(self) -> None:
         """Note that the pass has ended, and that gradients are agreed ones where it counts."""

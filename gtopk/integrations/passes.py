@@ -326,19 +326,20 @@ class HookReplicas:
     """Compares the replicas of a hook's model, in a pass after the step: `begin`, then `end`.
 
     peers, progress: of the hook; progress counts passes since the hook was made, and not those of a
-        state that was loaded, as all ranks must compare in the same pass.
+        state that was loaded, as all ranks must compare in the same pass (`HookSteps`).
     check: says how often replicas differed.
     """
 
     def __init__(
         self,
         peers: Peers,
+        progress: Progress,
         bucket_exchanges: BucketExchanges,
         check_every: int | None,
         on_divergence: Literal["error", "warn"] | None,
     ) -> None:
         require_check(check_every, on_divergence)
-        self.peers, self.progress = peers, Progress()
+        self.peers, self.progress = peers, progress
         self._bucket_exchanges = bucket_exchanges
         self.check = ReplicaCheck(self, check_every, on_divergence)
 

@@ -59,7 +59,8 @@ def test_steps_of_a_hook_are_reported_and_recorded(
                 for operation in one_step.operations.values():
                     operation.wait()
                 watched.note_wait_end()
-                watched.close(one_step, one_step.close(), overlapped=True)
+                one_step.close()
+                watched.close(one_step, overlapped=True)
                 assert watched.last is not None
                 assert watched.last.skipped == (step == bad)
             assert here.step == steps
