@@ -123,7 +123,7 @@ class LocalSteps:
         peers = Peers(here, here.engine, name, range(here.size), takes_part=True)
         self._expected = ExpectedStep(compression, exchange.progress, self._covers)
         with self.spent.waiting():
-            self._expected.measure([exchange], peers)
+            self._expected.measure([exchange.bucket_exchange], peers)
 
     def note_submit(self, operation: Operation) -> None:
         """Attribute an operation's messages to the current step."""
@@ -136,13 +136,13 @@ class LocalSteps:
     def note_exchange(self, exchange: RoundExchange) -> None:
         """Record an exchange whose operation is over, and the residual after it."""
         seen, ran = self._seen, exchange.pop_reduction()
-        seen.bucket_exchanges.append(exchange)
+        seen.bucket_exchanges.append(exchange.bucket_exchange)
         if ran is not None:
             seen.exchanged[len(seen.exchanged)] = ran.exchanged
             seen.spans.append((ran.began, ran.ended))
             # Here, as the next exchange may be under way when the step is closed.
             steps = exchange.progress.steps if ran.exchanged.finite else None
-            note_residual(self._world, steps, [exchange])
+            note_residual(self._world, steps, [exchange.bucket_exchange])
 
     def close(self, step: int, samples: int, local_steps: int = 1, skipped: bool = False) -> None:
         """Report the step, with the time computed until `computed`, and begin another."""

@@ -27,7 +27,6 @@ from collectives.transports import Transport
 from ..errors import HorovodInternalError
 from ..exchange.bucket_exchange import BucketExchange, open_bucket_exchange
 from ..exchange.exchange import Exchanged, Progress
-from ..exchange.residual import ResidualSize
 from ..exchange.residual_state import (
     ResidualState,
     copy_residuals,
@@ -43,6 +42,7 @@ from ..runtime.coordinator import Operation
 from ..runtime.coordinator.agreement import name_ranks
 from ..runtime.world.membership import World
 from ..runtime.world.process_sets import ProcessSet
+from ..telemetry.run_record import note_step
 from ..telemetry.step_report import RecordedStep, StepReport, report
 
 _log = logging.getLogger("gtopk")
@@ -428,7 +428,7 @@ class OuterExchange:
         compute_seconds: float,
         model_elements: int,
     ) -> StepReport:
-        """Return the report of an outer step.
+        """Return the report of an outer step, which is recorded, too.
 
         compute_seconds: of all steps of the round.
         model_elements: values of the parameters of all fragments.
@@ -437,7 +437,7 @@ class OuterExchange:
         if outcome.exchanged is not None:
             seen.exchanged[0] = outcome.exchanged
             seen.spans.append(outcome.span)
-        return report(
+        done = report(
             seen,
             step=step,
             compute_seconds=compute_seconds,
@@ -448,10 +448,10 @@ class OuterExchange:
             covers="outer step",
             model_elements=model_elements,
         )
-
-    def residual_size(self) -> ResidualSize | None:
-        """Return the size of this rank's residual; None: the exchange has none."""
-        return self._bucket_exchange.residual_size()
+        # Of this fragment's residual only: others may be in use.
+        steps = self.steps if outcome.moves else None
+        note_step(self.peers.world, done, steps, seen.bucket_exchanges)
+        return done
 
     @property
     def steps(self) -> int:

@@ -58,11 +58,11 @@ class StepTransaction(RecordedStep):
 
     signature: what must be equal on all ranks, in every bucket's operation.
     samples: the number behind this rank's gradients.
-    weight:  this rank's gradients are multiplied with it; share: of this rank in the sum: all
-             ranks' add up to 1. Where `samples` has a count, both follow from the ranks' flags.
+    weight:  this rank's gradients are multiplied with it, which clips them, too. Where `samples`
+             has a count, it follows from the ranks' flags.
     scale:   divides the gradients before the sum, and multiplies the sum.
     predivide: does the same again, in buckets without a residual.
-    clip:    shortens the gradients, once their weight is known.
+    clip:    shortens the gradients, once their weight is known from flags.
     changed: void: on some rank gradients were changed after their bucket was submitted.
     unplanned: void: some rank has a gradient that belongs to no bucket.
     aborted: void: some rank joined before its end.
@@ -84,7 +84,6 @@ class StepTransaction(RecordedStep):
         *,
         missing_is_zero: bool,
         weight: float,
-        share: float,
         scale: float,
         predivide: float,
         clip: LocalClip,
@@ -101,7 +100,7 @@ class StepTransaction(RecordedStep):
         self._flags = _HERE | samples.flags
         self._missing_is_zero = missing_is_zero
         self.clip = clip
-        self._weight = weight * clip.factor(weight, share)
+        self._weight = weight
         self._scale, self._predivide = scale, predivide
         self.shadowed: set[int] = set()  # buckets
         self._not_finite = 0  # the flag, once a bucket of this rank is not
