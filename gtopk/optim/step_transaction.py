@@ -32,9 +32,8 @@ import torch
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 
-from ..exchange.bucket_exchange import BucketExchange
 from ..exchange.buckets.parameters import lacks_gradient
-from ..exchange.sparse_gradients import SparseGradientExchange
+from ..exchange.sparse_gradients import AnyBucketExchange
 from ..runtime.coordinator import Engine
 from ..runtime.coordinator.agreement import describe_missing
 from ..telemetry.step_report import RecordedStep
@@ -49,8 +48,6 @@ PREEMPTED: Final = 16  # this rank had SIGTERM
 _ABORTED: Final = 32  # by a rank that is about to join
 _MISSING_SHIFT: Final = 6  # a checksum of the names, 29 bits; above it, the samples
 _MISSING: Final = (1 << FLAG_BITS_BELOW_SAMPLES) - (1 << _MISSING_SHIFT)
-
-AnyBucketExchange = BucketExchange | SparseGradientExchange
 
 
 class StepTransaction(RecordedStep):

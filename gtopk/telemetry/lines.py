@@ -38,9 +38,7 @@ _DIGITS: Final = 7  # a tenth of a microsecond
 
 Line = dict[str, Any]
 
-_FIELDS: Final = [field.name for field in dataclasses.fields(StepReport)]
-# Every version has written these; fields that were added since may be missing.
-_FIRST_FIELDS: Final = _FIELDS[: _FIELDS.index("skipped") + 1]
+_FIELDS: Final = {field.name: field.default for field in dataclasses.fields(StepReport)}
 
 
 def path_of(folder: str | Path, rank: int) -> Path:
@@ -68,8 +66,12 @@ def report_of(line: Line) -> StepReport:
 
     Fields that earlier versions did not write get their defaults.
     """
-    known = {*line, *_FIRST_FIELDS}
-    return StepReport(**{name: line[name] for name in _FIELDS if name in known})
+    known = {
+        name: line[name]
+        for name, default in _FIELDS.items()
+        if name in line or default is dataclasses.MISSING
+    }
+    return StepReport(**known)
 
 
 def left_in_order(end: Line) -> bool:
@@ -156,11 +158,11 @@ _OF_TYPES: Final[Mapping[str, Check]] = {
 
 
 def _of_report(required: bool) -> dict[str, Check]:
-    """Return the checks of a StepReport's fields: of the first ones, or of those added since."""
+    """Return the checks of a StepReport's fields: of those without a default, or of the others."""
     return {
         each.name: _OF_TYPES[str(each.type)]
         for each in dataclasses.fields(StepReport)
-        if (each.name in _FIRST_FIELDS) == required
+        if (each.default is dataclasses.MISSING) == required
     }
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -37,9 +37,12 @@ from ..settings import MLFLOW, PROMETHEUS, RUN, TENSORBOARD, WANDB
 from . import timeline
 from .lines import FORMAT, LARGEST_VALUE, Line, as_text, path_of
 from .reading import has_ended
-from .recorder import BucketExchange, Recorder, Sink, is_sampling_due, sample_residual
+from .recorder import Recorder, Sink, is_sampling_due, sample_residual
 from .sinks import Address, Endpoint, MLflow, Scalars, Wandb, parse_address
 from .step_report import Balance, StepReport
+
+if TYPE_CHECKING:
+    from ..exchange.sparse_gradients import AnyBucketExchange
 
 _log = logging.getLogger("gtopk")
 
@@ -149,7 +152,7 @@ def note_step(
     world: World,
     step: StepReport,
     steps: int | None = None,
-    bucket_exchanges: Sequence[BucketExchange] = (),
+    bucket_exchanges: Sequence[AnyBucketExchange] = (),
 ) -> None:
     """Count a step in the balance and record it; the rest is as of `note_residual`."""
     records = _records_of(world)
@@ -160,7 +163,7 @@ def note_step(
 
 
 def note_residual(
-    world: World, steps: int | None, bucket_exchanges: Sequence[BucketExchange]
+    world: World, steps: int | None, bucket_exchanges: Sequence[AnyBucketExchange]
 ) -> None:
     """Record the size of these buckets' residual, where there is a record and it is time.
 

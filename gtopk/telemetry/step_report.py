@@ -63,32 +63,32 @@ class StepReport:
                          where the step was skipped.
     """
 
-    step: int = 0
-    algorithm: str = ""
-    compute_seconds: float = 0.0
-    synchronize_seconds: float = 0.0
-    select_seconds: float = 0.0
-    apply_seconds: float = 0.0
-    communicate_seconds: float = 0.0
-    agree_seconds: float = 0.0
-    merge_seconds: float = 0.0
-    code_seconds: float = 0.0
-    hidden_seconds: float = 0.0
-    working_seconds: float = 0.0
-    buckets: int = 0
-    exchange_seconds: float = 0.0
-    predicted_seconds: float | None = None
-    sent_bytes: int = 0
-    sent_messages: int = 0
-    bytes_counted: bool = True
-    coded_entries: int = 0
-    coded_bytes: int = 0
-    elements: int = 0
-    samples: int | None = None
-    selected: int = 0
-    updated: int = 0
-    skipped: bool = False
-    # From here on: records of earlier versions lack these (`lines`).
+    step: int
+    algorithm: str
+    compute_seconds: float
+    synchronize_seconds: float
+    select_seconds: float
+    apply_seconds: float
+    communicate_seconds: float
+    agree_seconds: float
+    merge_seconds: float
+    code_seconds: float
+    hidden_seconds: float
+    working_seconds: float
+    buckets: int
+    exchange_seconds: float
+    predicted_seconds: float | None
+    sent_bytes: int
+    sent_messages: int
+    bytes_counted: bool
+    coded_entries: int
+    coded_bytes: int
+    elements: int
+    samples: int | None
+    selected: int
+    updated: int
+    skipped: bool
+    # With defaults: records of earlier versions lack these.
     local_steps: int = 1
     covers: str = "step"
     ranks: int = 0
@@ -242,13 +242,6 @@ _CLOSE: Final = 0.01  # share of a run: a smaller difference counts as none
 SAME: Final = 1.1  # exchanges whose times differ by a smaller factor count as equal
 
 
-class Sized(Protocol):
-    """A bucket, as far as reports need it: its size."""
-
-    @property
-    def elements(self) -> int: ...
-
-
 class Prediction(Protocol):
     """The seconds that the cost model expects of a step's exchange, and of a dense one."""
 
@@ -298,8 +291,9 @@ def report(
     """
     operations, exchanged = recorded.operations.values(), list(recorded.exchanged.values())
     select_seconds = sum(each.select_seconds for each in exchanged)
-    exchange_seconds = sum(each.communicate_seconds for each in exchanged)
+    communicate_seconds = sum(each.communicate_seconds for each in exchanged)
     agree_seconds = sum(operation.agree_seconds for operation in operations)
+    exchange_seconds = select_seconds + communicate_seconds + apply_seconds
     predicted_seconds = dense_seconds = None
     if exchanged:
         predictions = [each.predicted_seconds for each in exchanged]
@@ -317,14 +311,14 @@ def report(
         synchronize_seconds=waited_seconds,
         select_seconds=select_seconds + apply_seconds,
         apply_seconds=apply_seconds,
-        communicate_seconds=exchange_seconds + agree_seconds,
+        communicate_seconds=communicate_seconds + agree_seconds,
         agree_seconds=agree_seconds,
         merge_seconds=sum(each.merge_seconds for each in exchanged),
         code_seconds=sum(each.coded.seconds for each in exchanged),
         hidden_seconds=sum(seconds_outside(span, waits) for span in recorded.spans),
         working_seconds=sum(ended - begun for begun, ended in recorded.spans),
         buckets=len(recorded.bucket_exchanges),
-        exchange_seconds=select_seconds + exchange_seconds + apply_seconds if exchanged else 0.0,
+        exchange_seconds=exchange_seconds if exchanged else 0.0,
         predicted_seconds=predicted_seconds,
         sent_bytes=sum(operation.traffic.sent_bytes for operation in operations),
         sent_messages=sum(operation.traffic.sent_messages for operation in operations),
