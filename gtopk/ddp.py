@@ -258,7 +258,7 @@ class GTopKState(HookState):
         # DDP tells which bucket is its last, not how many there are; the last may be exchanged
         # first.
         self._buckets = bucket + 1 if is_last else self._buckets
-        if self._transaction.done == self._buckets:
+        if len(self._transaction.ran) == self._buckets:
             self._close_pass()
             self._buckets = 0
 

@@ -413,7 +413,9 @@ class HookState(ABC):
         """
         step, ended = self._world.step, self._transaction
         self._steps.close(ended, overlapped)
-        self._transaction = PassTransaction()
+        # Else a bucket has failed: `_abort_pass` is to undo the others.
+        if ended.is_closed:
+            self._transaction = PassTransaction()
         self._skips.note_pass(not ended.is_void, self._world.rank, step, " and ".join(where))
 
     def _note_agreed(self) -> None:

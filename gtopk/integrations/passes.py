@@ -217,8 +217,9 @@ class PassTransaction(RecordedStep):
     not_finite: the places of the ranks whose gradients of the last bucket were not finite: the
         same on all ranks.
     preempted: the ranks that had SIGTERM.
-    done:    how many buckets were run.
+    ran:     the buckets that were run, with an error or without, in that order.
     is_void: whether the pass does not count, on any rank.
+    is_closed: whether it has ended.
     """
 
     bucket_exchanges: list[BucketExchange]
@@ -227,8 +228,8 @@ class PassTransaction(RecordedStep):
         super().__init__()
         self.not_finite: list[int] = []
         self.preempted: set[int] = set()
-        self.done = 0
-        self.is_void = False
+        self.ran: list[BucketExchange] = []
+        self.is_void = self.is_closed = False
 
     def add(self, bucket_exchange: BucketExchange) -> int:
         """Add a bucket, in the program's thread; return its number in the pass."""
@@ -243,12 +244,18 @@ class PassTransaction(RecordedStep):
         """
         begun = time.perf_counter()
         bucket_exchange = self.bucket_exchanges[number]
+        # A module that is used twice in a pass is exchanged twice: `undo` must go back to before
+        # the first time.
+        again = bucket_exchange in self.ran
+        self.ran.append(bucket_exchange)
         places = enumerate(all_flags)
         self.preempted.update(transport.ranks[n] for n, flags in places if flags & PREEMPTED)
         self.not_finite = [n for n, flags in enumerate(all_flags) if flags & NOT_FINITE]
         self.is_void |= bool(self.not_finite)
         # Whether the pass is void follows from all ranks' flags and sums: all exchange, or none.
         if not self.is_void:
+            if not again:
+                bucket_exchange.snapshot()
             self._reduce(number, transport)
         if self.is_void:
             self.drop()
@@ -260,16 +267,11 @@ class PassTransaction(RecordedStep):
             exchanged = self.exchanged[number]
             seconds = exchanged.select_seconds + time.perf_counter() - applied_from
             self.exchanged[number] = replace(exchanged, select_seconds=seconds)
-        self.done += 1
         self.spans.append((begun, time.perf_counter()))
         return transport.rank not in self.not_finite
 
     def _reduce(self, number: int, transport: Transport) -> None:
         bucket_exchange = self.bucket_exchanges[number]
-        # A module that is used twice in a pass is exchanged twice: `undo` must go back to before
-        # the first time.
-        if self.bucket_exchanges.index(bucket_exchange) == number:
-            bucket_exchange.snapshot()
         self.exchanged[number] = bucket_exchange.reduce(transport)
         # The update is the same on all ranks, and so is this verdict: all gather here, to name the
         # ranks; where none says so, finite gradients had a sum that is not.
@@ -281,15 +283,16 @@ class PassTransaction(RecordedStep):
     def drop(self) -> None:
         """Make the pass void: the residual becomes what it was before."""
         self.is_void = True
-        for bucket_exchange in self.bucket_exchanges:
+        for bucket_exchange in self.ran:
             bucket_exchange.undo()
 
     def close(self) -> bool:
         """End the pass, and tell whether it counted."""
-        for bucket_exchange in self.bucket_exchanges:
+        for bucket_exchange in self.ran:
             # A void pass was undone: there is nothing to commit.
             bucket_exchange.commit()
             bucket_exchange.release_gradients()
+        self.is_closed = True
         return not self.is_void
 
 

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import gtopk
 from collectives.transports import Transport
 from gtopk.compression import GTopK
+from gtopk.errors import HorovodInternalError
 from gtopk.exchange.bucket_exchange import open_bucket_exchange
 from gtopk.exchange.exchange import Progress
-from gtopk.integrations.hook_state import HookSteps
+from gtopk.integrations.hook_state import HookState, HookSteps
 from gtopk.integrations.passes import PassTransaction
 from gtopk.optim.peers import Peers
 from gtopk.optim.step_transaction import NOT_FINITE
+from gtopk.runtime.coordinator import Operation
 from gtopk.runtime.world import world
 from gtopk.telemetry.reading import read_run
 from gtopk.telemetry.step_report import parts
@@ -77,3 +80,46 @@ def test_steps_of_a_hook_are_reported_and_recorded(
                 assert step.report.algorithm == "gtopk"
         assert rank.steps[-1].bytes_so_far > 0
         assert [note.step for note in rank.residuals] == [1, 3]  # counted: 1 and 2
+
+
+class Hook(HookState):
+    _accumulating = _giving = _saving = _clipping = ""
+
+    def _parameters(self) -> set[torch.Tensor]:
+        return set()
+
+    def _residuals(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        return iter(())
+
+
+def test_a_pass_whose_bucket_has_failed_is_undone_before_the_next(
+    threads: Callable[..., Any],
+) -> None:
+    """Also if its last bucket was exchanged, after which DDP's hook reports the pass."""
+
+    def program(transport: Transport) -> None:
+        with world.entered(transport) as here:
+            peers = Peers(here, here.engine, "hooked", range(here.size), takes_part=True)
+            hook = Hook(peers, GTopK(0.1), None, 20, None, {"adam": None})
+            whole = torch.nn.Parameter(torch.zeros(30))
+            bucket_exchange = hook._open("bucket", whole, [30], [whole])
+            residual = bucket_exchange.exchange.residual
+
+            def submit(name: str, signature: str) -> Operation:
+                whole.grad = torch.arange(30.0)
+                return hook._submit(name, [signature], bucket_exchange)
+
+            assert submit("good", "the same").wait()
+            hook._close_pass()
+            hook._report_pass(overlapped=True, where=[])
+            before = residual.values.tolist()
+            failing = submit("failing", f"of rank {here.rank}")
+            assert submit("last", "the same").wait()
+            with pytest.raises(HorovodInternalError):
+                failing.wait()
+            hook._report_pass(overlapped=True, where=[])
+            assert residual.values.tolist() != before
+            hook._abort_pass()
+            assert residual.values.tolist() == before
+
+    threads(2, program)
