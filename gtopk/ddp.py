@@ -33,7 +33,6 @@ from .integrations.adam import check_clip_norm
 from .integrations.hook_state import HookState, compression_of, join_world, plain_optimizer
 from .integrations.passes import (
     BucketExchanges,
-    BucketFlags,
     HookReplicas,
     PendingBucket,
     after_backward,
@@ -48,6 +47,7 @@ from .optim.gradient_checks import loss_scale
 from .optim.peers import Peers
 from .optim.samples import LocalClip
 from .optim.step_checks import MAX_SKIPPED_STEPS
+from .optim.step_transaction import PREEMPTED
 from .optim.wrapped.adam_step import options_of_adam, plain
 from .optim.wrapped.checkpoint import gather_held, residuals_for
 from .reduce_ops import Average
@@ -131,18 +131,18 @@ class GTopKState(HookState):
         name = here.name_optimizer(["ddp"], members.ranks)
         peers = Peers(here, members.engine, name, members.ranks, takes_part=True)
         self._bucket_exchanges = BucketExchanges(self._open_bucket_exchange)
-        self._replicas = HookReplicas(peers, self._bucket_exchanges, check_every, on_divergence)
         super().__init__(peers, how, scaler, max_skipped_steps, optimizer, of_adam)
+        self._replicas = HookReplicas(
+            peers, self._steps.counted, self._bucket_exchanges, check_every, on_divergence
+        )
         self._pending: list[PendingBucket] = []  # to be exchanged at the end of the pass
         # One thread, so that buckets end in order: the last one's task finds all before it done.
         self._finisher = ThreadPoolExecutor(1, "gtopk-ddp")
         self._failures: list[Exception] = []  # of the pass
-        # Used by the engine's thread only: how many buckets the step has, 0: not known yet; and
-        # ranks that had SIGTERM in the step.
+        # Used by the engine's thread only: how many buckets the step has, 0: not known yet; and by
+        # rank, DDP's numbers of buckets that are not finite.
         self._buckets = 0
-        self._preempted: set[int] = set()
-        self._not_finite: dict[int, list[int]] = {}  # likewise: by rank, DDP's numbers of buckets
-        self._counted = True
+        self._not_finite: dict[int, list[int]] = {}
 
     def _parameters(self) -> Collection[torch.Tensor]:
         return self._bucket_exchanges.parameters()
@@ -227,7 +227,7 @@ class GTopKState(HookState):
             pending.bucket_exchange,
             factor=factor,
             is_joined=pending.is_joined,
-            flags=BucketFlags.PREEMPTED if self._world.termination_requested else 0,
+            flags=PREEMPTED if self._world.termination_requested else 0,
             then=partial(self._note_exchanged, pending.number, pending.is_last),
         )
         self._finisher.submit(self._finish, operation, pending)
@@ -248,22 +248,18 @@ class GTopKState(HookState):
         sizes = [parameter.numel() for parameter in parameters]
         return self._open(self._peers.name, whole, sizes, parameters)
 
-    def _note_exchanged(self, bucket: int, is_last: bool, all_flags: list[int]) -> None:
+    def _note_exchanged(self, bucket: int, is_last: bool) -> None:
         """Note a bucket's outcome on the engine's thread, and end the transaction after the last.
 
         bucket: DDP's number of it; the last one may come before others.
         """
-        ranks = self._peers.ranks
-        for rank, flags in zip(ranks, all_flags, strict=True):
-            if flags & BucketFlags.PREEMPTED:
-                self._preempted.add(rank)
         for place in self._transaction.not_finite:
-            self._not_finite.setdefault(ranks[place], []).append(bucket)
+            self._not_finite.setdefault(self._peers.ranks[place], []).append(bucket)
         # DDP tells which bucket is its last, not how many there are; the last may be exchanged
         # first.
         self._buckets = bucket + 1 if is_last else self._buckets
-        if len(self._transaction.exchanged) == self._buckets:
-            self._counted = self._close_pass()
+        if len(self._transaction.ran) == self._buckets:
+            self._close_pass()
             self._buckets = 0
 
     def _finish(self, operation: Operation, pending: PendingBucket) -> None:
@@ -273,14 +269,13 @@ class GTopKState(HookState):
             # The finisher goes by order: all buckets before the last are done, too.
             if pending.is_last:
                 self._steps.note_wait_end()
-                self._world.note_preempted([*self._preempted])
+                self._world.note_preempted([*self._transaction.preempted])
                 where = [
                     f"rank {rank} (of DDP's buckets: {', '.join(map(str, sorted(buckets)))})"
                     for rank, buckets in sorted(self._not_finite.items())
                 ]
                 self._not_finite = {}
-                self._replicas.progress.steps += self._counted
-                self._report_pass(self._counted, overlapped=True, where=where)
+                self._report_pass(overlapped=True, where=where)
         except Exception as error:
             self._failures.append(error)
         # On the exchange's stream, as a future makes its readers wait for the stream of this call.

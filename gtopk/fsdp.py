@@ -336,7 +336,8 @@ class ReplicaState(HookState):
         # The report raises after too many skipped steps; a script that goes on must still find its
         # gradients noted as NaN, not as the agreed ones of the pass before.
         try:
-            self._report_pass(self._close_pass(), overlapped, where)
+            self._close_pass()
+            self._report_pass(overlapped, where)
         finally:
             self._note_agreed()
 

@@ -26,8 +26,7 @@ from ..optim.expected_step import ExpectedStep
 from ..optim.peers import Peers
 from ..runtime.coordinator import Operation
 from ..runtime.world.membership import World
-from ..telemetry.recorder import is_sampling_due, sample_residual
-from ..telemetry.run_record import balance_of, recorder_of
+from ..telemetry.run_record import note_residual, note_step
 from ..telemetry.step_report import RecordedStep, StepReport, report
 from ..telemetry.timeline import Span, Step, timeline_of
 from .replica import RoundExchange
@@ -124,7 +123,7 @@ class LocalSteps:
         peers = Peers(here, here.engine, name, range(here.size), takes_part=True)
         self._expected = ExpectedStep(compression, exchange.progress, self._covers)
         with self.spent.waiting():
-            self._expected.measure([exchange], peers)
+            self._expected.measure([exchange.bucket_exchange], peers)
 
     def note_submit(self, operation: Operation) -> None:
         """Attribute an operation's messages to the current step."""
@@ -137,15 +136,13 @@ class LocalSteps:
     def note_exchange(self, exchange: RoundExchange) -> None:
         """Record an exchange whose operation is over, and the residual after it."""
         seen, ran = self._seen, exchange.pop_reduction()
-        seen.bucket_exchanges.append(exchange)
+        seen.bucket_exchanges.append(exchange.bucket_exchange)
         if ran is not None:
             seen.exchanged[len(seen.exchanged)] = ran.exchanged
             seen.spans.append((ran.began, ran.ended))
-            # Sampling the residual reads all of it: only every so many updates.
-            recorder = recorder_of(self._world)
-            is_due = ran.exchanged.finite and is_sampling_due(exchange.progress.steps)
-            if recorder is not None and is_due:
-                sample_residual(recorder, [exchange])
+            # Here, as the next exchange may be under way when the step is closed.
+            steps = exchange.progress.steps if ran.exchanged.finite else None
+            note_residual(self._world, steps, [exchange.bucket_exchange])
 
     def close(self, step: int, samples: int, local_steps: int = 1, skipped: bool = False) -> None:
         """Report the step, with the time computed until `computed`, and begin another."""
@@ -158,18 +155,13 @@ class LocalSteps:
             step=max(0, step),  # -1: this rank has had no batch so far
             compute_seconds=sum(ended - began for began, ended in computed),
             waits=waits,
-            synchronize_seconds=sum(ended - began for began, ended in waits),
-            apply_seconds=0.0,  # the engine's thread does it
-            predicted_seconds=self._expected.seconds if self._expected else None,
+            expected=self._expected,
             skipped=skipped,
             samples=samples,
             local_steps=local_steps,
             covers=self._covers,
-            dense_seconds=self._expected.dense_seconds if self._expected else None,
         )
-        balance_of(self._world).note(done)
-        if (recorder := recorder_of(self._world)) is not None:
-            recorder.note_step(done)
+        note_step(self._world, done)
         if (timeline := timeline_of(self._world)) is not None:
             timeline.note_step(self._timeline_step(done, computed, waits))
 

@@ -44,7 +44,6 @@ from ..exchange.bucket_exchange import BucketExchange, open_exchange
 from ..exchange.buckets.arrays import from_array, to_array, view_tensor
 from ..exchange.buckets.buckets import Bucket
 from ..exchange.exchange import Exchanged, Progress
-from ..exchange.residual import ResidualSize
 from ..optim.samples import LocalClip, norm_of
 
 
@@ -59,7 +58,7 @@ class TimedReduction(NamedTuple):
 class RoundExchange:
     """One rank's side of a round's exchange: `capture_sums`, then `reduce` on the engine's thread.
 
-    bucket:   holds the sums; exchange: reduces them.
+    bucket:   holds the sums; exchange: reduces them; bucket_exchange: both.
     progress: counts reductions that had an update.
     Raises ValueError for adam_correction, as sums and offsets are reduced here, not gradients of
     single steps, and for shards.
@@ -80,13 +79,8 @@ class RoundExchange:
         self._clip = LocalClip([], None)
         self.progress = Progress()
         self.exchange = open_exchange(self.bucket, compression, self.progress)
-        self._bucket_exchange = BucketExchange("", parameters, [], self.exchange, self.bucket)
+        self.bucket_exchange = BucketExchange("", parameters, [], self.exchange, self.bucket)
         self._last_reduction: TimedReduction | None = None
-
-    @property
-    def elements(self) -> int:
-        """Return how many values are exchanged."""
-        return self.bucket.length
 
     @property
     def signature(self) -> str:
@@ -106,7 +100,7 @@ class RoundExchange:
                 for name in ("residual", "velocity")
             },
             "steps": self.progress.steps,
-            "regions": self._bucket_exchange.record()["regions"],
+            "regions": self.bucket_exchange.record()["regions"],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -132,7 +126,7 @@ class RoundExchange:
             # Entries may be here now that another rank is to go on with; all ranks load together.
             residual.may_be_misplaced = True
         self.progress.steps = state["steps"]
-        self._bucket_exchange.resume(state)
+        self.bucket_exchange.resume(state)
 
     @property
     def residual_views(self) -> list[torch.Tensor] | None:
@@ -171,16 +165,16 @@ class RoundExchange:
         bucket.weight = weight * self._clip.factor(weight, share)
         began = time.perf_counter()
         # Before the exchange adds this round's sums: an overflow is known only at its end.
-        self._bucket_exchange.snapshot()
-        exchanged = self._bucket_exchange.reduce(transport)
+        self.bucket_exchange.snapshot()
+        exchanged = self.bucket_exchange.reduce(transport)
         reduced = time.perf_counter()
         if exchanged.finite:
             with bucket.on_stream(), profiled("apply"):
                 self.exchange.apply(bucket)
         else:
-            self._bucket_exchange.undo()
+            self.bucket_exchange.undo()
         # In both cases: a stale snapshot would bring back an earlier round.
-        self._bucket_exchange.commit()
+        self.bucket_exchange.commit()
         ended = time.perf_counter()
         # Applying reads and writes what was selected, and is reported with it.
         select_seconds = exchanged.select_seconds + ended - reduced
@@ -196,10 +190,6 @@ class RoundExchange:
         """Return the last reduction's result, once; None if there was none since the last call."""
         ran, self._last_reduction = self._last_reduction, None
         return ran
-
-    def residual_size(self) -> ResidualSize | None:
-        """Return how large the residual is after the last reduction; reads all of it."""
-        return self._bucket_exchange.residual_size()
 
 
 class Replica:

@@ -18,6 +18,7 @@ from collectives.errors import MismatchError
 from collectives.ranges import profiled
 from collectives.transports import Transport
 
+from .bucket_exchange import BucketExchange
 from .buckets.arrays import as_bytes
 from .buckets.parameters import lacks_gradient
 from .exchange import Exchanged
@@ -229,6 +230,9 @@ class SparseGradientExchange:
         self._captured = None, -1
         self._indices, self._values = _entries(self._parameter, None)
         self._sum = None
+
+
+AnyBucketExchange = BucketExchange | SparseGradientExchange
 
 
 def _entries(

@@ -27,11 +27,12 @@ from ..exchange.bucket_exchange import (
     gradient_norm,
     open_bucket_exchange,
 )
-from ..exchange.exchange import Exchanged, Progress
+from ..exchange.exchange import Progress
 from ..exchange.residual_state import ResidualState, unmatched
 from ..optim.expected_step import ExpectedStep
 from ..optim.gradient_checks import loss_scale
 from ..optim.peers import Peers
+from ..optim.step_transaction import NOT_FINITE
 from ..optim.wrapped.adam_step import plain
 from ..optim.wrapped.checkpoint import FORMAT
 from ..optim.wrapped.wrapping import Wrapping
@@ -39,11 +40,11 @@ from ..runtime.coordinator import Operation
 from ..runtime.world import world
 from ..runtime.world.membership import World
 from ..telemetry.run_record import note_step
-from ..telemetry.step_report import RecordedStep, StepReport, report
+from ..telemetry.step_report import StepReport, report
 from ..telemetry.stragglers import Stragglers
 from .adam import HookedAdam, HookGroups
 from .optimizer_checks import HookSkips, OptimizerChecks, PassWatch
-from .passes import PassTransaction, flags_of
+from .passes import PassTransaction
 
 
 def compression_of(
@@ -82,6 +83,7 @@ class HookSteps:
     After the first, all ranks measure their links to predict such steps; the program waits.
 
     last: the report of the last step; None before the first.
+    counted: the steps that were not skipped.
     stragglers: how fast the ranks compute, beside each other.
     clip_factor: by which this rank's gradients of the step were shortened.
     """
@@ -92,8 +94,7 @@ class HookSteps:
         self.stragglers = Stragglers(peers.world, peers.engine, peers.name)
         self._expected = ExpectedStep(compression, progress)
         self._sizes: list[int] = []  # of the buckets that the prediction is for
-        self._seen = RecordedStep()
-        self._counted = 0  # steps that were not skipped
+        self.counted = Progress()
         self._waited_since: float | None = None
         self._waited_seconds = 0.0
         self._ended: float | None = None  # when the last wait ended
@@ -101,27 +102,9 @@ class HookSteps:
         self.last: StepReport | None = None
         self.clip_factor = 1.0
 
-    def add_bucket(self, bucket_exchange: BucketExchange) -> int:
-        """Note a bucket, in the program's thread; return its number in the step."""
-        self._seen.bucket_exchanges.append(bucket_exchange)
-        # Apart from `note_submit`: the engine may exchange the bucket, and ask for its number,
-        # before `submit` has returned the operation.
-        return len(self._seen.bucket_exchanges) - 1
-
-    def note_submit(self, number: int, operation: Operation) -> None:
+    def note_submit(self) -> None:
         """Note that a bucket was submitted, in the program's thread, which may wait from now on."""
-        self._seen.operations[number] = operation
         self._waited_since = time.perf_counter()
-
-    def note_exchange(self, number: int, began: float, exchanged: Exchanged | None) -> None:
-        """Note, in the engine's thread, the result of a bucket's exchange."""
-        if exchanged is not None:
-            self._seen.exchanged[number] = exchanged
-        self._seen.spans.append((began, time.perf_counter()))
-
-    def drop(self) -> None:
-        """Forget a step that an error has ended."""
-        self._seen = RecordedStep()
 
     def note_wait_end(self) -> None:
         """Note that the program's wait has ended."""
@@ -129,49 +112,47 @@ class HookSteps:
         if self._waited_since is not None:
             self._waited_seconds += self._ended - self._waited_since
 
-    def close(self, counted: bool, overlapped: bool) -> None:
-        """Report the step, and begin another; all ranks call it after the same step.
+    def close(self, ended_pass: PassTransaction, overlapped: bool) -> None:
+        """Report a pass as a step; all ranks call it after the same step.
 
         overlapped: the program has waited for the last bucket only, not for each.
         """
         # First: measuring the links moves the end of the wait, which the report subtracts.
-        self._expect()
+        bucket_exchanges = ended_pass.bucket_exchanges
+        self._expect(bucket_exchanges)
         ended, before = self._ended or 0.0, self._ended_before
         self.last = report(
-            self._seen,
+            ended_pass,
             step=self._world.step,
             compute_seconds=max(0.0, ended - before - self._waited_seconds) if before else 0.0,
             # Where backward waited for each bucket, all of the engine's work was waited for.
             waits=[((self._waited_since or 0.0) if overlapped else 0.0, math.inf)],
-            synchronize_seconds=self._waited_seconds,
-            # The engine's thread applies, within the exchange.
-            apply_seconds=0.0,
-            predicted_seconds=self._expected.seconds,
-            skipped=not counted,
-            samples=None,
-            dense_seconds=self._expected.dense_seconds,
-            gradient_norm=gradient_norm(self._seen.bucket_exchanges, self.clip_factor),
+            waited_seconds=self._waited_seconds,
+            expected=self._expected,
+            skipped=ended_pass.is_void,
+            gradient_norm=gradient_norm(bucket_exchanges, self.clip_factor),
         )
-        bucket_exchanges = self._seen.bucket_exchanges
-        self._seen, self._waited_seconds, self._ended_before = RecordedStep(), 0.0, ended
+        self._waited_seconds, self._ended_before = 0.0, ended
         self._world.step += 1
-        self._counted += counted
-        if counted:
-            self.stragglers.note(self._counted, self.last.compute_seconds or None)
-        note_step(self._world, self.last, self._counted if counted else None, bucket_exchanges)
+        steps = None
+        if not ended_pass.is_void:
+            self.counted.steps += 1
+            steps = self.counted.steps
+            self.stragglers.note(steps, self.last.compute_seconds or None)
+        note_step(self._world, self.last, steps, bucket_exchanges)
 
-    def _expect(self) -> None:
+    def _expect(self, bucket_exchanges: Sequence[BucketExchange]) -> None:
         """Predict the exchange of the last step's buckets; measure links after the first step."""
-        sizes = [bucket_exchange.elements for bucket_exchange in self._seen.bucket_exchanges]
+        sizes = [bucket_exchange.elements for bucket_exchange in bucket_exchanges]
         # After the first step, not before: its buckets are not known until it has ended. The time
         # that measuring takes is waiting, not computing.
         if not self._sizes:
             begun = time.perf_counter()
-            self._expected.measure(self._seen.bucket_exchanges, self._peers)
+            self._expected.measure(bucket_exchanges, self._peers)
             self._ended = time.perf_counter()
             self._waited_seconds += self._ended - begun
         elif sizes != self._sizes:
-            self._expected.expect(self._seen.bucket_exchanges)
+            self._expected.expect(bucket_exchanges)
         self._sizes = sizes
 
 
@@ -233,7 +214,7 @@ class HookState(ABC):
         self.compression, self.scaler, self.progress = compression, scaler, Progress()
         self._world, self._peers = peers.world, peers
         self._weight = 1.0 / peers.size  # of this rank's gradients in the mean
-        self._transaction = PassTransaction()  # used by the engine's thread, within a pass
+        self._transaction = PassTransaction()
         self._steps = HookSteps(peers, compression, self.progress)
         self._skips = HookSkips(self._parameters, max_skipped_steps)
         # Residuals of names that no parameter has; saved again.
@@ -380,7 +361,7 @@ class HookState(ABC):
         factor: float = 1.0,
         is_joined: bool = False,
         flags: int = 0,
-        then: Callable[[list[int]], None] = lambda all_flags: None,
+        then: Callable[[], None] = lambda: None,
     ) -> Operation:
         """Begin to exchange a bucket, with the gradients that are in it now.
 
@@ -388,24 +369,24 @@ class HookState(ABC):
         the same order on all ranks.
 
         factor: multiplies the gradients. is_joined: they are zeros of no sample.
-        then: called with all ranks' flags on the engine's thread, when the bucket is exchanged.
+        then: called on the engine's thread, when the bucket is exchanged.
         """
         scale = loss_scale(self.scaler)
         bucket_exchange.capture_gradients(factor * self._weight / scale, scale)
         if is_joined:
             bucket_exchange.set_weight(bucket_exchange.bucket.weight, 0.0)
+        transaction = self._transaction
         # In the program's thread, so that buckets are numbered in the order in which DDP hands them
         # over.
-        number = self._steps.add_bucket(bucket_exchange)
+        number = transaction.add(bucket_exchange)
 
         def work(transport: Transport, all_flags: list[int]) -> bool:
-            began = time.perf_counter()
-            exchanged = self._transaction.run(bucket_exchange, transport, all_flags)
-            self._steps.note_exchange(number, began, exchanged)
-            is_finite = transport.rank not in self._transaction.not_finite
-            then(all_flags)
+            is_finite = transaction.run(number, transport, all_flags)
+            then()
             return is_finite
 
+        if bucket_exchange.checks_finite_first and not bucket_exchange.all_finite():
+            flags |= NOT_FINITE
         operation = self._peers.engine.submit(
             f"{self._peers.name}.{name}",
             [
@@ -414,26 +395,28 @@ class HookState(ABC):
                 f"adam_steps={'before' if self.makes_adam_steps else 'after'}",
             ],
             work,
-            flags=flags | flags_of(bucket_exchange),
+            flags=flags,
         )
-        self._steps.note_submit(number, operation)
+        transaction.operations[number] = operation
+        self._steps.note_submit()
         return operation
 
-    def _close_pass(self) -> bool:
-        """End the transaction, once all buckets are exchanged, and tell whether the pass counts."""
-        counted = self._transaction.close()
-        self.progress.steps += counted
-        return counted
+    def _close_pass(self) -> None:
+        """End the transaction, once all buckets are exchanged."""
+        self.progress.steps += self._transaction.close()
 
-    def _report_pass(self, counted: bool, overlapped: bool, where: Iterable[str]) -> None:
+    def _report_pass(self, overlapped: bool, where: Iterable[str]) -> None:
         """Report the step, and warn where it does not count.
 
         overlapped: as of `HookSteps.close`. where: the ranks whose gradients are not finite.
         Raises FloatingPointError where more passes in a row did not count than allowed.
         """
-        step = self._world.step
-        self._steps.close(counted, overlapped)
-        self._skips.note_pass(counted, self._world.rank, step, " and ".join(where))
+        step, ended = self._world.step, self._transaction
+        self._steps.close(ended, overlapped)
+        # Else a bucket has failed: `_abort_pass` is to undo the others.
+        if ended.is_closed:
+            self._transaction = PassTransaction()
+        self._skips.note_pass(not ended.is_void, self._world.rank, step, " and ".join(where))
 
     def _note_agreed(self) -> None:
         """Note that the pass has ended, and that gradients are agreed ones where it counts."""
@@ -445,7 +428,7 @@ class HookState(ABC):
         """Undo a pass that an error has ended, if there is one; its operations have ended."""
         self._transaction.drop()
         self._transaction.close()
-        self._steps.drop()
+        self._transaction = PassTransaction()
 
     def _state_of(
         self, residuals: Iterable[tuple[str, ResidualState]], prefix: str = ""

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch._C._distributed_c10d import GradBucket, ProcessGroup
@@ -27,16 +27,18 @@ from collectives.transports import Transport
 
 from ..exchange.bucket_exchange import BucketExchange
 from ..exchange.buckets.parameters import refuse_complex
-from ..exchange.exchange import Exchanged, Progress
+from ..exchange.exchange import Progress
 from ..exchange.residual import AGE, OWNER_ERROR, ROWS
 from ..exchange.residual_state import ResidualState, plain_name, without_owner_errors
 from ..optim.gradient_checks import groups_of_ddp
 from ..optim.peers import Peers
 from ..optim.step_checks import ReplicaCheck, require_check
+from ..optim.step_transaction import NOT_FINITE, PREEMPTED
 from ..optim.wrapped.local_residual import center_of
 from ..runtime.coordinator import Operation
 from ..runtime.world import world
 from ..runtime.world.process_sets import ProcessSet, global_process_set
+from ..telemetry.step_report import RecordedStep
 
 
 class BucketExchanges:
@@ -205,92 +207,93 @@ def _views_in(
     }
 
 
-class BucketFlags:
-    """The flags of a bucket's operation."""
+class PassTransaction(RecordedStep):
+    """Exchanges the buckets of a pass; undoes them all where a gradient or a sum is not finite.
 
-    NOT_FINITE: Final = 1  # this rank's gradients are not finite
-    PREEMPTED: Final = 2  # this rank had SIGTERM
-
-
-def flags_of(bucket_exchange: BucketExchange) -> int:
-    """Return NOT_FINITE where this rank's gradients are not; 0 where the exchange finds that."""
-    return (
-        BucketFlags.NOT_FINITE
-        if bucket_exchange.checks_finite_first and not bucket_exchange.all_finite()
-        else 0
-    )
-
-
-class PassTransaction:
-    """Exchanges the buckets of a step; undoes them all where a gradient or a sum is not finite.
-
-    Gradients that were handed back cannot be recalled. So the bucket that failed, and all that
-    follow it, are made NaN: the optimizer's user sees that and skips the whole step. The residual
-    is then, to the bit, what it was before the step.
+    Gradients that were handed back cannot be recalled, as those of a StepTransaction can. So the
+    bucket that failed, and all that follow it, are made NaN: the optimizer's user sees that and
+    skips the whole step. The residual is then, to the bit, what it was before the pass.
 
     not_finite: the places of the ranks whose gradients of the last bucket were not finite: the
         same on all ranks.
-    exchanged: the buckets that were handed over in this step.
-    is_void: whether the step does not count, on any rank.
+    preempted: the ranks that had SIGTERM.
+    ran:     the buckets that were run, with an error or without, in that order.
+    is_void: whether the pass does not count, on any rank.
+    is_closed: whether it has ended.
     """
 
+    bucket_exchanges: list[BucketExchange]
+
     def __init__(self) -> None:
+        super().__init__()
         self.not_finite: list[int] = []
-        self.exchanged: list[BucketExchange] = []
-        self.is_void = False
+        self.preempted: set[int] = set()
+        self.ran: list[BucketExchange] = []
+        self.is_void = self.is_closed = False
 
-    def run(
-        self, bucket_exchange: BucketExchange, transport: Transport, all_flags: Sequence[int]
-    ) -> Exchanged | None:
-        """Replace a bucket's gradients by the agreed sum, or by NaN.
+    def add(self, bucket_exchange: BucketExchange) -> int:
+        """Add a bucket, in the program's thread; return its number in the pass."""
+        self.bucket_exchanges.append(bucket_exchange)
+        return len(self.bucket_exchanges) - 1
 
-        Returns what the exchange did, its select_seconds with those of applying; None where the
-        step was void already, and nothing was exchanged.
+    def run(self, number: int, transport: Transport, all_flags: Sequence[int]) -> bool:
+        """Replace a bucket's gradients by the agreed sum, or by NaN, on the engine's thread.
+
+        Returns whether this rank's gradients were finite. Nothing is exchanged where the pass was
+        void already; else the exchange's select_seconds include those of applying.
         """
+        begun = time.perf_counter()
+        bucket_exchange = self.bucket_exchanges[number]
         # A module that is used twice in a pass is exchanged twice: `undo` must go back to before
         # the first time.
-        again = bucket_exchange in self.exchanged
-        self.exchanged.append(bucket_exchange)
-        self.not_finite = [n for n, flags in enumerate(all_flags) if flags & BucketFlags.NOT_FINITE]
+        again = bucket_exchange in self.ran
+        self.ran.append(bucket_exchange)
+        places = enumerate(all_flags)
+        self.preempted.update(transport.ranks[n] for n, flags in places if flags & PREEMPTED)
+        self.not_finite = [n for n, flags in enumerate(all_flags) if flags & NOT_FINITE]
         self.is_void |= bool(self.not_finite)
-        exchanged = None
-        # Whether the step is void follows from all ranks' flags and sums: all exchange, or none.
+        # Whether the pass is void follows from all ranks' flags and sums: all exchange, or none.
         if not self.is_void:
             if not again:
                 bucket_exchange.snapshot()
-            exchanged = bucket_exchange.reduce(transport)
-            # The update is the same on all ranks, and so is this verdict: all gather here, to name
-            # the ranks; where none says so, finite gradients had a sum that is not.
-            if not exchanged.finite:
-                self.is_void = True
-                said = transport.gather_object(not bucket_exchange.all_finite())
-                self.not_finite = [place for place, is_theirs in enumerate(said) if is_theirs]
+            self._reduce(number, transport)
         if self.is_void:
             self.drop()
             with bucket_exchange.bucket.on_stream():
                 bucket_exchange.bucket.poison()
-            return exchanged
-        begun = time.perf_counter()
-        bucket_exchange.apply_sum()
-        assert exchanged is not None
-        seconds = exchanged.select_seconds + time.perf_counter() - begun
-        return replace(exchanged, select_seconds=seconds)
+        else:
+            applied_from = time.perf_counter()
+            bucket_exchange.apply_sum()
+            exchanged = self.exchanged[number]
+            seconds = exchanged.select_seconds + time.perf_counter() - applied_from
+            self.exchanged[number] = replace(exchanged, select_seconds=seconds)
+        self.spans.append((begun, time.perf_counter()))
+        return transport.rank not in self.not_finite
+
+    def _reduce(self, number: int, transport: Transport) -> None:
+        bucket_exchange = self.bucket_exchanges[number]
+        self.exchanged[number] = bucket_exchange.reduce(transport)
+        # The update is the same on all ranks, and so is this verdict: all gather here, to name the
+        # ranks; where none says so, finite gradients had a sum that is not.
+        if not self.exchanged[number].finite:
+            self.is_void = True
+            said = transport.gather_object(not bucket_exchange.all_finite())
+            self.not_finite = [place for place, is_theirs in enumerate(said) if is_theirs]
 
     def drop(self) -> None:
-        """Make the step void: the residual becomes what it was before."""
+        """Make the pass void: the residual becomes what it was before."""
         self.is_void = True
-        for bucket_exchange in self.exchanged:
+        for bucket_exchange in self.ran:
             bucket_exchange.undo()
 
     def close(self) -> bool:
-        """End the step, and tell whether it counted."""
-        counted = not self.is_void
-        for bucket_exchange in self.exchanged:
-            # A void step was undone: there is nothing to commit.
+        """End the pass, and tell whether it counted."""
+        for bucket_exchange in self.ran:
+            # A void pass was undone: there is nothing to commit.
             bucket_exchange.commit()
             bucket_exchange.release_gradients()
-        self.exchanged, self.is_void = [], False
-        return counted
+        self.is_closed = True
+        return not self.is_void
 
 
 def as_shaped(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -326,19 +329,20 @@ class HookReplicas:
     """Compares the replicas of a hook's model, in a pass after the step: `begin`, then `end`.
 
     peers, progress: of the hook; progress counts passes since the hook was made, and not those of a
-        state that was loaded, as all ranks must compare in the same pass.
+        state that was loaded, as all ranks must compare in the same pass (`HookSteps`).
     check: says how often replicas differed.
     """
 
     def __init__(
         self,
         peers: Peers,
+        progress: Progress,
         bucket_exchanges: BucketExchanges,
         check_every: int | None,
         on_divergence: Literal["error", "warn"] | None,
     ) -> None:
         require_check(check_every, on_divergence)
-        self.peers, self.progress = peers, Progress()
+        self.peers, self.progress = peers, progress
         self._bucket_exchanges = bucket_exchanges
         self.check = ReplicaCheck(self, check_every, on_divergence)
 

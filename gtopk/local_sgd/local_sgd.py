@@ -44,7 +44,6 @@ from ..optim.wrapped.wrapping import Wrapping, wrap
 from ..runtime.logs import EVERYWHERE
 from ..runtime.world import world
 from ..runtime.world.process_sets import ProcessSet, global_process_set
-from ..telemetry.run_record import note_step
 from ..telemetry.step_report import StepReport
 from .fragments import Fragment, Fragments, check_rounds
 from .outer_exchange import LostReplicas, options_of, state_of
@@ -312,9 +311,6 @@ class _LocalSGD(Wrapping):
             compute_seconds=self._ended - began - before.waited,
             model_elements=sum(p.numel() for p in self._names),
         )
-        # Of this fragment's residual only: others may be in use.
-        steps = fragment.exchange.steps if outcome.moves else None
-        note_step(self._world, self.last_step, steps, [fragment.exchange])
         # A replica lost in one fragment shows in the others' exchanges, too: it counts once.
         lost = {rank: n for rank, n in outcome.lost.items() if rank not in before.gone_back}
         for other in self._fragments:

@@ -16,7 +16,7 @@ import time
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -27,7 +27,6 @@ from collectives.transports import Transport
 from ..errors import HorovodInternalError
 from ..exchange.bucket_exchange import BucketExchange, open_bucket_exchange
 from ..exchange.exchange import Exchanged, Progress
-from ..exchange.residual import ResidualSize
 from ..exchange.residual_state import (
     ResidualState,
     copy_residuals,
@@ -43,6 +42,7 @@ from ..runtime.coordinator import Operation
 from ..runtime.coordinator.agreement import name_ranks
 from ..runtime.world.membership import World
 from ..runtime.world.process_sets import ProcessSet
+from ..telemetry.run_record import note_step
 from ..telemetry.step_report import RecordedStep, StepReport, report
 
 _log = logging.getLogger("gtopk")
@@ -151,7 +151,7 @@ class LostReplicas(SkipCounter):
         moved: whether the outer step has changed the model, by the replicas of the others.
         Raises FloatingPointError where these are more outer steps in a row than allowed.
         """
-        # Before `_lengthen`, which may raise: the count is to include the last ones.
+        # Before `lengthen`, which may raise: the count is to include the last ones.
         self.count += len(lost)
         # Three names each: a replica that is not finite may have hundreds.
         where = "; ".join(f"rank {r}: {', '.join(map(repr, n[:3]))}" for r, n in lost.items())
@@ -163,7 +163,7 @@ class LostReplicas(SkipCounter):
             f"goes on without {name_ranks(list(lost))}" if moved else "changes nothing",
             f"{why}; {BUFFERS_STAY}" if moved else why,
         )
-        self._lengthen(
+        self.lengthen(
             lambda n: (
                 f"rank {rank}: {n} outer steps in a row were without some replicas, the last, "
                 f"number {step}, because {why}"
@@ -428,12 +428,12 @@ class OuterExchange:
         compute_seconds: float,
         model_elements: int,
     ) -> StepReport:
-        """Return the report of an outer step.
+        """Return the report of an outer step, which is recorded, too.
 
         compute_seconds: of all steps of the round.
         model_elements: values of the parameters of all fragments.
         """
-        seen = RecordedStep({0: outcome.operation}, bucket_exchanges=[self._bucket_exchange])
+        seen = RecordedStep([self._bucket_exchange], {0: outcome.operation})
         if outcome.exchanged is not None:
             seen.exchanged[0] = outcome.exchanged
             seen.spans.append(outcome.span)
@@ -442,20 +442,16 @@ class OuterExchange:
             step=step,
             compute_seconds=compute_seconds,
             waits=round.waits,
-            synchronize_seconds=round.waited,
-            apply_seconds=0.0,
-            predicted_seconds=self.expected.seconds,
+            expected=self.expected,
             skipped=not outcome.moves,
-            samples=None,
             local_steps=round.covered,
             covers="outer step",
-            dense_seconds=self.expected.dense_seconds,
+            model_elements=model_elements,
         )
-        return replace(done, model_elements=model_elements)
-
-    def residual_size(self) -> ResidualSize | None:
-        """Return the size of this rank's residual; None: the exchange has none."""
-        return self._bucket_exchange.residual_size()
+        # Of this fragment's residual only: others may be in use.
+        steps = self.steps if outcome.moves else None
+        note_step(self.peers.world, done, steps, seen.bucket_exchanges)
+        return done
 
     @property
     def steps(self) -> int:

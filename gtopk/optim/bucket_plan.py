@@ -29,9 +29,8 @@ from ..compression import Automatic, GTopK, NoneCompressor, SparseCompression
 from ..exchange.bucket_exchange import attach_adam, open_bucket_exchange
 from ..exchange.buckets.arrays import device_of
 from ..exchange.exchange import DenseExchange, Progress, open_residual
-from ..exchange.sparse_gradients import SparseGradientExchange
+from ..exchange.sparse_gradients import AnyBucketExchange, SparseGradientExchange
 from .options import Options
-from .step_transaction import AnyBucketExchange
 
 # Agreement, and the way to the engine's thread and back: 0.5 ms where a core is free, and 2 to 3
 # where all cores compute, as with two ranks on two (docs/measured/overhead.md).

@@ -171,12 +171,10 @@ class _DistributedOptimizer(Readings):
             step=self._world.step,
             compute_seconds=begun - ended_before if ended_before else 0.0,
             waits=[(begun, self._exchange_ended)],
-            synchronize_seconds=self._exchange_ended - begun,
             apply_seconds=self._exchange_ended - reduced,
-            predicted_seconds=self._reducer.expected.seconds,
+            expected=self._reducer.expected,
             skipped=self._skip,
             samples=transaction.samples.count,
-            dense_seconds=self._reducer.expected.dense_seconds,
             gradient_norm=gradient_norm(transaction.bucket_exchanges, transaction.clip.applied),
         )
         steps = None if self._skip else self._reducer.progress.steps
@@ -197,17 +195,17 @@ class _DistributedOptimizer(Readings):
             self._skipped.note(self._world.rank, self._world.step, where)
         else:
             self._skipped.end_row()
-            self._clip(loss_scale(self.scaler))
+            self._clip(self.scaler)
             self._corrected.agree(self._parameter_names, self.scaler)
         self._shared.note_agreed()
 
-    def _clip(self, scale: float) -> None:
-        """Shorten the agreed update to global_clip_norm; scale: of the loss, which it includes."""
+    def _clip(self, scaler: Any) -> None:
+        """Shorten the agreed update to global_clip_norm; scaler: has scaled it, or None."""
         allowed = self._options.global_clip_norm
         if allowed is None or self._makes_adam_steps:  # Adam's gradients were shortened before
             return
         gradients = [p.grad for p in self._reducer.trained() if p.grad is not None]
-        shorten(gradients, allowed, scale)
+        shorten(gradients, allowed, loss_scale(scaler))
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:

@@ -17,14 +17,13 @@ from ..exchange.calibration import calibration_of
 from ..exchange.exchange import Progress
 from ..planning import advice
 from ..planning.advice import (
-    Exchanging,
+    Sized,
     expected,
     expected_seconds,
     in_question,
     value_bytes_of,
 )
 from ..runtime.world.membership import World
-from ..telemetry.step_report import Sized
 from .bucket_plan import buckets_by
 from .peers import Peers
 
@@ -105,7 +104,7 @@ class ExpectedStep:
             advice.say_once(here, said)
 
     def _other_buckets(
-        self, asked: Sequence[Exchanging], is_compressed: bool, calibration: Calibration
+        self, asked: Sequence[BucketExchange], is_compressed: bool, calibration: Calibration
     ) -> int | None:
         """Return how many buckets there would be, dense for compressed ones, or the reverse."""
         if not self._is_planned or not asked:

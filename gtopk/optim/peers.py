@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final, Protocol
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -83,7 +83,7 @@ class Peers:
         """Return this rank's place among the peers."""
         return self.ranks.index(self.world.rank)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Return the number of peers."""
         return len(self.ranks)

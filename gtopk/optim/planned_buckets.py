@@ -24,12 +24,11 @@ from ..exchange.residual_state import (
     residuals_of,
     unmatched,
 )
-from ..exchange.sparse_gradients import SparseGradientExchange
+from ..exchange.sparse_gradients import AnyBucketExchange, SparseGradientExchange
 from ..runtime.coordinator.agreement import name_ranks
 from .bucket_plan import Agreed, Plan
 from .options import Options
 from .peers import Peers
-from .step_transaction import AnyBucketExchange
 
 _log = logging.getLogger("gtopk")
 

@@ -331,10 +331,10 @@ class ReplicaCheck:
 
 
 class SkipCounter:
-    """Counts steps that non-finite numbers of a rank spoilt. Derived classes define `note`.
+    """Counts steps that non-finite numbers of a rank spoilt; raises where too many are in a row.
 
     allowed: how many in a row are no error.
-    count:   counted by the `note` of the derived class.
+    count:   of the steps, or of the ranks whose numbers they were; the caller counts.
     """
 
     def __init__(self, allowed: int) -> None:
@@ -346,7 +346,7 @@ class SkipCounter:
         """Begin a new row: a step was good, or a state was loaded."""
         self._in_a_row = 0
 
-    def _lengthen(self, said: Callable[[int], str]) -> None:
+    def lengthen(self, said: Callable[[int], str]) -> None:
         """Add a spoilt step to the row.
 
         said: makes the error's message of the row's length.
@@ -381,7 +381,7 @@ class SkippedSteps(SkipCounter):
         """
         self.count += 1
         _log.warning(warning, rank, step, seen, extra=EVERYWHERE)
-        self._lengthen(
+        self.lengthen(
             lambda n: (
                 f"rank {rank}: {n} steps in a row were skipped at step {step}, the last because "
                 f"{why}"

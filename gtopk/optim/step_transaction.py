@@ -32,48 +32,45 @@ import torch
 from collectives.errors import MismatchError
 from collectives.transports import Transport
 
-from ..exchange.bucket_exchange import BucketExchange
 from ..exchange.buckets.parameters import lacks_gradient
-from ..exchange.exchange import Exchanged
-from ..exchange.sparse_gradients import SparseGradientExchange
-from ..runtime.coordinator import Engine, Operation
+from ..exchange.sparse_gradients import AnyBucketExchange
+from ..runtime.coordinator import Engine
 from ..runtime.coordinator.agreement import describe_missing
+from ..telemetry.step_report import RecordedStep
 from .samples import FLAG_BITS_BELOW_SAMPLES, LocalClip, Samples, is_weighted
 
-_NOT_FINITE: Final = 1
+NOT_FINITE: Final = 1  # this rank's gradients are not finite
 _CHANGED: Final = 2
 _UNPLANNED: Final = 4
 _JOIN_DESCRIPTOR: Final = b"as a bucket"  # a rank that has joined has the bucket, too
 _HERE: Final = 8  # this rank has not joined: the flags of one that has are 0
-_PREEMPTED: Final = 16
+PREEMPTED: Final = 16  # this rank had SIGTERM
 _ABORTED: Final = 32  # by a rank that is about to join
 _MISSING_SHIFT: Final = 6  # a checksum of the names, 29 bits; above it, the samples
 _MISSING: Final = (1 << FLAG_BITS_BELOW_SAMPLES) - (1 << _MISSING_SHIFT)
 
 
-AnyBucketExchange = BucketExchange | SparseGradientExchange
-
-
-class StepTransaction:
+class StepTransaction(RecordedStep):
     """One exchange of all buckets: `submit_early`, `finish`, then `apply`, `skip` or `drop`.
 
     signature: what must be equal on all ranks, in every bucket's operation.
     samples: the number behind this rank's gradients.
-    weight:  this rank's gradients are multiplied with it; share: of this rank in the sum: all
-             ranks' add up to 1. Where `samples` has a count, both follow from the ranks' flags.
+    weight:  this rank's gradients are multiplied with it, which clips them, too. Where `samples`
+             has a count, it follows from the ranks' flags.
     scale:   divides the gradients before the sum, and multiplies the sum.
     predivide: does the same again, in buckets without a residual.
-    clip:    shortens the gradients, once their weight is known.
+    clip:    shortens the gradients, once their weight is known from flags.
     changed: void: on some rank gradients were changed after their bucket was submitted.
     unplanned: void: some rank has a gradient that belongs to no bucket.
     aborted: void: some rank joined before its end.
     culprits: by rank, the parameters whose gradients are not finite; empty where all are finite,
         also if their sum is not.
-    spans:   begin and end of the engine's work on each bucket, by time.perf_counter.
     preempted: the ranks that had SIGTERM; known once the last bucket was run.
     lacking: by rank, the parameters without a gradient there, which count as zeros as other ranks
         have one; of the first bucket that has such. Empty where none has.
     """
+
+    bucket_exchanges: list[AnyBucketExchange]
 
     def __init__(
         self,
@@ -84,29 +81,26 @@ class StepTransaction:
         *,
         missing_is_zero: bool,
         weight: float,
-        share: float,
         scale: float,
         predivide: float,
         clip: LocalClip,
     ) -> None:
-        self.bucket_exchanges = bucket_exchanges
+        super().__init__(list(bucket_exchanges))
         self.changed = self.unplanned = self.aborted = False
         self.culprits: list[list[str]] = []
-        self.spans: list[tuple[float, float]] = []
         self.preempted: list[int] = []
         self.lacking: dict[int, list[str]] = {}
         self._ready = time.perf_counter()
-        self.exchanged: dict[int, Exchanged] = {}
-        self.operations: dict[int, Operation] = {}
         self._engine = engine
-        self._signature = signature
         self.samples = samples
+        self._signature = [signature, samples.signature]
+        self._flags = _HERE | samples.flags
         self._missing_is_zero = missing_is_zero
-        self._weight, self._share = weight, share
-        self._scale, self._predivide = scale, predivide
         self.clip = clip
+        self._weight = weight
+        self._scale, self._predivide = scale, predivide
         self.shadowed: set[int] = set()  # buckets
-        self._finite: dict[int, bool] = {}
+        self._not_finite = 0  # the flag, once a bucket of this rank is not
         self._missing_everywhere: dict[int, set[str]] = {}
         # Parameter, its version, its gradient: a weak reference, so that `zero_grad` frees it.
         self._applied: list[tuple[torch.nn.Parameter, int, weakref.ref[torch.Tensor]]] = []
@@ -117,7 +111,7 @@ class StepTransaction:
     def submit_early(self, index: int) -> None:
         """Submit a bucket, not the last one, while the program goes on."""
         self._capture_gradients(index)
-        self._submit(index, 0 if self._finite.get(index, True) else _NOT_FINITE)
+        self._submit(index, self._not_finite)
         self.bucket_exchanges[index].watch()
 
     @property
@@ -159,17 +153,13 @@ class StepTransaction:
             for index in late:
                 self._capture_gradients(index)
         self._ready = time.perf_counter()
-        bits = (
-            (_CHANGED if changed else 0)
-            | (_UNPLANNED if unplanned else 0)
-            | (0 if all(self._finite.values()) else _NOT_FINITE)
-        )
+        bits = (_CHANGED if changed else 0) | (_UNPLANNED if unplanned else 0) | self._not_finite
         *others, last = late
         for index in others:
             self._submit(index, bits)
         # Operations that get ready with the last one may be run after it: wait for them first.
         self.wait_for_operations()
-        self._submit(last, bits | (_PREEMPTED if preempted else 0))
+        self._submit(last, bits | (PREEMPTED if preempted else 0))
 
     def _late(self) -> list[int]:
         """Return the buckets that are not submitted yet; the last bucket is one of them."""
@@ -286,15 +276,10 @@ class StepTransaction:
                 if (gradient := parameter.grad) is None or lacks_gradient(parameter):
                     continue
                 (gradient._values() if gradient.is_sparse else gradient.detach()).zero_()
-        bucket_exchange.capture_gradients(
-            self._factor(bucket_exchange, self._weight, self._share),
-            self._scale_of(bucket_exchange),
-        )
-        if bucket_exchange.checks_finite_first:
-            self._finite[index] = bucket_exchange.all_finite()
-
-    def _factor(self, bucket_exchange: AnyBucketExchange, weight: float, share: float) -> float:
-        return weight * self.clip.factor(weight, share) / self._scale_of(bucket_exchange)
+        scale = self._scale_of(bucket_exchange)
+        bucket_exchange.capture_gradients(self._weight / scale, scale)
+        if bucket_exchange.checks_finite_first and not bucket_exchange.all_finite():
+            self._not_finite = NOT_FINITE
 
     def _scale_of(self, bucket_exchange: AnyBucketExchange) -> float:
         # A residual may be resumed in a run, or a bucket, with another predivide factor.
@@ -308,9 +293,9 @@ class StepTransaction:
         # the ranks exchange the names (`_check_missing`).
         self.operations[index] = self._engine.submit(
             bucket_exchange.name,
-            [self._signature, self.samples.signature, bucket_exchange.signature],
+            [*self._signature, bucket_exchange.signature],
             partial(self._work, index, missing),
-            flags=_HERE | bits | checksum << _MISSING_SHIFT | self.samples.flags,
+            flags=self._flags | bits | checksum << _MISSING_SHIFT,
             join_descriptor=_JOIN_DESCRIPTOR,
         )
 
@@ -336,9 +321,7 @@ class StepTransaction:
         # Before any return: all ranks learn of SIGTERM in the same try, also in a void one.
         if last:
             places = enumerate(all_flags)
-            self.preempted = [
-                transport.ranks[place] for place, flags in places if flags & _PREEMPTED
-            ]
+            self.preempted = [transport.ranks[n] for n, flags in places if flags & PREEMPTED]
         self.changed |= any(flags & _CHANGED for flags in all_flags)
         self.unplanned |= any(flags & _UNPLANNED for flags in all_flags)
         # Where all ranks have aborted, the last bucket may be run before others.
@@ -349,19 +332,20 @@ class StepTransaction:
             return
         if last and self._done < index:  # the ranks disagree about another bucket
             return
+        bucket_exchange = self.bucket_exchanges[index]
         self._check_missing(index, missing, transport, all_flags)
-        self._stopped |= any(flags & _NOT_FINITE for flags in all_flags)
+        self._stopped |= any(flags & NOT_FINITE for flags in all_flags)
         if not self._stopped:
             # A rank that has joined has no gradient, even if its last sample count was not 0.
             if self.samples.count is not None and all_flags[transport.rank] & _HERE:
                 weight, share = self.samples.weight(all_flags), self.samples.share(all_flags)
-                self.bucket_exchanges[index].set_weight(
-                    self._factor(self.bucket_exchanges[index], weight, share), share
-                )
-            # First, so that `undo` also takes back what the next two lines change in the residual.
-            self.bucket_exchanges[index].snapshot()
-            self.bucket_exchanges[index].exclude(self._missing_everywhere[index])
-            self.exchanged[index] = self.bucket_exchanges[index].reduce(transport)
+                factor = weight * self.clip.factor(weight, share)
+                bucket_exchange.set_weight(factor / self._scale_of(bucket_exchange), share)
+            # First, so that `undo` also takes back what the next lines change in the residual.
+            bucket_exchange.snapshot()
+            if missing_everywhere := self._missing_everywhere[index]:
+                bucket_exchange.exclude(missing_everywhere)
+            self.exchanged[index] = bucket_exchange.reduce(transport)
             # Ranks may not have looked at their gradients: the sum, the same on all ranks, tells.
             self._stopped = not self.exchanged[index].finite
         if self._stopped and last:

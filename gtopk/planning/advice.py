@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeGuard, runtime_checkable
+from typing import NamedTuple, Protocol, TypeGuard
 
 from collectives.cost import BreakEven, Link, break_even
 from collectives.cost_model import Calibration, Candidate, Prediction, Rates, predict
@@ -23,8 +23,7 @@ from ..compression import (
     SparseCompression,
     usual_density,
 )
-from ..exchange.bucket_exchange import DrainingExchange
-from ..exchange.buckets.buckets import Bucket
+from ..exchange.bucket_exchange import BucketExchange, DrainingExchange
 from ..exchange.exchange import (
     CompressorExchange,
     DenseExchange,
@@ -32,7 +31,7 @@ from ..exchange.exchange import (
     SparseExchange,
 )
 from ..runtime.world.membership import World
-from ..telemetry.step_report import SAME, Sized
+from ..telemetry.step_report import SAME
 from ..units import (
     bandwidth_text,
     bytes_text,
@@ -74,12 +73,8 @@ def expected(
     return predict(Candidate("dense"), length, network, rates, value_bytes)
 
 
-@runtime_checkable
-class Exchanging(Protocol):
-    """A bucket and the way it is exchanged: a BucketExchange, or an object like it."""
-
-    bucket: Bucket
-    exchange: Exchange
+class Sized(Protocol):
+    """A bucket of which at least the size is known: a BucketExchange, or another."""
 
     @property
     def elements(self) -> int: ...
@@ -87,7 +82,7 @@ class Exchanging(Protocol):
 
 def _way_of(bucket_exchange: Sized) -> Exchange | None:
     """Return how a bucket is exchanged, but for what is sent along once; None: as it is, sparse."""
-    exchange = bucket_exchange.exchange if isinstance(bucket_exchange, Exchanging) else None
+    exchange = bucket_exchange.exchange if isinstance(bucket_exchange, BucketExchange) else None
     # Draining is a single step's: a prediction for it would be wrong from the next step on.
     return exchange.next_exchange if isinstance(exchange, DrainingExchange) else exchange
 
@@ -98,7 +93,7 @@ def expected_seconds(bucket_exchanges: Sequence[Sized], calibration: Calibration
     for bucket_exchange in bucket_exchanges:
         exchange = _way_of(bucket_exchange)
         plain = isinstance(exchange, DenseExchange | SparseExchange)
-        if not isinstance(bucket_exchange, Exchanging) or not plain:
+        if not isinstance(bucket_exchange, BucketExchange) or not plain:
             return None
         compression = getattr(exchange, "compression", None)
         value_bytes = bucket_exchange.bucket.dtype.itemsize
@@ -109,7 +104,7 @@ def expected_seconds(bucket_exchanges: Sequence[Sized], calibration: Calibration
     return seconds
 
 
-def in_question(bucket_exchanges: Sequence[Sized]) -> tuple[list[Exchanging], bool]:
+def in_question(bucket_exchanges: Sequence[Sized]) -> tuple[list[BucketExchange], bool]:
     """Return the buckets that could be compressed, and whether they are.
 
     If any are compressed, these are the ones: buckets that are dense beside them always are.
@@ -117,7 +112,7 @@ def in_question(bucket_exchanges: Sequence[Sized]) -> tuple[list[Exchanging], bo
     dense, compressed = [], []
     for bucket_exchange in bucket_exchanges:
         way = _way_of(bucket_exchange) if bucket_exchange.elements else None
-        if not isinstance(bucket_exchange, Exchanging) or way is None:
+        if not isinstance(bucket_exchange, BucketExchange) or way is None:
             continue
         if isinstance(way, DenseExchange | CompressorExchange):
             dense.append(bucket_exchange)
@@ -126,7 +121,7 @@ def in_question(bucket_exchanges: Sequence[Sized]) -> tuple[list[Exchanging], bo
     return compressed or dense, bool(compressed)
 
 
-def value_bytes_of(asked: Sequence[Exchanging]) -> tuple[int, int]:
+def value_bytes_of(asked: Sequence[BucketExchange]) -> tuple[int, int]:
     """Return the bytes of a value of these buckets, and of one where they travel whole."""
     in_bucket = max((each.bucket.dtype.itemsize for each in asked), default=4)
     ways = map(_way_of, asked)

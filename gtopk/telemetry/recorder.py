@@ -13,11 +13,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from ..exchange.residual import ResidualSize
 from .lines import Line, step_line
 from .step_report import StepReport
+
+if TYPE_CHECKING:
+    from ..exchange.sparse_gradients import AnyBucketExchange
 
 _log = logging.getLogger("gtopk")
 
@@ -183,18 +185,12 @@ class _MessageHandler(logging.Handler):
 _SAMPLED_EVERY: Final = 50
 
 
-class BucketExchange(Protocol):
-    """An exchange that may keep a residual."""
-
-    def residual_size(self) -> ResidualSize | None: ...
-
-
 def is_sampling_due(steps: int) -> bool:
     """Tell whether to sample the residual: after 1, 2, 4, ... 32 steps, and then every 50."""
     return steps % _SAMPLED_EVERY == 0 or (steps < _SAMPLED_EVERY and steps & (steps - 1) == 0)
 
 
-def sample_residual(recorder: Recorder, bucket_exchanges: Sequence[BucketExchange]) -> None:
+def sample_residual(recorder: Recorder, bucket_exchanges: Sequence[AnyBucketExchange]) -> None:
     """Note the norm of this rank's whole residual, and its age.
 
     The age is how many steps like the last would send as much: sum |residual| / sum |sent|. By

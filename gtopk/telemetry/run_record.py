@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -37,9 +37,12 @@ from ..settings import MLFLOW, PROMETHEUS, RUN, TENSORBOARD, WANDB
 from . import timeline
 from .lines import FORMAT, LARGEST_VALUE, Line, as_text, path_of
 from .reading import has_ended
-from .recorder import BucketExchange, Recorder, Sink, is_sampling_due, sample_residual
+from .recorder import Recorder, Sink, is_sampling_due, sample_residual
 from .sinks import Address, Endpoint, MLflow, Scalars, Wandb, parse_address
 from .step_report import Balance, StepReport
+
+if TYPE_CHECKING:
+    from ..exchange.sparse_gradients import AnyBucketExchange
 
 _log = logging.getLogger("gtopk")
 
@@ -146,17 +149,29 @@ def balance_of(world: World) -> Balance:
 
 
 def note_step(
-    world: World, step: StepReport, steps: int | None, bucket_exchanges: Sequence[BucketExchange]
+    world: World,
+    step: StepReport,
+    steps: int | None = None,
+    bucket_exchanges: Sequence[AnyBucketExchange] = (),
 ) -> None:
-    """Count a step in the balance and record it; sample these buckets' residual where that is due.
+    """Count a step in the balance and record it; the rest is as of `note_residual`."""
+    records = _records_of(world)
+    records.balance.note(step)
+    if records.recorder is not None:
+        records.recorder.note_step(step)
+        note_residual(world, steps, bucket_exchanges)
 
-    steps: how many steps counted so far; None: this one does not count.
+
+def note_residual(
+    world: World, steps: int | None, bucket_exchanges: Sequence[AnyBucketExchange]
+) -> None:
+    """Record the size of these buckets' residual, where there is a record and it is time.
+
+    steps: how many steps counted so far; None: the last one does not count.
     """
-    balance_of(world).note(step)
-    if (recorder := recorder_of(world)) is not None:
-        recorder.note_step(step)
-        if steps is not None and is_sampling_due(steps):
-            sample_residual(recorder, bucket_exchanges)
+    recorder = recorder_of(world)
+    if recorder is not None and steps is not None and is_sampling_due(steps):
+        sample_residual(recorder, bucket_exchanges)
 
 
 def settings_of(world: World) -> Settings:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -242,87 +242,90 @@ _CLOSE: Final = 0.01  # share of a run: a smaller difference counts as none
 SAME: Final = 1.1  # exchanges whose times differ by a smaller factor count as equal
 
 
-class Sized(Protocol):
-    """A bucket, as far as reports need it: its size."""
+class Prediction(Protocol):
+    """The seconds that the cost model expects of a step's exchange, and of a dense one."""
 
     @property
-    def elements(self) -> int: ...
-
-
-class ReportSource(Protocol):
-    """The fields of a transaction from which a report is made; as of `RecordedStep`."""
-
+    def seconds(self) -> float | None: ...
     @property
-    def operations(self) -> Mapping[int, Operation]: ...
-    @property
-    def exchanged(self) -> Mapping[int, Exchanged]: ...
-    @property
-    def spans(self) -> Sequence[tuple[float, float]]: ...
-    @property
-    def bucket_exchanges(self) -> Sequence[Sized]: ...
+    def dense_seconds(self) -> float | None: ...
 
 
-@dataclass
+@dataclass(eq=False)
 class RecordedStep:
-    """A step that is no StepTransaction, with the fields that a report is made from."""
+    """A step, or a pass, with the fields that a report is made from.
 
+    bucket_exchanges: its buckets.
+    operations, exchanged: by the bucket's number.
+    spans: begin and end of the engine's work on each bucket, by time.perf_counter.
+    """
+
+    bucket_exchanges: list[Any] = field(default_factory=list)
     operations: dict[int, Operation] = field(default_factory=dict)
     exchanged: dict[int, Exchanged] = field(default_factory=dict)
     spans: list[tuple[float, float]] = field(default_factory=list)
-    bucket_exchanges: list[Any] = field(default_factory=list)
 
 
 def report(
-    transaction: ReportSource,
+    recorded: RecordedStep,
     *,
     step: int,
     compute_seconds: float,
     waits: Sequence[tuple[float, float]],
-    synchronize_seconds: float,
-    apply_seconds: float,
-    predicted_seconds: float | None,
-    skipped: bool,
-    samples: int | None,
+    waited_seconds: float | None = None,
+    apply_seconds: float = 0.0,
+    expected: Prediction | None = None,
+    skipped: bool = False,
+    samples: int | None = None,
     local_steps: int = 1,
     covers: str = "step",
-    dense_seconds: float | None = None,
+    model_elements: int = 0,
     gradient_norm: float | None = None,
 ) -> StepReport:
-    """Return the report of a finished transaction.
+    """Return the report of a step that has ended.
 
     waits: begin and end of each time that the program waited, without overlaps.
-    predicted_seconds: for the step, where the exchanges themselves predict nothing.
+    waited_seconds: of these; None: all of them.
+    apply_seconds: after the exchanges; 0 where the engine's thread applies, within them.
+    expected: for the step, where the exchanges themselves predict nothing.
     """
-    operations, exchanged = transaction.operations.values(), list(transaction.exchanged.values())
+    operations, exchanged = recorded.operations.values(), list(recorded.exchanged.values())
     select_seconds = sum(each.select_seconds for each in exchanged)
-    exchange_seconds = sum(each.seconds for each in exchanged) + apply_seconds
+    communicate_seconds = sum(each.communicate_seconds for each in exchanged)
     agree_seconds = sum(operation.agree_seconds for operation in operations)
-    predictions = [each.predicted_seconds for each in exchanged]
-    # Exchanges that choose by themselves, as of Compression.auto, know better than the step does.
-    if predictions and None not in predictions:
-        predicted_seconds = sum(filter(None, predictions))
+    exchange_seconds = select_seconds + communicate_seconds + apply_seconds
+    predicted_seconds = dense_seconds = None
+    if exchanged:
+        predictions = [each.predicted_seconds for each in exchanged]
+        if expected is not None:
+            predicted_seconds, dense_seconds = expected.seconds, expected.dense_seconds
+        # Exchanges that choose by themselves, as of Compression.auto, know better than the step.
+        if None not in predictions:
+            predicted_seconds = sum(filter(None, predictions))
+    if waited_seconds is None:
+        waited_seconds = sum(ended - begun for begun, ended in waits)
     return StepReport(
         step=step,
         algorithm="+".join(sorted({each.algorithm for each in exchanged})),
         compute_seconds=compute_seconds,
-        synchronize_seconds=synchronize_seconds,
+        synchronize_seconds=waited_seconds,
         select_seconds=select_seconds + apply_seconds,
         apply_seconds=apply_seconds,
-        communicate_seconds=sum(each.communicate_seconds for each in exchanged) + agree_seconds,
+        communicate_seconds=communicate_seconds + agree_seconds,
         agree_seconds=agree_seconds,
         merge_seconds=sum(each.merge_seconds for each in exchanged),
         code_seconds=sum(each.coded.seconds for each in exchanged),
-        hidden_seconds=sum(seconds_outside(span, waits) for span in transaction.spans),
-        working_seconds=sum(ended - begun for begun, ended in transaction.spans),
-        buckets=len(transaction.bucket_exchanges),
+        hidden_seconds=sum(seconds_outside(span, waits) for span in recorded.spans),
+        working_seconds=sum(ended - begun for begun, ended in recorded.spans),
+        buckets=len(recorded.bucket_exchanges),
         exchange_seconds=exchange_seconds if exchanged else 0.0,
-        predicted_seconds=predicted_seconds if exchanged else None,
+        predicted_seconds=predicted_seconds,
         sent_bytes=sum(operation.sent_bytes for operation in operations),
         sent_messages=sum(operation.sent_messages for operation in operations),
         bytes_counted=all(each.bytes_counted for each in exchanged),
         coded_entries=sum(each.coded.entries for each in exchanged),
         coded_bytes=sum(each.coded.bytes for each in exchanged),
-        elements=sum(bucket_exchange.elements for bucket_exchange in transaction.bucket_exchanges),
+        elements=sum(bucket_exchange.elements for bucket_exchange in recorded.bucket_exchanges),
         samples=samples,
         selected=sum(each.selected for each in exchanged),
         updated=sum(each.updated for each in exchanged),
@@ -330,7 +333,8 @@ def report(
         local_steps=local_steps,
         covers=covers,
         ranks=max((operation.ranks for operation in operations), default=0),
-        dense_seconds=dense_seconds if exchanged else None,
+        dense_seconds=dense_seconds,
+        model_elements=model_elements,
         gradient_norm=None if skipped else gradient_norm,
     )
 

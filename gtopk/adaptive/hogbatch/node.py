@@ -99,7 +99,7 @@ class NodeMerges:
             reduction = self._replica.reduction
             peers = Peers(world, engine, self._name, self._leaders, takes_part=True)
             expected = ExpectedStep(compression, reduction.progress, "merge of all nodes")
-            expected.measure([reduction], peers)
+            expected.measure([reduction.bucket_exchange], peers)
 
     def begin(self, what: str) -> None:
         """Begin an epoch; the first workers of all nodes compare its name, `what`.

@@ -139,7 +139,7 @@ class SkippedUpdates(SkipCounter):
                 f"rank {rank}: the shared model is not finite any more, in {lost[0]!r}, and no "
                 "update mends it: go on from a checkpoint, with a lower learning rate"
             )
-        self._lengthen(
+        self.lengthen(
             lambda n: (
                 f"rank {rank}: {n} updates in a row were skipped, the last because the gradient of "
                 f"{next(names[p] for p in trained if not all_finite(own(p)))!r} is not finite"

@@ -19,7 +19,7 @@ from collectives.transports import Counter, Transport
 
 from ...compression import ErrorFeedback
 from ...exchange.buckets.parameters import KNOWN_TO_ADAPT, require_known
-from ...optim.step_checks import BUFFERS_STAY, checksums, require_the_same
+from ...optim.step_checks import BUFFERS_STAY, SkipCounter, checksums, require_the_same
 from ...runtime.coordinator.operation import Work, do_nothing
 from ...runtime.logs import EVERYWHERE
 from ..current_batch import LearningRate
@@ -60,7 +60,6 @@ class MergingLoader(LoaderBase[MergingOptions]):
     last_merge:  reports, weights and sizes of the last merge.
     record:      with option `record`, all ranks' takes, mega-batch by mega-batch; empty for those
                  before the state from which the run resumed.
-    lost_replicas: how often a replica was not finite and was replaced by the others' model.
     """
 
     def __init__(self, job: Job[MergingOptions]) -> None:
@@ -89,11 +88,10 @@ class MergingLoader(LoaderBase[MergingOptions]):
         self._current_batch: range | None = None
         self._updates = 0
         self._count = 0  # the cursor's largest count on any rank
-        self._lost_in_a_row = 0
+        self._lost = SkipCounter(self._optimizer.step_policy.options.max_skipped_steps)
         self.merges = 0
         self.last_merge: Merge | None = None
         self.record: list[list[list[list[int]]]] = []
-        self.lost_replicas = 0
         self._wrapped_step = replace_step(self._optimizer, "adaptive-sgd", self._step)
 
     def _gather_sizes(self, length: int) -> tuple[list[int], Counter | None]:
@@ -329,9 +327,10 @@ class MergingLoader(LoaderBase[MergingOptions]):
         if self._options.record:
             self.record.append(record_of(report.takes for report in merge.reports))
         lost = [rank for rank, report in enumerate(merge.reports) if not report.finite]
-        self.lost_replicas += len(lost)
-        self._lost_in_a_row = 0 if merged and not lost else self._lost_in_a_row + 1
-        if not merged or lost:
+        self._lost.count += len(lost)
+        if merged and not lost:
+            self._lost.end_row()
+        else:
             _log.warning(
                 "rank %d: merge %d %s: the replica is not finite on rank %s%s",
                 self._world.rank,
@@ -341,11 +340,10 @@ class MergingLoader(LoaderBase[MergingOptions]):
                 f"; {BUFFERS_STAY}" if merged else "",
                 extra=EVERYWHERE,
             )
-        allowed = self._optimizer.step_policy.options.max_skipped_steps
-        if self._lost_in_a_row > allowed:
-            raise FloatingPointError(
-                f"rank {self._world.rank}: replicas were not finite in {self._lost_in_a_row} "
-                f"merges in a row; max_skipped_steps={allowed} allows as many"
+            self._lost.lengthen(
+                lambda n: (
+                    f"rank {self._world.rank}: replicas were not finite in {n} merges in a row"
+                )
             )
         if self._world.rank == 0 and before is not None and before != self.last_merge.sizes:
             _log.info(
@@ -354,6 +352,11 @@ class MergingLoader(LoaderBase[MergingOptions]):
                 ", ".join(map(str, merge.sizes)),
                 ", ".join(str(report.updates) for report in merge.reports),
             )
+
+    @property
+    def lost_replicas(self) -> int:
+        """How often a replica was not finite, and was replaced by the others' model."""
+        return self._lost.count
 
     def merged(self) -> AbstractContextManager[None]:
         """Show the merged model in the parameters meanwhile, to evaluate or save it.
@@ -438,7 +441,8 @@ class MergingLoader(LoaderBase[MergingOptions]):
         if self._options.record:
             number = self._stretches.number
             self.record = [*self.record[:number], *[[]] * (number - len(self.record))]
-        self._finished, self._lost_in_a_row = None, 0
+        self._finished = None
+        self._lost.end_row()
         # Weights are of that job's ranks.
         self._weights = state["weights"] if state["ranks"] == self._world.size else None
         if self._replica is not None and replica:

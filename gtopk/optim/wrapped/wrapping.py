@@ -275,7 +275,7 @@ class StepPolicy:
 
     def clip(self) -> None:
         """Shorten the gradients, which are an agreed update, to global_clip_norm."""
-        self._optimizer._clip(1.0)
+        self._optimizer._clip(None)
 
     def log_compression(self) -> None:
         """Warn, once and on rank 0, where the compression may cost accuracy in this mode."""

@@ -275,7 +275,7 @@ class World:
         signature: texts that must be equal on all ranks. word: for `words`.
         """
         self.rank, self.size = transport.rank, transport.size
-        # Called with both, when the step or the advice changes.
+        # Called with both where step or advice changes.
         self.on_change: Callable[[int, str], None] = lambda step, advice: None
         self._step = 0
         self._advice = ""

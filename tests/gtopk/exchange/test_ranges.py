@@ -96,9 +96,9 @@ def test_the_ranges_add_up_to_the_seconds_of_the_report(
             "bucket", [parameter], ["weight"], Compression.gtopk(0.1), Progress()
         )
         bucket_exchange.capture_gradients(0.5, 1.0)
-        exchanged = PassTransaction().run(bucket_exchange, transport, [0, 0])
-        assert exchanged is not None
-        return exchanged, ranges.seconds
+        transaction = PassTransaction()
+        transaction.run(transaction.add(bucket_exchange), transport, [0, 0])
+        return transaction.exchanged[0], ranges.seconds
 
     for exchanged, seconds in threads(2, program):
         assert seconds["gtopk::select"] + seconds["gtopk::apply"] == exchanged.select_seconds

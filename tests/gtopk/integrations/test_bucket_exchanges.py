@@ -64,7 +64,7 @@ class Hook:
         bucket_exchange.parameters[0].grad = buffer
         bucket_exchange.capture_gradients(1.0 / self._transport.size, 1.0)
         step = PassTransaction()
-        step.run(bucket_exchange, self._transport, [0] * self._transport.size)
+        step.run(step.add(bucket_exchange), self._transport, [0] * self._transport.size)
         assert step.close()
         for parameter, part in zip(members, split(buffer, members), strict=True):
             if parameter.grad is not None:

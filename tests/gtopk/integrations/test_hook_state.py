@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import gtopk
 from collectives.transports import Transport
 from gtopk.compression import GTopK
-from gtopk.exchange.bucket_exchange import BucketExchange, open_bucket_exchange
+from gtopk.errors import HorovodInternalError
+from gtopk.exchange.bucket_exchange import open_bucket_exchange
 from gtopk.exchange.exchange import Progress
-from gtopk.integrations.hook_state import HookSteps
-from gtopk.integrations.passes import BucketFlags, PassTransaction
+from gtopk.integrations.hook_state import HookState, HookSteps
+from gtopk.integrations.passes import PassTransaction
 from gtopk.optim.peers import Peers
+from gtopk.optim.step_transaction import NOT_FINITE
+from gtopk.runtime.coordinator import Operation
 from gtopk.runtime.world import world
 from gtopk.telemetry.reading import read_run
 from gtopk.telemetry.step_report import parts
@@ -32,7 +35,7 @@ def test_steps_of_a_hook_are_reported_and_recorded(
         with world.entered(transport) as here:
             gtopk.record(str(tmp_path))
             peers = Peers(here, here.engine, "hooked", range(here.size), takes_part=True)
-            watched, one_step = HookSteps(peers, GTopK(0.1), Progress()), PassTransaction()
+            watched = HookSteps(peers, GTopK(0.1), Progress())
             bucket_exchanges = [
                 open_bucket_exchange(
                     name,
@@ -44,37 +47,23 @@ def test_steps_of_a_hook_are_reported_and_recorded(
                 for name in "ab"
             ]
 
-            def work(
-                bucket_exchange: BucketExchange,
-                number: int,
-                transport: Transport,
-                all_flags: list[int],
-            ) -> None:
-                began = time.perf_counter()
-                watched.note_exchange(
-                    number, began, one_step.run(bucket_exchange, transport, all_flags)
-                )
-
             for step in range(steps):
                 gtopk.log_samples(10 + step)
-                operations = []
+                one_step = PassTransaction()
                 for bucket_exchange in bucket_exchanges:
                     bucket_exchange.parameters[0].grad = torch.randn(length)
                     bucket_exchange.capture_gradients(1.0 / here.size, 1.0)
-                    number = watched.add_bucket(bucket_exchange)
-                    flags = BucketFlags.NOT_FINITE if (step, number) == (bad, 1) else 0
-                    operation = here.engine.submit(
-                        bucket_exchange.name,
-                        [],
-                        partial(work, bucket_exchange, number),
-                        flags=flags,
+                    number = one_step.add(bucket_exchange)
+                    flags = NOT_FINITE if (step, number) == (bad, 1) else 0
+                    one_step.operations[number] = here.engine.submit(
+                        bucket_exchange.name, [], partial(one_step.run, number), flags=flags
                     )
-                    watched.note_submit(number, operation)
-                    operations.append(operation)
-                for operation in operations:
+                    watched.note_submit()
+                for operation in one_step.operations.values():
                     operation.wait()
                 watched.note_wait_end()
-                watched.close(one_step.close(), overlapped=True)
+                one_step.close()
+                watched.close(one_step, overlapped=True)
                 assert watched.last is not None
                 assert watched.last.skipped == (step == bad)
             assert here.step == steps
@@ -91,3 +80,46 @@ def test_steps_of_a_hook_are_reported_and_recorded(
                 assert step.report.algorithm == "gtopk"
         assert rank.steps[-1].bytes_so_far > 0
         assert [note.step for note in rank.residuals] == [1, 3]  # counted: 1 and 2
+
+
+class Hook(HookState):
+    _accumulating = _giving = _saving = _clipping = ""
+
+    def _parameters(self) -> set[torch.Tensor]:
+        return set()
+
+    def _residuals(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        return iter(())
+
+
+def test_a_pass_whose_bucket_has_failed_is_undone_before_the_next(
+    threads: Callable[..., Any],
+) -> None:
+    """Also if its last bucket was exchanged, after which DDP's hook reports the pass."""
+
+    def program(transport: Transport) -> None:
+        with world.entered(transport) as here:
+            peers = Peers(here, here.engine, "hooked", range(here.size), takes_part=True)
+            hook = Hook(peers, GTopK(0.1), None, 20, None, {"adam": None})
+            whole = torch.nn.Parameter(torch.zeros(30))
+            bucket_exchange = hook._open("bucket", whole, [30], [whole])
+            residual = bucket_exchange.exchange.residual
+
+            def submit(name: str, signature: str) -> Operation:
+                whole.grad = torch.arange(30.0)
+                return hook._submit(name, [signature], bucket_exchange)
+
+            assert submit("good", "the same").wait()
+            hook._close_pass()
+            hook._report_pass(overlapped=True, where=[])
+            before = residual.values.tolist()
+            failing = submit("failing", f"of rank {here.rank}")
+            assert submit("last", "the same").wait()
+            with pytest.raises(HorovodInternalError):
+                failing.wait()
+            hook._report_pass(overlapped=True, where=[])
+            assert residual.values.tolist() != before
+            hook._abort_pass()
+            assert residual.values.tolist() == before
+
+    threads(2, program)

@@ -12,10 +12,11 @@ from collectives.transports import local_world
 from gtopk.compression import GTopK
 from gtopk.exchange.bucket_exchange import open_bucket_exchange
 from gtopk.exchange.exchange import Progress
-from gtopk.integrations.passes import BucketFlags, PassTransaction
+from gtopk.integrations.passes import PassTransaction
+from gtopk.optim.step_transaction import NOT_FINITE
 
 
-@pytest.mark.parametrize("flags", [0, BucketFlags.NOT_FINITE])
+@pytest.mark.parametrize("flags", [0, NOT_FINITE])
 def test_gradients_are_written_on_the_stream_of_their_bucket(flags: int) -> None:
     parameter = torch.nn.Parameter(torch.zeros(30))
     parameter.grad = torch.ones(30)
@@ -34,7 +35,8 @@ def test_gradients_are_written_on_the_stream_of_their_bucket(flags: int) -> None
 
     bucket_exchange.bucket.on_stream = on_stream
     taken = parameter.grad._version
-    PassTransaction().run(bucket_exchange, local_world(1)[0], [flags])
+    transaction = PassTransaction()
+    transaction.run(transaction.add(bucket_exchange), local_world(1)[0], [flags])
     assert parameter.grad._version - taken == on_it > 0
     assert parameter.grad.isnan().all() == bool(flags)
 
@@ -49,12 +51,13 @@ def test_a_bucket_that_comes_twice_becomes_what_it_was_before_the_step() -> None
     assert residual is not None
     seen = []
     # The step before, then one of three.
-    for all_flags in ([0], [0], [0], [BucketFlags.NOT_FINITE]):
+    for all_flags in ([0], [0], [0], [NOT_FINITE]):
         parameter.grad = torch.arange(30.0)
         bucket_exchange.capture_gradients(1.0, 1.0)
-        step.run(bucket_exchange, local_world(1)[0], all_flags)
+        step.run(step.add(bucket_exchange), local_world(1)[0], all_flags)
         if not seen:
             assert step.close()
+            step = PassTransaction()
             seen.append(residual.after_last_step()["residual"].clone())
     assert not step.close()
     assert torch.equal(residual.after_last_step()["residual"], seen[0])
