@@ -96,16 +96,21 @@ class Found(NamedTuple):
 Run = Callable[[Callable[[], str]], "Future[str]"]
 
 
+class PendingWrite(NamedTuple):
+    """A rank's part being written; outcome: the error that kept this rank from writing, or ""."""
+
+    path: Path
+    number: int
+    outcome: Future[str]
+
+
 class Saving:
-    """A checkpoint under way; `wait` returns its folder.
+    """A checkpoint under way; `wait` returns its folder."""
 
-    outcome: of this rank's part: the error that kept it from being written, or "".
-    """
-
-    def __init__(self, archive: Archive, path: Path, number: int, outcome: Future[str]) -> None:
+    def __init__(self, archive: Archive, writing: PendingWrite) -> None:
         self._archive = archive
         self._problem: CheckpointError | None = None
-        self.path, self.number, self.outcome = path, number, outcome
+        self.path, self.number, self.outcome = writing
         self.is_concluded = False  # whether the ranks know each other's outcomes
 
     def wait(self) -> Path:
@@ -418,7 +423,7 @@ class Archive:
                 return str(error) or type(error).__name__
             return ""
 
-        return Saving(self, path, number, (run or _at_once)(write_own))
+        return Saving(self, PendingWrite(path, number, (run or _at_once)(write_own)))
 
     def conclude(self, writing: Saving, problems: Sequence[str]) -> None:
         """End a checkpoint that is whole, or failed; remove the oldest, and incomplete ones.
