@@ -17,7 +17,6 @@ from typing import Final
 import pytest
 
 from gtopk.cli import main
-from gtopk.cli.bench import BENCHMARKS
 from gtopk.cli.completion import SHELLS, parsers
 
 PROMPT: Final = "what now> "
@@ -28,13 +27,15 @@ FILES: Final = ("report/page.html", "plan/a", "runs/first", "my script.py")
 OFFERED: Final[Mapping[str, set[str]]] = {
     "gtopk re": {"report"},
     "gtopk --v": {"--version"},
-    "gtopk bench ": set(BENCHMARKS),
+    "gtopk bench ": {"collectives", "optimizer"},
     "gtopk bench optimizer --den": {"--density"},
     "gtopk bench opt": {"optimizer"},
     "gtopk completion ": set(SHELLS),
     "gtopk top --o": {"--once"},
     "gtopk plan --model lstm": {"lstm-an4", "lstm-ptb"},
     "gtopk plan --ranks ": set(),
+    "gtopk plan --json ru": {"runs"},
+    "gtopk bench optimizer --json ru": {"runs"},
     "gtopk report ru": {"runs"},
     "gtopk report plan --back": set(),
     "gtopk run --launcher m": {"mpirun"},
