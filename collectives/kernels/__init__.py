@@ -15,7 +15,7 @@ larger than infinity; exact zeros are never selected, so fewer than k entries ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -230,9 +230,9 @@ def squared_norms(arrays: Sequence[Array] | Located) -> list[float]:
     return device.squared_norms(arrays)
 
 
-# (data, seed=0) -> the 64 bits of `data` (uint8 [n]); seed: what came before it, as 64 bits.
-# On the host: `write_head` and `read_head` compute the checksum of a GPU's message.
-checksum: Final[Callable[..., int]] = _for_numpy.checksum
+def checksum(data: Array, seed: int = 0) -> int:
+    """Return the 64 bits of `data` (uint8 [n]); seed: what came before it, as 64 bits."""
+    return _twin(data).checksum(data, seed)
 
 
 def write_head(message: Array, head: Array) -> None:

@@ -121,7 +121,7 @@ class SparseExchange:
         residual: Residual | None = None,
     ) -> None:
         self.compression = compression
-        self._said = compression.signature()
+        self._said = compression.signature()  # put into words once, not in each step
         self.residual: Residual = residual or open_residual(bucket, compression)
         self._progress = progress
         # Picked, update, returned, and what this rank keeps of values beyond the gradients' dtype.

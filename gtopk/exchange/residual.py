@@ -125,6 +125,7 @@ class Residual:
             else Memory.of(zeros(length, dtype, device))
             for name in self._names
         ]
+        self._on_gpu = is_on_device(self.values)
         self._second_buffers: list[Memory] = []
         self._swapped: set[int] = set()  # parts changed since `snapshot`: old values are beside
         self._betas, self._sizes = betas, sizes
@@ -228,7 +229,7 @@ class Residual:
         if self.momentum:
             memory = None if faster is None else faster.array
             momentum = Momentum(self._memory[1].array, self.momentum, memory)
-        if is_on_device(self.values):
+        if self._on_gpu:
             # A Step is of one k: its buffers, and the CUDA graph that it replays, have that size.
             if self._step is None or self._step.k != k:
                 self._step = open_step(self.values, k)
