@@ -26,7 +26,8 @@ from ..optim.expected_step import ExpectedStep
 from ..optim.peers import Peers
 from ..runtime.coordinator import Operation
 from ..runtime.world.membership import World
-from ..telemetry.run_record import note_residual, note_step
+from ..telemetry.recorder import note_residual
+from ..telemetry.run_record import note_step, recorder_of
 from ..telemetry.step_report import RecordedStep, StepReport, report
 from ..telemetry.timeline import Span, Step, timeline_of
 from .replica import RoundExchange
@@ -142,7 +143,7 @@ class LocalSteps:
             seen.spans.append((ran.began, ran.ended))
             # Here, as the next exchange may be under way when the step is closed.
             steps = exchange.progress.steps if ran.exchanged.finite else None
-            note_residual(self._world, steps, [exchange.bucket_exchange])
+            note_residual(recorder_of(self._world), steps, [exchange.bucket_exchange])
 
     def close(self, step: int, samples: int, local_steps: int = 1, skipped: bool = False) -> None:
         """Report the step, with the time computed until `computed`, and begin another."""

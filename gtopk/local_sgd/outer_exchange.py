@@ -37,7 +37,13 @@ from ..exchange.residual_state import (
 from ..optim.expected_step import ExpectedStep
 from ..optim.options import signature_of
 from ..optim.peers import Peers
-from ..optim.step_checks import BUFFERS_STAY, SkipCounter, checksums, require_the_same
+from ..optim.step_checks import (
+    BUFFERS_STAY,
+    SkipCounter,
+    checksums,
+    name_culprits,
+    require_the_same,
+)
 from ..runtime.coordinator import Operation
 from ..runtime.coordinator.agreement import name_ranks
 from ..runtime.world.membership import World
@@ -153,9 +159,8 @@ class LostReplicas(SkipCounter):
         """
         # Before `lengthen`, which may raise: the count is to include the last ones.
         self.count += len(lost)
-        # Three names each: a replica that is not finite may have hundreds.
-        where = "; ".join(f"rank {r}: {', '.join(map(repr, n[:3]))}" for r, n in lost.items())
-        why = f"a replica is not finite on {where}" if lost else "the sum of replicas overflowed"
+        where = f"a replica is not finite on {name_culprits(lost)}"
+        why = where if lost else "the sum of replicas overflowed"
         _log.warning(
             "rank %d: outer step %d %s: %s",
             rank,

@@ -36,7 +36,7 @@ from .gradient_checks import (
 from .options import Groups, Options, warn_of_few_entries
 from .reducer import Reducer
 from .samples import Samples, shorten
-from .step_checks import MAX_SKIPPED_STEPS, ReplicaCheck, SkippedSteps
+from .step_checks import MAX_SKIPPED_STEPS, ReplicaCheck, SkippedSteps, name_culprits
 from .wrapped import adam_step
 from .wrapped import checkpoint as optimizer_checkpoint
 from .wrapped.local_residual import LocalResidual
@@ -191,7 +191,7 @@ class _DistributedOptimizer(Readings):
             working, hidden = self.last_step.working_seconds, self.last_step.hidden_seconds
             timeline.note_step(Step(self._reducer.peers.name, spans, working, hidden))
         if self._skip:
-            where = transaction.culprits_text(self._reducer.peers.ranks)
+            where = name_culprits(transaction.culprits)
             self._skipped.note(self._world.rank, self._world.step, where)
         else:
             self._skipped.end_row()

@@ -330,6 +330,11 @@ class ReplicaCheck:
         return f"healed: {name_ranks(ranks)} {has} what most ranks have, the optimizer's state too"
 
 
+def name_culprits(culprits: Mapping[int, Sequence[str]]) -> str:
+    """Return ranks and parameters of theirs in words: three of each, as there may be hundreds."""
+    return "; ".join(f"rank {r}: {', '.join(map(repr, n[:3]))}" for r, n in culprits.items())
+
+
 class SkipCounter:
     """Counts steps that non-finite numbers of a rank spoilt; raises where too many are in a row.
 

@@ -87,7 +87,7 @@ class StepTransaction(RecordedStep):
     ) -> None:
         super().__init__(list(bucket_exchanges))
         self.changed = self.unplanned = self.aborted = False
-        self.culprits: list[list[str]] = []
+        self.culprits: dict[int, list[str]] = {}
         self.preempted: list[int] = []
         self.lacking: dict[int, list[str]] = {}
         self._ready = time.perf_counter()
@@ -350,16 +350,8 @@ class StepTransaction(RecordedStep):
             self._stopped = not self.exchanged[index].finite
         if self._stopped and last:
             mine = sorted(name for each in self.bucket_exchanges for name in each.not_finite())
-            culprits = transport.gather_object(mine)
-            self.culprits = culprits if any(culprits) else []
-
-    def culprits_text(self, ranks: Sequence[int]) -> str:
-        """Return the culprits in words: up to three parameters of each of these ranks."""
-        return "; ".join(
-            f"rank {rank}: {', '.join(map(repr, names[:3]))}"
-            for rank, names in zip(ranks, self.culprits, strict=False)
-            if names
-        )
+            said = zip(transport.ranks, transport.gather_object(mine), strict=True)
+            self.culprits = {rank: names for rank, names in said if names}
 
     def _check_missing(
         self, index: int, missing: list[str], transport: Transport, all_flags: list[int]

@@ -13,13 +13,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
+from ..exchange.sparse_gradients import AnyBucketExchange
 from .lines import Line, step_line
 from .step_report import StepReport
-
-if TYPE_CHECKING:
-    from ..exchange.sparse_gradients import AnyBucketExchange
 
 _log = logging.getLogger("gtopk")
 
@@ -188,6 +186,17 @@ _SAMPLED_EVERY: Final = 50
 def is_sampling_due(steps: int) -> bool:
     """Tell whether to sample the residual: after 1, 2, 4, ... 32 steps, and then every 50."""
     return steps % _SAMPLED_EVERY == 0 or (steps < _SAMPLED_EVERY and steps & (steps - 1) == 0)
+
+
+def note_residual(
+    recorder: Recorder | None, steps: int | None, bucket_exchanges: Sequence[AnyBucketExchange]
+) -> None:
+    """Sample these buckets' residual, where there is a record and it is time.
+
+    steps: how many steps counted so far; None: the last one does not count.
+    """
+    if recorder is not None and steps is not None and is_sampling_due(steps):
+        sample_residual(recorder, bucket_exchanges)
 
 
 def sample_residual(recorder: Recorder, bucket_exchanges: Sequence[AnyBucketExchange]) -> None:

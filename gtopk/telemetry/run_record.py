@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,6 +29,7 @@ from collectives.cores import usable_cores
 
 from .. import __version__, settings
 from ..errors import page
+from ..exchange.sparse_gradients import AnyBucketExchange
 from ..runtime.coordinator.clocks import agree_on_now, clock_offset
 from ..runtime.machine import processor
 from ..runtime.world import world
@@ -37,12 +38,9 @@ from ..settings import MLFLOW, PROMETHEUS, RUN, TENSORBOARD, WANDB
 from . import timeline
 from .lines import FORMAT, LARGEST_VALUE, Line, as_text, path_of
 from .reading import has_ended
-from .recorder import Recorder, Sink, is_sampling_due, sample_residual
+from .recorder import Recorder, Sink, note_residual
 from .sinks import Address, Endpoint, MLflow, Scalars, Wandb, parse_address
 from .step_report import Balance, StepReport
-
-if TYPE_CHECKING:
-    from ..exchange.sparse_gradients import AnyBucketExchange
 
 _log = logging.getLogger("gtopk")
 
@@ -155,23 +153,10 @@ def note_step(
     bucket_exchanges: Sequence[AnyBucketExchange] = (),
 ) -> None:
     """Count a step in the balance and record it; the rest is as of `note_residual`."""
-    records = _records_of(world)
-    records.balance.note(step)
-    if records.recorder is not None:
-        records.recorder.note_step(step)
-        note_residual(world, steps, bucket_exchanges)
-
-
-def note_residual(
-    world: World, steps: int | None, bucket_exchanges: Sequence[AnyBucketExchange]
-) -> None:
-    """Record the size of these buckets' residual, where there is a record and it is time.
-
-    steps: how many steps counted so far; None: the last one does not count.
-    """
-    recorder = recorder_of(world)
-    if recorder is not None and steps is not None and is_sampling_due(steps):
-        sample_residual(recorder, bucket_exchanges)
+    balance_of(world).note(step)
+    if (recorder := recorder_of(world)) is not None:
+        recorder.note_step(step)
+        note_residual(recorder, steps, bucket_exchanges)
 
 
 def settings_of(world: World) -> Settings:
