@@ -101,6 +101,7 @@ class BucketExchange:
         self.parameters = list(parameters)
         self.names = list(names)
         self.bucket, self.elements = bucket, bucket.length
+        self._shapes = [parameter.shape for parameter in self.parameters]
         self.exchange = exchange
         self.adam: AdamSteps | None = None  # made of its gradients, before they are exchanged
         self._captured: list[torch.Tensor | None] = []  # gradients at `watch`, and their versions
@@ -159,7 +160,8 @@ class BucketExchange:
         return not (self._on_gpu or self.exchange.finds_nonfinite)
 
     def capture_gradients(self, weight: float, scale: float) -> None:
-        """Capture the gradients as they are now."""
+        """Capture the gradients as they are now; raises as `require_shapes` does."""
+        self.require_shapes()
         self.bucket.capture_gradients(weight, scale)
         self._read_options()
 
@@ -172,8 +174,25 @@ class BucketExchange:
 
     def capture_zeros(self, scale: float) -> None:
         """Take part without gradients: only this rank's residual is exchanged."""
+        self.require_shapes()
         self.bucket.capture_zeros(scale)
         self._read_options()
+
+    def require_shapes(self) -> None:
+        """Raise ValueError where a parameter has another shape than when the bucket was made.
+
+        A part of a vector, and of the residual, is its: torch would resize these with a warning.
+        """
+        if [parameter.shape for parameter in self.parameters] == self._shapes:
+            return
+        pairs = zip(self.parameters, self._shapes, strict=True)
+        place = next(n for n, (parameter, shape) in enumerate(pairs) if parameter.shape != shape)
+        name = f"'{self.names[place]}'" if self.names else f"number {place}"
+        raise ValueError(
+            f"parameter {name} has the shape {list(self.parameters[place].shape)}, and had "
+            f"{list(self._shapes[place])} when it was exchanged before: where layers change their "
+            "shape, make a plain optimizer of the new parameters, and wrap that"
+        )
 
     def _read_options(self) -> None:
         """Read the rate and other options of AdamW, where its steps are made here."""

@@ -159,11 +159,13 @@ def residuals_of(
     """Return each parameter whose bucket has a residual, and a view of it in its shape.
 
     As it is after the last step that counts, until the next one begins.
+    Raises ValueError where a parameter has another shape by now.
     """
     for bucket_exchange in bucket_exchanges:
         residual = _residual(bucket_exchange)
         if residual is None or residual.is_empty:
             continue
+        bucket_exchange.require_shapes()
         yield from zip(
             bucket_exchange.parameters,
             bucket_exchange.bucket.split(residual.after_last_step()["residual"]),

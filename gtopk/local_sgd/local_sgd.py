@@ -37,7 +37,7 @@ from ..errors import HorovodInternalError, check_count
 from ..exchange.automatic import hides_behind_backward
 from ..exchange.bucket_exchange import require_compression
 from ..exchange.buckets.parameters import name_parameters, require_known, require_trained
-from ..optim.gradient_checks import require_one_momentum
+from ..optim.gradient_checks import require_one_momentum, set_aside_optimizers_of
 from ..optim.wrapped import checkpoint as optimizer_checkpoint
 from ..optim.wrapped.tree import lay_out_as_parameters
 from ..optim.wrapped.wrapping import Wrapping, wrap
@@ -100,6 +100,7 @@ class _LocalSGD(Wrapping):
         self.process_set = process_set
         names = name_parameters(self, named_parameters)
         self._names = {p: names[p] for p in require_trained(names)}
+        set_aside_optimizers_of(self._names)
         self.outer = outer(list(self._names))
         if isinstance(compression, ErrorFeedback):
             # momentum_correction is a momentum already: with the outer optimizer's a change would

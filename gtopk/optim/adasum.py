@@ -40,6 +40,7 @@ from ..runtime.world.membership import World
 from ..telemetry.run_record import recorder_of
 from ..telemetry.step_report import StepReport
 from .expected_step import ExpectedStep
+from .gradient_checks import SharedParameters
 from .hooks import BackwardHooks
 from .peers import Peers
 from .step_checks import MAX_SKIPPED_STEPS, SkippedSteps
@@ -131,6 +132,7 @@ class _AdasumOptimizer(Wrapping):
             # One bucket of all: passes are counted at its first and last gradient only.
             self._hooks.watch_buckets([trained])
             place_placeholders(self._parameter_names)
+        self._shared = SharedParameters(self._parameter_names, self._hooks.set_aside)
         self._enter(self._world)
         self._begun = time.perf_counter()  # of this step: the end of the last one
         self._traffic = Traffic()  # of this step

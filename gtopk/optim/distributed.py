@@ -78,7 +78,7 @@ class _DistributedOptimizer(Readings):
         self._agreed: adam_step.AgreedSteps | None = None
         adam = "global_clip_norm= and local_clip_norm= clip before it." if options.adam else ""
         self._corrected = CorrectedGradients(options.compression, adam)
-        self._shared = SharedParameters(self._parameter_names)
+        self._shared = SharedParameters(self._parameter_names, self._set_aside)
         self.last_step: StepReport | None = None
 
     @property
@@ -256,7 +256,7 @@ class _DistributedOptimizer(Readings):
             self._local.restore()
         # Only now: until the optimizer has stepped, `drop` gives the update back to the residual.
         self._reducer.commit()
-        self._shared.note_agreed()  # again: the script may have clipped
+        self._shared.note_step()  # again: the script may have clipped
         self._skip = False
         self._listener.end_step()
         self._world.step += 1
@@ -266,11 +266,16 @@ class _DistributedOptimizer(Readings):
             self._local.end_step()
         return loss
 
+    def _set_aside(self) -> None:
+        """Let another optimizer have the parameters, until `zero_grad` or `step` is called."""
+        self._reducer.hooks.set_aside()
+        if self._local is not None:
+            self._local.restore()
+
     @property
     def _makes_adam_steps(self) -> bool:
         """Whether the gradients are AdamW's agreed steps when they are synchronized."""
-        reducer = self._reducer
-        exchanges = reducer.peers.takes_part and not reducer.stepping_mode
+        exchanges = self._reducer.peers.takes_part and not self._reducer.stepping_mode
         return self._options.adam is not None and exchanges
 
     def _step_wrapped(self) -> None:

@@ -17,9 +17,9 @@ import logging
 import math
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakMethod, WeakSet
 
 import torch
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
@@ -288,19 +288,37 @@ def groups_of_ddp(parameters: Iterable[torch.Tensor]) -> list[Any]:
 class SharedParameters:
     """Knows, for one optimizer, which others step some of its parameters, too.
 
-    `note_agreed` after an exchange; `refuse_agreed` before the next.
+    `note_agreed` after an exchange; `refuse_agreed` before the next; `note_step` after a step.
+    The one that was made last, or has stepped last, sets the others aside until they are used. An
+    optimizer whose phase of the training is over would else count this one's passes as its own, and
+    make its parameters the center minus its residual; a scheduler keeps it alive.
     """
 
-    def __init__(self, names: Mapping[torch.nn.Parameter, str]) -> None:
-        self._names = names
+    def __init__(
+        self, names: Mapping[torch.nn.Parameter, str], set_aside: Callable[[], None]
+    ) -> None:
+        """set_aside: a method, held weakly, that sets this optimizer aside."""
+        self._names, self._set_aside = names, WeakMethod(set_aside)
         self._others: WeakSet[SharedParameters] = WeakSet()
         self._agreed: dict[torch.nn.Parameter, tuple[TensorWeakRef, int]] = {}
         with _adding:
-            for other in _living:
-                if any(parameter in other._names for parameter in names):
-                    self._others.add(other)
-                    other._others.add(self)
+            for other in _with_some_of(names):
+                self._others.add(other)
+                other._others.add(self)
             _living.add(self)
+        self._set_others_aside()
+
+    def _set_others_aside(self) -> None:
+        # A copy: an optimizer that is made in another thread adds itself.
+        with _adding:
+            others = [*self._others]
+        set_all_aside(others)
+
+    def note_step(self) -> None:
+        """Note that the optimizer has stepped, with gradients that it has agreed on."""
+        self.note_agreed()
+        if self._others:
+            self._set_others_aside()
 
     def note_agreed(self) -> None:
         """Note that the gradients are agreed ones, exchanged by this optimizer."""
@@ -334,6 +352,26 @@ class SharedParameters:
 
 _adding: Final = threading.Lock()  # ranks may be threads
 _living: Final[WeakSet[SharedParameters]] = WeakSet()
+
+
+def _with_some_of(parameters: Iterable[torch.nn.Parameter]) -> list[SharedParameters]:
+    """Return the parts of living optimizers that have one of these parameters."""
+    wanted = [*parameters]
+    return [each for each in _living if any(parameter in each._names for parameter in wanted)]
+
+
+def set_all_aside(optimizers: Iterable[SharedParameters]) -> None:
+    """Set optimizers aside until they are used again."""
+    for each in optimizers:
+        if (set_aside := each._set_aside()) is not None:
+            set_aside()
+
+
+def set_aside_optimizers_of(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Set aside each DistributedOptimizer with one of these parameters, until it is used again."""
+    with _adding:
+        others = _with_some_of(parameters)
+    set_all_aside(others)
 
 
 class _Reading:

@@ -31,6 +31,7 @@ class BackwardHooks:
            no gradient that counts follows, in the `check` before a step.
     began: when the first gradient was complete, by time.perf_counter: in a step's last pass; 0:
            nobody has counted yet.
+    is_aside: whether gradients are ignored until `forget`, as another optimizer steps with them.
     Parameters outlive this, which holds on weakly to whom it tells. All is looked up by `id`: a
     tensor's hash is a call of Python code.
     """
@@ -43,6 +44,7 @@ class BackwardHooks:
     ) -> None:
         """on_complete: a method, called with the place of each watched bucket that is complete."""
         self.began = self._ended = 0.0
+        self.is_aside = False
         self._names = names
         # Function and weak reference apart: a WeakMethod runs Python code at each call.
         method = cast(MethodType | None, on_complete)
@@ -137,6 +139,12 @@ class BackwardHooks:
         self._complete.clear()
         self._excess = None
         self._incomplete = [*range(len(self._members))]
+        self.is_aside = False
+
+    def set_aside(self) -> None:
+        """Ignore gradients until `forget`: neither is a pass too many, nor a bucket complete."""
+        self.forget()
+        self.is_aside = True
 
     def _count_at(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         known = weakref.ref(self)
@@ -184,6 +192,9 @@ class BackwardHooks:
         """Count the gradients that came since the last count."""
         news = self._accumulated[self._counted :]
         if not news:
+            return
+        if self.is_aside:
+            self._accumulated.clear()  # nobody else does so until `forget`
             return
         self._counted += len(news)
         ids = [*map(id, news)]

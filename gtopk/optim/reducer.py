@@ -422,8 +422,11 @@ class Reducer:
         }
 
     def residuals(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Return each parameter that has a residual, and the residual in the parameter's shape."""
-        return self.planned.residuals()
+        """Return each parameter that has a residual, and the residual in the parameter's shape.
+
+        None while the optimizer is set aside: its residual waits until it is used again.
+        """
+        return iter(()) if self.hooks.is_aside else self.planned.residuals()
 
     @property
     def ranks(self) -> Sequence[int]:

@@ -194,7 +194,9 @@ def ramp(
 
     The factor of step t is min(1, start + (1 - start) * t / (until * steps)), times schedule(t).
 
-    optimizer: distributed or plain; the ramp leads to the rate that it has now.
+    optimizer: distributed or plain; the ramp leads to the rate that it has now. After another
+        scheduler, as with all of torch's, it is the one from before that: a group's "initial_lr".
+        For another rate in a second phase set both, group["lr"] and group["initial_lr"].
     steps: of the whole training. schedule: a factor by step, as of a cosine; None: 1 throughout.
     start: the factor of the first step, above 0 to 1. until: the share of the training, above 0 to
         1, at which the ramp ends.

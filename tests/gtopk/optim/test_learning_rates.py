@@ -49,3 +49,15 @@ def test_what_is_no_ramp_is_refused(options, kind, said):
 def test_a_training_has_steps():
     with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
         gtopk.ramp(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0), 0)
+
+
+def test_a_second_ramp_goes_to_another_rate_where_both_are_set():
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    gtopk.ramp(optimizer, 10)
+    (group,) = optimizer.param_groups
+    group["lr"] = 0.5
+    gtopk.ramp(optimizer, 10)
+    assert group["lr"] == 1.0, "torch's schedulers begin at the first rate"
+    group["lr"] = group["initial_lr"] = 0.5
+    gtopk.ramp(optimizer, 10)
+    assert group["lr"] == 0.25
