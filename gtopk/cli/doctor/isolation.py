@@ -25,13 +25,12 @@ import ctypes
 import ipaddress
 import json
 import os
-import queue
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Final, NamedTuple
@@ -304,15 +303,14 @@ def run_probes(names: Sequence[str], silence_seconds: float = SILENCE_SECONDS) -
     # A child runs as many probes as it survives: a new one for each would import torch each time.
     while waiting:
         with tempfile.TemporaryFile() as errors, _child(waiting, errors) as process:
-            lines = _lines_of(process)
+            assert process.stdout is not None
             while waiting:
                 name = waiting.pop(0)
-                try:
-                    line = lines.get(timeout=silence_seconds)
-                except queue.Empty:
+                trouble = ""
+                if not select.select([process.stdout], [], [], silence_seconds)[0]:
                     trouble = f"no answer in {silence_seconds:g} s"
-                else:
-                    trouble = "" if line else how_it_ended(process, errors)
+                elif not (line := process.stdout.readline()):
+                    trouble = how_it_ended(process, errors)
                 if trouble:
                     yield Finding(name, State.FAIL, trouble, PROBES[name].repair)
                     break
@@ -352,31 +350,17 @@ def how_it_ended(process: subprocess.Popen[bytes], errors: IO[bytes]) -> str:
 @contextlib.contextmanager
 def _child(names: Sequence[str], errors: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
     # A session of its own, so that what a probe has started (mpirun) ends with it.
-    process = subprocess.Popen(
+    with subprocess.Popen(
         like_this_process(__name__, answer.__name__, *names),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=errors,
+        # A line that is in a buffer here would not wake `select`.
+        bufsize=0,
         start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _lines_of(process: subprocess.Popen[bytes]) -> queue.Queue[bytes]:
-    """Return the queue into which the lines of a process fall, the last one empty."""
-    lines: queue.Queue[bytes] = queue.Queue()
-
-    def fill() -> None:
-        assert process.stdout is not None
-        with process.stdout as stream:
-            for line in stream:
-                lines.put(line)
-        lines.put(b"")
-
-    threading.Thread(target=fill, daemon=True).start()
-    return lines
+    ) as process:
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
