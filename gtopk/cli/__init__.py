@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from .. import __version__
@@ -32,9 +32,13 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
         "estimate step time on a cluster, and whether compression pays",
     ),
     "simulate": (".simulate", "compare adaptive batches on a modelled cluster"),
-    "bench": (
-        ".bench",
-        "measure reductions between these ranks, and what a distributed step costs",
+    "bench collectives": (
+        ".bench.collectives",
+        "time every reduction between these ranks, beside the model",
+    ),
+    "bench optimizer": (
+        ".bench.optimizer",
+        "time a distributed step, and how much of it overlap hides",
     ),
     "run": (".run", "start a script on several ranks, here or on other hosts"),
     "report": (".report", "draw a recorded run as one HTML page"),
@@ -48,7 +52,7 @@ _UNREAD: Final = 141
 
 def usage() -> str:
     """Return the help text."""
-    listed = "\n".join(f"  {name:10} {what}" for name, (_, what) in COMMANDS.items())
+    listed = "\n".join(f"  {name:18} {what}" for name, (_, what) in COMMANDS.items())
     return (
         f"usage: gtopk COMMAND [ARGUMENTS]\n\n{listed}\n\n"
         "`gtopk COMMAND --help` has details and an example; `gtopk --version` prints the version.\n"
@@ -115,22 +119,15 @@ def _run(words: list[str]) -> int:
     if words[:1] == ["--version"]:
         print(f"gtopk {__version__}")
         return 0
-    modules = {name: module for name, (module, _) in COMMANDS.items()}
-    return run_one_of(modules, words, usage(), "gtopk: no command")
-
-
-def run_one_of(modules: Mapping[str, str], words: Sequence[str], usage: str, unknown: str) -> int:
-    """Run the subcommand that the first word names, and return its exit code.
-
-    usage: the help text, printed where asked for, and after `unknown` for another word.
-    """
-    if words and words[0] in modules:
-        command = importlib.import_module(modules[words[0]], __package__)
-        code: int = command.main(words[1:])
+    own = 2 if words[:1] == ["bench"] else 1  # words of a command
+    name = " ".join(words[:own])
+    if name in COMMANDS:
+        command = importlib.import_module(COMMANDS[name][0], __package__)
+        code: int = command.main(words[own:])
         return code
-    if words and words[0] in ("-h", "--help"):
-        print(usage)
+    if words[own - 1 : own] in (["-h"], ["--help"]):
+        print(usage())
         return 0
-    wrong = f"{unknown} {words[0]!r}\n\n" if words else ""
-    print(wrong + usage, file=sys.stderr)
+    wrong = f"gtopk: no command {name!r}\n\n" if words else ""
+    print(wrong + usage(), file=sys.stderr)
     return 2

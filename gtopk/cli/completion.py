@@ -13,7 +13,6 @@ from typing import Any, Final
 
 from . import COMMANDS
 from .arguments import Command, fail
-from .bench import BENCHMARKS
 
 SHELLS: Final = ("bash", "zsh", "fish")
 _HOW: Final = (
@@ -39,10 +38,8 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
 
     A command that cannot be imported here gets a parser with --help alone.
     """
-    places = {name: module for name, (module, _) in COMMANDS.items() if name != "bench"}
-    places |= {f"bench {what}": f".bench.{what}" for what in BENCHMARKS}
     found = {}
-    for name, module in places.items():
+    for name, (module, _) in COMMANDS.items():
         try:
             found[name] = importlib.import_module(module, __package__).parser()
         # torch raises OSError where one of its libraries is missing: the others still complete.
@@ -56,10 +53,10 @@ def _all_commands(file: Any) -> argparse.ArgumentParser:
     root = argparse.ArgumentParser("gtopk")
     root.add_argument("--version", action="store_true", help="print the version")
     commands = root.add_subparsers()
-    benchmarks = commands.add_parser("bench", help=COMMANDS["bench"][1]).add_subparsers()
+    benchmarks = commands.add_parser("bench", help="measure this machine").add_subparsers()
     for name, described in parsers().items():
         *bench, word = name.split()
-        among, meaning = (benchmarks, BENCHMARKS[word]) if bench else (commands, COMMANDS[word][1])
+        among, meaning = benchmarks if bench else commands, COMMANDS[name][1]
         added = among.add_parser(word, parents=[described], add_help=False, help=meaning)
         for action in added._actions:
             # Arguments without a type may name a file; others are numbers or the like.

@@ -12,7 +12,7 @@ from gtopk.cli import main
 
 def test_help_lists_what_can_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--help"]) == 0
-    assert "optimizer" in capsys.readouterr().out
+    assert "bench optimizer" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", [[], ["selektion"]])
@@ -21,8 +21,8 @@ def test_what_is_no_benchmark_ends_with_the_usage(
 ) -> None:
     assert main(["bench", *words]) == 2
     said = capsys.readouterr().err
-    assert "usage: gtopk bench WHAT" in said
-    assert all(word in said for word in words)
+    assert "usage: gtopk COMMAND" in said
+    assert f"no command '{' '.join(['bench', *words])}'" in said
 
 
 def test_records_are_printed_alone(capsys: pytest.CaptureFixture[str]) -> None:
