@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypedDict, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -103,18 +104,8 @@ class PerRank(TypedDict):
 
 def spread(seconds: Sequence[float]) -> Spread:
     """Return the spread of a contender's rounds."""
-    if len(seconds) == 1:
-        # statistics.quantiles needs two values.
-        quartiles = [seconds[0]] * 3
-    else:
-        quartiles = statistics.quantiles(seconds, n=4, method="inclusive")
-    return Spread(
-        min=min(seconds),
-        lower_quartile=quartiles[0],
-        median=quartiles[1],
-        upper_quartile=quartiles[2],
-        max=max(seconds),
-    )
+    least, lower, median, upper, most = np.percentile(seconds, [0, 25, 50, 75, 100]).tolist()
+    return Spread(min=least, lower_quartile=lower, median=median, upper_quartile=upper, max=most)
 
 
 def per_rank(numbers: Sequence[float]) -> PerRank:
@@ -292,10 +283,6 @@ class _Pass(torch.autograd.Function):
         return outputs[0], None, None, *(gradient.clone() for gradient in ctx.gradients)
 
 
-def no_pause() -> None:
-    """Go on at once."""
-
-
 class Shapes(nn.Module):
     """Layers of these shapes, with random gradients; nothing is computed.
 
@@ -319,7 +306,7 @@ class Shapes(nn.Module):
         return x
 
 
-def of_layers(layers: list[Layer], rank: int, pause: Callable[[], None] = no_pause) -> Compute:
+def of_layers(layers: list[Layer], rank: int, pause: Callable[[], None] = lambda: None) -> Compute:
     """Return parameters of these shapes, whose gradients cost a copy, and the pause."""
 
     def backward(network: nn.Module) -> None:

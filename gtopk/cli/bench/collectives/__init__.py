@@ -119,13 +119,9 @@ def _cells(row: Record, rows: Sequence[Record]) -> tuple[str, ...]:
         *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
         "-" if against is None else f"{against:.3g}",
         seconds_text(row["cpu_seconds"]["max"]),
-        _sent(row),
+        f"{'' if row['counted'] else '~'}{bytes_text(row['sent_bytes']['max'])}",
         f"{row['sent_messages']['max']:.0f}",
     )
-
-
-def _sent(row: Record) -> str:
-    return f"{'' if row['counted'] else '~'}{bytes_text(row['sent_bytes']['max'])}"
 
 
 CALL: Final = "gtopk bench collectives"
