@@ -334,10 +334,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     colour = job is None and wants_colour(sys.stdout)
     width = shutil.get_terminal_size().columns if terminal else None
     for finding in examined:
-        _say(_render(finding, colour, width))
+        print(_render(finding, colour, width), flush=True)
         findings.append(finding)
-    _say("")
-    _say(_conclude(findings, job))
+    print(f"\n{_conclude(findings, job)}")
     return 1 if _failed(findings) else 0
 
 
@@ -372,12 +371,6 @@ def grade(finding: Finding) -> Finding:
 def _failed(findings: Sequence[Finding]) -> list[str]:
     """Return the problems that prevent training."""
     return [finding.name for finding in findings if finding.state is State.FAIL]
-
-
-def _say(text: str) -> None:
-    """Print, with escapes for what the output cannot spell (a path or a foreign error)."""
-    encoding = sys.stdout.encoding or "ascii"
-    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
 def _render(finding: Finding, colour: bool, width: int | None) -> str:
