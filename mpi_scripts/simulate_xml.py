@@ -146,6 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rate,
             momentum=0.0,
             density=None,
+            mega_batch=options.mega_batch,
             evaluate_every=options.rows // 8,
         )
 
@@ -170,7 +171,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(name: str, setting: Setting, options: argparse.Namespace) -> Record:
     """Return the record of a strategy's run."""
     told = {
-        "mega_batch": options.mega_batch,
         "local_steps": options.local_steps,
         "merge_momentum": options.merge_momentum,
         **STRATEGIES[name],

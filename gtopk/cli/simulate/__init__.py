@@ -109,11 +109,6 @@ def rank_list(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
-def dense_or_density(text: str) -> float | None:
-    """Return gTop-k's density; None for "dense"."""
-    return None if text == "dense" else share(text)
-
-
 def known_modes(text: str) -> list[str]:
     """Return the modes of "equal,balanced"."""
     names = text.split(",")
@@ -170,7 +165,7 @@ def parser() -> Command:
     option("--lr", above_zero, 0.5, "learning rate")
     option("--momentum", number_in("[0, 1)"), 0.0, "SGD's momentum")
     density = "share of entries sent, or 'dense'; default: 0.05"
-    option("--density", dense_or_density, 0.05, density)
+    option("--density", lambda text: None if text == "dense" else share(text), 0.05, density)
     option("--target", share, 0.9, "accuracy to reach")
     compared = f"modes to compare, from {','.join(SIMULATED)}; default: {','.join(DEFAULT)}"
     option("--modes", known_modes, list(DEFAULT), compared)

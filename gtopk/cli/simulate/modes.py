@@ -167,11 +167,6 @@ def merged(setting: Setting, mode: str, **options: Any) -> Record:
     return replicas.simulate(replace(setting, density=None), mode, **options)
 
 
-def adaptive(setting: Setting, mode: str, run: Callable[..., Record]) -> Record:
-    """Train replicas by Adaptive SGD, with mega-batches as long as the setting says."""
-    return run(setting, mode, mega_batch=setting.mega_batch)
-
-
 class Worker:
     """One rank: its own view of the model, from when it took its batch, and its gradients there.
 
@@ -215,14 +210,6 @@ class Hogbatch:
         self._noises = setting.cluster.noises(setting.seed)
         self._stale = 0
         self._done = [0] * setting.cluster.ranks  # samples
-
-    def claim_size(self, rank: int) -> int:
-        """Return the size that a worker claims."""
-        worker = self.workers[rank]
-        # The rule balances updates: a worker that has made more of them than the others takes
-        # larger batches.
-        others = [w.updates for other, w in self.workers.items() if other != rank]
-        return worker.sizer.next(worker.updates, [float(n) for n in others])
 
     def compute(self, rank: int, places: Sequence[int], second: float) -> float:
         """Compute a batch's gradients at the model as it is; return when they are done."""
@@ -281,7 +268,10 @@ class Hogbatch:
         def begin(rank: int, second: float) -> None:
             nonlocal place
             if place < len(order):
-                places = order[place : place + self.claim_size(rank)]
+                # By updates: a worker that has made more of them takes larger batches.
+                own = self.workers[rank]
+                others = [each.updates for each in self.workers.values() if each is not own]
+                places = order[place : place + own.sizer.next(own.updates, others)]
                 place += len(places)
                 heapq.heappush(events, (self.compute(rank, places, second), rank))
 
@@ -358,8 +348,8 @@ SIMULATED: Final[Mapping[str, Callable[[Setting], Record]]] = {
     "local-sgd": partial(merged, mode="local-sgd", algorithm="k-step"),
     "elastic": partial(merged, mode="elastic", algorithm="elastic"),
     "crossbow": partial(merged, mode="crossbow", algorithm="crossbow"),
-    "adaptive-sgd": partial(adaptive, mode="adaptive-sgd", run=merged),
-    "adaptive-sgd-gtopk": partial(adaptive, mode="adaptive-sgd-gtopk", run=replicas.simulate),
+    "adaptive-sgd": partial(merged, mode="adaptive-sgd"),
+    "adaptive-sgd-gtopk": partial(replicas.simulate, mode="adaptive-sgd-gtopk"),
     "slow-only": partial(one_model, mode="slow-only", who="slow"),
     "fast-only": partial(one_model, mode="fast-only", who="fast"),
     "hogbatch": partial(one_model, mode="hogbatch"),

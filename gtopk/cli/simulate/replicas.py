@@ -73,7 +73,7 @@ class _Run:
         ranks = cluster.ranks
         self.setting = setting
         self.record = Record(mode, setting.seed, busy=[0.0] * ranks)
-        chosen = MergingOptions(setting.global_batch, **options)
+        chosen = MergingOptions(setting.global_batch, mega_batch=setting.mega_batch, **options)
         chosen.check()
         self.batches = MegaBatches(chosen, [max(1, setting.global_batch // ranks)] * ranks)
         is_dynamic = self.batches.strategy.is_dynamic
