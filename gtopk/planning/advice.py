@@ -230,23 +230,17 @@ def _in_short(
     found: Prediction, comparison: Comparison, runs: Prediction | None, beyond: str, per: str
 ) -> str:
     """Return the verdict as one clause."""
-    dense, compressed = comparison.dense.seconds, _is_compressed(runs)
-    takes = f"dense takes {seconds_text(dense)} {with_article(per)} (estimate)"
+    dense = comparison.dense.seconds
+    whole = f"{seconds_text(dense)} {with_article(per)} (estimate)"
     if beyond:
-        return f"{takes}; {beyond} as it runs here is beyond the model"
+        return f"dense takes {whole}; {beyond} as it runs here is beyond the model"
     sparse = runs if _is_compressed(runs) else found
-    seconds, candidate = sparse.seconds, sparse.candidate
-    name = f"{LABELS[candidate.algorithm]} at {_amount(candidate)}"
-    if seconds * SAME < dense:
-        verb = "saves" if compressed else "would save"
-        return (
-            f"{name} {verb} up to {seconds_text(dense - seconds)} of dense's "
-            f"{seconds_text(dense)} {with_article(per)} (estimate)"
-        )
-    times = f"{takes}, {name} {seconds_text(seconds)}"
-    if dense * SAME < seconds:
-        return f"{'Compression.none is faster here' if compressed else 'leave it dense'}: {times}"
-    return f"compression makes no difference here: {times}"
+    name = f"{LABELS[sparse.candidate.algorithm]} at {_amount(sparse.candidate)}"
+    outcome = _outcome(sparse, dense, _is_compressed(runs))
+    if sparse.seconds * SAME < dense:
+        return f"{name} {outcome} of dense's {whole}"
+    what = outcome or "compression makes no difference here"
+    return f"{what}: dense takes {whole}, {name} {seconds_text(sparse.seconds)}"
 
 
 def _verdict(
@@ -265,17 +259,22 @@ def _verdict(
     )
     if beyond:
         return f"{said}: {beyond} as it runs here is beyond the model"
-    compressed, seconds = _is_compressed(runs), found.seconds
-    if _is_compressed(runs):
-        seconds = runs.seconds
-        if runs.candidate != found.candidate:
-            said += f", {LABELS[runs.candidate.algorithm]} as it runs {seconds_text(seconds)}"
-    if seconds * SAME < dense.seconds:
-        verdict = "saves" if compressed else "would save"
-        return f"{said}: {verdict} up to {seconds_text(dense.seconds - seconds)}"
-    if dense.seconds * SAME < seconds:
-        return f"{said}: {'Compression.none is faster here' if compressed else 'leave it dense'}"
-    return f"{said}: it makes no difference here"
+    sparse = runs if _is_compressed(runs) else found
+    if sparse.candidate != found.candidate:
+        name = LABELS[sparse.candidate.algorithm]
+        said += f", {name} as it runs {seconds_text(sparse.seconds)}"
+    outcome = _outcome(sparse, dense.seconds, _is_compressed(runs))
+    return f"{said}: {outcome or 'it makes no difference here'}"
+
+
+def _outcome(sparse: Prediction, dense_seconds: float, compressed: bool) -> str:
+    """Return what the exchange of a sparse method comes to; "" where it makes no difference."""
+    if sparse.seconds * SAME < dense_seconds:
+        verb = "saves" if compressed else "would save"
+        return f"{verb} up to {seconds_text(dense_seconds - sparse.seconds)}"
+    if dense_seconds * SAME < sparse.seconds:
+        return "Compression.none is faster here" if compressed else "leave it dense"
+    return ""
 
 
 def _amount(way: Candidate) -> str:
