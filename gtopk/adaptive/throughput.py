@@ -257,12 +257,6 @@ def equal_finish(costs: Sequence[Cost], limits: Limits) -> list[int]:
     return sizes
 
 
-def finish_seconds(costs: Sequence[Cost], limits: Limits) -> float:
-    """Return the least seconds after which the slowest rank ends its batch, with real sizes."""
-    sizes = _filled(costs, limits)
-    return max(cost.seconds(size) for cost, size in zip(costs, sizes, strict=True))
-
-
 def _filled(costs: Sequence[Cost], limits: Limits) -> list[float]:
     """Return the sizes of the latest common end at which their sum is still below the total."""
     low, high = limits.lowest(), limits.highest()
@@ -326,7 +320,9 @@ def efficiency(total: int, noise_scale: float, reference: int) -> float:
 
 def goodput(seen: Measurements, limits: Limits) -> float:
     """Return the progress a second with batches of limits.total, in samples of the reference."""
-    seconds = finish_seconds(seen.costs, limits) + seen.exchange_seconds
+    # The least after which the slowest rank ends its batch, with real sizes.
+    sizes = zip(seen.costs, _filled(seen.costs, limits), strict=True)
+    seconds = max(cost.seconds(size) for cost, size in sizes) + seen.exchange_seconds
     total = limits.total
     return total / seconds * efficiency(total, seen.noise_scale, seen.reference)
 
