@@ -60,7 +60,8 @@ def _all_commands(file: Any) -> argparse.ArgumentParser:
         added = among.add_parser(word, parents=[described], add_help=False, help=meaning)
         for action in added._actions:
             # Arguments without a type may name a file; others are numbers or the like.
-            if action.nargs != 0 and not action.choices and action.type in (None, Path):
+            may_be_file = action.type in (None, Path) or action.metavar == "FILE"
+            if action.nargs != 0 and not action.choices and may_be_file:
                 vars(action)["complete"] = file
     return root
 

@@ -121,7 +121,8 @@ def bench_parser(call: str, description: str, launched: bool = False) -> Command
     """
     example = f"{'mpirun -n 4 ' * launched}{call} --json records.json"
     described = Command(call, description, example)
-    described.option("--json", records_file, None, "file to write the records to; -: stdout")
+    written = "file to write the records to; -: stdout"
+    described.option("--json", records_file, None, written, metavar="FILE")
     return described
 
 

@@ -34,6 +34,8 @@ OFFERED: Final[Mapping[str, set[str]]] = {
     "gtopk top --o": {"--once"},
     "gtopk plan --model lstm": {"lstm-an4", "lstm-ptb"},
     "gtopk plan --ranks ": set(),
+    "gtopk plan --json ru": {"runs"},
+    "gtopk bench optimizer --json ru": {"runs"},
     "gtopk report ru": {"runs"},
     "gtopk report plan --back": set(),
     "gtopk run --launcher m": {"mpirun"},
