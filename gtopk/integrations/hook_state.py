@@ -263,7 +263,12 @@ class HookState(ABC):
             stepped=stepped,
             adam="" if stepped is None else self._clipping,
             residuals=self._residuals if stepped is None else None,
+            retire=self._retire,
         )
+
+    def _retire(self) -> None:
+        if self._adam is not None:
+            self._adam.detach()
 
     @abstractmethod
     def _parameters(self) -> Collection[torch.Tensor]:
