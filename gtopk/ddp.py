@@ -242,11 +242,6 @@ class GTopKState(HookState):
         check_clip_norm(norm, makes_adam_steps=self.makes_adam_steps)
         self._global_clip_norm = norm
 
-    def _note_agreed(self) -> None:
-        # First: an earlier hook's residual leaves the parameters before anything looks at them.
-        self._checks.take_over()
-        super()._note_agreed()
-
     def _open_bucket_exchange(
         self, whole: torch.nn.Parameter, parameters: Sequence[torch.Tensor]
     ) -> BucketExchange:

@@ -442,6 +442,8 @@ class HookState(ABC):
 
     def _note_agreed(self) -> None:
         """Note that the pass has ended, and that gradients are agreed ones where it counts."""
+        # First: an earlier hook's residual leaves the parameters before anything looks at them.
+        self._checks.take_over()
         self._note_gradients(again=False)
         agreed = self._skips.parameters() if self._skips.counted else ()
         self._checks.corrected.agree(agreed, self.scaler)
