@@ -244,7 +244,12 @@ class HookState(ABC):
             stepped=stepped,
             adam="" if stepped is None else self._clipping,
             residuals=self._residuals if stepped is None else None,
+            retire=self._retire,
         )
+
+    def _retire(self) -> None:
+        if self._adam is not None:
+            self._adam.detach()
 
     @abstractmethod
     def _parameters(self) -> Collection[torch.Tensor]:
@@ -420,6 +425,8 @@ class HookState(ABC):
 
     def _note_agreed(self) -> None:
         """Note that the pass has ended, and that gradients are agreed ones where it counts."""
+        # First: an earlier hook's residual leaves the parameters before anything looks at them.
+        self._checks.take_over()
         self._note_gradients(again=False)
         agreed = self._skips.parameters() if self._skips.counted else ()
         self._checks.corrected.agree(agreed, self.scaler)

@@ -215,6 +215,7 @@ class OptimizerChecks:
     adam: as of `CorrectedGradients`.
     residuals: as of `ResidualNote`, to tell where the hook's state is not loaded with an
         optimizer's; None: the optimizer's own state tells.
+    retire: a method, held weakly, called when another hook has taken the model over.
     corrected: the gradients that a correction has made steps of, to refuse clipping in every step:
         the hook calls its `agree` after each pass.
     """
@@ -230,6 +231,7 @@ class OptimizerChecks:
         stepped: torch.optim.Optimizer | None = None,
         adam: str = "",
         residuals: Residuals | None = None,
+        retire: Callable[[], None] | None = None,
     ) -> None:
         global _living
         self.corrected = CorrectedGradients(compression, adam)
@@ -239,14 +241,40 @@ class OptimizerChecks:
         # Not "nothing in `_seen`": an optimizer that another replaces leaves it.
         self._has_warned = self._has_stepped = False
         self._note = None if residuals is None else ResidualNote(residuals)
+        self._retire = None if retire is None else weakref.WeakMethod(retire)
+        self._is_retired = False
         with _adding:
             if not _living:
                 register_optimizer_step_pre_hook(_check_all)
                 register_optimizer_step_post_hook(_note_step)
             _living = (*(each for each in _living if each() is not None), weakref.ref(self))
 
+    def take_over(self) -> None:
+        """Retire the hooks all of whose parameters this one's pass has: their phase is over.
+
+        Torch's DDP and an optimizer with hooks live on in circles until the collector comes.
+        Raises ValueError where this hook is retired, and the steps that it makes have no taker.
+        """
+        others = [each for each in (each() for each in _living) if each not in (None, self)]
+        if self._is_retired and self._stepped is not None:
+            raise ValueError(
+                f"rank {self._rank}: another hook has exchanged the gradients of this one's model "
+                "since, and this one makes no steps any more: wrap the model anew, and register "
+                "the hook with a new state"
+            )
+        self._is_retired = False
+        mine = self._skips.parameters() if others else ()
+        for other in filter(None, others):
+            theirs = other._skips.parameters()
+            if not other._is_retired and theirs and all(each in mine for each in theirs):
+                other._is_retired = True
+                if other._retire is not None and (retire := other._retire()) is not None:
+                    retire()
+
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Check an optimizer that is about to step, if it is one of the model."""
+        if self._is_retired:
+            return
         if optimizer in self._seen:
             ResidualNote.take(optimizer)
         else:

@@ -350,6 +350,17 @@ def test_a_state_that_is_loaded_after_an_error_in_backward_is_what_was_saved() -
         loss(model, 3).backward()
 
 
+def test_a_second_phase_has_a_state_and_an_optimizer_of_its_own() -> None:
+    # The first phase's live on in circles until the collector comes; here anyway.
+    model, optimizer, state = sharded()
+    train(model, optimizer, range(3))
+    fsdp.replicate(model, MESH["replicate"], 0.1)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.01), range(3, 6))
+    assert_alike(model)
+    assert state.progress.steps == 3
+    del optimizer
+
+
 def test_what_cannot_be_is_refused_with_the_way_out() -> None:
     model, optimizer, state = sharded()
     loss(model, 0).backward()
