@@ -185,7 +185,8 @@ class BackwardHooks:
             raise AssertionError(
                 f"the gradient of '{name}' was computed {passes} times before a call to step(); "
                 "increase backward_passes_per_step to accumulate gradients locally, or drop them "
-                "by optimizer.zero_grad(): that of a model, or of another optimizer, is not noticed"
+                "by optimizer.zero_grad(): that of a model or another optimizer is not noticed; "
+                "an optimizer that is not used any more must be deleted, with its scheduler"
             )
 
     def _count(self) -> None:
