@@ -18,11 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from numbers import Real
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
 from collectives.cores import usable_cores
@@ -385,13 +385,20 @@ def log(**values: Any) -> None:
     Values are numbers or tensors of one element, of this rank; those of rank 0 are drawn and go to
     TensorBoard. Without a record nothing is written. A tensor on a GPU makes the program wait for
     it. Values that are not finite, or beyond 1e300, are noted as such. Raises ValueError for a name
-    of "".
+    of "", TypeError for what is no number.
 
     With a record or without, rank 0 warns, once, if `loss` rises within its first 2,000 logged
     values in a compressed run.
     """
     if "" in values:
         raise ValueError('values are logged by name, got the name "": log(loss=0.31), say')
+    for name, value in values.items():
+        # Not converted: that would wait for a GPU.
+        size = value.numel() if isinstance(value, torch.Tensor) else np.size(value)
+        if size != 1 or not hasattr(value, "__float__"):
+            raise TypeError(
+                f"log({name}=...) takes a number, or a tensor of one, got {value!r:.80}"
+            )
     if not world.is_initialized():
         return
     here = world.current()
@@ -423,8 +430,7 @@ def log_samples(count: int) -> None:
 def _number(value: Any) -> float:
     try:
         return float(value.detach() if isinstance(value, torch.Tensor) else value)
-    except OverflowError:
-        # A whole number beyond all floats.
+    except OverflowError:  # a whole number beyond all floats
         return math.inf
 
 
@@ -488,9 +494,7 @@ _watches: Final[WeakKeyDictionary[World, LossWatch]] = WeakKeyDictionary()
 
 
 def _watch_loss(here: World, loss: Any) -> None:
-    """Warn where the loss of a compressed run rises; values that are not numbers are ignored."""
-    is_one = isinstance(loss, torch.Tensor) and loss.numel() == 1
-    if not (is_one or isinstance(loss, Real)) or not balance_of(here).compresses:
-        return
-    if said := _watches.setdefault(here, LossWatch()).note(loss, here.step):
+    """Warn where the loss of a compressed run rises."""
+    watch = _watches.setdefault(here, LossWatch())
+    if balance_of(here).compresses and (said := watch.note(loss, here.step)):
         _log.warning("%s", said)

@@ -82,8 +82,14 @@ def test_rank_0_of_a_compressed_run_is_warned_and_of_a_dense_one_not(
                 optimizer.step()
                 for loss in (*falling(100, 0.0), *[7.0] * 100):
                     gtopk.log(loss=kind(loss), accuracy=0.5)
-                gtopk.log(loss="none")  # is nobody's
 
         threads(2, program)
         said = [each for each in caplog.messages if "the loss has risen" in each]
         assert len(said) == warnings
+
+
+@pytest.mark.parametrize("value", ["0.3", None, torch.ones(2), np.ones(2), [0.3]])
+def test_what_is_no_number_is_refused_by_name_with_a_record_or_without(value: object) -> None:
+    with pytest.raises(TypeError, match=r"log\(loss=\.\.\.\) takes a number"):
+        gtopk.log(loss=value)
+    gtopk.log(loss=torch.ones(1, 1), accuracy=np.float32(0.5), steps=3)
