@@ -259,9 +259,13 @@ def _without_cause(
     code = launcher.poll()
     end = "its launcher goes on" if code is None else f"its launcher ended with exit code {code}"
     if lost:
+        first, *later = lost
+        # Where the launcher ends the others at once, the order may not be that in which they ended.
+        others = f", and then {name_ranks(later)}" if later else ""
         return RankError(
-            lost[0],
-            f"rank {lost[0]} of {ranks} ended without a report (killed, or out of memory?); {end}",
+            first,
+            f"rank {first} of {ranks} ended without a report (killed, or out of memory?){others}; "
+            f"{end}",
         )
     if failures:
         first = min(failures)
