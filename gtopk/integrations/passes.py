@@ -437,6 +437,11 @@ def after_backward(call: Callable[[], None]) -> None:
 def process_set_of(group: ProcessGroup | None) -> ProcessSet:
     """Return the process set with a process group's ranks; raise ValueError where there is none."""
     here = world.current()
+    # What torch's `new_group` returns on other ranks is no group, either.
+    if not (group is None or isinstance(group, ProcessGroup)):
+        raise TypeError(
+            f"rank {here.rank}: process_group must be a ProcessGroup with this rank, got {group!r}"
+        )
     ranks = (
         torch.distributed.get_process_group_ranks(group)
         if group is not None

@@ -707,6 +707,9 @@ def test_the_ranks_of_a_process_group_exchange_by_themselves() -> None:
     if RANK <= 1:
         with pytest.raises(ValueError, match=r"ranks \[0, 1\] is no process set of gtopk"):
             GTopKState(0.05, unknown)
+    else:
+        with pytest.raises(TypeError, match=f"rank {RANK}: process_group must be a ProcessGroup"):
+            GTopKState(0.05, unknown)
     if some.included():
         dense = GTopKState(1.0, group)
         ours, theirs = (wrapped(state, process_group=group) for state in (dense, None))
