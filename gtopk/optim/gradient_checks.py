@@ -312,7 +312,13 @@ class SharedParameters:
         # A copy: an optimizer that is made in another thread adds itself.
         with _adding:
             others = [*self._others]
-        set_all_aside(others)
+        for other in others:
+            other.set_aside()
+
+    def set_aside(self) -> None:
+        """Set this optimizer aside until it is used again."""
+        if (set_aside := self._set_aside()) is not None:
+            set_aside()
 
     def note_step(self) -> None:
         """Note that the optimizer has stepped, with gradients that it has agreed on."""
@@ -360,18 +366,12 @@ def _with_some_of(parameters: Iterable[torch.nn.Parameter]) -> list[SharedParame
     return [each for each in _living if any(parameter in each._names for parameter in wanted)]
 
 
-def set_all_aside(optimizers: Iterable[SharedParameters]) -> None:
-    """Set optimizers aside until they are used again."""
-    for each in optimizers:
-        if (set_aside := each._set_aside()) is not None:
-            set_aside()
-
-
 def set_aside_optimizers_of(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Set aside each DistributedOptimizer with one of these parameters, until it is used again."""
     with _adding:
         others = _with_some_of(parameters)
-    set_all_aside(others)
+    for other in others:
+        other.set_aside()
 
 
 class _Reading:
