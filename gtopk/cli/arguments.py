@@ -8,11 +8,12 @@ The models are torchvision's and Hugging Face's, heads included.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Final, TextIO, TypeVar
@@ -143,9 +144,22 @@ def for_people(records: Path | None) -> TextIO:
     return sys.stderr if records == STDOUT else sys.stdout
 
 
-def write_records(content: object, file: Path | None) -> None:
-    """Write records as JSON, if a file was asked for."""
-    text = json.dumps(content, indent=1)
+def in_json(value: Any) -> Any:
+    """Return a value in the types of JSON: records as objects, and null for NaN and infinity."""
+    if dataclasses.is_dataclass(value):
+        return {each.name: in_json(getattr(value, each.name)) for each in dataclasses.fields(value)}
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, Mapping):
+        return {name: in_json(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [in_json(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_records(content: object, file: Path | None = STDOUT) -> None:
+    """Write records as JSON, see `in_json`, if a file was asked for."""
+    text = json.dumps(in_json(content), indent=1)
     if file == STDOUT:
         print(text)
     elif file is not None:

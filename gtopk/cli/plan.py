@@ -6,7 +6,6 @@ It prints text of 80 columns, with colours on a terminal.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 import runpy
 import sys
@@ -359,19 +358,18 @@ def deliver(content: dict[str, Any], lines: list[str], file: Path | None) -> int
 
 
 def as_record(comparison: Comparison, rates: Rates, origin: str) -> dict[str, Any]:
-    """Return the comparison in the types of JSON.
+    """Return the comparison as a record, for `write_records`.
 
     break_even_bits_per_second: null where it pays never, or always. In its two bounds, 0 means at
     no bandwidth and null at every one; the reverse where it pays above a bandwidth.
     """
-    cluster = comparison.cluster
 
     def method(found: Prediction) -> dict[str, Any]:
         return {
             "algorithm": found.candidate.algorithm,
             "density": found.candidate.density,
             "widening": found.candidate.widening,
-            "format": found.candidate.format._asdict(),
+            "format": found.candidate.format,
             "agreement_seconds": found.agreement_seconds,
             "select_seconds": found.select_seconds,
             "code_seconds": found.code_seconds,
@@ -379,38 +377,23 @@ def as_record(comparison: Comparison, rates: Rates, origin: str) -> dict[str, An
             "merge_seconds": found.merge_seconds,
             "exposed_seconds": comparison.exposed_seconds(found),
             "speedup": comparison.speedup(found),
-            "sent": found.sent._asdict(),
+            "sent": found.sent,
             "updated": found.updated,
         }
 
     edge = comparison.break_even
     return {
         "modelled": True,
-        "cluster": {
-            **dataclasses.asdict(cluster),
-            "network": {
-                **cluster.network._asdict(),
-                "between": cluster.network.between._asdict(),
-                "within": cluster.network.within and cluster.network.within._asdict(),
-            },
-        },
+        "cluster": comparison.cluster,
         "rates": {
             **rates._asdict(),
-            "coding": {"+".join(f): rate._asdict() for f, rate in rates.coding.items()},
+            "coding": {"+".join(f): rate for f, rate in rates.coding.items()},
             "origin": origin,
         },
         "methods": [method(each) for each in comparison.methods],
         "equal_bytes": [method(each) for each in comparison.equal_bytes],
         "cheapest": comparison.cheapest.candidate.algorithm,
         "pays": _PAYS.get(edge.bits_per_second, "above" if edge.above else "below"),
-        "break_even_bits_per_second": _json_number(edge.bits_per_second),
-        "break_even_bounds_bits_per_second": [
-            _json_number(edge.lowest),
-            _json_number(edge.highest),
-        ],
+        "break_even_bits_per_second": edge.bits_per_second,
+        "break_even_bounds_bits_per_second": [edge.lowest, edge.highest],
     }
-
-
-def _json_number(value: float | None) -> float | None:
-    """Return the value; None (null) for infinity, which JSON does not have."""
-    return None if value is None or math.isinf(value) else value

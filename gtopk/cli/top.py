@@ -18,7 +18,7 @@ from ..telemetry.lines import path_of, shown
 from ..telemetry.reading import NoRunError, RankRecord, Reader, Run, Step, accuracy_and_loss_first
 from ..telemetry.step_report import PARTS, batch, density, parts
 from ..units import bytes_text, count_text, digits, duration_text, seconds_text
-from .arguments import Command, fail, number_in
+from .arguments import Command, fail, in_json, number_in
 from .charts import aligned
 
 RECENT: Final = 50  # steps of which figures are means
@@ -294,8 +294,8 @@ def _snapshots(folder: Path, every: float) -> Iterator[list[Status]]:
 def _print(snapshots: Iterable[list[Status]], as_json: bool) -> None:
     for statuses in snapshots:
         if as_json:
-            looked = [dataclasses.asdict(status) for status in statuses]
-            print(json.dumps({"unix_seconds": time.time(), "ranks": looked}), flush=True)
+            looked = in_json({"unix_seconds": time.time(), "ranks": statuses})
+            print(json.dumps(looked), flush=True)
         else:
             print("\n".join(as_lines(statuses)))
 

@@ -294,15 +294,10 @@ Parts = Mapping[str, float]  # seconds, or a share, by part
 ROW, BAR, SLIM_ROW, LETTER = 54, 16, 22, 7.0  # units of the drawing; of a letter the most, about
 
 
-def bars(
-    title: str,
-    rows: Sequence[tuple[str, Parts, str]],
-    hatched: tuple[str, str],
-    room: float = 62.0,
-) -> str:
+def bars(title: str, rows: Sequence[tuple[str, Parts, str]], room: float = 62.0) -> str:
     """Draw a bar for each row, stacked by part: its name, seconds by part, words below the bar.
 
-    room: for the names. hatched: two parts, as for `hatches`.
+    room: for the names.
     """
     # A hook's step may take no time at all.
     scale = (WIDTH - room - 68) / (max(sum(parts.values()) for _, parts, _ in rows) or 1.0)
@@ -310,7 +305,7 @@ def bars(
     height = ROW if longest else SLIM_ROW
     # Words that are longer than the rest of the row begin where the names do.
     indent = room if room + LETTER * longest <= WIDTH else 0.0
-    drawn = [hatches(*hatched)]
+    drawn = [_HATCHES]
     for place, (name, parts, words) in enumerate(rows):
         top, left = place * height, room
         drawn.append(text((0, top + 13), name, "label"))
@@ -365,11 +360,9 @@ def prose(words: str) -> str:
 POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-def page(title: str, package: str, body: str) -> str:
-    """Return the whole page; package: its page.css styles what the shared one does not know."""
-    shared, own = (
-        (files(each) / "page.css").read_text(encoding="utf-8") for each in (__package__, package)
-    )
+def page(title: str, body: str) -> str:
+    """Return the whole page."""
+    style = (files(__package__) / "page.css").read_text(encoding="utf-8")
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -380,8 +373,7 @@ def page(title: str, package: str, body: str) -> str:
 <link rel="icon" href="data:,">
 <title>{escape(title)}</title>
 <style>
-{shared}
-{own}</style>
+{style}</style>
 </head>
 <body>
 <main>
@@ -394,11 +386,12 @@ def page(title: str, package: str, body: str) -> str:
 
 
 def facts(entries: Mapping[str, str]) -> str:
-    """Return names and values in a list."""
-    return "".join(
+    """Return the names and values of what was run, below their heading."""
+    listed = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
         for name, value in entries.items()
     )
+    return f'<h2>What was run</h2>\n<dl class="facts">{listed}</dl>'
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
@@ -421,24 +414,34 @@ def plots(heading: str, figures: Sequence[str]) -> str:
     return f'<h2>{escape(heading)}</h2>\n<div class="plots">\n{drawn}\n</div>\n'
 
 
-def tile(name: str, value: str, detail: str, loss: bool) -> str:
-    """Return a figure at the head of a page."""
-    return (
+class Tile(NamedTuple):
+    """A figure at the head of a page."""
+
+    name: str
+    value: str
+    detail: str
+    loss: bool = False
+
+
+def tiles(found: Iterable[Tile]) -> str:
+    """Return the figures at the head of a page."""
+    drawn = "".join(
         f'<div class="{"tile loss" if loss else "tile"}"><dt>{escape(name)}</dt>'
         f'<dd class="value">{escape(value)}</dd><dd class="detail">{prose(detail)}</dd></div>'
+        for name, value, detail, loss in found
     )
+    return f'<dl class="tiles">{drawn}</dl>'
 
 
-def hatches(striped: str, dotted: str) -> str:
-    """Return patterns over the colours of two parts, so that parts differ without colour too."""
-    return (
-        f'<defs><pattern id="{striped}-hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
-        'patternTransform="rotate(45)"><rect class="ground" width="6" height="6"/>'
-        '<rect class="stripe" width="3" height="6"/></pattern>'
-        f'<pattern id="{dotted}-hatch" width="6" height="6" patternUnits="userSpaceOnUse">'
-        '<rect class="ground" width="6" height="6"/><circle class="stripe" cx="3" cy="3" r="1.4"/>'
-        "</pattern></defs>"
-    )
+# Over the colours of two parts, so that parts differ without colour too.
+_HATCHES: Final = (
+    '<defs><pattern id="wait-hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
+    'patternTransform="rotate(45)"><rect class="ground" width="6" height="6"/>'
+    '<rect class="stripe" width="3" height="6"/></pattern>'
+    '<pattern id="exchange-hatch" width="6" height="6" patternUnits="userSpaceOnUse">'
+    '<rect class="ground" width="6" height="6"/><circle class="stripe" cx="3" cy="3" r="1.4"/>'
+    "</pattern></defs>"
+)
 
 
 def parts_legend(names: Mapping[str, str]) -> str:

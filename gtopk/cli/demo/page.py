@@ -1,18 +1,18 @@
 """The demo's report: figures and plots with how to read them, as a page that needs no other file.
 
-A method has a line, whose colour and dashes page.css gives.
+A method has a line, whose colour and dashes the charts' page.css gives.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 
 from ...units import bytes_text, count_text, digits, points_text, seconds_text
 from .. import charts
-from ..charts import Axis, Lines, Point, figure, prose, share_text, tile
+from ..charts import Axis, Lines, Point, Tile, figure, prose, share_text
 from .verdicts import (
     METHODS,
     PARTS,
@@ -102,7 +102,7 @@ def step_time_by_part(records: Sequence[Record]) -> str:
         said = [f"{PART_NAMES[part]} {seconds_text(s)}" for part, s in seconds.items() if s]
         rows.append((record["label"], seconds, " · ".join(said)))
     title = "Measured time of a step, one bar per method, split by part"
-    return charts.bars(title, rows, ("select", "communicate"), room=145.0)
+    return charts.bars(title, rows, room=145.0)
 
 
 def accuracy_axis(records: Sequence[Record]) -> Axis:
@@ -195,16 +195,14 @@ def page(records: Sequence[Record]) -> str:
     records = records[: len(METHODS)]
     return charts.page(
         TITLE,
-        __package__,
         f"""<p class="lead">{escape(what_was_run(records[0]))}</p>
 {race and f"<h2>Here, and over a slow network</h2>{race}"}
 <h2>{prose(f"{records[2]['label']}, beside {records[0]['label']}")}</h2>
-<dl class="tiles">{tiles(records, linked)}</dl>
+{charts.tiles(tiles(records, linked))}
 <h2>All four</h2>
 <table>{table(records)}</table>
 <p class="note">{prose(table_note(records))}</p>
-{charts.plots("Plots", figures(records))}<h2>What was run</h2>
-<dl class="facts">{facts(records, linked)}</dl>""",
+{charts.plots("Plots", figures(records))}{charts.facts(facts(records, linked))}""",
     )
 
 
@@ -222,15 +220,15 @@ def plural(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def tiles(records: Sequence[Record], linked: Sequence[Record]) -> str:
-    """Return gTop-k's bytes, accuracy and times beside dense's, at a glance."""
+def tiles(records: Sequence[Record], linked: Sequence[Record]) -> Iterator[Tile]:
+    """Yield gTop-k's bytes, accuracy and times beside dense's, at a glance."""
     dense, _, gtopk, _ = records
     sent, its = gtopk["bytes_per_step"], dense["bytes_per_step"]
     accuracy = accuracy_verdict(gtopk, dense)
     beside = f"{bytes_text(sent)} a step from each rank, dense {bytes_text(its)}"
-    found = tile("Bytes sent", fraction(sent, its), beside, sent > its)
+    yield Tile("Bytes sent", fraction(sent, its), beside, sent > its)
     difference = points_text(gtopk["accuracy"] - dense["accuracy"])
-    found += tile("Test accuracy", difference, accuracy.words, accuracy.loss)
+    yield Tile("Test accuracy", difference, accuracy.words, accuracy.loss)
     times = {"Time of a run, measured here": (gtopk, dense)}
     if linked:
         times[f"Time of a run, emulated {linked[0]['link']}"] = linked[1], linked[0]
@@ -238,8 +236,7 @@ def tiles(records: Sequence[Record], linked: Sequence[Record]) -> str:
         outcome, loss = time_outcome(mine, other)
         ratio = f"{digits(mine['seconds'] / other['seconds'])} times"
         taken = f"{seconds_text(mine['seconds'])}, dense {seconds_text(other['seconds'])}"
-        found += tile(name, ratio, f"{taken}: {outcome}", loss)
-    return found
+        yield Tile(name, ratio, f"{taken}: {outcome}", loss)
 
 
 def table(records: Sequence[Record]) -> str:
@@ -300,7 +297,7 @@ def table_note(records: Sequence[Record]) -> str:
     )
 
 
-def facts(records: Sequence[Record], linked: Sequence[Record]) -> str:
+def facts(records: Sequence[Record], linked: Sequence[Record]) -> dict[str, str]:
     """Return names and values of what was run, and on what."""
     dense = records[0]
     machine = dense["machine"]
@@ -324,4 +321,4 @@ def facts(records: Sequence[Record], linked: Sequence[Record]) -> str:
         names = " and ".join(record["label"] for record in linked)
         seeds = plural(linked[0]["seeds"], "seed")
         entries["Over a link"] = f"emulated, {linked[0]['link']} for each rank: {names}, {seeds}"
-    return charts.facts(entries)
+    return entries

@@ -40,7 +40,7 @@ from ...runtime.launch import (
 )
 from ...runtime.runner.ranks import launcher_at_hand
 from ...runtime.standard_streams import wants_colour
-from ..arguments import Command
+from ..arguments import Command, write_records
 from .basics import INSTALL_MPI, Finding, State, check_launcher, gist, installed
 from .isolation import PROBES, how_it_ended, like_this_process, run_probes
 
@@ -326,8 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         findings.extend(examined)
         ready = not _failed(findings)
-        records = [finding._asdict() for finding in findings]
-        print(json.dumps({"ready": ready, "findings": records}, indent=2))
+        write_records({"ready": ready, "findings": findings})
         return 0 if ready else 1
     # Ranks see a terminal even when mpirun's output goes to a file.
     terminal = sys.stdout.isatty() and job is None

@@ -5,7 +5,6 @@ series.py    the lines and texts of a run
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
@@ -17,8 +16,8 @@ from ...telemetry.reading import RankRecord, Run, Step, read_run
 from ...telemetry.step_report import PARTS, batch
 from ...units import SPACE, digits, duration_text, percent_text, seconds_text, with_article
 from .. import charts
-from ..arguments import Command, fail
-from ..charts import Lines, Point, facts, figure, prose, share_text
+from ..arguments import Command, fail, write_records
+from ..charts import Lines, Point, figure, prose, share_text
 from . import series
 from .series import (
     MEANINGS,
@@ -162,7 +161,7 @@ def _bars(by_rank: Mapping[int, Mapping[str, float]]) -> str:
         )
         rows.append((f"rank {rank}", seconds, words if len(by_rank) <= _MANY else ""))
     title = "Where the time of a step went, one bar per rank, split by part"
-    return charts.bars(title, rows, ("wait", "exchange"))
+    return charts.bars(title, rows)
 
 
 def _shown(of: Iterable[Mapping[str, float]]) -> list[str]:
@@ -356,11 +355,9 @@ def page(run: Run, name: str) -> str:
     drawn = "".join(charts.plots(heading, those) for heading, those in figures(run).items())
     return charts.page(
         title,
-        __package__,
         f"""{_verdict(run)}<p class="lead">{escape(opening(run))}</p>
-<dl class="tiles">{"".join(charts.tile(*each) for each in tiles(run))}</dl>
-{drawn}{_happened(run)}<h2>What was run</h2>
-<dl class="facts">{facts(what_was_run(run))}</dl>""",
+{charts.tiles(tiles(run))}
+{drawn}{_happened(run)}{charts.facts(what_was_run(run))}""",
     )
 
 
@@ -424,7 +421,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if amiss is not None:
             print(f"gtopk report: {': '.join(amiss)}", file=sys.stderr)
     if options.json:
-        print(json.dumps(as_record(run), indent=1))
+        write_records(as_record(run))
         return 0
     if not any(rank.steps for rank in run.ranks):
         return fail("report", f"the run in '{options.run}' has no steps yet: nothing can be drawn")

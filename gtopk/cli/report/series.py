@@ -12,7 +12,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
-from typing import Final, NamedTuple, TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 from collectives.cost import dense_bytes
 
@@ -27,7 +27,7 @@ from ...units import (
     seconds_text,
     with_article,
 )
-from ..charts import Point
+from ..charts import Point, Tile
 
 MEANINGS: Final[Mapping[str, str]] = {
     "round": "A round, the step of this mode, is the micro-batches that a rank adds up while the "
@@ -239,15 +239,6 @@ def bits_per_entry(step: Step) -> float | None:
 
 
 _FEW = 12  # messages shown
-
-
-class Tile(NamedTuple):
-    """A figure at the head of the page."""
-
-    name: str
-    value: str
-    detail: str
-    loss: bool = False
 
 
 def tiles(run: Run) -> Iterator[Tile]:

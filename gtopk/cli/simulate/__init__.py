@@ -8,9 +8,7 @@ modes.py     the modes by name; delayed.py and replicas.py have those of several
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.util
-import json
 import math
 import re
 import statistics
@@ -28,6 +26,7 @@ from ...adaptive.hogbatch.sizes import Thresholds, checked
 from ...units import count_text, digits, seconds_text
 from ..arguments import (
     PARAMETERS,
+    STDOUT,
     Command,
     above_zero,
     bandwidth,
@@ -36,6 +35,7 @@ from ..arguments import (
     fail,
     number_in,
     share,
+    write_records,
 )
 from ..charts import aligned
 from .modes import DEFAULT, DENSE, OF_CLASSES, OUTLIVE, SIMULATED
@@ -170,7 +170,7 @@ def parser() -> Command:
     compared = f"modes to compare, from {','.join(SIMULATED)}; default: {','.join(DEFAULT)}"
     option("--modes", known_modes, list(DEFAULT), compared)
     written = "write the records as JSON; without FILE: print only them"
-    option("--json", None, None, written, nargs="?", const="-", metavar="FILE")
+    option("--json", Path, None, written, nargs="?", const=STDOUT, metavar="FILE")
     return described
 
 
@@ -210,11 +210,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     raise
                 return fail("simulate", f"{mode}: {error}")
             # After each mode, as the others may take hours, and one of them may fail.
-            if is_first and options.json not in (None, "-"):
-                Path(options.json).write_text(_json(records, setting) + "\n", encoding="utf-8")
-    if is_first:
-        lines = render(records, setting, options.target)
-        print(*([_json(records, setting)] if options.json == "-" else lines), sep="\n")
+            if is_first and options.json != STDOUT:
+                write_records(_as_record(records, setting), options.json)
+    if is_first and options.json == STDOUT:
+        write_records(_as_record(records, setting))
+    elif is_first:
+        print(*render(records, setting, options.target), sep="\n")
     return 0
 
 
@@ -246,7 +247,7 @@ def _refusal(
 def _unwritable(options: argparse.Namespace, processes: Processes | None) -> str | None:
     """Return why rank 0 cannot write the file, before anything is computed; None: it can."""
     reason = ""
-    if options.json not in (None, "-") and (processes is None or 0 in processes.here):
+    if options.json not in (None, STDOUT) and (processes is None or 0 in processes.here):
         try:
             with open(options.json, "a"):
                 pass
@@ -295,24 +296,14 @@ def _classes(options: argparse.Namespace) -> Classes:
     )
 
 
-def _json(records: Sequence[Record], setting: Setting) -> str:
-    said = {
+def _as_record(records: Sequence[Record], setting: Setting) -> dict[str, Any]:
+    return {
         "simulated": True,
-        "cluster": {
-            **dataclasses.asdict(setting.cluster),
-            "link": setting.cluster.link._asdict(),
-        },
+        "cluster": setting.cluster,
         "reduce_seconds": setting.reduce_seconds,
         "dense_reduce_seconds": setting.dense_seconds,
-        "records": [_as_json(record) for record in records],
+        "records": records,
     }
-    return json.dumps(said, indent=1)
-
-
-def _as_json(record: Record) -> dict[str, Any]:
-    """Return the fields; JSON knows no NaN, so a loss that is not finite is null there."""
-    loss = [(second, value if math.isfinite(value) else None) for second, value in record.loss]
-    return {**dataclasses.asdict(record), "loss": loss}
 
 
 _CLASS_HEADINGS = ("mode", "loss", "to common", "slow's updates", "used: slow", "fast", "stale")
