@@ -214,13 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(table(found))
         records += found
     machine["load_after"] = load()
-    fields = [
-        record._asdict()
-        | record.encode_ns.fields("encode_ns")
-        | record.decode_ns.fields("decode_ns")
-        for record in records
-    ]
-    write_records({"machine": machine, "records": fields}, options.json)
+    write_records({"machine": machine, "records": records}, options.json)
     return 0
 
 
