@@ -1,4 +1,4 @@
-"""Tables in text; the parts of plots, as SVG: axes, lines, bands, words; the page of reports.
+"""Lines and tables of text; the parts of plots, as SVG: axes, lines, bands, words; reports' page.
 
 Colours, dashes and font sizes are the page's: an element only says what it is (`line`, `band`), so
 it follows light and dark by itself.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -18,13 +19,20 @@ from typing import Final, NamedTuple, Protocol
 
 from ...units import SPACE, bytes_text, seconds_text
 
+_PLAIN: Final = str.maketrans(SPACE, " ")  # as whoever searches or parses lines expects
+
+
+def wrapped(text: str) -> list[str]:
+    """Return a text as lines of at most 80 columns."""
+    return [line.translate(_PLAIN) for line in textwrap.wrap(text, 80, break_on_hyphens=False)]
+
 
 def aligned(rows: Iterable[Sequence[str]], left: int = 1, gap: int = 2) -> list[str]:
     """Return rows of cells as lines: the first `left` columns to the left, the others right.
 
     gap: spaces between columns.
     """
-    rows = [*rows]
+    rows = [[cell.translate(_PLAIN) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         (" " * gap)
@@ -200,6 +208,7 @@ def share_text(share: float, count: int = 2) -> str:
 X_AXES: Final[Mapping[str, tuple[str, Written]]] = {
     "steps": ("step", steps_text),
     "epochs": ("epoch", steps_text),
+    "samples": ("samples", steps_text),
     "time": ("time", seconds_text),
     "bytes": ("sent by a rank so far", bytes_text),
 }
@@ -232,15 +241,20 @@ def lines_plot(
     drawn = []
     for place, each in enumerate(lines.values()):
         middle = [(x.place(p.x), y.place(p.mean)) for p in each]
-        parts = [line(middle)] if len(middle) > 1 else [_dot(at) for at in middle]
+        parts = [line(middle)]
+        if len(middle) < 2:
+            parts = [f'<circle class="bar" cx="{a:.1f}" cy="{b:.1f}" r="4"/>' for a, b in middle]
         if bands and len(each) > 1 and any(p.high > p.low for p in each):
             lower = [(x.place(p.x), y.place(max(p.low, y.low))) for p in each]
             upper = [(x.place(p.x), y.place(max(p.high, y.low))) for p in each]
             parts.insert(0, band(lower, upper))
         drawn.append(f'<g class="series-{place % 6}">{"".join(parts)}</g>')
+    return drawing(title, [_axes(x, y, over, y_name, written), clipped(drawn)])
+
+
+def _axes(x: Axis, y: Axis, over: str, y_name: str, written: Written) -> str:
     x_name, x_written = X_AXES[over]
-    axes = frame(x, y, _ticks(x, x_written), _ticks(y, written), (x_name, y_name))
-    return drawing(title, [axes, clipped(drawn)])
+    return frame(x, y, _ticks(x, x_written), _ticks(y, written), (x_name, y_name))
 
 
 def _fitting(low: float, high: float, logarithmic: bool, from_zero: bool) -> Axis:
@@ -253,10 +267,6 @@ def _fitting(low: float, high: float, logarithmic: bool, from_zero: bool) -> Axi
     near_zero = low >= 0 and (low < 0.3 * high or low == high)
     bottom = min(0.0, low) if from_zero or near_zero else low - room
     return vertical(bottom, high + room)
-
-
-def _dot(at: Place) -> str:
-    return f'<circle class="bar" cx="{at[0]:.1f}" cy="{at[1]:.1f}" r="4"/>'
 
 
 def _ticks(axis: Axis, written: Written) -> dict[float, str]:
@@ -346,9 +356,7 @@ def stacked(
         if any(high > low for high, low in zip(above, below, strict=True)):
             drawn.append(f'<path class="part {part}" d="M{path(lower)}L{path(upper[::-1])}Z"/>')
         below = above
-    x_name, x_written = X_AXES[over]
-    axes = frame(x, y, _ticks(x, x_written), _ticks(y, written), (x_name, y_name))
-    return drawing(title, [*drawn, axes])
+    return drawing(title, [*drawn, _axes(x, y, over, y_name, written)])
 
 
 def prose(words: str) -> str:
@@ -412,6 +420,20 @@ def plots(heading: str, figures: Sequence[str]) -> str:
     """Return figures below their heading."""
     drawn = "\n".join(figures)
     return f'<h2>{escape(heading)}</h2>\n<div class="plots">\n{drawn}\n</div>\n'
+
+
+def table(rows: Mapping[str, Mapping[str, tuple[str, bool]]]) -> str:
+    """Return a table, by row and column: what stands in a cell, and whether it is a loss."""
+    columns = next(iter(rows.values()))
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in ("Method", *columns))
+    body = ""
+    for label, row in rows.items():
+        cells = "".join(
+            f'<td data-column="{escape(name)}"{" class=loss" if loss else ""}>{escape(value)}</td>'
+            for name, (value, loss) in row.items()
+        )
+        body += f'<tr><th scope="row">{escape(label)}</th>{cells}</tr>'
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 class Tile(NamedTuple):
