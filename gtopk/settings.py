@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Generic, NamedTuple, TypeVar
+
+from .units import bandwidth, duration
 
 T = TypeVar("T")
 
@@ -129,33 +130,19 @@ class EmulatedLink(NamedTuple):
     latency_seconds: float
 
 
-_LINK: Final = re.compile(r"([\d.]+) ?([kmg])bit(?:/s)?(?:, ?([\d.]+) ?(us|ms|s))?", re.IGNORECASE)
-_BITS: Final = {"k": 1e3, "m": 1e6, "g": 1e9}
-_SECONDS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-
-
 def parse_link(text: str) -> EmulatedLink:
     """Return the link that a text such as "100mbit" or "1gbit,0.4ms" names; ValueError for others.
 
     Without a latency in the text, none is added to this machine's own.
     """
-    said = _LINK.fullmatch(text.strip())
+    rate, comma, latency = text.partition(",")
     try:
-        if said is None:
-            raise ValueError
-        rate, of, latency, unit = said.groups("")
-        link = EmulatedLink(
-            float(rate) * _BITS[of.lower()],
-            float(latency) * _SECONDS[unit.lower()] if latency else 0.0,
-        )
-        if not link.bits_per_second:
-            raise ValueError
+        return EmulatedLink(bandwidth(rate), duration(latency.lower()) if comma else 0.0)
     except ValueError:
         raise ValueError(
             "a rate above 0 and, after a comma, a latency if it has one, such as 100mbit, 1gbit "
             "or 100mbit,0.4ms"
         ) from None
-    return link
 
 
 JOINING: Final = Section("How ranks are joined, and how they talk")

@@ -1,9 +1,15 @@
-"""Numbers as people read them, three digits long; a unit never leaves its number's line."""
+"""Numbers as people read them, three digits long; a unit never leaves its number's line.
+
+And as people write them: 1gbit, 12.5GB/s, 0.4ms, 25.6M.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from typing import Final
 
 SPACE = "\N{NO-BREAK SPACE}"
 BANDWIDTHS = ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s")
@@ -12,6 +18,22 @@ BANDWIDTHS = ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s")
 def count_text(value: float) -> str:
     """Return 85002 as "85,002"."""
     return f"{value:,.0f}"
+
+
+def plural(noun: str) -> str:
+    """Return "step" as "steps", and "mega-batch" as "mega-batches"."""
+    return f"{noun}{'es' if noun.endswith('tch') else 's'}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return 1 and "step" as "1 step", and 1000 as "1,000 steps"."""
+    return f"{count_text(number)} {noun if number == 1 else plural(noun)}"
+
+
+def listed(names: Sequence[str], most: int = 12) -> str:
+    """Return the first names as text, and the number of the others."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def with_article(noun: str) -> str:
@@ -82,3 +104,70 @@ def percent_text(share: float) -> str:
 def points_text(share: float) -> str:
     """Return a difference of -0.003 in percentage points, as "-0.3 points"."""
     return f"{100 * share:+.1f} points".replace("-", "\N{MINUS SIGN}")
+
+
+# Commas and underscores between groups of three digits only: 1,5 is no 15.
+_NUMBER: Final = r"(?P<number>(?:\d+|\d{1,3}(?:[_,]\d{3})+)(?:\.\d+)?(?:e[+-]?\d+)?|\.\d+)"
+_BANDWIDTH: Final = re.compile(
+    rf"{_NUMBER}\s*(?P<prefix>[kKmMgGtT]?)(?P<binary>i?)"
+    r"(?P<unit>(?i:bits?|bytes?)|b|B)(?:/s|(?i:ps)|(?i:/sec))?"
+)
+_DURATION: Final = re.compile(rf"{_NUMBER}\s*(?P<unit>ns|us|µs|μs|ms|s)")
+_COUNT: Final = re.compile(rf"{_NUMBER}\s*(?P<prefix>[kKmMgGbB]?)")
+
+# Beyond, sums and quotients of times leave the range of a float.
+_SLOWEST, _FASTEST = 1.0, 1e18  # bits a second
+_LONGEST: Final = 1e9  # seconds
+
+_PREFIXES: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_SECONDS: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}
+_COUNTS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
+
+
+def bandwidth(text: str) -> float:
+    """Return bits per second of "1gbit", "100Mbit/s", "10Gbps" or "12.5GB/s"."""
+    found = _BANDWIDTH.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"must be a rate such as 1gbit, 100Mbit/s or 12.5GB/s, got {text!r}")
+    unit = found["unit"]
+    bits = 8 if unit == "B" or unit.lower().startswith("byte") else 1
+    base = 1024.0 if found["binary"] else 1000.0
+    rate = _number(found["number"]) * bits * base ** _PREFIXES[found["prefix"].lower()]
+    if not _SLOWEST <= rate <= _FASTEST:
+        raise ValueError(f"must be at least 1bit and at most {_FASTEST / 1e9:g}gbit, got {text!r}")
+    return rate
+
+
+def duration(text: str) -> float:
+    """Return seconds of "0.4ms", "30us" or "2s"."""
+    found = _DURATION.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"must be a time such as 0.4ms or 30us, got {text!r}")
+    seconds = _number(found["number"]) * _SECONDS[found["unit"]]
+    if seconds > _LONGEST:
+        raise ValueError(f"must be at most {_LONGEST:g}s, got {text!r}")
+    return seconds
+
+
+def count(text: str) -> int:
+    """Return the number in "25557032", "25,557,032", "25.6M" or "1.3B"."""
+    found = _COUNT.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"must be a number such as 25557032 or 25.6M, got {text!r}")
+    # Exact, by Decimal: in floats 8.2M is 8,199,999.999999999, and not whole.
+    times = _COUNTS[found["prefix"].lower()]
+    # First in floats, whose range ends at infinity: Decimal would raise for such an exponent.
+    if not 1.0 <= _number(found["number"]) * times < math.inf:
+        raise ValueError(f"must be at least 1, got {text!r}")
+    exact = Decimal(_plain(found["number"])) * times
+    if exact != exact.to_integral_value():
+        raise ValueError(f"must be whole, got {text!r}")
+    return int(exact)
+
+
+def _number(text: str) -> float:
+    return float(_plain(text))
+
+
+def _plain(text: str) -> str:
+    return text.replace("_", "").replace(",", "")

@@ -39,8 +39,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gtopk.torch as hvd
-from gtopk.cli.arguments import bandwidth
-from gtopk.units import bandwidth_text
+from gtopk.units import bandwidth, bandwidth_text
 from mpi_scripts.bench_scaling import ROOT, environment
 from mpi_scripts.predictions import Forecast, row
 

@@ -25,12 +25,18 @@ import torch.distributed as distributed
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from collectives.cost import rounds
-from collectives.cost_model import Network, Rates
 from collectives.kernels import merge, sum_by_index
 from collectives.transports import Transport
 from collectives.vector import Array, SparseVector
 from gtopk.cli.bench.collectives import main
-from gtopk.cli.bench.collectives.contenders import BASELINES, Contender, Modelled, Task, Update
+from gtopk.cli.bench.collectives.contenders import (
+    BASELINES,
+    Contender,
+    Modelled,
+    Place,
+    Task,
+    Update,
+)
 from gtopk.cli.bench.collectives.library import ModelledLibrary
 
 CALL: Final = "python mpi_scripts/bench_collectives.py"
@@ -193,17 +199,13 @@ def allgather_contender() -> Contender:
         library = Collectives(task.library, task.transport.rank)
         return lambda: plain_allgather(task.selected, task.k, size, library)
 
-    def modelled(length: int, k: int, network: Network, rates: Rates) -> Modelled:
-        alpha, beta, _ = network.link(1)
-        ranks = network.ranks
-        return Modelled(rounds(ranks) * alpha + (ranks - 1) * k * 8 * beta, 0.0)
+    def modelled(at: Place) -> Modelled:
+        alpha, beta, _ = at.network.link(1)
+        ranks = at.network.ranks
+        return Modelled(rounds(ranks) * alpha + (ranks - 1) * at.k * 8 * beta, 0.0)
 
-    return Contender(
-        "plain-allgather",
-        "top-k allgather of int32 + float32 pairs by the library",
-        prepare,
-        modelled,
-    )
+    label = "top-k allgather of int32 + float32 pairs by the library"
+    return Contender("plain-allgather", label, prepare, modelled)
 
 
 def tree_contender(broadcast: str) -> Contender:
@@ -219,20 +221,16 @@ def tree_contender(broadcast: str) -> Contender:
 
         return lambda: published_tree(task.selected, task.k, rank, size, library, spread)
 
-    def modelled(length: int, k: int, network: Network, rates: Rates) -> Modelled:
-        alpha, beta, _ = network.link(1)
-        steps = rounds(network.ranks)
+    def modelled(at: Place) -> Modelled:
+        alpha, beta, _ = at.network.link(1)
+        steps = rounds(at.network.ranks)
         # Each of the log2 P rounds ends with a barrier, which takes as many messages.
         barriers = steps * steps * alpha
-        return Modelled(barriers + 2 * steps * (alpha + 16 * k * beta), 0.0)
+        return Modelled(barriers + 2 * steps * (alpha + 16 * at.k * beta), 0.0)
 
-    return Contender(
-        f"published-tree {broadcast}-broadcast",
-        "published tree: 16-byte entries and barriers, "
-        + ("the library's broadcast" if broadcast == "library" else "binomial broadcast"),
-        prepare,
-        modelled,
-    )
+    kind = "the library's" if broadcast == "library" else "binomial"
+    label = f"published tree: 16-byte entries and barriers, {kind} broadcast"
+    return Contender(f"published-tree {broadcast}-broadcast", label, prepare, modelled)
 
 
 PUBLISHED: Final = {

@@ -24,8 +24,8 @@ from pathlib import Path
 # By path, Python would not find a gtopk that is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from gtopk.cli.arguments import bandwidth
 from gtopk.runtime.launch.mpirun import require_mpirun
+from gtopk.units import bandwidth
 from mpi_scripts.scaling.measure import Results, read
 from mpi_scripts.scaling.models import PUBLISHED
 from mpi_scripts.scaling.report import markdown, picture

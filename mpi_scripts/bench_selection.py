@@ -32,13 +32,7 @@ from collectives.cores import usable_cores, use_threads
 from collectives.kernels import reference
 from collectives.vector import Array
 from gtopk.cli.arguments import Command, for_people, share, whole_number, write_records
-from gtopk.cli.bench.harness import (
-    add_words,
-    bench_parser,
-    one_of,
-    show_progress,
-    silent,
-)
+from gtopk.cli.bench.harness import add_words, bench_parser, one_of, show_progress, silent
 from gtopk.cli.charts import aligned
 from gtopk.runtime.machine import load, processor, this_machine
 from mpi_scripts.selection_methods import (
@@ -305,21 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             merges.append(merge)
         say()
     machine["load_after"] = load()
-    content = {
-        "machine": machine,
-        "records": [
-            record._asdict()
-            | record.seconds.fields("seconds")
-            | record.over_floor.fields("over_floor")
-            for record in records
-        ],
-        "merges": [
-            merge._asdict()
-            | {"nanoseconds_per_input_entry": merge.nanoseconds_per_input_entry.median}
-            for merge in merges
-        ],
-    }
-    write_records(content, options.json)
+    write_records({"machine": machine, "records": records, "merges": merges}, options.json)
     return 0
 
 

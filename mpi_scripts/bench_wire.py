@@ -214,21 +214,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(table(found))
         records += found
     machine["load_after"] = load()
-    written = {"machine": machine, "records": [_as_json(record) for record in records]}
-    write_records(written, options.json)
+    write_records({"machine": machine, "records": records}, options.json)
     return 0
-
-
-def _as_json(record: Record) -> dict[str, object]:
-    """Return the fields; JSON knows no infinity, so a format that always pays has none there."""
-    fields = {
-        **record._asdict(),
-        **record.encode_ns.fields("encode_ns"),
-        **record.decode_ns.fields("decode_ns"),
-    }
-    if math.isinf(record.pays_below_gbit_per_second):
-        fields["pays_below_gbit_per_second"] = None
-    return fields
 
 
 if __name__ == "__main__":

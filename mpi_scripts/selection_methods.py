@@ -31,10 +31,6 @@ class Range(NamedTuple):
     def of(cls, values: Sequence[float]) -> Range:
         return cls(statistics.median(values), min(values), max(values))
 
-    def fields(self, name: str) -> dict[str, float]:
-        """Return the fields of a record, in the types of JSON."""
-        return {name: self.median, f"{name}_low": self.low, f"{name}_high": self.high}
-
     def text(self, decimals: int = 2) -> str:
         low, high = (f"{value:.{decimals}f}" for value in self[1:])
         return f"{self.median:.{decimals}f} ({low}-{high})"

@@ -22,10 +22,10 @@ from collectives.cost import Link
 from collectives.cost_model import Network, Prediction
 from collectives.errors import CollectiveError
 from gtopk.cli import plan
-from gtopk.cli.arguments import as_argument, bandwidth, duration, fail, number_in, whole_number
+from gtopk.cli.arguments import as_argument, fail, number_in, whole_number
 from gtopk.cli.plan import render as render_plan
 from gtopk.planning.comparison import LABELS, Comparison
-from gtopk.units import bandwidth_text, digits, seconds_text
+from gtopk.units import bandwidth, bandwidth_text, digits, duration, seconds_text
 from mpi_scripts.replay.simulate import (
     NODES_PER_SWITCH,
     Platform,

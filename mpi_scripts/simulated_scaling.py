@@ -23,16 +23,8 @@ from collectives.cost import Link
 from collectives.cost_model import Network
 from collectives.errors import CollectiveError
 from gtopk.cli import charts
-from gtopk.cli.arguments import (
-    PARAMETERS,
-    as_argument,
-    bandwidth,
-    duration,
-    number_in,
-    output_file,
-    whole_number,
-)
-from gtopk.units import count_text, seconds_text
+from gtopk.cli.arguments import PARAMETERS, as_argument, number_in, output_file, whole_number
+from gtopk.units import bandwidth, count_text, duration, seconds_text
 from mpi_scripts.replay.simulate import (
     NODES_PER_SWITCH,
     Platform,

@@ -23,14 +23,8 @@ from ..runtime.standard_streams import spell_in_any_encoding
 # only when called, so that `gtopk doctor` works where torch is broken.
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "doctor": (".doctor", "check the installation, and say how to get what is missing"),
-    "demo": (
-        ".demo",
-        "train on local ranks with dense, top-k and gTop-k, and compare them",
-    ),
-    "plan": (
-        ".plan",
-        "estimate step time on a cluster, and whether compression pays",
-    ),
+    "demo": (".demo", "train on local ranks with dense, top-k and gTop-k, and compare them"),
+    "plan": (".plan", "estimate step time on a cluster, and whether compression pays"),
     "simulate": (".simulate", "compare adaptive batches on a modelled cluster"),
     "bench collectives": (
         ".bench.collectives",

@@ -1,19 +1,16 @@
 """The grammar of the subcommands of `gtopk`, and the types of their arguments.
 
-Quantities as people write them: 1gbit, 12.5GB/s, 0.4ms, 25.6M; or a well-known model's name.
-
-The models are torchvision's and Hugging Face's, heads included.
+Models by their well-known names are torchvision's and Hugging Face's, heads included.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
-import re
 import sys
-from collections.abc import Callable
-from decimal import Decimal
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, TextIO, TypeVar
 
@@ -143,9 +140,22 @@ def for_people(records: Path | None) -> TextIO:
     return sys.stderr if records == STDOUT else sys.stdout
 
 
-def write_records(content: object, file: Path | None) -> None:
-    """Write records as JSON, if a file was asked for."""
-    text = json.dumps(content, indent=1)
+def in_json(value: Any) -> Any:
+    """Return a value in the types of JSON: records as objects, and null for NaN and infinity."""
+    if dataclasses.is_dataclass(value):
+        return {each.name: in_json(getattr(value, each.name)) for each in dataclasses.fields(value)}
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, Mapping):
+        return {name: in_json(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [in_json(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_records(content: object, file: Path | None = STDOUT) -> None:
+    """Write records as JSON, see `in_json`, if a file was asked for."""
+    text = json.dumps(in_json(content), indent=1)
     if file == STDOUT:
         print(text)
     elif file is not None:
@@ -171,71 +181,3 @@ PARAMETERS: Final = {
     "gpt2-xl": 1_557_611_200,
     "llama-7b": 6_738_415_616,
 }
-
-
-# Commas and underscores between groups of three digits only: 1,5 is no 15.
-_NUMBER: Final = r"(?P<number>(?:\d+|\d{1,3}(?:[_,]\d{3})+)(?:\.\d+)?(?:e[+-]?\d+)?|\.\d+)"
-_BANDWIDTH: Final = re.compile(
-    rf"{_NUMBER}\s*(?P<prefix>[kKmMgGtT]?)(?P<binary>i?)"
-    r"(?P<unit>(?i:bits?|bytes?)|b|B)(?:/s|(?i:ps)|(?i:/sec))?"
-)
-_DURATION: Final = re.compile(rf"{_NUMBER}\s*(?P<unit>ns|us|µs|μs|ms|s)")
-_COUNT: Final = re.compile(rf"{_NUMBER}\s*(?P<prefix>[kKmMgGbB]?)")
-
-# Beyond, sums and quotients of times leave the range of a float.
-_BANDWIDTHS: Final = (1.0, 1e18)  # bits a second
-_LONGEST: Final = 1e9  # seconds
-
-_PREFIXES: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-_SECONDS: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}
-_COUNTS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
-
-
-def bandwidth(text: str) -> float:
-    """Return bits per second of "1gbit", "100Mbit/s", "10Gbps" or "12.5GB/s"."""
-    found = _BANDWIDTH.fullmatch(text.strip())
-    if found is None:
-        raise ValueError(f"must be a rate such as 1gbit, 100Mbit/s or 12.5GB/s, got {text!r}")
-    unit = found["unit"]
-    bits = 8 if unit == "B" or unit.lower().startswith("byte") else 1
-    base = 1024.0 if found["binary"] else 1000.0
-    rate = _number(found["number"]) * bits * base ** _PREFIXES[found["prefix"].lower()]
-    least, most = _BANDWIDTHS
-    if not least <= rate <= most:
-        raise ValueError(f"must be at least 1bit and at most {most / 1e9:g}gbit, got {text!r}")
-    return rate
-
-
-def duration(text: str) -> float:
-    """Return seconds of "0.4ms", "30us" or "2s"."""
-    found = _DURATION.fullmatch(text.strip())
-    if found is None:
-        raise ValueError(f"must be a time such as 0.4ms or 30us, got {text!r}")
-    seconds = _number(found["number"]) * _SECONDS[found["unit"]]
-    if seconds > _LONGEST:
-        raise ValueError(f"must be at most {_LONGEST:g}s, got {text!r}")
-    return seconds
-
-
-def count(text: str) -> int:
-    """Return the number in "25557032", "25,557,032", "25.6M" or "1.3B"."""
-    found = _COUNT.fullmatch(text.strip())
-    if found is None:
-        raise ValueError(f"must be a number such as 25557032 or 25.6M, got {text!r}")
-    # Exact, by Decimal: in floats 8.2M is 8,199,999.999999999, and not whole.
-    times = _COUNTS[found["prefix"].lower()]
-    # First in floats, whose range ends at infinity: Decimal would raise for such an exponent.
-    if not 1.0 <= _number(found["number"]) * times < math.inf:
-        raise ValueError(f"must be at least 1, got {text!r}")
-    exact = Decimal(_plain(found["number"])) * times
-    if exact != exact.to_integral_value():
-        raise ValueError(f"must be whole, got {text!r}")
-    return int(exact)
-
-
-def _number(text: str) -> float:
-    return float(_plain(text))
-
-
-def _plain(text: str) -> str:
-    return text.replace("_", "").replace(",", "")

@@ -6,11 +6,9 @@ It prints text of 80 columns, with colours on a terminal.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 import runpy
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -32,25 +30,32 @@ from ..planning.comparison import (
     pays_clearly,
     where_it_pays,
 )
-from ..runtime.standard_streams import wants_colour
-from ..units import SPACE, bandwidth_text, bytes_text, count_text, digits, duration_text
+from ..runtime.standard_streams import coloured, wants_colour
+from ..units import (
+    SPACE,
+    bandwidth,
+    bandwidth_text,
+    bytes_text,
+    count,
+    count_text,
+    counted,
+    digits,
+    duration,
+    duration_text,
+)
 from .arguments import (
     PARAMETERS,
     STDOUT,
     Command,
     as_argument,
-    bandwidth,
-    count,
-    duration,
     fail,
     number_in,
     records_file,
     share,
     write_records,
 )
-from .charts import aligned
+from .charts import aligned, wrapped
 
-_WIDTH = 80
 _HEADINGS = ("method", "bytes", "msgs", "select", "merge", "wire", "step")
 _EQUAL_HEADINGS = ("method", "density", "updates", "step")
 # Bytes per parameter beside model, gradients and the plain optimizer's state, in float32 on CPUs:
@@ -78,7 +83,7 @@ def render(comparison: Comparison, rates: Rates, rates_origin: str) -> list[str]
     cluster, network = comparison.cluster, comparison.cluster.network
     formats = comparison.formats
     link, place = network.farthest, "inside the node" if network.is_one_node else "between nodes"
-    where = f"{count_text(network.ranks)} rank{'s' * (network.ranks > 1)}"
+    where = counted(network.ranks, "rank")
     if network.ranks_per_node > 1:
         where += f", {network.ranks_per_node} a node"
     size = f"{count_text(cluster.length)} float32 values ({bytes_text(4.0 * cluster.length)})"
@@ -86,7 +91,7 @@ def render(comparison: Comparison, rates: Rates, rates_origin: str) -> list[str]
     hidden = f" Dense hides behind {backward} of backward." if cluster.backward_seconds else ""
     times = "speed" if cluster.backward_seconds else "exchange"
     lines = [
-        *_wrapped(
+        *wrapped(
             f"Modelled, not measured: {size}, {where}, {bandwidth_text(link.bits_per_second)} and "
             f"{duration_text(link.latency_seconds)} {place}, density {cluster.density:g}."
             f"{hidden} Selecting, coding, merging: {rates_origin}."
@@ -95,27 +100,27 @@ def render(comparison: Comparison, rates: Rates, rates_origin: str) -> list[str]
         *aligned([(*_HEADINGS, times), *(_row(each, comparison) for each in comparison.methods)]),
         *_legend(comparison),
         "",
-        *_wrapped(verdict(comparison, pays_clearly(cluster, rates, formats))),
+        *wrapped(verdict(comparison, pays_clearly(cluster, rates, formats))),
     ]
     if network.ranks > 1:
-        lines += _wrapped(_what_decides(deciding(cluster, rates, formats)))
-        lines += _wrapped(_MEMORY)
+        turns = " or ".join(deciding(cluster, rates, formats))
+        lines += wrapped(
+            f"What decides: this verdict turns with {turns}."
+            if turns
+            else "Half or twice of any one input leaves this verdict as it is."
+        )
+        lines += wrapped(_MEMORY)
     if comparison.equal_bytes and network.ranks > 1:
         sent = comparison.equal_bytes[0].sent.most_bytes
         rows = (_equal_row(each, comparison) for each in comparison.equal_bytes)
         lines += [
             "",
-            f"Equal k is not equal accuracy. For {bytes_text(sent)} a rank, these update:",
+            *wrapped(
+                f"Equal k is not equal accuracy. For {bytes_text(sent)} a rank, these update:"
+            ),
             *aligned([(*_EQUAL_HEADINGS, times), *rows]),
         ]
-    # Lines are broken by now, and whoever searches or parses them expects plain spaces.
-    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
-
-
-def _what_decides(turns: Sequence[str]) -> str:
-    if not turns:
-        return "Half or twice of any one input leaves this verdict as it is."
-    return f"What decides: this verdict turns with {' or '.join(turns)}."
+    return lines
 
 
 def _legend(comparison: Comparison) -> list[str]:
@@ -126,7 +131,7 @@ def _legend(comparison: Comparison) -> list[str]:
         times = "exchange: how many times as fast as dense's; not the speed of training."
     shards = ", and shards: a quarter of all values a step in 3 bits" if comparison.shards else ""
     return [
-        *_wrapped(
+        *wrapped(
             f"The line with > is the fastest (the tree is there to compare{shards}). bytes, msgs: "
             "sent by a rank, on average. "
             "select: finding the entries; for dense, copying gradients into one buffer and back. "
@@ -135,10 +140,6 @@ def _legend(comparison: Comparison) -> list[str]:
         ),
         times,
     ]
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, _WIDTH, break_on_hyphens=False)
 
 
 def _row(found: Prediction, comparison: Comparison) -> tuple[str, ...]:
@@ -209,13 +210,6 @@ def verdict(comparison: Comparison, clearly: bool | None) -> str:
         f"{found} At this latency it pays {where}.{less} "
         f"Density {density} may cost accuracy: {page('Tuning')}."
     )
-
-
-def show(lines: Sequence[str]) -> None:
-    """Print the lines, the cheapest method's in bold on a terminal."""
-    for line in lines:
-        is_bold = line.startswith(">") and wants_colour(sys.stdout)
-        print(f"\x1b[1;32m{line}\x1b[0m" if is_bold else line)
 
 
 # Exists in a checkout only, not in a wheel.
@@ -351,27 +345,30 @@ def compared(options: argparse.Namespace) -> tuple[Comparison, Rates, str]:
 
 
 def deliver(content: dict[str, Any], lines: list[str], file: Path | None) -> int:
-    """Print the lines, unless the records take stdout; write these, and return the exit code."""
-    if file != STDOUT:
-        show(lines)
+    """Print the lines, unless the records take stdout; write these, and return the exit code.
+
+    The cheapest method's line is in bold on a terminal.
+    """
+    for line in lines if file != STDOUT else ():
+        is_bold = line.startswith(">") and wants_colour(sys.stdout)
+        print(coloured(line, "1;32") if is_bold else line)
     write_records(content, file)
     return 0
 
 
 def as_record(comparison: Comparison, rates: Rates, origin: str) -> dict[str, Any]:
-    """Return the comparison in the types of JSON.
+    """Return the comparison as a record, for `write_records`.
 
     break_even_bits_per_second: null where it pays never, or always. In its two bounds, 0 means at
     no bandwidth and null at every one; the reverse where it pays above a bandwidth.
     """
-    cluster = comparison.cluster
 
     def method(found: Prediction) -> dict[str, Any]:
         return {
             "algorithm": found.candidate.algorithm,
             "density": found.candidate.density,
             "widening": found.candidate.widening,
-            "format": found.candidate.format._asdict(),
+            "format": found.candidate.format,
             "agreement_seconds": found.agreement_seconds,
             "select_seconds": found.select_seconds,
             "code_seconds": found.code_seconds,
@@ -379,38 +376,23 @@ def as_record(comparison: Comparison, rates: Rates, origin: str) -> dict[str, An
             "merge_seconds": found.merge_seconds,
             "exposed_seconds": comparison.exposed_seconds(found),
             "speedup": comparison.speedup(found),
-            "sent": found.sent._asdict(),
+            "sent": found.sent,
             "updated": found.updated,
         }
 
     edge = comparison.break_even
     return {
         "modelled": True,
-        "cluster": {
-            **dataclasses.asdict(cluster),
-            "network": {
-                **cluster.network._asdict(),
-                "between": cluster.network.between._asdict(),
-                "within": cluster.network.within and cluster.network.within._asdict(),
-            },
-        },
+        "cluster": comparison.cluster,
         "rates": {
             **rates._asdict(),
-            "coding": {"+".join(f): rate._asdict() for f, rate in rates.coding.items()},
+            "coding": {"+".join(f): rate for f, rate in rates.coding.items()},
             "origin": origin,
         },
         "methods": [method(each) for each in comparison.methods],
         "equal_bytes": [method(each) for each in comparison.equal_bytes],
         "cheapest": comparison.cheapest.candidate.algorithm,
         "pays": _PAYS.get(edge.bits_per_second, "above" if edge.above else "below"),
-        "break_even_bits_per_second": _json_number(edge.bits_per_second),
-        "break_even_bounds_bits_per_second": [
-            _json_number(edge.lowest),
-            _json_number(edge.highest),
-        ],
+        "break_even_bits_per_second": edge.bits_per_second,
+        "break_even_bounds_bits_per_second": [edge.lowest, edge.highest],
     }
-
-
-def _json_number(value: float | None) -> float | None:
-    """Return the value; None (null) for infinity, which JSON does not have."""
-    return None if value is None or math.isinf(value) else value

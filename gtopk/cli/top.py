@@ -13,18 +13,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from ..runtime.standard_streams import wants_colour
+from ..runtime.standard_streams import coloured, wants_colour
 from ..telemetry.lines import path_of, shown
 from ..telemetry.reading import NoRunError, RankRecord, Reader, Run, Step, accuracy_and_loss_first
 from ..telemetry.step_report import PARTS, batch, density, parts
 from ..units import bytes_text, count_text, digits, duration_text, seconds_text
-from .arguments import Command, fail, number_in
+from .arguments import Command, fail, in_json, number_in
 from .charts import aligned
 
 RECENT: Final = 50  # steps of which figures are means
 SILENT_SECONDS: Final = 10.0
 
-_GREEN, _RED, _DIM, _PLAIN = "\x1b[32m", "\x1b[1;31m", "\x1b[2m", "\x1b[0m"
 _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
 
@@ -145,11 +144,7 @@ def rows(statuses: Sequence[Status], width: int | None = None) -> tuple[list[str
     logged = range(len(ours), len(ours) + len(names))
     cells = [_row(status, names) for status in statuses]
     kept = [place for place in range(len(headings)) if any(row[place] != "-" for row in cells)]
-    for dispensable in (
-        *map(ours.index, _DISPENSABLE),
-        *reversed(logged),
-        *map(ours.index, _LAST),
-    ):
+    for dispensable in (*map(ours.index, _DISPENSABLE), *reversed(logged), *map(ours.index, _LAST)):
         lengths = [max(len(row[place]) for row in [headings, *cells]) for place in kept[:-1]]
         # The state may be longer than its line, but its usual word has to fit.
         if width is None or sum(lengths) + 2 * len(lengths) + len("running") <= width:
@@ -172,7 +167,7 @@ def _row(status: Status, names: Sequence[str]) -> list[str]:
         state = "ended"
     if status.skipped:
         state += f", {status.skipped} skipped"
-    cells = [
+    return [
         str(status.rank),
         status.host,
         "-" if status.step is None else count_text(status.step),
@@ -189,7 +184,6 @@ def _row(status: Status, names: Sequence[str]) -> list[str]:
         *(_number(status.values[name]) if name in status.values else "-" for name in names),
         state,
     ]
-    return [cell.replace("\N{NO-BREAK SPACE}", " ") for cell in cells]
 
 
 def _number(value: float | None) -> str:
@@ -204,10 +198,11 @@ def as_lines(
     head, *lines = aligned([headings, *cells], left=len(headings))
     if in_colour:
         for place, (status, line) in enumerate(zip(statuses, lines, strict=True)):
-            usual = _RED if status.failed else _DIM
-            colour = {"running": _GREEN, "silent": _RED}.get(status.state, usual)
-            state = cells[place][-1]
-            lines[place] = f"{line.removesuffix(state)}{colour}{state}{_PLAIN}"
+            code = {"running": "32", "silent": "1;31"}.get(
+                status.state, "1;31" if status.failed else "2"
+            )
+            begin = len(line) - len(cells[place][-1])  # of the state
+            lines[place] = line[:begin] + coloured(line[begin:], code)
     return [head, *lines]
 
 
@@ -233,12 +228,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # A dumb terminal cannot draw over a line.
     live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     try:
-        snapshots: Iterator[list[Status]] = _snapshots(options.run, options.every)
-        if options.once or not (options.json or live):
+        once = options.once or not (options.json or live)
+        snapshots: Iterator[list[Status]] = _snapshots(options.run, options.every, waits=not once)
+        if once:
             snapshots = itertools.islice(snapshots, 1)
-        else:
-            _await_run(options.run, options.every)
-        if options.json or options.once or not live:
+        if options.json or once:
             _print(snapshots, options.json)
         else:
             _refresh(snapshots, options.run)
@@ -249,36 +243,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail("top", "ended by Ctrl-C; the run itself goes on", code=0)
 
 
-def _await_run(folder: Path, every: float) -> None:
-    """Wait until a run has begun to write its record in the folder."""
-    said = False
-    while True:
-        try:
-            Reader(folder, RECENT).read()
-            return
-        except OSError as error:
-            raise ValueError(str(error)) from error
-        except NoRunError:
-            if not said:
-                print(f"gtopk top: waiting for a run to begin in '{folder}'", file=sys.stderr)
-            said = True
-        time.sleep(every)
-
-
-def _snapshots(folder: Path, every: float) -> Iterator[list[Status]]:
+def _snapshots(folder: Path, every: float, waits: bool = False) -> Iterator[list[Status]]:
     """Yield the ranks' states, again and again until the run is over.
 
+    waits: until a run has begun to write its record in the folder.
     Prints on stderr which ranks' records are missing, whenever that changes; raises ValueError
     where no run can be read.
     """
     lacked: list[tuple[str, str]] = []
-    reader = Reader(folder, RECENT)
+    reader, began, waited = Reader(folder, RECENT), False, False
     while True:
         try:
             run = reader.read()
             statuses = status_of(run, folder)
         except OSError as error:
             raise ValueError(str(error)) from error
+        except NoRunError:
+            if began or not waits:
+                raise
+            if not waited:
+                print(f"gtopk top: waiting for a run to begin in '{folder}'", file=sys.stderr)
+            waited = True
+            time.sleep(every)
+            continue
+        began = True
         # Told when it changes: a line a second would scroll the table away.
         lacks = [each for each in (run.lacks(), run.unread()) if each is not None]
         for each in lacks:
@@ -294,8 +282,8 @@ def _snapshots(folder: Path, every: float) -> Iterator[list[Status]]:
 def _print(snapshots: Iterable[list[Status]], as_json: bool) -> None:
     for statuses in snapshots:
         if as_json:
-            looked = [dataclasses.asdict(status) for status in statuses]
-            print(json.dumps({"unix_seconds": time.time(), "ranks": looked}), flush=True)
+            looked = in_json({"unix_seconds": time.time(), "ranks": statuses})
+            print(json.dumps(looked), flush=True)
         else:
             print("\n".join(as_lines(statuses)))
 

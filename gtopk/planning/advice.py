@@ -24,22 +24,10 @@ from ..compression import (
     usual_density,
 )
 from ..exchange.bucket_exchange import BucketExchange, DrainingExchange
-from ..exchange.exchange import (
-    CompressorExchange,
-    DenseExchange,
-    Exchange,
-    SparseExchange,
-)
+from ..exchange.exchange import CompressorExchange, DenseExchange, Exchange, SparseExchange
 from ..runtime.world.membership import World
 from ..telemetry.step_report import SAME
-from ..units import (
-    bandwidth_text,
-    bytes_text,
-    count_text,
-    digits,
-    seconds_text,
-    with_article,
-)
+from ..units import bandwidth_text, bytes_text, count_text, digits, seconds_text, with_article
 from .comparison import DENSE, LABELS, Cluster, Comparison, compare, in_a_step, where_it_pays
 
 
@@ -198,6 +186,7 @@ def advice(
     runs = _reduced(compression, comparison.cluster, rates)
     if not beyond and runs is None and isinstance(compression, SparseCompression):
         beyond = LABELS[compression.algorithm]
+    beyond = beyond and f"{beyond} as it runs here is beyond the model"
 
     def explain() -> str:
         if _is_compressed(runs):
@@ -211,40 +200,33 @@ def advice(
         return (
             f"estimated exchange per {per}, {count_text(comparison.cluster.length)} values{beside},"
             f" {network.ranks} ranks, nothing hidden behind backward: "
-            f"{_verdict(found, comparison, runs, beyond)}; "
+            f"{_verdict(found, comparison.dense, runs, beyond)}; "
             f"{'' if is_somewhere else 'at this latency '}"
             f"{name} pays {where_it_pays(edge)}; links {bandwidth_text(link.bits_per_second)}, "
             f"{seconds_text(link.latency_seconds)}, {calibration.origin}"
         )
 
     where = f"{comparison.cluster.network.ranks} ranks" + (f" over {over}" if over else "")
-    return Advice(f"{where}: {_in_short(found, comparison, runs, beyond, per)}", explain)
+    return Advice(f"{where}: {_in_short(found, comparison.dense, runs, beyond, per)}", explain)
 
 
 def _in_short(
-    found: Prediction, comparison: Comparison, runs: Prediction | None, beyond: str, per: str
+    found: Prediction, dense: Prediction, runs: Prediction | None, beyond: str, per: str
 ) -> str:
     """Return the verdict as one clause."""
-    dense = comparison.dense.seconds
-    whole = f"{seconds_text(dense)} {with_article(per)} (estimate)"
+    whole = f"{seconds_text(dense.seconds)} {with_article(per)} (estimate)"
     if beyond:
-        return f"dense takes {whole}; {beyond} as it runs here is beyond the model"
+        return f"dense takes {whole}; {beyond}"
     sparse = runs if _is_compressed(runs) else found
     name = f"{LABELS[sparse.candidate.algorithm]} at {_amount(sparse.candidate)}"
-    outcome = _outcome(sparse, dense, _is_compressed(runs))
-    if sparse.seconds * SAME < dense:
+    outcome = _outcome(sparse, dense.seconds, _is_compressed(runs))
+    if sparse.seconds * SAME < dense.seconds:
         return f"{name} {outcome} of dense's {whole}"
     what = outcome or "compression makes no difference here"
     return f"{what}: dense takes {whole}, {name} {seconds_text(sparse.seconds)}"
 
 
-def _verdict(
-    found: Prediction,
-    comparison: Comparison,
-    runs: Prediction | None,
-    beyond: str,
-) -> str:
-    dense = comparison.dense
+def _verdict(found: Prediction, dense: Prediction, runs: Prediction | None, beyond: str) -> str:
     fewer = dense.sent.bytes / found.sent.bytes if found.sent.bytes else math.inf
     options = _options(found.candidate, runs)
     said = (
@@ -253,7 +235,7 @@ def _verdict(
         f"1/{digits(fewer)} of the bytes)"
     )
     if beyond:
-        return f"{said}: {beyond} as it runs here is beyond the model"
+        return f"{said}: {beyond}"
     sparse = runs if _is_compressed(runs) else found
     if sparse.candidate != found.candidate:
         name = LABELS[sparse.candidate.algorithm]

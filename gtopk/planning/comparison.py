@@ -122,7 +122,6 @@ class Comparison:
 
     dense, sparse:    predictions; each sparse method in its quickest format.
     equal_bytes:      the sparse methods at the density at which they send as many bytes as gtopk.
-    cheapest:         the cheapest of all of them.
     shards:           its prediction, at any density; None where its values were not measured.
     rates, formats:   what the predictions rest on, and the formats that sparse methods may send.
     """
@@ -131,7 +130,6 @@ class Comparison:
     dense: Prediction
     sparse: Sequence[Prediction]
     equal_bytes: Sequence[Prediction]
-    cheapest: Prediction
     shards: Prediction | None
     rates: Rates
     formats: Sequence[Format]
@@ -174,9 +172,14 @@ class Comparison:
 
     @property
     def cheapest_sparse(self) -> Prediction:
-        """Return the quickest of the sparse methods that are offered."""
+        """Return the quickest of the sparse methods that Compression.auto offers."""
         offered = (each for each in self.sparse if each.candidate.algorithm in SPARSE)
         return min(offered, key=self.exposed_seconds)
+
+    @cached_property
+    def cheapest(self) -> Prediction:
+        """The cheapest of dense and those; the tree and shards are there to compare only."""
+        return min(self.dense, self.cheapest_sparse, key=self.exposed_seconds)
 
     @property
     def pays(self) -> bool:
@@ -258,11 +261,6 @@ def compare(cluster: Cluster, rates: Rates, formats: Sequence[Format] | None = N
             for each in reversed(equal)
             if each.candidate.algorithm != "dense"
         ],
-        # The tree and shards stand beside the others to compare: Compression.auto offers neither.
-        min(
-            [dense, *(s for s in sparse if s.candidate.algorithm in SPARSE)],
-            key=cluster.exposed_seconds,
-        ),
         cluster.reduced(SHARDS, rates) if has_shards else None,
         rates,
         formats,

@@ -83,6 +83,11 @@ def run_within(work: Callable[[], object], seconds: float) -> None:
         thread.join(seconds)
 
 
+def coloured(text: str, code: str) -> str:
+    """Return a text in a terminal's colour: "31" red, "32" green, "1;32" bold green, "2" dim."""
+    return f"\x1b[{code}m{text}\x1b[0m"
+
+
 def wants_colour(stream: TextIO) -> bool:
     """Tell whether to write colours: to a terminal, unless NO_COLOR says no (no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

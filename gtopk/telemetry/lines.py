@@ -126,12 +126,11 @@ def _is_date(value: Any) -> bool:
     return _is_number(value) and 0 <= value <= _LAST_DATE
 
 
-def _is_text(value: Any) -> bool:
-    return type(value) is str
+def _of_type(kind: type) -> Check:
+    return lambda value: type(value) is kind
 
 
-def _is_bool(value: Any) -> bool:
-    return type(value) is bool
+_is_text, _is_bool = _of_type(str), _of_type(bool)
 
 
 def _or_none(check: Check) -> Check:
@@ -187,10 +186,7 @@ _HOLDS: Final[Mapping[str, tuple[Mapping[str, Check], Mapping[str, Check]]]] = {
         },
     ),
     "step": (
-        {
-            "bytes_so_far": _is_count,
-            **_of_report(required=True),
-        },
+        {"bytes_so_far": _is_count, **_of_report(required=True)},
         {
             "samples_so_far": _is_count,
             **_of_report(required=False),
@@ -199,10 +195,7 @@ _HOLDS: Final[Mapping[str, tuple[Mapping[str, Check], Mapping[str, Check]]]] = {
         },
     ),
     "resumed": ({"step": _is_count}, {}),
-    "withheld": (
-        {"step": _is_count, "norm": _is_value, "age_steps": _is_value},
-        {},
-    ),
+    "withheld": ({"step": _is_count, "norm": _is_value, "age_steps": _is_value}, {}),
     "score": ({"step": _is_count, "score": _or_none(_is_number)}, {}),
     "values": ({"step": _is_count, "values": _are_values}, {}),
     "message": ({"step": _is_count, "text": _is_text}, {"level": _is_text}),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from ..units import listed
 from .lines import FORMAT, Line, left_in_order, rank_of, report_of, shown, sound
 from .step_report import StepReport
 
@@ -69,8 +70,11 @@ class RankFile:
             line = _parsed(text)
             if line is None:
                 continue
-            if line["what"] == "begin":
-                _require_format(line)
+            if line["what"] == "begin" and line.get("format") != FORMAT:
+                raise ValueError(
+                    f"the record is of format {shown(str(line.get('format')))}, written by gtopk "
+                    f"{shown(str(line.get('gtopk')))}; this version reads format {FORMAT}"
+                )
             line = sound(line, self._rank)
             if line is None:
                 self.unsound += 1
@@ -99,14 +103,6 @@ class RankFile:
         if what in ("resumed", "step"):
             self.earlier_runs += what == "step" and bool(self._before)
             self._before = []
-
-
-def _require_format(line: Line) -> None:
-    if line.get("format") != FORMAT:
-        raise ValueError(
-            f"the record is of format {shown(str(line.get('format')))}, written by gtopk "
-            f"{shown(str(line.get('gtopk')))}; this version reads format {FORMAT}"
-        )
 
 
 def has_ended(path: Path) -> bool:
@@ -163,7 +159,6 @@ def _latest(lines: Sequence[Line], count: int) -> list[Line]:
 
 
 _PATTERN: Final = "rank-*.jsonl"
-_FEW: Final = 12  # ranks or files that a message names
 
 # A rank's attempts, in order, by the time at which all ranks began, which they have agreed on.
 Attempts: TypeAlias = dict[float, list[Line]]
@@ -277,7 +272,7 @@ class Run:
         missing = self.missing
         if not missing:
             return None
-        who = f"rank{'s' * (len(missing) > 1)} {_listed(map(str, missing))}"
+        who = f"rank{'s' * (len(missing) > 1)} {listed([*map(str, missing)])}"
         return who, "no record is here: the file is missing, or without a whole first line"
 
     def unread(self) -> tuple[str, str] | None:
@@ -322,7 +317,7 @@ class Reader:
         if not found:
             raise NoRunError(
                 f"'{self._folder}' must hold a run's record, and has only files without a whole "
-                f"first line, empty or damaged: {_listed(path.name for path in self._files)}"
+                f"first line, empty or damaged: {listed([path.name for path in self._files])}"
             )
         run = _put_together(found)
         run.earlier_runs = max(file.earlier_runs for file in self._files.values())
@@ -340,13 +335,6 @@ def accuracy_and_loss_first(names: Iterable[str]) -> list[str]:
     return sorted(
         names, key=lambda name: ("accuracy" not in name.lower(), "loss" not in name.lower(), name)
     )
-
-
-def _listed(names: Iterable[str]) -> str:
-    """Return the first names as text, and the number of the others."""
-    every = list(names)
-    more = f" and {len(every) - _FEW} more" if len(every) > _FEW else ""
-    return ", ".join(every[:_FEW]) + more
 
 
 def _put_together(found: Iterable[Sequence[list[Line]]]) -> Run:
@@ -413,6 +401,15 @@ def _record(attempts: Attempts, lead: Attempts, began: float) -> RankRecord:
     return record
 
 
+# Of a RankRecord, by the kind of the lines.
+_NOTES: Final = {
+    "withheld": "residuals",
+    "score": "scores",
+    "values": "values",
+    "message": "messages",
+}
+
+
 def _add(
     record: RankRecord, line: Line, seconds: float, bytes_before: int, samples_before: int
 ) -> None:
@@ -426,13 +423,8 @@ def _add(
             taken = (record.steps[-1].samples_so_far if record.steps else 0) + (report.samples or 0)
         record.steps.append(Step(seconds, sent, taken, report))
         record.end = None
-    elif what == "withheld":
-        record.residuals.append(Note(seconds, line["step"], line))
-    elif what == "score":
-        record.scores.append(Note(seconds, line["step"], line))
-    elif what == "values":
-        record.values.append(Note(seconds, line["step"], line["values"]))
-    elif what == "message":
-        record.messages.append(Note(seconds, line["step"], line))
     elif what == "end":
         record.end, record.in_order = line["how"], left_in_order(line)
+    elif what in _NOTES:
+        content = line["values"] if what == "values" else line
+        getattr(record, _NOTES[what]).append(Note(seconds, line["step"], content))

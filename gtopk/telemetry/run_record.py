@@ -27,14 +27,14 @@ import torch
 
 from collectives.cores import usable_cores
 
-from .. import __version__, settings
+from .. import __version__
 from ..errors import page
 from ..exchange.sparse_gradients import AnyBucketExchange
 from ..runtime.coordinator.clocks import agree_on_now, clock_offset
 from ..runtime.machine import processor
 from ..runtime.world import world
 from ..runtime.world.membership import World, WorldObserver, register
-from ..settings import MLFLOW, PROMETHEUS, RUN, TENSORBOARD, WANDB
+from ..settings import MLFLOW, PROMETHEUS, RUN, RUN_EVERY, TENSORBOARD, WANDB
 from . import timeline
 from .lines import FORMAT, LARGEST_VALUE, Line, as_text, path_of
 from .reading import has_ended
@@ -45,8 +45,7 @@ from .step_report import Balance, StepReport
 _log = logging.getLogger("gtopk")
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """The sinks that a rank records to; empty: nothing is recorded.
 
     run:         the folder of the run's record.
@@ -66,19 +65,18 @@ class Settings:
     @property
     def asked(self) -> bool:
         """Tell whether anything is to be recorded."""
-        return any((self.run, self.tensorboard, self.prometheus, self.wandb, self.mlflow))
+        return any(self._replace(every=0))
 
 
 def settings_from(environ: Mapping[str, str] = os.environ) -> Settings:
     """Return the settings in the environment; raise ValueError for invalid ones."""
-    address = settings.PROMETHEUS.read(environ)
     return Settings(
-        settings.RUN.read(environ),
-        settings.RUN_EVERY.read(environ),
-        settings.TENSORBOARD.read(environ),
-        parse_address(address, settings.PROMETHEUS.name) if address else None,
-        settings.WANDB.read(environ),
-        settings.MLFLOW.read(environ),
+        RUN.read(environ),
+        RUN_EVERY.read(environ),
+        TENSORBOARD.read(environ),
+        parse_address(PROMETHEUS.read(environ), PROMETHEUS.name),
+        WANDB.read(environ),
+        MLFLOW.read(environ),
     )
 
 
@@ -369,7 +367,7 @@ def record(
     """
     if every < 1:
         raise ValueError(f"every must be at least 1 step, got {every}")
-    address = parse_address(prometheus, "prometheus") if prometheus else None
+    address = parse_address(prometheus, "prometheus")
     settings = Settings(folder, every, tensorboard, address, wandb, mlflow)
     here = world.current()
     # Anew, and by all ranks: their clocks may have drifted since `init`, or were never compared.
@@ -403,7 +401,9 @@ def log(**values: Any) -> None:
         return
     here = world.current()
     if here.rank == 0 and "loss" in values:
-        _watch_loss(here, values["loss"])
+        watch = _watches.setdefault(here, LossWatch())
+        if balance_of(here).compresses and (said := watch.note(values["loss"], here.step)):
+            _log.warning("%s", said)
     recorder = recorder_of(here)
     if recorder is not None:
         recorder.note("values", values={name: _number(each) for name, each in values.items()})
@@ -491,10 +491,3 @@ class LossWatch:
 
 
 _watches: Final[WeakKeyDictionary[World, LossWatch]] = WeakKeyDictionary()
-
-
-def _watch_loss(here: World, loss: Any) -> None:
-    """Warn where the loss of a compressed run rises."""
-    watch = _watches.setdefault(here, LossWatch())
-    if balance_of(here).compresses and (said := watch.note(loss, here.step)):
-        _log.warning("%s", said)

@@ -19,10 +19,11 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
-from typing import Final, NamedTuple
+from importlib import import_module
+from typing import Any, Final, NamedTuple
 
 from .lines import Line, left_in_order, report_of
-from .step_report import PARTS, StepReport, batch, density, parts
+from .step_report import StepReport, batch, density, parts
 
 _VISITS: Final = 16  # open connections at once
 _CALLS: Final = 1024  # connections that wait to be accepted
@@ -40,11 +41,13 @@ class Address(NamedTuple):
     port: int
 
 
-def parse_address(text: str, said_by: str) -> Address:
-    """Return the address of "9400" (this host alone), or of "HOST:9400"; raise ValueError.
+def parse_address(text: str, said_by: str) -> Address | None:
+    """Return the address of "9400" (this host alone), or of "HOST:9400"; None of "".
 
-    said_by: the variable or the argument that holds it, for the error.
+    said_by: the variable or the argument that holds it, for the ValueError of another text.
     """
+    if not text:
+        return None
     host, _, port = text.rpartition(":")
     if not port.isdecimal() or not 0 <= int(port) < 65536:
         raise ValueError(f"{said_by} must be PORT or HOST:PORT, as 9400, got {text!r}")
@@ -210,19 +213,17 @@ def _metrics_of(line: Line) -> dict[tuple[str, str], float | None]:
     """Return the values in a line, by metric and label; None for one that it has no value for."""
     if line["what"] == "values":
         return {("gtopk_value", f'name="{_quoted(k)}"'): v for k, v in line["values"].items()}
-    found: dict[str, float | None] = {}
     if line["what"] == "withheld":
-        found = {
-            "gtopk_residual_norm": line["norm"],
-            "gtopk_residual_age_steps": line["age_steps"],
+        return {
+            ("gtopk_residual_norm", ""): line["norm"],
+            ("gtopk_residual_age_steps", ""): line["age_steps"],
         }
     if line["what"] == "score":
-        found = {"gtopk_straggler_score": line["score"]}
+        return {("gtopk_straggler_score", ""): line["score"]}
     if line["what"] != "step":
-        return {(name, ""): value for name, value in found.items()}
+        return {}
     step = report_of(line)
-    seconds = parts(step)
-    found = {
+    found: dict[str, float | None] = {
         "gtopk_sent_bytes_total": line["bytes_so_far"],
         "gtopk_hidden_seconds": step.hidden_seconds,
         "gtopk_density": density(step),
@@ -232,7 +233,7 @@ def _metrics_of(line: Line) -> dict[tuple[str, str], float | None]:
         "gtopk_local_steps": None if step.covers == "step" else step.local_steps,
     }
     return {
-        **{("gtopk_step_seconds", f'part="{part}"'): seconds[part] for part in PARTS},
+        **{("gtopk_step_seconds", f'part="{part}"'): each for part, each in parts(step).items()},
         **{(name, ""): value for name, value in found.items()},
     }
 
@@ -246,13 +247,24 @@ class _Tracker:
     """What sinks of scalars have in common: they go on in the next world, after a recovery.
 
     A rank's bytes are added up over all worlds of a run: each world's lines begin at 0.
+    Each raises ImportError where its package is not installed.
     """
 
+    name = ""
     goes_on = True
 
     def __init__(self) -> None:
         self._bytes_before = self._bytes_here = 0
         self._has_failed = False  # this rank has left out of order
+
+    def _imported(self, module: str, package: str) -> Any:
+        """Return a module of the tracker's package."""
+        try:
+            return import_module(module)
+        except ImportError as error:
+            raise ImportError(
+                f"{self.name} needs {package} ({error}): pip install {package}"
+            ) from error
 
     def _scalars(self, line: Line) -> Iterator[tuple[str, float]]:
         """Yield the scalars of a line, with the bytes of earlier worlds added."""
@@ -267,19 +279,14 @@ class _Tracker:
 
 
 class Scalars(_Tracker):
-    """Writes lines as TensorBoard's scalars; raises ImportError where it is not installed."""
+    """Writes lines as TensorBoard's scalars."""
 
     name = "TensorBoard's record"
 
     def __init__(self, folder: str) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ImportError(
-                f"TensorBoard's scalars need tensorboard ({error}): pip install tensorboard"
-            ) from error
         super().__init__()
-        self._writer = SummaryWriter(folder)
+        tensorboard = self._imported("torch.utils.tensorboard", "tensorboard")
+        self._writer = tensorboard.SummaryWriter(folder)
 
     def take(self, lines: Sequence[Line]) -> None:
         for line in lines:
@@ -330,7 +337,7 @@ _NO_METRIC_NAME: Final = re.compile(r"[^\w.\- :/]")
 
 
 class Wandb(_Tracker):
-    """Logs to Weights & Biases; raises ImportError where wandb is not installed.
+    """Logs to Weights & Biases.
 
     project: for a new run, which ends with the record; a run that the script began stays open.
     Steps are gtopk's, on an axis of their own: the script may log by others.
@@ -339,13 +346,8 @@ class Wandb(_Tracker):
     name = "the record at Weights & Biases"
 
     def __init__(self, project: str) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ImportError(
-                f"Weights & Biases needs wandb ({error}): pip install wandb"
-            ) from error
         super().__init__()
+        wandb = self._imported("wandb", "wandb")
         self._is_ours = wandb.run is None
         self._run = wandb.run or wandb.init(project=project)
         for names in ("gtopk/*", "gtopk seconds/*"):
@@ -363,7 +365,7 @@ class Wandb(_Tracker):
 
 
 class MLflow(_Tracker):
-    """Logs to MLflow; raises ImportError where mlflow is not installed.
+    """Logs to MLflow.
 
     experiment: for a new run, which ends with the record; the script's active run stays open.
     """
@@ -371,16 +373,11 @@ class MLflow(_Tracker):
     name = "the record at MLflow"
 
     def __init__(self, experiment: str) -> None:
-        try:
-            import mlflow
-            from mlflow.entities import Metric
-        except ImportError as error:
-            raise ImportError(
-                f"MLflow's record needs mlflow ({error}): pip install mlflow"
-            ) from error
         super().__init__()
+        mlflow = self._imported("mlflow", "mlflow")
         # An active run belongs to a thread, and lines are taken in the recorder's thread.
-        self._client, self._metric = mlflow.MlflowClient(), Metric
+        self._client = mlflow.MlflowClient()
+        self._metric = self._imported("mlflow.entities", "mlflow").Metric
         active = mlflow.active_run()
         self._is_ours = active is None
         if active is None:

@@ -148,6 +148,10 @@ class Stragglers:
         """Warn of ranks that are slow, and report those that are slow no more."""
         ranks, scores, now = self._engine.transport.ranks, told.scores(), time.monotonic()
         fastest = 1e3 * min((each for each in told.seconds if each), default=0.0)
+
+        def who(place: int) -> tuple[int, str, float, float]:
+            return ranks[place], self._hosts[place], 1e3 * told.seconds[place], fastest
+
         for place in told.slow:
             score = scores[place]
             if score is None or place in self._warned or now < self._quiet_until.get(place, now):
@@ -160,10 +164,7 @@ class Stragglers:
                 "rank %d (host %s) computes %.3g ms per step, the fastest rank %.3g ms (%.2g times "
                 "slower, at step %d): the others wait for it. Give each rank what it can do "
                 "(loader = hvd.adapt(loader, optimizer)), or see what else runs there",
-                ranks[place],
-                self._hosts[place],
-                1e3 * told.seconds[place],
-                fastest,
+                *who(place),
                 1 / score,
                 self._world.step,
             )
@@ -172,10 +173,7 @@ class Stragglers:
             _log.warning(
                 "rank %d (host %s) has caught up: it computes %.3g ms per step, the fastest rank "
                 "%.3g ms (at step %d)",
-                ranks[place],
-                self._hosts[place],
-                1e3 * told.seconds[place],
-                fastest,
+                *who(place),
                 self._world.step,
             )
 

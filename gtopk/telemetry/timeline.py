@@ -99,11 +99,7 @@ class Timeline:
     """Writes the events of engines, by a thread of its own."""
 
     def __init__(
-        self,
-        path: str,
-        transport: str,
-        mark_cycles: bool,
-        whose: TraceSource | None = None,
+        self, path: str, transport: str, mark_cycles: bool, whose: TraceSource | None = None
     ) -> None:
         """whose: for a trace that is to be merged with those of other ranks."""
         self._library = _LIBRARY.get(transport, transport.upper())

@@ -14,7 +14,7 @@ from collectives.transports import Transport
 from collectives.vector import SparseVector
 from gtopk.cli.bench.collectives import main
 from gtopk.cli.bench.collectives.cases import picks
-from gtopk.cli.bench.collectives.contenders import BASELINES
+from gtopk.cli.bench.collectives.contenders import BASELINES, Place
 from gtopk.cli.bench.collectives.library import open_library
 from mpi_scripts import bench_collectives as baselines
 from mpi_scripts.bench_collectives import Collectives
@@ -99,10 +99,11 @@ def test_what_a_library_sends_is_reckoned_at_the_least_there_can_be(threads) -> 
 
 
 def test_baselines_are_modelled_by_what_they_send() -> None:
-    length, k, network = 1_000_000, 1_000, Network(8, Link.of(1e8, 1e-4))
+    k, network = 1_000, Network(8, Link.of(1e8, 1e-4))
+    place = Place(1_000_000, k, network, DEFAULT_RATES)
     alpha, beta, _ = network.between
     wire = {
-        contender.name: contender.modelled(length, k, network, DEFAULT_RATES)[0]
+        contender.name: contender.modelled(place)[0]
         for contenders in baselines.PUBLISHED.values()
         for contender in contenders
     }

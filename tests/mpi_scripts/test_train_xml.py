@@ -60,7 +60,7 @@ def test_all_methods_are_trained_and_drawn_and_bad_input_is_told_once(mpirun, tm
         assert max(reached) > 3 * reached[0] + 0.05, curve
         samples = [point["samples"] for point in curve["points"]]
         assert samples == [300 * n for n in range(4)]
-        assert page.count(f">{curve['label']}</text>") == 2
+        assert page.count(f"</svg>{curve['label']}</li>") == 2
         assert len(re.findall(rf"^{curve['label']}: \d+ samples", out, re.MULTILINE)) == 3
     assert "P@1 over time: train, 2 ranks" in page
     for words, run in zip(bad, ranks[1:], strict=True):

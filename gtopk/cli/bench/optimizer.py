@@ -14,7 +14,6 @@ Alone, or on all ranks of a launcher. The contenders of torch's get gloo's proce
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
 import os
 import statistics
@@ -357,8 +356,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         said = ", ".join(f"{name}: {value}" for name, value in facts.items() if value != "")
         print(said, table(records), sep="\n", file=for_people(options.json))
-        content = {**facts, "records": [dataclasses.asdict(each) for each in records]}
-        write_records(content, options.json)
+        write_records({**facts, "records": records}, options.json)
     world.shutdown()
     return 0
 

@@ -1,4 +1,4 @@
-"""Tables in text; the parts of plots, as SVG: axes, lines, bands, words; the page of reports.
+"""Lines and tables of text; the parts of plots, as SVG: axes, lines, bands, words; reports' page.
 
 Colours, dashes and font sizes are the page's: an element only says what it is (`line`, `band`), so
 it follows light and dark by itself.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -18,13 +19,20 @@ from typing import Final, NamedTuple, Protocol
 
 from ...units import SPACE, bytes_text, seconds_text
 
+_PLAIN: Final = str.maketrans(SPACE, " ")  # as whoever searches or parses lines expects
+
+
+def wrapped(text: str) -> list[str]:
+    """Return a text as lines of at most 80 columns."""
+    return [line.translate(_PLAIN) for line in textwrap.wrap(text, 80, break_on_hyphens=False)]
+
 
 def aligned(rows: Iterable[Sequence[str]], left: int = 1, gap: int = 2) -> list[str]:
     """Return rows of cells as lines: the first `left` columns to the left, the others right.
 
     gap: spaces between columns.
     """
-    rows = [*rows]
+    rows = [[cell.translate(_PLAIN) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         (" " * gap)
@@ -200,6 +208,7 @@ def share_text(share: float, count: int = 2) -> str:
 X_AXES: Final[Mapping[str, tuple[str, Written]]] = {
     "steps": ("step", steps_text),
     "epochs": ("epoch", steps_text),
+    "samples": ("samples", steps_text),
     "time": ("time", seconds_text),
     "bytes": ("sent by a rank so far", bytes_text),
 }
@@ -232,15 +241,20 @@ def lines_plot(
     drawn = []
     for place, each in enumerate(lines.values()):
         middle = [(x.place(p.x), y.place(p.mean)) for p in each]
-        parts = [line(middle)] if len(middle) > 1 else [_dot(at) for at in middle]
+        parts = [line(middle)]
+        if len(middle) < 2:
+            parts = [f'<circle class="bar" cx="{a:.1f}" cy="{b:.1f}" r="4"/>' for a, b in middle]
         if bands and len(each) > 1 and any(p.high > p.low for p in each):
             lower = [(x.place(p.x), y.place(max(p.low, y.low))) for p in each]
             upper = [(x.place(p.x), y.place(max(p.high, y.low))) for p in each]
             parts.insert(0, band(lower, upper))
         drawn.append(f'<g class="series-{place % 6}">{"".join(parts)}</g>')
+    return drawing(title, [_axes(x, y, over, y_name, written), clipped(drawn)])
+
+
+def _axes(x: Axis, y: Axis, over: str, y_name: str, written: Written) -> str:
     x_name, x_written = X_AXES[over]
-    axes = frame(x, y, _ticks(x, x_written), _ticks(y, written), (x_name, y_name))
-    return drawing(title, [axes, clipped(drawn)])
+    return frame(x, y, _ticks(x, x_written), _ticks(y, written), (x_name, y_name))
 
 
 def _fitting(low: float, high: float, logarithmic: bool, from_zero: bool) -> Axis:
@@ -253,10 +267,6 @@ def _fitting(low: float, high: float, logarithmic: bool, from_zero: bool) -> Axi
     near_zero = low >= 0 and (low < 0.3 * high or low == high)
     bottom = min(0.0, low) if from_zero or near_zero else low - room
     return vertical(bottom, high + room)
-
-
-def _dot(at: Place) -> str:
-    return f'<circle class="bar" cx="{at[0]:.1f}" cy="{at[1]:.1f}" r="4"/>'
 
 
 def _ticks(axis: Axis, written: Written) -> dict[float, str]:
@@ -294,15 +304,10 @@ Parts = Mapping[str, float]  # seconds, or a share, by part
 ROW, BAR, SLIM_ROW, LETTER = 54, 16, 22, 7.0  # units of the drawing; of a letter the most, about
 
 
-def bars(
-    title: str,
-    rows: Sequence[tuple[str, Parts, str]],
-    hatched: tuple[str, str],
-    room: float = 62.0,
-) -> str:
+def bars(title: str, rows: Sequence[tuple[str, Parts, str]], room: float = 62.0) -> str:
     """Draw a bar for each row, stacked by part: its name, seconds by part, words below the bar.
 
-    room: for the names. hatched: two parts, as for `hatches`.
+    room: for the names.
     """
     # A hook's step may take no time at all.
     scale = (WIDTH - room - 68) / (max(sum(parts.values()) for _, parts, _ in rows) or 1.0)
@@ -310,7 +315,7 @@ def bars(
     height = ROW if longest else SLIM_ROW
     # Words that are longer than the rest of the row begin where the names do.
     indent = room if room + LETTER * longest <= WIDTH else 0.0
-    drawn = [hatches(*hatched)]
+    drawn = [_HATCHES]
     for place, (name, parts, words) in enumerate(rows):
         top, left = place * height, room
         drawn.append(text((0, top + 13), name, "label"))
@@ -351,9 +356,7 @@ def stacked(
         if any(high > low for high, low in zip(above, below, strict=True)):
             drawn.append(f'<path class="part {part}" d="M{path(lower)}L{path(upper[::-1])}Z"/>')
         below = above
-    x_name, x_written = X_AXES[over]
-    axes = frame(x, y, _ticks(x, x_written), _ticks(y, written), (x_name, y_name))
-    return drawing(title, [*drawn, axes])
+    return drawing(title, [*drawn, _axes(x, y, over, y_name, written)])
 
 
 def prose(words: str) -> str:
@@ -365,11 +368,9 @@ def prose(words: str) -> str:
 POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-def page(title: str, package: str, body: str) -> str:
-    """Return the whole page; package: its page.css styles what the shared one does not know."""
-    shared, own = (
-        (files(each) / "page.css").read_text(encoding="utf-8") for each in (__package__, package)
-    )
+def page(title: str, body: str) -> str:
+    """Return the whole page."""
+    style = (files(__package__) / "page.css").read_text(encoding="utf-8")
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -380,8 +381,7 @@ def page(title: str, package: str, body: str) -> str:
 <link rel="icon" href="data:,">
 <title>{escape(title)}</title>
 <style>
-{shared}
-{own}</style>
+{style}</style>
 </head>
 <body>
 <main>
@@ -394,11 +394,12 @@ def page(title: str, package: str, body: str) -> str:
 
 
 def facts(entries: Mapping[str, str]) -> str:
-    """Return names and values in a list."""
-    return "".join(
+    """Return the names and values of what was run, below their heading."""
+    listed = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
         for name, value in entries.items()
     )
+    return f'<h2>What was run</h2>\n<dl class="facts">{listed}</dl>'
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
@@ -421,24 +422,48 @@ def plots(heading: str, figures: Sequence[str]) -> str:
     return f'<h2>{escape(heading)}</h2>\n<div class="plots">\n{drawn}\n</div>\n'
 
 
-def tile(name: str, value: str, detail: str, loss: bool) -> str:
-    """Return a figure at the head of a page."""
-    return (
+def table(rows: Mapping[str, Mapping[str, tuple[str, bool]]]) -> str:
+    """Return a table, by row and column: what stands in a cell, and whether it is a loss."""
+    columns = next(iter(rows.values()))
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in ("Method", *columns))
+    body = ""
+    for label, row in rows.items():
+        cells = "".join(
+            f'<td data-column="{escape(name)}"{" class=loss" if loss else ""}>{escape(value)}</td>'
+            for name, (value, loss) in row.items()
+        )
+        body += f'<tr><th scope="row">{escape(label)}</th>{cells}</tr>'
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+class Tile(NamedTuple):
+    """A figure at the head of a page."""
+
+    name: str
+    value: str
+    detail: str
+    loss: bool = False
+
+
+def tiles(found: Iterable[Tile]) -> str:
+    """Return the figures at the head of a page."""
+    drawn = "".join(
         f'<div class="{"tile loss" if loss else "tile"}"><dt>{escape(name)}</dt>'
         f'<dd class="value">{escape(value)}</dd><dd class="detail">{prose(detail)}</dd></div>'
+        for name, value, detail, loss in found
     )
+    return f'<dl class="tiles">{drawn}</dl>'
 
 
-def hatches(striped: str, dotted: str) -> str:
-    """Return patterns over the colours of two parts, so that parts differ without colour too."""
-    return (
-        f'<defs><pattern id="{striped}-hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
-        'patternTransform="rotate(45)"><rect class="ground" width="6" height="6"/>'
-        '<rect class="stripe" width="3" height="6"/></pattern>'
-        f'<pattern id="{dotted}-hatch" width="6" height="6" patternUnits="userSpaceOnUse">'
-        '<rect class="ground" width="6" height="6"/><circle class="stripe" cx="3" cy="3" r="1.4"/>'
-        "</pattern></defs>"
-    )
+# Over the colours of two parts, so that parts differ without colour too.
+_HATCHES: Final = (
+    '<defs><pattern id="wait-hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
+    'patternTransform="rotate(45)"><rect class="ground" width="6" height="6"/>'
+    '<rect class="stripe" width="3" height="6"/></pattern>'
+    '<pattern id="exchange-hatch" width="6" height="6" patternUnits="userSpaceOnUse">'
+    '<rect class="ground" width="6" height="6"/><circle class="stripe" cx="3" cy="3" r="1.4"/>'
+    "</pattern></defs>"
+)
 
 
 def parts_legend(names: Mapping[str, str]) -> str:

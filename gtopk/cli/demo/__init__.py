@@ -8,7 +8,6 @@ import json
 import statistics
 import sys
 import tempfile
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -21,19 +20,12 @@ from collectives.cores import usable_cores
 from ...compression import Compression, SparseCompression
 from ...runtime.launch import LaunchError, explain, rank_environment, run
 from ...units import bytes_text, count_text
-from ..arguments import Command, fail, share, whole_number
+from ..arguments import Command, fail, share, whole_number, write_records
 from ..bench.harness import show_progress
-from ..charts import aligned
+from ..charts import aligned, wrapped
 from ..run import parse_link
-from .verdicts import (
-    METHODS,
-    PARTS,
-    Record,
-    epochs_text,
-    level,
-    link_verdict,
-    over_link,
-)
+from .page import page
+from .verdicts import METHODS, PARTS, Record, epochs_text, level, link_verdict, over_link
 
 NEEDED = {"mpi4py": "mpi4py", "sklearn": "scikit-learn"}
 TRAIN_IMAGES = 1437  # of scikit-learn's digits
@@ -188,7 +180,8 @@ def train(plan: Plan, out: Path) -> int:
             return fail("demo", ended)
         records: list[Record] = json.loads(results.read_text(encoding="utf-8"))
     show(records)
-    write_report(records, out)
+    write_records(records, out / "results.json")
+    (out / "index.html").write_text(page(records), encoding="utf-8")
     print(
         f"\n{time.monotonic() - begun:.0f} s in all. Report: {out / 'index.html'}  "
         f"Figures: {out / 'results.json'}"
@@ -232,7 +225,7 @@ def announce(plan: Plan) -> None:
 
 
 def _say(text: str) -> None:
-    print(textwrap.fill(text, 80))
+    print(*wrapped(text), sep="\n")
 
 
 def progress_shown() -> Callable[[str], None]:
@@ -298,11 +291,3 @@ def show(records: Sequence[Record]) -> None:
         _say(f"Over an emulated link of {linked[0]['link']}: {said}")
     identical = all(record["final_replicas_identical"] for record in records)
     print(f"Replicas bit-identical after every run: {'yes' if identical else 'NO'}")
-
-
-def write_report(records: Sequence[Record], folder: Path) -> None:
-    """Write results.json and index.html into a folder that is there."""
-    from .page import page
-
-    (folder / "results.json").write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
-    (folder / "index.html").write_text(page(records), encoding="utf-8")

@@ -1,18 +1,18 @@
 """The demo's report: figures and plots with how to read them, as a page that needs no other file.
 
-A method has a line, whose colour and dashes page.css gives.
+A method has a line, whose colour and dashes the charts' page.css gives.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 
-from ...units import bytes_text, count_text, digits, points_text, seconds_text
+from ...units import bytes_text, count_text, counted, digits, points_text, seconds_text
 from .. import charts
-from ..charts import Axis, Lines, Point, figure, prose, share_text, tile
+from ..charts import Axis, Lines, Point, Tile, figure, prose, share_text
 from .verdicts import (
     METHODS,
     PARTS,
@@ -102,7 +102,7 @@ def step_time_by_part(records: Sequence[Record]) -> str:
         said = [f"{PART_NAMES[part]} {seconds_text(s)}" for part, s in seconds.items() if s]
         rows.append((record["label"], seconds, " · ".join(said)))
     title = "Measured time of a step, one bar per method, split by part"
-    return charts.bars(title, rows, ("select", "communicate"), room=145.0)
+    return charts.bars(title, rows, room=145.0)
 
 
 def accuracy_axis(records: Sequence[Record]) -> Axis:
@@ -195,42 +195,35 @@ def page(records: Sequence[Record]) -> str:
     records = records[: len(METHODS)]
     return charts.page(
         TITLE,
-        __package__,
         f"""<p class="lead">{escape(what_was_run(records[0]))}</p>
 {race and f"<h2>Here, and over a slow network</h2>{race}"}
 <h2>{prose(f"{records[2]['label']}, beside {records[0]['label']}")}</h2>
-<dl class="tiles">{tiles(records, linked)}</dl>
+{charts.tiles(tiles(records, linked))}
 <h2>All four</h2>
-<table>{table(records)}</table>
+{charts.table({record["label"]: cells_of(record, records[0]) for record in records})}
 <p class="note">{prose(table_note(records))}</p>
-{charts.plots("Plots", figures(records))}<h2>What was run</h2>
-<dl class="facts">{facts(records, linked)}</dl>""",
+{charts.plots("Plots", figures(records))}{charts.facts(facts(records, linked))}""",
     )
 
 
 def what_was_run(dense: Record) -> str:
     """Return the page's opening sentence."""
     return (
-        f"{plural(dense['ranks'], 'MPI rank')} on one machine trained the same network on real "
+        f"{counted(dense['ranks'], 'MPI rank')} on one machine trained the same network on real "
         f"data, {DATA}, with four ways of adding up their gradients: "
-        f"{plural(dense['epochs'], 'epoch')} each, from {plural(dense['seeds'], 'seed')}."
+        f"{counted(dense['epochs'], 'epoch')} each, from {counted(dense['seeds'], 'seed')}."
     )
 
 
-def plural(number: int, noun: str) -> str:
-    """Return "1 seed" or "5 seeds"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def tiles(records: Sequence[Record], linked: Sequence[Record]) -> str:
-    """Return gTop-k's bytes, accuracy and times beside dense's, at a glance."""
+def tiles(records: Sequence[Record], linked: Sequence[Record]) -> Iterator[Tile]:
+    """Yield gTop-k's bytes, accuracy and times beside dense's, at a glance."""
     dense, _, gtopk, _ = records
     sent, its = gtopk["bytes_per_step"], dense["bytes_per_step"]
     accuracy = accuracy_verdict(gtopk, dense)
     beside = f"{bytes_text(sent)} a step from each rank, dense {bytes_text(its)}"
-    found = tile("Bytes sent", fraction(sent, its), beside, sent > its)
+    yield Tile("Bytes sent", fraction(sent, its), beside, sent > its)
     difference = points_text(gtopk["accuracy"] - dense["accuracy"])
-    found += tile("Test accuracy", difference, accuracy.words, accuracy.loss)
+    yield Tile("Test accuracy", difference, accuracy.words, accuracy.loss)
     times = {"Time of a run, measured here": (gtopk, dense)}
     if linked:
         times[f"Time of a run, emulated {linked[0]['link']}"] = linked[1], linked[0]
@@ -238,44 +231,28 @@ def tiles(records: Sequence[Record], linked: Sequence[Record]) -> str:
         outcome, loss = time_outcome(mine, other)
         ratio = f"{digits(mine['seconds'] / other['seconds'])} times"
         taken = f"{seconds_text(mine['seconds'])}, dense {seconds_text(other['seconds'])}"
-        found += tile(name, ratio, f"{taken}: {outcome}", loss)
-    return found
+        yield Tile(name, ratio, f"{taken}: {outcome}", loss)
 
 
-def table(records: Sequence[Record]) -> str:
-    """Return one row per method; a cell that loses to dense says so in its class."""
-    columns = (
-        "Test accuracy",
-        f"Epochs to {100 * level(records[0]):.0f} %",
-        "Density",
-        "Bytes per step and rank",
-        "Bytes against dense",
-        "Seconds per run",
-        "Replicas identical",
-    )
-    head = "".join(f'<th scope="col">{name}</th>' for name in ("Method", *columns))
-    rows = "".join(row(record, records[0], columns) for record in records)
-    return f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody>"
-
-
-def row(record: Record, dense: Record, columns: Sequence[str]) -> str:
+def cells_of(record: Record, dense: Record) -> dict[str, tuple[str, bool]]:
+    """Return a method's row, by column: what stands there, and whether that loses to dense."""
     seeds, identical = record["accuracy_by_seed"], record["final_replicas_identical"]
     sd = f" ± {100 * statistics.stdev(seeds):.1f}" if len(seeds) > 1 else ""
     sent = record["bytes_per_step"]
-    cells = (
-        (f"{100 * record['accuracy']:.1f}{sd} %", accuracy_verdict(record, dense).loss),
-        (escape(epochs_text(level(dense), record)), False),
-        (f"{record['density']:g}", False),
-        (bytes_text(sent) + ("" if record["bytes_counted"] else " †"), False),
-        (fraction(sent, dense["bytes_per_step"]), sent > dense["bytes_per_step"]),
-        (digits(record["seconds"]), time_outcome(record, dense).loss),
-        ("yes" if identical else "no", not identical),
-    )
-    values = "".join(
-        f'<td data-column="{name}"{" class=loss" if loss else ""}>{value}</td>'
-        for name, (value, loss) in zip(columns, cells, strict=True)
-    )
-    return f'<tr><th scope="row">{escape(record["label"])}</th>{values}</tr>'
+    accuracy = f"{100 * record['accuracy']:.1f}{sd} %", accuracy_verdict(record, dense).loss
+    against = fraction(sent, dense["bytes_per_step"]), sent > dense["bytes_per_step"]
+    return {
+        "Test accuracy": accuracy,
+        f"Epochs to {100 * level(dense):.0f} %": (epochs_text(level(dense), record), False),
+        "Density": (f"{record['density']:g}", False),
+        "Bytes per step and rank": (
+            bytes_text(sent) + ("" if record["bytes_counted"] else " †"),
+            False,
+        ),
+        "Bytes against dense": against,
+        "Seconds per run": (digits(record["seconds"]), time_outcome(record, dense).loss),
+        "Replicas identical": ("yes" if identical else "no", not identical),
+    }
 
 
 def table_note(records: Sequence[Record]) -> str:
@@ -300,7 +277,7 @@ def table_note(records: Sequence[Record]) -> str:
     )
 
 
-def facts(records: Sequence[Record], linked: Sequence[Record]) -> str:
+def facts(records: Sequence[Record], linked: Sequence[Record]) -> dict[str, str]:
     """Return names and values of what was run, and on what."""
     dense = records[0]
     machine = dense["machine"]
@@ -309,12 +286,12 @@ def facts(records: Sequence[Record], linked: Sequence[Record]) -> str:
     entries = {
         "Data": DATA,
         "Network": f"{dense['model']}, {count_text(dense['parameters'])} parameters",
-        "Ranks": f"{plural(dense['ranks'], 'MPI rank')} on one machine",
+        "Ranks": f"{counted(dense['ranks'], 'MPI rank')} on one machine",
         "Batch": f"{batch} per rank, {batch * dense['ranks']} in all",
-        "A run": f"{plural(dense['epochs'], 'epoch')}, {count_text(dense['steps'])} steps",
-        "Runs": f"{plural(dense['seeds'], 'seed')} per method",
+        "A run": f"{counted(dense['epochs'], 'epoch')}, {counted(dense['steps'], 'step')}",
+        "Runs": f"{counted(dense['seeds'], 'seed')} per method",
         "Entries selected": ", ".join(selected),
-        "Processor": f"{machine['processor']}, {plural(machine['cores'], 'core')}",
+        "Processor": f"{machine['processor']}, {counted(machine['cores'], 'core')}",
         "MPI": machine["mpi"],
         "PyTorch": machine["torch"],
         "Python": machine["python"],
@@ -322,6 +299,6 @@ def facts(records: Sequence[Record], linked: Sequence[Record]) -> str:
     }
     if linked:
         names = " and ".join(record["label"] for record in linked)
-        seeds = plural(linked[0]["seeds"], "seed")
+        seeds = counted(linked[0]["seeds"], "seed")
         entries["Over a link"] = f"emulated, {linked[0]['link']} for each rank: {names}, {seeds}"
-    return charts.facts(entries)
+    return entries

@@ -26,9 +26,10 @@ from ...runtime.machine import this_machine
 from ...runtime.world import world
 from ...telemetry.step_report import StepReport
 from ...units import bandwidth_text, seconds_text
+from ..arguments import write_records
 from ..simulate.setting import mean_loss, open_task
 from . import PROGRESS, Method, Plan
-from .verdicts import Record
+from .verdicts import PARTS, Record
 
 
 class Run(NamedTuple):
@@ -144,11 +145,7 @@ def record(plan: Plan, method: Method, runs: list[Run], machine: dict[str, Any])
         bytes_counted=all(step.bytes_counted for run in runs for step in run.steps),
         density=method.density,
         seconds=statistics.fmean(run.seconds for run in runs),
-        step_seconds={
-            "compute": part_seconds(runs, "compute"),
-            "select": part_seconds(runs, "select"),
-            "communicate": part_seconds(runs, "communicate"),
-        },
+        step_seconds={part: part_seconds(runs, part) for part in PARTS},
         merge_seconds=part_seconds(runs, "merge"),
         final_replicas_identical=all(run.identical for run in runs),
         ranks=hvd.size(),
@@ -208,7 +205,7 @@ def main(plan_json: str, results: str) -> None:
         done += plan.epochs
         records.append(record(plan, method, [run], machine))
     if hvd.rank() == 0:
-        Path(results).write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+        write_records(records, Path(results))
 
 
 if __name__ == "__main__":

@@ -39,8 +39,8 @@ from ...runtime.launch import (
     transport_name,
 )
 from ...runtime.runner.ranks import launcher_at_hand
-from ...runtime.standard_streams import wants_colour
-from ..arguments import Command
+from ...runtime.standard_streams import coloured, wants_colour
+from ..arguments import Command, write_records
 from .basics import INSTALL_MPI, Finding, State, check_launcher, gist, installed
 from .isolation import PROBES, how_it_ended, like_this_process, run_probes
 
@@ -69,13 +69,7 @@ _EXAMPLE_RANKS: Final = 4
 _NAME_WIDTH: Final = max(map(len, PROBES))
 _STATE_WIDTH: Final = max(len(state.value) for state in State)
 _INDENT: Final = 2 + _NAME_WIDTH + 2 + _STATE_WIDTH + 2
-_COLOURS: Final = {
-    State.OK: "\033[32m",
-    State.WARN: "\033[33m",
-    State.MISSING: "\033[36m",
-    State.FAIL: "\033[1;31m",
-}
-_PLAIN: Final = "\033[0m"
+_COLOURS: Final = {State.OK: "32", State.WARN: "33", State.MISSING: "36", State.FAIL: "1;31"}
 
 
 def check_new_ranks(seconds: float = JOB_SECONDS) -> Finding:
@@ -326,8 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         findings.extend(examined)
         ready = not _failed(findings)
-        records = [finding._asdict() for finding in findings]
-        print(json.dumps({"ready": ready, "findings": records}, indent=2))
+        write_records({"ready": ready, "findings": findings})
         return 0 if ready else 1
     # Ranks see a terminal even when mpirun's output goes to a file.
     terminal = sys.stdout.isatty() and job is None
@@ -377,7 +370,7 @@ def _render(finding: Finding, colour: bool, width: int | None) -> str:
     """Return a finding as a line, and another for its advice; width: where to wrap the first."""
     state = f"{finding.state.value:<{_STATE_WIDTH}}"
     if colour:
-        state = f"{_COLOURS[finding.state]}{state}{_PLAIN}"
+        state = coloured(state, _COLOURS[finding.state])
     detail = finding.detail
     if width is not None:
         wrapped = textwrap.wrap(detail, max(30, width - _INDENT), break_on_hyphens=False)

@@ -342,9 +342,7 @@ def check_nccl() -> Finding:
     """Probe whether CuPy finds NCCL; else whether torch brings one."""
     if not installed("cupy"):
         advice = f"on a machine with NVIDIA GPUs: pip install {_packages()}"
-        return _torchs_nccl(advice) or Finding(
-            "NCCL", State.MISSING, "reached through CuPy, or through torch's CUDA builds", advice
-        )
+        return _torchs_nccl("reached through CuPy, or through torch's CUDA builds", advice)
     with warnings.catch_warnings():
         # CuPy warns where it finds no NCCL; the finding says so in our words.
         warnings.simplefilter("ignore")
@@ -353,9 +351,7 @@ def check_nccl() -> Finding:
         of_cupy = re.search(r"\d+", " ".join(cupy_packages()))
         major = of_cupy.group() if of_cupy else _major()
         advice = f"on a machine with NVIDIA GPUs: pip install nvidia-nccl-cu{major}"
-        return _torchs_nccl(advice) or Finding(
-            "NCCL", State.MISSING, "CuPy finds no libnccl", advice
-        )
+        return _torchs_nccl("CuPy finds no libnccl", advice)
     return Finding("NCCL", State.OK, f"{_dotted(nccl.get_version())}, through CuPy")
 
 
@@ -364,18 +360,15 @@ def _dotted(version: int) -> str:
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
-def _torchs_nccl(advice: str) -> Finding | None:
-    """Return a finding on torch's own NCCL; None where it has none."""
-    if not installed("torch"):
-        return None
-    import_module("torch")
-    gpu = import_module("collectives.transports.gpu")
-    version = gpu.torch_nccl()
-    if not version:
-        return None
-    by_torch = f"{_dotted(version)} of torch"
-    detail = f"{by_torch} carries dense reductions; sparse ones go through the host"
-    return Finding("NCCL", State.WARN, detail, advice)
+def _torchs_nccl(missing: str, advice: str) -> Finding:
+    """Return a finding on torch's own NCCL; missing: why there is none but that."""
+    if installed("torch"):
+        import_module("torch")
+        if version := import_module("collectives.transports.gpu").torch_nccl():
+            by_torch = f"{_dotted(version)} of torch"
+            detail = f"{by_torch} carries dense reductions; sparse ones go through the host"
+            return Finding("NCCL", State.WARN, detail, advice)
+    return Finding("NCCL", State.MISSING, missing, advice)
 
 
 def cupy_packages() -> list[str]:

@@ -5,7 +5,6 @@ series.py    the lines and texts of a run
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
@@ -15,21 +14,21 @@ from typing import Any
 from ...telemetry.lines import shown
 from ...telemetry.reading import RankRecord, Run, Step, read_run
 from ...telemetry.step_report import PARTS, batch
-from ...units import SPACE, digits, duration_text, percent_text, seconds_text, with_article
-from .. import charts
-from ..arguments import Command, fail
-from ..charts import Lines, Point, facts, figure, prose, share_text
-from . import series
-from .series import (
-    MEANINGS,
-    WAITS,
-    happenings,
-    several,
-    steps_taken,
-    tiles,
-    verdict,
-    what_was_run,
+from ...units import (
+    SPACE,
+    counted,
+    digits,
+    duration_text,
+    percent_text,
+    plural,
+    seconds_text,
+    with_article,
 )
+from .. import charts
+from ..arguments import Command, fail, write_records
+from ..charts import Lines, Point, figure, prose, share_text
+from . import series
+from .series import MEANINGS, WAITS, happenings, steps_taken, tiles, verdict, what_was_run
 
 _MANY_RANKS = 64  # bars beyond are left out
 _MANY = 8  # ranks; beyond, a bar has no words, and a line is left out
@@ -162,7 +161,7 @@ def _bars(by_rank: Mapping[int, Mapping[str, float]]) -> str:
         )
         rows.append((f"rank {rank}", seconds, words if len(by_rank) <= _MANY else ""))
     title = "Where the time of a step went, one bar per rank, split by part"
-    return charts.bars(title, rows, ("wait", "exchange"))
+    return charts.bars(title, rows)
 
 
 def _shown(of: Iterable[Mapping[str, float]]) -> list[str]:
@@ -191,7 +190,7 @@ def over_steps_figure(run: Run) -> str:
             written=share_text,
             most=1.0,
         )
-        reading = f"All ranks' time, of neighbouring {several(covers)} together. "
+        reading = f"All ranks' time, of neighbouring {plural(covers)} together. "
     else:
         what = with_article(covers)
         drawn = charts.stacked(
@@ -208,7 +207,7 @@ def over_steps_figure(run: Run) -> str:
         )
     reading += "A lasting change shows that the machines or the network changed."
     return figure(
-        f"{several(covers).capitalize()}, one after the other",
+        f"{plural(covers).capitalize()}, one after the other",
         _parts_legend(_shown(parts for _, parts in found)) + drawn,
         reading,
     )
@@ -354,13 +353,19 @@ def page(run: Run, name: str) -> str:
     # A folder's name may hold what steers a terminal or a page.
     title = f"Run {shown(name)}"
     drawn = "".join(charts.plots(heading, those) for heading, those in figures(run).items())
+    paid, happened = verdict(run), ""
+    if paid:
+        paid = f'<p class="lead"><strong>{escape(paid[0].upper() + paid[1:])}.</strong></p>\n'
+    if found := happenings(run):
+        items = "".join(
+            f"<li><h3>{escape(where)}</h3><p>{prose(said)}</p></li>" for where, said in found
+        )
+        happened = f'<h2>What happened</h2>\n<ul class="findings">{items}</ul>\n'
     return charts.page(
         title,
-        __package__,
-        f"""{_verdict(run)}<p class="lead">{escape(opening(run))}</p>
-<dl class="tiles">{"".join(charts.tile(*each) for each in tiles(run))}</dl>
-{drawn}{_happened(run)}<h2>What was run</h2>
-<dl class="facts">{facts(what_was_run(run))}</dl>""",
+        f"""{paid}<p class="lead">{escape(opening(run))}</p>
+{charts.tiles(tiles(run))}
+{drawn}{happened}{charts.facts(what_was_run(run))}""",
     )
 
 
@@ -375,27 +380,10 @@ def opening(run: Run) -> str:
         over += f" and an {link}"
         emulated = " Seconds are emulated: messages waited as long as they would there."
     return (
-        f"{ranks} rank{'s' * (ranks > 1)} on {where}, over {over}, took "
+        f"{counted(ranks, 'rank')} on {where}, over {over}, took "
         f"{steps_taken(run)} in {duration_text(run.seconds)}. All of it is as the ranks "
         f"measured it, unless it is called predicted.{emulated}"
     )
-
-
-def _verdict(run: Run) -> str:
-    said = verdict(run)
-    if not said:
-        return ""
-    return f'<p class="lead"><strong>{escape(said[0].upper() + said[1:])}.</strong></p>\n'
-
-
-def _happened(run: Run) -> str:
-    found = happenings(run)
-    if not found:
-        return ""
-    items = "".join(
-        f"<li><h3>{escape(where)}</h3><p>{prose(said)}</p></li>" for where, said in found
-    )
-    return f'<h2>What happened</h2>\n<ul class="findings">{items}</ul>\n'
 
 
 def parser() -> Command:
@@ -424,7 +412,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if amiss is not None:
             print(f"gtopk report: {': '.join(amiss)}", file=sys.stderr)
     if options.json:
-        print(json.dumps(as_record(run), indent=1))
+        write_records(as_record(run))
         return 0
     if not any(rank.steps for rank in run.ranks):
         return fail("report", f"the run in '{options.run}' has no steps yet: nothing can be drawn")

@@ -12,7 +12,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
-from typing import Final, NamedTuple, TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 from collectives.cost import dense_bytes
 
@@ -21,13 +21,15 @@ from ...telemetry.step_report import PARTS, Balance, StepReport, parts
 from ...units import (
     bytes_text,
     count_text,
+    counted,
     digits,
     duration_text,
+    listed,
     percent_text,
     seconds_text,
     with_article,
 )
-from ..charts import Point
+from ..charts import Point, Tile
 
 MEANINGS: Final[Mapping[str, str]] = {
     "round": "A round, the step of this mode, is the micro-batches that a rank adds up while the "
@@ -46,13 +48,6 @@ WAITS: Final[Mapping[str, str]] = {
     "period": "wait is for the other workers to end their epoch",
 }
 ALONE: Final = ("mega-batch", "period")  # of which each rank makes as many as it can
-
-
-def several(covers: str, count: int = 2) -> str:
-    """Return the word for so many of them."""
-    if count == 1:
-        return covers
-    return f"{covers}{'es' if covers.endswith('ch') else 's'}"
 
 
 T = TypeVar("T")
@@ -241,15 +236,6 @@ def bits_per_entry(step: Step) -> float | None:
 _FEW = 12  # messages shown
 
 
-class Tile(NamedTuple):
-    """A figure at the head of the page."""
-
-    name: str
-    value: str
-    detail: str
-    loss: bool = False
-
-
 def tiles(run: Run) -> Iterator[Tile]:
     """Yield the figures at the page's head."""
     names = value_names(run)
@@ -350,7 +336,7 @@ def steps_taken(run: Run) -> str:
     taken = [rank.taken for rank in run.ranks]
     if is_of_several(run) and min(taken) < max(taken):
         return f"{count_text(min(taken))} to {count_text(max(taken))} steps each"
-    return f"{count_text(max(taken))} {several('step', max(taken))}"
+    return counted(max(taken), "step")
 
 
 def _goes_on(run: Run) -> bool:
@@ -384,14 +370,13 @@ def happenings(run: Run) -> list[tuple[str, str]]:
     ]
     skipped = [[s.report.step for s in rank.steps if s.report.skipped] for rank in run.ranks]
     if any(skipped) and covers(run) == "period":
-        count = sum(map(len, skipped))
-        where = f"{count} {several('period', count)}"
+        where = counted(sum(map(len, skipped)), "period")
         found.append((where, "held updates that were not finite, and are left out"))
     elif any(skipped):
         # All ranks skip the same steps: the longest list is of the record that goes farthest.
         of_all = max(skipped, key=len)
-        where = f"{len(of_all)} {several(covers(run), len(of_all))}"
-        found.append((where, f"skipped on every rank, at {_places(of_all)}"))
+        said = f"skipped on every rank, at {_places(of_all)}"
+        found.append((counted(len(of_all), covers(run)), said))
     messages = sorted(
         ((note, rank.rank) for rank in run.ranks for note in rank.messages),
         key=lambda each: each[0].seconds,
@@ -415,20 +400,18 @@ def _places(steps: Sequence[int]) -> str:
     A GradScaler that finds a gradient not finite makes no step: the next one has its number.
     """
     places = Counter(steps)
-    shown = [
-        f"step {count_text(step)}" + (f" ({times} times)" if times > 1 else "")
-        for step, times in sorted(places.items())[:_FEW]
-    ]
-    more = f" and {len(places) - _FEW} more" if len(places) > _FEW else ""
-    return ", ".join(shown) + more
+    return listed(
+        [
+            f"step {count_text(step)}" + (f" ({times} times)" if times > 1 else "")
+            for step, times in sorted(places.items())
+        ]
+    )
 
 
 def what_was_run(run: Run) -> dict[str, str]:
     """Return names and values of what was run, and on what."""
     begins = [rank.begin for rank in run.ranks]
-    hosts: dict[str, int] = {}
-    for begin in begins:
-        hosts[begin["host"]] = hosts.get(begin["host"], 0) + 1
+    hosts = Counter(begin["host"] for begin in begins)
     methods = {step.report.algorithm for rank in run.ranks for step in rank.steps} - {""}
     started = datetime.fromtimestamp(run.began_unix_seconds, timezone.utc)
     first = begins[0]

@@ -8,14 +8,11 @@ modes.py     the modes by name; delayed.py and replicas.py have those of several
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.util
-import json
 import math
 import re
 import statistics
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -25,19 +22,20 @@ import torch
 from collectives.cost import Link
 
 from ...adaptive.hogbatch.sizes import Thresholds, checked
-from ...units import count_text, digits, seconds_text
+from ...units import bandwidth, count, count_text, counted, digits, duration, seconds_text
 from ..arguments import (
     PARAMETERS,
+    STDOUT,
     Command,
     above_zero,
-    bandwidth,
-    count,
-    duration,
     fail,
     number_in,
+    records_file,
     share,
+    write_records,
 )
-from ..charts import aligned
+from ..bench.harness import one_of
+from ..charts import aligned, wrapped
 from .modes import DEFAULT, DENSE, OF_CLASSES, OUTLIVE, SIMULATED
 from .ranks import Processes, filtered_logs, processes_launched
 from .setting import (
@@ -111,10 +109,7 @@ def rank_list(text: str) -> list[int]:
 
 def known_modes(text: str) -> list[str]:
     """Return the modes of "equal,balanced"."""
-    names = text.split(",")
-    if unknown := [name for name in names if name not in SIMULATED]:
-        raise ValueError(f"must be of {', '.join(SIMULATED)}, got {unknown[0]!r}")
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys(map(one_of(SIMULATED), text.split(","))))
 
 
 def parser() -> Command:
@@ -170,7 +165,7 @@ def parser() -> Command:
     compared = f"modes to compare, from {','.join(SIMULATED)}; default: {','.join(DEFAULT)}"
     option("--modes", known_modes, list(DEFAULT), compared)
     written = "write the records as JSON; without FILE: print only them"
-    option("--json", None, None, written, nargs="?", const="-", metavar="FILE")
+    option("--json", Path, None, written, nargs="?", const=STDOUT, metavar="FILE")
     return described
 
 
@@ -210,11 +205,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     raise
                 return fail("simulate", f"{mode}: {error}")
             # After each mode, as the others may take hours, and one of them may fail.
-            if is_first and options.json not in (None, "-"):
-                Path(options.json).write_text(_json(records, setting) + "\n", encoding="utf-8")
-    if is_first:
-        lines = render(records, setting, options.target)
-        print(*([_json(records, setting)] if options.json == "-" else lines), sep="\n")
+            if is_first and options.json != STDOUT:
+                write_records(_as_record(records, setting), options.json)
+    if is_first and options.json == STDOUT:
+        write_records(_as_record(records, setting))
+    elif is_first:
+        print(*render(records, setting, options.target), sep="\n")
     return 0
 
 
@@ -246,12 +242,11 @@ def _refusal(
 def _unwritable(options: argparse.Namespace, processes: Processes | None) -> str | None:
     """Return why rank 0 cannot write the file, before anything is computed; None: it can."""
     reason = ""
-    if options.json not in (None, "-") and (processes is None or 0 in processes.here):
+    if options.json is not None:
         try:
-            with open(options.json, "a"):
-                pass
-        except OSError as error:
-            reason = f"{error.filename} cannot be written: {error.strerror}"
+            records_file(str(options.json))
+        except ValueError as error:
+            reason = str(error)
     # By rank 0's answer all processes end alike: the others would wait for it in the first
     # exchange.
     failed = torch.tensor([bool(reason)])
@@ -295,24 +290,14 @@ def _classes(options: argparse.Namespace) -> Classes:
     )
 
 
-def _json(records: Sequence[Record], setting: Setting) -> str:
-    said = {
+def _as_record(records: Sequence[Record], setting: Setting) -> dict[str, Any]:
+    return {
         "simulated": True,
-        "cluster": {
-            **dataclasses.asdict(setting.cluster),
-            "link": setting.cluster.link._asdict(),
-        },
+        "cluster": setting.cluster,
         "reduce_seconds": setting.reduce_seconds,
         "dense_reduce_seconds": setting.dense_seconds,
-        "records": [_as_json(record) for record in records],
+        "records": records,
     }
-    return json.dumps(said, indent=1)
-
-
-def _as_json(record: Record) -> dict[str, Any]:
-    """Return the fields; JSON knows no NaN, so a loss that is not finite is null there."""
-    loss = [(second, value if math.isfinite(value) else None) for second, value in record.loss]
-    return {**dataclasses.asdict(record), "loss": loss}
 
 
 _CLASS_HEADINGS = ("mode", "loss", "to common", "slow's updates", "used: slow", "fast", "stale")
@@ -404,7 +389,7 @@ def render(records: Sequence[Record], setting: Setting, target: float) -> list[s
         f"exchange of {count_text(setting.task.length)} values by {method} takes "
         f"{seconds_text(setting.reduce_seconds)}{dense}{beside}. Batch {setting.global_batch}, "
         f"learning rate {setting.learning_rate:g}, momentum {setting.momentum:g}, "
-        f"{setting.epochs} epochs, {seeds} seed{'s' * (seeds > 1)}. "
+        f"{setting.epochs} epochs, {counted(seeds, 'seed')}. "
         f"Gradients, residuals and collectives are real."
     )
     by_mode = {mode: [r for r in records if r.mode == mode] for mode in modes}
@@ -415,18 +400,18 @@ def render(records: Sequence[Record], setting: Setting, target: float) -> list[s
         "of the time off the wire; of abs, of all time. accuracy: median (lowest-highest). to "
         f"target: simulated seconds to {100 * target:g} %."
     )
-    lines = [*textwrap.wrap(intro, 80), "", *aligned(rows), "", *textwrap.wrap(notes, 80)]
+    lines = [*wrapped(intro), "", *aligned(rows), "", *wrapped(notes)]
     skipped = {mode: sum(run.skipped for run in runs) for mode, runs in by_mode.items()}
     if any(skipped.values()):
-        lines += ["", *textwrap.wrap(_left_out(skipped), 80)]
+        lines += ["", *wrapped(_left_out(skipped))]
     if of_classes := render_classes(records, setting):
-        lines += ["", *aligned(of_classes), "", *textwrap.wrap(NOTES, 80)]
-    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+        lines += ["", *aligned(of_classes), "", *wrapped(NOTES)]
+    return lines
 
 
 def _left_out(skipped: Mapping[str, int]) -> str:
     """Report values that were not finite, as in a diverging training."""
-    times = (f"{mode} {count_text(n)} time{'s' * (n > 1)}" for mode, n in skipped.items() if n)
+    times = (f"{mode} {counted(n, 'time')}" for mode, n in skipped.items() if n)
     return f"Not finite, and left out as in a real run: {', '.join(times)}. Try a smaller --lr."
 
 

@@ -96,7 +96,7 @@ class ModelledTimer:
 
 def adapting(setting: Setting, mode: str) -> dict[str, Any]:
     """Return how the sizes of a mode's batches change."""
-    if mode == "equal":
+    if mode in ("equal", "equal-dense"):
         return {"interval": NEVER}
     if mode == "balanced":
         return {"interval": setting.interval}
@@ -110,7 +110,12 @@ def adapting(setting: Setting, mode: str) -> dict[str, Any]:
 
 
 def in_steps(setting: Setting, mode: str) -> Record:
-    """Train with equal or balanced batches, and return what happened."""
+    """Train with equal or balanced batches, and return what happened.
+
+    "equal-dense" is data parallelism as it usually is: a dense allreduce of equal batches.
+    """
+    if mode == "equal-dense":
+        setting = replace(setting, density=None)
     return setting.ranks.train(partial(train, setting, mode))
 
 
@@ -154,12 +159,6 @@ def train(setting: Setting, mode: str) -> Record:
                     record.loss.append((record.seconds, mean_loss(task, model)))
     record.skipped = optimizer.skipped_steps
     return record
-
-
-def equal_dense(setting: Setting) -> Record:
-    """Train with equal batches and a dense allreduce: data parallelism as it usually is."""
-    record = in_steps(replace(setting, density=None), "equal")
-    return replace(record, mode="equal-dense")
 
 
 def merged(setting: Setting, mode: str, **options: Any) -> Record:
@@ -340,10 +339,10 @@ def one_model(setting: Setting, mode: str, who: str = "all", adapts: bool = Fals
 
 
 SIMULATED: Final[Mapping[str, Callable[[Setting], Record]]] = {
-    "equal-dense": equal_dense,
-    "equal": partial(in_steps, mode="equal"),
-    "balanced": partial(in_steps, mode="balanced"),
-    "goodput": partial(in_steps, mode="goodput"),
+    **{
+        mode: partial(in_steps, mode=mode)
+        for mode in ("equal-dense", "equal", "balanced", "goodput")
+    },
     "abs": delayed.simulate,
     "local-sgd": partial(merged, mode="local-sgd", algorithm="k-step"),
     "elastic": partial(merged, mode="elastic", algorithm="elastic"),

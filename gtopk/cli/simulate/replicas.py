@@ -139,7 +139,10 @@ class _Run:
             if not take:
                 continue
             places = [order[p] for part in stretch.places(take) for p in part]
-            seconds = self._take_seconds + self._compute_seconds(worker, places, second)
+            work = self.setting.task.work_of(places)
+            seconds = self._take_seconds + self.setting.cluster.compute_seconds(
+                worker.number, work, second, worker.noise
+            )
             # The others wait for it until then. Its samples, in no report, are handed out again.
             if second + seconds >= worker.dies_at:
                 worker.free_at = worker.dies_at
@@ -152,11 +155,6 @@ class _Run:
             worker.free_at = second + seconds
             self.record.busy[worker.number] += seconds - self._take_seconds
             heapq.heappush(free, (worker.free_at, place))
-
-    def _compute_seconds(self, worker: Worker, places: Sequence[int], second: float) -> float:
-        setting = self.setting
-        work = setting.task.work_of(places)
-        return setting.cluster.compute_seconds(worker.number, work, second, worker.noise)
 
     def _step(self, trained: Trained, places: Sequence[int]) -> None:
         factor = self._factor(len(places) / self.batches.first_size, None, 1)

@@ -101,7 +101,7 @@ class Task(Protocol):
 
 
 class Digits(NamedTuple):
-    """Images and labels, those held back, and a model from a seed.
+    """A `Task`: images and labels, those held back, and a model from a seed.
 
     length: of the model, where it is not another's.
     """
@@ -115,19 +115,15 @@ class Digits(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """Return the number of training images."""
         return len(self.y)
 
     def loss(self, model: torch.nn.Module, indices: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of some samples."""
         return F.cross_entropy(model(self.x[indices]), self.y[indices])
 
     def work_of(self, places: Sequence[int]) -> float:
-        """Return the cost of a batch of the given samples, in samples: all cost the same."""
-        return len(places)
+        return len(places)  # all cost the same
 
     def accuracy(self, model: torch.nn.Module) -> float:
-        """Return the share of the samples held back that a model names right."""
         with evaluated(model):
             return float((model(self.test_x).argmax(1) == self.test_y).float().mean())
 

@@ -9,14 +9,7 @@ import sys
 import pytest
 
 from collectives.cost import Link
-from collectives.cost_model import (
-    DEFAULT_RATES,
-    Candidate,
-    CodingRate,
-    Format,
-    Network,
-    predict,
-)
+from collectives.cost_model import DEFAULT_RATES, Candidate, CodingRate, Format, Network, predict
 from gtopk.cli import main, plan
 from gtopk.cli.arguments import PARAMETERS
 
@@ -168,8 +161,7 @@ def test_one_rank_has_nothing_to_compress(capsys):
 
 
 @pytest.mark.parametrize(
-    "more",
-    [[], ["--ranks-per-node", "8"], ["--backward-ms", "150"], ["--density", "0.0001"]],
+    "more", [[], ["--ranks-per-node", "8"], ["--backward-ms", "150"], ["--density", "0.0001"]]
 )
 @pytest.mark.parametrize("model", ["resnet20", "llama-7b"])
 @pytest.mark.parametrize("ranks", ["8", "4096"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gtopk.cli.arguments import bandwidth, count, duration
+from gtopk.units import bandwidth, count, duration
 
 
 @pytest.mark.parametrize(

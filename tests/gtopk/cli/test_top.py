@@ -252,9 +252,7 @@ def pose_as_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_on_a_terminal_it_is_drawn_anew_until_the_run_is_over(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pose_as_terminal(monkeypatch)
     monkeypatch.chdir(tmp_path)
@@ -299,9 +297,7 @@ def test_of_more_ranks_than_the_screen_has_lines_the_rest_is_counted(
 
 
 def test_what_names_hold_is_no_markup(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pose_as_terminal(monkeypatch)
     monkeypatch.chdir(tmp_path)
@@ -320,9 +316,7 @@ def test_what_names_hold_is_no_markup(
 
 
 def test_ctrl_c_leaves_the_terminal_as_it_was(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pose_as_terminal(monkeypatch)
     path_of(tmp_path, 0).write_text("".join(map(as_text, lines_of(0, 1, 10)[:-1])))

@@ -39,12 +39,7 @@ def test_nodes_by_number_are_those_of_the_model() -> None:
 
 def test_nodes_that_are_no_hosts_oktopk_across_and_dense_inside_are_not_foretold() -> None:
     of_four = Calibration(HERE.network._replace(ranks_per_node=4), DEFAULT_RATES, "made up")
-    for options in (
-        {"node_size": 2},
-        {"node_size": 8},
-        {"across": "oktopk"},
-        {"inside": "dense"},
-    ):
+    for options in ({"node_size": 2}, {"node_size": 8}, {"across": "oktopk"}, {"inside": "dense"}):
         assert expected(Compression.hierarchical(0.01, **options), LENGTH, of_four) is None
 
 

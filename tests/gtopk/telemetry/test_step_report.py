@@ -47,10 +47,7 @@ def test_what_backward_hides_is_no_part_of_the_step() -> None:
 @pytest.mark.parametrize(
     ("dense_seconds", "says"),
     [
-        (
-            1.003,
-            "compression saved up to 100 s of 101 s against dense (by estimate); used",
-        ),
+        (1.003, "compression saved up to 100 s of 101 s against dense (by estimate); used"),
         (0.00305, "neither saved nor cost time in 1 s (dense by estimate); used"),
         (0.001, "(dense by estimate): dense is faster here; used"),
     ],

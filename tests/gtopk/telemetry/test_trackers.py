@@ -91,9 +91,7 @@ def test_each_line_is_a_row_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None
     assert wandb.finished == [0]
 
 
-def test_a_run_that_the_script_has_begun_is_used_and_stays(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_run_that_the_script_has_begun_is_used_and_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Posing()
     wandb = Posing(run)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
@@ -160,15 +158,22 @@ class Ranked:
         self.rank = rank
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_run_goes_on_after_a_recovery_and_ends_where_its_rank_is_the_first_no_more(
-    rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def posing(monkeypatch: pytest.MonkeyPatch) -> tuple[Posing, PosingMLflow]:
+    """Return what poses as wandb and as mlflow's client, which the environment asks for."""
     wandb, client = Posing(), PosingMLflow(monkeypatch)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setenv("GTOPK_WANDB", "p")
     monkeypatch.setenv("GTOPK_MLFLOW", "e")
     monkeypatch.setattr(run_record, "_begin", lambda world, began: LINES[0])
+    return wandb, client
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_goes_on_after_a_recovery_and_ends_where_its_rank_is_the_first_no_more(
+    rank: int, posing: tuple[Posing, PosingMLflow]
+) -> None:
+    wandb, client = posing
     worlds: Any = [Ranked(0), Ranked(rank)]
     observer = run_record._WorldRecords()
     for here, before in zip(worlds, (None, worlds[0]), strict=True):
@@ -187,12 +192,8 @@ def test_a_run_goes_on_after_a_recovery_and_ends_where_its_rank_is_the_first_no_
     assert len([row for row in wandb.rows if "loss" in row]) == 2 - rank
 
 
-def test_bytes_sent_go_on_in_the_next_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb, client = Posing(), PosingMLflow(monkeypatch)
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setenv("GTOPK_WANDB", "p")
-    monkeypatch.setenv("GTOPK_MLFLOW", "e")
-    monkeypatch.setattr(run_record, "_begin", lambda world, began: LINES[0])
+def test_bytes_sent_go_on_in_the_next_world(posing: tuple[Posing, PosingMLflow]) -> None:
+    wandb, client = posing
     worlds: Any = [Ranked(0), Ranked(0)]
     observer = run_record._WorldRecords()
     for here, before in zip(worlds, (None, worlds[0]), strict=True):
@@ -212,13 +213,9 @@ def test_bytes_sent_go_on_in_the_next_world(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_where_the_next_world_never_stands_runs_have_failed(
-    monkeypatch: pytest.MonkeyPatch,
+    posing: tuple[Posing, PosingMLflow],
 ) -> None:
-    wandb, client = Posing(), PosingMLflow(monkeypatch)
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setenv("GTOPK_WANDB", "p")
-    monkeypatch.setenv("GTOPK_MLFLOW", "e")
-    monkeypatch.setattr(run_record, "_begin", lambda world, began: LINES[0])
+    wandb, client = posing
     first, second = (Ranked(0) for _ in range(2))
     observer: Any = run_record._WorldRecords()
     observer.join(first, None)

@@ -16,7 +16,7 @@ from typing import Final
 from collectives.transports import Transport
 from collectives.wire.format import INDEX_CODES, VALUE_CODES
 
-from ....units import bandwidth_text, bytes_text, seconds_text
+from ....units import bandwidth_text, bytes_text, counted, seconds_text
 from ...arguments import (
     Command,
     above_zero,
@@ -28,12 +28,7 @@ from ...arguments import (
     write_records,
 )
 from ...charts import aligned
-from ..harness import (
-    add_words,
-    bench_parser,
-    on_ranks,
-    one_of,
-)
+from ..harness import add_words, bench_parser, on_ranks, one_of
 from .cases import DISTRIBUTIONS, Case, Record, Results
 from .contenders import BASELINES, KNOWN, formats_of, parse
 from .run import run
@@ -73,12 +68,11 @@ def facts(results: Results) -> list[str]:
     """Return lines that describe the run and the machines."""
     machine, run = results["machine"], results["run"]
     link = run["link"]
-    hosts = f"{run['hosts']} host{'s' * (run['hosts'] > 1)}"
     return [
         f"{machine['started']}, {machine['processor']}, {machine['cores']} cores, load "
         f"{machine['load_before']:g} before and {machine['load_after']:g} after, "
         f"kernels: {machine['kernels']}",
-        f"{run['ranks']} ranks on {hosts}, {run['transport']} transport "
+        f"{run['ranks']} ranks on {counted(run['hosts'], 'host')}, {run['transport']} transport "
         f"({run['library']}), gtopk {machine['gtopk']}, Python {machine['python']}, "
         f"NumPy {machine['numpy']}",
         f"model: {bandwidth_text(link['bits_per_second'])} ({link['bandwidth_from']}), latency "
@@ -176,7 +170,8 @@ def parser(call: str = CALL) -> Command:
     cores = "cores that all ranks share; default: those found here"
     option("--shared-cores", whole_number, None, cores)
     interface = "network interface whose sent bytes to record, such as eth0"
-    option("--interface", known_interface, None, interface)
+    here = [name for _, name in socket.if_nameindex()]
+    option("--interface", one_of(here), None, interface)
     option("--seed", from_zero, 0, "of the picks")
     return described
 
@@ -184,14 +179,6 @@ def parser(call: str = CALL) -> Command:
 def _known_to(read: Callable[[str], object], word: str) -> str:
     """Return a word as it is written; raise ValueError where `read` does."""
     read(word)
-    return word
-
-
-def known_interface(word: str) -> str:
-    """Return the name of an existing network interface; raise ValueError for another."""
-    names = [name for _, name in socket.if_nameindex()]
-    if word not in names:
-        raise ValueError(f"must be one of {', '.join(names)} on this host, got {word!r}")
     return word
 
 

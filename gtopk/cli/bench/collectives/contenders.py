@@ -40,6 +40,15 @@ class Task(NamedTuple):
 Update = SparseVector | Array
 
 
+class Place(NamedTuple):
+    """Where a reduction is modelled: a vector's length, the entries selected, and the ranks."""
+
+    length: int
+    k: int
+    network: Network
+    rates: Rates
+
+
 class Modelled(NamedTuple):
     """Seconds on the wire, and of encode, decode and merge; rounds of messages on the way."""
 
@@ -48,8 +57,8 @@ class Modelled(NamedTuple):
     rounds: int = 0
 
 
-def _modelled(candidate: Candidate, length: int, network: Network, rates: Rates) -> Modelled:
-    found = predict(candidate, length, network, rates)
+def _modelled(candidate: Candidate, at: Place) -> Modelled:
+    found = predict(candidate, at.length, at.network, at.rates)
     code_seconds = found.code_seconds + found.merge_seconds
     return Modelled(found.communicate_seconds, code_seconds, found.rounds)
 
@@ -59,14 +68,14 @@ class Contender:
     """One way to reduce the ranks' picks.
 
     prepare:   returns the function that is timed.
-    modelled:  of length, k, network and rates; None: there is no model.
+    modelled:  returns what the model says; None: there is no model.
     selective: whether it looks at the picks only, and not at every coordinate.
     """
 
     name: str
     label: str
     prepare: Callable[[Task], Callable[[], Update]]
-    modelled: Callable[[int, int, Network, Rates], Modelled | None]
+    modelled: Callable[[Place], Modelled | None]
     algorithm: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     format: Format | None = None
@@ -88,26 +97,18 @@ def own(algorithm: str, options: dict[str, Any], format: Format) -> Contender:
             0
         ]
 
-    def modelled(length: int, k: int, network: Network, rates: Rates) -> Modelled | None:
+    def modelled(at: Place) -> Modelled | None:
         # The model has the algorithms as they usually run.
         if algorithm not in SCHEDULES or options:
             return None
-        return _modelled(Candidate(algorithm, k / length, format), length, network, rates)
+        return _modelled(Candidate(algorithm, at.k / at.length, format), at)
 
-    words = [f"{name}={value}" for name, value in options.items()]
-    if algorithm != "dense":
-        words.append(f"{format.indices}+{format.values}")
-    name = " ".join([algorithm, *words])
-    return Contender(
-        name,
-        f"gtopk's own {name}" if algorithm == "dense" else name,
-        prepare,
-        modelled,
-        algorithm,
-        options,
-        None if algorithm == "dense" else format,
-        selective=algorithm != "dense",
-    )
+    name = " ".join([algorithm, *(f"{name}={value}" for name, value in options.items())])
+    if algorithm == "dense":
+        label = f"gtopk's own {name}"
+        return Contender(name, label, prepare, modelled, algorithm, options, selective=False)
+    name += f" {format.indices}+{format.values}"
+    return Contender(name, name, prepare, modelled, algorithm, options, format)
 
 
 def own_shards(options: dict[str, Any]) -> Contender:
@@ -131,8 +132,8 @@ def own_shards(options: dict[str, Any]) -> Contender:
 
         return go
 
-    def modelled(length: int, k: int, network: Network, rates: Rates) -> Modelled:
-        return _modelled(how.candidate(format), length, network, rates)
+    def modelled(at: Place) -> Modelled:
+        return _modelled(how.candidate(format), at)
 
     name = f"shards period={how.period} bits={how.bits}"
     given = {"period": how.period, "bits": how.bits}
@@ -182,23 +183,13 @@ def formats_of(word: str) -> list[Format]:
     return [check(Format(code, values)) for code in ([indices] if plus else INDEX_CODES)]
 
 
-def own_contenders(
-    asked: Sequence[str],
-    formats: Sequence[str],
-    length: int,
-    k: int,
-    network: Network,
-    rates: Rates,
-) -> list[Contender]:
+def own_contenders(asked: Sequence[str], formats: Sequence[str], at: Place) -> list[Contender]:
     """Return gtopk's algorithms, each in every format asked for.
 
     formats: as `spelled`. A code of values alone stands for the format with it whose gtopk the
              model finds quickest here.
     """
-    found = [
-        min(formats_of(word), key=lambda f: modelled_gtopk(f, length, k, network, rates))
-        for word in formats
-    ]
+    found = [min(formats_of(word), key=lambda f: modelled_gtopk(f, at)) for word in formats]
     contenders = []
     for algorithm, options in map(parse, asked):
         if algorithm == "dense":
@@ -210,24 +201,19 @@ def own_contenders(
     return contenders
 
 
-def modelled_gtopk(format: Format, length: int, k: int, network: Network, rates: Rates) -> float:
+def modelled_gtopk(format: Format, at: Place) -> float:
     """Return the seconds, on the wire and of the cores, that the model gives gtopk in a format."""
-    return predict(Candidate("gtopk", k / length, format), length, network, rates).exchange_seconds
+    candidate = Candidate("gtopk", at.k / at.length, format)
+    return predict(candidate, at.length, at.network, at.rates).exchange_seconds
 
 
-def reference_of(
-    contenders: Sequence[Contender], length: int, k: int, network: Network, rates: Rates
-) -> str | None:
+def reference_of(contenders: Sequence[Contender], at: Place) -> str | None:
     """Return the name of the reference for ratios: gtopk in the format that suits it best here.
 
     By the model. None where no plain gtopk takes part.
     """
-    plain = [(c.format, c.name) for c in contenders if c.algorithm == "gtopk" and not c.options]
-    offers = [
-        (modelled_gtopk(format, length, k, network, rates), name)
-        for format, name in plain
-        if format is not None
-    ]
+    plain = [c for c in contenders if c.algorithm == "gtopk" and not c.options]
+    offers = [(modelled_gtopk(c.format, at), c.name) for c in plain if c.format is not None]
     return min(offers)[1] if offers else None
 
 
@@ -244,8 +230,8 @@ def dense_library() -> Contender:
 
         return go
 
-    def modelled(length: int, k: int, network: Network, rates: Rates) -> Modelled:
-        found = predict(Candidate("dense"), length, network, rates)
+    def modelled(at: Place) -> Modelled:
+        found = predict(Candidate("dense"), at.length, at.network, at.rates)
         return Modelled(found.communicate_seconds, 0.0)
 
     return Contender(

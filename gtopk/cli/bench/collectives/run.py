@@ -42,6 +42,7 @@ from .cases import SCHEMA, Case, Record, Results, cases, picks
 from .contenders import (
     BASELINES,
     Contender,
+    Place,
     Task,
     Update,
     own_contenders,
@@ -95,29 +96,27 @@ class Measured:
 
 
 def measure(
+    options: argparse.Namespace,
     case: Case,
+    rounds: int,
     contenders: Sequence[Contender],
     transport: Transport,
     library: ModelledLibrary,
-    rounds: int,
-    budget_seconds: float,
-    seed: int,
-    interface: str | None,
-    progress: Callable[[str], None],
+    say: Callable[[str], None],
 ) -> list[Measured]:
     """Return every contender's measurements; the same on every rank of `transport`.
 
     Raises WrongResultError when the ranks' updates differ.
     """
-    selected = picks(case.distribution, case.length, case.k, transport.rank, seed)
+    selected = picks(case.distribution, case.length, case.k, transport.rank, options.seed)
     task = Task(selected, case.k, transport, library)
     found = [Measured(contender) for contender in contenders]
     for number in range(rounds):
         for measured in found:
             # Each contender once, whatever it takes: its result is to be checked.
-            if number == 0 or sum(measured.seconds) < budget_seconds:
-                progress(f"{case}: round {number + 1} of {rounds}, {measured.contender.name}")
-                go(measured, task, interface)
+            if number == 0 or sum(measured.seconds) < options.budget_seconds:
+                say(f"{case}: round {number + 1} of {rounds}, {measured.contender.name}")
+                go(measured, task, options.interface)
     return found
 
 
@@ -136,23 +135,16 @@ def go(measured: Measured, task: Task, interface: str | None) -> None:
     update = prepared()
     seconds, cpu_seconds = time.perf_counter() - begun, time.process_time() - cpu_begun
     sent = counters.read_and_reset()
-    report = np.array(
-        [
-            seconds,
-            cpu_seconds,
-            sent.sent_bytes,
-            sent.sent_messages,
-            interface_bytes(interface) - interface_before,
-        ]
-    )
+    on_interface = interface_bytes(interface) - interface_before
+    report = np.array([seconds, cpu_seconds, sent.sent_bytes, sent.sent_messages, on_interface])
     # A digest in place of the update, which may have every coordinate.
     reports = transport.allgather(np.concatenate([report.view(np.uint8), digest(update)]))
     check_agreement(contender.name, [message[report.nbytes :] for message in reports])
     rows = [np.frombuffer(message[: report.nbytes].tobytes()) for message in reports]
-    everyones_seconds, *by_rank, on_interface = np.stack(rows, axis=1).tolist()
+    everyones_seconds, *by_rank, on_interfaces = np.stack(rows, axis=1).tolist()
     measured.seconds.append(max(everyones_seconds))
     measured.cpu_seconds, measured.sent_bytes, measured.sent_messages = by_rank
-    measured.interface_bytes = on_interface if interface else None
+    measured.interface_bytes = on_interfaces if interface else None
     measured.updated = entries(update)
     measured.counted = own and (contender.algorithm != "dense" or transport.counts_allreduce)
 
@@ -248,22 +240,13 @@ def on_these_ranks(
     # The others' messages, where ranks share cores; a round's own one is in its latency.
     sharing_seconds = (network.coding_waves(network.ranks) - 1) * message_seconds(transport)
     for case, first in cases((transport.size,), options.lengths, options.densities, options.picks):
-        for what, times in ((_warm_up(case), 1), (case, options.rounds)):
+        place = Place(case.length, case.k, network, rates)
+        for what, rounds in ((_warm_up(case), 1), (case, options.rounds)):
             # Anew: those of the warm-up keep boundaries of another length.
-            contenders = chosen(options, case, first, calibration)
-            found = measure(
-                what,
-                contenders,
-                transport,
-                library,
-                times,
-                options.budget_seconds,
-                options.seed,
-                options.interface,
-                say,
-            )
-        reference = reference_of(contenders, case.length, case.k, network, rates)
-        records += [_record(each, case, calibration, reference, sharing_seconds) for each in found]
+            contenders = chosen(options, place, first)
+            found = measure(options, what, rounds, contenders, transport, library, say)
+        reference = reference_of(contenders, place)
+        records += [_record(each, case, place, reference, sharing_seconds) for each in found]
     return records
 
 
@@ -278,15 +261,9 @@ def calibrate(transport: Transport, formats: list[Format]) -> Calibration:
     return Calibration(network, rates, "measured in this run")
 
 
-def chosen(
-    options: argparse.Namespace,
-    case: Case,
-    first: bool,
-    calibration: Calibration,
-) -> list[Contender]:
+def chosen(options: argparse.Namespace, place: Place, first: bool) -> list[Contender]:
     """Return the contenders of a case; dense ones take part in the first only."""
-    network, rates = calibration.network, calibration.rates
-    ours = own_contenders(options.algorithms, options.formats, case.length, case.k, network, rates)
+    ours = own_contenders(options.algorithms, options.formats, place)
     theirs = [contender for name in options.baselines for contender in BASELINES[name]]
     return [contender for contender in (*ours, *theirs) if contender.selective or first]
 
@@ -325,16 +302,11 @@ def count_hosts(transport: Transport) -> int:
 
 
 def _record(
-    measured: Measured,
-    case: Case,
-    calibration: Calibration,
-    reference: str | None,
-    sharing_seconds: float,
+    measured: Measured, case: Case, place: Place, reference: str | None, sharing_seconds: float
 ) -> Record:
     contender = measured.contender
     seconds = spread(measured.seconds)
-    network, rates = calibration.network, calibration.rates
-    modelled = contender.modelled(case.length, case.k, network, rates)
+    modelled = contender.modelled(place)
     wire = modelled and modelled.wire_seconds
     code = modelled and modelled.code_seconds + modelled.rounds * sharing_seconds
     on_interface = measured.interface_bytes
@@ -361,7 +333,7 @@ def _record(
         counted=measured.counted,
         interface_bytes=None if on_interface is None else per_rank(on_interface),
         updated=measured.updated,
-        modelled_link=list(network.between),
+        modelled_link=list(place.network.between),
         modelled_wire_seconds=wire,
         modelled_code_seconds=code,
         measured_over_modelled=seconds["median"] / wire if wire else None,

@@ -19,10 +19,7 @@ from gtopk.cli.demo.page import (
 from gtopk.cli.demo.verdicts import Record
 
 
-@pytest.mark.parametrize(
-    "plot",
-    [accuracy_over_epochs, accuracy_over_bytes, step_time_by_part],
-)
+@pytest.mark.parametrize("plot", [accuracy_over_epochs, accuracy_over_bytes, step_time_by_part])
 def test_a_plot_is_well_formed_and_the_same_every_time(
     plot: Callable[[Sequence[Record]], str], records: list[Record]
 ) -> None:

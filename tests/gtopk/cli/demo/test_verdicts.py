@@ -6,21 +6,12 @@ import statistics
 
 import pytest
 
-from gtopk.cli.demo.verdicts import (
-    Record,
-    accuracy_verdict,
-    fraction,
-    time_outcome,
-)
+from gtopk.cli.demo.verdicts import Record, accuracy_verdict, fraction, time_outcome
 
 
 @pytest.mark.parametrize(
     ("seconds", "words", "loss"),
-    [
-        (16.0, "slower, a loss", True),
-        (8.1, "the same within 3 %", False),
-        (4.0, "faster", False),
-    ],
+    [(16.0, "slower, a loss", True), (8.1, "the same within 3 %", False), (4.0, "faster", False)],
 )
 def test_time_is_judged_beside_dense(
     records: list[Record], seconds: float, words: str, loss: bool

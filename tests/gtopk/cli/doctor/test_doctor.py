@@ -33,17 +33,17 @@ needs_mpirun = pytest.mark.skipif(
 )
 
 
+def ran(*command: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=PLENTY_SECONDS, check=False
+    )
+
+
 def examine(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run the doctor in a process of its own; path: a folder whose packages come first."""
     folders = [str(path), STARTED_PATH] if path else [STARTED_PATH]
-    return subprocess.run(
-        [sys.executable, "-m", "gtopk", "doctor", *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
-        capture_output=True,
-        text=True,
-        timeout=PLENTY_SECONDS,
-        check=False,
-    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    return ran(sys.executable, "-m", "gtopk", "doctor", *arguments, env=env)
 
 
 def findings_of(job: subprocess.CompletedProcess[str]) -> dict[str, Finding]:
@@ -132,13 +132,7 @@ def test_everything_missing_has_advice_and_nobody_can_train() -> None:
         f"import sys; sys.path[:] = {[str(ROOT)]} + [p for p in sys.path if p != '']; "
         "from gtopk.cli.doctor import main; sys.exit(main(['--json']))"
     )
-    job = subprocess.run(
-        [sys.executable, "-S", "-c", without_packages],
-        capture_output=True,
-        text=True,
-        timeout=PLENTY_SECONDS,
-        check=False,
-    )
+    job = ran(sys.executable, "-S", "-c", without_packages)
     found = findings_of(job)
     assert job.returncode == 1
     assert not json.loads(job.stdout)["ready"]
@@ -349,14 +343,8 @@ def test_mpirun_starts_more_ranks_than_cores_with_the_settings_that_are_printed(
     bare = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     printed = mpirun_settings(1, identify(find_mpirun()).vendor, bare)
     many = usable_cores() + 2
-    job = subprocess.run(
-        [str(find_mpirun()), "-n", str(many), sys.executable, "-c", "print('here')"],
-        env={**bare, **printed},
-        capture_output=True,
-        text=True,
-        timeout=PLENTY_SECONDS,
-        check=False,
-    )
+    program = [sys.executable, "-c", "print('here')"]
+    job = ran(str(find_mpirun()), "-n", str(many), *program, env={**bare, **printed})
     assert (job.returncode, job.stdout.count("here")) == (0, many), job.stderr
 
 

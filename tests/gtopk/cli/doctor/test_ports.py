@@ -40,8 +40,7 @@ def test_private_addresses_are_no_matter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "advice"),
-    [(RENTED, FIREWALL), (WITH_VPN, f"{FIREWALL}, or: {VPN}")],
+    ("own", "advice"), [(RENTED, FIREWALL), (WITH_VPN, f"{FIREWALL}, or: {VPN}")]
 )
 def test_a_heartbeat_at_a_public_address_is_warned_of(own, advice: str) -> None:
     state, detail, said = look(BY_ROUTE, own)

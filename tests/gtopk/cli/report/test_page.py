@@ -10,15 +10,7 @@ import pytest
 
 from gtopk.cli.charts import Point, lines_plot
 from gtopk.cli.report import as_record, main, page, series
-from gtopk.cli.report.series import (
-    BINS,
-    axes,
-    binned,
-    happenings,
-    logged,
-    parts_over_time,
-    verdict,
-)
+from gtopk.cli.report.series import BINS, axes, binned, happenings, logged, parts_over_time, verdict
 from gtopk.cli.top import status_of
 from gtopk.telemetry.lines import as_text, path_of, step_line
 from gtopk.telemetry.reading import Run, read_run

@@ -106,7 +106,7 @@ def test_more_skipped_steps_than_a_real_run_allows_are_simulated(
         (["--speeds", "100"], "two ranks' samples a second or more"),
         (["--slow", "0-4"], "must be RANK:FACTOR@TIME"),
         (["--die", "1"], "must be RANK@TIME, as 1@30s, got '1'"),
-        (["--modes", "fast"], "must be of equal-dense, equal"),
+        (["--modes", "fast"], "must be one of equal-dense, equal"),
         (["--sizes", "slow=4"], "must be as slow=4:64,fast=32:256"),
         (["--sizes", "slow=64:4"], "thresholds of the class 'slow' are crossed"),
         (["--fast", "one"], "must be ranks, as 0,2"),
@@ -138,7 +138,7 @@ def test_words_that_mean_nothing_are_an_error(
         (["--fast", "2", *QUICK], "--fast must be of ranks 0..1"),
         (["--die", "1@1s", *QUICK, "--modes", "local-sgd,abs"], "abs ends with a rank; --die is"),
         ([*QUICK, "--batch", "8"], "--batch must be at least 16, got 8"),
-        ([*QUICK, "--modes", "local-sgd", "--json", "/nowhere/x"], "/nowhere/x cannot be written"),
+        ([*QUICK, "--modes", "local-sgd", "--json", "/dev/null/x"], "/x cannot be written"),
     ],
 )
 def test_a_cluster_that_cannot_be_is_an_error(

@@ -5,12 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gtopk.cli.bench.collectives.run import (
-    WrongResultError,
-    check_agreement,
-    digest,
-    picks,
-)
+from gtopk.cli.bench.collectives.run import WrongResultError, check_agreement, digest, picks
 
 
 def test_an_update_that_is_another_by_one_bit_is_found() -> None:

@@ -16,6 +16,7 @@ from collectives.vector import SparseVector
 from collectives.wire.format import INDEX_CODES
 from gtopk.cli.bench.collectives.contenders import (
     BASELINES,
+    Place,
     Task,
     formats_of,
     own,
@@ -31,17 +32,18 @@ SLOW = Network(8, Link.of(1e8, 1e-4))
 FORMATS = [Format(indices, values) for values in ("exact", "bf16") for indices in INDEX_CODES]
 RATES = DEFAULT_RATES._replace(coding={format: CodingRate(2e-9, 2e-9) for format in FORMATS})
 LENGTH, K = 1_000_000, 1_000
+HERE = Place(LENGTH, K, SLOW, RATES)
 
 
 def test_every_algorithm_takes_part_once_for_each_format() -> None:
-    found = own_contenders(list(ALGORITHMS), ["exact", "raw+bf16"], LENGTH, K, SLOW, RATES)
+    found = own_contenders(list(ALGORITHMS), ["exact", "raw+bf16"], HERE)
     assert {contender.algorithm for contender in found} == set(ALGORITHMS)
     assert len(found) == 1 + 2 * (len(ALGORITHMS) - 1)  # dense has no format
     assert len({contender.name for contender in found}) == len(found)
 
 
 def test_a_code_of_values_stands_for_the_format_that_the_model_finds_quickest() -> None:
-    (found,) = own_contenders(["gtopk"], ["bf16"], LENGTH, K, SLOW, RATES)
+    (found,) = own_contenders(["gtopk"], ["bf16"], HERE)
     seconds = {
         format: predict(Candidate("gtopk", K / LENGTH, format), LENGTH, SLOW, RATES)
         for format in formats_of("bf16")
@@ -52,7 +54,7 @@ def test_a_code_of_values_stands_for_the_format_that_the_model_finds_quickest() 
     slow_packing = RATES._replace(
         coding={f: CodingRate(1e-9 * (1 + 9 * (f.indices != "raw")), 1e-9) for f in FORMATS}
     )
-    (found,) = own_contenders(["gtopk"], ["bf16"], LENGTH, K, free, slow_packing)
+    (found,) = own_contenders(["gtopk"], ["bf16"], Place(LENGTH, K, free, slow_packing))
     assert found.format == Format("raw", "bf16")
 
 
@@ -71,17 +73,15 @@ def test_cores_that_are_given_count_and_not_those_that_are_found(cores, ranks_pe
 
 
 def test_ratios_are_told_against_the_gtopk_that_is_modelled_quickest() -> None:
-    found = own_contenders(
-        ["gtopk:growth=2.0", "gtopk", "topk-allgather"], ["exact", "bf16"], LENGTH, K, SLOW, RATES
-    )
-    assert reference_of(found, LENGTH, K, SLOW, RATES) == "gtopk packed+bf16"
-    assert reference_of(found[-2:], LENGTH, K, SLOW, RATES) is None
+    found = own_contenders(["gtopk:growth=2.0", "gtopk", "topk-allgather"], ["exact", "bf16"], HERE)
+    assert reference_of(found, HERE) == "gtopk packed+bf16"
+    assert reference_of(found[-2:], HERE) is None
 
 
 @pytest.mark.parametrize("algorithm", ["topk-allgather", "gtopk-tree", "gtopk"])
 def test_the_model_is_that_of_the_plan(algorithm: str) -> None:
     format = Format("blocks", "bf16")
-    found = own(algorithm, {}, format).modelled(LENGTH, K, SLOW, RATES)
+    found = own(algorithm, {}, format).modelled(HERE)
     expected = predict(Candidate(algorithm, K / LENGTH, format), LENGTH, SLOW, RATES)
     code_seconds = expected.code_seconds + expected.merge_seconds
     assert found == (expected.communicate_seconds, code_seconds, expected.rounds)
@@ -89,13 +89,13 @@ def test_the_model_is_that_of_the_plan(algorithm: str) -> None:
 
 def test_shards_of_several_kinds_take_part_once_whatever_the_format() -> None:
     asked = ["shards:period=8,bits=2", "gtopk"]
-    found = own_contenders(asked, ["exact", "raw+bf16"], LENGTH, K, SLOW, RATES)
+    found = own_contenders(asked, ["exact", "raw+bf16"], HERE)
     assert [each.algorithm for each in found] == ["shards", "gtopk", "gtopk"]
     assert found[0].name == "shards period=8 bits=2"
     rates = RATES._replace(coding={**RATES.coding, Format("raw", "int2"): CodingRate(1e-9, 1e-9)})
     expected = predict(Candidate("shards", 1 / 8, Format("whole", "int2")), LENGTH, SLOW, rates)
     code_seconds = expected.code_seconds + expected.merge_seconds
-    told = found[0].modelled(LENGTH, K, SLOW, rates)
+    told = found[0].modelled(HERE._replace(rates=rates))
     assert told == (expected.communicate_seconds, code_seconds, expected.rounds)
     assert Format("raw", "int2") in to_measure(asked, ["exact"])
 
@@ -104,7 +104,7 @@ def test_the_boundaries_of_oktopk_stand_in_every_go() -> None:
     """Once, the first of three goes drew them, and the median was the slower one of the others."""
 
     def program(transport: Transport) -> list[int]:
-        (contender,) = own_contenders(["oktopk"], ["exact"], 100, 10, SLOW, RATES)
+        (contender,) = own_contenders(["oktopk"], ["exact"], Place(100, 10, SLOW, RATES))
         picks = SparseVector(np.arange(10, dtype=np.int32), np.ones(10, np.float32), 100)
         library = open_library(transport, range(transport.size))
         sent = []
@@ -121,7 +121,7 @@ def test_the_boundaries_of_oktopk_stand_in_every_go() -> None:
 def test_the_librarys_dense_is_modelled_by_what_it_sends() -> None:
     (contender,) = BASELINES["dense-library"]
     dense = predict(Candidate("dense"), LENGTH, SLOW, RATES).communicate_seconds
-    assert contender.modelled(LENGTH, K, SLOW, RATES)[0] == dense
+    assert contender.modelled(HERE)[0] == dense
     assert dense >= dense_bytes(LENGTH, 8) * SLOW.between.seconds_per_byte
 
 
