@@ -371,7 +371,7 @@ class RoundWire:
         self._settings, self._steps, policy = settings, steps, optimizer.step_policy
         self._signature = [
             f"parameter '{policy.names[p]}' {list(p.shape)} {p.dtype}"
-            for p in exchange.bucket.parameters
+            for p in exchange.bucket_exchange.parameters
         ]
         # Checked together with a round when due, so that no rank waits for the check alone.
         self._replicas: ReplicaCheck = policy.replicas
