@@ -29,7 +29,7 @@ from ..runtime.world.membership import World
 from ..telemetry.recorder import note_residual
 from ..telemetry.run_record import note_step, recorder_of
 from ..telemetry.step_report import RecordedStep, StepReport, report
-from ..telemetry.timeline import Span, Step, timeline_of
+from ..telemetry.timeline import Span, Step, timelines
 from .replica import RoundExchange
 
 Bounds = tuple[float, float]  # begin and end, by time.perf_counter
@@ -163,7 +163,7 @@ class LocalSteps:
             covers=self._covers,
         )
         note_step(self._world, done)
-        if (timeline := timeline_of(self._world)) is not None:
+        if (timeline := timelines.get(self._world)) is not None:
             timeline.note_step(self._timeline_step(done, computed, waits))
 
     def _timeline_step(self, done: StepReport, computed: list[Bounds], waits: list[Bounds]) -> Step:
