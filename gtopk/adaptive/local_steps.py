@@ -126,9 +126,10 @@ class LocalSteps:
         with self.spent.waiting():
             self._expected.measure([exchange.bucket_exchange], peers)
 
-    def note_submit(self, operation: Operation) -> None:
-        """Attribute an operation's messages to the current step."""
+    def note_submit(self, operation: Operation) -> TimedOperation:
+        """Attribute an operation's messages to the current step; return it, to be waited for."""
         self._seen.operations[len(self._seen.operations)] = operation
+        return TimedOperation(operation, self.spent)
 
     def computed(self) -> None:
         """Attribute computing time up to now to the current step, and later time to the next."""

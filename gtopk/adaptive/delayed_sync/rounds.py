@@ -441,5 +441,4 @@ class RoundWire:
         self, what: str, signature: Sequence[str], work: Work, flags: int
     ) -> TimedOperation:
         operation = self._engine.submit(f"{self._name}.{what}", signature, work, flags=flags)
-        self._steps.note_submit(operation)
-        return TimedOperation(operation, self._steps.spent)
+        return self._steps.note_submit(operation)
