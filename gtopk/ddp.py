@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import GradBucket, ProcessGroup
 from collectives.transports import Transport
 
 from .compression import GTopK, Shards
-from .exchange.bucket_exchange import BucketExchange, mean_square_ratio
+from .exchange.bucket_exchange import mean_square_ratio
 from .exchange.residual_state import require_shapes, under_known_names
 from .integrations.adam import check_clip_norm
 from .integrations.hook_state import HookState, compression_of, join_world, plain_optimizer
@@ -130,7 +130,7 @@ class GTopKState(HookState):
         assert members.engine is not None
         name = here.name_optimizer(["ddp"], members.ranks)
         peers = Peers(here, members.engine, name, members.ranks, takes_part=True)
-        self._bucket_exchanges = BucketExchanges(self._open_bucket_exchange)
+        self._bucket_exchanges = BucketExchanges(partial(self._open, name))
         super().__init__(peers, how, scaler, max_skipped_steps, optimizer, of_adam)
         self._replicas = HookReplicas(
             peers, self._steps.counted, self._bucket_exchanges, check_every, on_divergence
@@ -241,12 +241,6 @@ class GTopKState(HookState):
     def global_clip_norm(self, norm: float | None) -> None:
         check_clip_norm(norm, makes_adam_steps=self.makes_adam_steps)
         self._global_clip_norm = norm
-
-    def _open_bucket_exchange(
-        self, whole: torch.nn.Parameter, parameters: Sequence[torch.Tensor]
-    ) -> BucketExchange:
-        sizes = [parameter.numel() for parameter in parameters]
-        return self._open(self._peers.name, whole, sizes, parameters)
 
     def _note_exchanged(self, bucket: int, is_last: bool) -> None:
         """Note a bucket's outcome on the engine's thread, and end the transaction after the last.

@@ -87,22 +87,10 @@ def replicate(
     model: fully_shard was applied to it, or to modules in it, on a mesh of one dimension. On one
         of two, FSDP would exchange gradients between the replicas by itself, before gTop-k does.
     replicas: the mesh, of one dimension, of the ranks that hold the same shard as this one.
-    density: of every sharded module's gradients; `options` are the others of Compression.gtopk.
-        With momentum_correction the optimizer's own momentum must be 0, else its first step is an
-        error. So is that of Adam and its kin with adam_correction.
-    compression: a Compression.gtopk or Compression.shards, in place of density and options.
+    density: of every sharded module's gradients.
     optimizer: steps all parameters of the model. For torch's own Adam and AdamW each rank makes the
-        steps of its shard before it selects from them, as DDP's hook does (`GTopKState`): from the
-        end of backward on gradients are the agreed steps, and `step` applies them. They cannot be
-        clipped then.
-    adam_steps: "before" the selection, or "after": the optimizer steps with agreed gradients.
-    local_residual: whether forward passes in training include Adam's steps that this rank has not
-        sent yet; None: yes. Parameters are the same in all replicas again from `step` on, and in a
-        model in eval mode.
-    scaler: the GradScaler that scales the loss, to keep the residual as it is when its scale
-        changes.
-    max_skipped_steps: how many steps in a row may be skipped: one more is a FloatingPointError of
-        the backward pass, on every rank.
+        steps of its shard before it selects from them. They cannot be clipped then.
+    All others are those of DDP's hook: see `gtopk.ddp.GTopKState`.
     Joins the ranks (`hvd.init`) where nobody has. Raises ValueError for options out of range, for
     another model or mesh than the above, and for complex parameters.
     """
@@ -173,11 +161,8 @@ class ReplicaState(HookState):
     cleared.
 
     process_set: the ranks that hold the same shard.
-    skipped_steps: in how many steps a gradient was not finite on some rank, or a sum beyond
-        float32: the same on all ranks, of all shards. The model's gradients then become NaN on all
-        ranks, for a GradScaler to see; each optimizer of the model passes over such a step
-        (`drop_skipped`). The residual is then as before the step. Of float16 gradients, the part of
-        a sum that is beyond float16 stays in the residual, and the step counts.
+    skipped_steps: as of `gtopk.ddp.GTopKState`, and the same for all shards: in such a step all of
+        the model's gradients become NaN on all ranks.
     """
 
     _accumulating: ClassVar[str] = "behind model.set_requires_gradient_sync(False)"
@@ -294,9 +279,7 @@ class ReplicaState(HookState):
     def _open_bucket_exchange(
         self, unit: Unit, whole: torch.nn.Parameter, parameters: Sequence[torch.Tensor]
     ) -> BucketExchange:
-        sizes = [parameter.numel() for parameter in parameters]
-        padded = [unit.padded[unit.name_of(each)] for each in parameters]
-        return self._open(unit.name, whole, sizes, padded)
+        return self._open(unit.name, whole, [unit.padded[unit.name_of(p)] for p in parameters])
 
     def _abort_pass(self) -> None:
         """Undo a pass that an error has ended, if there is one, so that another may begin.

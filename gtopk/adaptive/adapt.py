@@ -10,6 +10,7 @@ from typing import Any, Final, Literal, NamedTuple, Protocol, overload
 import torch
 from torch.utils.data import DataLoader
 
+from ..errors import check_choice
 from ..exchange.automatic import hides_behind_backward
 from ..optim.wrapped.adam_step import require_plain
 from ..optim.wrapped.wrapping import Readings
@@ -165,8 +166,7 @@ def adapt(
     a loader that is not a DataLoader, and for an optimizer that is not distributed. Raises
     HorovodInternalError on every rank where the ranks' arguments differ.
     """
-    if mode not in MODES:
-        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+    check_choice("mode", mode, MODES)
     # Before the check of the class: op=Adasum gives an optimizer of another class, whose error
     # would not help.
     if getattr(optimizer, "op", None) == Adasum:

@@ -29,7 +29,7 @@ from ..runtime.world.membership import World
 from ..telemetry.recorder import note_residual
 from ..telemetry.run_record import note_step, recorder_of
 from ..telemetry.step_report import RecordedStep, StepReport, report
-from ..telemetry.timeline import Span, Step, timeline_of
+from ..telemetry.timeline import Span, Step, timelines
 from .replica import RoundExchange
 
 Bounds = tuple[float, float]  # begin and end, by time.perf_counter
@@ -126,9 +126,10 @@ class LocalSteps:
         with self.spent.waiting():
             self._expected.measure([exchange.bucket_exchange], peers)
 
-    def note_submit(self, operation: Operation) -> None:
-        """Attribute an operation's messages to the current step."""
+    def note_submit(self, operation: Operation) -> TimedOperation:
+        """Attribute an operation's messages to the current step; return it, to be waited for."""
         self._seen.operations[len(self._seen.operations)] = operation
+        return TimedOperation(operation, self.spent)
 
     def computed(self) -> None:
         """Attribute computing time up to now to the current step, and later time to the next."""
@@ -163,7 +164,7 @@ class LocalSteps:
             covers=self._covers,
         )
         note_step(self._world, done)
-        if (timeline := timeline_of(self._world)) is not None:
+        if (timeline := timelines.get(self._world)) is not None:
             timeline.note_step(self._timeline_step(done, computed, waits))
 
     def _timeline_step(self, done: StepReport, computed: list[Bounds], waits: list[Bounds]) -> Step:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from torch.utils.data import DataLoader
 
+from ..errors import check_choice
 from ..optim.samples import whole_number
 from ..runtime.world.membership import World
 from .current_batch import FACTORS
@@ -53,19 +54,13 @@ class Options:
             raise ValueError(
                 f"max_batch must be at least {self.grain} (the grain), got {self.max_batch}"
             )
-        self._choose("lr_scaling", FACTORS)
-        self._choose("loss_reduction", ("mean", "sum"))
+        check_choice("lr_scaling", self.lr_scaling, FACTORS)
+        check_choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
 
     def _require(self, least: int, *names: str) -> None:
         for name in names:
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-
-    def _choose(self, name: str, allowed: Collection[str]) -> None:
-        if getattr(self, name) not in allowed:
-            raise ValueError(
-                f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}"
-            )
 
     def signature(self) -> list[str]:
         """Return the options that must be equal on all ranks, as text."""
@@ -93,7 +88,7 @@ class BalancedOptions(Options):
         super().check()
         self._require(1, "interval")
         self._require(0, "noise_every", "min_global_batch", "max_global_batch")
-        self._choose("policy", ("equal_finish", "goodput"))
+        check_choice("policy", self.policy, ("equal_finish", "goodput"))
         least, most = self.min_global_batch, self.max_global_batch
         if self.policy != "goodput":
             if least or most:

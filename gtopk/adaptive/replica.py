@@ -36,13 +36,11 @@ from typing import Any, NamedTuple
 import torch
 from numpy.typing import NDArray
 
-from collectives.ranges import profiled
 from collectives.transports import Transport
 
 from ..compression import ErrorFeedback, Shards
-from ..exchange.bucket_exchange import BucketExchange, open_exchange
+from ..exchange.bucket_exchange import open_bucket_exchange
 from ..exchange.buckets.arrays import from_array, to_array, view_tensor
-from ..exchange.buckets.buckets import Bucket
 from ..exchange.exchange import Exchanged, Progress
 from ..optim.samples import LocalClip, norm_of
 
@@ -58,7 +56,7 @@ class TimedReduction(NamedTuple):
 class RoundExchange:
     """One rank's side of a round's exchange: `capture_sums`, then `reduce` on the engine's thread.
 
-    bucket:   holds the sums; exchange: reduces them; bucket_exchange: both.
+    bucket_exchange: holds the sums, in a bucket, and reduces them.
     progress: counts reductions that had an update.
     Raises ValueError for adam_correction, as sums and offsets are reduced here, not gradients of
     single steps, and for shards.
@@ -75,25 +73,27 @@ class RoundExchange:
                 "Compression.shards is not for the modes of adapt but 'balanced', which do not "
                 "save owner errors: use that, or Compression.gtopk"
             )
-        self.bucket = Bucket(parameters)
         self._clip = LocalClip([], None)
         self.progress = Progress()
-        self.exchange = open_exchange(self.bucket, compression, self.progress)
-        self.bucket_exchange = BucketExchange("", parameters, [], self.exchange, self.bucket)
+        self.bucket_exchange = open_bucket_exchange("", parameters, [], compression, self.progress)
         self._last_reduction: TimedReduction | None = None
 
     @property
     def signature(self) -> str:
         """Return the text that must be equal on all ranks."""
-        return self.exchange.signature
+        return self.bucket_exchange.signature
+
+    @property
+    def _residuals(self) -> dict[str, torch.Tensor]:
+        residual = self.bucket_exchange.residual
+        return {} if residual is None else residual.after_last_step()
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of residual and velocity, [n] on the host, and the exchange's progress.
 
         They are None where everything is sent, and without momentum correction.
         """
-        residual = self.exchange.residual
-        residuals = {} if residual is None else residual.after_last_step()
+        residuals = self._residuals
         return {
             **{
                 name: residuals[name].to("cpu", copy=True) if name in residuals else None
@@ -109,9 +109,7 @@ class RoundExchange:
         All ranks do so before the next reduction. Raises ValueError for a residual where this
         compression keeps none.
         """
-        residuals = (
-            {} if self.exchange.residual is None else self.exchange.residual.after_last_step()
-        )
+        residuals = self._residuals
         # Before anything is changed: a state that does not fit must leave the residual as it is.
         for name in ("residual", "velocity"):
             if state[name] is not None and name not in residuals:
@@ -121,7 +119,7 @@ class RoundExchange:
                 )
         for name, tensor in residuals.items():
             tensor.zero_() if state[name] is None else tensor.copy_(state[name])
-        if (residual := self.exchange.residual) is not None:
+        if (residual := self.bucket_exchange.residual) is not None:
             residual.is_empty = state["residual"] is None
             # Entries may be here now that another rank is to go on with; all ranks load together.
             residual.may_be_misplaced = True
@@ -131,15 +129,15 @@ class RoundExchange:
     @property
     def residual_views(self) -> list[torch.Tensor] | None:
         """Return the residual by parameter, as views of its memory; None where it is empty."""
-        residual = self.exchange.residual
+        residual = self.bucket_exchange.residual
         if residual is None or residual.is_empty:
             return None
-        return self.bucket.split(view_tensor(residual.values))
+        return self.bucket_exchange.bucket.split(view_tensor(residual.values))
 
     def clear_residual(self) -> None:
         """Clear the residual, which its caller has taken over."""
-        if self.exchange.residual is not None:
-            self.exchange.residual.clear()
+        if (residual := self.bucket_exchange.residual) is not None:
+            residual.clear()
 
     def capture_sums(
         self, sums: Sequence[torch.Tensor | None], allowed_norm: float | None = None
@@ -149,8 +147,8 @@ class RoundExchange:
         allowed_norm: this rank's part of the update is shortened to its share of this norm.
         """
         self._clip = LocalClip(sums, allowed_norm)
-        self.bucket.capture_gradients(1.0, gradients=sums)
-        return self.bucket.all_finite()
+        self.bucket_exchange.capture_gradients(1.0, 1.0, sums)
+        return self.bucket_exchange.all_finite()
 
     def reduce(
         self, transport: Transport, weight: float, share: float = 1.0
@@ -159,7 +157,7 @@ class RoundExchange:
 
         Then the residual is as it was before. share: this rank's share of the update, for clipping.
         """
-        bucket = self.bucket
+        bucket = self.bucket_exchange.bucket
         # Not when the sums were captured: weight and share follow from all ranks' counts, known
         # only now.
         bucket.weight = weight * self._clip.factor(weight, share)
@@ -169,8 +167,7 @@ class RoundExchange:
         exchanged = self.bucket_exchange.reduce(transport)
         reduced = time.perf_counter()
         if exchanged.finite:
-            with bucket.on_stream(), profiled("apply"):
-                self.exchange.apply(bucket)
+            self.bucket_exchange.apply_sum()
         else:
             self.bucket_exchange.undo()
         # In both cases: a stale snapshot would bring back an earlier round.

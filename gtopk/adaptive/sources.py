@@ -170,7 +170,7 @@ class DatasetSource:
         # By the order's length, not the data set's: order= may leave samples out.
         self._sampler = BatchSampler(plan, rank, len(self._order(0)), loader.drop_last)
         self._loader = rebuilt(loader, batch_sampler=self._sampler)
-        self._numbers = Numbers(self._loader, rank)
+        self._seeds = WorkerSeeds(self._loader, rank)
         self.lead = loader.num_workers * (loader.prefetch_factor or 0)
         self.signature = f"{self._sampler.length} samples, drop_last={loader.drop_last}"
 
@@ -193,7 +193,7 @@ class DatasetSource:
         """Yield the rest of an epoch, from a step and a place in its order on."""
         sampler = self._sampler
         sampler.step, sampler.start = step, start
-        self._numbers.begin(epoch)
+        self._seeds.begin(epoch)
         for batch in self._loader:
             yield sampler.cuts.popleft(), batch
 
@@ -217,7 +217,7 @@ class StreamSource:
         # Samples come one by one, as the plan makes the batches. Without a collate_fn torch would
         # turn arrays into tensors first.
         self._loader = rebuilt(loader, batch_size=None, collate_fn=as_it_is)
-        self._numbers = Numbers(self._loader, seed=seed)
+        self._seeds = WorkerSeeds(self._loader, seed=seed)
         self._collate = loader.collate_fn
         self._plan = plan
         self._rank = rank
@@ -237,7 +237,7 @@ class StreamSource:
 
         compare: lets all ranks compare the samples that the stream begins with.
         """
-        self._numbers.begin(epoch)
+        self._seeds.begin(epoch)
         samples = islice(iter(self._loader), start, None)
         block = self._block(samples, step)
         compare(columns_of(block))
@@ -341,7 +341,7 @@ def require_in_order(loader: DataLoader[Any]) -> None:
         )
 
 
-class Numbers:
+class WorkerSeeds:
     """Seeds a loader's workers by a new generator for every epoch, unless the loader has one.
 
     Without one, a DataLoader's iteration draws from torch's generator, and the script would draw

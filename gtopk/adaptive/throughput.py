@@ -7,7 +7,8 @@ Goodput: the progress a second of a global batch, throughput times efficiency; t
 
 Pollux (Qiao et al. 2021, OSDI, arXiv 2008.12260, section 3); of M samples in a step:
 
-    throughput    M / (compute(M) + exchange)        compute(M): ranks end together, as above
+    throughput    M / (compute(M) + exchange)        compute(M): until all ranks have ended, which
+                                                     they do together (`equal_finish`)
     efficiency    (noise + M0) / (noise + M)         of a sample; it is 1 in the reference batch M0
 
     goodput |     .-----.          more samples a step hide the exchange, and teach less and less,

@@ -139,21 +139,13 @@ class AdamSteps:
     back what `make_step` has changed since the last `drop_snapshot`.
 
     ranks: how many exchange the bucket; with one, its own second moment is the mean gradient's.
-    parameters: that lie in the bucket side by side, where one other stands for them; None: the
-        bucket's.
     """
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        groups: AdamGroups,
-        ranks: int,
-        parameters: Sequence[torch.Tensor] | None = None,
-    ) -> None:
+    def __init__(self, bucket: Bucket, groups: AdamGroups, ranks: int) -> None:
         self.share = 1.0 / ranks  # of this rank in the sum, where no numbers of samples are set
         self._groups, self._ranks = groups, ranks
-        self._parameters = bucket.parameters if parameters is None else list(parameters)
-        self._strides, self._sizes = strides_of(self._parameters), bucket.sizes
+        self._parameters, self._sizes = bucket.members, bucket.sizes
+        self._strides = strides_of(self._parameters)
         self.rows = [rows_of(parameter) for parameter in self._parameters]
         self._sampling = Sampling(self._sizes, self.rows)
         self._shared = zeros(bucket.length, bucket.dtype, bucket.device).fill_(UNKNOWN)

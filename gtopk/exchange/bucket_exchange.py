@@ -40,32 +40,6 @@ from .owned_exchanges import NodeExchange, ShardExchange
 from .residual import Residual, ResidualSize
 
 
-def open_exchange(
-    bucket: Bucket,
-    compression: Any,
-    progress: Progress,
-    budget_share: float = 1.0,
-    room_share: float = 1.0,
-) -> Exchange:
-    """Return the exchange for what the user passed as `compression`, which was checked.
-
-    budget_share: this bucket's, of the elements of a step that are compressed.
-    room_share: this bucket's, of the time from when its gradients are ready until backward ends.
-    """
-    # These two first: both are kinds of SparseCompression.
-    if isinstance(compression, Hierarchical) and compression.inside == "dense":
-        return NodeExchange(bucket, compression, progress)
-    if isinstance(compression, Shards):
-        return ShardExchange(bucket, compression, progress)
-    if isinstance(compression, SparseCompression):
-        return SparseExchange(bucket, compression, progress)
-    if isinstance(compression, Automatic):
-        return AutomaticExchange(bucket, compression, progress, budget_share, room_share)
-    if compression is NoneCompressor:
-        return DenseExchange()
-    return CompressorExchange(compression)
-
-
 def require_compression(compression: object) -> None:
     """Raise TypeError for a value that is neither a `Compression` method nor a Compressor class."""
     is_class = isinstance(compression, type) and hasattr(compression, "compress")
@@ -147,6 +121,11 @@ class BucketExchange:
             self.exchange = DrainingExchange(self.bucket, self.exchange)
 
     @property
+    def residual(self) -> Residual | None:
+        """Return the exchange's residual; None: it has no room for one."""
+        return self.exchange.residual
+
+    @property
     def has_residual(self) -> bool:
         """Tell whether there is room for a residual."""
         return self.exchange.residual is not None
@@ -159,10 +138,15 @@ class BucketExchange:
         """
         return not (self._on_gpu or self.exchange.finds_nonfinite)
 
-    def capture_gradients(self, weight: float, scale: float) -> None:
-        """Capture the gradients as they are now; raises as `require_shapes` does."""
+    def capture_gradients(
+        self,
+        weight: float,
+        scale: float,
+        gradients: Sequence[torch.Tensor | None] | None = None,
+    ) -> None:
+        """Do as `Bucket.capture_gradients`; raises as `require_shapes` does."""
         self.require_shapes()
-        self.bucket.capture_gradients(weight, scale)
+        self.bucket.capture_gradients(weight, scale, gradients)
         self._read_options()
 
     def set_weight(self, weight: float, share: float) -> None:
@@ -269,17 +253,9 @@ class BucketExchange:
         residual = self.exchange.residual
         if residual is None or not missing_everywhere:
             return
-        ends = itertools.accumulate(parameter.numel() for parameter in self.parameters)
-        # With their places: the residual finds by them what has one entry a parameter, or a row.
-        parts = {
-            place: slice(end - parameter.numel(), end)
-            for place, (name, parameter, end) in enumerate(
-                zip(self.names, self.parameters, ends, strict=True)
-            )
-            if name in missing_everywhere
-        }
+        places = [place for place, name in enumerate(self.names) if name in missing_everywhere]
         with self.bucket.on_stream():
-            residual.stash(parts)
+            residual.stash(places)
 
     def reduce(self, transport: Transport) -> Exchanged:
         """Sum the gradients over the ranks; a collective. They stay as they are until `apply`."""
@@ -361,20 +337,34 @@ def open_bucket_exchange(
     name: str,
     parameters: Sequence[torch.nn.Parameter],
     names: Sequence[str],
-    compression: object,
+    compression: Any,
     progress: Progress,
     budget_share: float = 1.0,
     room_share: float = 1.0,
-    sizes: Sequence[int] | None = None,
+    members: Sequence[torch.Tensor] | None = None,
 ) -> BucketExchange:
     """Return the bucket of these parameters, with nothing in its residual.
 
+    compression: as the user passed it, and checked.
     budget_share: this bucket's, of the elements of a step that are compressed.
     room_share: this bucket's, of the time from when its gradients are ready until backward ends.
-    sizes: of several parameters that the one given stands for; None: it stands for itself.
+    members: the tensors that the one parameter given stands for; None: it stands for itself.
     """
-    bucket = Bucket(parameters, sizes)
-    exchange = open_exchange(bucket, compression, progress, budget_share, room_share)
+    bucket = Bucket(parameters, members)
+    exchange: Exchange
+    # These two first: both are kinds of SparseCompression.
+    if isinstance(compression, Hierarchical) and compression.inside == "dense":
+        exchange = NodeExchange(bucket, compression, progress)
+    elif isinstance(compression, Shards):
+        exchange = ShardExchange(bucket, compression, progress)
+    elif isinstance(compression, SparseCompression):
+        exchange = SparseExchange(bucket, compression, progress)
+    elif isinstance(compression, Automatic):
+        exchange = AutomaticExchange(bucket, compression, progress, budget_share, room_share)
+    elif compression is NoneCompressor:
+        exchange = DenseExchange()
+    else:
+        exchange = CompressorExchange(compression)
     return BucketExchange(name, parameters, names, exchange, bucket)
 
 
@@ -385,18 +375,16 @@ def attach_adam(
     ranks: int,
     *,
     whole: bool = False,
-    parameters: Sequence[torch.Tensor] | None = None,
 ) -> None:
     """Make a new bucket turn its gradients into Adam's steps before it exchanges them.
 
     ranks: how many exchange it. whole: every entry is sent.
-    parameters: that lie in it, where one other stands for them.
     """
     bucket = bucket_exchange.bucket
     if whole or ranks == 1:  # a single rank sends nothing: it steps as its optimizer would
         bucket_exchange.exchange = DenseExchange(open_residual(bucket, compression))
     assert bucket_exchange.exchange.residual is not None
-    bucket_exchange.adam = AdamSteps(bucket, groups, ranks, parameters)
+    bucket_exchange.adam = AdamSteps(bucket, groups, ranks)
     bucket_exchange.exchange.residual.hold_adam_moments(bucket_exchange.adam)
 
 
@@ -408,9 +396,7 @@ def mean_square_ratio(bucket_exchanges: Sequence[Any]) -> float:
     found = [
         residual.row_sums()
         for each in bucket_exchanges
-        if isinstance(each, BucketExchange)
-        and (residual := each.exchange.residual) is not None
-        and residual.shares_second_moment
+        if (residual := each.residual) is not None and residual.shares_second_moment
     ]
     mean, own = (sum(sums) for sums in zip(*found, strict=True)) if found else (1.0, 1.0)
     # On average over ranks the mean gradient is the shorter one; a sample may say otherwise.
@@ -424,8 +410,7 @@ def gradient_norm(bucket_exchanges: Iterable[Any], clip_factor: float) -> float 
 
     None where no Adam's steps are made of it: no rank knows it then.
     """
-    steps = [each.adam for each in bucket_exchanges if isinstance(each, BucketExchange)]
-    squares = [each.mean_square for each in steps if each is not None]
+    squares = [each.adam.mean_square for each in bucket_exchanges if each.adam is not None]
     return math.sqrt(sum(squares)) / clip_factor if squares else None
 
 
@@ -443,7 +428,9 @@ class DrainingExchange:
     def __init__(self, bucket: Bucket, next_exchange: Exchange) -> None:
         self.next_exchange = next_exchange
         # The exchange that follows takes no momentum: a velocity that was saved has no place here.
-        self.residual = Residual(bucket.length, bucket.dtype, device=bucket.device)
+        self.residual = Residual(
+            bucket.length, bucket.dtype, device=bucket.device, sizes=bucket.sizes
+        )
         self.is_drained = False
         self._dense = DenseExchange(self.residual)
         self.signature, self.finds_nonfinite = self._dense.signature, self._dense.finds_nonfinite

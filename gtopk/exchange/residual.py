@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -94,7 +94,7 @@ class Residual:
 
     masked: whether the velocity of an applied entry is cleared (factor masking).
     betas: of Adam's moments, which gradients go through before they get here; None: they do not.
-    sizes: of the parameters, which lie side by side; only Adam's moments need them.
+    sizes: of the parameters, which lie side by side; none: one is the whole vector.
     has_moments: whether gradients go through Adam's moments before they get here.
     shares_second_moment: whether the ranks share a second moment, for which they exchange a sample.
     may_be_misplaced: whether entries may be here that another rank is to go on with
@@ -125,6 +125,9 @@ class Residual:
             else Memory.of(zeros(length, dtype, device))
             for name in self._names
         ]
+        # Where parameters begin and end, in a vector and in ROWS.
+        self._ends = [*itertools.accumulate(sizes or [length], initial=0)]
+        self._row_ends: list[int] = []
         self._on_gpu = is_on_device(self.values)
         self._second_buffers: list[Memory] = []
         self._swapped: set[int] = set()  # parts changed since `snapshot`: old values are beside
@@ -136,8 +139,8 @@ class Residual:
         self.may_be_misplaced = True
         # At `snapshot`: is_empty, _drained_steps, may_be_misplaced.
         self._snapshot: tuple[bool, int, bool] | None = None
-        # Place in _memory, slice there, values; None: no parameter is set aside, on any rank.
-        self._stashed: list[tuple[int, slice, torch.Tensor]] | None = None
+        # Place in _memory, the parameter's, values; None: none is set aside, on any rank.
+        self._stashed: list[tuple[int, int, torch.Tensor]] | None = None
         self._step: Step | None = None  # accumulates and selects on a GPU
         # Picked and returned in the last step; None: it was dense.
         self._last_sent: tuple[SparseVector, SparseVector] | None = None
@@ -152,6 +155,7 @@ class Residual:
             torch.zeros(sum(steps.rows), dtype=self._memory[0].tensor.dtype, device="cpu"),
         )
         self._steps = steps
+        self._row_ends = [*itertools.accumulate(steps.rows, initial=0)]
         self.has_moments, self.shares_second_moment = True, steps.share < 1.0
         others = [*zip(self._names, self._memory, strict=True)][1:]
         self._names = "residual", "first_moment", SECOND_MOMENT, AGE, ROWS
@@ -160,11 +164,6 @@ class Residual:
         for name, memory in others:  # owner errors come last
             self._names += (name,)
             self._memory.append(memory)
-
-    @property
-    def rows(self) -> Sequence[int]:
-        """Return how many rows each parameter has in ROWS; none without AdamW's steps."""
-        return self._steps.rows if self._steps is not None else ()
 
     def read_options(self) -> None:
         """Read the options, such as the rate, of AdamW's next step."""
@@ -340,26 +339,21 @@ class Residual:
         if self._steps is not None:
             self._steps.drop_snapshot()
 
-    def stash(self, parts: Mapping[int, slice]) -> None:
+    def stash(self, places: Collection[int]) -> None:
         """Keep the residual of some parameters out of a step, from `snapshot` to `unstash`.
 
-        parts: where they lie, by their place among `sizes`; the same on all ranks.
+        places: theirs among `sizes`; the same on all ranks.
         """
         self._stashed = []
         if self._steps is not None:
-            self._steps.exclude(parts.keys())
-        row_ends = [*itertools.accumulate(self.rows, initial=0)]
+            self._steps.exclude(places)
         for number, name in enumerate(self._names):
             if number == 0 and self.is_empty:
                 continue
             tensor = self._writable(number).tensor
-            for place, part in parts.items():
-                where = part
-                if name == AGE:
-                    where = slice(place, place + 1)
-                elif name == ROWS:
-                    where = slice(*row_ends[place : place + 2])
-                self._stashed.append((number, where, tensor[where].clone()))
+            for place in places:
+                where = self._where(name, place)
+                self._stashed.append((number, place, tensor[where].clone()))
                 # Ages and row sums are not sent: nothing has to be kept out of the step.
                 if name not in (AGE, ROWS):
                     tensor[where] = 0
@@ -370,15 +364,15 @@ class Residual:
             return
         assert self._snapshot is not None
         places = []
-        for number, where, values in self._stashed:
-            here = self._writable(number).tensor[where]
+        for number, place, values in self._stashed:
             name = self._names[number]
+            here = self._writable(number).tensor[self._where(name, place)]
             if name in (AGE, ROWS):
                 here.copy_(values)  # for these parameters the step did not happen
             else:
                 here.add_(values)  # entries may have returned from the reduction meanwhile
             if name == AGE:
-                places.append(where.start)
+                places.append(place)
             self.is_empty &= number != 0
         if self._steps is not None:
             self._steps.undo_part(places)
@@ -419,6 +413,26 @@ class Residual:
             name: (self._second_buffers if number in self._swapped else self._memory)[number].tensor
             for number, name in enumerate(self._names)
         }
+
+    def part(self, name: str, place: int) -> torch.Tensor:
+        """Return a view of a parameter's part after the last step: [its elements].
+
+        place: the parameter's among `sizes`. AGE is a scalar; ROWS has one value a row.
+        """
+        number = self._names.index(name)
+        memory = self._second_buffers if number in self._swapped else self._memory
+        return memory[number].tensor[self._where(name, place)]
+
+    def parts(self, place: int) -> dict[str, torch.Tensor]:
+        """Return a `part` of each name."""
+        return {name: self.part(name, place) for name in self._names}
+
+    def _where(self, name: str, place: int) -> int | slice:
+        """Return where a parameter's part lies in the memory of this name."""
+        if name == AGE:
+            return place
+        ends = self._row_ends if name == ROWS else self._ends
+        return slice(ends[place], ends[place + 1])
 
     def to_adam_step(self, gradient: NDArray[Any], share: float, transport: Transport) -> float:
         """Turn the weighted gradient into Adam's weighted step, in place.

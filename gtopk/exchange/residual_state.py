@@ -9,14 +9,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from ..errors import DamagedError
-from .bucket_exchange import BucketExchange
-from .residual import AGE, OWNER_ERROR, ROWS, Residual
-from .sparse_gradients import SparseGradientExchange
+from .residual import AGE, OWNER_ERROR, ROWS
+from .sparse_gradients import AnyBucketExchange, SparseGradientExchange
 
 _log = logging.getLogger("gtopk")
 _COMPILED: Final = "_orig_mod"  # torch.compile adds it to the names of all that it wraps
@@ -56,16 +55,20 @@ def require_shapes(
         require_shape(f"'{name}'", residuals.get(name, {}), parameter.shape)
 
 
-def copy_residuals(bucket_exchanges: Sequence[Any]) -> dict[str, ResidualState]:
+def copy_residuals(bucket_exchanges: Sequence[AnyBucketExchange]) -> dict[str, ResidualState]:
     """Return copies of the residuals of the buckets, by parameter name."""
     return {
         # Not in the parameter's own memory order: another run may have another.
-        name: {what: view.clone(memory_format=torch.contiguous_format) for what, view in views}
+        name: {
+            what: view.clone(memory_format=torch.contiguous_format) for what, view in views.items()
+        }
         for name, views in _views(bucket_exchanges)
     }
 
 
-def load_residuals(bucket_exchanges: Sequence[Any], residuals: Mapping[str, ResidualState]) -> None:
+def load_residuals(
+    bucket_exchanges: Sequence[AnyBucketExchange], residuals: Mapping[str, ResidualState]
+) -> None:
     """Put residuals into the buckets; parameters that are not among them get none.
 
     Buckets without room for a residual take none: see `BucketExchange.start_draining`.
@@ -73,9 +76,9 @@ def load_residuals(bucket_exchanges: Sequence[Any], residuals: Mapping[str, Resi
     """
     for name, views in _views(bucket_exchanges):
         parts = residuals.get(name, {})
-        if OWNER_ERROR not in dict(views):
+        if OWNER_ERROR not in views:
             parts = without_owner_errors(parts)
-        for what, view in views:
+        for what, view in views.items():
             tensor = parts.get(what)
             if tensor is None:
                 view.zero_()
@@ -88,7 +91,7 @@ def load_residuals(bucket_exchanges: Sequence[Any], residuals: Mapping[str, Resi
             view.copy_(tensor)
     # Steps pass over an empty residual; one of zeros that is taken for more costs a pass each time.
     for bucket_exchange in bucket_exchanges:
-        if (residual := _residual(bucket_exchange)) is not None:
+        if (residual := bucket_exchange.residual) is not None:
             residual.is_empty = not bool(residual.after_last_step()["residual"].any())
 
 
@@ -118,43 +121,28 @@ def norm_of(residuals: Iterable[ResidualState]) -> float:
     return math.sqrt(sum(float(part.detach().double().square().sum()) for part in unsent))
 
 
-def _residual(bucket_exchange: Any) -> Residual | None:
-    return (
-        bucket_exchange.exchange.residual if isinstance(bucket_exchange, BucketExchange) else None
-    )
-
-
-def _views(bucket_exchanges: Sequence[Any]) -> Iterator[tuple[str, list[tuple[str, torch.Tensor]]]]:
+def _views(
+    bucket_exchanges: Sequence[AnyBucketExchange],
+) -> Iterator[tuple[str, ResidualState]]:
     """Return each parameter's name, and views of its parts of the residual in its shape."""
     for bucket_exchange in bucket_exchanges:
-        if (
-            isinstance(bucket_exchange, SparseGradientExchange)
-            and bucket_exchange.unsent is not None
-        ):
-            yield bucket_exchange.names[0], [("residual", bucket_exchange.unsent)]
-        residual = _residual(bucket_exchange)
-        if residual is None:
+        if isinstance(bucket_exchange, SparseGradientExchange):
+            if bucket_exchange.unsent is not None:
+                yield bucket_exchange.names[0], {"residual": bucket_exchange.unsent}
             continue
-        tensors = residual.after_last_step()
-        in_shape = {
-            what: bucket_exchange.bucket.split(tensor)
-            for what, tensor in tensors.items()
-            if what not in (AGE, ROWS)
-        }
-        row = 0
-        for number, name in enumerate(bucket_exchange.names):
-            views = {what: parts[number] for what, parts in in_shape.items()}
-            if AGE in tensors:
-                views[AGE] = tensors[AGE][number]
-            if ROWS in tensors:
-                rows = residual.rows[number]
-                views[ROWS] = tensors[ROWS][row : row + rows]
-                row += rows
-            yield name, list(views.items())
+        if (residual := bucket_exchange.residual) is None:
+            continue
+        bucket = bucket_exchange.bucket
+        for place, name in enumerate(bucket_exchange.names):
+            shape, stride = bucket.parameters[place].shape, bucket.strides[place]
+            parts = residual.parts(place)
+            for what in parts.keys() - {AGE, ROWS}:
+                parts[what] = parts[what].as_strided(shape, stride)
+            yield name, parts
 
 
 def residuals_of(
-    bucket_exchanges: Sequence[Any],
+    bucket_exchanges: Sequence[AnyBucketExchange],
 ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
     """Return each parameter whose bucket has a residual, and a view of it in its shape.
 
@@ -162,7 +150,9 @@ def residuals_of(
     Raises ValueError where a parameter has another shape by now.
     """
     for bucket_exchange in bucket_exchanges:
-        residual = _residual(bucket_exchange)
+        if isinstance(bucket_exchange, SparseGradientExchange):
+            continue
+        residual = bucket_exchange.residual
         if residual is None or residual.is_empty:
             continue
         bucket_exchange.require_shapes()
@@ -174,12 +164,12 @@ def residuals_of(
 
 
 def state_before(
-    bucket_exchanges: Sequence[Any],
+    bucket_exchanges: Sequence[AnyBucketExchange],
 ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the optimizer's state of parameters as before a step that may still be undone."""
     found: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
     for bucket_exchange in bucket_exchanges:
-        if (residual := _residual(bucket_exchange)) is not None:
+        if (residual := bucket_exchange.residual) is not None:
             found.update(residual.state_before())
     return found
 

@@ -36,6 +36,7 @@ class SparseGradientExchange:
 
     checks_finite_first = True
     signature = "sparse gradient"
+    residual, adam = None, None
 
     def __init__(self, name: str, parameter: torch.nn.Parameter, parameter_name: str) -> None:
         self.name = name

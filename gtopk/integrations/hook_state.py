@@ -337,24 +337,18 @@ class HookState(ABC):
         self,
         name: str,
         whole: torch.nn.Parameter,
-        sizes: Sequence[int],
-        stepped: Sequence[torch.Tensor],
+        members: Sequence[torch.Tensor],
     ) -> BucketExchange:
         """Return the exchange of a bucket that a parameter stands for.
 
-        sizes: of the parameters in it. stepped: what the groups of Adam know them by.
+        members: the tensors in it, by which the groups of Adam know them.
         """
         bucket_exchange = open_bucket_exchange(
-            name, [whole], [name], self.compression, self.progress, sizes=sizes
+            name, [whole], [name], self.compression, self.progress, members=members
         )
         if self._adam is not None:
-            attach_adam(
-                bucket_exchange,
-                self.compression,
-                self._adam.groups,
-                self._peers.size,
-                parameters=stepped,
-            )
+            groups = self._adam.groups
+            attach_adam(bucket_exchange, self.compression, groups, self._peers.size)
         return bucket_exchange
 
     def _submit(

@@ -11,7 +11,6 @@ frozen parameter, or of one in no bucket now, is kept apart.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -28,7 +27,7 @@ from collectives.transports import Transport
 from ..exchange.bucket_exchange import BucketExchange
 from ..exchange.buckets.parameters import refuse_complex
 from ..exchange.exchange import Progress
-from ..exchange.residual import AGE, OWNER_ERROR, ROWS
+from ..exchange.residual import AGE, OWNER_ERROR, ROWS, Residual
 from ..exchange.residual_state import ResidualState, plain_name, without_owner_errors
 from ..optim.gradient_checks import groups_of_ddp
 from ..optim.peers import Peers
@@ -57,8 +56,8 @@ class BucketExchanges:
         self._open_bucket_exchange = open_bucket_exchange
         # By the identities of their parameters.
         self._bucket_exchanges: dict[tuple[int, ...], BucketExchange] = {}
-        # By parameter: its bucket, its number there, and where it begins.
-        self._bucket_of: dict[torch.Tensor, tuple[BucketExchange, int, int]] = {}
+        # By parameter: its bucket, and its place there.
+        self._bucket_of: dict[torch.Tensor, tuple[BucketExchange, int]] = {}
         # Of parameters without a bucket, and of frozen ones; elements in the order of memory.
         self._residuals: dict[torch.Tensor, ResidualState] = {}
 
@@ -90,9 +89,8 @@ class BucketExchanges:
             # Not of the buffer's own memory: DDP allocates others, and this one would be kept.
             whole = stand_in(buffer, buffer.numel())
             bucket_exchange = self._open_bucket_exchange(whole, parameters)
-            starts = itertools.accumulate((p.numel() for p in parameters), initial=0)
-            for index, (parameter, start) in enumerate(zip(parameters, starts, strict=False)):
-                self._bucket_of[parameter] = bucket_exchange, index, start
+            for place, parameter in enumerate(parameters):
+                self._bucket_of[parameter] = bucket_exchange, place
             self._bucket_exchanges[key] = bucket_exchange
         self._exclude_frozen(parameters, buffer)
         return self._bucket_exchanges[key]
@@ -112,9 +110,7 @@ class BucketExchanges:
     def _take_out(self, bucket_exchange: BucketExchange) -> None:
         """Dissolve a bucket, and keep its residual until other buckets have its parameters."""
         moved = [
-            parameter
-            for parameter, (home, *_) in self._bucket_of.items()
-            if home is bucket_exchange
+            parameter for parameter, (home, _) in self._bucket_of.items() if home is bucket_exchange
         ]
         for parameter in moved:
             if parameter not in self._residuals:
@@ -132,8 +128,7 @@ class BucketExchanges:
             residuals = without_owner_errors(residuals)
         for what, part in views.items():
             part.copy_(residuals[what]) if what in residuals else part.zero_()
-        residual = self._bucket_of[parameter][0].exchange.residual
-        assert residual is not None
+        residual = _residual(self._bucket_of[parameter][0])
         residual.is_empty = False
         # Another bucket, or another number of ranks, has other owners for the same entries.
         residual.may_be_misplaced |= OWNER_ERROR in residuals
@@ -143,19 +138,18 @@ class BucketExchanges:
 
     def _views(self, parameter: torch.Tensor) -> ResidualState:
         """Return views of a parameter's part of its bucket's residual, in the order of memory."""
-        return _views_in(*self._bucket_of[parameter], parameter.numel())
+        bucket_exchange, place = self._bucket_of[parameter]
+        return _residual(bucket_exchange).parts(place)
 
     def residuals(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Return each parameter that has a residual, and a view of it in the parameter's shape."""
         for parameter, parts in self._residuals.items():
             if "residual" in parts:
                 yield parameter, as_shaped(parts["residual"], parameter)  # type: ignore[misc]
-        for parameter, (bucket_exchange, _, start) in self._bucket_of.items():
-            residual = bucket_exchange.exchange.residual
-            if parameter in self._residuals or residual is None or residual.is_empty:
-                continue
-            part = residual.after_last_step()["residual"][start : start + parameter.numel()]
-            yield parameter, as_shaped(part, parameter)  # type: ignore[misc]
+        for parameter, (bucket_exchange, place) in self._bucket_of.items():
+            residual = _residual(bucket_exchange)
+            if parameter not in self._residuals and not residual.is_empty:
+                yield parameter, as_shaped(residual.part("residual", place), parameter)  # type: ignore[misc]
 
     def residual_of(self, parameter: torch.Tensor, *, is_trained: bool) -> ResidualState:
         """Return copies of the residual of a parameter, in its shape.
@@ -168,8 +162,7 @@ class BucketExchanges:
             own = self._views(parameter)
         elif own is None and is_trained and parameter.numel() and not parameter.is_complex():
             whole = stand_in(parameter, parameter.numel())
-            alone = self._open_bucket_exchange(whole, [parameter])
-            own = _views_in(alone, 0, 0, parameter.numel())
+            own = _residual(self._open_bucket_exchange(whole, [parameter])).parts(0)
         return {
             what: (part if what in (AGE, ROWS) else as_shaped(part, parameter)).clone(
                 memory_format=torch.contiguous_format
@@ -191,20 +184,11 @@ class BucketExchanges:
                 self._residuals.setdefault(parameter, {})[what] = part
 
 
-def _views_in(
-    bucket_exchange: BucketExchange, index: int, start: int, length: int
-) -> ResidualState:
-    """Return views of the part of a bucket's residual that belongs to a parameter in it."""
-    residual = bucket_exchange.exchange.residual
+def _residual(bucket_exchange: BucketExchange) -> Residual:
+    """Return a bucket's residual; every compression that hooks take keeps one."""
+    residual = bucket_exchange.residual
     assert residual is not None
-    where: dict[str, int | slice] = {AGE: index}
-    if residual.rows:
-        first = sum(residual.rows[:index])
-        where[ROWS] = slice(first, first + residual.rows[index])
-    return {
-        what: tensor[where.get(what, slice(start, start + length))]
-        for what, tensor in residual.after_last_step().items()
-    }
+    return residual
 
 
 class PassTransaction(RecordedStep):

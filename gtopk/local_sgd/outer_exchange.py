@@ -245,8 +245,7 @@ class OuterExchange:
         self._budget_share = budget_share
         self._progress = Progress()
         self.expected = ExpectedStep(compression, self._progress, "outer step")
-        # The operation and the changes that it exchanges, while it goes on.
-        self._under_way: tuple[Operation, list[torch.Tensor | None]] | None = None
+        self._under_way: Operation | None = None  # the exchange, while it goes on
         self._span: Bounds = (0.0, 0.0)
         self._enter(here, name, {})
 
@@ -334,24 +333,20 @@ class OuterExchange:
         """
         bucket_exchange = self._bucket_exchange
         # z - x, as of a gradient: the outer optimizer subtracts it.
-        changes = torch._foreach_sub(list(center), [p.detach() for p in bucket_exchange.parameters])
-        # The bucket reads its values where gradients are; those of the last step come back after.
-        with preserve_gradients(bucket_exchange.parameters):
-            for parameter, change in zip(bucket_exchange.parameters, changes, strict=True):
-                is_still = not parameter.requires_grad and not bool(change.any())
-                parameter.grad = None if is_still else change
-            # Unweighted: the shares follow from all ranks' steps, which `_work` learns.
-            bucket_exchange.capture_gradients(1.0, 1.0)
-            frozen = bucket_exchange.missing()
-            mine = [] if bucket_exchange.all_finite() else bucket_exchange.not_finite()
-            # The sum comes into these, in `ended`: meanwhile the parameters have the script's
-            # gradients.
-            taken = [parameter.grad for parameter in bucket_exchange.parameters]
+        changes = torch._foreach_sub(list(center), [p.detach() for p in self._names])
+        frozen = [
+            name
+            for (parameter, name), change in zip(self._names.items(), changes, strict=True)
+            if not parameter.requires_grad and not bool(change.any())
+        ]
+        # Unweighted: the shares follow from all ranks' steps, which `_work` learns.
+        bucket_exchange.capture_gradients(1.0, 1.0, changes)
+        mine = [] if bucket_exchange.all_finite() else bucket_exchange.not_finite()
         if mine:
             torch._foreach_zero_(changes)  # 0 times NaN is NaN: a weight of 0 is not enough
         try:
             # A lost replica announces no steps, and so weighs nothing in the sum.
-            operation = self.peers.engine.submit(
+            self._under_way = self.peers.engine.submit(
                 name,
                 self._signature([*signature, bucket_exchange.signature]),
                 partial(self._work, mine, frozen),
@@ -362,7 +357,6 @@ class OuterExchange:
         except BaseException:
             bucket_exchange.release_gradients()
             raise
-        self._under_way = operation, taken
 
     @contextmanager
     def ended(self) -> Iterator[OuterResult]:
@@ -374,16 +368,19 @@ class OuterExchange:
         """
         assert self._under_way is not None
         # Forgotten first: where the wait fails, there is nothing to wait for again.
-        (operation, taken), self._under_way = self._under_way, None
+        operation, self._under_way = self._under_way, None
         bucket_exchange = self._bucket_exchange
         try:
             with preserve_gradients(bucket_exchange.parameters):
-                preempted, lost, everywhere, exchanged = operation.wait()
-                outcome = OuterResult(preempted, lost, everywhere, exchanged, operation, self._span)
-                for parameter, gradient in zip(bucket_exchange.parameters, taken, strict=True):
-                    parameter.grad = gradient
+                preempted, lost, frozen, exchanged = operation.wait()
+                outcome = OuterResult(preempted, lost, frozen, exchanged, operation, self._span)
                 if outcome.moves:
-                    bucket_exchange.apply(outcome.frozen)
+                    bucket_exchange.apply_sum()
+                    # The sum is where the changes were.
+                    sums = zip(self._names.items(), bucket_exchange.bucket.gradients, strict=True)
+                    for (parameter, name), gradient in sums:
+                        is_still = name in frozen and not bool(gradient.any())
+                        parameter.grad = None if is_still else gradient
                 else:
                     bucket_exchange.undo()
                 yield outcome

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from collectives.algorithms import adasum
-from collectives.transports import Traffic, Transport
+from collectives.transports import Transport
 
 from ..compression import Compression, Compressor
 from ..exchange.buckets.arrays import from_array, to_array
@@ -31,19 +31,19 @@ from ..exchange.buckets.parameters import (
     require_trained,
     with_gradients,
 )
-from ..exchange.exchange import Progress
+from ..exchange.exchange import Exchanged, Progress
 from ..exchange.residual_state import nonzero_names, norm_of
 from ..reduce_ops import Adasum
 from ..runtime.coordinator import Work
 from ..runtime.world import world
 from ..runtime.world.membership import World
 from ..telemetry.run_record import recorder_of
-from ..telemetry.step_report import StepReport
+from ..telemetry.step_report import RecordedStep, StepReport, report
 from .expected_step import ExpectedStep
 from .gradient_checks import SharedParameters
 from .hooks import BackwardHooks
 from .peers import Peers
-from .step_checks import MAX_SKIPPED_STEPS, SkippedSteps
+from .step_checks import SkippedSteps
 from .wrapped import checkpoint as optimizer_checkpoint
 from .wrapped.wrapping import Wrapping, wrap
 
@@ -54,6 +54,12 @@ class _Fused(NamedTuple):
     places: list[int]
     lengths: list[int]
     array: NDArray[Any]
+
+
+class _Whole(NamedTuple):
+    """All changes of a step as one bucket, for its report."""
+
+    elements: int
 
 
 class Deltas:
@@ -135,8 +141,7 @@ class _AdasumOptimizer(Wrapping):
         self._shared = SharedParameters(self._parameter_names, self._hooks.set_aside)
         self._enter(self._world)
         self._begun = time.perf_counter()  # of this step: the end of the last one
-        self._traffic = Traffic()  # of this step
-        self._communicate_seconds = 0.0
+        self._seen = RecordedStep()  # of this step; spans: the waits for its operations
         self._select_seconds = 0.0
         self._skipped = SkippedSteps(max_skipped_steps)
         self.last_step: StepReport | None = None
@@ -217,8 +222,8 @@ class _AdasumOptimizer(Wrapping):
             f"{self._name}.{part}", self._signature(), work, flags
         )
         result = operation.wait()
-        self._communicate_seconds += time.perf_counter() - begun - operation.queue_seconds
-        self._traffic.count(operation.sent_bytes, operation.sent_messages)
+        self._seen.operations[len(self._seen.operations)] = operation
+        self._seen.spans.append((begun, time.perf_counter()))
         return result
 
     def skip_synchronize(self) -> NoReturn:
@@ -293,42 +298,34 @@ class _AdasumOptimizer(Wrapping):
 
     def _report(self, skipped: bool) -> None:
         """Fill in `last_step`, and begin to count for the next one."""
-        now = time.perf_counter()
-        exchange_seconds = self._select_seconds + self._communicate_seconds
+        now, seen, self._seen = time.perf_counter(), self._seen, RecordedStep()
         entries = sum(parameter.numel() for parameter in self._trained())
-        traffic = self._traffic.read_and_reset()
-        self.last_step = StepReport(
-            step=self._world.step,
-            algorithm="adasum",
-            compute_seconds=now - self._begun - exchange_seconds,
-            synchronize_seconds=exchange_seconds,
+        sent = 0 if skipped else entries
+        waited_seconds = sum(ended - begun for begun, ended in seen.spans)
+        agree_seconds = sum(operation.agree_seconds for operation in seen.operations.values())
+        seen.bucket_exchanges.append(_Whole(entries))
+        seen.exchanged[0] = Exchanged(
+            "adasum",
+            selected=sent,
+            updated=sent,
             select_seconds=self._select_seconds,
-            apply_seconds=0.0,
-            communicate_seconds=self._communicate_seconds,
-            agree_seconds=0.0,
+            communicate_seconds=waited_seconds - agree_seconds,
             merge_seconds=0.0,
-            code_seconds=0.0,
-            hidden_seconds=0.0,
-            working_seconds=self._communicate_seconds,
-            buckets=1,
-            exchange_seconds=exchange_seconds,
-            predicted_seconds=None,
-            sent_bytes=traffic.sent_bytes,
-            sent_messages=traffic.sent_messages,
+            finite=not skipped,
             bytes_counted=True,
-            coded_entries=0,
-            coded_bytes=0,
-            elements=entries,
-            samples=None,
-            selected=0 if skipped else entries,
-            updated=0 if skipped else entries,
+        )
+        exchange_seconds = self._select_seconds + waited_seconds
+        self.last_step = report(
+            seen,
+            step=self._world.step,
+            compute_seconds=now - self._begun - exchange_seconds,
+            waits=seen.spans,
+            waited_seconds=exchange_seconds,
             skipped=skipped,
-            ranks=self._world.size,
         )
         if (recorder := recorder_of(self._world)) is not None:
             recorder.note_step(self.last_step)
-        self._begun = now
-        self._select_seconds = self._communicate_seconds = 0.0
+        self._begun, self._select_seconds = now, 0.0
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients; what was computed towards the next step is forgotten."""
@@ -370,16 +367,15 @@ def _entries(gradient: torch.Tensor) -> torch.Tensor:
 
 def distribute_adasum(
     optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-    compression: Any = Compression.none,
-    backward_passes_per_step: int = 1,
-    max_skipped_steps: int = MAX_SKIPPED_STEPS,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
+    compression: Any,
+    backward_passes_per_step: int,
+    max_skipped_steps: int,
 ) -> Any:
     """Return the optimizer, whose steps on all ranks are combined by Adasum.
 
     compression: Compression.none, .fp16, .bf16 or a Compressor class; it gets deltas, which are
         smaller than gradients by about the learning rate.
-    max_skipped_steps: how many steps in a row may be skipped before the next is an error.
     A parameter without a gradient on this rank has not changed here, and takes the others' change.
     Raises TypeError for another compression; else as DistributedOptimizer does.
     """

@@ -20,7 +20,7 @@ from ..runtime.world import world
 from ..runtime.world.process_sets import ProcessSet, global_process_set
 from ..telemetry.run_record import note_step
 from ..telemetry.step_report import StepReport, report
-from ..telemetry.timeline import Span, Step, timeline_of
+from ..telemetry.timeline import Span, Step, timelines
 from .adasum import distribute_adasum
 from .gradient_checks import (
     RECIPE,
@@ -182,7 +182,7 @@ class _DistributedOptimizer(Readings):
             seconds = transaction.ready - ended_before if ended_before else None
             self._reducer.stragglers.note(steps, seconds)
         note_step(self._world, self.last_step, steps, self._reducer.planned.bucket_exchanges)
-        if (timeline := timeline_of(self._world)) is not None:
+        if (timeline := timelines.get(self._world)) is not None:
             began = self._reducer.progress.backward_began
             spans = [Span("SYNCHRONIZE", begun, self._exchange_ended)]
             if began > (ended_before or 0.0):  # else nobody saw this step's: of a rank alone, say

@@ -24,17 +24,17 @@ from ..planning.advice import (
     value_bytes_of,
 )
 from ..runtime.world.membership import World
+from ..telemetry.step_report import Prediction
 from .bucket_plan import buckets_by
 from .peers import Peers
 
 
-class ExpectedStep:
+class ExpectedStep(Prediction):
     """The expected seconds of a step's exchange. Call `measure` first: before, nothing is expected.
 
     per: the kind of step that one exchange ends, for messages: "step" or "outer step".
     beyond: the name of a method that the cost model does not know; "": gradients are reduced by
         compression.
-    dense_seconds: that a dense exchange would take; None where nothing is compressed.
     is_planned: whether `bucket_plan` made the buckets, for what the compression sends: dense
         gradients would go in other buckets.
     """
@@ -48,14 +48,12 @@ class ExpectedStep:
         *,
         is_planned: bool = False,
     ) -> None:
+        super().__init__(progress, getattr(compression, "warmup_steps", 0))
         self._compression = compression
-        self._progress = progress
         self._per = per
         self._beyond = beyond
         self._is_planned = is_planned
         self._calibration: Calibration | None = None
-        self._seconds: float | None = None
-        self.dense_seconds: float | None = None
 
     def measure(self, bucket_exchanges: Sequence[Sized], peers: Peers) -> None:
         """Measure links and predict these buckets; rank 0 logs, once a world, what they save.
@@ -64,7 +62,7 @@ class ExpectedStep:
         (settings.ADVICE), and not between threads of one process, which have no links. Groups that
         exchange side by side also measure side by side, and so share links as in every step.
         """
-        self._calibration = self._seconds = self.dense_seconds = None
+        self._calibration = self.usual_seconds = self.dense_seconds = None
         here = peers.world
         if not peers.takes_part or peers.size < 2 or here.transport.name == "local":
             return
@@ -122,7 +120,7 @@ class ExpectedStep:
         """Predict what these buckets take from now on, where links were measured."""
         if self._calibration is None:
             return
-        self._seconds = expected_seconds(bucket_exchanges, self._calibration)
+        self.usual_seconds = expected_seconds(bucket_exchanges, self._calibration)
         asked, is_compressed = ([], False) if self._beyond else in_question(bucket_exchanges)
         self.dense_seconds = None
         if is_compressed:
@@ -132,17 +130,6 @@ class ExpectedStep:
             value_bytes, _ = value_bytes_of(asked)
             dense = expected(Compression.none, length, self._calibration, value_bytes)
             self.dense_seconds = dense.times(buckets).seconds if dense is not None else None
-
-    @property
-    def seconds(self) -> float | None:
-        """Return the expected seconds of the exchange that has ended; None where they are unknown.
-
-        They are not known while the density warms up.
-        """
-        warmup_steps = getattr(self._compression, "warmup_steps", 0)
-        # The report of the last warm-up step is made once that step is counted (but for FSDP's).
-        warmed_up = warmup_steps == 0 or self._progress.steps > warmup_steps
-        return self._seconds if warmed_up else None
 
 
 def _lengths(bucket_exchanges: Sequence[Sized]) -> list[int]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from ..units import duration_text, seconds_text
 
 if TYPE_CHECKING:
-    from ..exchange.exchange import Exchanged
+    from ..exchange.exchange import Exchanged, Progress
     from ..runtime.coordinator import Operation
 
 
@@ -242,13 +242,28 @@ _CLOSE: Final = 0.01  # share of a run: a smaller difference counts as none
 SAME: Final = 1.1  # exchanges whose times differ by a smaller factor count as equal
 
 
-class Prediction(Protocol):
-    """The seconds that the cost model expects of a step's exchange, and of a dense one."""
+class Prediction:
+    """The seconds that the cost model expects of a step's exchange, and of a dense one.
+
+    usual_seconds: of the exchange, once the density has warmed up; None: unknown.
+    dense_seconds: None where nothing is compressed, or unknown.
+    """
+
+    def __init__(self, progress: Progress, warmup_steps: int) -> None:
+        """progress: counts the steps; warmup_steps: those that begin with another density."""
+        self._progress, self._warmup_steps = progress, warmup_steps
+        self.usual_seconds: float | None = None
+        self.dense_seconds: float | None = None
 
     @property
-    def seconds(self) -> float | None: ...
-    @property
-    def dense_seconds(self) -> float | None: ...
+    def seconds(self) -> float | None:
+        """Return the expected seconds of the exchange that has ended; None where they are unknown.
+
+        They are not known while the density warms up.
+        """
+        # The report of the last warm-up step is made once that step is counted (but for FSDP's).
+        warmed_up = self._warmup_steps == 0 or self._progress.steps > self._warmup_steps
+        return self.usual_seconds if warmed_up else None
 
 
 @dataclass(eq=False)

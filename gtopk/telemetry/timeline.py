@@ -248,12 +248,8 @@ class Timeline:
         }[event.what]
 
 
-_timelines: Final[WeakKeyDictionary[World, Timeline]] = WeakKeyDictionary()
-
-
-def timeline_of(world: World) -> Timeline | None:
-    """Return the timeline of a world's operations; None without one."""
-    return _timelines.get(world)
+# Of each world whose operations have one.
+timelines: Final[WeakKeyDictionary[World, Timeline]] = WeakKeyDictionary()
 
 
 def start(world: World, path: str, mark_cycles: bool = False) -> None:
@@ -264,21 +260,21 @@ def start(world: World, path: str, mark_cycles: bool = False) -> None:
 
 def _start(world: World, timeline: Timeline) -> None:
     stop(world)
-    _timelines[world] = timeline
+    timelines[world] = timeline
     for number in world.sets:
         _watch(world, number)
 
 
 def _watch(world: World, number: int) -> None:
     """Record a process set, too, if the world is recorded and this rank is in it."""
-    engine, timeline = world.sets[number].engine, _timelines.get(world)
+    engine, timeline = world.sets[number].engine, timelines.get(world)
     if timeline is not None and engine is not None:
         timeline.watch(engine, f" (process set {number})" if number else "")
 
 
 def stop(world: World) -> None:
     """Finish the timeline under way, if there is one."""
-    timeline = _timelines.pop(world, None)
+    timeline = timelines.pop(world, None)
     if timeline is not None:
         timeline.close()
 

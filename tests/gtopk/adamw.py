@@ -11,15 +11,6 @@ from gtopk.exchange.sampling import times_sampled
 from gtopk.optim.distributed import DistributedOptimizer
 
 
-def network() -> torch.nn.Module:
-    """Return a small model of float64, the same on every call."""
-    generator = torch.Generator().manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 4))
-    for parameter in model.double().parameters():
-        parameter.data.normal_(std=0.3, generator=generator)
-    return model
-
-
 def value(model: torch.nn.Module, rank: int, step: int, samples: int = 5) -> torch.Tensor:
     """Return the loss of a rank's samples in a step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)

@@ -21,9 +21,9 @@ WHOLE = Compression.gtopk(density=1.0)
 PARTS = {2: [[0], [1, 2, 3]], 3: [[0], [1, 3], [2]], 4: [[0], [1], [2], [3]]}
 
 
-def network() -> torch.nn.Module:
+def network(seed: int = 0) -> torch.nn.Module:
     # A generator of its own: the global one is shared by the threads that are ranks here.
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 4))
     for parameter in model.double().parameters():
         parameter.data.normal_(std=0.3, generator=generator)

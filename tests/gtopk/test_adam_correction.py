@@ -17,8 +17,9 @@ from gtopk.compression import Compression
 from gtopk.optim.distributed import DistributedOptimizer
 from gtopk.reduce_ops import Sum
 from gtopk.runtime.world import world
-from tests.gtopk.adamw import flat, network, train_scaled, value
+from tests.gtopk.adamw import flat, train_scaled, value
 from tests.gtopk.held import held
+from tests.gtopk.local_rounds import network
 
 BETAS = (0.8, 0.95)
 gtopk = partial(Compression.gtopk, adam_correction=BETAS)

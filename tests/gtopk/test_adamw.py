@@ -36,12 +36,12 @@ from tests.gtopk.adamw import (
     distribute,
     flat,
     gradients_of,
-    network,
     train_scaled,
     value,
 )
 from tests.gtopk.held import held
 from tests.gtopk.in_shards import _small_blocks, in_shards
+from tests.gtopk.local_rounds import network
 
 __all__ = ["_small_blocks"]
 

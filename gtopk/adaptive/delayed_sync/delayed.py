@@ -24,10 +24,8 @@ from ..local_steps import LocalSteps, replace_step, require_batch, require_one_p
 from ..options import Job, RoundOptions
 from ..partitioning.cuts import Passes
 from ..replica import RoundExchange
-from ..sources import Numbers, order_in_words, rebuilt
+from ..sources import WorkerSeeds, order_in_words, rebuilt
 from .rounds import AgreedSettings, Rounds, RoundWire
-
-_HUNG: Final = ("grad_scale", "found_inf")
 
 
 @contextmanager
@@ -38,12 +36,13 @@ def unscaled_gradients(optimizer: Any) -> Iterator[tuple[float, bool]]:
     during `step`. A round adds up micro-batches of different scales and steps later, so both
     attributes are removed meanwhile.
     """
-    hung = {name: vars(optimizer).pop(name) for name in _HUNG if name in vars(optimizer)}
-    scale, overflow = (hung.get(name) for name in _HUNG)
+    own = vars(optimizer)
+    removed = {name: own.pop(name) for name in ("grad_scale", "found_inf") if name in own}
+    scale, overflow = removed.get("grad_scale"), removed.get("found_inf")
     try:
         yield 1.0 if scale is None else float(scale), overflow is not None and bool(overflow)
     finally:
-        vars(optimizer).update(hung)
+        own.update(removed)
 
 
 _log = logging.getLogger("gtopk")
@@ -72,7 +71,7 @@ class DelayedLoader(LoaderBase[RoundOptions]):
         # Filled anew for each pass: the DataLoader keeps this very list as its batch_sampler.
         self._mine: list[list[int]] = []  # indices of this pass's micro-batches
         self._loader = rebuilt(job.loader, batch_sampler=self._mine)
-        self._numbers = Numbers(self._loader, world.rank)
+        self._seeds = WorkerSeeds(self._loader, world.rank)
         self._rate = LearningRate(optimizer, options.lr_scaling, options.global_batch)
         self._passes = Passes(world.size, options.micro_batch)
         self._meet([f"{length} samples", *policy.options.signature()])
@@ -210,7 +209,7 @@ class DelayedLoader(LoaderBase[RoundOptions]):
         """Yield the micro-batches dealt to this rank, until one rank has none left or drains."""
         mine = self._passes.begin_pass(self._world.rank)
         self._mine[:] = [[order[place] for place in places] for places in mine]
-        self._numbers.begin(self._epochs.epoch, self._passes.number)
+        self._seeds.begin(self._epochs.epoch, self._passes.number)
         self.rounds.begin()
         self._in_pass = True
         # Without a batch the DataLoader is not asked: it would start its workers for nothing.

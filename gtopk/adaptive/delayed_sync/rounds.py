@@ -371,7 +371,7 @@ class RoundWire:
         self._settings, self._steps, policy = settings, steps, optimizer.step_policy
         self._signature = [
             f"parameter '{policy.names[p]}' {list(p.shape)} {p.dtype}"
-            for p in exchange.bucket.parameters
+            for p in exchange.bucket_exchange.parameters
         ]
         # Checked together with a round when due, so that no rank waits for the check alone.
         self._replicas: ReplicaCheck = policy.replicas
@@ -441,5 +441,4 @@ class RoundWire:
         self, what: str, signature: Sequence[str], work: Work, flags: int
     ) -> TimedOperation:
         operation = self._engine.submit(f"{self._name}.{what}", signature, work, flags=flags)
-        self._steps.note_submit(operation)
-        return TimedOperation(operation, self._steps.spent)
+        return self._steps.note_submit(operation)

@@ -76,14 +76,14 @@ def class_of(parameters: Sequence[torch.Tensor], name: str | None) -> str:
     return chosen
 
 
-WORDS_BYTES, AMISS_BYTES = 160, 480
+WORDS_BYTES, FAILURE_BYTES = 160, 480
 HEAD: Final = np.dtype(
     [
         *((word, "i8") for word in ("prepared", "next", "end", "base", "turn", "merged")),
         ("smallest", "i8", (len(NAMES),)),  # batch by device class
         ("what", f"S{WORDS_BYTES}"),  # the round's name
-        ("amiss", f"S{AMISS_BYTES}"),  # why all must stop
-        ("is_amiss", "i8"),
+        ("failure", f"S{FAILURE_BYTES}"),  # why all must stop
+        ("has_failed", "i8"),
         ("", "V296"),  # so that rows begin a cache line
     ]
 )
@@ -179,7 +179,7 @@ class WorkerTable:
 
 
 _DONE, _GIVEN_BACK = -1, -2
-_UNLIKE, _FAILED = 1, 2  # what is amiss
+_UNLIKE, _FAILED = 1, 2  # why the workers stop
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 2e-4, 2e-2
 
 
@@ -262,20 +262,20 @@ class Ledger:
     def _note_failure(self, kind: int, words: str) -> None:
         """Note why all must stop, unless an earlier reason is noted; call it under the lock."""
         if self.is_healthy:
-            self._head["amiss"][0] = words.encode("ascii", "replace")[:AMISS_BYTES]
-            self._head["is_amiss"][0] = kind
+            self._head["failure"][0] = words.encode("ascii", "replace")[:FAILURE_BYTES]
+            self._head["has_failed"][0] = kind
 
     @property
     def is_healthy(self) -> bool:
         """Tell whether the workers of this node can go on."""
-        return not self._head["is_amiss"][0]
+        return not self._head["has_failed"][0]
 
     def require_healthy(self) -> None:
         """Raise MismatchError where unlike rounds have begun, PeerError where a worker failed."""
         if self.is_healthy:
             return
         with self._memory.lock():
-            kind, words = self._head["is_amiss"][0], self._head["amiss"][0].decode()
+            kind, words = self._head["has_failed"][0], self._head["failure"][0].decode()
         here = f"rank {self._ranks[self._workers.me]}"
         if kind == _FAILED:
             raise PeerError(f"{here} cannot go on: {words}")

@@ -88,7 +88,7 @@ class HogbatchLoader(LoaderBase[HogbatchOptions]):
         states = states_of(optimizer, trained)
         layout = layout_of(trained, states)
         self._steps = LocalSteps(world, optimizer, "period")
-        self._node = join_node(job, self._mode, self._class, layout, trained, states, self._steps)
+        self._node = join_node(job, self._meet, self._class, layout, trained, states, self._steps)
         self._board, self._ledger = self._node.board, self._node.ledger
         self._periods = Periods(self._steps, self._board, world)
         self._writer = Writer(
@@ -233,7 +233,7 @@ class HogbatchLoader(LoaderBase[HogbatchOptions]):
 
         Needs audit=True, and no step under way: between epochs.
         """
-        return self._writer.audited(self._world)
+        return self._writer.audited(self._run)
 
     @property
     def last_staleness(self) -> int:
@@ -255,7 +255,7 @@ class HogbatchLoader(LoaderBase[HogbatchOptions]):
             # A round without places: it begins when every worker of this node has ended the last
             # epoch.
             self._ledger.begin(0, "a drain", between_nodes=False)
-            self._node.merging.drain()
+            self._node.merging.drain(self._run)
         self._writer.refresh(waits=True)  # others go on to write once this worker has ended
         self._ledger.end()
 

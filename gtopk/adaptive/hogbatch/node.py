@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -36,7 +36,7 @@ from ... import settings
 from ...optim.expected_step import ExpectedStep
 from ...optim.peers import Peers
 from ...planning import advice
-from ...runtime.coordinator import Engine, Operation
+from ...runtime.coordinator import Engine, Operation, Work
 from ...runtime.logs import EVERYWHERE
 from ...units import count_text
 from ..local_steps import LocalSteps
@@ -232,8 +232,11 @@ class NodeMerges:
                 )
             time.sleep(_PAUSE_SECONDS)
 
-    def drain(self) -> None:
-        """Merge densely: all nodes' models become one; all ranks call it, between epochs."""
+    def drain(self, run: Callable[[str, Sequence[str], Work], Any]) -> None:
+        """Merge densely: all nodes' models become one; all ranks call it, between epochs.
+
+        run: the loader's, for an operation of all ranks.
+        """
         if len(self._leaders) == 1:
             return
 
@@ -242,8 +245,7 @@ class NodeMerges:
                 self._merge_all(transport.subset(self._leaders))
             transport.barrier()
 
-        name = f"adapt.drain.{next(self._world.sets[0].unnamed)}"
-        self._world.engine.submit(name, [], work).wait()
+        run("drain", [], work)
 
     @torch.no_grad()
     def _merge_all(self, leaders: Transport) -> None:
@@ -306,7 +308,7 @@ def _up(size_bytes: int) -> int:
 
 def join_node(
     job: Job[HogbatchOptions],
-    mode: str,
+    meet: Callable[[Sequence[str], Work], Any],
     device_class: str,
     layout: Layout,
     parameters: Sequence[torch.nn.Parameter],
@@ -315,6 +317,7 @@ def join_node(
 ) -> Node:
     """Share memory with the workers of this node, and start from rank 0's model.
 
+    meet: the loader's first operation of all ranks, which compares their modes and options, too.
     steps: counts the costs of merges between nodes.
     Every rank calls it. Raises HorovodInternalError where the ranks' arguments differ, ValueError
     where there are several nodes and ranks may leave, or steps are to be audited.
@@ -360,9 +363,7 @@ def join_node(
         stream.barrier()  # the model is in place
         return node, nodes, counter, rows
 
-    name = f"adapt.{next(world.sets[0].unnamed)}"
-    signature = [f"mode={mode!r}", f"{length} samples", *options.signature(), *layout.signature]
-    joined: Joined = world.engine.submit(name, signature, work).wait()
+    joined: Joined = meet([f"{length} samples", *layout.signature], work)
     node, hosts, counter, rows = joined
     # After the operation, in which every rank has learnt all hosts: so all of them raise, or none.
     if options.ranks_may_leave and len(hosts) > 1:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from ...errors import check_choice
 from ..local_steps import require_no_common_step, require_one_pass
 from ..options import Job, Options
 from ..sources import require_in_order
@@ -54,7 +55,7 @@ class HogbatchOptions(Options):
     def check(self) -> None:
         """Raise ValueError for an option out of its range."""
         super().check()
-        self._choose("lr_scaling", ("none", "linear", "sqrt"))
+        check_choice("lr_scaling", self.lr_scaling, ("none", "linear", "sqrt"))
         if self.grain != 1:
             raise ValueError(f"hogbatch has batches of any size: grain must be 1, got {self.grain}")
         self._require(1, "min_batch")

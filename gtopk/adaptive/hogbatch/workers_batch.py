@@ -36,11 +36,9 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from collectives.transports import Transport
-
 from ...exchange.buckets.buckets import is_finite
 from ...optim.step_checks import SkipCounter
-from ...runtime.world.membership import World
+from ...runtime.coordinator import Work
 from ..current_batch import LearningRate, Memory
 from ..local_steps import WallClock, replace_step, require_batch
 from ..options import Job
@@ -196,16 +194,14 @@ class Audit:
             total.add_(step)
             self._distance += float(step.double().abs().sum())
 
-    def lost_share(self, world: World) -> float:
-        """Return the lost share of all steps, in L1; all ranks call it together."""
+    def lost_share(self, run: Callable[[str, Sequence[str], Work], Any]) -> float:
+        """Return the lost share of all steps, in L1; all ranks call it together.
+
+        run: the loader's, for an operation of all ranks.
+        """
         steps = torch.cat([each.reshape(-1) for each in self._steps]).numpy()
         sums = np.append(steps, self._distance)
-
-        def work(transport: Transport, all_flags: list[int]) -> None:
-            transport.allreduce(sums)
-
-        name = f"adapt.audit.{next(world.sets[0].unnamed)}"
-        world.engine.submit(name, [f"{len(sums)} numbers"], work).wait()
+        run("audit", [f"{len(sums)} numbers"], lambda transport, _: transport.allreduce(sums))
         now = torch.cat([tensor.double().reshape(-1) for tensor in self._shared])
         begin = torch.cat([each.reshape(-1) for each in self._begin])
         missing = begin + torch.from_numpy(sums[:-1]) - now
@@ -279,14 +275,11 @@ class Writer:
         board["stalest"] = max(board["stalest"], self.last_staleness)
         board.add("updates", 1)
 
-    def audited(self, world: World) -> float:
-        """Return the share of all steps, in L1, that was lost; all workers call it.
-
-        Raises ValueError without an audit.
-        """
+    def audited(self, run: Callable[[str, Sequence[str], Work], Any]) -> float:
+        """Return the `lost_share`; raise ValueError without an audit."""
         if self._audit is None:
             raise ValueError("nothing was audited: make the loader by adapt(..., audit=True)")
-        return self._audit.lost_share(world)
+        return self._audit.lost_share(run)
 
 
 class WorkersBatch:

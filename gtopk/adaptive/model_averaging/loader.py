@@ -159,9 +159,7 @@ class MergingLoader(LoaderBase[MergingOptions]):
         """Run an operation; the time counts as waited in the current mega-batch."""
         name = f"{self._name}.{what}"
         operation = self._world.engine.submit(name, signature, work, flags=flags)
-        self._steps.note_submit(operation)
-        with self._steps.spent.waiting():
-            return operation.wait()
+        return self._steps.note_submit(operation).wait()
 
     def _resumed(self) -> Replica | None:
         """Return this rank's replica, or make it from a loaded state; None without either."""

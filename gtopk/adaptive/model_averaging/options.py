@@ -36,6 +36,7 @@ from typing import Any, ClassVar, Final
 
 from torch.utils.data import Sampler
 
+from ...errors import check_choice
 from ..local_steps import WallClock
 from ..options import Options
 from ..partitioning.cursor import Cursor, SampleRange
@@ -174,9 +175,9 @@ class MergingOptions(Options):
         super().check()
         self._require(0, "mega_batch")
         self._require(1, "local_steps")
-        self._choose("algorithm", STRATEGIES)
-        self._choose("batch_rule", RULES)
-        self._choose("merge_weights", WEIGHTS)
+        check_choice("algorithm", self.algorithm, STRATEGIES)
+        check_choice("batch_rule", self.batch_rule, RULES)
+        check_choice("merge_weights", self.merge_weights, WEIGHTS)
         for name in ("perturbation", "merge_momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")

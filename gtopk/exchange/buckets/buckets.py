@@ -52,7 +52,8 @@ class Bucket:
     In a step: `capture_gradients`, read by `addend` or `gather`, write by `scatter_sparse` or
     `scatter`, then `keep_gradients`.
 
-    sizes:     of the parameters; or of the several parameters that a single one stands for.
+    members:   the parameters; or the tensors in it, side by side, that a single one stands for.
+    sizes:     of the members.
     length, dtype: of the vector; float64 when a parameter is float64, float32 otherwise.
     device:    of the work on it: a GPU or the host.
     strides:   of each parameter when the bucket was made; they give the order of its elements.
@@ -70,11 +71,14 @@ class Bucket:
     """
 
     def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], sizes: Sequence[int] | None = None
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        members: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self.parameters = list(parameters)
         refuse_complex(self.parameters)
-        self.sizes = [p.numel() for p in self.parameters] if sizes is None else list(sizes)
+        self.members = list(self.parameters if members is None else members)
+        self.sizes = [each.numel() for each in self.members]
         self.length = sum(p.numel() for p in self.parameters)
         if self.length == 0:
             raise ValueError(
@@ -112,9 +116,9 @@ class Bucket:
         """
         self.weight, self.scale, self.captured_at = weight, scale, time.perf_counter()
         self.share = weight * scale  # gradients are means of samples, times the scale
-        own = [parameter.grad for parameter in self.parameters]
-        self.lacking = lack_gradients(own)
         if gradients is None:
+            own = [parameter.grad for parameter in self.parameters]
+            self.lacking = lack_gradients(own)
             # Sparse and expanded gradients are rare: a cheap first pass, which mostly finds none.
             others = [
                 (place, gradient)

@@ -225,7 +225,6 @@ class Operation:
     """Something all ranks do together, and its outcome; `wait` returns its result.
 
     ranks:         the number of ranks.
-    queue_seconds: how long it waited on this rank for operations that were run before it.
     agree_seconds: how long it took on this rank until all ranks were known to be ready.
     sent_bytes, sent_messages: what this rank sent for it. Arrays that are reduced as one count for
                    the first of them, and a cycle for the first operation that is run after it.
@@ -251,7 +250,7 @@ class Operation:
         self.fusion = fusion
         # All of now: it may fail before it is announced, or agreed on.
         self.submitted = self.announced = self.agreed = time.perf_counter()
-        self.queue_seconds = self.agree_seconds = 0.0
+        self.agree_seconds = 0.0
         self.sent_bytes = self.sent_messages = 0
         self.done = False  # whether `wait` would return at once
         self.result: Any = None
@@ -287,7 +286,6 @@ class Operation:
     def begin(self) -> None:
         """Note that its execution begins."""
         self.agree_seconds = self.agreed - self.announced
-        self.queue_seconds = time.perf_counter() - self.submitted - self.agree_seconds
 
     def finish(self, result: Any = None, error: BaseException | None = None) -> None:
         """Set the outcome, and free work and arrays; the caller holds the engine's lock."""

@@ -566,7 +566,7 @@ def test_an_iteration_draws_nothing_from_the_scripts_random_numbers() -> None:
         loader = hvd.adapt(DataLoader(Indices(8), 2, shuffle=True), some_optimizer())
         before = torch.get_rng_state()
         indices_of(loader)
-        return torch.equal(before, torch.get_rng_state()), loader._source._numbers
+        return torch.equal(before, torch.get_rng_state()), loader._source._seeds
 
     ((untouched, numbers),) = on_ranks(1, program)
     assert untouched

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import gtopk.torch as hvd
-from gtopk.adaptive.sources import Numbers, rebuilt
+from gtopk.adaptive.sources import WorkerSeeds, rebuilt
 from gtopk.runtime.world.membership import World
 from tests.gtopk.adaptive.indices import Indices
 from tests.gtopk.adaptive.modelled_ranks import on_ranks
@@ -26,11 +26,11 @@ def test_workers_seeds_are_drawn_on_the_default_device(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "Generator", generator)
     loader: Any = DataLoader(Indices(8), 4)
     again = rebuilt(loader)
-    numbers = Numbers(again)
-    numbers.begin(epoch=3)
+    seeds = WorkerSeeds(again)
+    seeds.begin(epoch=3)
     first = again.generator.initial_seed()
     with torch.device("meta"):
-        numbers.begin(epoch=3)
+        seeds.begin(epoch=3)
     assert devices == ["cpu", "meta"]
     assert again.generator.initial_seed() == first
 

@@ -182,13 +182,13 @@ def test_what_was_remembered_last_is_restored() -> None:
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_what_an_undone_step_has_set_aside_is_none_of_the_next(momentum: float) -> None:
-    held = Residual(6, np.dtype(np.float32), momentum)
+    held = Residual(6, np.dtype(np.float32), momentum, sizes=[4, 2])
     for array in held.arrays():
         array[:] = range(1, 7)
     held.is_empty = False
     before = plain(held)
     held.snapshot()
-    held.stash({0: slice(0, 4)})
+    held.stash([0])
     assert held.has_stashed
     held.restore()
     assert plain(held) == before
@@ -203,10 +203,10 @@ def test_what_an_undone_step_has_set_aside_is_none_of_the_next(momentum: float) 
 
 def test_what_is_set_aside_stays_here_though_all_else_is_sent() -> None:
     """And some of it may be another rank's, where all else has been brought home."""
-    held = Residual(6, np.dtype(np.float32))
+    held = Residual(6, np.dtype(np.float32), sizes=[4, 2])
     held.add_dense(torch.arange(1.0, 7.0))
     held.snapshot()
-    held.stash({1: slice(4, 6)})
+    held.stash([1])
     assert held.values.tolist() == [1, 2, 3, 4, 0, 0]
     held.clear()
     held.may_be_misplaced = False

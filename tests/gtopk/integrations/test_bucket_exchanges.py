@@ -47,13 +47,11 @@ class Hook:
         self, whole: torch.nn.Parameter, parameters: Sequence[torch.Tensor]
     ) -> BucketExchange:
         compression = GTopK(1.0, adam_correction=None if self._groups else BETAS)
-        sizes = [parameter.numel() for parameter in parameters]
         bucket_exchange = open_bucket_exchange(
-            "bucket", [whole], ["bucket"], compression, Progress(), sizes=sizes
+            "bucket", [whole], ["bucket"], compression, Progress(), members=parameters
         )
         if self._groups is not None:
-            ranks = self._transport.size
-            attach_adam(bucket_exchange, compression, self._groups, ranks, parameters=parameters)
+            attach_adam(bucket_exchange, compression, self._groups, self._transport.size)
         return bucket_exchange
 
     def exchange(self, parameters: Parameters, bucket: str) -> None:

@@ -102,7 +102,7 @@ def test_a_pass_whose_bucket_has_failed_is_undone_before_the_next(
             peers = Peers(here, here.engine, "hooked", range(here.size), takes_part=True)
             hook = Hook(peers, GTopK(0.1), None, 20, None, {"adam": None})
             whole = torch.nn.Parameter(torch.zeros(30))
-            bucket_exchange = hook._open("bucket", whole, [30], [whole])
+            bucket_exchange = hook._open("bucket", whole, [whole])
             residual = bucket_exchange.exchange.residual
 
             def submit(name: str, signature: str) -> Operation:

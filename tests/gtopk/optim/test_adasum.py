@@ -22,6 +22,8 @@ from gtopk.runtime.world import world
 from models.data import load
 from models.mlp import mlp
 from tests.collectives.algorithms.adasum_tree import tree
+from tests.gtopk.adamw import value as loss
+from tests.gtopk.local_rounds import network, weights
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-3),
@@ -35,26 +37,6 @@ class Rounded(Compressor):
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         return tensor.int(), tensor.dtype
-
-
-def network() -> torch.nn.Module:
-    # A generator of its own: the global one is shared by the threads that are ranks here.
-    generator = torch.Generator().manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 4))
-    for parameter in model.double().parameters():
-        parameter.data.normal_(std=0.3, generator=generator)
-    return model
-
-
-def loss(model: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    x = torch.randn(5, 6, generator=generator, dtype=torch.float64)
-    y = torch.randn(5, 4, generator=generator, dtype=torch.float64)
-    return ((model(x) - y) ** 2).mean()
-
-
-def flat(model: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
 def distributed(parameters: Any, **options: Any) -> Any:
@@ -74,7 +56,7 @@ def train(transport: LocalTransport, make: Callable[..., Any], **options: Any) -
             optimizer.zero_grad()
             loss(model, of_rank(transport.rank), step).backward()
             optimizer.step()
-    return flat(model)
+    return weights(model)
 
 
 def train_by_definition(size: int, make: Callable[..., Any]) -> torch.Tensor:
@@ -92,7 +74,7 @@ def train_by_definition(size: int, make: Callable[..., Any]) -> torch.Tensor:
                 delta = tree([(p - old).reshape(-1).numpy() for p in replicas])
                 for p in replicas:
                     p.copy_(old + torch.from_numpy(delta).reshape(old.shape))
-    return flat(models[0])
+    return weights(models[0])
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -119,7 +101,7 @@ def test_replicas_are_bit_identical(threads, size, compression):
 
     replicas = threads(size, program)
     assert len({replica.numpy().tobytes() for replica in replicas}) == 1
-    assert not torch.equal(replicas[0], flat(network()))
+    assert not torch.equal(replicas[0], weights(network()))
 
 
 def test_ranks_that_change_different_things_add_up(threads):
@@ -178,7 +160,7 @@ def test_gradients_of_several_backward_passes_add_up(threads):
                 for _ in range(passes):
                     (loss(model, transport.rank, 0) / passes).backward()
                 optimizer.step()
-        return flat(model)
+        return weights(model)
 
     once, thrice = (threads(2, lambda t, n=n: program(t, n))[0] for n in (1, 3))
     torch.testing.assert_close(once, thrice, rtol=1e-11, atol=1e-11)
@@ -242,16 +224,16 @@ def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank(threads, cap
             assert optimizer.last_step.skipped
             assert optimizer.skipped_steps == 1
             assert not optimizer.state  # of Adam: it has not seen the gradient
-            assert torch.equal(flat(model), flat(network()))
+            assert torch.equal(weights(model), weights(network()))
             optimizer.zero_grad()
             loss(model, transport.rank, 0).backward()
             optimizer.step()
             assert not optimizer.last_step.skipped
-        return flat(model)
+        return weights(model)
 
     replicas = threads(3, program)
     assert all(torch.equal(replica, replicas[0]) for replica in replicas)
-    assert not torch.equal(replicas[0], flat(network()))
+    assert not torch.equal(replicas[0], weights(network()))
     assert "the gradient is not finite on ranks [1]" in caplog.text
 
 
@@ -390,7 +372,7 @@ def test_a_closure_computes_the_loss_and_its_gradients(threads):
                 return value
 
             value = optimizer.step(closure).item()
-        assert not torch.equal(flat(model), flat(network()))
+        assert not torch.equal(weights(model), weights(network()))
         return value
 
     for rank, value in enumerate(threads(2, program)):

@@ -22,6 +22,7 @@ from gtopk.reduce_ops import Average, Sum
 from gtopk.runtime.world import world
 from tests.gtopk.held import held
 from tests.gtopk.in_shards import _small_blocks, in_shards
+from tests.gtopk.local_rounds import network, weights
 from tests.matrix import some_of
 
 __all__ = ["_small_blocks"]
@@ -51,15 +52,6 @@ def _large_gradients(_small_blocks: None) -> Iterator[None]:
         yield
 
 
-def network(seed: int = 0) -> torch.nn.Module:
-    # A generator of its own: the global one is shared by the threads that are ranks here.
-    generator = torch.Generator().manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 4))
-    for parameter in model.double().parameters():
-        parameter.data.normal_(std=0.3, generator=generator)
-    return model
-
-
 def batch(rank: int, step: int, samples: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     x = torch.randn(samples, 6, generator=generator, dtype=torch.float64)
@@ -68,10 +60,6 @@ def batch(rank: int, step: int, samples: int = 5) -> tuple[torch.Tensor, torch.T
 
 def loss(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return ((model(x) - y) ** 2).mean()
-
-
-def flat(model: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
 def train(transport: LocalTransport, compression: Any, steps: int = 8, **options: Any) -> Any:
@@ -88,7 +76,7 @@ def train(transport: LocalTransport, compression: Any, steps: int = 8, **options
             optimizer.zero_grad()
             loss(model, *batch(transport.rank, step)).backward()
             optimizer.step()
-    return flat(model)
+    return weights(model)
 
 
 def train_alone(ranks: int, steps: int = 8) -> torch.Tensor:
@@ -100,7 +88,7 @@ def train_alone(ranks: int, steps: int = 8) -> torch.Tensor:
         optimizer.zero_grad()
         loss(model, torch.cat(x), torch.cat(y)).backward()
         optimizer.step()
-    return flat(model)
+    return weights(model)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -237,7 +225,7 @@ def test_gradients_of_several_backward_passes_add_up(threads):
             for _ in range(passes):
                 (loss(model, *batch(transport.rank, 0)) / passes).backward()
             optimizer.step()
-        return flat(model)
+        return weights(model)
 
     once, thrice = (threads(2, lambda t, n=n: program(t, n))[0] for n in (1, 3))
     torch.testing.assert_close(once, thrice, rtol=1e-12, atol=1e-12)
@@ -250,13 +238,13 @@ def test_clipping_between_synchronize_and_step_sees_the_agreed_gradient(threads)
             optimizer = DistributedOptimizer(
                 torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters()
             )
-            before = flat(model)
+            before = weights(model)
             loss(model, *batch(transport.rank, 0)).backward()
             optimizer.synchronize()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
             with optimizer.skip_synchronize():
                 optimizer.step()
-        return flat(model) - before
+        return weights(model) - before
 
     moves = threads(3, program)
     assert all(torch.equal(move, moves[0]) for move in moves)
@@ -287,7 +275,7 @@ def test_stepping_with_ones_own_gradients_warns(threads):
             with optimizer.skip_synchronize():
                 optimizer.step()
             optimizer.zero_grad()
-        return flat(model)
+        return weights(model)
 
     threads(1, program)  # alone there is nobody to differ from
     said = r"rank \d steps with its own gradients.*call synchronize\(\) before"
@@ -311,11 +299,11 @@ def test_a_closure_computes_the_gradients_that_are_exchanged(threads):
                 return value
 
             assert optimizer.step(closure).item() > 0
-        return flat(model)
+        return weights(model)
 
     first, second = threads(2, program)
     assert torch.equal(first, second)
-    assert not torch.equal(first, flat(network()))
+    assert not torch.equal(first, weights(network()))
 
 
 def test_the_wrapped_optimizer_stays_what_it_was():
@@ -343,7 +331,7 @@ def test_a_scheduler_made_before_wrapping_does_not_bypass_the_exchange(threads):
             optimizer = DistributedOptimizer(inner, model.named_parameters())
             loss(model, *batch(transport.rank, 0)).backward()
             optimizer.step()
-        return flat(model)
+        return weights(model)
 
     first, second = threads(2, program)
     assert torch.equal(first, second)
@@ -415,7 +403,7 @@ def test_adam_steps_with_the_agreed_update(threads):
                 optimizer.zero_grad()
                 loss(model, *batch(transport.rank, step)).backward()
                 optimizer.step()
-        return flat(model)
+        return weights(model)
 
     replicas = threads(3, program)
     assert all(torch.equal(replica, replicas[0]) for replica in replicas)
@@ -433,7 +421,7 @@ def test_low_precision_gradients_keep_a_float32_residual(threads, dtype):
                 parameter.grad = torch.full_like(parameter, transport.rank + 1)
             optimizer.step()
             assert held(optimizer).dtype == np.float32
-        return flat(model)
+        return weights(model)
 
     first, second = threads(2, program)
     assert torch.equal(first, second)
@@ -598,12 +586,12 @@ def test_a_batch_may_be_dropped_between_backward_and_step(threads):
                 optimizer.zero_grad()
             loss(model, *batch(transport.rank, 0)).backward()
             optimizer.step()
-        return flat(model)
+        return weights(model)
 
     one, other = threads(2, partial(program, dropped=3))
     assert torch.equal(one, other)
     assert torch.equal(one, threads(2, partial(program, dropped=0))[0])
-    assert not torch.equal(one, flat(network()))
+    assert not torch.equal(one, weights(network()))
 
 
 @pytest.mark.parametrize("how", ["added", "unfrozen", "added after a load"])
@@ -636,7 +624,7 @@ def test_a_parameter_that_came_later_takes_part(threads, how, steps_before):
                     value = value + (late * (transport.rank + 1)).sum()
                 value.backward()
                 optimizer.step()
-        return torch.cat([flat(model), late.detach()])
+        return torch.cat([weights(model), late.detach()])
 
     replicas = threads(size, program)
     mean = sum(range(1, size + 1)) / size

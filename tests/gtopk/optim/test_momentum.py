@@ -14,7 +14,8 @@ from gtopk.compression import Compression
 from gtopk.integrations.optimizer_checks import HookSkips, OptimizerChecks
 from gtopk.optim.distributed import DistributedOptimizer
 from gtopk.runtime.world import world
-from tests.gtopk.adamw import network, value
+from tests.gtopk.adamw import value
+from tests.gtopk.local_rounds import network
 
 ADAM = {"adam_correction": (0.9, 0.999)}
 MOMENTUM = {"momentum_correction": 0.9}
