@@ -1,7 +1,7 @@
-"""Cores: how many this process may really use, and how many threads a loop takes of them.
+"""How many cores this process may use, and how many threads a kernel gets.
 
-A loop takes this rank's share of the cores, and one core under oversubscription. The launchers'
-variables tell how many ranks share this machine.
+A kernel's loops use this rank's share of the machine's cores, at least one. The launcher's
+environment variables tell how many ranks share the machine.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from . import environment
 
 def usable_cores() -> int:
     """Return how many physical cores this process may use, cut to its container's share; >= 1."""
-    # Without a limit the quota is infinite, and infinity has no ceiling in integers.
-    return max(1, min(len(allowed_cores()), math.ceil(min(core_quota(), 1 << 20))))
+    allowed = len(allowed_cores())
+    # `min` first: math.ceil cannot convert infinity, the quota where there is no limit.
+    return max(1, math.ceil(min(allowed, core_quota())))
 
 
 def allowed_cores(topology: Path = Path("/sys/devices/system/cpu")) -> frozenset[str]:
     """Return a name for each physical core that the affinity allows.
 
-    Hardware threads of one core count once: Open MPI offers one slot per core, and numerics gain
-    nothing from a second thread.
+    Hardware threads of one core count once: Open MPI offers one slot per core, and a second thread
+    on a core does not speed up numerics.
     """
     if hasattr(os, "sched_getaffinity"):
         threads = os.sched_getaffinity(0)
@@ -49,9 +50,9 @@ def _core_of(thread: int, topology: Path) -> str:
 def core_quota(
     membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> float:
-    """Return the cores' worth of time that the control groups grant; infinity without a limit.
+    """Return the control groups' CPU quota, in cores; infinity without a limit.
 
-    A container limited so (docker run --cpus=2) still sees every core of its machine.
+    The affinity does not show it: after docker run --cpus=2 a process still sees every core.
     """
     return granted_cores(membership, root)[0]
 
@@ -59,9 +60,9 @@ def core_quota(
 def granted_cores(
     membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> tuple[float, str]:
-    """Return the quota as `core_quota`, and a name of the control group whose members share it.
+    """Return the CPU quota, in cores, and an identifier of the control group that shares it.
 
-    The name is its device and inode: a container sees its group under another path than others do.
+    The identifier is the group's device and inode: its path differs from container to container.
     """
     try:
         lines = membership.read_text().splitlines()
@@ -76,9 +77,9 @@ def granted_cores(
             top = root / "cpu"
         else:
             continue
-        # Inside a container the path may be the host's, of which only the top is mounted.
+        # Inside a container the path may be the host's, while only the top of the tree is mounted.
         here = top / path.lstrip("/")
-        # Up to the top: the limit of a group also binds the groups in it.
+        # Every ancestor's limit applies, too.
         for directory in (here, *here.parents):
             if directory == top.parent:
                 break
@@ -110,15 +111,15 @@ _COUNTS: Final = (
 
 
 def local_ranks() -> int:
-    """Return how many ranks run here; 1 where no variable tells."""
-    said = [os.environ.get(name, "") for name in _COUNTS]
+    """Return how many ranks run on this machine; 1 if no launcher's variable says."""
+    counts = [os.environ.get(name, "") for name in _COUNTS]
     if in_slurm_step():
-        said += [_tasks_here(), os.environ.get("SLURM_NTASKS_PER_NODE", "")]
-    return max([1, *(int(text) for text in said if text.isdecimal())])
+        counts += [_tasks_here(), os.environ.get("SLURM_NTASKS_PER_NODE", "")]
+    return max([1, *(int(count) for count in counts if count.isdecimal())])
 
 
 def in_slurm_step() -> bool:
-    """Tell whether srun started this process: a batch script has most of the variables, too."""
+    """Tell whether srun started this process; a batch script has SLURM's other variables, too."""
     return "SLURM_STEP_ID" in os.environ
 
 
@@ -130,35 +131,35 @@ def _tasks_here() -> str:
     return next(itertools.islice(tasks, int(node) if node.isdecimal() else 0, None), "")
 
 
-# A few cores use the whole memory bandwidth; more threads would only slow autograd.
+# A few cores saturate the memory bandwidth; more threads would only slow down autograd.
 _MOST: Final = 8
-_MOST_ASKED: Final = 1 << 10  # C would cut a larger number to 32 bits
+_MOST_REQUESTED: Final = 1 << 10  # the C interface takes 32 bits
 
-# By `use_threads`. Of a thread: a rank's other threads keep their own number.
-asked_threads: ContextVar[int | None] = ContextVar("threads", default=None)
+# Set by `use_threads`, for the current thread only.
+requested_threads: ContextVar[int | None] = ContextVar("threads", default=None)
 
 
 @contextmanager
 def use_threads(count: int) -> Iterator[None]:
-    """Run the loops that this thread calls in the context on `count` threads."""
-    token = asked_threads.set(count)
+    """Run the kernels that the current thread calls inside the context on `count` threads."""
+    token = requested_threads.set(count)
     try:
         yield
     finally:
-        asked_threads.reset(token)
+        requested_threads.reset(token)
 
 
 @functools.cache
 def default_threads() -> int:
-    """Return GTOPK_THREADS, up to 1024, or this rank's share of the cores that it may use; >= 1.
+    """Return GTOPK_THREADS, up to 1024, or this rank's share of the usable cores; >= 1.
 
-    May use: by the affinity, and by the quota of its container. SLURM says what a task's share is
-    where one asked for that (--cpus-per-task).
+    The share is SLURM's --cpus-per-task if that was given, within the affinity and the container's
+    quota.
 
-    Raises ValueError for a GTOPK_THREADS that is no positive number.
+    Raises ValueError for a GTOPK_THREADS that is not a positive number.
     """
-    if asked := environment.threads():
-        return min(asked, _MOST_ASKED)
+    if requested := environment.threads():
+        return min(requested, _MOST_REQUESTED)
     granted = os.environ.get("SLURM_CPUS_PER_TASK", "") if in_slurm_step() else ""
     share = int(granted) if granted.isdecimal() else usable_cores() // local_ranks()
     # SLURM's share may be more than the affinity, or the container, allows.

@@ -10,16 +10,16 @@ from collections.abc import Callable
 from functools import cache
 from typing import Final, NamedTuple
 
-ERROR: Final = 0.2  # relative error of a modelled time; a forecast that is farther off is wrong
-SLOWEST, FASTEST = 1e3, 1e13  # bits a second, between which a break-even is searched
-NARROW: Final = 3.0  # a break-even has a number if its bounds differ by this factor at most
+ERROR: Final = 0.2  # relative error of a modelled time that is still expected
+SLOWEST, FASTEST = 1e3, 1e13  # bits a second: the range searched for a break-even
+NARROW: Final = 3.0  # a break-even is reported as a number if its bounds are within this factor
 
 
 class Link(NamedTuple):
-    """One link between two ranks: alpha seconds a message and beta seconds a byte.
+    """A link between two ranks: latency (alpha) per message, and seconds (beta) per byte.
 
-    burst_bytes: bytes that pass at once after a pause, from a token bucket that fills again at the
-                 link's own rate.
+    burst_bytes: size of the link's token bucket: so many bytes pass at once after a pause. It
+                 refills at the link's rate.
     """
 
     latency_seconds: float
@@ -37,7 +37,7 @@ class Link(NamedTuple):
         return 8.0 / self.seconds_per_byte if self.seconds_per_byte else math.inf
 
     def scaled(self, factor: float) -> Link:
-        """Return the link on which everything takes `factor` times as long."""
+        """Return the link with latency and seconds per byte multiplied by a factor."""
         return self._replace(
             latency_seconds=factor * self.latency_seconds,
             seconds_per_byte=factor * self.seconds_per_byte,
@@ -59,8 +59,8 @@ def break_even_bits_per_second(
 ) -> float | None:
     """Return the bandwidth below which `sparse` takes less time than `dense`.
 
-    Both map a Link to the seconds of a step. Searched from 1 kbit/s to 10 Tbit/s: infinity when
-    sparse still wins at the upper end, None when it does not even win at the lower one.
+    Both map a Link to the seconds of a step. The search is from 1 kbit/s to 10 Tbit/s: infinity if
+    sparse still wins at the upper end, None if it does not even win at the lower one.
     """
 
     def gain(bits_per_second: float) -> float:
@@ -73,7 +73,7 @@ def break_even_bits_per_second(
     if gain(high) > 0:
         return math.inf
     while high / low > 1 + 1e-6:
-        # Halved by ratio: the range spans ten powers of ten.
+        # Bisect on a log scale: the range spans ten powers of ten.
         middle = math.sqrt(low * high)
         if gain(middle) > 0:
             low = middle
@@ -83,14 +83,14 @@ def break_even_bits_per_second(
 
 
 class BreakEven(NamedTuple):
-    """A break-even bandwidth and its margin.
+    """A break-even bandwidth and its error bounds.
 
-    bits_per_second: below it sparse takes less time. None: at no bandwidth; infinity: at any.
-    lowest, highest: the break-even if dense takes less or more by a factor of 1 + `ERROR`; zero: at
-                     no bandwidth, infinity: at any. They are far apart where both times change
-                     alike with the bandwidth.
-    above: whether sparse takes less time above these bandwidths instead, as it sends more in fewer
-           rounds; where the bounds differ, zero then means any bandwidth, and infinity none.
+    bits_per_second: sparse takes less time below it. None: at no bandwidth; infinity: at any.
+    lowest, highest: the break-even if dense took less or more time by a factor of 1 + `ERROR`.
+                     Zero: sparse wins at no bandwidth; infinity: at any. They are far apart if both
+                     times depend on the bandwidth in much the same way.
+    above: sparse takes less time above these bandwidths instead, since it sends more bytes in fewer
+           rounds. If the bounds differ, zero then means any bandwidth, and infinity none.
     """
 
     bits_per_second: float | None
@@ -100,11 +100,11 @@ class BreakEven(NamedTuple):
 
     @property
     def is_a_number(self) -> bool:
-        """Tell whether the break-even is known well enough to be told as a number.
+        """Tell whether the bounds are close enough to report the break-even as a number.
 
-        Then times that are 6 % off move it by a fifth at most: between bounds a factor of 3 apart
-        the ratio of the two times changes by 1.2 squared, so over a fifth of the bandwidth by 1.2
-        to the power of 2 ln 1.2 / ln 3, which is 1.06.
+        Then an error of 6 % in a time moves it by a fifth at most. Between bounds a factor of 3
+        apart the ratio of the two times changes by 1.2 squared, so within a fifth of the bandwidth
+        by 1.2 to the power of 2 ln 1.2 / ln 3, which is 1.06.
         """
         return 0 < self.lowest < math.inf and self.highest <= NARROW * self.lowest
 
@@ -112,25 +112,27 @@ class BreakEven(NamedTuple):
 def break_even(
     dense: Callable[[Link], float], sparse: Callable[[Link], float], latency_seconds: float
 ) -> BreakEven:
-    """Return the bandwidth at which `sparse` takes as much time as `dense`, and its margin."""
-    dense, sparse = cache(dense), cache(sparse)  # searched three times over, from the same ends
+    """Return the bandwidth at which `sparse` takes as long as `dense`, with its error bounds."""
+    dense, sparse = cache(dense), cache(sparse)  # three searches begin at the same bandwidths
     slow, fast = (Link.of(bits, latency_seconds) for bits in (SLOWEST, FASTEST))
     # Whether the ratio dense / sparse grows with the bandwidth, by more than rounding.
     above = (1 + 1e-9) * dense(slow) * sparse(fast) < dense(fast) * sparse(slow)
 
-    def at(factor: float) -> float | None:
-        def longer(link: Link) -> float:
+    def found(factor: float) -> float | None:
+        """Return the break-even if dense took `factor` times as long."""
+
+        def scaled_dense(link: Link) -> float:
             return factor * dense(link)
 
-        one, other = (sparse, longer) if above else (longer, sparse)
-        return break_even_bits_per_second(one, other, latency_seconds)
+        slower, faster = (sparse, scaled_dense) if above else (scaled_dense, sparse)
+        return break_even_bits_per_second(slower, faster, latency_seconds)
 
-    edge = at(1.0)
-    lowest, highest = sorted(at(factor) or 0.0 for factor in (1 / (1 + ERROR), 1 + ERROR))
+    middle = found(1.0)
+    lowest, highest = sorted(found(factor) or 0.0 for factor in (1 / (1 + ERROR), 1 + ERROR))
     if above:
-        # The two were exchanged for the search: where it says "at no bandwidth", sparse wins at
-        # any.
-        edge = {None: math.inf, math.inf: None}.get(edge, edge)
-        if lowest == highest:  # at any bandwidth, or at none: there is no side
-            return BreakEven(edge, edge or 0.0, edge or 0.0)
-    return BreakEven(edge, lowest, highest, above)
+        # The search ran with the two exchanged, so its "at none" is "at any" for sparse.
+        exchanged = {None: math.inf, math.inf: None}
+        middle = exchanged.get(middle, middle)
+        if lowest == highest:  # at any bandwidth, or at none
+            return BreakEven(middle, middle or 0.0, middle or 0.0)
+    return BreakEven(middle, lowest, highest, above)

@@ -1,4 +1,4 @@
-"""Environment: the variables that collectives reads. An empty variable is one that is not set."""
+"""The environment variables that collectives reads. An empty variable counts as unset."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ def whole_number(
     *,
     least: int = 1,
 ) -> int:
-    """Return a whole number, of `unit` where it has one; raise ValueError for one below `least`.
+    """Return the variable's whole number; raise ValueError for one below `least`.
 
-    default: what it is without the variable, whatever `least` says; None: the variable is required.
+    default: returned if the variable is unset, even if below `least`; None: it is required.
+    unit:    named in the error.
     """
     text = environ.get(variable, "")
     if not text and default is not None:

@@ -2,8 +2,8 @@
 
     CollectiveError            anything below; a RuntimeError
     |-- MessageError           a peer's message is malformed (names the sender)
-    |-- MismatchError          ranks asked for different things (nothing was lost; the job goes on)
-    |-- NonFiniteError         NaN or infinity in what was to be summed (nothing was lost, as above)
+    |-- MismatchError          ranks called with different arguments (nothing is lost; go on)
+    |-- NonFiniteError         NaN or infinity in a contribution or a sum (nothing is lost; go on)
     `-- PeerError              a peer left, died or stayed silent (the job cannot go on)
         `-- PeerTimeoutError   it stayed silent longer than the transport waits
 
@@ -20,7 +20,7 @@ class MessageError(CollectiveError):
 
 
 class MismatchError(CollectiveError):
-    """The ranks asked for different things at the same place."""
+    """The ranks called the same operation with different arguments."""
 
 
 class NonFiniteError(CollectiveError):

@@ -1,7 +1,7 @@
-"""Approximate selectors by name, to compare the exact one with: (dense, k) -> about k entries.
+"""Published approximate selectors, to compare the exact one with: (dense, k) -> about k entries.
 
-The number of entries that they find depends on the data: a NaN is never found, and may hide all
-others. `collectives.select` is exact, and takes less time than any of them
+How many entries they find depends on the data. They never select a NaN, and one NaN may make them
+find nothing. `collectives.select` is exact, and faster than any of them
 (docs/measured/selection.md). Each raises ValueError for what `select` refuses, such as k > n.
 
     fixed_threshold   every entry from a given |value| on, however many (Strom 2015)
@@ -13,7 +13,7 @@ others. `collectives.select` is exact, and takes less time than any of them
     mstopk            a binary search for the threshold between mean and maximum (Shi et al. 2021,
                       "Towards Scalable Distributed Training of Deep Learning on Public Cloud
                       Clusters", algorithm 1)
-    sidco             SIDCo-E: thresholds of exponential fits, each to what exceeds the one before
+    sidco             SIDCo-E: each stage fits an exponential to what exceeds the last threshold
                       (Abdelmoniem et al. 2021, "An Efficient Statistical-based Gradient Compression
                       Technique for Distributed Training Systems", algorithm 1)
 """
@@ -33,35 +33,35 @@ CHUNK = 1 << 17
 
 
 def fixed_threshold(dense: Array, threshold: float) -> SparseVector:
-    """Return the nonzero entries whose |value| is not under the threshold."""
+    """Return the nonzero entries with |value| >= threshold."""
     return above(dense, np.abs(dense), threshold)
 
 
 def above(dense: Array, magnitudes: Array, threshold: float) -> SparseVector:
-    """Return the nonzero entries whose magnitude, known already, is not under the threshold."""
+    """Return the nonzero entries with magnitudes >= threshold; magnitudes: |dense|."""
     indices = np.flatnonzero((magnitudes >= threshold) & (magnitudes > 0))
     return SparseVector(indices.astype(index_dtype(dense.size)), dense[indices], dense.size)
 
 
 def count_above(magnitudes: Array, threshold: float) -> int:
-    """Return how many magnitudes are not under the threshold, in chunks that stay in cache."""
+    """Count the magnitudes >= threshold, in chunks that stay in cache."""
     return sum(
         int(np.count_nonzero(magnitudes[start : start + CHUNK] >= threshold))
         for start in range(0, magnitudes.size, CHUNK)
     )
 
 
-# Lin et al. sample 0.1 % to 1 %.
-SHARE = 0.01  # of the entries, in the sample
-ROUNDS = 10
-FEWEST = 0.8  # times k; under that the threshold is lowered
+SHARE = 0.01  # of the entries that are sampled; Lin et al. sample 0.1 % to 1 %
+ROUNDS = 10  # of lowering the threshold, at most
+FEWEST = 0.8  # the threshold is lowered, by this factor, while it finds fewer than FEWEST * k
 
 
 def sampled_dgc(dense: Array, k: int) -> SparseVector:
     """Take the threshold from a strided sample, lower it while it finds too few; at most k."""
     require_selectable(dense, k)
     magnitudes = np.abs(dense)
-    stride = max(1, min(round(1 / SHARE), k // 2)) | 1  # odd: rows have even lengths
+    # Odd: an even stride would stay in a few columns of a matrix with rows of even length.
+    stride = max(1, min(round(1 / SHARE), k // 2)) | 1
     sample = magnitudes[::stride]
     rank = max(1, round(k * sample.size / dense.size))
     threshold = float(np.partition(sample, sample.size - rank)[sample.size - rank])
@@ -72,7 +72,7 @@ def sampled_dgc(dense: Array, k: int) -> SparseVector:
     found = above(dense, magnitudes, threshold)
     if found.entries <= k:
         return found
-    # From the found values alone, a short vector: the indices of `kept` are positions in it.
+    # Selects among the found values, so the indices of `kept` are positions in `found`.
     kept, _ = select(found.values, k)
     return SparseVector(found.indices[kept.indices], kept.values, dense.size)
 
@@ -81,13 +81,13 @@ CORRECTIONS = 3
 
 
 def gaussian_k(dense: Array, k: int) -> SparseVector:
-    """Fit mean and deviation, and correct the threshold a few times by half."""
+    """Fit a normal distribution, and correct its threshold a few times by half."""
     require_selectable(dense, k)
     mean, deviation = float(dense.mean(dtype=np.float64)), float(dense.std(dtype=np.float64))
-    # A normal distribution without deviation has no quantiles, and k = n needs none.
+    # A distribution with deviation 0 has no quantiles, and k = n needs none.
     if deviation == 0.0 or k == dense.size:
         return above(dense, np.abs(dense), 0.0)
-    # Half of k / n on either side: entries count by |value|.
+    # Half of k / n in each tail, as entries are selected by |value|.
     threshold = NormalDist(mean, deviation).inv_cdf(1 - k / dense.size / 2)
     magnitudes = np.abs(dense)
     for _ in range(CORRECTIONS):
@@ -120,7 +120,7 @@ def mstopk(dense: Array, k: int) -> SparseVector:
         else:
             low, too_many = middle, threshold
     sure = above(dense, magnitudes, enough)
-    # More than k only where more than k share the largest |value|, at which the search begins.
+    # More than k only if more than k entries tie at the largest |value|, where the search begins.
     if sure.entries >= k:
         return sure.where(np.arange(sure.entries) < k)
     nearly = above(dense, magnitudes, too_many)
@@ -131,11 +131,11 @@ def mstopk(dense: Array, k: int) -> SparseVector:
 
 
 STAGES = 2
-FIRST = 0.25  # the share that is to pass the first stage
+FIRST = 0.25  # share of the entries that should pass the first threshold
 
 
 def sidco(dense: Array, k: int) -> SparseVector:
-    """Fit the mean of the exceedances in each stage; the stages' shares multiply to k / n."""
+    """Fit an exponential in each stage; the shares that pass the stages multiply to k / n."""
     require_selectable(dense, k)
     magnitudes = np.abs(dense)
     share = k / dense.size
@@ -145,7 +145,7 @@ def sidco(dense: Array, k: int) -> SparseVector:
     threshold = -float(magnitudes.mean(dtype=np.float64)) * math.log(first)
     exceeding = magnitudes
     for _ in range(STAGES):
-        # What exceeds a threshold is exponential again, from there on: a new fit to the tail alone.
+        # What exceeds a threshold is exponentially distributed above it: fit the tail anew.
         exceeding = exceeding[exceeding > threshold]
         if not exceeding.size:
             break

@@ -1,7 +1,7 @@
-"""Vectors: gradients in parts, as select reads them; SparseVector, from select to apply.
+"""SparseVector, the type of everything between select and apply; dense vectors in several arrays.
 
-And the checks of both. Every twin of the kernels checks its arguments here, so that all refuse the
-same ones with the same texts.
+Also the checks of both as arguments. All kernel implementations share them, so they reject the same
+arguments with the same messages.
 """
 
 from __future__ import annotations
@@ -46,10 +46,9 @@ def index_dtype(length: int) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class Located:
-    """Arrays on a GPU that follow each other in a vector, by their addresses.
+    """Arrays on a GPU that together make up one vector, given by their addresses.
 
-    The kernels read and write them through a table. The caller keeps the memory alive, and ensures
-    that the elements of each array lie side by side.
+    The caller keeps the memory alive. Each array must be contiguous.
 
     dtype:     of all arrays.
     addresses: device pointers, one an array.
@@ -61,16 +60,15 @@ class Located:
     sizes: tuple[int, ...]
 
 
-# One array of the residual's length, or several that follow each other in it.
+# One array of the residual's length, or several that make up that length in order.
 Gradient: TypeAlias = Array | Sequence[Array] | Located
 
 
 class Momentum(NamedTuple):
-    """Momentum before the selection: adds velocity = factor * velocity + gradient.
+    """Momentum before the selection: velocity = factor * velocity + gradient is accumulated.
 
     velocity: of the residual's dtype and length.
-    factor:   of the old velocity in the new one.
-    into:     memory for the new velocity, like the old one's; None: the old one is overwritten.
+    into:     array for the new velocity, like the old one; None: updated in place.
     """
 
     velocity: Array
@@ -84,9 +82,7 @@ class SparseVector(NamedTuple):
     indices: int32 (int64 from 2^31 elements on) [k], strictly increasing, in 0..length-1.
     values:  float32 or float64 [k], in the order of the indices.
 
-    Both are NumPy's arrays, or both CuPy's.
-
-    Functions take it and return it; none of them changes the arrays of its arguments.
+    Both are NumPy arrays, or both CuPy arrays. Functions never modify the arrays of an argument.
     """
 
     indices: Array
@@ -97,7 +93,7 @@ class SparseVector(NamedTuple):
     def empty(
         cls, length: int, dtype: np.dtype[Any] | type = np.float32, like: Array | None = None
     ) -> SparseVector:
-        """Return the vector of zeros; its arrays are of the kind of `like`, or NumPy's."""
+        """Return the vector of zeros; `like`: an array of the library to use, by default NumPy."""
         arrays = np if like is None else module_of(like)
         return cls(arrays.empty(0, index_dtype(length)), arrays.empty(0, dtype), length)
 
@@ -114,24 +110,24 @@ class SparseVector(NamedTuple):
         return dense
 
     def where(self, mask: Array) -> SparseVector:
-        """Return the entries whose position in `indices` is true in `mask` (bool [k])."""
-        # By positions: with a mask NumPy branches on every entry, unpredictably, and twice.
+        """Return the entries where `mask` (bool [k]) is true."""
+        # Positions are faster: with a boolean mask NumPy takes an unpredictable branch per entry.
         positions = module_of(mask).flatnonzero(mask)
         return SparseVector(self.indices[positions], self.values[positions], self.length)
 
     def on_host(self) -> SparseVector:
-        """Return the vector with NumPy arrays: itself, or from a GPU a copy that was waited for."""
+        """Return the vector with NumPy arrays: itself, or a copy from the GPU, which it awaits."""
         if isinstance(self.values, np.ndarray):
             return self
         return SparseVector(self.indices.get(), self.values.get(), self.length)
 
     def beside(self, array: Array) -> SparseVector:
-        """Return a vector of NumPy arrays with arrays of the kind of `array`, copied if need be."""
+        """Return a host vector in the memory of `array`'s library (and current GPU)."""
         kind = module_of(array)
         return SparseVector(kind.asarray(self.indices), kind.asarray(self.values), self.length)
 
     def minus(self, other: SparseVector) -> SparseVector:
-        """Return the nonzero differences to a vector of the same indices.
+        """Return self - other, without zeros; both must have the same indices.
 
         On a GPU, CuPy treats float32 differences below 2^-126 as zeros.
         """
@@ -140,8 +136,9 @@ class SparseVector(NamedTuple):
 
     def index_range(self, first: int, end: int) -> SparseVector:
         """Return the entries with first <= index < end; the arrays are views."""
-        # Of the indices' own dtype (`end` may be one more than that can count): else all indices
-        # would be converted first. Both at once: on a GPU the host waits for the answer.
+        # A bound of another dtype would make searchsorted convert all indices. `end` may exceed
+        # the dtype, so search for the last index before each bound, for both in one call: on a GPU
+        # the host waits for the result.
         last = module_of(self.indices).asarray(np.array([first - 1, end - 1], self.indices.dtype))
         start, stop = self.indices.searchsorted(last, "right").tolist()
         return self.take(slice(start, stop))
@@ -151,8 +148,8 @@ class SparseVector(NamedTuple):
         return SparseVector(self.indices[positions], self.values[positions], self.length)
 
     def embed(self, start: int, length: int) -> SparseVector:
-        """Return the same entries in a longer vector that has this one from `start` on."""
-        # Converted first: the sum may be more than the indices' own dtype can hold.
+        """Return the same entries in a longer vector, whose element `start` is this one's first."""
+        # Convert first: the sum may overflow the shorter vector's index dtype.
         indices = self.indices.astype(index_dtype(length)) + start
         return SparseVector(indices, self.values, length)
 
@@ -165,7 +162,7 @@ class SparseVector(NamedTuple):
 def require_values(values: Array) -> None:
     """Raise ValueError unless an array is float32 or float64, in this machine's byte order."""
     if not (hasattr(values, "dtype") and values.dtype in VALUE_DTYPES):
-        is_on_device(values)  # raises TypeError for what is no array
+        is_on_device(values)  # raises TypeError if it is not an array at all
         raise ValueError(
             f"values must be float32 or float64, got {values.dtype}: "
             ".astype(np.float32) converts them"
@@ -173,10 +170,10 @@ def require_values(values: Array) -> None:
 
 
 def check(vector: SparseVector) -> SparseVector:
-    """Return the vector; raise ValueError, with the reason, where it is not a valid SparseVector.
+    """Return the vector; raise ValueError, with the reason, if it is not a valid SparseVector.
 
-    It is for vectors from outside: from a caller of `reduce`, or a peer's message. On a GPU it
-    waits for the result. Raises TypeError for what is no array.
+    For vectors from outside: from a caller of `reduce`, or a peer's message. On a GPU it waits for
+    the result. Raises TypeError for indices or values that are not an array.
     """
     indices, values, length = vector
     require_values(values)
@@ -192,7 +189,7 @@ def check(vector: SparseVector) -> SparseVector:
             f"indices of a vector of {length} elements must be {index_dtype(length)}, "
             f"got {indices.dtype}"
         )
-    # Only the two ends, for a start: they are the extremes if the order, examined next, holds.
+    # The two ends are the extremes if the indices are sorted, which is checked next.
     if indices.size and not (indices[0] >= 0 and indices[-1] < length):
         raise ValueError(
             f"indices must lie in 0..{length - 1}, got {int(indices.min())}..{int(indices.max())}"
@@ -217,7 +214,7 @@ def require_parts(
             if part.ndim != 1:
                 shape = list(part.shape)
                 raise ValueError(f"{what} shape, one-dimensional, got {shape}: pass .reshape(-1)")
-    # All of one dtype: kernels are told a single format for all arrays.
+    # All of one dtype: kernels get a single format for all arrays.
     narrow = dtype == np.float32 and len(dtypes) == 1 and dtypes <= set(SIXTEEN_BITS)
     if not (dtypes == {dtype} or narrow) or size != length:
         got = " and ".join(sorted(map(str, dtypes))) or "nothing"
@@ -249,7 +246,7 @@ def gradient_parts(
     Raises ValueError or TypeError for arguments that do not fit together.
     """
     require_selectable(residual, k)
-    # To Python an array is no Sequence, so a single one becomes the only part.
+    # Neither NumPy's nor CuPy's arrays are instances of Sequence.
     parts = gradient if isinstance(gradient, Sequence | Located) else [gradient]
     on_device = isinstance(parts, Located) or any(map(is_on_device, parts))
     if on_device and not is_on_device(residual):
@@ -263,9 +260,10 @@ def gradient_parts(
 
 
 def _require_room(residual: Array, old: Array, into: Array | None, *names: str) -> None:
-    """Raise ValueError unless the old values, and the memory for new ones, are like the residual.
+    """Raise ValueError unless both arrays have the residual's dtype and shape.
 
-    New values go to `into`, or to the old ones' place; names: of both arrays, for the error.
+    The one that the new values are written to (`into`, or else `old`) must be writable.
+    names: of both arrays, for the error.
     """
     for array, name in zip((old, into), names, strict=True):
         if array is not None and (array.dtype, array.shape) != (residual.dtype, residual.shape):
@@ -273,7 +271,6 @@ def _require_room(residual: Array, old: Array, into: Array | None, *names: str) 
                 f"{name} must be of the residual's dtype and size, {residual.dtype} "
                 f"[{residual.size}], got {array.dtype} {list(array.shape)}"
             )
-    # With `into` the old values are only read.
     require_writable(*((old, names[0]) if into is None else (into, names[1])))
 
 
@@ -284,7 +281,7 @@ def require_writable(array: Array, name: str) -> None:
 
 
 def host_parts(residual: Array, *others: Any) -> Sequence[Array]:
-    """Return the arrays as `gradient_parts` does, for a residual on the host."""
+    """Return what `gradient_parts` does, for a residual on the host."""
     parts = gradient_parts(residual, *others)
-    assert not isinstance(parts, Located)  # a GPU's, which was refused
+    assert not isinstance(parts, Located)  # those are on a GPU, which gradient_parts refuses
     return parts

@@ -1,1 +1,1 @@
-"""Reference models and data, which need torch but nothing of gtopk."""
+"""Reference models and data. They need torch, but nothing of gtopk."""

@@ -1,4 +1,4 @@
-"""AlexNet in one column (Krizhevsky 2014), in today's usual form.
+"""AlexNet in one column (Krizhevsky 2014), in the form that is usual today.
 
 image [3, 224, 224] --5 conv--> [256, 6, 6] --3 linear, two of them `hidden` wide--> classes
 """
@@ -9,9 +9,9 @@ import torch
 
 
 def alexnet(classes: int = 1000, hidden: int = 4096) -> torch.nn.Sequential:
-    """Return AlexNet for float32 [n, 3, 224, 224], or 63 pixels and more: 61,100,840 parameters.
+    """Return AlexNet for float32 [n, 3, 224, 224], or at least 63 pixels: 61,100,840 parameters.
 
-    hidden: width of the linear layers, which hold 96 % of the parameters.
+    hidden: width of the linear layers, which have 96 % of the parameters.
     """
     return torch.nn.Sequential(
         torch.nn.Conv2d(3, 64, 11, stride=4, padding=2),

@@ -1,4 +1,4 @@
-"""Fully connected networks for tables: eight hidden layers of 512, or fewer and smaller ones."""
+"""Fully connected networks for tables, by default with eight hidden layers of 512."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ EIGHT_OF_512: Final = (512,) * 8
 def fully_connected(
     features: int, outputs: int, widths: Sequence[int] = EIGHT_OF_512
 ) -> torch.nn.Sequential:
-    """Return features-widths-outputs with ReLU, initialised so that the signal keeps its size.
+    """Return features-widths-outputs with ReLU, initialised so that the signal keeps its variance.
 
     The published network is features-512-...-512-outputs, with 8 hidden layers (Ma and Rusu 2020).
-    Weights are normal with variance 2 / inputs (He et al. 2015), biases 0: with torch's default for
-    Linear the signal fades by a factor of 6 in variance at every layer, and eight of them learn
-    nothing.
+    Weights are normal with variance 2 / inputs (He et al. 2015), biases 0. With torch's default for
+    Linear the variance falls by a factor of 6 at every layer, and eight layers learn nothing.
     """
     sizes = [features, *widths, outputs]
     layers: list[torch.nn.Module] = []

@@ -1,6 +1,6 @@
-"""A small GPT: blocks of masked attention and a perceptron, each added to its input.
+"""A small GPT: blocks of causal attention and an MLP, each with a residual connection.
 
-    tokens --embed + place--> [width] --blocks--> --norm--> scores, by the embedding once more
+    tokens --embed + position--> [width] --blocks--> --norm--> scores, by the tied embedding
 
 With GPT-2's sizes it has GPT-2's parameters (Radford et al. 2019): 124,439,808.
 """
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 
 class Block(torch.nn.Module):
-    """Attention to earlier steps, then a perceptron; each gets a normalised input."""
+    """Causal attention, then an MLP; each gets a normalised input."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Gpt(torch.nn.Module):
         self.norm = torch.nn.LayerNorm(width)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # Each block adds twice: the sum keeps its size whatever the depth (GPT-2, 2.3).
+                # Each block adds to the residual stream twice: scale down by depth (GPT-2, 2.3).
                 adds = name.endswith("_out.weight")
                 std = 0.02 / (2 * layers) ** 0.5 if adds else 0.02
                 torch.nn.init.normal_(parameter, std=std)

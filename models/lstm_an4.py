@@ -1,10 +1,10 @@
-"""The speech network of the AN4 experiments: convolutions, five LSTMs, a look ahead, letters.
+"""The speech network of the AN4 experiments: convolutions, five LSTMs, a lookahead convolution.
 
     spectrogram [161, frames] --2 conv--> [32 * 41, frames / 2] --5 LSTM--> [800] --look ahead 20-->
         --linear--> scores of 29 letters for every second frame
 
-Deep Speech 2 (Amodei et al. 2016) in the form that gTop-k's authors train: its LSTMs read forward
-only, and a convolution over the next 20 steps makes up for that.
+Deep Speech 2 (Amodei et al. 2016) in the form that gTop-k's authors train: with unidirectional
+LSTMs, and a convolution over the next 20 steps instead of the backward ones.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch.nn.functional as F
 
 from .data.speech import BANDS, LETTERS
 
-LOOK_AHEAD: Final = 20  # steps, of two frames
-_CEILING: Final = 20.0  # of activations
+LOOK_AHEAD: Final = 20  # steps of two frames
+_CEILING: Final = 20.0  # activations are clipped to 0.._CEILING
 
 
 class LstmAn4(torch.nn.Module):
     """float32 [n, bands, frames] and lengths int64 [n], descending -> scores and their lengths.
 
-    scores: [n, steps, letters], a step being two frames. At the defaults 27,569,568 parameters.
+    scores: [n, steps, letters], a step being two frames. 27,569,568 parameters at the defaults.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class LstmAn4(torch.nn.Module):
         quarter = (bands + 3) // 4
         sizes = [channels * quarter, *[width] * layers]
         self.lstms = torch.nn.ModuleList(torch.nn.LSTM(*pair) for pair in pairwise(sizes))
-        # Between two layers; the first has been normalised by the convolutions.
+        # Between layers; the first layer's input is normalised by the convolutions.
         self.norms = torch.nn.ModuleList(torch.nn.BatchNorm1d(width) for _ in range(layers - 1))
         self.ahead = torch.nn.Conv1d(width, width, LOOK_AHEAD + 1, groups=width, bias=False)
         self.last_norm = torch.nn.BatchNorm1d(width)
@@ -71,7 +71,7 @@ class LstmAn4(torch.nn.Module):
 
 
 def _until(x: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-    """Return [n, channels, bands, steps] with zeros after each sample's end, in its padding."""
+    """Return [n, channels, bands, steps] with each sample's padding set to zero."""
     return x * (torch.arange(x.shape[3], device=x.device) < steps.to(x.device)[:, None, None, None])
 
 

@@ -1,8 +1,8 @@
-"""The two-layer LSTM language model (Zaremba et al. 2014), which reads on from window to window.
+"""The two-layer LSTM language model (Zaremba et al. 2014), with its state carried across windows.
 
 tokens --embed--> [width] --LSTM--> --LSTM--> [width] --linear--> scores over the vocabulary
                              |         |
-                           state     state    of the next window, without its gradient
+                           state     state    passed to the next window, detached
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class LstmState(NamedTuple):
     cell: torch.Tensor
 
     def detach(self) -> LstmState:
-        """Return the state detached, for the next window: gradients end at a window's begin."""
+        """Return the state for the next window: truncates backpropagation at its beginning."""
         return LstmState(self.hidden.detach(), self.cell.detach())
 
 
 class LstmLanguageModel(torch.nn.Module):
     """int64 [lanes, steps] -> scores [lanes, steps, vocabulary], and the state after them.
 
-    The published large model, at the defaults: 66,034,000 parameters.
+    The defaults are the published large model: 66,034,000 parameters.
     """
 
     def __init__(

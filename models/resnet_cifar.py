@@ -32,7 +32,7 @@ class Block(torch.nn.Module):
         return F.relu(y + self.shortcut(x))
 
     def shortcut(self, x: torch.Tensor) -> torch.Tensor:
-        """Return every stride-th pixel, and zeros in the channels that `x` does not have."""
+        """Return every stride-th pixel, padded with zeros to the number of output channels."""
         x = x[:, :, :: self.stride, :: self.stride]
         return F.pad(x, (0, 0, 0, 0, 0, self.added_channels))
 
@@ -71,7 +71,7 @@ def resnet20(classes: int = 10) -> CifarResNet:
 
 
 def _convolution(inputs: int, outputs: int, stride: int) -> torch.nn.Conv2d:
-    """Return a convolution of 3 x 3 as large as its input, initialised as He et al. 2015."""
+    """Return a padded 3 x 3 convolution, initialised as in He et al. 2015."""
     convolution = torch.nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
     torch.nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
     return convolution

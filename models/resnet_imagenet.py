@@ -1,4 +1,4 @@
-"""ResNet-50 (He et al. 2016), with a stage's stride at its 3 x 3 convolution, as is usual today.
+"""ResNet-50 (He et al. 2016), with a stage's stride in its 3 x 3 convolution, as is usual today.
 
 image [3, 224, 224] --conv 7, pool--> [64, 56, 56] --3 blocks--> [256, 56, 56] --4-->
     [512, 28, 28] --6--> [1024, 14, 14] --3--> [2048, 7, 7] --mean--> [2048] --linear--> classes
@@ -16,7 +16,7 @@ EXPANSION: Final = 4  # a block's output channels, over its inner channels
 
 
 class Bottleneck(torch.nn.Module):
-    """Convolutions of 1, 3 and 1 beside a shortcut, which has one of 1 where the shapes differ."""
+    """1 x 1, 3 x 3 and 1 x 1 convolutions beside a shortcut: 1 x 1 if shapes differ."""
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -35,9 +35,9 @@ class Bottleneck(torch.nn.Module):
 
 
 def resnet50(classes: int = 1000, width: int = 64) -> torch.nn.Sequential:
-    """Return ResNet-50 for float32 [n, 3, 224, 224], or 32 pixels and more: 25,557,032 parameters.
+    """Return ResNet-50 for float32 [n, 3, 224, 224], or at least 32 pixels: 25,557,032 parameters.
 
-    width: channels of the first stage's blocks, doubled at each of the next.
+    width: channels of the first stage's blocks; each later stage doubles it.
     """
     blocks: list[torch.nn.Module] = []
     inputs = width
@@ -58,7 +58,7 @@ def resnet50(classes: int = 1000, width: int = 64) -> torch.nn.Sequential:
 
 
 def _normed(inputs: int, outputs: int, size: int, stride: int = 1) -> torch.nn.Sequential:
-    """Return a convolution padded to keep the border's pixels, and its batch norm."""
+    """Return a padded convolution and its batch norm."""
     convolution = torch.nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
     torch.nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
     return torch.nn.Sequential(convolution, torch.nn.BatchNorm2d(outputs))

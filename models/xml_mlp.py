@@ -1,11 +1,11 @@
-"""The three-layer network of extreme classification: sparse inputs, 128 hidden, a softmax over all.
+"""The network of extreme classification: sparse inputs, a hidden layer, a softmax over all labels.
 
     inputs  f entries of F --EmbeddingBag [F, h]--> ReLU --[L, h]--> L labels
 
 Both large layers are rows of `hidden` numbers, one for each feature and each label. A batch uses
 few rows of the first layer. Of the last it uses the rows of its own labels and a sample of the
-others (`sampled_loss`), or all of them (`loss`). Where few rows are used the gradient is sparse by
-rows, and nothing on its way to the weights makes it dense.
+others (`sampled_loss`), or all of them (`loss`). If few rows are used the gradient is a sparse
+tensor, and it stays sparse on its way to the weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class XmlMlp(torch.nn.Module):
         self.hidden_bias = torch.nn.Parameter(torch.zeros(hidden))
         self.output = torch.nn.Parameter(torch.empty(labels, hidden))
         self.output_bias = torch.nn.Parameter(torch.zeros(labels, 1))
-        # Inputs have length 1: with this the hidden layer has variance 1, and so have the logits.
+        # As inputs have length 1, the hidden layer then has variance 1, and so have the logits.
         torch.nn.init.normal_(self.embedding.weight)
         torch.nn.init.normal_(self.output, std=(hidden / 2) ** -0.5)
 
@@ -42,7 +42,7 @@ class XmlMlp(torch.nn.Module):
         return F.linear(self.represent(batch), self.output, self.output_bias.squeeze(1))
 
     def loss(self, batch: SparseBatch) -> torch.Tensor:
-        """Return the softmax's cross entropy, mean over rows; a row's labels weigh the same.
+        """Return the softmax's cross entropy, mean over rows; a row's labels have equal weights.
 
         A row without labels counts as 0. The gradient of the output layer is dense.
         """
@@ -53,9 +53,9 @@ class XmlMlp(torch.nn.Module):
     ) -> torch.Tensor:
         """Return an estimate of `loss` from the batch's own labels and a sample of all.
 
-        The sampled labels represent those that are not the batch's own: each weighs so much that
+        The sampled labels stand for all that are not the batch's own. They are weighted so that
         the softmax's denominator is right on average (Bengio and Senecal 2008). The gradient of
-        the output layer has a row for each label used, and no other.
+        the output layer has only the rows of the labels used.
         """
         own, places = torch.unique(batch.labels, return_inverse=True)
         count = len(self.output)

@@ -1,16 +1,16 @@
 """The hot loops: one interface with three implementations, called twins.
 
-`reference` is NumPy: the reference for tests, and the fallback where nothing is compiled. `host` is
-C++; `device` is CUDA, for CuPy arrays.
-Twins give the same results to the bit; `_twin` chooses the one for an array.
+`reference` is NumPy, the specification, and the fallback if nothing is compiled. `host` is C++;
+`device` is CUDA, for CuPy arrays. Twins give bit-identical results; `_twin` chooses the one for an
+array.
 
-`pack_...` writes indices or values for the wire into a buffer, uint8, with room for them, and
-`unpack_...` reads bytes from any sender: a ValueError says what is wrong with them. Twins write the
-same bytes, and refuse the same ones. Arrays on a GPU are coded there in blocks, in 16 bits, and in
-2 to 4; `write_head` and `read_head` are only for them.
+`pack_...` encodes indices or values into a uint8 buffer that is large enough. `unpack_...` decodes
+bytes from any sender; a ValueError says what is wrong with them. Twins write the same bytes, and
+refuse the same ones. The GPU codes indices in blocks, and values in 16 bits or in 2 to 4;
+`write_head` and `read_head` are for GPU messages only.
 
-An order holds throughout: the larger |value| first, among equals the lower index. NaN counts as
-larger than infinity; exact zeros are never selected, so fewer than k entries may come out.
+All selections use one order: the larger |value| first, among equals the lower index. NaN counts as
+larger than infinity. Zeros are never selected, so there may be fewer than k entries.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ _for_numpy: Final[Any] = (
 
 
 def _twin(array: Array) -> Any:
-    """Return the module whose functions work on arrays of this kind; TypeError where none does."""
-    # The usual array is told by its type: kernels are called some fifty times a step.
+    """Return the module of the twin for this array; raise TypeError if there is none."""
+    # isinstance first, as it is fast: kernels are called some fifty times a step.
     if isinstance(array, np.ndarray) or not is_on_device(array):
         return _for_numpy
     from . import device
@@ -95,15 +95,15 @@ def accumulate_and_select(
     residual:  float32 or float64 [n]. The selected entries stay in it.
     gradient:  of the residual's dtype, or with float32 residuals float16, or uint16 for the bits
                of bfloat16: [n], or a list of one-dimensional arrays with n elements in all, which
-               are read where they lie.
-    threshold: a guess at the k-th largest |value|, 0 without one. It affects the time, never the
-               result.
+               are not copied.
+    threshold: a guess at the k-th largest |value|, 0 for none. It affects the time, never the
+               result: pass the one that the last step returned.
     weight:    multiplies the gradient first, in the residual's dtype.
-    momentum:  its velocity takes the gradient, in place, and is added instead of the gradient.
+    momentum:  its velocity accumulates the gradient, and is added instead of it.
     into:      memory for the sum, like `residual`, which is then unchanged; None: in place.
-    Returns the k largest entries, or all that are not zero where there are fewer, and the
-    threshold for the next step. Raises ValueError for arguments that do not fit together, and
-    TypeError for anything but arrays of NumPy or CuPy, with nothing changed.
+    Returns the k largest entries, or all that are not zero if there are fewer, and the threshold
+    for the next step. Raises ValueError for arguments that do not fit together, and TypeError for
+    anything but NumPy or CuPy arrays; then nothing was changed.
     """
     return _twin(residual).accumulate_and_select(
         residual, gradient, k, threshold, momentum, weight, into
@@ -111,7 +111,7 @@ def accumulate_and_select(
 
 
 def select(dense: Array, k: int, threshold: float = 0.0) -> tuple[SparseVector, float]:
-    """Return the k largest entries of `dense` and a threshold to begin the next search at.
+    """Return the k largest entries of `dense` and a threshold for the next search.
 
     dense: float32 or float64 [n], unchanged; the rest as in `accumulate_and_select`, errors too.
     """
@@ -121,9 +121,9 @@ def select(dense: Array, k: int, threshold: float = 0.0) -> tuple[SparseVector, 
 def merge(a: SparseVector, b: SparseVector, k: int) -> SparseVector:
     """Return the k largest entries of a + b, without zeros.
 
-    One float addition for an index in both, hence the same bits for (a, b) and (b, a), but for
-    those of a NaN. Raises ValueError for k < 1, and for vectors of unlike length or dtypes, or not
-    of float32 or float64.
+    (a, b) and (b, a) give the same bits (a NaN's excepted), as an index in both takes a single
+    addition. Raises ValueError for k < 1, for vectors of different length or dtypes, and for values
+    that are not float32 or float64.
     """
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
@@ -133,7 +133,7 @@ def merge(a: SparseVector, b: SparseVector, k: int) -> SparseVector:
 
 
 def sum_by_index(vectors: Sequence[SparseVector]) -> SparseVector:
-    """Return the nonzero entries of the sum; each index is summed in the order of the list.
+    """Return the nonzero entries of the sum; each index is summed in the order of the vectors.
 
     Raises ValueError for vectors that `merge` refuses.
     """
@@ -143,7 +143,7 @@ def sum_by_index(vectors: Sequence[SparseVector]) -> SparseVector:
 
 
 def _require_alike(vectors: Sequence[SparseVector]) -> None:
-    """Raise ValueError unless all are of one length and dtype: C and CUDA would misread others."""
+    """Raise ValueError unless all have one length and dtype, which C++ and CUDA rely on."""
     for vector in vectors:
         require_values(vector.values)
     lengths = {vector.length for vector in vectors}
@@ -158,7 +158,7 @@ def _require_alike(vectors: Sequence[SparseVector]) -> None:
 
 
 def contains(indices: Array, wanted: Array) -> Array:
-    """Return, for each of `wanted`, whether it is in `indices` (both sorted): bool [wanted]."""
+    """Return, for each of `wanted`, whether it is in `indices`, both sorted: bool [wanted]."""
     return _twin(indices).contains(indices, wanted)
 
 
@@ -175,24 +175,24 @@ def clear_at(dense: Array, indices: Array) -> None:
 def clear(dense: Array) -> None:
     """Set all elements of an array on the host to zero.
 
-    A large contiguous one is written past the caches, in half the time of a memset that reads it
-    first.
+    A large contiguous one is written past the caches, in half the time of a memset, which first
+    reads each cache line.
     """
     _for_numpy.clear(dense)
 
 
 def put_at(parts: Sequence[Array] | Located, vector: SparseVector) -> None:
-    """Set the vector's entries in place in arrays that make up the vector, one after the other.
+    """Set the vector's entries in the arrays that make up the dense vector; the rest is unchanged.
 
     parts: all of the vector's dtype, or with float32 values float16, or uint16 for the bits of
-           bfloat16, to which they are rounded; one-dimensional, with `length` elements in all.
+           bfloat16, to which values are rounded; one-dimensional, with `length` elements in all.
     """
     if isinstance(parts, Located) or _twin(parts[0]) is not _for_numpy:
         from . import device
 
         device.put_at(parts, vector)
         return
-    # On the host by NumPy alone: an update has few entries.
+    # NumPy suffices on the host: an update has few entries.
     require_parts(parts, vector.values.dtype, vector.length, "the parts must be of the vector's")
     for part in parts:
         require_writable(part, "a part")
@@ -200,7 +200,7 @@ def put_at(parts: Sequence[Array] | Located, vector: SparseVector) -> None:
     values = round_to_bfloat16(vector.values) if bits else vector.values
     starts = np.cumsum([0, *(part.size for part in parts)])
     ends = np.searchsorted(vector.indices, starts.astype(vector.indices.dtype))
-    with np.errstate(over="ignore"):  # beyond float16: infinity, as in a cast
+    with np.errstate(over="ignore"):  # values beyond float16 become infinity, as in a cast
         for part, start, a, b in zip(parts, starts, ends, ends[1:], strict=False):
             part[vector.indices[a:b] - start] = values[a:b]
 
@@ -231,20 +231,20 @@ def squared_norms(arrays: Sequence[Array] | Located) -> list[float]:
 
 
 def checksum(data: Array, seed: int = 0) -> int:
-    """Return the 64 bits of `data` (uint8 [n]); seed: what came before it, as 64 bits."""
+    """Return a 64-bit checksum of `data` (uint8 [n]); seed: that of the bytes before it."""
     return _twin(data).checksum(data, seed)
 
 
 def write_head(message: Array, head: Array) -> None:
-    """Write 56 bytes of the host and a checksum at a GPU message's beginning; waits for nothing.
+    """Write 56 bytes of the host, then an 8-byte checksum, to the front of a GPU message.
 
-    The checksum has 8 bytes; it covers all bytes after it, seeded with that of the 56 bytes.
+    The checksum covers the rest of the message, seeded with that of the 56 bytes. Asynchronous.
     """
     _twin(message).write_head(message, head)
 
 
 def read_head(message: Array) -> tuple[Array, int]:
-    """Return a GPU message's first 64 bytes on the host, and the checksum that belongs there."""
+    """Return a GPU message's first 64 bytes on the host, and the checksum it should have."""
     return _twin(message).read_head(message)
 
 
@@ -254,22 +254,22 @@ def in_order(indices: Array, length: int) -> bool:
 
 
 def pack_indices(indices: Array, length: int, out: Array, code: str) -> int:
-    """Write indices, int32 or int64 [k], by "blocks" or "rice"; return the bytes taken."""
+    """Encode indices, int32 or int64 [k], as "blocks" or "rice"; return the bytes taken."""
     return _twin(indices).pack_indices(indices, length, out, code)
 
 
 def unpack_indices(data: Array, count: int, length: int, code: str) -> tuple[Array, int]:
-    """Return the indices, int32 or int64 [count], and how many bytes of `data` they took."""
+    """Decode `count` indices, int32 or int64; return them and how many bytes they took."""
     return _twin(data).unpack_indices(data, count, length, code)
 
 
 def pack_values(values: Array, out: Array, code: str) -> int:
-    """Write values, float32 or float64 [k], into exactly their bytes; return their exponent."""
+    """Encode values, float32 or float64 [k]; `out` has exactly their bytes. Return the exponent."""
     return _twin(values).pack_values(values, out, code)
 
 
 def unpack_values(data: Array, count: int, exponent: int, dtype: Any, code: str) -> Array:
-    """Return the values, of the dtype, [count]."""
+    """Decode values, of the dtype, [count]."""
     return _twin(data).unpack_values(data, count, exponent, dtype, code)
 
 

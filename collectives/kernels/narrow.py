@@ -1,8 +1,8 @@
 """narrow: 16-bit floats, which are widened to float32 for computing, and rounded afterwards.
 
-NumPy has float16, but not bfloat16, the upper half of a float32. Where bits of bfloat16 could be
-taken for integers they have a dtype of their own, BFLOAT16, which NumPy copies and slices, and
-refuses to compute with. (A gradient is never of integers: there the bits are uint16.)
+NumPy has float16, but not bfloat16, the upper half of a float32. Arrays that could also be integers
+use the structured dtype BFLOAT16, which NumPy copies and slices but refuses to compute with.
+(Gradients are never integers, so there bfloat16 is plain uint16.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 BFLOAT16: Final = np.dtype([("bfloat16", np.uint16)])
-_BLOCK: Final = 1 << 15  # elements that are rounded at a time: they stay in the cache
+_BLOCK: Final = 1 << 15  # elements that are rounded at a time, to stay in the cache
 
 
 def is_narrow(dtype: np.dtype[Any]) -> bool:
@@ -27,14 +27,14 @@ def is_narrow(dtype: np.dtype[Any]) -> bool:
 
 
 def widen(array: Array) -> Array:
-    """Return 16-bit floats as float32; anything else is returned as it is."""
+    """Return 16-bit floats as float32, and any other array itself."""
     if array.dtype == BFLOAT16:
         return widen_bfloat16(array.view(np.uint16))
     return array.astype(np.float32) if array.dtype == np.float16 else array
 
 
 def narrow(values: Array, dtype: np.dtype[Any]) -> Array:
-    """Round widened values to their first dtype, to nearest, ties to even."""
+    """Round widened values back to a dtype, to nearest, ties to even."""
     if dtype == BFLOAT16:
         return round_to_bfloat16(values.astype(np.float32, copy=False)).view(BFLOAT16)
     return values.astype(dtype, copy=False)
@@ -55,15 +55,15 @@ def round_to_bfloat16(values: Array) -> Array:
         bits = block.view(np.uint32)
         halves = bits >> 16
         halves &= 1
-        # Half of the last place less one, and the last place itself: ties go to the even neighbour.
+        # Half a unit in the last place, less one if the last bit is 0: ties go to even.
         halves += 0x7FFF
         halves += bits
         halves >>= 16
         rounded[start : start + _BLOCK] = halves
-        lost = np.isnan(block)  # a carry may have turned a NaN into infinity or zero
-        if lost.any():
-            # With the quiet bit: a NaN that has bits in its lower half alone would become infinity.
-            rounded[start : start + _BLOCK][lost] = bits[lost] >> 16 | 0x40
+        nans = np.isnan(block)  # a carry may have turned them into infinity or zero
+        if nans.any():
+            # Set the quiet bit: the upper half alone may be infinity's.
+            rounded[start : start + _BLOCK][nans] = bits[nans] >> 16 | 0x40
     return rounded
 
 
@@ -72,7 +72,7 @@ def combine(array: Array, other: Array, reduction: str) -> None:
 
     reduction: "sum", "product", "min" or "max".
     """
-    # By torch: NumPy converts float16 one by one, in 50 times as long.
+    # torch is 50 times as fast: NumPy converts float16 one by one.
     import torch
 
     operations: dict[str, Callable[..., torch.Tensor]] = {

@@ -1,4 +1,4 @@
-"""The hot loops in NumPy, in chunks that stay in cache: the reference for the other twins."""
+"""The hot loops in NumPy, in chunks that stay in cache: the specification of the other twins."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ from .narrow import widen_bfloat16
 from .reference_indices import in_order, pack_indices, unpack_indices  # noqa: F401 - of this twin
 from .reference_values import pack_values, unpack_values  # noqa: F401 - likewise
 
-# A multiple of 8. Smaller chunks cost calls, larger ones leave the cache: 25.6 million elements
-# took 3.4 times the floor with 64Ki, 3.1 with 128Ki, 2.7 with 256Ki, 2.6 with 512Ki.
+# A multiple of 8. Smaller chunks cost calls, larger ones leave the cache. For 25.6 million elements
+# it took 3.4 times the time of reading memory with 64Ki, 3.1 with 128Ki, 2.7 with 256Ki, 2.6 with
+# 512Ki.
 CHUNK = 1 << 18
 
-# The order in which `squared_norm` adds.
+# These define the order in which `squared_norm` adds.
 NORM_CHUNK: Final = 1 << 16
 LANES: Final = 16
 
-# The next threshold is the value at this multiple of rank k, and some more where k is small. The k
-# selected are cleared, so the next step's picks are today's ranks k+1 and on; aiming nearer to
-# rank k misses too often.
+# The next threshold is the |value| at rank AIM * k + AIM_AT_LEAST. The k selected entries are
+# cleared, so today's ranks from k+1 on are the next step's candidates. A threshold nearer to rank k
+# would too often let fewer than k pass.
 AIM: Final = 2.2
 AIM_AT_LEAST: Final = 256
 
-_MISSES: Final = np.frombuffer(b"\1" * 8, np.uint64)[0]  # eight bools in one word
+_ALL_TRUE: Final = np.frombuffer(b"\1" * 8, np.uint64)[0]  # eight bools as one word
 
 
 def all_finite(array: Array) -> bool:
     """Tell whether every element is finite."""
-    # By the bits, as NumPy has no bfloat16: those below infinity's are finite.
+    # 16-bit floats by their bits, as NumPy has no bfloat16: finite ones are below infinity's.
     bits = array.view(np.uint16) if array.itemsize == 2 else array
     chunks = (bits[start : start + CHUNK] for start in range(0, array.size, CHUNK))
     if array.itemsize == 2:
@@ -49,7 +50,7 @@ def all_finite(array: Array) -> bool:
 
 
 def squared_norm(array: Array) -> float:
-    """Add LANES running sums through each chunk, from the first to the last; then the chunks."""
+    """Return the sum of squares: LANES running sums per chunk are added up, then the chunks."""
     total = 0.0
     for start in range(0, array.size, NORM_CHUNK):
         squares = np.square(array[start : start + NORM_CHUNK], dtype=np.float64)
@@ -58,7 +59,7 @@ def squared_norm(array: Array) -> float:
         lanes = np.add.reduce(squares[:whole].reshape(-1, LANES), axis=0)
         lanes[: squares.size - whole] += squares[whole:]
         chunk = 0.0
-        # One after the other, as NumPy's `sum` adds pairwise.
+        # One by one: NumPy's `sum` would add pairwise.
         for lane in lanes:
             chunk += float(lane)
         total += chunk
@@ -72,7 +73,7 @@ def select(dense: Array, k: int, threshold: float = 0.0) -> tuple[SparseVector, 
 
 
 def accumulate_and_select(*arguments: Any, **options: Any) -> tuple[SparseVector, float]:
-    """Return as `search`, but for the number of passes."""
+    """Do what `search` does; return its result without the number of passes."""
     picked, following, _ = search(*arguments, **options)
     return picked, following
 
@@ -91,9 +92,9 @@ def search(
     Returns the entries, the next threshold, and the number of passes over the residual.
     """
     parts = host_parts(residual, gradient, k, momentum, into)
-    looking = _Search(residual if into is None else into, k, residual)
-    picked, following = _select(looking, _addends(residual, parts, momentum, weight), threshold)
-    return picked, following, looking.scans
+    state = _Search(residual if into is None else into, k, residual)
+    picked, following = _select(state, _addends(residual, parts, momentum, weight), threshold)
+    return picked, following, state.scans
 
 
 def _starts(dense: Array) -> range:
@@ -103,7 +104,7 @@ def _starts(dense: Array) -> range:
 def _addends(
     residual: Array, parts: Sequence[Array], momentum: Momentum | None, weight: float
 ) -> Iterator[tuple[int, Array]]:
-    """Yield, chunk by chunk, its beginning in the residual and the values to add."""
+    """Yield each chunk's start in the residual and the values to add there."""
     begin = 0
     for part in parts:
         for start in range(0, part.size, CHUNK):
@@ -111,13 +112,13 @@ def _addends(
             if addend.dtype == np.uint16:
                 addend = widen_bfloat16(addend)
             if weight != 1.0:
-                # In the residual's dtype: a gradient of 16 bits is widened before it is weighted.
+                # In the residual's dtype: 16-bit gradients are widened before they are weighted.
                 addend = np.multiply(addend, residual.dtype.type(weight), dtype=residual.dtype)
             if momentum is not None:
                 here = slice(begin + start, begin + start + addend.size)
-                faster = momentum.velocity if momentum.into is None else momentum.into
+                into = momentum.velocity if momentum.into is None else momentum.into
                 factor = residual.dtype.type(momentum.factor)
-                velocity = np.multiply(momentum.velocity[here], factor, out=faster[here])
+                velocity = np.multiply(momentum.velocity[here], factor, out=into[here])
                 velocity += addend
                 addend = velocity
             yield begin + start, addend
@@ -135,10 +136,10 @@ def _select(
                 search.add(start, addend)
         search.scans += 1
     if search.count < search.k:
-        # Without a guess, or after a bad one: only now is there a sum to take a sample of.
+        # There was no guess, or a bad one. The sum is complete now, and can be sampled.
         search.scan_again(_sampled_threshold(search.dense, search.k))
     if search.count < search.k:
-        # The sample misled: everything counts as a candidate, and is pruned on the way.
+        # The sample misled: take everything as a candidate, and prune on the way.
         search.scan_again(0.0)
     return search.finish()
 
@@ -148,8 +149,8 @@ def _aim(k: int) -> int:
 
 
 def _sampled_threshold(dense: Array, k: int) -> float:
-    """Return about the value at the rank aimed at; 0 where a sample would be too small to tell."""
-    stride = min(33, k // 64) | 1  # odd: even strides meet the columns of even layers
+    """Estimate the |value| at the target rank; 0 if a sample would be too small."""
+    stride = min(33, k // 64) | 1  # odd: an even one may stay in a matrix's even columns
     if stride < 3:
         return 0.0
     sample = np.abs(dense[::stride])
@@ -159,20 +160,19 @@ def _sampled_threshold(dense: Array, k: int) -> float:
 
 
 def keys(values: Array) -> Array:
-    """Return integers in the order of |x|, with infinity and then NaN on top and zero at 0."""
+    """Return integers ordered like |x|: 0 for zeros; infinity, then NaN, above all numbers."""
     width = np.dtype(f"i{values.dtype.itemsize}")
     return values.view(width) & np.iinfo(width).max
 
 
 class _Search:
-    """The candidates seen so far: never fewer than the k largest of what was scanned."""
+    """The candidates seen so far: they always include the k largest entries scanned."""
 
     def __init__(self, dense: Array, k: int, before: Array | None = None) -> None:
         self.dense = dense
         self._before = dense if before is None else before
         self.k = k
-        # The most candidates that are kept: with a guess far too low they would be the whole
-        # vector.
+        # Prune beyond this: with a guess far too low, the whole vector would be candidates.
         self.limit = 4 * k + CHUNK
         room = -(-min(CHUNK, dense.size) // 8) * 8
         self.below, self.above = np.empty((2, room), np.bool_)
@@ -180,16 +180,16 @@ class _Search:
         self.scans = 0
 
     def add(self, start: int, addend: Array) -> None:
-        """Write a part of the vector: the old values plus an addend."""
+        """Set part of the vector to its old values plus an addend."""
         here = slice(start, start + addend.size)
         np.add(self._before[here], addend, out=self.dense[here])
 
     def scan_again(self, threshold: float) -> None:
-        """Collect anew, from the dense vector's present values."""
+        """Collect anew; the addends are in the dense vector already."""
         self.scan(((start, None) for start in _starts(self.dense)), threshold)
 
     def scan(self, chunks: Iterator[tuple[int, Array | None]], threshold: float) -> None:
-        """Collect the nonzero entries not under the threshold, adding the addends first."""
+        """Add the addends, and collect the nonzero entries with |value| >= threshold."""
         self.scans += 1
         self.pieces: list[tuple[Array, Array]] = []
         self.count = 0
@@ -206,36 +206,37 @@ class _Search:
                     self._prune()
 
     def _hits(self, part: Array) -> Array:
-        """Return the positions of a chunk's entries that are not under the threshold."""
-        if np.isnan(self.threshold):  # k NaN were seen: only a NaN of more bits is larger
+        """Return the positions in a chunk of entries with |value| >= threshold, NaN included."""
+        if np.isnan(self.threshold):  # k NaN were seen: only a NaN with a larger key is above
             return np.flatnonzero(keys(part) >= keys(self.threshold))
-        # Two comparisons: |part| would be a third array to keep in cache. NaN passes neither.
+        # Two comparisons, as |part| would be another array to keep in cache. Both are false for
+        # NaN, which so is no miss.
         misses, size = self.below, -(-part.size // 8) * 8
         misses[part.size : size] = True
         np.less(part, self.threshold, out=misses[: part.size])
         misses[: part.size] &= np.greater(part, -self.threshold, out=self.above[: part.size])
-        # Eight bools at a time: where hits are few, only words that hold one are looked into.
-        words = np.flatnonzero(misses[:size].view(np.uint64) != _MISSES)
-        # From an eighth of the words on it does not pay to look into them alone.
+        # Hits are rare: test eight bools at a time as one word, then only the words with a hit. It
+        # does not pay if more than an eighth of the words have one.
+        words = np.flatnonzero(misses[:size].view(np.uint64) != _ALL_TRUE)
         if words.size > size >> 6:
             return np.flatnonzero(~misses[:size])
         inside = np.flatnonzero(~misses[:size].reshape(-1, 8)[words])
         return (words[inside >> 3] << 3) + (inside & 7)
 
     def _at_least(self, threshold: float) -> Any:
-        """Return the threshold in the vector's dtype, above zero: zeros are no candidates."""
+        """Return the threshold in the vector's dtype; positive, as zeros are not selected."""
         smallest = np.nextafter(self.dense.dtype.type(0), self.dense.dtype.type(1))
-        with np.errstate(over="ignore"):  # a threshold of another dtype may become infinity
+        with np.errstate(over="ignore"):  # a float64 threshold may become float32's infinity
             return max(self.dense.dtype.type(threshold), smallest)
 
     def _prune(self) -> None:
-        """Keep the k largest so far; from here on only a larger |value| can displace one."""
+        """Keep the k largest so far, and raise the threshold above the least of them."""
         indices, values = self._gathered()
         ranks = keys(values)
         kept = largest(ranks, self.k)
         self.pieces = [(indices[kept], values[kept])]
         self.count = self.k
-        # The next larger key; nothing is larger than the largest.
+        # The next larger key, as later entries lose ties; the largest key has none.
         lowest = ranks[kept].min()
         self.threshold = min(lowest + 1, np.iinfo(ranks.dtype).max).view(self.dense.dtype)
 
@@ -256,9 +257,9 @@ class _Search:
         return everything.where(largest(keys(values), self.k)), threshold
 
     def _next_threshold(self, magnitudes: Array) -> float:
-        """Return the value at the rank aimed at, extrapolated when fewer candidates were seen.
+        """Return the |value| at the target rank, extrapolated if there are fewer candidates.
 
-        0, no threshold, where that is not finite.
+        0, for no threshold, if that is not finite.
         """
         count, k = magnitudes.size, self.k
         rank = _aim(k)
@@ -268,7 +269,7 @@ class _Search:
         lowest = float(magnitudes.min())
         if not np.isfinite(lowest):
             return 0.0
-        # All candidates were selected: there is no other to tell how values fall from rank k on.
+        # All candidates were selected, so nothing shows how values fall from rank k on.
         if count == k:
             return lowest / 2
         at_k = float(np.partition(magnitudes, count - k)[count - k])
@@ -277,7 +278,7 @@ class _Search:
 
 
 def largest(ranks: Array, k: int) -> Array:
-    """Return a mask, bool [n], of the k largest keys; among equals those of lower position."""
+    """Return a mask, bool [n], of the k largest keys; among equals the first ones."""
     count = ranks.size
     if count <= k:
         return np.ones(count, np.bool_)
@@ -300,13 +301,13 @@ def sum_by_index(vectors: Sequence[SparseVector]) -> SparseVector:
     indices = np.concatenate([vector.indices for vector in vectors])
     if not indices.size:
         return first
-    # Stable: keeps the list's order within an index, and is linear on runs sorted already.
+    # Stable: keeps the vectors' order within an index, and is linear on sorted runs.
     order = np.argsort(indices, kind="stable")
     indices = indices[order]
     values = np.concatenate([vector.values for vector in vectors])[order]
     starts = np.concatenate(([True], indices[1:] != indices[:-1]))
     sums = np.zeros(np.count_nonzero(starts), values.dtype)
-    # Not add.reduceat: from eight addends on that adds pairwise, in an order of its own.
+    # Not add.reduceat, which adds eight or more addends pairwise, in another order.
     np.add.at(sums, np.cumsum(starts) - 1, values)
     return SparseVector(indices[starts], sums, first.length).where(sums != 0)
 
@@ -316,7 +317,7 @@ def contains(indices: Array, wanted: Array) -> Array:
     if not indices.size:
         return np.zeros(wanted.size, np.bool_)
     at = np.searchsorted(indices, wanted)
-    # What would be behind the last is compared with the first, which is smaller, so not equal.
+    # Indices larger than the last are compared with the first, which differs.
     at[at == indices.size] = 0
     return indices[at] == wanted
 
@@ -336,17 +337,17 @@ def clear(dense: Array) -> None:
     dense[...] = 0
 
 
-# ---- the checksum of any bytes, by multiplications that every machine has
+# ---- the checksum of any bytes, by 32-bit multiplications, which all machines do fast
 #
-#     data      | block 0 | block 1 | ... | last, filled up with zeros |      4096 bytes each
+#     data      | block 0 | block 1 | ... | last, padded with zeros |      4096 bytes each
 #     block     sum of ((low_i + a_i) mod 2^32) * ((high_i + b_i) mod 2^32)   over its 64-bit words
-#     in all    h = (h + block) * STEP for each block, from h = seed + bytes; then mixed; mod 2^64
+#     total     h = (h + block) * STEP for each block, from h = seed + bytes; then mixed; mod 2^64
 #
-# The sum is the NH of UMAC (Black et al. 1999, section 4), its keys a_i, b_i those of SplitMix64
-# (Steele et al. 2014). Keys are public: a guard against accidents, not against adversaries. Of NH
-# over random keys two texts collide with a chance of 2^-32 at most. So here: damage to one 32-bit
-# half of a word is missed only where the other half is the negative of its key (one value in 2^32),
-# damage all over a message with a chance of about 2^-64.
+# A block's sum is the NH hash of UMAC (Black et al. 1999, section 4), with keys a_i, b_i from
+# SplitMix64 (Steele et al. 2014). The keys are public: it guards against accidents, not against
+# adversaries. With random keys, NH of two texts collides with a probability of at most 2^-32. Here
+# damage to one 32-bit half of a word goes unnoticed only if the other half is the negative of its
+# key (one value in 2^32), damage all over a message with a probability of about 2^-64.
 
 BLOCK_BYTES: Final = 4096
 STEP: Final = 0x9E3779B97F4A7C15
@@ -354,27 +355,27 @@ _MASK: Final = (1 << 64) - 1
 
 
 def mix(number: int) -> int:
-    """Return the output function of SplitMix64: a bijection of 64 bits that spreads each bit."""
+    """Return SplitMix64's output function, a bijection of 64 bits in which each bit affects all."""
     number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     number = (number ^ (number >> 27)) * 0x94D049BB133111EB & _MASK
     return number ^ (number >> 31)
 
 
-# Key i is of the i-th word: its low half for the word's low half, its high half for the high one.
+# Key i is for the i-th 64-bit word of a block, half for half.
 _KEYS: Final = np.array(
     [mix((i + 1) * STEP & _MASK) for i in range(BLOCK_BYTES // 8)], np.uint64
 ).view(np.uint32)
 
 
 def checksum(data: Array, seed: int = 0) -> int:
-    """Return 64 bits for `data` (uint8 [n]); seed: the checksum of the bytes before it."""
+    """Return a 64-bit checksum of `data` (uint8 [n]); seed: that of the bytes before it."""
     whole = data.size // BLOCK_BYTES * BLOCK_BYTES
     rest = data[whole:]
-    filled = np.zeros(-(-rest.size // 8) * 8, np.uint8)
-    filled[: rest.size] = rest
+    padded = np.zeros(-(-rest.size // 8) * 8, np.uint8)
+    padded[: rest.size] = rest
     blocks = _sums(data[:whole].view(np.uint32).reshape(-1, _KEYS.size)).tolist()
     if rest.size:
-        blocks += _sums(filled.view(np.uint32).reshape(1, -1)).tolist()
+        blocks += _sums(padded.view(np.uint32).reshape(1, -1)).tolist()
     total = (seed + data.size) & _MASK
     for block in blocks:
         total = (total + block) * STEP & _MASK

@@ -1,17 +1,17 @@
-"""Index codes in NumPy: the reference for their twins, and the fallback without them.
+"""Index codes in NumPy: the specification of their twins, and the fallback without them.
 
-blocks: each index as its 16-bit offset in a block of 64Ki, and how many lie in each block.
+blocks: each index as its 16-bit offset in a block of 64Ki, and the count of entries in each block.
 
     +----------------------+------------------------------+
-    | offsets uint16 [k]   | blocks: bytes, see below     |
+    | offsets uint16 [k]   | counts: bytes, see below     |
     +----------------------+------------------------------+
 
-From block 0 on, up to the last that has entries: its count; a stretch of empty blocks is a 0 and
-the stretch's length. Numbers take 7 bits a byte, the lowest first; bit 7 says that more follow:
+The counts of all blocks up to the last with entries. A run of empty blocks is a 0 and the run's
+length. Numbers are LEB128: 7 bits a byte, the lowest first; bit 7 says that more follow:
 
     entries per block   3    0 0 0    200         bytes   03   00 03   C8 01
 
-rice: the gaps between indices as Rice codes, near the entropy bound; groups of 64 entries.
+rice: the gaps between indices as Rice codes, near the entropy bound, in groups of 64 entries.
 
     gap = index - previous index - 1 = quotient * 2^width + rest
 
@@ -22,16 +22,16 @@ rice: the gaps between indices as Rice codes, near the entropy bound; groups of 
 
     quotients   2 0 1 -> bits 001 1 01, the first bit lowest; 16 zeros and a one: the quotient is
                 16 + the next of the escapes, which are as wide as an index
-    padding     each part is filled up with zeros to 8 bytes; so a full group's rests, 64 * width
-                bits, begin at a word of 64 bits
+    padding     each part is padded with zeros to 8 bytes; so a full group's rests, 64 * width
+                bits, begin at a 64-bit word
 
-Two streams where the textbook has one (Rice & Plaunt 1971; a width for a group: their "adaptive"):
-a word of unary bits is decoded by counting zeros, and rests by shifts that are known beforehand.
-A width for each group follows selections that cluster by layers; escapes keep the jump from one
-layer to the next from widening a whole group.
+The textbook has one stream of bits (Rice & Plaunt 1971; a width for each group is their "adaptive"
+variant). With two, unary bits are decoded by counting zeros in a word, and rests by shifts that are
+known beforehand. A width for each group suits selections that cluster by layers; escapes prevent
+that the gap from one layer to the next widens a whole group.
 
-`pack_indices` writes into a buffer with room for `index_capacity` bytes. `unpack_indices` reads
-bytes from any sender: a ValueError says what is wrong with them.
+`pack_indices` writes into a buffer of at least `index_capacity` bytes. `unpack_indices` reads bytes
+from any sender; a ValueError says what is wrong with them.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from ..vector import Array, index_dtype
 
 BLOCK_BITS: Final = 16
 _BLOCK: Final = 1 << BLOCK_BITS
-_MOST_BYTES: Final = 7  # of a number: 2^49 blocks are more than 2^63 elements have
+_MOST_BYTES: Final = 7  # of a number: 49 bits, for vectors of up to 2^63 elements
 
 
 def _blocks_capacity(count: int, length: int) -> int:
     """Return how many bytes `_pack_blocks` takes at most."""
-    # For each block with entries: a 0, the empty blocks before it, and its count of up to 2^16.
+    # For each block with entries: a 0, the length of a run before it, and a count of up to 2^16.
     return 2 * count + min(count, (length >> BLOCK_BITS) + 1) * (1 + _MOST_BYTES + 3)
 
 
@@ -66,7 +66,7 @@ def _pack_blocks(indices: Array, length: int, out: Array) -> int:
 
 
 def write_runs(blocks: Array, counts: Array) -> Array:
-    """Return the bytes behind the offsets, uint8 [m]; counts: the entries of each of `blocks`."""
+    """Return the bytes after the offsets, uint8 [m]; counts: the entries in each of `blocks`."""
     empty = np.diff(blocks, prepend=-1) - 1
     numbers = np.stack([np.zeros_like(empty), empty, counts], axis=1).astype(np.uint64)
     written = np.stack([empty > 0, empty > 0, counts > 0], axis=1)
@@ -106,41 +106,39 @@ def _unpack_blocks(data: Array, count: int, length: int) -> tuple[Array, int]:
 def read_runs(data: Array, count: int, length: int) -> tuple[Array, Array, int]:
     """Return the blocks with entries, their counts, int64 [m] both, and the number of bytes read.
 
-    data: the bytes behind the offsets. Raises ValueError where they do not account for `count`
-    entries.
+    data: the bytes after the offsets. Raises ValueError unless they account for `count` entries.
     """
     ends = np.flatnonzero(data < 128) + 1
     sizes = np.diff(ends, prepend=0)
     numbers = _bytes_to_numbers(data, ends - sizes, sizes)
     marks = numbers == 0
-    # Behind a mark a 0 is a stretch's length and no mark; a stretch of 0 is refused below.
-    stretch = np.concatenate(([False], marks[:-1]))
-    marks &= ~stretch
-    # Cut to one too many, which is refused below: a false number must not make the totals wrap.
-    counts = np.where(marks | stretch, 0, np.minimum(numbers, _BLOCK + 1))
+    # A 0 after a mark is a run's length and not a mark. (That is refused below.)
+    runs = np.concatenate(([False], marks[:-1]))
+    marks &= ~runs
+    # Clip to a value that is refused below: huge numbers must not make the totals wrap.
+    counts = np.where(marks | runs, 0, np.minimum(numbers, _BLOCK + 1))
     totals = np.cumsum(counts)
-    # The counts end where all entries are accounted for: padding may follow.
+    # The counts end once all entries are accounted for; padding may follow.
     last = int(np.searchsorted(totals, count))
     if last == totals.size or totals[last] != count:
         raise ValueError(f"its blocks do not have {count} entries in all")
-    numbers, marks, stretch = numbers[: last + 1], marks[: last + 1], stretch[: last + 1]
-    if (sizes[: last + 1] > _MOST_BYTES).any() or (counts[: last + 1] > _BLOCK).any():
+    numbers, marks, runs, counts = (array[: last + 1] for array in (numbers, marks, runs, counts))
+    if (sizes[: last + 1] > _MOST_BYTES).any() or (counts > _BLOCK).any():
         raise ValueError("a number among its blocks' counts is too large")
-    if (numbers[stretch] == 0).any():
+    if (numbers[runs] == 0).any():
         raise ValueError("a stretch of empty blocks has length 0")
     # In floats, which do not wrap.
-    if np.where(stretch, numbers, 1).sum(dtype=np.float64) > (length >> BLOCK_BITS) + 1 + last:
+    if np.where(runs, numbers, 1).sum(dtype=np.float64) > (length >> BLOCK_BITS) + 1 + last:
         raise ValueError(f"its blocks go on beyond the {length} elements")
-    steps = np.where(stretch, numbers, ~marks)
-    blocks = np.cumsum(steps) - 1
+    blocks = np.cumsum(np.where(runs, numbers, ~marks)) - 1
     if blocks[-1] > (length - 1) >> BLOCK_BITS:
         raise ValueError(f"its blocks go on beyond the {length} elements")
-    filled = counts[: last + 1] > 0
-    return blocks[filled], counts[: last + 1][filled], int(ends[last])
+    filled = counts > 0
+    return blocks[filled], counts[filled], int(ends[last])
 
 
 def _bytes_to_numbers(data: Array, starts: Array, sizes: Array) -> Array:
-    """Return the number that begins at each of `starts`, int64; wrong where it is too long."""
+    """Return the number that begins at each of `starts`, int64; wrong if over _MOST_BYTES."""
     numbers = np.zeros(starts.size, np.int64)
     for place in range(_MOST_BYTES):
         longer = sizes > place
@@ -159,16 +157,16 @@ def in_order(indices: Array, length: int) -> bool:
 
 GROUP: Final = 64
 ESCAPE: Final = 16
-# Quotients below ESCAPE times 2^52, 64 of them, on top of any index stay below 2^64.
-WIDEST: Final = 52
+WIDEST: Final = 52  # 64 gaps of this width without escapes, added to any index, stay below 2^64
 _WORD: Final = 8
 _ROWS_AT_ONCE: Final = 1024  # a row of bits takes 64 bytes an entry
 
 
 def _rice_capacity(count: int, length: int) -> int:
     """Return how many bytes `_pack_rice` takes at most."""
-    # The first width tried is the bit length of the mean gap. Then quotients sum up to less than
-    # the count, and at most a sixteenth of them escape, at 64 bits: rest + 1 + 1 + 4 bits.
+    # At the first width tried, the bit length of the mean gap, the quotients sum up to less than
+    # the count, and at most 1/16 of them escape, with 64 bits. So an entry takes at most its rest,
+    # a bit that ends the quotient, one unary bit and 64 / 16 bits of escapes.
     bits = length.bit_length() + 6 if length.bit_length() <= WIDEST else WIDEST + ESCAPE + 1 + 64
     return -(-count // GROUP) + -(-count * bits // 8) + 4 * _WORD
 
@@ -211,9 +209,9 @@ def _group_sizes(count: int) -> Array:
 
 
 def _widths(groups: Array, sizes: Array, escape_bits: int) -> Array:
-    """Return the width of each group: down from the mean's bit length while that saves bits."""
+    """Return the width of each group: the mean's bit length, or less while that saves bits."""
     means = groups.sum(axis=1) // sizes
-    # frexp rounds from 2^53 on; WIDEST is less than either.
+    # frexp rounds means from 2^53 on, but their widths are clipped to WIDEST anyway.
     widths = np.minimum(np.frexp(means.astype(np.float64))[1].astype(np.int64), WIDEST)
     rows = np.flatnonzero(widths)
     costs = _costs(groups[rows], sizes[rows], widths[rows], escape_bits)
@@ -227,7 +225,7 @@ def _widths(groups: Array, sizes: Array, escape_bits: int) -> Array:
 
 
 def _costs(groups: Array, sizes: Array, widths: Array, escape_bits: int) -> Array:
-    """Return the bits of each group at these widths, but for the ones that end its quotients."""
+    """Return the bits of each group at these widths, without the ones that end its quotients."""
     quotients = groups >> widths[:, None]
     escaped = quotients >= ESCAPE
     unary = np.minimum(quotients, ESCAPE).sum(axis=1)
@@ -262,7 +260,7 @@ def _unpack_rests(data: Array, widths: Array) -> Array:
 
 
 def _alike(widths: Array) -> list[tuple[Array, int]]:
-    """Return the groups of each width above 0, some at a time."""
+    """Return the groups of each width above 0, at most _ROWS_AT_ONCE at a time."""
     return [
         (rows[start : start + _ROWS_AT_ONCE], int(width))
         for width in np.unique(widths[widths > 0])
@@ -293,7 +291,7 @@ def _unpack_rice(data: Array, count: int, length: int) -> tuple[Array, int]:
     unary_from = words_from + _WORD * _rest_words(_group_sizes(count), widths)
     if data.size < unary_from:
         raise ValueError(f"its rests take {unary_from} bytes, there are {data.size}")
-    # A quotient takes at least a bit: a false count must not reserve memory by the gigabyte.
+    # A quotient takes at least a bit. Check before allocating memory for a false count.
     if 8 * (data.size - unary_from) < count:
         raise ValueError(f"{data.size - unary_from} bytes do not hold its {count} quotients")
     rests = _unpack_rests(data[words_from:unary_from], widths).ravel()
@@ -311,13 +309,13 @@ def _unpack_rice(data: Array, count: int, length: int) -> tuple[Array, int]:
         raise ValueError("the padding behind its escapes is not zero")
     width_of = np.repeat(widths, GROUP)[:count]
     escapes = data[escapes_from:escapes_to].view(escape_dtype).astype(np.uint64)
-    # Shifted right, not left: a quotient that is too large must not wrap.
+    # Compare by shifting right, as shifting a large quotient left would wrap.
     if (escapes > (length >> width_of[escaped]).astype(np.uint64)).any():
         raise ValueError(f"a gap is larger than the {length} elements")
     quotients[escaped] += escapes.astype(np.int64)
     steps = ((quotients << width_of) + rests[:count] + 1).astype(np.uint64)
     ends = np.cumsum(steps)
-    # A step is less than 2^63 and a bit: where a sum wraps, it falls.
+    # A step is hardly more than 2^63, so a sum that wraps is less than the one before.
     if (ends[1:] < ends[:-1]).any() or ends[-1] > length:
         raise ValueError(f"indices must lie in 0..{length - 1}")
     return (ends - np.uint64(1)).astype(dtype), end
@@ -325,7 +323,7 @@ def _unpack_rice(data: Array, count: int, length: int) -> tuple[Array, int]:
 
 def _read_unary(data: Array, count: int) -> tuple[Array, int]:
     """Return the quotients, int64 [count], and how many bytes their words take."""
-    # No valid unary part is longer; escapes may follow.
+    # The most bytes that valid quotients take; escapes may follow.
     most = -(-count * (ESCAPE + 1) // 64) * _WORD
     bits = np.unpackbits(data[:most], bitorder="little")
     ones = np.flatnonzero(bits)[:count]
@@ -347,7 +345,7 @@ def in_rows(array: Array, width: int) -> Array:
     return rows
 
 
-@functools.lru_cache(maxsize=256)  # steps ask for the same k again and again
+@functools.lru_cache(maxsize=256)  # called with the same k step after step
 def index_capacity(count: int, length: int, code: str) -> int:
     """Return how many bytes `pack_indices` takes at most; code: "blocks" or "rice"."""
     capacity = _blocks_capacity if code == "blocks" else _rice_capacity

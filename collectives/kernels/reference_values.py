@@ -1,15 +1,14 @@
-"""Value codes in NumPy: the reference for their twins, and the fallback without them.
+"""Value codes in NumPy: the specification of their twins, and the fallback without them.
 
-A message has one power of two, its exponent, that brings its values into a code's range.
-Multiplying by a power of two is exact, so a code rounds in one place only; and the difference of a
-value and its rounding to a grid of powers of two is a float of the value's type.
+All values of a message are scaled by one power of two, its exponent, into the code's range. That is
+exact, so a code rounds only once. The rounding error is again a float of the value's dtype.
 
 bf16, fp16: values as 16-bit floats, bfloat16 or IEEE half.
 
     value = 16-bit float * 2^exponent       both codes round to the nearest, ties to even
 
-Finite values stay finite: where the nearest one would decode as infinity, it is the one below.
-Others stay what they are, and every NaN becomes the same one.
+Finite values stay finite: if the nearest 16-bit float would decode as infinity, the one below is
+taken. Infinities stay, and every NaN becomes the same one.
 
 int8: values as 8-bit integers, with a power of two for each block of 64.
 
@@ -17,26 +16,26 @@ int8: values as 8-bit integers, with a power of two for each block of 64.
     | steps uint8 [b]  | int8 [k]      |     value = integer * 2^(exponent - step of its block)
     +------------------+---------------+
 
-The integers of a block reach 64..127, unless its values are 2^248 times smaller than the message's
-largest. Step 255: the block holds a NaN or an infinity, and all of it decodes as NaN.
+The largest integer of a block is 64..127, unless its values are 2^248 times smaller than the
+message's largest. Step 255: the block has a NaN or an infinity, and all of it decodes as NaN.
 
 int4, int3, int2: values as integers of 4, 3 or 2 bits, with a scale for each block of 256.
 
     +-------------------+----------------------+
     | scales uint8 [b]  | ceil(bits k / 8)     |     value = integer * scale of its block
     +-------------------+----------------------+
-    scale    (15 - s % 8) * 2^(exponent - s // 8) for a byte s; 255: the block holds a NaN or an
+    scale    (15 - s % 8) * 2^(exponent - s // 8) for a byte s; 255: the block has a NaN or an
              infinity, and all of it decodes as NaN
-    integer  -3..3 of 3 bits, say: two's complement, the lowest value's lowest bit first
+    integer  two's complement, for example -3..3 with 3 bits; the first value's lowest bit is first
 
-A block's scale is its largest |value| / 2^(bits - 1), cut to 4 significant bits, unless it is 2^31
-times smaller than the message's largest. With it values near the largest are cut to the last
-integer. That loses less than a scale which spares them: with 3 bits 5 % of the sum of squares of
-normal values, where the largest / 3 loses 8 %; of Laplace's 10 % and 15 %; of the largest twentieth
-of them 3 % and 4 %.
+A block's scale is its largest |value| / 2^(bits - 1), truncated to 4 significant bits, unless it is
+2^31 times smaller than the message's largest. Values near the largest are clipped to the largest
+integer. That loses less than a scale without clipping: with 3 bits 5 % of the sum of squares of
+normally distributed values, where a scale of the largest / 3 loses 8 %. For Laplace's distribution
+it is 10 % and 15 %, for the largest twentieth of the values 3 % and 4 %.
 
-A scale of few bits keeps the rounding error exact: it is a multiple of the value's last place, and
-not larger than the value.
+As a scale has few bits, the rounding error is exact: it is a multiple of the value's last place,
+and not larger than the value.
 """
 
 from __future__ import annotations
@@ -50,24 +49,24 @@ from ..vector import Array
 from .narrow import round_to_bfloat16, widen_bfloat16
 from .reference_indices import in_rows
 
-# The exponent that the largest |value| of a message gets before it is rounded.
+# The exponent to which a message's largest |value| is scaled before rounding.
 TOP: Final = {
-    "bf16": 100,  # down to 2^-133, and each half of the scale is a float32
-    "fp16": 14,  # at 15 rounding up could overflow; down to 2^-24
+    "bf16": 100,  # leaves room down to 2^-133, and both factors of the scale are float32
+    "fp16": 14,  # at 15 rounding up could overflow; leaves room down to 2^-24
     "int8": 6,  # 64..127
-    # A scale is the largest / 2^(bits - 1), an integer of four bits: 8..15.
+    # So that a scale, the largest / 2^(bits - 1), is a 4-bit integer, 8..15.
     "int4": 6,
     "int3": 5,
     "int2": 4,
 }
 _NAN: Final = {"bf16": 0x7FC0, "fp16": 0x7E00}
-# The bits of 2^(TOP + 1), to which values just below it round up.
+# The bits of 2^(TOP + 1), to which values just below round up.
 _BEYOND: Final = {"bf16": (TOP["bf16"] + 1 + 127) << 7, "fp16": (TOP["fp16"] + 1 + 15) << 10}
-BLOCK: Final = 256  # values of few bits that share a scale
+BLOCK: Final = 256  # values that share a scale in the codes of 2 to 4 bits
 _INT8_BLOCK: Final = 64
 BITS: Final = {"int4": 4, "int3": 3, "int2": 2}
-_SMALLEST: Final = 254
-_NOT_FINITE: Final = 255
+_SMALLEST: Final = 254  # byte of the finest scale
+_NOT_FINITE: Final = 255  # byte of a block that decodes as NaN
 _GROUP: Final = 8  # values that fill whole bytes
 
 
@@ -104,7 +103,7 @@ def exponent_range(code: str, dtype: np.dtype[Any]) -> range:
     """Return the exponents that values of a dtype may have."""
     info = np.finfo(dtype)
     lowest, highest = int(info.minexp) - int(info.nmant), int(info.maxexp)
-    # Integers of few bits are multiplied with the scale's.
+    # Of the codes of few bits, the lowest applies to scale and integer together.
     return range(lowest - (0 if code in BITS else TOP[code]), highest - TOP[code] + 1)
 
 
@@ -112,18 +111,18 @@ def exponents(magnitudes: Array) -> Array:
     """Return e with 2^e <= m < 2^(e+1), int [n]; 0 for a zero.
 
     For NaN and infinity it is one more than the largest of finite numbers.
-    magnitudes: float32 or float64 [n], none below 0.
+    magnitudes: float32 or float64 [n], not negative.
     """
     info = np.finfo(magnitudes.dtype)
-    with np.errstate(invalid="ignore"):  # of signalling NaNs
+    with np.errstate(invalid="ignore"):  # signalling NaNs
         found = np.frexp(magnitudes)[1] - 1
-    # NumPy does not say which exponent NaN and infinity have; the twins must agree on one.
+    # frexp's exponent of NaN and infinity is unspecified, but twins must agree on one.
     found = np.where(np.isfinite(magnitudes), found, info.maxexp)
     return np.where(magnitudes == 0, 0, found)
 
 
 def common_exponent(code: str, values: Array) -> int:
-    """Return the exponent of the scale that all values of a message share."""
+    """Return the exponent by which all values of a message are scaled."""
     if not values.size:
         return -TOP[code]
     largest = np.abs(values).max(keepdims=True)
@@ -133,10 +132,10 @@ def common_exponent(code: str, values: Array) -> int:
 def scaled(values: Array, exponent: Any) -> Array:
     """Return values * 2^exponent (a number, or int [n]) in the values' dtype.
 
-    In two steps: 2^exponent itself may be no number of this dtype.
+    In two steps, as 2^exponent itself may be out of the dtype's range.
     """
     first, second = scale_factors(exponent, values.dtype)
-    with np.errstate(over="ignore", invalid="ignore"):  # of what others send
+    with np.errstate(over="ignore", invalid="ignore"):  # a sender may send any values
         product: Array = values * first * second
     return product
 
@@ -152,16 +151,16 @@ def scale_factors(exponent: Any, dtype: np.dtype[Any]) -> tuple[Any, Any]:
 
 
 def rounds_to_infinity(code: str, exponent: int, dtype: np.dtype[Any]) -> int | None:
-    """Return the bits, without the sign, that decode as infinity by having rounded up, if any."""
+    """Return the bits, without the sign, that rounding up may give but decode as infinity."""
     return _BEYOND[code] if exponent + TOP[code] == np.finfo(dtype).maxexp - 1 else None
 
 
 def _pack_floats(code: str, values: Array, exponent: int, out: Array) -> None:
-    brought = scaled(values, -exponent)
+    in_range = scaled(values, -exponent)
     if code == "bf16":
-        rounded = round_to_bfloat16(brought.astype(np.float32))
+        rounded = round_to_bfloat16(in_range.astype(np.float32))
     else:
-        rounded = brought.astype(np.float16).view(np.uint16)
+        rounded = in_range.astype(np.float16).view(np.uint16)
     rounded[np.isnan(values)] = _NAN[code]
     beyond = rounds_to_infinity(code, exponent, values.dtype)
     if beyond is not None:
@@ -186,12 +185,11 @@ def _pack_integers(code: str, values: Array, exponent: int, out: Array) -> None:
     scales = _scale_bytes(code, largest, exponent)
     places, shifts = _places_and_shifts(code, scales)
     integers = np.rint(scaled(blocks, (shifts - exponent)[:, None]) / places[:, None])
-    # Clipped: of 8 bits, say, a value rounds to 128 from 127.5 on, which a byte does not hold.
+    # With 8 bits, for example, 127.5 rounds to 128, which does not fit a byte.
     most = (1 << _bits(code) - 1) - 1
     integers = integers.clip(-most, most)
     finite = np.isfinite(largest)
-    # A NaN has no integer: the block's scale marks it.
-    integers[~finite] = 0
+    integers[~finite] = 0  # the block's scale marks it
     scales[~finite] = _NOT_FINITE
     out[: scales.size] = scales
     out[scales.size :] = _packed(_bits(code), integers.ravel()[: values.size])
@@ -222,7 +220,7 @@ def _scale_bytes(code: str, largest: Array, exponent: int) -> Array:
         with np.errstate(invalid="ignore"):
             places = np.floor(scaled(largest, 3 - found))  # 8..15: four significant bits
         places = np.where(np.isfinite(places), places, 8).astype(np.int64)
-        # No scale is finer than the smallest number of this dtype.
+        # No scale is finer than the dtype's smallest number.
         most = exponent - exponent_range(code, largest.dtype).start
         places = np.where(shifts > most, 8, places)
         scales = np.minimum(8 * np.minimum(shifts, most) + 15 - places, _SMALLEST)
@@ -232,8 +230,8 @@ def _scale_bytes(code: str, largest: Array, exponent: int) -> Array:
 def _places_and_shifts(code: str, scales: Array) -> tuple[Array, Array]:
     """Decode scale bytes into places and shifts, int64 [b] each.
 
-    The scale is places * 2^(exponent - shift): 8..15 are its four significant bits, and int8 has
-    powers of two alone.
+    The scale is places * 2^(exponent - shift). `places` is 8..15, its four significant bits; 1 for
+    int8, whose scales are powers of two.
     """
     if code == "int8":
         return np.ones_like(scales), scales
@@ -246,7 +244,7 @@ def _packed(bits: int, integers: Array) -> Array:
         return integers.astype(np.int8).view(np.uint8)
     fields = integers.astype(np.int64) & (1 << bits) - 1
     groups = in_rows(fields, _GROUP) << bits * np.arange(_GROUP)
-    # A group fits 32 bits as long as an integer has at most 4.
+    # Eight integers of at most 4 bits fit 32 bits.
     words = groups.sum(axis=1).astype("<u4").view(np.uint8).reshape(-1, 4)
     return words[:, :bits].ravel()[: -(-integers.size * bits // 8)]
 
@@ -259,5 +257,5 @@ def _unpacked(bits: int, data: Array, count: int) -> Array:
     words[:, :bits] = in_rows(data, bits)
     groups = words.view("<u4").astype(np.int64) >> bits * np.arange(_GROUP) & (1 << bits) - 1
     half = 1 << bits - 1
-    # Two's complement of a few bits, extended to a whole integer.
+    # Extend the sign of a two's complement of few bits.
     return (groups.ravel()[:count] ^ half) - half

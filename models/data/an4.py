@@ -1,10 +1,10 @@
-"""AN4 as speech recognisers unpack it: lists of recordings, each with its spoken text.
+"""AN4 in the usual layout: manifests of recordings and their transcripts.
 
     an4_train_manifest.csv     wav/an1-mblw-b.wav,txt/an1-mblw-b.txt
     an4_val_manifest.csv       ... a line for each recording, the shortest first
 
-Paths are relative to the manifest's folder, or absolute. A text is one line of capitals: it is
-read, and its letters are checked, before training begins.
+Paths are relative to the manifest's folder, or absolute. A transcript is one line of capitals. All
+are read, and their letters checked, before training begins.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Recordings:
 
 
 def read_an4(folder: str | Path) -> SpeechData:
-    """Return both parts. Raises FileNotFoundError that names what is missing, MalformedFile."""
+    """Return both parts. Raises FileNotFoundError that names the missing file, MalformedFile."""
     train, test = (
         Recordings(read_manifest(Path(folder) / f"an4_{part}_manifest.csv"))
         for part in ("train", "val")
@@ -119,7 +119,7 @@ def read_transcript(path: str | Path) -> torch.Tensor:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except (OSError, ValueError):  # the name is not valid for a file
+    except (OSError, ValueError):  # not a valid file name
         return False
 
 

@@ -1,8 +1,8 @@
-"""Data sets of labelled rows for DataLoader, which cut a whole batch out of the arrays at once.
+"""Data sets of labelled rows for DataLoader, which take a whole batch from the arrays at once.
 
     DataLoader(SparseDataset(rows), batch_size=256, collate_fn=as_batch)
 
-DataLoader calls `__getitems__` for a whole batch; nothing is left to collate.
+DataLoader calls `__getitems__` for a whole batch, so there is nothing to collate.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ B = TypeVar("B")
 
 
 class SparseBatch(NamedTuple):
-    """Rows as EmbeddingBag takes them, and their labels.
+    """Rows in EmbeddingBag's format, and their labels.
 
     indices: int64 [entries]; values: float32 [entries]; offsets: int64 [rows], where rows begin.
-    labels: int64 [labels]; label_rows: int64 [labels], the row that each is of, ascending.
+    labels: int64 [labels]; label_rows: int64 [labels], each one's row, ascending.
     """
 
     indices: torch.Tensor
@@ -51,7 +51,7 @@ class DenseBatch(NamedTuple):
 
 
 class SparseDataset(Dataset[SparseBatch]):
-    """Rows by number, each brought to Euclidean length 1, in batches that stay sparse."""
+    """Rows by number, each scaled to Euclidean length 1, in sparse batches."""
 
     def __init__(self, rows: LabelledRows) -> None:
         self.rows = rows
@@ -78,10 +78,10 @@ class SparseDataset(Dataset[SparseBatch]):
 
 
 class DenseDataset(Dataset[DenseBatch]):
-    """Rows by number, in batches that are made dense, for fully connected networks.
+    """Rows by number, in dense batches, for fully connected networks.
 
-    multilabel: whether targets are zeros and ones for all labels, instead of one class for a row.
-    Raises ValueError where a row has no class, or more than one.
+    multilabel: targets are zeros and ones for all labels, instead of one class for a row.
+    Otherwise raises ValueError unless each row has exactly one class.
     """
 
     def __init__(self, rows: LabelledRows, *, multilabel: bool) -> None:

@@ -1,7 +1,7 @@
-"""The published data sets by name: their shapes, and facts that their files do not hold.
+"""The published data sets by name: their shapes, and what their files do not say.
 
 Sizes are the Extreme Classification Repository's and LIBSVM's; averages are rounded. Synthetic data
-get their shapes from here, too.
+uses these shapes, too.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SHAPES: Final = {
 
 
 def shape_of(name: str) -> Shape:
-    """Return a data set's shape; raise ValueError, with the known names, for another name."""
+    """Return a data set's shape; raise ValueError for an unknown name."""
     if name not in SHAPES:
         raise ValueError(f"the data set must be one of {', '.join(SHAPES)}, got {name!r}")
     return SHAPES[name]

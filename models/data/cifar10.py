@@ -2,7 +2,7 @@
 
 binary     data_batch_1.bin ... data_batch_5.bin, test_batch.bin: rows of a label and 3,072 bytes
 Python     data_batch_1 ... data_batch_5, test_batch: pickles of {b"labels": [int, ...],
-           b"data": uint8 [rows, 3072], ...}, in which nothing but NumPy's arrays is made
+           b"data": uint8 [rows, 3072], ...}; the unpickler makes nothing but NumPy's arrays
 
 An image is 1,024 bytes of red, 1,024 of green, 1,024 of blue, row by row.
 """
@@ -32,9 +32,9 @@ _FOLDERS: Final = ("", "cifar-10-batches-bin", "cifar-10-batches-py")
 def read_cifar10(folder: str | Path, *, seed: int = 0, rows: int = ROWS) -> LabelledData:
     """Return CIFAR-10; training images are cropped and mirrored at random.
 
-    folder: holds the files of either version, or the folder from their archive.
-    rows: the number of images that each file must hold.
-    Raises FileNotFoundError that names what is missing, MalformedFile, OSError.
+    folder: has the files of either version, or the folder from their archive.
+    rows: the number of images that each file must have.
+    Raises FileNotFoundError that names the missing files, MalformedFile, OSError.
     """
     found = _find(Path(folder))
     (train_images, train_labels), (test_images, test_labels) = (
@@ -71,7 +71,7 @@ def read_binary_batch(path: str | Path, rows: int = ROWS) -> tuple[np.ndarray, n
 
 
 class _OfArrays(pickle.Unpickler):
-    """Unpickles plain values and NumPy's arrays; it refuses all else that a pickle may call."""
+    """Unpickles plain values and NumPy's arrays, and refuses all other calls."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
@@ -79,7 +79,7 @@ class _OfArrays(pickle.Unpickler):
         return _ALLOWED[module, name]
 
 
-# An empty array, whose state then gives it shape, type and bytes, is made in this way.
+# An array's pickle makes an empty array by these, and then sets its state.
 _ALLOWED: Final = {
     ("numpy.core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
     ("numpy", "ndarray"): np.ndarray,
@@ -88,7 +88,7 @@ _ALLOWED: Final = {
 
 
 def read_pickled_batch(path: str | Path, rows: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
-    """Return what `read_binary_batch` does, of a file of the Python version."""
+    """Do what `read_binary_batch` does, for a file of the Python version."""
     try:
         with Path(path).open("rb") as file:
             batch = _OfArrays(file, encoding="bytes").load()
@@ -100,7 +100,7 @@ def read_pickled_batch(path: str | Path, rows: int = ROWS) -> tuple[np.ndarray, 
             raise ValueError(f"labels must lie in 0..{CLASSES - 1}")
     except OSError:
         raise
-    except Exception as error:  # damaged pickles are answered with errors of many types
+    except Exception as error:  # damaged pickles raise errors of many types
         reason = f"is no file of CIFAR-10's Python version: {error}"
         raise MalformedFile(Path(path), None, reason) from error
     return images, labels

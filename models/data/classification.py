@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 
 TEST_SHARE = 0.2
 BUNDLED: Final = ("digits", "breast-cancer", "wine")  # with scikit-learn
-MOST_BYTES: Final = 16 << 30  # in an array: a small compressed file may announce any number
-MOST_CLASSES: Final = 1000  # with fewer rows; with more, as many as the rows
+MOST_BYTES: Final = 16 << 30  # in an array, as a small compressed file may announce any number
+MOST_CLASSES: Final = 1000  # or the number of rows, if that is larger
 
 _HEADERS: Final = {
     (1, 0): np.lib.format.read_array_header_1_0,
@@ -77,7 +77,7 @@ def _npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
     try:
         with zipfile.ZipFile(path) as archive:
             x, y = (_array(archive, f"{name}.npy") for name in ("x", "y"))
-    except Exception as error:  # NumPy and zipfile answer damaged bytes with errors of many types
+    except Exception as error:  # NumPy and zipfile raise errors of many types for damaged files
         raise ValueError(f"'{path}' is no .npz file with arrays x and y: {error}") from error
     if not x.ndim or not x.size or x.dtype.kind not in "biuf":
         inputs = None
@@ -104,9 +104,9 @@ def _npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
-    """Return an array of numbers, after checking that the file has the bytes that it announces.
+    """Return an array of numbers, after checking that the file is as long as its header says.
 
-    Otherwise a few bytes could reserve memory for any number of elements.
+    Otherwise a file of a few bytes could allocate any amount of memory.
     """
     with archive.open(name) as member:
         version = np.lib.format.read_magic(member)

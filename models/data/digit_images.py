@@ -1,6 +1,6 @@
 """scikit-learn's handwritten digits as images, in their own size or enlarged to CIFAR's shape.
 
-They are real images for convolutional networks that need no download.
+Real images for convolutional networks, without a download.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .classification import Classification, load
 def load_digit_images(size: int = 8, channels: int = 1, seed: int = 0) -> Classification:
     """Return the digits as float32 [n, channels, size, size], split as `load("digits", seed)` does.
 
-    size: other than 8, images are interpolated bilinearly; channels: equal copies.
+    size: unless 8, images are interpolated bilinearly; channels: equal copies of the image.
     """
     data = load("digits", seed)
 

@@ -1,7 +1,7 @@
-"""Real text without a download: Python's standard library, its docstrings or its code, by byte.
+"""Real text without a download: the docstrings or the code of Python's standard library, by byte.
 
-They are those of this interpreter, and differ between versions of Python: the origin names the
-version, and figures of different versions must not be compared.
+They differ between versions of Python. The origin names the version, and figures of different
+versions must not be compared.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def load_docstrings(library: Path | None = None) -> Text:
 
     library: the folder of the standard library; None: this interpreter's.
     Every tenth is held out for testing.
-    Raises FileNotFoundError where the interpreter came without its sources, MalformedFile for a
-    module that is no UTF-8.
+    Raises FileNotFoundError if the interpreter came without its sources, MalformedFile for a module
+    that is not UTF-8.
     """
     sources = _sources(library)
     texts = [inspect.cleandoc(text) for source in sources for text in _DOCSTRING.findall(source)]
@@ -38,7 +38,7 @@ def load_docstrings(library: Path | None = None) -> Text:
 
 
 def load_code(library: Path | None = None) -> Text:
-    """Return the code of the library's modules, without the docstrings; otherwise as above."""
+    """Return the code of the library's modules without docstrings; see `load_docstrings`."""
     return _split([_DOCSTRING.sub("", source) for source in _sources(library)], "code")
 
 
@@ -59,7 +59,7 @@ def _sources(library: Path | None) -> list[str]:
 
 
 def _source(path: Path) -> str:
-    """Return a module's text without the byte-order mark that Python allows before it."""
+    """Return a module's text, without a byte-order mark, which Python allows."""
     try:
         return path.read_text(encoding="utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:

@@ -1,9 +1,9 @@
-"""Images that fit into memory: bytes as they were read, normalised and augmented batch by batch.
+"""Images that fit into memory: kept as bytes, normalised and augmented batch by batch.
 
     bytes [n, channels, rows, columns] --take--> --pad 4, crop, mirror--> --normalise--> float32
 
-Random draws for a batch depend on its visits' numbers alone (`visits`): they are the same in every
-run, and with any number of workers.
+Random draws for a batch depend only on its visits' numbers (`visits`), so they are the same in
+every run, and with any number of workers.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Final
 import numpy as np
 import torch
 
-from .labelled import LabelledBatch
+from .labelled import LabelledBatch, LabelledSet
 
 PADDING: Final = 4  # pixels on each side, to crop from
 
 
-class ImageArrays:
+class ImageArrays(LabelledSet):
     """images: uint8 [n, channels, rows, columns]; labels: int64 [n]; mean, deviation: by channel.
 
-    augmented: whether images are padded, cropped and mirrored at random.
+    augmented: pad, crop and mirror the images at random.
     """
 
     def __init__(
@@ -44,9 +44,6 @@ class ImageArrays:
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, visit: int) -> LabelledBatch:
-        return self.__getitems__([visit])
-
     def __getitems__(self, visits: Sequence[int]) -> LabelledBatch:
         numbers = np.asarray(visits) % len(self)
         images = self.images[numbers]
@@ -57,7 +54,7 @@ class ImageArrays:
 
 
 def shaken(images: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Return images each moved by up to PADDING pixels either way, half of them mirrored."""
+    """Return the images shifted at random by up to PADDING pixels, about half of them mirrored."""
     count, _, rows, columns = images.shape
     border = (PADDING, PADDING)
     padded = np.pad(images, ((0, 0), (0, 0), border, border))

@@ -1,10 +1,10 @@
-"""Folders of images, as ImageNet is unpacked: a folder for each class, JPEG or PNG in it.
+"""Folders of images, laid out like ImageNet: a folder of JPEG or PNG files for each class.
 
     folder/train/n01440764/n01440764_10026.JPEG        classes are numbered in the order of their
     folder/val/n01440764/ILSVRC2012_val_00000293.JPEG  names, and train and val have the same
 
-Images are decoded when their batch is made: cut at random for training (Szegedy et al. 2015), from
-the middle for testing. Only this module needs Pillow: pip install pillow.
+Images are decoded when their batch is made. For training they are cropped at random (Szegedy et al.
+2015), for testing from the middle. Only this module needs Pillow: pip install pillow.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
-from .labelled import LabelledBatch, LabelledData
+from .labelled import LabelledBatch, LabelledData, LabelledSet
 from .malformed import MalformedFile
 
 MEAN: Final = np.array((0.485, 0.456, 0.406), np.float32)  # of red, green, blue, from 0 to 1
@@ -25,10 +25,10 @@ DEVIATION: Final = np.array((0.229, 0.224, 0.225), np.float32)
 ENDINGS: Final = (".jpeg", ".jpg", ".png")
 FORMATS: Final = ("JPEG", "PNG")
 MODES: Final = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # of 8 bits at most
-MOST_PIXELS: Final = 64 << 20  # in an image, before it is cut
+MOST_PIXELS: Final = 64 << 20  # in an image, before cropping
 _TESTED_SHARE: Final = 224 / 256  # of the shorter side
-_AREAS: Final = (0.08, 1.0)  # that a cut may have of its image
-_RATIOS: Final = (3 / 4, 4 / 3)  # of its width to its height
+_AREAS: Final = (0.08, 1.0)  # of a random crop, relative to the image
+_RATIOS: Final = (3 / 4, 4 / 3)  # of a random crop's width to its height
 _TRIES: Final = 10
 
 
@@ -44,8 +44,8 @@ class Box(NamedTuple):
 Cut = Callable[[int, int], Box]
 
 
-class FolderImages:
-    """The images of training or of validation. size: pixels of a side of the images in batches."""
+class FolderImages(LabelledSet):
+    """The images of training or of validation. size: of the images in batches, in pixels."""
 
     def __init__(
         self, folder: Path, classes: Sequence[str], size: int, *, augmented: bool, seed: int = 0
@@ -62,11 +62,8 @@ class FolderImages:
     def __len__(self) -> int:
         return len(self.paths)
 
-    def __getitem__(self, visit: int) -> LabelledBatch:
-        return self.__getitems__([visit])
-
     def __getitems__(self, visits: Sequence[int]) -> LabelledBatch:
-        """Return a batch; raise MalformedFile, with the name, for a file that is not an image."""
+        """Return a batch; raise MalformedFile for a file that is not an image."""
         numbers = [visit % len(self) for visit in visits]
         images = np.stack([self._image(visit) for visit in visits])
         inputs = (images.astype(np.float32) / 255 - MEAN) / DEVIATION
@@ -89,7 +86,7 @@ def read_image_folder(
 ) -> LabelledData:
     """Return the images in folder/train and folder/val, float32 [n, 3, size, size] in batches.
 
-    Raises FileNotFoundError for a folder that is missing or empty, ValueError where training and
+    Raises FileNotFoundError for a folder that is missing or empty, ValueError if training and
     validation have different classes, ImportError without Pillow.
     """
     try:
@@ -113,14 +110,14 @@ def read_image_folder(
 
 
 def middle(width: int, height: int) -> Box:
-    """Return the square in the middle that leaves out an eighth of the shorter side."""
+    """Return the square in the middle, of 7/8 of the shorter side."""
     side = min(width, height) * _TESTED_SHARE
     left, upper = (width - side) / 2, (height - side) / 2
     return Box(left, upper, left + side, upper + side)
 
 
 def anywhere(width: int, height: int, random: np.random.Generator) -> Box:
-    """Return a part of random place, area and shape; if none fits, the largest one allowed."""
+    """Return a box of random place, area and shape; if none fits, the largest allowed one."""
     low, high = _RATIOS
     for _ in range(_TRIES):
         area = width * height * random.uniform(*_AREAS)
@@ -149,7 +146,7 @@ def decoded(path: Path, size: int, cut: Cut) -> np.ndarray:
             width, height = image.size
             if width * height > MOST_PIXELS:
                 raise ValueError(f"{width} x {height} pixels are more than {MOST_PIXELS}")
-            if image.mode not in MODES:  # Pillow would cut off what is above 255
+            if image.mode not in MODES:  # Pillow would clip values above 255
                 known = ", ".join(MODES)
                 raise ValueError(
                     f"mode {image.mode} is none of {known}; scale it to 8 bits, and save it anew"
@@ -157,13 +154,13 @@ def decoded(path: Path, size: int, cut: Cut) -> np.ndarray:
             part = image.convert("RGB").resize(
                 (size, size), Image.Resampling.BILINEAR, cut(width, height), reducing_gap=2.0
             )
-    except Exception as error:  # Pillow answers damaged bytes with errors of many types
+    except Exception as error:  # Pillow raises errors of many types for damaged files
         raise MalformedFile(path, None, f"is no JPEG or PNG that can be read: {error}") from error
     return np.asarray(part)
 
 
 def _classes_in(folder: Path) -> list[str]:
-    """Return the folders' names; an image beside them, which has no class, is refused."""
+    """Return the folders' names; raise MalformedFile for an image beside them, without a class."""
     paths = sorted(folder.iterdir()) if folder.is_dir() else []
     names = [path.name for path in paths if path.is_dir()]
     if not names:
@@ -175,12 +172,12 @@ def _classes_in(folder: Path) -> list[str]:
 
 
 def _images_in(folder: Path) -> list[Path]:
-    """Return the images of a class; other files there are refused."""
+    """Return the images of a class; raise MalformedFile for any other file."""
     paths = sorted(folder.iterdir())
     for path in paths:
         if path.suffix.lower() not in ENDINGS:
             raise MalformedFile(path, None, f"must end in one of {', '.join(ENDINGS)}")
-        if path.name.startswith("."):  # ._photo.jpg is what macOS notes of photo.jpg
+        if path.name.startswith("."):  # such as macOS's metadata, ._photo.jpg
             raise MalformedFile(path, None, "is hidden, and hardly an image: remove it")
         if not path.is_file():
             raise MalformedFile(path, None, "is no file, or a link that leads to none")

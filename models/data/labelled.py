@@ -1,4 +1,4 @@
-"""Labelled samples for classification, in batches by the numbers of visits."""
+"""Labelled samples for classification, in batches by the numbers of visits (`visits`)."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ class LabelledBatch(NamedTuple):
 
 
 class LabelledSet(Protocol):
-    """A data set that gives batches by their visits' numbers (`visits`)."""
+    """A data set for DataLoader whose `__getitems__` returns a whole batch, by visits' numbers."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, visit: int) -> LabelledBatch: ...
-
     def __getitems__(self, visits: Sequence[int]) -> LabelledBatch: ...
+
+    def __getitem__(self, visit: int) -> LabelledBatch:
+        return self.__getitems__([visit])
 
 
 class LabelledData(NamedTuple):
-    """Training and test data. origin: its source, as a text that belongs beside every figure."""
+    """Training and test data. origin: names its source, to be shown with every figure."""
 
     train: LabelledSet
     test: LabelledSet
@@ -38,7 +39,7 @@ class LabelledData(NamedTuple):
     origin: str
 
 
-class TensorSet:
+class TensorSet(LabelledSet):
     """A data set of tensors, by visits."""
 
     def __init__(self, data: TensorDataset) -> None:
@@ -46,9 +47,6 @@ class TensorSet:
 
     def __len__(self) -> int:
         return len(self.inputs)
-
-    def __getitem__(self, visit: int) -> LabelledBatch:
-        return self.__getitems__([visit])
 
     def __getitems__(self, visits: Sequence[int]) -> LabelledBatch:
         numbers = torch.from_numpy(np.asarray(visits) % len(self))

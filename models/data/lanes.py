@@ -1,12 +1,12 @@
-"""Text cut into lanes, which a recurrent network reads side by side, window after window.
+"""Text for truncated backpropagation: cut into lanes, the rows of each batch, and windows of steps.
 
     tokens  a b c d e f g h i j k l m      three lanes, windows of two:
 
     lane 0  a b|c d      inputs a b, targets b c;   then inputs c d, targets d e
     lane 1  e f|g h
-    lane 2  i j|k l      m is left out: it has no target
+    lane 2  i j|k l      m is left out, as it has no target
 
-A rank reads its own lanes: its state at the end of a window is where the next one begins.
+A rank reads its own lanes, and carries a recurrent network's state from window to window.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 
 class Text(NamedTuple):
-    """train, test: int64 [n], tokens below `vocabulary`; origin: its source, for every figure."""
+    """train, test: int64 [n], tokens below `vocabulary`; origin: names the source, for figures."""
 
     train: torch.Tensor
     test: torch.Tensor
@@ -40,20 +40,20 @@ class Lanes(NamedTuple):
     targets: torch.Tensor
 
     def windows(self, steps: int, first: int = 0) -> Iterator[Window]:
-        """Yield windows of `steps`, from number `first` on; a partial one is left out."""
+        """Yield windows of `steps`, from window `first` on; a partial one is left out."""
         for begin in range(first * steps, self.inputs.shape[1] - steps + 1, steps):
             part = slice(begin, begin + steps)
             yield Window(self.inputs[:, part], self.targets[:, part])
 
     def of_rank(self, rank: int, size: int) -> Lanes:
-        """Return a rank's lanes; every rank gets equally many."""
+        """Return a rank's lanes; every rank gets the same number."""
         share = len(self.inputs) // size
         own = slice(rank * share, (rank + 1) * share)
         return Lanes(self.inputs[own], self.targets[own])
 
 
 def cut(tokens: torch.Tensor, lanes: int) -> Lanes:
-    """Cut a text into lanes of equal length; the rest at its end is left out.
+    """Cut a text into lanes of equal length; the remainder at its end is left out.
 
     Raises ValueError for a text that is too short.
     """

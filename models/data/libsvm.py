@@ -1,9 +1,9 @@
-"""LIBSVM's files; they have no header, so the caller gives the counts and the first numbers.
+"""LIBSVM's files. They have no header, so the caller passes the counts and the first numbers.
 
 -1 3:1 11:1             one of some classes; indices are 1-based in LIBSVM's own files
 3,17 1:0.25 10:1.5      labels, comma-separated; a row without any begins with a space
 
-scikit-learn parses them; what it lets pass and training would not is refused here.
+scikit-learn parses them. Values that it accepts but that are unfit for training are refused here.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _OPENERS: Final[dict[str, Callable[..., Any]]] = {".gz": gzip.open, ".bz2": bz2.
 
 
 class Layout(NamedTuple):
-    """What a file's indices and labels mean.
+    """The meaning of a file's indices and labels.
 
     features, labels: how many there are; feature_base, label_base: the first one's number, 0 or 1.
     classes: the numbers that stand for class 0, 1, ...; (): each row has a list of labels.
-    rows: how many there must be; None: any number but 0.
+    rows: the number there must be; None: any, at least 1.
     """
 
     features: int
@@ -46,9 +46,9 @@ def read_classes(
 ) -> LabelledRows:
     """Return a binary or multiclass file: each row has one label, its class from 0.
 
-    features: number of features: a file's largest index may be smaller.
+    features: number of features; the largest index in the file may be smaller.
     feature_base: the first feature's index, 0 or 1.
-    classes: the numbers that stand for class 0, 1, ...: (-1, 1), say, or (1, 2).
+    classes: the numbers that stand for class 0, 1, ..., such as (-1, 1) or (1, 2).
     Raises MalformedFile, a ValueError that names the file and the reason; OSError; ValueError for
     arguments out of range; ImportError without scikit-learn.
     """
@@ -71,7 +71,7 @@ def read_rows(
 ) -> LabelledRows:
     """Return a file's rows.
 
-    layout_of: returns their layout from the path and the first line, b"" without a header.
+    layout_of: returns the layout, given the path and the first line (b"" without a header).
     """
     try:
         from sklearn.datasets import load_svmlight_file
@@ -107,7 +107,7 @@ def read_rows(
     except OSError as error:
         if error.errno is not None:
             raise
-        raise MalformedFile(path, None, str(error)) from error  # of damaged gzip and bzip2 files
+        raise MalformedFile(path, None, str(error)) from error  # a damaged gzip or bzip2 file
     except (ValueError, OverflowError, EOFError, zlib.error) as error:
         raise MalformedFile(path, None, str(error)) from error
     return LabelledRows(features, labels, path.name)

@@ -8,8 +8,7 @@ from pathlib import Path
 class MalformedFile(ValueError):
     """Raised for a file that does not have the expected format.
 
-    line: counted from 1; None where the whole file is wrong, or the place is a byte.
-    byte: counted from 0; None where the whole file is wrong, or the place is a line.
+    line: counted from 1; byte: counted from 0. None if that does not tell the place of the defect.
     """
 
     def __init__(self, path: Path, line: int | None, reason: str, *, byte: int | None = None):

@@ -1,6 +1,6 @@
 """MNIST's four files, plain or gzip, under their published names.
 
-They are of the IDX format: a few sizes, then that many bytes.
+They are in the IDX format: a few sizes, then that many bytes.
 
     00 00 08 03        a zero, a zero, bytes (08), 3 dimensions
     00 00 EA 60        60,000: the first size, its highest byte first
@@ -27,7 +27,7 @@ from .malformed import MalformedFile
 CLASSES: Final = 10
 MEAN, DEVIATION = (0.1307,), (0.3081,)  # of the training pixels, from 0 to 1
 _PARTS: Final = ("train", "t10k")
-_BYTES: Final = 0x08  # the type of the elements, by IDX
+_BYTES: Final = 0x08  # IDX's code for unsigned bytes
 
 
 def read_mnist(folder: str | Path) -> LabelledData:
@@ -49,7 +49,7 @@ def read_mnist(folder: str | Path) -> LabelledData:
 
 
 def read_idx(path: str | Path, dimensions: int) -> np.ndarray:
-    """Return uint8 [...] with this number of dimensions; gzip by its name's end.
+    """Return uint8 [...] with this number of dimensions, also from a file that ends in .gz.
 
     Raises MalformedFile, a ValueError that names the file and the reason; OSError.
     """

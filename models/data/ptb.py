@@ -1,9 +1,9 @@
-"""Penn Treebank for language models: three texts, a sentence in each line, words between spaces.
+"""Penn Treebank for language models: a sentence per line, words separated by spaces.
 
      pierre <unk> N years old will join the board as a nonexecutive director nov. N \\n
 
-The end of a line is a word, too: <eos>. The vocabulary is that of the training text, the most
-frequent word first; other words in the test text are refused.
+The end of a line is the word <eos>. The vocabulary is that of the training text, the most frequent
+word first; other words in the test text are refused.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .malformed import MalformedFile
 
 END: Final = "<eos>"
 MOST_BYTES: Final = 1 << 30  # of a text
-_WORD: Final = re.compile(r"[^ \t]+")  # str.split would split at non-breaking spaces, too
+_WORD: Final = re.compile(r"[^ \t]+")  # str.split would also split at non-breaking spaces
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 
 def read_ptb(folder: str | Path) -> Text:
     """Return ptb.train.txt for training and ptb.valid.txt for testing, as gTop-k's authors do.
 
-    Raises FileNotFoundError that names what is missing, MalformedFile, OSError.
+    Raises FileNotFoundError that names the missing file, MalformedFile, OSError.
     """
     train_path, test_path = (Path(folder) / f"ptb.{part}.txt" for part in ("train", "valid"))
     for path in (train_path, test_path):

@@ -1,4 +1,4 @@
-"""Sparse rows in memory, into which files are read and from which batches are taken."""
+"""Sparse rows in memory, in compressed sparse row (CSR) format."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class SparseRows:
-    """Rows of numbers, most of them 0: row i has values[j] in column indices[j], for every j in
-    offsets[i] .. offsets[i + 1] - 1.
+    """Rows of numbers, most of them 0, in CSR format.
 
-    offsets: int64 [rows + 1], from 0, never falling.
-    indices: int32 [entries], ascending within a row, from 0, below `width`.
+    Row i has values[j] in column indices[j], for every j in offsets[i] .. offsets[i + 1] - 1.
+
+    offsets: int64 [rows + 1], from 0, not decreasing.
+    indices: int32 [entries], ascending within a row, in 0 .. width - 1.
     values:  float32 [entries].
     """
 
@@ -51,8 +52,8 @@ class SparseRows:
 class LabelLists:
     """The labels of each row: those of row i are indices[offsets[i]:offsets[i + 1]].
 
-    offsets: int64 [rows + 1], from 0, never falling.
-    indices: int32 [entries], no two alike within a row, from 0, below `width`.
+    offsets: int64 [rows + 1], from 0, not decreasing.
+    indices: int32 [entries], distinct within a row, in 0 .. width - 1.
     """
 
     offsets: np.ndarray
@@ -76,7 +77,7 @@ class LabelLists:
 class LabelledRows:
     """A data set, or a batch of it: rows of features, with a list of labels for each.
 
-    origin: its source, as a text that belongs beside every figure made from it.
+    origin: names its source, to be shown with every figure.
     """
 
     features: SparseRows
@@ -92,7 +93,7 @@ class LabelledRows:
 
 
 def concatenated(parts: Sequence[LabelledRows], origin: str) -> LabelledRows:
-    """Return the rows of all parts: at least one, all of the same widths."""
+    """Return the rows of all parts; at least one, all of the same widths."""
     features, labels = [part.features for part in parts], [part.labels for part in parts]
     return LabelledRows(
         SparseRows(

@@ -1,4 +1,4 @@
-"""Speech for networks: letters, spectrograms, and batches of utterances of about one length.
+"""Speech for networks: letters, spectrograms, and batches of utterances of similar length.
 
 samples --windows of 20 ms, every 10 ms--> --Fourier, Hamming--> magnitudes --log(1 + x)-->
     --mean 0, deviation 1--> float32 [161 bands, frames]
@@ -41,7 +41,7 @@ class SpeechBatch(NamedTuple):
 
 
 class Utterances(Protocol):
-    """A corpus, by number, in an order in which neighbours are of about one length."""
+    """A corpus, ordered so that neighbours have similar lengths."""
 
     def __len__(self) -> int: ...
 
@@ -49,7 +49,7 @@ class Utterances(Protocol):
 
 
 class SpeechData(NamedTuple):
-    """Training and test data. origin: its source, as a text that belongs beside every figure."""
+    """Training and test data. origin: names its source, to be shown with every figure."""
 
     train: Utterances
     test: Utterances
@@ -76,9 +76,9 @@ class Buckets:
 
 
 def spectrogram(samples: torch.Tensor) -> torch.Tensor:
-    """Return float32 [bands, frames] of samples, float32 [n]: a frame for each 10 ms begun.
+    """Return float32 [bands, frames] of samples, float32 [n]: a frame for each started 10 ms.
 
-    Samples shorter than half a window are padded to half a window.
+    Fewer samples than half a window are padded to half a window.
     """
     short = WINDOW // 2 + 1 - len(samples)
     samples = torch.nn.functional.pad(samples, (0, max(0, short)))
@@ -115,6 +115,6 @@ def numbered(text: str) -> torch.Tensor:
 
 
 def spoken(numbers: torch.Tensor) -> str:
-    """Return the text of letters: those that follow an equal one are dropped, then the blanks."""
+    """Return the text of CTC's letters: drop repeated ones, then blanks."""
     kept = torch.unique_consecutive(numbers).tolist()
     return "".join(LETTERS[number] for number in kept if number != NUMBERS[BLANK])

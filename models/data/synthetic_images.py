@@ -1,7 +1,7 @@
 """Synthetic images of CIFAR-10's and ImageNet's shapes, with patterns to learn.
 
-Each class is a coarse pattern of colours; an image is its class's pattern, enlarged, under noise.
-Every image is drawn from its number when its batch is made, so that the set takes no memory.
+Each class is a coarse pattern of colours; an image is its class's pattern, enlarged, plus noise.
+An image is generated from its number when its batch is made, so the set takes no memory.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from .labelled import LabelledBatch, LabelledData
+from .labelled import LabelledBatch, LabelledData, LabelledSet
 
 CELLS: Final = 8  # on a pattern's side
-NOISE: Final = 2.0  # the noise's deviation, over the patterns'
+NOISE: Final = 2.0  # the noise's standard deviation, relative to the patterns'
 
 
 class ImageShape(NamedTuple):
-    """The shape of a published set; size: pixels of a side."""
+    """The shape of a published set; size: of the images, in pixels."""
 
     name: str
     size: int
@@ -33,8 +33,8 @@ CIFAR10: Final = ImageShape("CIFAR-10", 32, 10, 50_000, 10_000)
 IMAGENET: Final = ImageShape("ImageNet", 224, 1000, 1_281_167, 50_000)
 
 
-class SyntheticImages:
-    """count: number of images; first: the number of the first, so that sets may differ."""
+class SyntheticImages(LabelledSet):
+    """count: number of images; first: the first one's number, so that training and test differ."""
 
     def __init__(self, shape: ImageShape, count: int, *, first: int = 0, seed: int = 0) -> None:
         self.shape, self.count, self.first, self.seed = shape, count, first, seed
@@ -44,9 +44,6 @@ class SyntheticImages:
 
     def __len__(self) -> int:
         return self.count
-
-    def __getitem__(self, visit: int) -> LabelledBatch:
-        return self.__getitems__([visit])
 
     def __getitems__(self, visits: Sequence[int]) -> LabelledBatch:
         size, inputs, labels = self.shape.size, [], []
@@ -61,7 +58,7 @@ class SyntheticImages:
 
 
 def synthesise_images(shape: ImageShape, samples: int | None = None, seed: int = 0) -> LabelledData:
-    """Return a set like a published one; samples: for training; a fifth as many are for testing."""
+    """Return a set like a published one; samples: for training, and a fifth as many for testing."""
     train, test = (shape.train, shape.test) if samples is None else (samples, -(-samples // 5))
     return LabelledData(
         SyntheticImages(shape, train, seed=seed),

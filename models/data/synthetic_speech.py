@@ -18,7 +18,7 @@ _NOISE: Final = 0.05
 
 
 class SyntheticSpeech:
-    """count: number of utterances, of growing length; first: the number of the first one."""
+    """count: number of utterances, of increasing length; first: the first one's number."""
 
     def __init__(self, count: int, *, first: int = 0, seed: int = 0) -> None:
         self.count, self.first, self.seed = count, first, seed
@@ -38,7 +38,7 @@ class SyntheticSpeech:
 
 
 def synthesise_speech(samples: int | None = None, seed: int = 0) -> SpeechData:
-    """Return both parts; samples: utterances for training; a fifth as many are for testing."""
+    """Return both parts; samples: utterances for training, and a fifth as many for testing."""
     train, test = (TRAIN, TEST) if samples is None else (samples, -(-samples // 5))
     return SpeechData(
         SyntheticSpeech(train, seed=seed),

@@ -1,8 +1,8 @@
 """Synthetic tables of covtype's, w8a's and real-sim's dimensions.
 
-Rows are as sparse as the set's, and classes as unequal in number. A random network of 8 tanh units,
-the same for training and test, decides a row's class; 2 % of the rows get the other class. A
-network can learn it, a linear model only in part.
+Rows are as sparse as the set's, and classes as imbalanced. A random network of 8 tanh units, the
+same for training and test, decides a row's class; 2 % of the rows get the other class. A network
+can learn it, a linear model only in part.
 
 Delicious is multilabel: `synthetic_xml.synthesise` makes that.
 """
@@ -66,7 +66,7 @@ def _measured(shape: Shape, rows: int, random: np.random.Generator) -> SparseRow
 
 
 def _words(shape: Shape, rows: int, random: np.random.Generator) -> SparseRows:
-    """Return rows with values in a few of many columns, of length 1."""
+    """Return rows of length 1, with values in a few of many columns."""
     lengths = draw_lengths(shape, rows, random)
     none = np.zeros(lengths.sum(), bool)
     return draw_rows(shape, lengths, none, none, random)
@@ -78,7 +78,7 @@ def _marks(shape: Shape, rows: int, random: np.random.Generator) -> SparseRows:
     return SparseRows(words.offsets, words.indices, np.ones_like(words.values), words.width)
 
 
-# How rows are drawn, and the share of the second class: about as in the set itself.
+# How rows are drawn, and about the set's share of the second class.
 _KINDS: Final[dict[str, tuple[Callable[[Shape, int, np.random.Generator], SparseRows], float]]] = {
     "covtype": (_measured, 0.49),
     "w8a": (_marks, 0.03),

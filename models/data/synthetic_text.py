@@ -1,8 +1,8 @@
-"""Synthetic text of Penn Treebank's size: words without meaning, each likely after some others.
+"""Synthetic text of Penn Treebank's size, from a random first-order Markov chain of words.
 
-A word is followed by one of eight others, with frequencies of 1, 1/2, ... 1/8; or, one time in
-four, by any word, with Zipf's frequencies. A network that learns the table reaches a perplexity far
-below that of the words' frequencies alone.
+A word is followed by one of eight others, with frequencies in proportion to 1, 1/2, ... 1/8; or,
+one time in four, by any word, with Zipf's frequencies. A network that learns the table reaches a
+perplexity far below that of the words' frequencies alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LANES: Final = 512  # parts of the text that are generated together
 
 
 def synthesise_text(samples: int | None = None, seed: int = 0) -> Text:
-    """Return a text; samples: words for training; a tenth as many are for testing."""
+    """Return a text; samples: words for training, and a tenth as many for testing."""
     train, test = (TRAIN, TEST) if samples is None else (samples, -(-samples // 10))
     return Text(
         _written(train, seed, stream=1),
@@ -47,7 +47,7 @@ def _written(words: int, seed: int, stream: int) -> torch.Tensor:
 
 
 def _zipf(uniform: np.ndarray, count: int) -> np.ndarray:
-    """Return numbers below `count`, the r-th with a frequency in proportion to 1 / r."""
+    """Map uniform numbers to Zipf's: below `count`, the r-th with probability ~ 1 / r."""
     frequencies = np.cumsum(1 / np.arange(1, count + 1))
     numbers: np.ndarray = np.searchsorted(frequencies, uniform * frequencies[-1])
     return numbers.clip(0, count - 1)

@@ -1,15 +1,15 @@
-"""Synthetic extreme multi-label data: of a published set's dimensions, and of nobody's documents.
+"""Synthetic extreme multi-label data with a published set's dimensions.
 
 labels     Zipf: the r-th most frequent one is drawn with probability in proportion to 1 / r
-rows       log-normally long, with the set's mean; 1 + Poisson labels, with the set's mean, before
-           those drawn twice fall together
+rows       log-normal length, with the set's mean; 1 + Poisson labels, with the set's mean before
+           duplicates are removed
 features   half of a row's entries are drawn from its labels' features, 16 of each label: these can
-           be learned; the other half is noise, drawn at random with a power law
-values     log-normal, then each row is brought to length 1
+           be learned; the other half is noise, with a power law
+values     log-normal, then each row is scaled to length 1
 
     python -m models.data.synthetic_xml amazon-670k --train 20000 --test 5000 --folder data
 
-writes files of the old format, whose names tell that they are synthetic.
+writes files of the old format, whose names begin with "synthetic".
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from .catalogue import Shape, shape_of
 from .rows import LabelledRows, LabelLists, SparseRows, concatenated
 
 FEATURES_OF_A_LABEL: Final = 16
-LENGTH_SPREAD: Final = 0.6  # of the logarithm of rows' lengths
-VALUE_SPREAD: Final = 0.5
-SKEW: Final = 3.0  # of the random features: larger => fewer features make up most entries
+LENGTH_SPREAD: Final = 0.6  # standard deviation of the logarithm of rows' lengths
+VALUE_SPREAD: Final = 0.5  # the same of values
+SKEW: Final = 3.0  # of the random features; larger: fewer features have most of the entries
 _ROWS_AT_ONCE: Final = 20_000
 
 
 def synthesise(shape: Shape, rows: int, seed: int = 0, *, stream: int = 0) -> LabelledRows:
     """Return rows like those of a set.
 
-    seed:   of the relation between features and labels: equal for training and test.
-    stream: of the rows drawn: different for training and test.
+    seed:   of the relation between features and labels; the same for training and test.
+    stream: of the rows; different for training and test.
     """
     random = np.random.default_rng([seed, 1 + stream])
     frequencies = np.cumsum(1 / np.arange(1, shape.labels + 1))
@@ -49,7 +49,7 @@ def synthesise(shape: Shape, rows: int, seed: int = 0, *, stream: int = 0) -> La
 
 
 def resized(shape: Shape, features: int, labels: int) -> Shape:
-    """Return a smaller shape, for trials: its rows have no more entries than features."""
+    """Return a smaller shape, for trials, with shorter rows if there are few features."""
     return replace(
         shape,
         name=f"{shape.name} but of {features} features and {labels} labels",
@@ -103,7 +103,7 @@ def draw_rows(
     meant: np.ndarray,
     random: np.random.Generator,
 ) -> SparseRows:
-    """Return rows of length 1, with the given features where there are any, others at random."""
+    """Return rows of length 1, with the features `meant` where `is_meant`, others at random."""
     row = np.repeat(np.arange(len(lengths)), lengths)
     chance = (shape.features * random.random(len(row)) ** SKEW).astype(np.int64)
     keys = row * shape.features + np.where(is_meant, meant, chance)
@@ -130,7 +130,7 @@ def _features(
 
 
 def _feature_of(label: np.ndarray, number: np.ndarray, seed: int, shape: Shape) -> np.ndarray:
-    """Return the number-th feature that a label stands for: a hash, so that no table is needed."""
+    """Return a label's number-th feature, by a hash, so that no table is needed."""
     x = label.astype(np.uint64) * np.uint64(FEATURES_OF_A_LABEL) + number.astype(np.uint64)
     x += np.uint64(seed) << np.uint64(40)
     for shift in (32, 29):

@@ -1,4 +1,4 @@
-"""Text cut into windows that are visited in any order, as a transformer reads."""
+"""Text cut into windows that may be visited in any order, for transformers."""
 
 from __future__ import annotations
 

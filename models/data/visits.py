@@ -1,9 +1,9 @@
-"""The order in which ranks visit samples; it depends on seed, epoch and rank alone.
+"""The order in which ranks visit samples, which depends only on seed, epoch and rank.
 
     visit = epoch * samples + sample       the number of a visit
 
-A data set that augments samples seeds its random numbers by the visit's number. So training resumes
-to the bit wherever it was stopped, and with any number of workers.
+A data set that augments samples seeds its random numbers by the visit's number. So training can be
+stopped and resumed anywhere, with any number of workers, with bit-identical results.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch.utils.data import Sampler
 
 
 class Visits(Sampler[list[int]]):
-    """Batches of one rank, of visits' numbers; a batch sampler for DataLoader.
+    """A batch sampler for DataLoader: the batches of one rank, as visits' numbers.
 
-    An epoch is a permutation of all samples, dealt out to the ranks, equally many to each: where
-    the number does not divide, some samples are visited twice. A partial batch is left out.
+    An epoch is a permutation of all samples, dealt out equally to the ranks. If their number is not
+    divisible by the ranks', some samples are visited twice. A partial batch is left out.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Visits(Sampler[list[int]]):
 
     @property
     def per_rank(self) -> int:
-        """Return the number of samples that a rank is dealt in an epoch."""
+        """Return the number of samples that a rank gets in an epoch."""
         return -(-self.samples // self.size)
 
     def begin(self, epoch: int, first: int = 0) -> None:

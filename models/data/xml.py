@@ -1,12 +1,12 @@
-"""Reads files of the Extreme Classification Repository, for multi-label classification.
+"""Read files of the Extreme Classification Repository, for multi-label classification.
 
-One file, 0-based, with a header; SLIDE's copies are of this format, too:
+One file, 0-based, with a header; SLIDE's copies have this format, too:
 
     rows features labels
     3,17 0:0.25 9:1.5
      0:0.25              a row without labels begins with a space
 
-A copy without its header is read by `libsvm.read_multilabel`, which takes its counts as arguments.
+`libsvm.read_multilabel` reads a copy without header, and takes the counts as arguments.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .rows import LabelledRows
 
 
 def read_xml(path: str | Path) -> LabelledRows:
-    """Return a file's rows; plain, or gzip or bzip2 by its name's end.
+    """Return the rows of a file, plain, gzip (.gz) or bzip2 (.bz2).
 
     Raises MalformedFile, a ValueError that names the file and the reason; OSError; ImportError
     without scikit-learn.
@@ -28,11 +28,11 @@ def read_xml(path: str | Path) -> LabelledRows:
 
 
 def _layout(path: Path, header: bytes) -> Layout:
-    """Return what the first line says. Without a header the first index would be unknown."""
+    """Return the layout that the first line says; raise MalformedFile if it is not a header."""
     fields = header.split()
     if len(fields) != 3 or not all(field.isdigit() for field in fields):
-        said = header[:40].decode("ascii", "backslashreplace").strip()
-        reason = f"must be a header, 'rows features labels', got {said!r}"
+        got = header[:40].decode("ascii", "backslashreplace").strip()
+        reason = f"must be a header, 'rows features labels', got {got!r}"
         raise MalformedFile(path, 1, reason)
     rows, features, labels = map(int, fields)
     return Layout(features, 0, labels, 0, rows=rows)

@@ -1,4 +1,4 @@
-"""Witnessed messages, a machine with GPUs that is a model, and a C++ core that checks itself."""
+"""Recorded messages, a modelled machine with GPUs, and a C++ core built with sanitizers."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""A model of what the transports use of CuPy, CUDA and NCCL, strict about what goes wrong there.
+"""A model of the parts of CuPy, CUDA and NCCL that the transports use, strict about misuse.
 
-All GPUs are in this process, and ranks are threads of it. Streams run in threads of their own, and
-late. What a program must not do is noted in `wrongs`, or has the effect that it has on a GPU:
+All GPUs are in this process, and ranks are threads of it. Streams run in threads of their own, with
+a delay. Misuse is noted in `wrongs`, or has the effect that it has on a GPU:
 
-    what is read before its event holds garbage; memory just taken is still written by its last user
-    an address is looked up when the kernel runs; memory freed by then is a wrong
-    a communicator's groups run one after the other, each when all before it have ended
-    sends and receives of other counts, or collectives of other shapes, never end
-    the first call between two ranks, and a communicator's making, block until the other side comes
+    memory read before its event is garbage; new memory is still written by its last user
+    an address is looked up when the kernel runs; if the memory was freed by then, that is noted
+    a communicator's groups run one after the other, each after all earlier ones have ended
+    sends and receives with different counts, or collectives of different shapes, never end
+    the first call between two ranks, and making a communicator, block until the other side arrives
     after an abort, and on another device than the communicator's, calls fail
 """
 
@@ -31,7 +31,7 @@ import numpy as np
 
 from collectives.kernels.device import cuda as cuda_machine
 
-LATE_SECONDS = 0.0005  # a kernel's, so that nothing is right by luck
+LATE_SECONDS = 0.0005  # delay of each kernel, so that no result is right by luck
 OPERATORS = {0: np.add, 1: np.multiply, 2: np.maximum, 3: np.minimum}
 _INTEGERS = [np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64]
 DTYPES = dict(enumerate([*_INTEGERS, np.float16, np.float32, np.float64]))
@@ -46,7 +46,7 @@ NAMES = {
 
 
 class NcclError(RuntimeError):
-    """What cupy.cuda.nccl raises."""
+    """The error of cupy.cuda.nccl."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"NCCL_ERROR {status}")
@@ -54,7 +54,7 @@ class NcclError(RuntimeError):
 
 
 class CUDARuntimeError(RuntimeError):
-    """What cupy.cuda.runtime raises."""
+    """The error of cupy.cuda.runtime."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"CUDA status {status}")
@@ -75,10 +75,10 @@ class Cuda:
         self.changed = threading.Condition()
         self.streams: dict[int, Stream] = {}
         self.events: weakref.WeakValueDictionary[int, Event] = weakref.WeakValueDictionary()
-        self.failed: set[int] = set()  # GPUs on which a kernel has failed: so does all after it
+        self.failed: set[int] = set()  # GPUs on which a kernel has failed, as will all later calls
         self.memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
         self.thread = threading.local()
-        self.opened: set[int] = set()  # GPUs with a context: to set one opens it
+        self.opened: set[int] = set()  # GPUs with a context, which set_device creates
         self.null_streams = [Stream(self, gpu) for gpu in range(gpus)]
         self.cliques: dict[bytes, Clique] = {}
         self.moved_bytes = 0
@@ -102,7 +102,7 @@ class Cuda:
         self.wrongs.append(text)
 
     def wait(self, test: Callable[[], bool]) -> None:
-        """Wait for a change that makes the test true; the model's end ends the thread."""
+        """Wait for a change that makes the test true; raise Off once the model is switched off."""
         with self.changed:
             while not test():
                 if self.off.is_set():
@@ -117,7 +117,7 @@ class Cuda:
         return self.random.integers(0, 256, count, np.uint8)
 
     def bytes_at(self, address: int, count: int, device: int) -> np.ndarray:
-        """Return the memory there, when it is alive and that device's."""
+        """Return the memory at an address; note if it was freed, or is another device's."""
         for start, memory in list(self.memories.items()):
             if start <= address and address + count <= start + memory.content.size:
                 if memory.device != device:
@@ -127,7 +127,7 @@ class Cuda:
         return np.zeros(count, np.uint8)
 
     def query(self, event: int) -> int:
-        """Return 0 for what has happened, and else why it has not, or will not."""
+        """Return CUDA's status of an event: 0 done, 600 not ready, 700 a kernel has failed."""
         if self.device in self.failed:
             return 700
         return 0 if self.events[event].done else 600
@@ -136,7 +136,7 @@ class Cuda:
         self.streams[stream].wait_event(self.events[event])
 
     def modules(self) -> dict[str, types.ModuleType]:
-        """Return what to put into sys.modules."""
+        """Return the modules to put into sys.modules."""
         cupy, cuda, nccl = map(types.ModuleType, ("cupy", "cupy.cuda", "cupy.cuda.nccl"))
         cupy.cuda, cuda.nccl = cuda, nccl
         cupy.ndarray = ndarray
@@ -230,7 +230,7 @@ class Event:
 
 
 class Stream:
-    """Tasks in their order, in a thread of their own."""
+    """Runs tasks in order, in a thread of its own."""
 
     numbers = itertools.count(0x5000)
 
@@ -254,7 +254,7 @@ class Stream:
                 pass
             except Exception as error:
                 self.cuda.wrong(f"a kernel failed: {error!r}")
-            del task  # and what it keeps alive
+            del task  # and the memory that it keeps alive
 
     def __enter__(self) -> Stream:
         self.cuda.thread.__dict__.setdefault("current", []).append(self)
@@ -296,10 +296,10 @@ class Memory:
 
 
 class ndarray:
-    """An array of a GPU, of one dimension or none. All it does are kernels, late ones.
+    """An array on a GPU, of one dimension or none. All its operations are delayed kernels.
 
-    The host reads by `get` alone, or by what CuPy does by it: to ask for a number, or for an array
-    whose size is not known before.
+    The host reads only by `get`, or by operations for which CuPy calls it: converting to a number,
+    or making an array whose size depends on values.
     """
 
     __module__ = "cupy"
@@ -343,7 +343,7 @@ class ndarray:
         current_stream(self.cuda).tasks.put(late)
 
     def made(self, function: Callable[..., np.ndarray], *operands: Any) -> ndarray:
-        """Return what a function gives, by and by; its size and dtype do not depend on values."""
+        """Return a function's result, computed later; only values may depend on values."""
         like = [
             np.zeros_like(operand._content) if isinstance(operand, ndarray) else operand
             for operand in operands
@@ -361,7 +361,7 @@ class ndarray:
         return made
 
     def known(self, function: Callable[[np.ndarray], np.ndarray]) -> ndarray:
-        """Return what a function gives whose size the host must know: it waits for that number."""
+        """Return a function's result whose size depends on values: the host waits for the size."""
         current_stream(self.cuda).synchronize()
         self.cuda.copies.append(("down", self.memory.device, 8))
         found = function(self._content)
@@ -441,7 +441,7 @@ class ndarray:
     def set(self, host: np.ndarray) -> None:
         assert (host.shape, host.dtype) == (self.shape, self.dtype)
         self.cuda.copies.append(("up", self.memory.device, self.nbytes))
-        host = host if is_pinned(host) else host.copy()  # CUDA stages what is pageable at once
+        host = host if is_pinned(host) else host.copy()  # CUDA stages pageable memory at once
         held = weakref.ref(host) if is_pinned(host) else lambda: host
 
         def copy() -> None:
@@ -454,7 +454,7 @@ class ndarray:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        # What mpi4py asks for: an MPI that is not CUDA-aware reads this model's memory, too.
+        # For mpi4py: this model's memory can be read even by an MPI that is not CUDA-aware.
         return {
             "data": (self.data.ptr, False),
             "shape": self.shape,
@@ -471,7 +471,7 @@ class ndarray:
 
 
 def is_pinned(host: np.ndarray) -> bool:
-    """Tell whether this is memory that `alloc_pinned_memory` gave."""
+    """Tell whether this memory came from `alloc_pinned_memory`."""
     owner: Any = host
     while isinstance(owner, np.ndarray):
         owner = owner.base
@@ -483,7 +483,7 @@ def content_of(operand: Any) -> Any:
 
 
 class RawModule:
-    """Kernels that run as the host's: see machine_on_host.py."""
+    """Kernels compiled for the host: see machine_on_host.py."""
 
     def __init__(self, cuda: Cuda) -> None:
         self.cuda = cuda
@@ -556,7 +556,7 @@ class Operation:
     """One call between groupStart and groupEnd."""
 
     def __init__(self, shape: tuple[Any, ...], source: int, into: int, count: int, dtype: int):
-        self.shape = shape  # what all ranks of a collective must agree on
+        self.shape = shape  # must be the same on all ranks of a collective
         self.source = source
         self.into = into
         self.count = count
@@ -565,7 +565,7 @@ class Operation:
 
 
 class Clique:
-    """The communicators made of one unique id."""
+    """The communicators with the same unique id."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -658,7 +658,7 @@ class Communicator:
         self.cuda.wrong("destroy waits for peers")
 
     def meet(self, operations: list[Operation]) -> None:
-        """Block until all whom these operations need have come to theirs, for the first time."""
+        """Block until all peers of these operations have reached theirs, the first time."""
         met, size, rank = self.clique.met, self.clique.size, self.rank
         needed: set[tuple[Any, ...]] = set()
         with self.cuda.changed:
@@ -782,14 +782,14 @@ def group_end(cuda: Cuda) -> None:
 
 
 def install(monkeypatch: Any, cuda: Cuda) -> None:
-    """Let `import cupy` find this machine."""
+    """Make `import cupy` return this machine."""
     for name, module in cuda.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
 
 
 @contextmanager
 def with_kernels(monkeypatch: Any, library: Any, gpus: int = 8) -> Iterator[Cuda]:
-    """A machine that runs the library's kernels, compiled for the host; nothing may go wrong."""
+    """A machine that runs the library's kernels, compiled for the host; no misuse is allowed."""
     caches = (cuda_machine.cupy, cuda_machine._load)
     for cache in caches:
         cache.cache_clear()

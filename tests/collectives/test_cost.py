@@ -1,4 +1,4 @@
-"""The formulas: what the messages really add up to, and where two of them cross."""
+"""The formulas: against counted messages, and the break-even of two methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Variables give the numbers that are asked for, and one error says what else they give."""
+"""Environment variables give numbers, or an error that shows their value."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def test_zero_is_a_number_where_it_may_be() -> None:
 
 
 @pytest.mark.parametrize("text", ["1", "-3", "2.0", "2e0", "²", "soon"])
-def test_what_is_no_whole_number_is_refused(text: str) -> None:
+def test_anything_but_a_whole_number_is_refused(text: str) -> None:
     said = f"KEEP must be a whole number of commits, at least 2, got {text!r}"
     with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
         whole_number("KEEP", 9, "commits", {"KEEP": text}, least=2)
 
 
 @pytest.mark.parametrize("environ", [{}, {"SIZE": ""}])
-def test_what_has_no_default_is_required(environ: dict[str, str]) -> None:
+def test_a_variable_without_a_default_is_required(environ: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="SIZE must be a whole number of ranks, at least 1, got "):
         whole_number("SIZE", None, "ranks", environ)
 
 
-def test_what_has_no_unit_is_a_plain_number() -> None:
+def test_a_number_may_have_no_unit() -> None:
     with pytest.raises(ValueError, match="PORT must be a whole number, at least 1, got 'http'"):
         whole_number("PORT", None, environ={"PORT": "http"})

@@ -1,4 +1,4 @@
-"""The package as a whole: what importing it costs, and what it offers."""
+"""The package as a whole: the cost of importing it, and its names."""
 
 from __future__ import annotations
 

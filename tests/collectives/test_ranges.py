@@ -1,4 +1,4 @@
-"""Ranges for a profiler: none without one, and torch's and NVTX's while it runs."""
+"""Profiler ranges: none without a profiler, torch's and NVTX's while one runs."""
 
 from __future__ import annotations
 

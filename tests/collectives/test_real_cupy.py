@@ -1,4 +1,4 @@
-"""The real CuPy, which imports without a GPU, beside what the code uses and the stand-ins claim."""
+"""The real CuPy, which imports without a GPU, against the code's uses and the stand-ins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Approximate selectors: what they find is there, and about as much as was asked for."""
+"""Approximate selectors: they return real entries, and about as many as requested."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ by_name = pytest.mark.parametrize("name", list(SELECTORS))
 
 @by_name
 @given(arrays(np.float32, st.integers(1, 200), elements=st.floats(-9, 9, width=32)), st.data())
-def test_what_is_found_are_nonzero_entries_of_the_vector(
+def test_only_nonzero_entries_of_the_vector_are_found(
     name: str, dense: np.ndarray, data: st.DataObject
 ) -> None:
     k = data.draw(st.integers(1, dense.size))
@@ -29,7 +29,7 @@ def test_what_is_found_are_nonzero_entries_of_the_vector(
 
 @by_name
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_of_normal_values_about_k_are_found(
+def test_about_k_normal_values_are_found(
     name: str, dtype: type, random: np.random.Generator
 ) -> None:
     dense = random.standard_normal(200_000).astype(dtype)
@@ -41,7 +41,7 @@ def test_of_normal_values_about_k_are_found(
 
 
 @by_name
-def test_what_cannot_be_selected_from_is_refused(name: str) -> None:
+def test_a_vector_that_cannot_be_selected_from_is_refused(name: str) -> None:
     dense = np.ones(5, np.float32)
     for k in (0, 6):
         with pytest.raises(ValueError, match=rf"k must lie in 1\.\.5 .*, got {k}"):

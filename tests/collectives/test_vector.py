@@ -1,4 +1,4 @@
-"""SparseVector: what is one, and what is refused as none."""
+"""SparseVector: operations, and the check of its validity."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_indices_are_as_narrow_as_the_length_allows(length: int, dtype: type) ->
         (entries([0, 9, 4], [1, 1, 1], 5), "indices must be strictly increasing, got 9 before 4"),
     ],
 )
-def test_what_is_no_vector_is_refused_with_the_reason(vector: SparseVector, text: str) -> None:
+def test_an_invalid_vector_is_refused_with_the_reason(vector: SparseVector, text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
         check(vector)
 
@@ -179,7 +179,7 @@ def test_the_last_entry_lies_before_the_end(length: int) -> None:
     assert vector.index_range(0, length - 1).indices.tolist() == [0]
 
 
-def test_what_two_vectors_of_the_same_indices_differ_by() -> None:
+def test_minus_returns_the_nonzero_differences() -> None:
     ours, theirs = of({1: 1.5, 4: 2.0, 8: 3.0}, 9), of({1: 1.0, 4: 2.0, 8: 4.0}, 9)
     difference = ours.minus(theirs)
     assert difference.indices.tolist() == [1, 8]

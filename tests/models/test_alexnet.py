@@ -1,4 +1,4 @@
-"""AlexNet: the published size, and what images it takes."""
+"""AlexNet: the published size, and the smallest images."""
 
 from __future__ import annotations
 

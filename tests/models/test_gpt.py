@@ -1,4 +1,4 @@
-"""The small GPT: GPT-2's size at GPT-2's settings, and no look at what comes later."""
+"""The small GPT: GPT-2's size with GPT-2's settings, and causal attention."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_it_has_the_published_number_of_parameters(sizes, parameters: int) -> No
     assert sum(p.numel() for p in model.parameters()) == parameters
 
 
-def test_what_comes_later_changes_no_score() -> None:
+def test_later_tokens_do_not_change_earlier_scores() -> None:
     torch.manual_seed(0)
     model = Gpt(vocabulary=9, context=8, width=16, layers=2, heads=2).eval()
     tokens = torch.randint(9, (2, 8))

@@ -1,4 +1,4 @@
-"""The speech network: the published size, and padding that has no say."""
+"""The speech network: the published size, and padding without influence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The LSTM language model: the published size, and a state that is carried on."""
+"""The LSTM language model: the published size, and a state carried across windows."""
 
 from __future__ import annotations
 

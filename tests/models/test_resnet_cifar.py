@@ -1,4 +1,4 @@
-"""ResNet-20: the published size, shortcuts without parameters, and what a block computes."""
+"""ResNet-20: the published size, shortcuts without parameters, and a block's computation."""
 
 from __future__ import annotations
 

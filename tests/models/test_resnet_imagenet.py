@@ -1,4 +1,4 @@
-"""ResNet-50: the published size and depth, and images halved where they should be."""
+"""ResNet-50: the published size and depth, and where images are halved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The network of extreme classification: what it computes, its gradients, and P@k."""
+"""The network of extreme classification: its outputs, gradients, and P@k."""
 
 from __future__ import annotations
 

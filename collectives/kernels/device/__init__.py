@@ -1,14 +1,14 @@
-"""The hot loops of CuPy arrays in CUDA C++: function for function the twins of `reference`.
+"""The hot loops for CuPy arrays in CUDA C++; each function is the twin of one in `reference`.
 
-Everything runs on CuPy's current stream. Functions whose result's size or value the host must know
-wait for the GPU, once and for a few bytes (accumulate_and_select, select, merge, sum_by_index,
-all_finite, squared_norms). The others only launch.
+Everything runs on CuPy's current stream. Functions whose result's size or value the host needs wait
+for the GPU once, and copy a few bytes (accumulate_and_select, select, merge, sum_by_index,
+all_finite, squared_norms). The others are asynchronous.
 
     source.py     the .cu files as texts, and which kernels there are
-    machine.py    the interface of a GPU for the launch sequences
+    machine.py    the interface to a GPU
     cuda.py       that interface, through CuPy
     selection.py  select and split: the sequence of launches
-    entries.py    sparse vectors: merged, summed, added; and a vector in one number
+    entries.py    sparse vectors: merge, sum, add to dense ones; norms and checks of dense vectors
     codes.py      the wire's codes
     step.py       accumulate and select of one residual, as a CUDA graph
 """
@@ -54,7 +54,7 @@ Result = TypeVar("Result")
 
 
 def _by_first_array(work: Callable[..., Result]) -> Callable[..., Result]:
-    """Return the function without its scratch memory: it is that of the first array's device."""
+    """Return the function without its first parameter, the scratch memory of the array's device."""
 
     @functools.wraps(work)
     def run(array: Array, *arguments: Any, **options: Any) -> Result:
@@ -89,12 +89,12 @@ def sum_by_index(vectors: Sequence[SparseVector]) -> SparseVector:
 
 
 def put_at(parts: Sequence[Array] | Located, vector: SparseVector) -> None:
-    """Set the vector's entries in the arrays that it lies in, one after the other."""
+    """Set the vector's entries in the arrays that make up the dense vector."""
     entries.put_at(cuda.scratch(vector.values), parts, vector)
 
 
 def open_step(residual: Array, k: int) -> Step:
-    """Return a Step that accumulates into this residual and selects k entries, step after step."""
+    """Return a Step that accumulates into this residual and selects k entries."""
     return Step(cuda.scratch(residual).machine, residual.size, k, residual.dtype)
 
 
@@ -104,7 +104,7 @@ def squared_norm(array: Array) -> float:
 
 
 def squared_norms(arrays: Sequence[Array] | Located) -> list[float]:
-    """Return the sum of squares of each array, all of one dtype, in float64: one wait."""
-    # A Located has addresses, which do not tell their device: the caller has made it current.
+    """Return the sum of squares of each array, all of one dtype, in float64; waits once."""
+    # An address does not tell its device: for a Located the caller has made it current.
     scratch = cuda.current_scratch() if isinstance(arrays, Located) else cuda.scratch(arrays[0])
     return entries.squared_norms(scratch, arrays)

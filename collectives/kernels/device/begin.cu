@@ -1,10 +1,10 @@
-// Begin a search: the request, a clean histogram, clean tallies.
+// Begin a search: set the request, and clear histogram and tallies.
 //
 // launch: 1 block.
 #include "tally.cuh"
 
 // k:       how many to keep
-// entries: entries of a list to search; 0 when a dense vector is to be marked first
+// entries: of the list to search; 0 if a dense vector is to be marked first
 // request: null for a list, which is searched without a guess
 template <class Real>
 __global__ __launch_bounds__(THREADS) void begin(
@@ -22,7 +22,7 @@ __global__ __launch_bounds__(THREADS) void begin(
   fresh.capacity = capacity;
   fresh.listed = entries;
   fresh.exact = entries && k >= entries;
-  // Zeros are no candidates; to guess the smallest number is to guess nothing.
+  // At least 1, since zeros are never selected; 1 means no guess.
   fresh.lo = fresh.guess = key > 1 ? key : 1;
   fresh.shift = key > 1 ? Shift<Real>::MARKING : Shift<Real>::WIDEST;
   *search = fresh;

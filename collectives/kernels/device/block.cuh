@@ -1,4 +1,4 @@
-// What the threads of one block do together; every block of every kernel has THREADS of them.
+// Collective operations of a block's threads; every block of every kernel has THREADS of them.
 #pragma once
 #include "numbers.cuh"
 
@@ -9,7 +9,7 @@
 constexpr u32 WARPS = THREADS / 32;
 constexpr u32 ALL_LANES = 0xffffffffu;
 
-// The sum over the warp, in a fixed order, for every lane.
+// The sum over the warp, in a fixed order; returned to every lane.
 template <class T> __device__ T warp_sum(T value) {
 #pragma unroll
   for (int distance = 16; distance; distance /= 2)
@@ -17,7 +17,7 @@ template <class T> __device__ T warp_sum(T value) {
   return value;
 }
 
-// The largest over the warp, for every lane.
+// The largest over the warp; returned to every lane.
 template <class T> __device__ T warp_largest(T value) {
 #pragma unroll
   for (int distance = 16; distance; distance /= 2) {
@@ -27,7 +27,7 @@ template <class T> __device__ T warp_largest(T value) {
   return value;
 }
 
-// The sum over the lanes up to this one.
+// The sum over the lanes up to and including this one.
 template <class T> __device__ T warp_inclusive(T value) {
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
@@ -37,7 +37,7 @@ template <class T> __device__ T warp_inclusive(T value) {
   return value;
 }
 
-// The sum over the block, in a fixed order, for every thread.
+// The sum over the block, in a fixed order; returned to every thread.
 template <class T> __device__ T block_sum(T value) {
   __shared__ T of_warp[WARPS];
   value = warp_sum(value);
@@ -49,7 +49,7 @@ template <class T> __device__ T block_sum(T value) {
   return total;
 }
 
-// The sum over the threads before this one, and the block's.
+// The sum over the threads before this one; total: over the block.
 template <class T> __device__ T block_exclusive(T value, T& total) {
   __shared__ T of_warp[WARPS];
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -66,9 +66,9 @@ template <class T> __device__ T block_exclusive(T value, T& total) {
   return before;
 }
 
-// Whether this block is the last of its grid to come here: it sees what all others have written.
+// Whether this block is the last of its grid to get here, and so can read what all others wrote.
 //
-//   write, fence | ticket | fence, read      the second fence drops what this block's cache holds
+//   write, fence | ticket | fence, read      the second fence invalidates this block's cache
 static __device__ bool last_block(u32* ticket) {
   __shared__ bool last;
   __threadfence();

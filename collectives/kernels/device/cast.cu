@@ -1,17 +1,17 @@
-// Values of a message as 16-bit floats, scaled by one power of two, and back; as
-// reference_values.py says what the bits are.
+// Values of a message as 16-bit floats, scaled by one power of two, and back, in the bits of
+// reference_values.py.
 //
 // launch: any number of blocks, a value a thread, strided.
 //
-//   value = 16-bit float * 2^exponent      in two factors: 2^exponent may be no number of this type
+//   value = 16-bit float * 2^exponent      as two factors: 2^exponent may be out of the type's range
 #include "block.cuh"
 
 template <class Narrow> struct Nan;
 template <> struct Nan<Half> { static constexpr u16 BITS = 0x7e00; };
 template <> struct Nan<Bfloat> { static constexpr u16 BITS = 0x7fc0; };
 
-// beyond: the bits, without the sign, of what would decode as infinity by having rounded up: it
-// becomes the number below. More than 16 bits where there is none.
+// beyond: the bits, without the sign, that rounding up may give but that would decode as infinity;
+// the next smaller number is written instead. A value of more than 16 bits if there are none.
 template <class Narrow, class Real>
 __global__ __launch_bounds__(THREADS) void round_values(
     const Real* values_k, u64 k, Real first, Real second, u32 beyond, Narrow* narrow_k) {

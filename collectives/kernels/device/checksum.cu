@@ -1,12 +1,12 @@
-// The checksum of a message, as reference.py says what it is, by all blocks at once.
+// The checksum of a message, as defined in reference.py, by all blocks in parallel.
 //
 // launch: any number of blocks; a block takes stretches of 4096 bytes, strided.
 //
-//   message   | head: 7 words | its checksum | body: stretch 0 | stretch 1 | .. s - 1, zeros behind |
+//   message   | head: 7 words | its checksum | body: stretch 0 | stretch 1 | .. s - 1, zero padded |
 //   sums                                       NH(0) STEP^s     NH(1) STEP^(s-1) ..   NH(s-1) STEP
 //   result    the last block to finish adds them to (checksum of the head + bytes of the body) STEP^s
 //
-// The powers take the place of the chain in which one thread would follow another.
+// Multiplying by powers of STEP replaces the reference's loop, which cannot be run in parallel.
 #include "block.cuh"
 
 constexpr u64 STEP = 0x9E3779B97F4A7C15ull;
@@ -25,13 +25,13 @@ static __device__ u64 step_to_the(u64 power) {
   return result;
 }
 
-// The product that a stretch's word is in the NH.
+// The term of the NH sum for a stretch's word.
 static __device__ u64 keyed(u64 word, u64 place) {
   const u64 key = mix((place + 1) * STEP);
   return (u64)((u32)word + (u32)key) * (u64)((u32)(word >> 32) + (u32)(key >> 32));
 }
 
-// The 8 bytes from here on, or as many as there are; `data` is aligned.
+// The 8 bytes from `at` on, padded with zeros beyond `end`; `data` is aligned.
 static __device__ u64 word_at(const u8* data, u64 at, u64 end) {
   if (at + 8 <= end) return *(const u64*)(data + at);
   u64 word = 0;
@@ -39,7 +39,7 @@ static __device__ u64 word_at(const u8* data, u64 at, u64 end) {
   return word;
 }
 
-// sum, ticket: 0 before, and after.
+// sum, ticket: must be 0, and are left 0.
 __global__ __launch_bounds__(THREADS) void checksum(
     const u8* message_m, u64 m, u64* sum, u32* ticket, u64* result) {
   const u64 stretches = (m - BODY + STRETCH - 1) / STRETCH;

@@ -1,12 +1,12 @@
-"""The wire's codes on a GPU, into the bytes of the reference.
+"""The wire's codes on a GPU; they write the same bytes as the reference.
 
     a message   its first bytes and its checksum
-    indices     16-bit offsets in blocks, and whether they are in order
+    indices     16-bit offsets in blocks, and the check of their order
     values      16-bit floats, and integers of 2 to 4 bits
 
-The reference has more: "rice" indices and "int8" values are coded on the host. The host reads no
-entries. It waits for the blocks' counts, which it codes, and for the largest |value|, to choose the
-power of two by which values are scaled.
+"rice" indices and "int8" values are coded on the host only. The host never reads the entries. It
+waits for the blocks' counts, which it encodes, and for the largest |value|, which determines the
+exponent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..reference_values import BLOCK as SCALED
 from .machine import Scratch, blocks_for, ceil_divide
 from .source import instance
 
-# As in checksum.cu: the bytes before the checksum at a message's beginning, and its own 8 bytes.
+# The bytes of a message before its checksum, and the checksum's, as in checksum.cu.
 HEAD_BYTES: Final = 56
 CHECKSUM_BYTES: Final = 8
 BLOCK: Final = 1 << BLOCK_BITS
@@ -36,27 +36,27 @@ BLOCK: Final = 1 << BLOCK_BITS
 # The wire's names of the 16-bit floats, and the dtypes of their bits.
 NARROW: Final = {"bf16": np.dtype(np.uint16), "fp16": np.dtype(np.float16)}
 
-_NOTHING: Final = 1 << 16  # bits that no 16-bit float has
+_NOTHING: Final = 1 << 16  # matches the bits of no 16-bit float
 
 
 def write_head(scratch: Scratch, message: Array, head: Array) -> None:
-    """Begin the message with these 56 bytes of the host, and the checksum. Waits for nothing."""
+    """Write 56 bytes of the host and the checksum to the front of a message. Asynchronous."""
     message[:HEAD_BYTES] = scratch.machine.put(head)
     _launch_checksum(scratch, message, message[HEAD_BYTES : HEAD_BYTES + CHECKSUM_BYTES])
 
 
 def read_head(scratch: Scratch, message: Array) -> tuple[Array, int]:
-    """Return the first 64 bytes, in the host's memory, and the checksum that belongs there.
+    """Return the first 64 bytes, in the host's memory, and the checksum that they should have.
 
     Waits for one copy.
     """
-    machine, begins = scratch.machine, HEAD_BYTES + CHECKSUM_BYTES
-    report = machine.empty(begins + CHECKSUM_BYTES, np.uint8)
-    # Beside the checksum: the host then waits for one copy, not for two.
-    report[:begins] = message[:begins]
-    _launch_checksum(scratch, message, report[begins:])
+    machine, head_bytes = scratch.machine, HEAD_BYTES + CHECKSUM_BYTES
+    # Both in one array, so that the host waits for a single copy.
+    report = machine.empty(head_bytes + CHECKSUM_BYTES, np.uint8)
+    report[:head_bytes] = message[:head_bytes]
+    _launch_checksum(scratch, message, report[head_bytes:])
     fetched = machine.fetch(report)
-    return fetched[:begins], int(fetched[begins:].view(np.uint64)[0])
+    return fetched[:head_bytes], int(fetched[head_bytes:].view(np.uint64)[0])
 
 
 def _launch_checksum(scratch: Scratch, message: Array, result: Array) -> None:
@@ -73,7 +73,7 @@ def _launch_checksum(scratch: Scratch, message: Array, result: Array) -> None:
 
 
 def in_order(scratch: Scratch, indices: Array, length: int) -> bool:
-    """Tell whether 0 <= indices[0] < indices[1] < ... < length. Waits for the answer."""
+    """Tell whether 0 <= indices[0] < indices[1] < ... < length. Waits for the result."""
     machine = scratch.machine
     if not indices.size:
         return True
@@ -92,9 +92,9 @@ def in_order(scratch: Scratch, indices: Array, length: int) -> bool:
 def pack_indices(scratch: Scratch, indices: Array, length: int, out: Array, code: str) -> int:
     """Write the indices, int32 or int64 [k], into `out` (uint8); return the bytes taken.
 
-    code: "blocks" alone. Waits for the blocks' counts.
+    code: only "blocks". Waits for the blocks' counts.
     """
-    assert code == "blocks"  # others go by way of the host
+    assert code == "blocks"  # `wire.format.ON_DEVICE` has no other
     machine, blocks, count = scratch.machine, ceil_divide(length, BLOCK), indices.size
     if not count:
         return 0
@@ -127,7 +127,7 @@ def unpack_indices(
 ) -> tuple[Array, int]:
     """Return the indices, int32 or int64 [count], and how many bytes of `data` they took.
 
-    code: "blocks" alone. Waits for the blocks' counts, and for the check of the indices' order.
+    code: only "blocks". Waits for the blocks' counts, and for the check of the indices' order.
     """
     assert code == "blocks"  # as above
     machine = scratch.machine
@@ -231,7 +231,7 @@ def _unpack_few_bits(
 
 
 def _largest(scratch: Scratch, values: Array) -> Array:
-    """Return the largest |value| in the host's memory, [1], or [0] where there is none."""
+    """Return the largest |value| in the host's memory, [1]; [0] if there are no values."""
     machine = scratch.machine
     if not values.size:
         return np.empty(0, values.dtype)
@@ -243,6 +243,6 @@ def _largest(scratch: Scratch, values: Array) -> Array:
         np.uint64(values.size),
         key,
     )
-    # The kernel finds keys, which are the bits of |value|, as integers have a maximum on a GPU.
+    # The kernel finds the largest key, the bits of |value|: atomicMax is for integers only.
     bits = np.uint32 if values.dtype == np.float32 else np.uint64
     return machine.fetch(key).astype(bits).view(values.dtype)

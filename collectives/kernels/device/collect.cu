@@ -1,12 +1,11 @@
-// Collect what is marked into the selection, in the order of the indices: the marks are of the k-th
-// key itself (`remark`).
+// Collect the marked entries, in the order of indices, after `remark` has marked by the k-th key.
 //
 // launch: any number of blocks; a block takes tiles of 32 * THREADS elements, strided: a word a
-// thread. A tile without a bit costs the look at its tally.
+// thread. A tile without marks only costs a read of its tally.
 //
 //   bits      0100 | 0000 | 0011 | ...        thread 0, 1, 2
 //   before       0      1      1              kept in threads and tiles before
-//   kept      1, 8, 9, ...                    of those that equal the k-th key the first `quota`
+//   kept      1, 8, 9, ...                    of keys equal to the k-th only the first `quota`
 #include "tally.cuh"
 
 template <class Real, class Index>
@@ -19,7 +18,7 @@ __global__ __launch_bounds__(THREADS) void collect(
     if (tallies[tile].above + tallies[tile].ties == 0) continue;
     const u64 word = tile * THREADS + threadIdx.x;
     const u32 marked = bits[word];
-    u32 packed = 0, total;  // above in the upper half, ties in the lower: a tile has 2^13 of both
+    u32 packed = 0, total;  // above: upper half, ties: lower half; a tile has up to 2^13
     for (u32 left = marked; left; left &= left - 1) {
       const u64 key = K::of(values_n[word * 32 + __ffs(left) - 1]);
       packed += key > floor ? 0x10000u : 1u;

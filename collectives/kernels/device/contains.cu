@@ -1,4 +1,4 @@
-// Tell of each wanted index whether the list holds it; both are sorted.
+// Tell, for each wanted index, whether the list has it; both are sorted.
 //
 // launch: any number of blocks, a wanted index a thread, strided.
 #include "sorted.cuh"

@@ -1,7 +1,7 @@
-// Count, tile by tile of a list, what the search keeps; the last block knows the outcome.
+// Count, for each tile of a list, what the search keeps; the last block writes the outcome.
 //
-// launch: any number of blocks; a block takes tiles of THREADS entries, strided. Zeros (what a sum
-// left of its addends) are no entries.
+// launch: any number of blocks; a block takes tiles of THREADS entries, strided. Zeros do not count
+// (`sum_runs` leaves them in place of addends).
 #include "tally.cuh"
 
 template <class Real>

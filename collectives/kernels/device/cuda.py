@@ -1,4 +1,4 @@
-"""The CUDA machine, through CuPy: the one file here that imports it, at first use."""
+"""CudaMachine: a Machine through CuPy. The only file here that imports CuPy, at first use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...vector import Array
 from .machine import Scratch, require_packed
 from .source import FILES, OPTIONS, THREADS, text
 
-# Two full waves of the busiest kernel: four blocks of `mark` have room on a multiprocessor.
+# Two full waves of `mark`, the busiest kernel, of which four blocks fit on a multiprocessor.
 BLOCKS_PER_MULTIPROCESSOR: Final = 8
 
 _mine: Final = threading.local()
@@ -34,7 +34,7 @@ def cupy() -> Any:
 
 
 class CudaMachine:
-    """CuPy's current device and stream."""
+    """CuPy's current device and stream; see `Machine` for the methods."""
 
     threads = THREADS
 
@@ -47,34 +47,34 @@ class CudaMachine:
         return cupy().empty(size, dtype)
 
     def zeros(self, size: int, dtype: Any) -> Array:
-        """Return memory from CuPy's pool, all zero bytes."""
+        """Return zeroed memory from CuPy's pool."""
         return cupy().zeros(size, dtype)
 
     def put(self, array: NDArray[Any]) -> Array:
-        """Return a copy of a host array in memory from CuPy's pool."""
+        """Return a copy of a host array, in memory from CuPy's pool."""
         return cupy().asarray(array)
 
     def write(self, array: Array, content: NDArray[Any]) -> None:
-        """Enqueue a copy from pageable memory, which CUDA stages before it returns."""
+        """Enqueue a copy from pageable memory, which CUDA has read when this returns."""
         array.set(content)  # type: ignore[attr-defined]
 
     def capture(self, launches: Callable[[], None]) -> Callable[[], None]:
-        """Return a function that replays a CUDA graph of the launches on the then current stream.
+        """Return a function that replays the launches as a CUDA graph, on the then current stream.
 
-        They are captured on a stream of their own: the default stream cannot be captured, and
-        another may have work of other threads on it.
+        They are captured on a new stream: the default stream cannot be captured, and other threads
+        may use any other.
         """
         with cupy().cuda.Stream(non_blocking=True) as stream:
             stream.begin_capture()
             try:
                 launches()
             finally:
-                # After an error, too: until then CUDA would capture whatever comes on this stream.
+                # Even after an error: otherwise the stream would go on capturing.
                 graph = stream.end_capture()
         return lambda: graph.launch(cupy().cuda.get_current_stream())
 
     def packed(self, array: Array) -> Array:
-        """Return the array, or a copy where its elements lie apart."""
+        """Return the array, or a contiguous copy."""
         return cupy().ascontiguousarray(array)
 
     def address(self, array: Array) -> int:
@@ -84,8 +84,7 @@ class CudaMachine:
     def launch(self, kernel: str, blocks: int, *arguments: Array | np.generic | None) -> None:
         """Enqueue a kernel on the current stream."""
         require_packed(*arguments)
-        # CuPy takes no None for a pointer.
-        null = np.uint64(0)
+        null = np.uint64(0)  # CuPy refuses None as a pointer
         given = tuple(null if argument is None else argument for argument in arguments)
         _load(self.device.id, kernel)((blocks,), (self.threads,), given)
 
@@ -96,7 +95,7 @@ class CudaMachine:
 
 @functools.cache
 def _load(device: int, kernel: str) -> Any:
-    """Return a kernel for the current device; CuPy keeps what it compiled on disk."""
+    """Return a kernel for the current device; CuPy caches compiled kernels on disk."""
     source = text(FILES[kernel.partition("<")[0]])
     module = cupy().RawModule(code=source, options=OPTIONS, name_expressions=(kernel,))
     return module.get_function(kernel)
@@ -117,7 +116,7 @@ def scratch(array: Array) -> Scratch:
 def current_scratch() -> Scratch:
     """Return the scratch memory of this thread on the current stream of the current device."""
     held: dict[tuple[int, int], Scratch] = _mine.__dict__.setdefault("scratch", {})
-    # Of this thread and stream alone: kernels of two streams could write it at the same time.
+    # By stream, since kernels on two streams could write to it at the same time.
     key = (cupy().cuda.Device().id, cupy().cuda.get_current_stream().ptr)
     if key not in held:
         held[key] = Scratch(CudaMachine())
@@ -125,7 +124,7 @@ def current_scratch() -> Scratch:
 
 
 class ForeignStream(NamedTuple):
-    """Another library's stream, to CuPy: the CUDA stream protocol's version and the address."""
+    """Another library's stream, for CuPy, by the CUDA stream protocol (version 0)."""
 
     address: int
 
@@ -135,15 +134,15 @@ class ForeignStream(NamedTuple):
 
 @contextmanager
 def on_stream(pointer: int, device: int, make_room: Callable[[], object]) -> Iterator[None]:
-    """Run everything in the context on another library's stream; pointer: the stream's address.
+    """Run CuPy's work in the context on another library's stream; pointer: the stream's address.
 
-    make_room: makes that library free unused memory; called where there is too little for CuPy's
-        pool, before a second try.
+    make_room: called if CuPy's pool runs out of memory, before a second try, to make that library
+        free unused memory.
     """
     cuda = cupy().cuda
     allocate = cuda.get_allocator()
 
-    def allocate_patiently(size: int) -> Any:
+    def allocate_or_make_room(size: int) -> Any:
         try:
             return allocate(size)
         except cuda.memory.OutOfMemoryError:
@@ -153,15 +152,15 @@ def on_stream(pointer: int, device: int, make_room: Callable[[], object]) -> Ite
     with (
         cuda.Device(device),
         cuda.Stream.from_external(ForeignStream(pointer)),
-        cuda.using_allocator(allocate_patiently),  # in this thread only
+        cuda.using_allocator(allocate_or_make_room),  # in this thread only
     ):
         yield
 
 
 def from_dlpack(tensor: Any) -> Array:
-    """Return another library's device array as CuPy's, in the same memory.
+    """Return another library's device array as a CuPy array of the same memory.
 
-    Work of that library on its current stream comes before later work of the current stream here:
-    the protocol orders them with an event.
+    The protocol orders the streams with an event: work that the other library has enqueued comes
+    before later work on CuPy's current stream.
     """
     return cupy().from_dlpack(tensor)

@@ -1,4 +1,4 @@
-// Entries of a dense vector: added to, or cleared. Indices are unique, so no atomics.
+// Entries of a dense vector: add to them, or clear them. Indices are unique, so no atomics.
 //
 // launch: any number of blocks, an entry a thread, strided.
 #include "block.cuh"

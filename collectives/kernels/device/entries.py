@@ -1,4 +1,4 @@
-"""Sparse vectors on a GPU: merged, summed, and added to dense ones; dense ones in one number."""
+"""Sparse vectors on a GPU: merge, sum, add to dense ones. Norms and checks of dense vectors."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def clear_at(scratch: Scratch, dense: Array, indices: Array) -> None:
 
 
 def put_at(scratch: Scratch, parts: Sequence[Array] | Located, vector: SparseVector) -> None:
-    """Set the vector's entries in the arrays that it lies in, one after the other."""
+    """Set the vector's entries in the arrays that make up the dense vector."""
     require_parts(parts, vector.values.dtype, vector.length, "the parts must be of the vector's")
     if not isinstance(parts, Located):
         require_packed(*parts)
     machine = scratch.machine
     if vector.entries:
-        # No copy has to be kept alive: parts that would need one were refused.
+        # Nothing to keep alive: parts that are not contiguous were refused, so none is copied.
         where, _ = located(machine, parts)
         machine.launch(
             instance("put_at", vector.values.dtype, vector.indices.dtype, where.dtype),
@@ -77,7 +77,7 @@ def put_at(scratch: Scratch, parts: Sequence[Array] | Located, vector: SparseVec
 
 
 def all_finite(scratch: Scratch, array: Array) -> bool:
-    """Tell whether a one-dimensional array holds neither NaN nor infinity. Waits for the answer."""
+    """Tell whether a one-dimensional array holds neither NaN nor infinity. Waits for the result."""
     machine = scratch.machine
     if not array.size:
         return True
@@ -95,11 +95,10 @@ def all_finite(scratch: Scratch, array: Array) -> bool:
 def squared_norms(scratch: Scratch, arrays: Sequence[Array] | Located) -> list[float]:
     """Return each array's sum of squares in float64, added in the reference's order.
 
-    One launch, and one wait, for all of them, which are of one dtype.
+    All are of one dtype, and share one launch and one wait.
     """
     machine = scratch.machine
     where, held = located(machine, arrays)
-    # The reference's chunks: the kernel adds in its order.
     counts = [ceil_divide(size, NORM_CHUNK) for size in where.sizes]
     chunks = sum(counts)
     if not chunks:
@@ -123,34 +122,30 @@ def squared_norms(scratch: Scratch, arrays: Sequence[Array] | Located) -> list[f
 
 
 def merge(scratch: Scratch, a: SparseVector, b: SparseVector, k: int) -> SparseVector:
-    """Return the k largest entries of a + b.
-
-    One float addition for an index in both, hence the same bits for (a, b) and (b, a).
-    """
-    indices, values = _interleaved_sum(scratch, [a, b])
-    if not indices.size:
-        return a
-    kept = _room(scratch, a, min(k, indices.size))
-    search = launch_split(scratch, indices, values, k, kept)
-    return _first(kept, read_result(scratch.machine, search, values.dtype).kept)
+    """Return the k largest entries of a + b."""
+    return sum_by_index(scratch, [a, b], k)
 
 
-def sum_by_index(scratch: Scratch, vectors: Sequence[SparseVector]) -> SparseVector:
-    """Return the nonzero entries of the sum; each index is summed in the order of the list."""
+def sum_by_index(
+    scratch: Scratch, vectors: Sequence[SparseVector], k: int | None = None
+) -> SparseVector:
+    """Return the k largest entries of the sum, or all that are not zero, in the vectors' order."""
     first = vectors[0]
     indices, values = _interleaved_sum(scratch, vectors)
-    if not indices.size:
+    count = indices.size
+    if not count:
         return first
-    kept = _room(scratch, first, indices.size)
-    search = launch_split(scratch, indices, values, indices.size, kept)
-    return _first(kept, read_result(scratch.machine, search, values.dtype).kept)
+    k = count if k is None else k
+    kept = _room(scratch, first, min(k, count))
+    search = launch_split(scratch, indices, values, k, kept)
+    return kept.take(slice(read_result(scratch.machine, search, values.dtype).kept))
 
 
 def _interleaved_sum(scratch: Scratch, vectors: Sequence[SparseVector]) -> tuple[Array, Array]:
-    """Return the indices of all lists in order, and the sum at the first of each run, else 0.
+    """Return the sorted indices of all vectors; values: an index's sum at its first place, else 0.
 
-    Neighbours are interleaved in pairs, and the pairs in pairs, so equal indices stay in the
-    order of the list, and no entry takes part in more than log2 of the lists' number of launches.
+    Neighbours are interleaved pairwise, and then the results: equal indices stay in the vectors'
+    order, and an entry takes part in at most ceil(log2(vectors)) launches.
     """
     machine = scratch.machine
     while len(vectors) > 1:
@@ -172,7 +167,7 @@ def _interleaved_sum(scratch: Scratch, vectors: Sequence[SparseVector]) -> tuple
 
 
 def _interleave(scratch: Scratch, a: SparseVector, b: SparseVector) -> SparseVector:
-    """Return both lists as one sorted list; it may hold an index twice, so it is no vector yet."""
+    """Return both vectors' entries in one sorted list, where an index may be there twice."""
     machine, count = scratch.machine, a.entries + b.entries
     both = _room(scratch, a, count)
     if count:
@@ -198,7 +193,3 @@ def _room(scratch: Scratch, like: SparseVector, count: int) -> SparseVector:
         machine.empty(count, like.values.dtype),
         like.length,
     )
-
-
-def _first(vector: SparseVector, count: int) -> SparseVector:
-    return SparseVector(vector.indices[:count], vector.values[:count], vector.length)

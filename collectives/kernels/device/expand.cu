@@ -1,20 +1,20 @@
-// Expand the bits to a list of (index, value) in the order of the indices, and find the k-th key.
+// Expand the bits to a list of (index, value) in the order of indices, and find the k-th key.
 //
 // launch: any number of blocks; a warp takes tiles of 32 * THREADS elements, strided: WARPS words a
-// lane. The marks of a tile are few and lie anywhere, so the lanes share them out before they read.
+// lane. A tile's marks are few and unevenly spread, so they are redistributed over the lanes first.
 //
 //   bits      0100 0000 | 0000 0000 | 0011 ...     lane 0, 1, 2
 //   before            0 |         1 |    1         bits in lanes and tiles before
-//   places    1, 16, 17, ...                       of the warp; lane 0, 1, 2 take one each
+//   places    1, 16, 17, ...                       in shared memory; each lane then takes one
 //   list      1, 16, 17, ...                       indices; the values beside them
 //
-// The histogram of the marks has told the range that holds the k-th key. Keys above it are kept
-// for sure and counted, tile by tile of the list; those in it are the contenders, which are noted.
-// The last block to finish ranks the contenders, and knows where every kept entry goes.
+// The histogram of the marks has given a range that contains the k-th key. Keys above it are certain
+// to be kept, and are counted by tile of the list. Keys in it are the contenders; their positions
+// are noted. The last block to finish ranks these, and computes where every kept entry goes.
 #include "tally.cuh"
 
-// Search among the contenders for the k-th key, and count those that are kept; for the last block.
-// Too many contenders to note (most keys are alike, say): it looks at the whole list.
+// Search the contenders for the k-th key, and count those that are kept; called by the last block.
+// If there were too many to note, as when most keys are equal, it searches the whole list.
 template <class Real>
 __device__ void rank(
     Search* search, const Real* list_values_m, const u32* contenders, u32 most_contenders,
@@ -59,10 +59,10 @@ __device__ void rank(
   if (threadIdx.x == 0) conclude<Real>(search, before.above + at_most(before.ties, quota));
 }
 
-// Of a warp: so many marks of a tile are shared out at once.
+// So many marks of a tile are redistributed over a warp's lanes at a time.
 constexpr u32 ROOM = 128;
 
-// list_tallies: zero. contenders: the places in the list of the first most_contenders to come.
+// list_tallies: must be zero. contenders: gets positions in the list, of the first most_contenders.
 template <class Real, class Index>
 __global__ __launch_bounds__(THREADS) void expand(
     const Real* values_n, Search* search, u64 tiles, const u32* bits, const Tally* tallies,
@@ -71,9 +71,9 @@ __global__ __launch_bounds__(THREADS) void expand(
   typedef Keys<Real> K;
   static_assert(32 * THREADS <= 1 << 16, "a place in a tile has 16 bits");
   __shared__ unsigned short places[WARPS][ROOM];
-  if (search->dense) return;  // the marks were of no use
+  if (search->dense) return;  // the guess was bad
   const u64 lo = search->lo, shift = search->shift;
-  const bool all = search->exact;  // fewer than k there are
+  const bool all = search->exact;  // there are fewer than k
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (u64 tile = (u64)blockIdx.x * WARPS + warp; tile < tiles; tile += (u64)gridDim.x * WARPS) {
     u32 words[WARPS], marked = 0;
@@ -84,15 +84,15 @@ __global__ __launch_bounds__(THREADS) void expand(
     const u32 through = warp_inclusive(marked);
     const u32 total = __shfl_sync(ALL_LANES, through, 31);
     if (!total) continue;
-    u32 earlier = 0;  // in the tiles of its group before it
+    u32 earlier = 0;  // marks in the tiles of its group before it
 #pragma unroll
     for (u32 at = lane; at < THREADS; at += 32)
       if (at < tile % THREADS) earlier += tallies[tile - tile % THREADS + at].above;
     const u64 before = groups[tile / THREADS].above + warp_sum(earlier);
 
-    u32 mine = through - marked;  // the number in the tile of this lane's next mark
+    u32 mine = through - marked;  // this lane's next mark, as a number within the tile
     for (u32 base = 0; base < total; base += ROOM) {
-      __syncwarp();  // the places of the last round are read
+      __syncwarp();  // all lanes have read the places of the last round
 #pragma unroll
       for (u32 at = 0; at < WARPS; ++at)
         for (; words[at] && mine < base + ROOM; words[at] &= words[at] - 1, ++mine)
@@ -112,7 +112,7 @@ __global__ __launch_bounds__(THREADS) void expand(
           sure = all || above_range(key, lo, shift);
           contends = !sure && in_range(key, lo, shift);
         }
-        // The 32 may lie in two of the list's tiles.
+        // These 32 entries may span two tiles of the list.
         const u64 first = before + from;
         const u32 sures = __ballot_sync(ALL_LANES, sure);
         const u32 here = THREADS - (u32)(first % THREADS);

@@ -1,10 +1,10 @@
-// Values of a message as integers of 4, 3 or 2 bits with a scale for each 256 of them, and back; as
-// reference_values.py says what the bytes are.
+// Values of a message as integers of 4, 3 or 2 bits with a scale for each 256 of them, and back, in
+// the bytes of reference_values.py.
 //
-// launch: any number of blocks; to pack each takes 256 values at once, strided; to unpack a value a
-// thread, strided.
+// launch: any number of blocks. To pack, a block takes 256 values at a time, strided; to unpack, a
+// thread takes a value, strided.
 //
-//   256 values -> the largest -> scale -> 256 integers, a byte each -> of 8 BITS bytes, by 32 threads
+//   256 values -> the largest -> scale -> 256 integers, a byte each -> 8 in BITS bytes, by 32 threads
 //                 (shuffles)              (shared)
 #include "block.cuh"
 
@@ -12,7 +12,7 @@ constexpr u32 SCALED = 256;  // values that share a scale
 constexpr u32 GROUP = 8;     // integers that fill whole bytes
 constexpr u32 SMALLEST_SCALE = 254, NO_SCALE = 255;
 
-// Of normal numbers: the field of the exponent is there to be written.
+// Only for normal numbers, by writing the exponent's field.
 template <class Real> static __device__ Real power_of_two(int exponent);
 template <> __device__ float power_of_two<float>(int exponent) {
   return __uint_as_float((u32)(exponent + 127) << 23);
@@ -21,7 +21,7 @@ template <> __device__ double power_of_two<double>(int exponent) {
   return __longlong_as_double((long long)(exponent + 1023) << 52);
 }
 
-// 2^exponent in two factors: itself it may be no number of this type.
+// 2^exponent as two factors, since it may be out of the type's range.
 template <class Real> struct Factors {
   Real first, second;
   __device__ explicit Factors(int exponent)
@@ -30,7 +30,7 @@ template <class Real> struct Factors {
   __device__ Real of(Real value) const { return multiplied(multiplied(value, first), second); }
 };
 
-// To the nearest integer, ties to even, of what is small.
+// Round a small value to the nearest integer, ties to even.
 static __device__ int rounded(float value) {
   const float shift = 12582912.0f;  // 1.5 * 2^23
   return (int)(__float_as_uint(added(value, shift)) - __float_as_uint(shift));
@@ -40,7 +40,7 @@ static __device__ int rounded(double value) {
   return (int)(__double_as_longlong(added(value, shift)) - __double_as_longlong(shift));
 }
 
-// The largest key of the block's threads, for every thread.
+// The largest key of the block's threads; returned to every thread.
 static __device__ u64 block_largest(u64 key) {
   __shared__ u64 of_warp[WARPS];
   key = warp_largest(key);
@@ -52,8 +52,8 @@ static __device__ u64 block_largest(u64 key) {
   return key;
 }
 
-// What says the scale of 256 values with this largest |value|.
-// finest: no scale is finer than 2^finest, the smallest number.
+// The byte that codes the scale of 256 values with this largest |value|.
+// finest: no scale is finer than 2^finest, the smallest positive number.
 template <class Real, int BITS>
 static __device__ u32 scale_byte(u64 largest, int exponent, int finest) {
   typedef Keys<Real> Of;
@@ -61,7 +61,7 @@ static __device__ u32 scale_byte(u64 largest, int exponent, int finest) {
   if (largest >= Of::INFINITE) return NO_SCALE;
   u64 key = largest;
   int found = -(int)(Of::INFINITE >> Of::MANTISSA_BITS) / 2;
-  if (!(key >> Of::MANTISSA_BITS)) {  // subnormal: as a normal number it has an exponent
+  if (!(key >> Of::MANTISSA_BITS)) {  // subnormal: scale it up to a normal number
     const int up = Of::MANTISSA_BITS + 1;
     key = Of::of(multiplied(Of::value((typename Of::Key)key), power_of_two<Real>(up)));
     found -= up;

@@ -1,6 +1,6 @@
-// Raise a flag where an element is NaN or infinite.
+// Set a flag if an element is NaN or infinite.
 //
-// launch: any number of blocks, THREADS * 4 elements each, strided. The flag is 0 before.
+// launch: any number of blocks, THREADS * 4 elements each, strided. The flag must be 0 before.
 #include "block.cuh"
 
 template <class Element>
@@ -15,5 +15,5 @@ __global__ __launch_bounds__(THREADS) void find_nonfinite(
 #pragma unroll
     for (int j = 0; j < 4; ++j) found |= K::of(widened(four.at[j])) >= K::INFINITE;
   }
-  if (__syncthreads_or(found) && threadIdx.x == 0) *flag = 1;  // whoever writes, writes 1
+  if (__syncthreads_or(found) && threadIdx.x == 0) *flag = 1;  // no race: all write 1
 }

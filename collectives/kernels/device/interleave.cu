@@ -1,9 +1,9 @@
-// Interleave two sorted lists: one sorted list, with an index of both in it twice, a's first.
+// Interleave two sorted lists into one, in which an index of both is there twice, a's entry first.
 //
 // launch: any number of blocks, an entry a thread, strided.
 //
-//   a   1  4        an entry's place = its own position + how many of the other list come before:
-//   b      4  6     of b the smaller ones; of a the smaller ones and the equal one
+//   a   1  4        an entry's place = its position + how many entries of the other list precede it:
+//   b      4  6     those of b that are smaller; those of a that are smaller or equal
 //       1  4  4  6
 #include "sorted.cuh"
 
@@ -16,7 +16,7 @@ __global__ __launch_bounds__(THREADS) void interleave(
     const bool of_a = at < a_count;
     const u64 own = of_a ? at : at - a_count;
     const Index index = of_a ? a_indices[own] : b_indices[own];
-    // Indices are whole numbers: not larger is smaller than the next.
+    // index + 1, to count smaller or equal ones.
     const u64 to = own + (of_a ? smaller(b_indices, b_count, index)
                                : smaller(a_indices, a_count, (Index)(index + 1)));
     indices[to] = index;

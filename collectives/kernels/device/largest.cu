@@ -1,6 +1,6 @@
 // The largest |value| of a list, as a key: infinity above every number, and NaN above infinity.
 //
-// launch: any number of blocks, a value a thread, strided. The result is 0 before.
+// launch: any number of blocks, a value a thread, strided. The result must be 0 before.
 #include "block.cuh"
 
 template <class Real>

@@ -1,7 +1,6 @@
-"""Machine: the interface of a GPU for the launch sequences.
+"""Machine: the interface to a GPU. CudaMachine (cuda.py) implements it.
 
-CUDA is one machine (cuda.py). The tests have another, which runs the same kernels on the host, on
-NumPy arrays.
+The tests have another implementation, which runs the same kernels on the host, on NumPy arrays.
 """
 
 from __future__ import annotations
@@ -20,29 +19,29 @@ class Machine(Protocol):
     """One device and one stream on it: launches run one after the other."""
 
     threads: int  # of every block
-    blocks: int  # that the device runs at once, about
+    blocks: int  # the most to launch: a grid-stride loop needs no more to fill the device
 
     def empty(self, size: int, dtype: Any) -> Array:
-        """Return device memory without setting it."""
+        """Return uninitialized device memory."""
 
     def zeros(self, size: int, dtype: Any) -> Array:
-        """Return device memory, all zero bytes."""
+        """Return zeroed device memory."""
 
     def put(self, array: NDArray[Any]) -> Array:
         """Return a copy of a host array in device memory."""
 
     def write(self, array: Array, content: NDArray[Any]) -> None:
-        """Enqueue a copy of a small host array to device memory; it is free again at once."""
+        """Enqueue a copy of a small host array to device memory; `content` may change at once."""
 
     def capture(self, launches: Callable[[], None]) -> Callable[[], None]:
         """Record the launches, without running them; return a function that runs them.
 
-        Addresses and numbers among the arguments are fixed now. The kernels must have been launched
-        before, and `launches` must not allocate memory.
+        The launches' arguments (addresses and numbers) are fixed now. The kernels must have been
+        launched before, and `launches` must not allocate memory.
         """
 
     def packed(self, array: Array) -> Array:
-        """Return the array, or a copy where its elements lie apart."""
+        """Return the array, or a contiguous copy."""
 
     def address(self, array: Array) -> int:
         """Return the device address of an array's data."""
@@ -51,11 +50,11 @@ class Machine(Protocol):
         """Enqueue a kernel, by its name with template arguments; None is a null pointer."""
 
     def fetch(self, array: Array) -> NDArray[Any]:
-        """Return a copy on the host: waits for all that was launched."""
+        """Return a copy on the host; waits for everything launched before."""
 
 
 def require_packed(*arguments: Array | np.generic | None) -> None:
-    """Raise ValueError for an array whose elements lie apart: kernels count from its beginning."""
+    """Raise ValueError for an array that is not contiguous: kernels ignore strides."""
     for array in arguments:
         if not (array is None or isinstance(array, np.generic) or array.flags.c_contiguous):
             raise ValueError(
@@ -65,7 +64,7 @@ def require_packed(*arguments: Array | np.generic | None) -> None:
 
 
 def blocks_for(machine: Machine, work: int, each: int = 1) -> int:
-    """Return how many blocks to launch where a thread does `each` units of work, strided."""
+    """Return how many blocks to launch if a thread takes `each` units of work at a time."""
     return max(1, min(machine.blocks, ceil_divide(work, machine.threads * each)))
 
 
@@ -75,9 +74,9 @@ def ceil_divide(a: int, b: int) -> int:
 
 
 class Scratch:
-    """Named device memory of one machine that outlives a call and only grows.
+    """Named device memory of one machine that is reused from call to call and only grows.
 
-    A CUDA graph keeps the addresses it was captured with: capture with a Scratch of its own.
+    A CUDA graph fixes addresses, so it needs a Scratch of its own.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -86,21 +85,21 @@ class Scratch:
         self._written: dict[str, bytes] = {}
 
     def array(self, name: str, size: int, dtype: Any) -> Array:
-        """Return `size` elements of the memory of that name and dtype; zeros where it grew."""
+        """Return the first `size` elements of the memory of that name and dtype; new ones are 0."""
         dtype = np.dtype(dtype)
         key = f"{name} {dtype}"
         held = self.arrays.get(key)
         if held is None or held.size < size:
-            # Zeros, as kernels leave their tickets and sums at zero and expect to find them so; and
-            # at least one element, so that there is an address.
+            # Zeros: kernels expect tickets and sums to be zero, and leave them so. At least one
+            # element, as it needs an address.
             held = self.arrays[key] = self.machine.zeros(max(size, 1), dtype)
         return held[:size]
 
     def written(self, name: str, content: NDArray[Any]) -> Array:
-        """Return memory of that name with a host array in it, which is sent only if it changed."""
+        """Return memory of that name with a host array's content, copied only if it changed."""
         array = self.array(name, content.size, content.dtype)
         content_bytes = content.tobytes()
-        # Most steps send the same bytes: to compare them here is cheaper than a copy to the device.
+        # Most steps need the same bytes, and comparing them is cheaper than a copy to the device.
         if self._written.get(name) != content_bytes:
             self.machine.write(array, content)
             self._written[name] = content_bytes
@@ -108,7 +107,7 @@ class Scratch:
 
 
 def located(machine: Machine, parts: Sequence[Array] | Located) -> tuple[Located, Sequence[Array]]:
-    """Return where the parts lie, and the arrays that must stay alive for it, copies among them."""
+    """Return the parts' addresses, and the arrays or contiguous copies to keep alive for them."""
     if isinstance(parts, Located):
         return parts, ()
     parts = [machine.packed(part) for part in parts]
@@ -117,9 +116,9 @@ def located(machine: Machine, parts: Sequence[Array] | Located) -> tuple[Located
 
 
 def parts_table(scratch: Scratch, name: str, parts: Located) -> Array:
-    """Return where each part begins in the vector, and its address: uint64 [2 * parts].
+    """Return each part's start in the vector, and its address: uint64 [2 * parts].
 
-    In scratch memory of that name; sent to the device only where it is not what it was.
+    In scratch memory of that name, and copied to the device only if it changed.
     """
     starts = accumulate(parts.sizes, initial=0)
     table = [number for pair in zip(starts, parts.addresses, strict=False) for number in pair]

@@ -1,8 +1,8 @@
-// Accumulate and mark: one pass over memory adds the gradient to the residual, and leaves one bit
-// for each element whose key reaches the guess.
+// Accumulate and mark: in one pass over memory add the gradient to the residual, and write one bit
+// for each element: whether its key is at least the guess.
 //
-// The sum goes where the residual is, or beside it: then the residual is there still, should the
-// step not count.
+// The sum overwrites the residual, or is written to other memory, which leaves the residual for the
+// case that the step does not count.
 //
 // launch: any number of blocks; a block takes tiles of 32 * THREADS elements, strided.
 //
@@ -11,23 +11,23 @@
 //   nibbles   m0     m1           m31                              4 bits a lane ...
 //   bits      word 0 (lanes 0..7) | word 1 | word 2 | word 3       ... 8 lanes a word
 //
-// For float32: 12 bytes an element, and 1/8 for its bit. The hits also go into a histogram, in
-// shared memory, from the guess on; the last block to finish judges from it whether the guess was
-// any good.
+// For float32 that is 12 bytes of traffic an element, and 1/8 for its bit. Hits are also counted in
+// a histogram of keys from the guess on, in shared memory. By that the last block to finish decides
+// whether the guess was good.
 //
 //   gradient  | part 0 | part 1 |    part 2    | ...    one array, or one for each parameter
-//   tiles     |    0    |    1    |    2    |  ...      however it lies, all else is read by fours
+//   tiles     |    0    |    1    |    2    |  ...      the other vectors are read four at a time
 #include "parts.cuh"
 #include "tally.cuh"
 
-// Where the search goes on after the marks: among the candidates, or in the vector itself.
+// Decide where the search continues after marking: among the candidates, or in the whole vector.
 template <class Real>
 __device__ void judge(Search* search, u32* histogram, Tally* groups, u64 tiles) {
   const u64 k = search->k, guess = search->guess, aim = aimed_rank(k);
   const bool guessed = guess > 1;
   const Crossing at_k = crossing(histogram, k);
   const bool few = at_k.total < k, many = at_k.total > search->capacity;
-  if (few && guessed) {  // the guess was too high: begin anew, without one
+  if (few && guessed) {  // the guess was too high: start over without one
     for (u32 bin = threadIdx.x; bin < BINS; bin += THREADS) histogram[bin] = 0;
     if (threadIdx.x == 0) {
       search->lo = 1;
@@ -41,12 +41,12 @@ __device__ void judge(Search* search, u32* histogram, Tally* groups, u64 tiles) 
     }
     narrow(search, histogram);
     if (threadIdx.x == 0) {
-      if (guessed && at_k.bin == BINS - 1) {  // the last bin is open upwards
+      if (guessed && at_k.bin == BINS - 1) {  // the last bin also has all larger keys
         search->lo = guess + ((u64)(BINS - 1) << Shift<Real>::MARKING);
         search->shift = Shift<Real>::WIDEST;
         search->above = 0;
       }
-      if (at_k.total < aim && guessed) {  // the marks do not reach that far: extrapolate
+      if (at_k.total < aim && guessed) {  // there are fewer marks than that: extrapolate
         typedef typename Keys<Real>::Key Key;
         const double lowest = in_double(Keys<Real>::value((Key)guess)), half = lowest / 2;
         const double at = in_double(Keys<Real>::value((Key)search->lo));
@@ -65,8 +65,8 @@ __device__ void judge(Search* search, u32* histogram, Tally* groups, u64 tiles) 
   }
 }
 
-// What `mark` reads and writes; SOURCES: 0 marks what is there; 1 adds the gradient times its weight;
-// 2 adds the velocity, which becomes momentum * velocity + weight * gradient (Lin et al. 2018, section 3.1).
+// The vectors that `mark` reads and writes. SOURCES: 0 adds nothing; 1 adds weight * gradient; 2 adds
+// the velocity after velocity = momentum * velocity + weight * gradient (Lin et al. 2018, section 3.1).
 template <class Real, class Gradient> struct Vectors {
   const Real* residual_n;
   Real* sum_n;  // the residual itself, or memory beside it; so for the velocities
@@ -80,7 +80,7 @@ template <class Real, class Gradient> struct Vectors {
   u64 n;
 };
 
-// Four gradients from several parts, one after the other.
+// Read four gradients one by one, from any parts.
 template <class Real, class Gradient>
 __device__ Four<Gradient> gather(const Vectors<Real, Gradient>& vectors, u64 from) {
   Four<Gradient> four;
@@ -95,11 +95,12 @@ __device__ Four<Gradient> gather(const Vectors<Real, Gradient>& vectors, u64 fro
   return four;
 }
 
-// How the gradients of a tile lie; the other vectors lie by fours, or else nothing does.
+// How a tile is read. BY_FOURS: four aligned elements at a time. ONE_BY_ONE: the gradient element by
+// element, as it is not aligned or in several parts. ANYHOW: nothing is assumed.
 enum Lies { BY_FOURS, ONE_BY_ONE, ANYHOW };
 
-// Accumulate and mark one tile; return the thread's hits. But for ANYHOW, the tile is inside the
-// vector and all but its gradients aligned, so that all loads of a round can be under way at once.
+// Accumulate and mark one tile; return the thread's hits. Except for ANYHOW, the tile must be whole
+// and all vectors but the gradient aligned. So all loads of a round can be in flight at once.
 template <class Real, class Gradient, int SOURCES, Lies LIES>
 __device__ u32 mark_tile(
     const Vectors<Real, Gradient>& vectors, u64 tile, typename Keys<Real>::Key guess, int shift,
@@ -162,9 +163,9 @@ __device__ u32 mark_tile(
   return hits;
 }
 
-// list_tallies: of the list that is made of the marks; cleared here, where many blocks are at work.
-// Four blocks of a multiprocessor have more loads under way than its memory needs; left alone, the
-// compiler aims at more and spills.
+// list_tallies: of the list that `expand` will make; cleared here, by many blocks in parallel.
+// Four blocks on a multiprocessor have enough loads in flight to saturate memory. Without this
+// launch bound the compiler aims at more blocks, and spills registers.
 template <class Real, class Gradient, int SOURCES>
 __global__ __launch_bounds__(THREADS, SOURCES > 1 ? 2 : 4) void mark(
     const Real* residual_n, Real* sum_n, const Real* velocity_n, Real* next_velocity_n,
@@ -204,7 +205,7 @@ __global__ __launch_bounds__(THREADS, SOURCES > 1 ? 2 : 4) void mark(
     if (threadIdx.x == 0) note(tallies, groups, tile, Tally{hits, 0});
   }
 
-  // Every hit is in: the sum of each tile's was a barrier.
+  // All hits are counted by now, as the block_sum of a tile is a barrier.
   for (u32 bin = threadIdx.x; bin < BINS; bin += THREADS)
     if (bins[bin]) atomicAdd(&histogram[bin], bins[bin]);
   if (last_block(&search->ticket)) judge<Real>(search, histogram, groups, tiles);

@@ -1,17 +1,17 @@
-// Sum the squares of several arrays in double, each in the order of additions that the reference has.
+// Sum the squares of several arrays in double, each added in the reference's order.
 //
 // launch: any number of blocks; 16 threads a chunk of 64Ki elements, strided.
 //
 //   chunk     0 1 2 ... 15 | 0 1 2 ... 15 | ...     16 running sums, each of every 16th element
-//   squares                s                        the 16, added up from the first to the last
-//   totals    the last block to finish adds up each array's chunks, from the first to the last
+//   squares                s                        the 16, added up from first to last
+//   totals    the last block to finish adds up each array's chunks, from first to last
 #include "block.cuh"
 #include "parts.cuh"
 
 constexpr u32 LANES = 16;
 constexpr u64 CHUNK = 1 << 16;
 
-// An array; start: how many chunks those before it have.
+// An array; start: the number of its first chunk.
 struct Chunked {
   u64 start, address, size;
 };

@@ -1,5 +1,5 @@
-// The numbers: |value| as an integer key, the 16-bit formats, and sums and products to the bit,
-// without any header.
+// Numbers: |value| as an integer key, the 16-bit formats, and exactly rounded arithmetic, without
+// CUDA's headers.
 //
 //   float   s eeeeeeee mmm...   key = the bits without s: ordered like |value|, infinity above
 //                               every number, NaN above infinity, and 0 for both zeros
@@ -56,8 +56,7 @@ static __device__ __forceinline__ u16 double_to_half(double value) {
   return bits;
 }
 
-// CuPy compiles with -ftz=true: every operator and cast would take a subnormal float for zero, and
-// make it one. These do not.
+// CuPy compiles with -ftz=true: operators and casts flush subnormal floats to zero. These do not.
 static __device__ __forceinline__ float added(float a, float b) {
   float sum;
   asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
@@ -81,7 +80,7 @@ static __device__ __forceinline__ double in_double(float value) {
 static __device__ __forceinline__ void narrow_to(float& narrow, double value) {
   asm("cvt.rn.f32.f64 %0, %1;" : "=f"(narrow) : "d"(value));
 }
-#endif  // elsewhere whoever includes this file brings them
+#endif  // other compilers' includer must define these
 
 static __device__ __forceinline__ double added(double a, double b) { return a + b; }
 static __device__ __forceinline__ double multiplied(double a, double b) { return a * b; }
@@ -101,14 +100,14 @@ static __device__ __forceinline__ void narrow_to(Half& narrow, float value) {
   narrow.bits = float_to_half(value);
 }
 
-// To nearest, ties to even; NaN stays one, whatever bits it loses.
+// Round to nearest, ties to even; NaN stays NaN.
 static __device__ __forceinline__ void narrow_to(Bfloat& narrow, float value) {
   const u32 bits = __float_as_uint(value);
   const bool nan = (bits & 0x7fffffffu) > Keys<float>::INFINITE;
   narrow.bits = (u16)((nan ? bits | 0x400000u : bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
-// Of a double the nearest half, and by way of a float the bfloat: as the reference rounds.
+// As the reference rounds: a double to half directly, but to bfloat by way of a float.
 static __device__ __forceinline__ void narrow_to(Half& narrow, double value) {
   narrow.bits = double_to_half(value);
 }
@@ -124,7 +123,7 @@ template <class Real> static __device__ __forceinline__ Real narrowed(double val
   return narrow;
 }
 
-// Four neighbours of one memory transaction.
+// Four neighbours, loaded and stored by one instruction.
 template <class T> struct alignas(sizeof(T) == 2 ? 8 : 16) Four {
   T at[4];
 };
@@ -133,7 +132,7 @@ template <class T> __device__ __forceinline__ bool aligned(const T* array) {
   return ((u64)array & (alignof(Four<T>) - 1)) == 0;
 }
 
-// The four elements from `from` on. Beyond the end the last one is repeated: callers mask it.
+// The four elements from `from` on; beyond the end the last one is repeated, to be masked by callers.
 template <class T>
 __device__ __forceinline__ Four<T> load(const T* array_n, u64 from, u64 n, bool whole) {
   if (whole) return *reinterpret_cast<const Four<T>*>(array_n + from);

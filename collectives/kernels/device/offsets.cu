@@ -3,8 +3,8 @@
 // launch: any number of blocks, an entry (or a 64Ki block) a thread, strided.
 //
 //   indices   3  9  200000            counts    2  0  0  1        of blocks 0, 1, 2, 3
-//   offsets   3  9    3392            runs      0  2              where a block's entries begin,
-//                                               0  3              and which block it is
+//   offsets   3  9    3392            runs      0  2              starts: where a block's entries
+//                                               0  3              begin; blocks: its number
 #include "sorted.cuh"
 
 template <class Index>
@@ -14,7 +14,7 @@ __global__ __launch_bounds__(THREADS) void pack_offsets(
     offsets_k[at] = (u16)(indices_k[at] & 0xffff);
 }
 
-// Two searches a block: no atomics, and blocks without an entry get their 0 too.
+// Two binary searches per 64Ki block: no atomics, and blocks without entries get their 0, too.
 template <class Index>
 __global__ __launch_bounds__(THREADS) void count_blocks(
     const Index* indices_k, u64 k, u32* counts_b, u64 b) {

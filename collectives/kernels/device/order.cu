@@ -1,6 +1,6 @@
-// Raise a flag where indices are not strictly increasing, or out of range.
+// Set a flag if indices are not strictly increasing, or out of range.
 //
-// launch: any number of blocks, an index a thread, strided. The flag is 0 before.
+// launch: any number of blocks, an index a thread, strided. The flag must be 0 before.
 #include "block.cuh"
 
 template <class Index>
@@ -11,5 +11,5 @@ __global__ __launch_bounds__(THREADS) void find_disorder(
     const Index index = indices_k[at];
     found |= index < 0 || (u64)index >= length || (at > 0 && indices_k[at - 1] >= index);
   }
-  if (__syncthreads_or(found) && threadIdx.x == 0) *flag = 1;  // whoever writes, writes 1
+  if (__syncthreads_or(found) && threadIdx.x == 0) *flag = 1;  // no race: all write 1
 }

@@ -1,14 +1,14 @@
-// Parts: a vector that lies in several arrays, one after the other.
+// Parts: the arrays that together make up one vector, in order.
 #pragma once
 
 #include "numbers.cuh"
 
-// One of the arrays that follow each other in a vector.
+// One of the arrays; start: where it begins in the vector.
 struct Part {
   u64 start, address;
 };
 
-// The part that holds an element: the last that starts there or before, so empty ones are skipped.
+// The part that has an element: the last one that starts at or before it. (This skips empty ones.)
 template <class AnyPart> __device__ u32 part_of(const AnyPart* parts_p, u32 p, u64 element) {
   u32 from = 0, to = p;
   while (to - from > 1) {

@@ -1,8 +1,8 @@
-// Put: entries of one vector into the arrays that it lies in, in their own type.
+// Put: set entries of a vector in the arrays that make it up, converted to their type.
 //
 // launch: any number of blocks, an entry a thread, strided.
 //
-//   vector    |   .  x  |  . |     x    .    | ...    a search for the part that an entry lies in
+//   vector    |   .  x  |  . |     x    .    | ...    a binary search finds an entry's part
 //   parts     |    0    |  1 |       2       | ...
 #include "block.cuh"
 #include "parts.cuh"

@@ -1,9 +1,9 @@
-// Mark anew by the k-th key itself, after a guess that was no good.
+// Mark anew, by the k-th key itself, after a bad guess.
 //
 // launch: any number of blocks; a block takes tiles of 32 * THREADS elements, strided.
 //
 //   tile     | warp 0: 32 words of 32 elements | warp 1 | ...
-//   word     lane 0 .. lane 31, one element each; a vote is the word
+//   word     lane 0 .. lane 31, one element each; their ballot is the word
 #include "tally.cuh"
 
 template <class Real>

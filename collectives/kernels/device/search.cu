@@ -1,12 +1,12 @@
 // Narrow the search by one level: a histogram of the keys in the range, then the bin of the k-th.
 //
-// launch: any number of blocks, THREADS * 4 elements each, strided. Idle where the k-th key is
-// known.
+// launch: any number of blocks, THREADS * 4 elements each, strided. Does nothing if the k-th key is
+// known already.
 //
 //   values  --->  bins of each block, in shared memory  --->  histogram  --->  last block: narrow
 #include "search.cuh"
 
-// over_list: search the list of candidates, not the dense vector.
+// over_list: the values are a list of `listed` candidates, not the dense vector.
 template <class Real>
 __global__ __launch_bounds__(THREADS, 4) void search_level(
     const Real* values_n, u64 n, Search* search, u32* histogram, u32 over_list) {

@@ -1,39 +1,39 @@
-// The search for the k-th largest key: what is known of it so far, on the device all the time.
+// The search for the k-th largest key. Its state stays on the device.
 //
 //      0        lo      lo + (bin << shift)                       lo + (BINS << shift)
 //      +---------+--------+--------+--------+-- ... --+--------+-----------------------+
 //      |         |  bin 0 |  bin 1 |  k-th  |         |        |  `above` larger keys   |
 //      +---------+--------+--------+--------+-- ... --+--------+-----------------------+
 //
-// A histogram of the keys in the range tells the bin that holds the k-th; that bin is the next
-// range, 2048 times as narrow, until a bin is one key wide. `exact` then: kept are all keys above
-// `floor`, and the first `quota` that equal it.
+// A histogram of the keys in the range gives the bin of the k-th. That bin is the next range, 2048
+// times as narrow, until a bin is one key wide. Then `exact` is set, and all keys above `floor` are
+// kept, and the first `quota` that equal it.
 #pragma once
 #include "block.cuh"
 
 constexpr int BIN_BITS = 11;
 constexpr u32 BINS = 1u << BIN_BITS;
 
-// The next guess aims at this rank. The k selected are cleared, so the next step's picks are
-// today's ranks k+1 and on; aiming nearer to rank k misses too often. The constant is for tiny k.
+// The rank whose key is the next guess. The k selected entries are cleared, so today's ranks from
+// k+1 on are the next step's candidates; a guess nearer to rank k would too often be too high. The
+// constant is for tiny k.
 static __device__ u64 aimed_rank(u64 k) { return k * 11 / 5 + 32; }
 
 struct Search {
-  // The outcome: what the host reads, in this order.
+  // The outcome, which the host reads in this order.
   u64 kept, next;  // entries kept; the next guess, a key
-  u64 dense;       // the marks are of no use (too few, or too many): search the array itself
+  u64 dense;       // there were too few or too many marks: search the whole vector
   // The request.
-  u64 k, capacity, guess;  // how many to keep; how many the list can hold; mark keys from here on
-  // What is known.
+  u64 k, capacity, guess;  // how many to keep; room in the list; mark keys >= guess
+  // The state.
   u64 lo, shift, above;
   u64 exact;
-  u64 floor, quota;  // kept are all keys above the floor, and the first `quota` that equal it
+  u64 floor, quota;  // keep all keys above the floor, and the first `quota` that equal it
   u64 listed;        // entries in the list
-  u32 ticket, contenders;  // contenders: in the range when the list was made, also those not noted
+  u32 ticket, contenders;  // contenders: in the range when the list was made, noted or not
 };
 
-// What one selection is asked for, in device memory, so that a CUDA graph can be replayed with
-// other numbers.
+// A selection's parameters, in device memory, so that a CUDA graph can be replayed with other ones.
 struct Request {
   double weight, momentum;
   double guess;  // about the k-th largest |value|; 0 or less: none; NaN: the last search's `next`
@@ -47,32 +47,32 @@ static __device__ __forceinline__ bool in_range(u64 key, u64 lo, u64 shift) {
   return key >= lo && (key - lo) >> shift < BINS;
 }
 
-// Tell what was found, for one thread: no guess where there are fewer than k, or where it would not
-// be finite.
+// Write the outcome; called by one thread. No next guess (0) if there are fewer than k entries, or
+// if it would not be finite.
 template <class Real> __device__ void conclude(Search* search, u64 kept) {
   search->kept = kept;
   if (search->next > search->floor) search->next = search->floor;
   if (kept < search->k || search->next >= Keys<Real>::INFINITE) search->next = 0;
 }
 
-// How wide a bin is, as a power of two: multiples of BIN_BITS, so that a bin is the next range.
+// Log2 of a bin's width: a multiple of BIN_BITS, so that a bin is the next level's range.
 template <class Real> struct Shift {
-  static constexpr int WIDEST = (Keys<Real>::BITS - 1) / BIN_BITS * BIN_BITS;  // all keys there are
-  // From a guess on: 1/256 octave or less. The last bin is open upwards.
+  static constexpr int WIDEST = (Keys<Real>::BITS - 1) / BIN_BITS * BIN_BITS;  // covers all keys
+  // For keys from a guess on: 1/256 octave or less. The last bin also counts all larger keys.
   static constexpr int MARKING = (Keys<Real>::MANTISSA_BITS - 8) / BIN_BITS * BIN_BITS;
 };
 
-// How many came before, tile by tile: of keys above the floor, and equal to it.
+// Counts of keys above the floor, and equal to it.
 struct Tally {
   u32 above, ties;
 };
 
 struct Crossing {
-  u32 bin, before, inside;  // the bin that holds the rank, how many in bins above it, and in it
-  u32 total;                // fewer than the rank: it is in no bin
+  u32 bin, before, inside;  // the bin of the rank; counts of the bins above it, and of it
+  u32 total;                // of all bins; if less than the rank, the others are not set
 };
 
-// Find the bin of the rank-th largest key (from 1 on) in a histogram; for the whole block.
+// Find the bin of the rank-th largest key (from 1 on) in a histogram; called by the whole block.
 static __device__ Crossing crossing(const u32* histogram, u64 rank) {
   constexpr u32 EACH = BINS / THREADS;
   __shared__ Crossing found;
@@ -94,13 +94,13 @@ static __device__ Crossing crossing(const u32* histogram, u64 rank) {
   return answer;
 }
 
-// The key of a rank inside its bin, as if the bin's keys lay evenly.
+// Estimate the key of a rank inside its bin, as if the bin's keys were evenly spread.
 static __device__ u64 key_inside(const Search* search, const Crossing& at, u64 rank) {
   const double below = (double)(search->above + at.before + at.inside - rank) / at.inside;
   return search->lo + ((u64)at.bin << search->shift) + (u64)(below * (double)(1ull << search->shift));
 }
 
-// Narrow the range to the bin of the k-th key, and clear the histogram; for the last block.
+// Narrow the range to the bin of the k-th key, and clear the histogram; called by the last block.
 static __device__ void narrow(Search* search, u32* histogram) {
   const u64 aim = aimed_rank(search->k);
   const Crossing at_aim = crossing(histogram, aim - search->above);
@@ -108,7 +108,7 @@ static __device__ void narrow(Search* search, u32* histogram) {
   for (u32 bin = threadIdx.x; bin < BINS; bin += THREADS) histogram[bin] = 0;
   if (threadIdx.x == 0) {
     if (search->above + at_aim.total >= aim) search->next = key_inside(search, at_aim, aim);
-    if (search->above + at_k.total < search->k) {  // fewer than k there are: all are kept
+    if (search->above + at_k.total < search->k) {  // there are fewer than k: keep all
       search->above += at_k.total;
       search->lo = search->shift = 0;
       search->exact = 1;

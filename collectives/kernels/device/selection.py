@@ -1,18 +1,18 @@
-"""Select on a GPU: four launches, none of which waits for the host.
+"""Select on a GPU: four launches without waiting for the host in between.
 
-    begin    mark          expand           split
-              |               |               |
-           the vector:     the marked:     the list:
-           bits, a few     list, in it     k entries
-           more than k     the k-th key
+    begin    mark             expand              split
+              |                  |                  |
+           reads the vector:  reads the marked:  reads the list:
+           marks a few more   a list of them,    copies the
+           than k by bits     its k-th key       k largest
 
-The kernels decide on the device whether the guess that `mark` used was good. The host waits once,
-for the number of entries and that decision. If the guess was bad, as in a first step, the vector is
-searched for the k-th key, and marked by that:
+The kernels find out on the device whether the guess that `mark` used was good. The host waits once,
+for that and the number of entries. If the guess was bad, as in a first step, the vector is searched
+for the k-th key itself, and marked by that:
 
-    search x levels    remark     collect
-          |               |          |
-       the vector      bits, k    k entries
+    search x levels      remark           collect
+          |                 |                |
+    finds the k-th key   marks exactly k   copies them
 """
 
 from __future__ import annotations
@@ -34,25 +34,30 @@ from ...vector import (
 from .machine import Machine, Scratch, blocks_for, ceil_divide, located, parts_table
 from .source import instance
 
-# The sizes of `Search` and `Tally` of search.cuh, in words.
+# The sizes of the structs `Search` and `Tally` of search.cuh, in words.
 SEARCH_WORDS: Final = 14  # uint64; the first three are the outcome: kept, next guess, dense
 OUTCOME_WORDS: Final = 3
 TALLY_WORDS: Final = 2  # uint32
 WARP: Final = 32  # threads
 BINS: Final = 2048
-# The k-th key is one of a few: of normal and Laplace numbers the marks' histogram leaves k / 400
-# contenders at most.
+# Contenders are the keys in the histogram bin of the k-th. For normal and Laplace distributions
+# there are at most k / 400.
 FEWEST_CONTENDERS: Final = 4096
 
-# Levels until a bin is one key wide, whatever the range at the start: 31 / 11 and 63 / 11 bits.
+# Histogram levels of 11 bits each until a bin is one key wide: keys have 31 or 63 bits.
 LEVELS: Final = {np.dtype(np.float32): 3, np.dtype(np.float64): 6}
 
 LONGEST: Final = 2**32 - 1  # tallies count in 32 bits
-FROM_DEVICE: Final = float("nan")  # stands for the guess that the last search left on the device
+FROM_DEVICE: Final = float("nan")  # as a guess: use the one that the last search left on the device
 
 
 class SearchResult(NamedTuple):
-    """The result of a search; dense: the guess was bad, so the whole vector must be searched."""
+    """The result of a search.
+
+    kept:      how many entries were selected.
+    threshold: the next guess.
+    dense:     the guess was bad, so the whole vector must be searched.
+    """
 
     kept: int
     threshold: float
@@ -60,11 +65,10 @@ class SearchResult(NamedTuple):
 
 
 class Addition(NamedTuple):
-    """The gradient to add before the selection, and the memory of the sum.
+    """The gradient to add before the selection, as in `accumulate_and_select`.
 
-    parts:  of the gradient, in the order of the vector; None: nothing is added.
-    weight: multiplies the gradient.
-    into:   memory for the sum; None: it overwrites the vector.
+    parts: the gradient's; None: nothing is added.
+    into:  memory for the sum; None: it overwrites the vector.
     """
 
     parts: Located | None = None
@@ -83,11 +87,11 @@ def accumulate_and_select(
     weight: float = 1.0,
     into: Array | None = None,
 ) -> tuple[SparseVector, float]:
-    """Add to `residual`, in place without `into`, and select from the sum."""
+    """Add a gradient to `residual` (in place if `into` is None), and select from the sum."""
     parts = gradient_parts(residual, gradient, k, momentum, into)
     where, held = located(scratch.machine, parts)
     found = _select(scratch, residual, k, threshold, Addition(where, momentum, weight, into))
-    del held  # the kernels that read it are launched: the pool hands it on in their order
+    del held  # may be freed before the kernels run: the pool reuses it in stream order
     return found
 
 
@@ -107,14 +111,14 @@ def _select(
         machine.empty(k, index_dtype(dense.size)), machine.empty(k, dense.dtype), dense.size
     )
     memory = buffers(scratch, dense.size, k, dense.dtype)
-    guess = threshold if threshold > 0.0 else 0.0  # NaN is no guess here
+    guess = threshold if threshold > 0.0 else 0.0  # not NaN, which would mean FROM_DEVICE
     request, table = prepare(scratch, guess, addition)
     launch_selection(machine, memory, dense, k, chosen, request, table, addition)
     return finish(machine, memory, dense if addition.into is None else addition.into, chosen)
 
 
 class ListSearch(NamedTuple):
-    """The device memory of a search among the m entries of a list."""
+    """The device memory of a search in a list of m entries."""
 
     search: Array  # uint64 [SEARCH_WORDS]
     histogram: Array  # uint32 [BINS]
@@ -125,21 +129,21 @@ class ListSearch(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """The device memory of one selection: of the pass over the vector, and of its candidates."""
+    """The device memory of one selection: for the pass over the vector, and for the candidates."""
 
-    bits: Array  # uint32: one bit for each element, whole tiles
+    bits: Array  # uint32: one bit for each element, padded to whole tiles
     tallies: Array  # uint32 [TALLY_WORDS]: for each tile of the vector
     groups: Array  # uint32 [TALLY_WORDS]: for each group of the vector's tiles
-    contenders: Array  # uint32: places in the list
+    contenders: Array  # uint32: positions in the list
     candidates: ListSearch
 
 
 def buffers(scratch: Scratch, length: int, k: int, dtype: np.dtype[Any]) -> Buffers:
-    """Return the memory that a selection of k entries from `length` elements works in."""
+    """Return the memory for selecting k entries from `length` elements."""
     if length > LONGEST:
         raise ValueError(f"a GPU selects from at most {LONGEST} elements, got {length}")
     threads = scratch.machine.threads
-    # A good guess makes about 2.2 k candidates; in training the most seen was 5 k.
+    # A good guess gives about 2.2 k candidates; at most 5 k were seen in training.
     capacity = min(length, 8 * k + 4096)
     tiles, list_tiles = _tiles(length, threads), ceil_divide(capacity, threads)
 
@@ -170,8 +174,7 @@ def _tiles(length: int, threads: int) -> int:
 def prepare(scratch: Scratch, guess: float, addition: Addition) -> tuple[Array, Array | None]:
     """Return a selection's request and its table of parts, in device memory.
 
-    They are sent only if they changed: a graph that was captured with this memory reads them anew
-    each time.
+    They are copied there only if they changed. A captured graph reads them anew each time.
     """
     momentum, parts = addition.momentum, addition.parts
     factor = 0.0 if momentum is None else momentum.factor
@@ -191,7 +194,7 @@ def launch_selection(
 ) -> None:
     """Launch the kernels that write the k largest entries to `chosen`, [k], if the guess is good.
 
-    `finish` tells how many there are, once the device is done.
+    `finish` waits for them, and returns the result.
     """
     n, real = dense.size, dense.dtype
     parts, momentum = addition.parts, addition.momentum
@@ -241,21 +244,20 @@ def launch_selection(
 def finish(
     machine: Machine, memory: Buffers, dense: Array, chosen: SparseVector
 ) -> tuple[SparseVector, float]:
-    """Return the entries that were selected and the next threshold; waits for the device.
+    """Return the selected entries and the next threshold; waits for the device.
 
-    dense: the sum, which is searched whole where the guess was bad.
+    dense: the sum, all of which is searched if the guess was bad.
     """
     search = memory.candidates.search
     found = read_result(machine, search, dense.dtype)
     if found.dense:
         _launch_dense(machine, memory, dense, chosen)
         found = read_result(machine, search, dense.dtype)
-    picked = SparseVector(chosen.indices[: found.kept], chosen.values[: found.kept], dense.size)
-    return picked, found.threshold
+    return chosen.take(slice(found.kept)), found.threshold
 
 
 def _launch_dense(machine: Machine, memory: Buffers, dense: Array, chosen: SparseVector) -> None:
-    """Search the vector itself: from where the marks' histogram has left the range, if anywhere."""
+    """Search the whole vector, beginning with the range that `mark` has narrowed down, if any."""
     search, tiles = memory.candidates.search, _tiles(dense.size, machine.threads)
     blocks = min(machine.blocks, tiles)
     marks = (memory.bits, memory.tallies, memory.groups)
@@ -282,10 +284,7 @@ def launch_split(
     k: int,
     kept: SparseVector,
 ) -> Array:
-    """Launch the copying of a sorted list's k largest entries, without zeros.
-
-    kept: memory for the most entries.
-    """
+    """Launch the kernels that copy a sorted list's k largest entries, without zeros, to `kept`."""
     machine, m = scratch.machine, list_indices.size
     tiles = ceil_divide(m, machine.threads)
     groups = scratch.array(
@@ -300,8 +299,7 @@ def launch_split(
         list_values,
     )
     _begin(machine, entries, groups, k, m, None)
-    # Where all entries may stay there is no k-th key to be found.
-    if k < m:
+    if k < m:  # otherwise all entries stay
         _search(machine, entries.search, entries.histogram, list_values, over_list=True)
     machine.launch(
         instance("count", list_values.dtype),
@@ -318,7 +316,7 @@ def launch_split(
 def _begin(
     machine: Machine, of: ListSearch, groups: Array, k: int, entries: int, request: Array | None
 ) -> None:
-    """Clear the search and all groups. entries: of the list by now."""
+    """Clear the search and the groups' tallies; entries: how many the list has already."""
     machine.launch(
         instance("begin", of.values.dtype),
         1,
@@ -368,8 +366,8 @@ def _split(
 
 
 def read_result(machine: Machine, search: Array, real: np.dtype[Any]) -> SearchResult:
-    """Return the result of a search: copies 24 bytes to the host, the one wait for the device."""
+    """Return the result of a search: waits for the device, and copies 24 bytes to the host."""
     kept, key, dense = machine.fetch(search[:OUTCOME_WORDS]).tolist()
-    # The next guess comes as a key: the bits of a |value|.
+    # The next guess is a key: the bits of a |value|.
     bits = np.uint32 if real == np.float32 else np.uint64
     return SearchResult(kept, float(np.array(key, bits).view(real)), bool(dense))

@@ -1,7 +1,6 @@
-"""The CUDA sources: which kernels there are, for which types, and each as one self-contained text.
+"""The CUDA sources: which kernels there are, for which types, and each file as one text.
 
-The compiler gets texts with their includes inserted, so that the cache's key of a compiled kernel
-depends on every line of it.
+Includes are inlined, since CuPy's cache of compiled kernels is keyed by the source text alone.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy as np
 
 FOLDER: Final = Path(__file__).parent
 
-# A fused multiply-add rounds once where NumPy rounds twice.
+# A fused multiply-add rounds once, while NumPy rounds twice.
 OPTIONS: Final = ("-std=c++17", "--fmad=false")
 
 THREADS: Final = 256  # of every block, as in block.cuh
@@ -63,16 +62,13 @@ TYPES: Final = {
 
 def instance(kernel: str, *parameters: np.dtype[Any] | int) -> str:
     """Return a kernel's name with its template's arguments: dtypes and integers."""
-    words = [
-        str(parameter) if isinstance(parameter, int) else TYPES[parameter]
-        for parameter in parameters
-    ]
-    return f"{kernel}<{', '.join(words)}>"
+    arguments = (str(each) if isinstance(each, int) else TYPES[each] for each in parameters)
+    return f"{kernel}<{', '.join(arguments)}>"
 
 
 @functools.cache
 def text(file: str) -> str:
-    """Return a source with what it includes, each file once."""
+    """Return a source with its includes inlined, each file once."""
     seen: set[str] = set()
 
     def lines(name: str) -> Iterator[str]:

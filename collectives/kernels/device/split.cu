@@ -1,8 +1,9 @@
-// Copy, in order, what the search keeps of a list.
+// Copy, in order, the entries that the search keeps of a list.
 //
-// launch: any number of blocks; a block takes tiles of THREADS entries, strided, as it was counted.
+// launch: any number of blocks; a block takes tiles of THREADS entries, strided, the same tiles that
+// were counted.
 //
-//   list     5  0  7  5  2  9      k = 3: floor 5, quota 1; a zero is no entry
+//   list     5  0  7  5  2  9      k = 3: floor 5, quota 1; zeros are never kept
 //   kept     5     7        9      ties to the lower index
 #include "tally.cuh"
 
@@ -18,7 +19,7 @@ __global__ __launch_bounds__(THREADS) void split(
     const Real value = at < listed ? list_values_m[at] : (Real)0;
     const u64 key = Keys<Real>::of(value);
     const bool larger = key > floor, equal = key && key == floor;
-    u32 total;  // two counts of a tile travel in one word
+    u32 total;  // two counts in one word, for a single scan
     const u32 packed = block_exclusive((u32)larger << 16 | (u32)equal, total);
     const Tally tile_before = before_tile(tallies, groups, tile);
     const u64 above = tile_before.above + (packed >> 16);

@@ -1,10 +1,10 @@
-"""Accumulate and select of one residual, step after step: after the first, one launch of a graph.
+"""Accumulate and select of one residual, step after step, as a CUDA graph.
 
-    step 1            launch, launch, launch, launch       kernels are compiled, the guess is made
+    step 1            launch, launch, launch, launch       kernels are compiled, a guess is found
     step 2            the same, captured
-    from then on      replay                               a launch instead of four
+    from then on      replay                               one launch instead of four
 
-Everything that changes from step to step lies in device memory: the weight, the momentum's factor,
+Everything that changes from step to step is in device memory: the weight, the momentum's factor,
 the guess, the addresses of the gradients. The host waits only for the number of entries.
 """
 
@@ -19,19 +19,20 @@ from ...vector import Array, Gradient, Momentum, SparseVector, gradient_parts, i
 from .machine import Machine, Scratch, located
 from .selection import FROM_DEVICE, Addition, buffers, finish, launch_selection, prepare
 
-# A residual and its other buffer take turns, so two are in use; a few more while one grows.
+# Two are in use, as a residual and its other buffer alternate; more only if gradients' dtypes vary.
 MOST_GRAPHS: Final = 8
 
 
 class Step:
-    """Accumulate and select, again and again, in memory of its own.
+    """Accumulates and selects, step after step, in memory of its own.
 
         step = Step(machine, residual.size, k, residual.dtype)
         picked, threshold = step(residual, gradient, weight=0.25, threshold=threshold)
 
-    The entries that a call returns lie in this memory: the next call overwrites them.
+    The next call overwrites the entries that a call returned.
 
-    threshold: the threshold that the last call returned.
+    threshold: the one that the last call returned. Pass it to the next call: it is on the device
+               already, so nothing is copied.
     """
 
     def __init__(self, machine: Machine, length: int, k: int, dtype: Any) -> None:
@@ -55,7 +56,7 @@ class Step:
         into: Array | None = None,
         threshold: float = 0.0,
     ) -> tuple[SparseVector, float]:
-        """Accumulate and select as `accumulate_and_select`."""
+        """Do what `accumulate_and_select` does."""
         held = self.launch(residual, gradient, momentum, weight, into, threshold)
         found = finish(
             self._machine, self._memory, residual if into is None else into, self._chosen
@@ -73,9 +74,9 @@ class Step:
         into: Array | None = None,
         threshold: float = 0.0,
     ) -> object:
-        """Launch the kernels for a good guess, and wait for nothing.
+        """Launch the kernels that suffice if the guess is good, without waiting for them.
 
-        Returns an object that must live until they are done: copies of non-contiguous gradients.
+        Returns an object to keep alive until they are done: copies of non-contiguous gradients.
         """
         parts = gradient_parts(residual, gradient, self.k, momentum, into)
         if (residual.size, residual.dtype) != (self._chosen.length, self._chosen.values.dtype):
@@ -86,7 +87,7 @@ class Step:
         machine = self._machine
         where, held = located(machine, parts)
         addition = Addition(where, momentum, weight, into)
-        # The last call's threshold is on the device already.
+        # The device still has the last call's threshold.
         guess = FROM_DEVICE if threshold == self.threshold else max(0.0, threshold)
         request, table = prepare(self._scratch, guess, addition)
 
@@ -97,14 +98,13 @@ class Step:
 
         touched = [residual, into, request, table]
         touched += [] if momentum is None else [momentum.velocity, momentum.into]
-        # A graph keeps the addresses that it was captured with. Those of the gradients are not
-        # among them: they lie in the table, which is read anew.
+        # A graph fixes these addresses. The gradients' are in the table, which it reads anew.
         key = (where.dtype, len(where.sizes), *map(self._address, touched))
         self._run(key, launches)
         return held
 
     def _run(self, key: tuple[object, ...], launches: Callable[[], None]) -> None:
-        """Launch; on the second call with this memory capture a graph, and later replay it."""
+        """Launch the first time; from the second call with this key on, replay them as a graph."""
         if key not in self._graphs:
             if len(self._graphs) == MOST_GRAPHS:
                 self._graphs.clear()

@@ -1,10 +1,10 @@
-// Sum each run of equal indices where it begins, one addition after the other; zeros behind it.
+// Sum each run of equal indices in order, write the sum to the run's first place, and zeros after it.
 //
 // launch: any number of blocks, an entry a thread, strided.
 //
 //   indices   1  4  4  6
 //   values    a  b  c  d
-//   sums      a b+c 0  d         entries whose sum is zero are none: `split` leaves them out
+//   sums      a b+c 0  d         `split` drops entries whose value is zero
 #include "block.cuh"
 
 template <class Real, class Index>

@@ -1,13 +1,14 @@
-// Where the entries of a tile go: tallies in two levels, so that no scan is long.
+// Tallies: counts by tile, from which each tile learns where its entries go. Prefix sums are in two
+// levels, so that none is long.
 //
-//   tiles     0    1    2  ...  THREADS-1 | THREADS ...      each its own tally
-//   groups            0                   |    1    ...      the sum of THREADS tiles; then scanned
+//   tiles     0    1    2  ...  THREADS-1 | THREADS ...      a tally for each
+//   groups            0                   |    1    ...      the sum of THREADS tiles, then scanned
 //
 //   before(tile) = groups[of the tile] + the tiles of its group before it
 #pragma once
 #include "search.cuh"
 
-// Note a tile's tally, and add it to its group's; for one thread.
+// Store a tile's tally, and add it to its group's; called by one thread.
 static __device__ void note(Tally* tallies, Tally* groups, u64 tile, const Tally& tally) {
   tallies[tile] = tally;
   Tally* group = groups + tile / THREADS;
@@ -15,7 +16,7 @@ static __device__ void note(Tally* tallies, Tally* groups, u64 tile, const Tally
   if (tally.ties) atomicAdd(&group->ties, tally.ties);
 }
 
-// Turn the groups' tallies into what lies before each group; return the sum of all.
+// Replace the groups' tallies by their exclusive prefix sums; return the sum of all.
 static __device__ Tally scan_groups(Tally* groups, u64 tiles) {
   const u64 count = (tiles + THREADS - 1) / THREADS;
   Tally carry = {0, 0};
@@ -31,7 +32,7 @@ static __device__ Tally scan_groups(Tally* groups, u64 tiles) {
   return carry;
 }
 
-// The tally of everything before a tile, for every thread of the block.
+// The tally of everything before a tile; returned to every thread of the block.
 static __device__ Tally before_tile(const Tally* tallies, const Tally* groups, u64 tile) {
   Tally mine = {0, 0};
   if (threadIdx.x < tile % THREADS) mine = tallies[tile - tile % THREADS + threadIdx.x];

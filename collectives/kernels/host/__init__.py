@@ -1,15 +1,15 @@
-"""The hot loops of NumPy arrays in C++, called through ctypes without holding the interpreter.
+"""The hot loops for NumPy arrays in C++, called through ctypes without holding the GIL.
 
-Function for function the twins of `reference`, to the bit. One idea, one C++ file:
+Each function is the bit-identical twin of one in `reference`. The C++ files:
 
-    scan*.cpp      the loop over all elements, for each set of instructions
+    scan*.cpp      the loop over all elements, for each instruction set
     gradient.hpp   the addends: one array or many, 16 bits or more, with momentum
-    candidates.hpp, ranking.hpp, select.cpp   from the few entries found to the k largest
-    merge.cpp, scatter.cpp, sums.cpp          sparse lists, their way into dense vectors, sums
-    code*.cpp, scale.hpp                      the wire's codes: they only report malformed bytes,
-                                              and the error's text comes from the reference
-    keys.hpp, pool.hpp, abi.hpp               integers in the order of |x|; threads; C names
-    stream.hpp     writes of vectors that no cache holds
+    candidates.hpp, ranking.hpp, select.cpp   from the few candidates to the k largest
+    merge.cpp, scatter.cpp, sums.cpp          sparse vectors, updates of dense ones, reductions
+    code*.cpp, scale.hpp                      the wire's codes: these only detect malformed bytes,
+                                              and the reference raises the error
+    keys.hpp, pool.hpp, abi.hpp               integers ordered like |x|; threads; C names
+    stream.hpp     writes past the caches
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ...cores import asked_threads, default_threads
+from ...cores import default_threads, requested_threads
 from ...vector import (
     Array,
     Gradient,
@@ -39,7 +39,7 @@ POINTER: Final = ctypes.c_void_p
 COUNT: Final = ctypes.c_int64
 
 
-# The suffixes of C names, by dtype. Dtypes of foreign byte order are missing.
+# The suffixes of C names, by dtype (in native byte order only).
 _SUFFIXES: Final = {
     np.dtype(np.float16): "f16",
     np.dtype(np.uint16): "bf16",
@@ -51,7 +51,7 @@ _SUFFIXES: Final = {
 
 
 class _ByDtype(dict[object, Callable[..., int]]):
-    """One C function, by the dtype of its arrays, or by that of its values and of its indices."""
+    """A C function's instances, by the dtype of the arrays, or those of values and of indices."""
 
     def __missing__(self, key: object) -> Callable[..., int]:
         dtypes = " at ".join(map(str, key if isinstance(key, tuple) else [key]))
@@ -66,39 +66,44 @@ _address: Final = ctypes.addressof
 
 
 def address(array: Array) -> int:
-    """Return where the data of a contiguous array begins; the caller keeps the array alive."""
+    """Return the address of a contiguous array's data; the caller keeps the array alive."""
     try:
-        return _address(_byte(array))  # a third of the time that array.ctypes.data takes
+        return _address(_byte(array))  # three times as fast as array.ctypes.data
     except (TypeError, ValueError):  # read-only, or empty
         return array.ctypes.data
 
 
 def packed(array: Array) -> Array:
-    """Return the array, or a copy where its elements lie apart or off their alignment."""
+    """Return the array, or a copy if it is not contiguous or not aligned."""
     flags = array.flags
     if flags.c_contiguous and flags.aligned:
         return array
     return np.array(array, order="C")
 
 
+def _entry(name: str, result: Any, arguments: Sequence[Any]) -> Any:
+    """Return a C function; None if there is none, or no library (`library.absence` says why)."""
+    entry = getattr(_library(), name, None)
+    if entry is not None:
+        entry.argtypes, entry.restype = arguments, result
+    return entry
+
+
 def function(name: str, *arguments: Any) -> _ByDtype:
-    """Return the C function `name`, for every dtype, or pair of them, that it exists for."""
+    """Return the C function `name`, for every dtype or pair of dtypes that it exists for."""
     keys: dict[object, str] = {
         (values, indices): f"{_SUFFIXES[values]}_{_SUFFIXES[indices]}"
         for values, indices in itertools.product(_SUFFIXES, repeat=2)
     }
-    loaded, found = _library(), _ByDtype()
+    found = _ByDtype()
     for key, suffix in (_SUFFIXES | keys).items():
-        # No function exists for every dtype; one that is missing is reported where it is called.
-        entry = getattr(loaded, f"{name}_{suffix}", None)
-        if entry is not None:
-            entry.argtypes, entry.restype = arguments, COUNT
+        if entry := _entry(f"{name}_{suffix}", COUNT, arguments):
             found[key] = entry
     return found
 
 
 def enough_memory(result: int) -> int:
-    """Return the result of a C function that allocates; raise MemoryError where it failed."""
+    """Return the result of a C function that allocates; raise MemoryError if that failed."""
     if result < 0:
         raise MemoryError("the C++ core ran out of memory")
     return result
@@ -106,7 +111,7 @@ def enough_memory(result: int) -> int:
 
 def threads() -> int:
     """Return how many threads a loop may use now."""
-    return asked_threads.get() or default_threads()
+    return requested_threads.get() or default_threads()
 
 
 # ---- select, in one pass over memory
@@ -120,8 +125,8 @@ _select = function(
     *(POINTER, POINTER, POINTER),  # indices, values, report
 )
 
-# gradient.hpp: Format, by the dtype of the gradient's arrays.
-_SAME: Final = 0  # as the residual: `host_parts` has looked
+# The enum Format in gradient.hpp, by the dtype of the gradient's arrays.
+_SAME: Final = 0  # the residual's dtype, as `host_parts` has checked
 _FORMATS: Final = {
     np.dtype(np.float32): _SAME,
     np.dtype(np.float64): _SAME,
@@ -132,7 +137,7 @@ _NO_GRADIENT: Final = (None, None, _SAME, 1.0, None, None, 0.0)
 
 
 class Report(ctypes.Structure):
-    """Statistics of a search; scans: passes over the vector, above 1 where the threshold misled."""
+    """Statistics of a search; scans: passes over the vector, above 1 if the threshold misled."""
 
     _fields_ = (("next_threshold", ctypes.c_double), ("scans", COUNT))
 
@@ -149,7 +154,7 @@ def select(dense: Array, k: int, threshold: float = 0.0) -> tuple[SparseVector, 
 
 
 def accumulate_and_select(*arguments: Any, **options: Any) -> tuple[SparseVector, float]:
-    """Return as `search`, with the next threshold in place of a report."""
+    """Do what `search` does; return the next threshold instead of the report."""
     picked, report = search(*arguments, **options)
     return picked, report.next_threshold
 
@@ -165,16 +170,16 @@ def search(
 ) -> tuple[SparseVector, Report]:
     """Add to `residual`, in place or into other memory, and select from the sum.
 
-    A MemoryError leaves the gradient added as a whole, or not at all, where all arrays are
+    After a MemoryError the gradient was added as a whole, or not at all, if all arrays are
     contiguous.
     """
-    # Held until the call is over: C++ reads them by their addresses.
+    # These must stay alive during the call: C++ gets only their addresses.
     parts = [packed(part) for part in host_parts(residual, gradient, k, momentum, into)]
     sums = residual if into is None else into
     touched = [residual, sums]
     if momentum is not None:
-        faster = momentum.velocity if momentum.into is None else momentum.into
-        touched += [momentum.velocity, faster]
+        new_velocity = momentum.velocity if momentum.into is None else momentum.into
+        touched += [momentum.velocity, new_velocity]
     if not all(array.flags.carray for array in touched):
         picked, following, scans = reference.search(
             residual, parts, k, threshold, momentum, weight, into
@@ -183,7 +188,7 @@ def search(
     count = len(parts)
     arrays = (POINTER * count)(*map(address, parts))
     lengths = (COUNT * count)(*[part.size for part in parts])
-    given = (
+    addends = (
         ctypes.addressof(arrays),
         ctypes.addressof(lengths),
         _FORMATS[parts[0].dtype],
@@ -191,21 +196,21 @@ def search(
         *(
             (None, None, 0.0)
             if momentum is None
-            else (address(momentum.velocity), address(faster), momentum.factor)
+            else (address(momentum.velocity), address(new_velocity), momentum.factor)
         ),
     )
-    return _search(residual, sums, given, k, threshold)
+    return _search(residual, sums, addends, k, threshold)
 
 
 def _search(
-    before: Array, dense: Array, given: tuple[object, ...], k: int, threshold: float
+    before: Array, dense: Array, addends: tuple[object, ...], k: int, threshold: float
 ) -> tuple[SparseVector, Report]:
     indices = np.empty(k, index_dtype(dense.size))
     values = np.empty(k, dense.dtype)
     report = Report()
     found = enough_memory(
         _select[dense.dtype, indices.dtype](
-            *(address(before), address(dense), dense.size, *given, k, threshold, threads()),
+            *(address(before), address(dense), dense.size, *addends, k, threshold, threads()),
             *(address(indices), address(values), ctypes.addressof(report)),
         )
     )
@@ -219,10 +224,7 @@ _sum_by_index = function("sum_by_index", *(POINTER,) * 3, COUNT, POINTER, POINTE
 _contains = function("contains", *(POINTER, COUNT) * 2, POINTER)
 _add_at = function("add_at", POINTER, COUNT, POINTER, POINTER, COUNT)
 _clear_at = function("clear_at", POINTER, COUNT, POINTER, COUNT)
-_clear_bytes: Any = getattr(_library(), "clear_bytes", None)
-# This package is imported without a library, too: `library` says why there is none.
-if _clear_bytes is not None:
-    _clear_bytes.argtypes, _clear_bytes.restype = (POINTER, COUNT), None
+_clear_bytes: Any = _entry("clear_bytes", None, (POINTER, COUNT))
 
 
 def clear(dense: Array) -> None:
@@ -233,7 +235,7 @@ def clear(dense: Array) -> None:
     _clear_bytes(address(dense), dense.nbytes)
 
 
-# Entries are written a vector at a time: room behind each list of them (scan.hpp says the same).
+# C++ stores whole SIMD vectors of entries: room for that after the last (the same in scan.hpp).
 SLACK = 16
 
 
@@ -247,7 +249,7 @@ def merge(a: SparseVector, b: SparseVector, k: int) -> SparseVector:
         _merge[values.dtype, indices.dtype](
             *(address(a_indices), address(a_values), a_indices.size),
             *(address(b_indices), address(b_values), b_indices.size),
-            # ctypes cuts a larger k to 64 bits.
+            # `min`, as k may exceed 64 bits.
             *(min(k, room), address(indices), address(values)),
         )
     )
@@ -275,7 +277,7 @@ def sum_by_index(vectors: Sequence[SparseVector]) -> SparseVector:
 
 def contains(indices: Array, wanted: Array) -> Array:
     """Return, for each of `wanted`, whether it is in `indices` (both sorted): bool [wanted]."""
-    # In one dtype: C++ has a function for each, not for pairs.
+    # C++ has a function for each dtype, but not for pairs.
     indices, wanted = packed(indices), packed(wanted.astype(indices.dtype, copy=False))
     found = np.empty(wanted.size, np.bool_)
     _contains[indices.dtype](
@@ -317,13 +319,13 @@ _squared_norm = function("squared_norm", POINTER, COUNT, ctypes.c_int, POINTER)
 
 
 def all_finite(array: Array) -> bool:
-    """Tell whether every element is finite: no exponent is all ones."""
+    """Tell whether every element is finite."""
     array = packed(array)
     return bool(_all_finite[array.dtype](address(array), array.size))
 
 
 def squared_norm(array: Array) -> float:
-    """Return the sum of squares, in the order of additions of the reference."""
+    """Return the sum of squares, added in the reference's order."""
     array = packed(array)
     norm = ctypes.c_double()
     count = _squared_norm[array.dtype]
@@ -333,10 +335,7 @@ def squared_norm(array: Array) -> float:
 
 # ---- the wire's codes
 
-_checksum: Final[Any] = getattr(_library(), "code_checksum", None)
-# As above: there may be no library.
-if _checksum is not None:
-    _checksum.argtypes, _checksum.restype = (POINTER, COUNT, ctypes.c_uint64), ctypes.c_uint64
+_checksum: Final[Any] = _entry("code_checksum", ctypes.c_uint64, (POINTER, COUNT, ctypes.c_uint64))
 _in_order: Final = function("code_in_order", POINTER, COUNT, COUNT)
 _INDEX_CODES: Final = ("blocks", "rice")
 _VALUE_CODES: Final = ("bf16", "fp16", "int8", "int4", "int3", "int2")
@@ -356,7 +355,7 @@ _UNPACK_VALUES: Final = {
 
 
 def checksum(data: Array, seed: int = 0) -> int:
-    """Return the 64 bits of `data` (uint8 [n]); seed: what came before it, as 64 bits."""
+    """Return a 64-bit checksum of `data` (uint8 [n]); seed: that of the bytes before it."""
     return _checksum(address(data), data.size, seed)
 
 
@@ -374,14 +373,14 @@ def pack_indices(indices: Array, length: int, out: Array, code: str) -> int:
 
 def unpack_indices(data: Array, count: int, length: int, code: str) -> tuple[Array, int]:
     """Return the indices, int32 or int64 [count], and how many bytes of `data` they took."""
-    # An entry takes at least a bit: a false count cannot make us allocate much more memory.
+    # An entry takes at least a bit: do not allocate more for a false count.
     indices = np.empty(min(count, 8 * data.size), index_dtype(length))
     used = -1
     if indices.size == count:
         unpack = _UNPACK_INDICES[code][indices.dtype]
         used = unpack(address(data), data.size, count, length, address(indices))
     if used < 0:
-        # The reference refuses the same bytes: it raises the error, with the reason.
+        # The reference refuses the same bytes, and raises an error with the reason.
         reference_indices.unpack_indices(data, count, length, code)
         raise AssertionError(f"the twins of unpack_indices differ on {code}")
     return indices, used

@@ -1,4 +1,4 @@
-// What Python sees: C names, one for each combination of value and index type.
+// The C interface to Python: a C name for each combination of value and index type.
 #pragma once
 
 #include <cstdint>
@@ -8,10 +8,10 @@
 
 namespace gtopk {
 
-// What a function returns when memory ran out; Python raises MemoryError.
+// Returned when memory ran out; Python raises MemoryError.
 constexpr std::int64_t OUT_OF_MEMORY = -1;
 
-// No exception may cross into Python.
+// Run a body, and keep its exceptions from Python.
 template <class Body>
 std::int64_t guarded(Body body) noexcept {
   try {

@@ -1,4 +1,4 @@
-// Candidates: the entries seen so far, never fewer than the k largest of what was scanned.
+// Candidates: entries found so far; they always include the k largest of all scanned.
 #pragma once
 
 #include <memory>
@@ -8,14 +8,14 @@
 
 namespace gtopk {
 
-// Memory that only grows, is left as it comes, and is given back when it is unusually large.
+// Uninitialized memory that grows as needed, and is freed if much more than needed.
 template <class Element>
 class Scratch {
  public:
   Element* reserve(std::size_t count) {
     if (count > room_ || (room_ > MOST && count < room_ / 2)) {
       memory_.reset();
-      room_ = 0;  // also where the next line throws
+      room_ = 0;  // in case the next line throws
       memory_.reset(new Element[count]);
       room_ = count;
     }
@@ -29,8 +29,8 @@ class Scratch {
   std::size_t room_ = 0;
 };
 
-// Whether an entry is among the k largest, asked in the order of their indices: of those equal to
-// the k-th only the first few are.
+// Tells whether an entry is among the k largest. Must be called in the order of indices, as of the
+// entries equal to the k-th only the first few are.
 template <class T>
 class Cut {
  public:
@@ -50,11 +50,11 @@ class Cut {
 template <class T, class I>
 class Candidates {
  public:
-  // block: the most hits that one `append` brings.
+  // block: the most hits of one `append`.
   // threshold: the smallest key to collect, at least 1.
-  // prunes: how often to prune before the threshold counts as hopeless: then the k largest so far
-  //         are all there is, and `stopped` is true. Without memory to prune in, `failed` is, and
-  //         there is nothing.
+  // prunes: after so many prunes the threshold is considered hopeless: `stopped` becomes true, and
+  //         no more is collected than the k largest so far. If there is no memory to prune,
+  //         `failed` becomes true, and all candidates are dropped.
   void begin(std::size_t k, std::size_t length, std::size_t block, Key<T> threshold, int prunes) {
     k_ = k;
     block_ = block;
@@ -68,7 +68,7 @@ class Candidates {
     floor = threshold - 1;
   }
 
-  // Collect again, from where this stopped; a part that did not stop has nothing left to scan.
+  // Continue from where this stopped. (A part that did not stop has nothing left to scan.)
   void go_on(Key<T> threshold) {
     if (!stopped) from = std::numeric_limits<std::int64_t>::max();
     floor = std::max(stopped ? floor_of_kept_ : floor, threshold - 1);
@@ -76,7 +76,7 @@ class Candidates {
     prunes_left_ = std::numeric_limits<int>::max();
   }
 
-  // Take the hits of a block: `dense` is where the block begins, at index `start`.
+  // Append the hits of a block; dense: the block's elements, from index `start` on.
   void append(const T* dense, std::int64_t start, const std::uint32_t* offsets,
               std::size_t hits) noexcept {
     for (std::size_t j = 0; j < hits; j++) {
@@ -93,7 +93,7 @@ class Candidates {
     floor = LARGEST<T>;
   }
 
-  // Put those of a later part behind these.
+  // Append the candidates of a later part.
   void append(const Candidates& later) {
     if (count_ + later.count_ > limit_) grow(count_ + later.count_);
     std::copy_n(later.indices_, later.count_, indices_ + count_);
@@ -107,15 +107,15 @@ class Candidates {
 
   Key<T> floor = 0;  // only larger keys are candidates
   bool stopped = false, failed = false;
-  std::int64_t from = 0;  // where the next scan begins, if that is later than the part does
+  std::int64_t from = 0;  // where to continue; 0: at the beginning of the part
 
  private:
-  // Keep the k largest so far; from here on only a larger |value| can displace one of them.
+  // Keep the k largest so far, and raise the floor: from now on only larger ones matter.
   void prune() {
     typename Ranking<T>::Place at_k;
     try {
       at_k = Ranking<T>(values_, count_).at(k_);
-    } catch (const std::bad_alloc&) {  // the scan goes on: it adds the gradient, too
+    } catch (const std::bad_alloc&) {  // the scan must continue, to add the whole gradient
       failed = true;
       floor = LARGEST<T>;
       count_ = 0;

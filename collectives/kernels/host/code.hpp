@@ -1,4 +1,4 @@
-// What the wire's codes share: memory at any alignment, and loops compiled for two processors.
+// Shared by the wire's codes: unaligned loads and stores, and loops compiled for two processors.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace gtopk {
 
-// What an unpacking function returns for bytes that no packing function writes.
+// Returned by an unpacking function for bytes that no packing function writes.
 constexpr std::int64_t MALFORMED = -1;
 
 template <class Word>
@@ -25,7 +25,7 @@ GTOPK_INLINE void store(void* to, Word word) {
   std::memcpy(to, &word, sizeof word);
 }
 
-// Run a body whose parts are all GTOPK_INLINE with the instructions that this processor has.
+// Run a body, compiled for AVX2 if the processor has it. All that it calls must be GTOPK_INLINE.
 #if defined(__x86_64__)
 template <class Body>
 __attribute__((target("avx2,bmi,bmi2,f16c,popcnt"), noinline)) std::int64_t with_avx2(

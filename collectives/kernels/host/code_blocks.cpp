@@ -1,5 +1,5 @@
-// blocks: indices <-> 16-bit offsets in blocks of 64Ki; the bytes are those of
-// reference_indices.py. Beside it the check of indices that come as they are.
+// blocks: indices <-> 16-bit offsets in blocks of 64Ki, in the bytes of reference_indices.py. Also
+// the check of raw indices.
 #include "abi.hpp"
 #include "code.hpp"
 
@@ -29,7 +29,7 @@ inline std::uint8_t* write(std::uint64_t number, std::uint8_t* out) {
   return out;
 }
 
-// Read a number and return where the next begins; null where there is none, or a longer one.
+// Read a number, and return where the next begins; null if it is cut off, or too long.
 inline const std::uint8_t* read(const std::uint8_t* from, const std::uint8_t* end,
                                 std::uint64_t& number) {
   number = 0;
@@ -64,7 +64,7 @@ GTOPK_INLINE std::int64_t pack(const I* indices, std::int64_t count, std::uint8_
   return tail - out;
 }
 
-// Write a block's indices, and return whether its offsets do not rise.
+// Write a block's indices, and return true if its offsets are not strictly increasing.
 template <class I>
 GTOPK_INLINE bool unpack_block(const std::uint8_t* offsets, std::int64_t count, I base, I* out) {
   std::uint16_t falls = 0;

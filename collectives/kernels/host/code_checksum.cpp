@@ -1,4 +1,4 @@
-// checksum: 64 bits of any bytes; its definition is in reference.py.
+// checksum: 64 bits for any bytes, as defined in reference.py.
 #include "abi.hpp"
 #include "code.hpp"
 

@@ -1,8 +1,8 @@
-// int4, int3, int2: values <-> integers of so many bits, with a scale for each 256 of them; the
-// bytes are those of reference_values.py.
+// int4, int3, int2: values <-> integers of so many bits, with a scale for each 256 of them, in the
+// bytes of reference_values.py.
 //
 //   eight integers, a byte each    ..a ..b ..c ..d ..e ..f ..g ..h
-//   moved together two by two      ....ab  ....cd  ....ef  ....gh      then four by four, and all
+//   packed in pairs                ....ab  ....cd  ....ef  ....gh      then in fours, then all
 #include "abi.hpp"
 #include "scale.hpp"
 
@@ -40,7 +40,7 @@ constexpr std::size_t bytes_of(std::int64_t count) {
   return static_cast<std::size_t>(count * BITS + 7) / 8;
 }
 
-// What one block is scaled by: places * 2^(exponent - shift).
+// A block's scale is places * 2^(exponent - shift).
 struct BlockScale {
   int places, shift;
 
@@ -54,7 +54,7 @@ GTOPK_INLINE int scale_byte(Key<T> largest, int exponent) {
   const int found = exponent_of<T>(largest);
   int places = static_cast<int>(Scale<T>(3 - found).of(magnitude<T>(largest)));
   int shift = exponent - (found - TOP<BITS>);
-  const int most = exponent - FINEST<T>;  // no scale is finer than the smallest number
+  const int most = exponent - FINEST<T>;  // no scale is finer than the smallest positive number
   if (shift > most) {
     shift = most;
     places = 8;
@@ -112,7 +112,7 @@ GTOPK_INLINE void unpack_block(const std::uint8_t* packed, std::int64_t count, i
   std::uint8_t integers[BLOCK + GROUP];
   const std::int64_t whole = count / GROUP;
   for (std::int64_t group = 0; group < whole; group++) {
-    std::uint64_t word = 0;  // byte by byte: three of them by memcpy take three times as long
+    std::uint64_t word = 0;  // byte by byte: a memcpy of three bytes takes three times as long
     for (int i = 0; i < BITS; i++) word |= std::uint64_t{packed[group * BITS + i]} << 8 * i;
     store(integers + group * GROUP, apart<BITS>(word));
   }

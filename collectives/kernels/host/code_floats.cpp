@@ -1,5 +1,4 @@
-// floats: values <-> 16-bit floats with one power of two; the bytes are those of
-// reference_values.py.
+// floats: values <-> 16-bit floats with one power of two, in the bytes of reference_values.py.
 #include <type_traits>
 
 #include "abi.hpp"
@@ -21,13 +20,13 @@ GTOPK_INLINE Bits16 to_bf16(float value) {
   return (bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : static_cast<Bits16>(rounded);
 }
 
-// IEEE half of a float or double, whose exponent is at most 14 where it is finite.
+// Round a float or double, whose exponent is at most 14 if it is finite, to an IEEE half.
 template <class T>
 GTOPK_INLINE Bits16 to_fp16(T value) {
   using U = std::make_unsigned_t<Key<T>>;
   constexpr int DIGITS = std::numeric_limits<T>::digits - 1, DROPPED = DIGITS - 10;
   constexpr int BIAS = std::numeric_limits<T>::max_exponent - 1;
-  // Adding 2^(DIGITS - 24) leaves as many places as the subnormal halves have.
+  // Adding 2^(DIGITS - 24) rounds to the places that subnormal halves have.
   constexpr U SMALL = U{BIAS + DIGITS - 24} << DIGITS, NORMAL = U{BIAS - 14} << DIGITS;
   constexpr U REBIAS = U{BIAS - 15} << DIGITS;
   const auto bits = load<U>(&value);
@@ -42,8 +41,8 @@ GTOPK_INLINE Bits16 to_fp16(T value) {
   return static_cast<Bits16>(size > infinite ? U{0x7E00} : half);
 }
 
-// A code: its place for the largest exponent, the bits of what rounds up beyond it, and how one
-// value is written and read.
+// A code: the exponent of its largest values, the bits that values round up to beyond it, and the
+// conversion of one value.
 struct Bf16 {
   static constexpr int TOP = BF16_TOP;
   static constexpr Bits16 BEYOND = (TOP + 1 + 127) << 7;
@@ -76,7 +75,8 @@ GTOPK_INLINE void read(const std::uint8_t* data, std::int64_t count, Scale<T> sc
   }
 }
 
-// The processor's own conversion keeps bits of a NaN; our own makes all NaNs one.
+// By the processor's conversion instructions. They keep a NaN's bits, while `to` makes all NaNs
+// alike, so `pack` uses them only for values without NaN.
 #if defined(__x86_64__)
 __attribute__((target("avx2,f16c"))) std::int64_t write_halves(const float* values,
                                                                std::int64_t count,
@@ -105,7 +105,7 @@ __attribute__((target("avx2,f16c"))) std::int64_t read_halves(const std::uint8_t
 }
 #endif
 
-// Do what the processor can do itself, and return how many values that were.
+// Convert what the processor has instructions for, and return how many values those were.
 template <class Code, class T>
 GTOPK_INLINE std::int64_t write_natively(const T* values, std::int64_t count, Scale<T> scale,
                                          std::uint8_t* out) {

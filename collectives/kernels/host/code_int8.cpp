@@ -1,4 +1,4 @@
-// int8: values <-> 8-bit integers, with a power of two for each 64 of them; the bytes are those of
+// int8: values <-> 8-bit integers, with a power of two for each 64 of them, in the bytes of
 // reference_values.py.
 #include "abi.hpp"
 #include "scale.hpp"

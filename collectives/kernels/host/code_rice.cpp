@@ -1,4 +1,4 @@
-// rice: indices <-> Rice codes of their gaps; the bytes are those of reference_indices.py.
+// rice: indices <-> Rice codes of their gaps, in the bytes of reference_indices.py.
 #include <algorithm>
 #include <type_traits>
 
@@ -14,11 +14,11 @@ constexpr int WIDEST = 52;
 
 constexpr std::int64_t words_of(std::int64_t bits) { return (bits + 63) / 64; }
 
-// Gaps, quotients and escapes: unsigned, as wide as an index.
+// The type of gaps, quotients and escapes: unsigned, as wide as an index.
 template <class I>
 using Gap = std::make_unsigned_t<I>;
 
-// Up to GROUP gaps, and zeros behind them.
+// Up to GROUP gaps, padded with zeros.
 template <class I>
 struct Group {
   Gap<I> gaps[GROUP];
@@ -31,7 +31,7 @@ struct Group {
     for (std::int64_t i = size; i < GROUP; i++) gaps[i] = 0;
   }
 
-  // Bits at a width, without the ones that end the quotients; and of them the unary ones.
+  // The bits at a width, without the ones that end the quotients; unary: how many are unary.
   GTOPK_INLINE std::uint64_t cost(int width, std::uint64_t& unary) const {
     Gap<I> total = 0, escapes = 0;
     for (std::int64_t i = 0; i < GROUP; i++) {
@@ -43,7 +43,7 @@ struct Group {
     return size * width + total + 8 * sizeof(I) * escapes;
   }
 
-  // Down from the bit length of the mean while that saves bits.
+  // The bit length of the mean, or less while that saves bits.
   GTOPK_INLINE int width(std::uint64_t& unary) const {
     std::uint64_t sum = 0;
     for (std::int64_t i = 0; i < GROUP; i++) sum += gaps[i];
@@ -61,7 +61,7 @@ struct Group {
   }
 };
 
-// Bits behind one another, the first lowest, in words of 64.
+// Writes bits one after another, the first lowest, in 64-bit words.
 class Bits {
  public:
   explicit Bits(std::uint8_t* out) : out_(out) {}
@@ -134,7 +134,7 @@ GTOPK_INLINE std::int64_t pack(const I* indices, std::int64_t count, std::uint8_
   return escape - out;
 }
 
-// Quotients out of unary words that hold `count` ones and end with the last of them.
+// Reads quotients from unary words, which must have a one for each of them.
 class Unary {
  public:
   explicit Unary(const std::uint8_t* words) : at_(words), word_(load<std::uint64_t>(words)) {}
@@ -158,7 +158,7 @@ class Unary {
   int left_ = 64;  // bits of the word not yet read
 };
 
-// Returns how many words hold the first `count` ones, none beyond; 0 where there are no such.
+// Returns how many words have exactly `count` ones; 0 if there is no such number.
 GTOPK_INLINE std::int64_t unary_words(const std::uint8_t* data, std::int64_t words,
                                       std::int64_t count) {
   std::int64_t ones = 0, word = 0;
@@ -205,7 +205,7 @@ GTOPK_INLINE std::int64_t unpack(const std::uint8_t* data, std::int64_t size, st
   const std::uint8_t* escape = data + 8 * word;
   const std::uint8_t* const escapes_end = data + size;
 
-  std::uint64_t next = 0;  // the lowest that the next index can be
+  std::uint64_t next = 0;  // the least possible next index
   for (std::int64_t g = 0; g < groups; g++) {
     const int width = data[g];
     const std::uint64_t mask = (std::uint64_t{1} << width) - 1;
@@ -213,7 +213,7 @@ GTOPK_INLINE std::int64_t unpack(const std::uint8_t* data, std::int64_t size, st
     I* const group = out + g * GROUP;
     std::uint64_t largest = 0;
     for (std::int64_t i = 0, bit = 0; i < group_size; i++, bit += width) {
-      // These 8 bytes may reach into the unary words, which there are.
+      // These 8 bytes may reach into the unary words, of which there is at least one.
       const std::uint64_t rest = load<std::uint64_t>(rests + bit / 8) >> bit % 8 & mask;
       std::uint64_t quotient = unary.next();
       largest = std::max(largest, quotient);

@@ -1,9 +1,10 @@
-// Gradient: what is added to the residual, block by block, from however many arrays it lies in.
+// Gradient: the blocks to add to the residual, read from one array or many.
 //
-//   arrays     |   0   |          1          |2|       3       |      one for each parameter
+//   arrays     |   0   |          1          |2|       3     |       one for each parameter
 //   residual   |---------------------------------------------|       one flat vector
-//   blocks     |   .   .   .   .   .   .   .   .   .   .   . |       where a block crosses a border,
-//                  ^                   ^                     is of 16 bits or weighted: a copy in L1
+//   blocks     |   .   .   .   .   .   .   .   .   .   .   . |
+//                  ^                   ^         a block that spans arrays, or is of 16 bits or
+//                                                weighted, is first copied, within the L1 cache
 #pragma once
 
 #include <algorithm>
@@ -16,8 +17,8 @@ constexpr std::int64_t BLOCK = 1 << 11;
 
 enum class Format : std::int32_t { SAME, FLOAT16, BFLOAT16 };
 
-// The arrays of a gradient, its weight, and the velocity that it passes through (null without
-// momentum), which is written to `faster`: there, or in its own place.
+// A gradient's arrays, weight and velocity (null without momentum). The new velocity is written to
+// `moved`, which may be the same array.
 template <class T>
 struct Gradient {
   const void* const* arrays;
@@ -25,26 +26,26 @@ struct Gradient {
   Format format;
   T weight;
   const T* velocity;
-  T* faster;
+  T* moved;
   T momentum;
 };
 
-// A reader of the blocks of one contiguous part, in ascending order.
+// Reads the blocks of a contiguous part, in ascending order.
 template <class T>
 class GradientBlocks {
  public:
   explicit GradientBlocks(const Gradient<T>& gradient) : gradient_(gradient) {}
 
-  // Return what is to be added to the residual from `start` on; the velocity is moved on.
+  // Return the addends for the residual from `start` on; updates the velocity.
   const T* next(std::int64_t start, std::int64_t count) {
     const T* addend = weighted(direct(start, count), count);
     if (gradient_.velocity == nullptr) return addend;
     const T* const velocity = gradient_.velocity + start;
-    T* const faster = gradient_.faster + start;
+    T* const moved = gradient_.moved + start;
     for (std::int64_t i = 0; i < count; i++) {
-      faster[i] = velocity[i] * gradient_.momentum + addend[i];
+      moved[i] = velocity[i] * gradient_.momentum + addend[i];
     }
-    return faster;
+    return moved;
   }
 
  private:

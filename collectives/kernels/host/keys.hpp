@@ -1,4 +1,4 @@
-// Keys: integers in the order of |x|, with infinity and then NaN on top and zero at 0.
+// Keys: integers ordered like |x|: 0 for zeros; infinity, then NaN, above all numbers.
 #pragma once
 
 #include <cstddef>
@@ -22,11 +22,11 @@ struct KeyOf<double> {
 template <class T>
 using Key = typename KeyOf<T>::type;
 
-// The mask that takes the sign away, and the largest key there is.
+// The mask that clears the sign, and so the largest key.
 template <class T>
 constexpr Key<T> LARGEST = std::numeric_limits<Key<T>>::max();
 
-// The key of infinity: whatever is not below it is not finite.
+// The key of infinity; smaller ones are finite.
 template <class T>
 constexpr Key<T> INFINITE =
     LARGEST<T> - ((Key<T>{1} << (std::numeric_limits<T>::digits - 1)) - 1);

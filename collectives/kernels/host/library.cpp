@@ -1,4 +1,4 @@
-// What Python asks the library about itself.
+// The fingerprint of the sources that the library was built from.
 #include "abi.hpp"
 
 #ifndef GTOPK_SOURCES

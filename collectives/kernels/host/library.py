@@ -1,6 +1,4 @@
-"""The compiled library: finds it, checks it against the C++ sources, and loads it once.
-
-A fingerprint of the sources tells whether a library was made from them.
+"""The compiled library: find it, check that it was built from the present sources, and load it.
 
 Standard library only: setup.py runs this file before anything is installed.
 """
@@ -16,7 +14,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 LIBRARY = FOLDER / "core.so"
 
-# No contraction: a fused multiply-add rounds once where NumPy rounds twice.
+# -ffp-contract=off: a fused multiply-add rounds once, while NumPy rounds twice.
 COMPILE_ARGUMENTS = [
     "-std=c++17",
     "-O3",
@@ -51,7 +49,7 @@ def fingerprint() -> str:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the library, or None where there is none that fits its sources."""
+    """Return the library, or None if there is none that was built from its sources."""
     return _found()[0]
 
 
@@ -64,21 +62,21 @@ def absence() -> str:
 def _found() -> tuple[ctypes.CDLL | None, str]:
     """Return the first library that fits; or None, and the problem with the one by the sources.
 
-    A script in a clone imports the clone's sources, whose core may be built only in an installed
-    package (`pip install .`): that is searched, too, so that both run the same kernels.
+    A script in a clone imports the clone's sources. After `pip install .` their library is only in
+    the installed package, so that is searched, too.
     """
-    amiss = []
+    problems = []
     for path in (LIBRARY, *_installed()):
-        loaded, reason = _load(path)
+        loaded, problem = _load(path)
         if loaded is not None:
             return loaded, ""
-        amiss.append(reason)
-    return None, amiss[0]
+        problems.append(problem)
+    return None, problems[0]
 
 
 def _installed() -> list[Path]:
     """Return the libraries of other copies of this package that could be imported."""
-    if not fingerprint():  # an installed package has no sources to compare another library with
+    if not fingerprint():  # this is itself an installed package, without sources
         return []
     found = (Path(folder, *__package__.split("."), LIBRARY.name) for folder in sys.path)
     return [path for path in found if path != LIBRARY and path.is_file()]
@@ -101,7 +99,7 @@ def _load(path: Path) -> tuple[ctypes.CDLL | None, str]:
 
 
 def instructions() -> str:
-    """Return which instructions of the processor the loaded library uses."""
+    """Return the name of the instruction set that the loaded library uses."""
     loaded = library()
     if loaded is None:
         raise RuntimeError(absence())
@@ -111,6 +109,6 @@ def instructions() -> str:
 
 
 def use_instructions(name: str) -> bool:
-    """Make the library use "portable", "AVX2" or "AVX-512"; tell whether the processor has it."""
+    """Switch the library to "portable", "AVX2" or "AVX-512"; return False if it is missing."""
     loaded = library()
     return loaded is not None and bool(loaded.use_instructions(name.encode()))

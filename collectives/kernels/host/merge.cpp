@@ -1,15 +1,15 @@
-// Merge: lists sorted by index become one; then the k largest.
+// Merge: add lists that are sorted by index; then keep the k largest.
 //
 //   a  (1: 4.0) (5: 1.0) (7: -2.0)                            k = 2
 //   b  (5: 2.5) (7:  2.0) (9: 0.5)
-//      side by side by index          interleave
+//      interleave: one list, sorted by index
 //   =  (1: 4.0) (5: 1.0) (5: 2.5) (7: -2.0) (7: 2.0) (9: 0.5)
-//      the first of two becomes the sum, the second zero      add_neighbours
+//      add_neighbours: the first of two becomes their sum, the second zero
 //   =  (1: 4.0) (5: 3.5) (5: 0.0) (7: 0.0) (7: 0.0) (9: 0.5)
-//      the k largest stay, no zeros   filter
+//      filter: keep the k largest, and no zeros
 //   =  (1: 4.0) (5: 3.5)
 //
-// Each pass is free of branches on what it reads: of sparse lists every guess would be a coin's.
+// No pass branches on the data: on sparse lists half of the branches would be mispredicted.
 #include <algorithm>
 #include <numeric>
 #include <utility>
@@ -35,7 +35,7 @@ struct List {
   List from(std::int64_t first) const { return {indices + first, values + first, count - first}; }
 };
 
-// Without a branch, which a compiler makes of `second ? b : a` where it is then loaded from.
+// second ? b : a, for which a compiler may emit a branch if the result is dereferenced.
 template <class Element>
 const Element* either(const Element* a, const Element* b, bool second) {
   const auto mask = -static_cast<std::uintptr_t>(second);
@@ -43,10 +43,10 @@ const Element* either(const Element* a, const Element* b, bool second) {
                                           (reinterpret_cast<std::uintptr_t>(b) & mask));
 }
 
-// Merge lists that are sorted by index, equal indices side by side: those of `a` before those of `b`.
+// Merge lists that are sorted by index; of equal indices that of `a` comes first.
 //
-//   a  [ front ->        <- back ]     Two walks, one from either end, wait for memory at the same
-//   b  [ front ->        <- back ]     time; each takes so few entries that they do not meet.
+//   a  [ front ->        <- back ]     Merging from both ends at once overlaps the latencies of two
+//   b  [ front ->        <- back ]     independent chains. `steps` is so small that they never meet.
 template <class T, class I>
 void interleave_in_order(List<T, I> a, List<T, I> b, I* indices, T* values) {
   std::int64_t front = 0, back = a.count + b.count;
@@ -78,7 +78,7 @@ void interleave_in_order(List<T, I> a, List<T, I> b, I* indices, T* values) {
   std::copy_n(rest.values, rest.count, values + front);
 }
 
-// The same where equal indices may come in any order, as those of two addends may.
+// The same, but equal indices may come in any order, as in a sum of two.
 template <class T, class I>
 void interleave(List<T, I> a, List<T, I> b, I* indices, T* values) {
   interleave_in_order(a, b, indices, values);
@@ -87,9 +87,9 @@ void interleave(List<T, I> a, List<T, I> b, I* indices, T* values) {
 #if defined(__SSE2__)
 // Four entries sorted by index, each as a double: the index is its upper half, the value its lower.
 //
-// Of doubles there is a minimum and a maximum in one instruction, of 64-bit integers not before
-// AVX-512. Positive ones are ordered like their bits, as long as none is a NaN; nor may one be
-// denormal, which a thread can have asked to be zero. The bias sees to that.
+// SSE2 has minimum and maximum of doubles, but not of 64-bit integers (only AVX-512 has). Positive
+// doubles are ordered like their bits, except for NaN. None may be denormal either, as a thread may
+// flush those to zero; hence the bias.
 struct Four {
   __m128d low, high;
 
@@ -112,7 +112,7 @@ struct Four {
     _mm_storeu_ps(values, _mm_shuffle_ps(a, b, _MM_SHUFFLE(2, 0, 2, 0)));
   }
 
-  // Of entries that rise and fall, or fall and rise: compare those two apart, then neighbours.
+  // Sort a bitonic sequence: compare entries at distance two, then neighbours.
   static Four sorted(__m128d a, __m128d b) {
     const __m128d lower = _mm_min_pd(a, b), upper = _mm_max_pd(a, b);
     const __m128d even = _mm_unpacklo_pd(lower, upper), odd = _mm_unpackhi_pd(lower, upper);
@@ -120,7 +120,7 @@ struct Four {
     return {_mm_unpacklo_pd(first, second), _mm_unpackhi_pd(first, second)};
   }
 
-  // Leave the four lowest of both here, and the others in `other`.
+  // Keep the four lowest of both here, and put the others into `other`.
   void sort_with(Four& other) {
     const __m128d falling_low = _mm_shuffle_pd(other.high, other.high, 1);
     const __m128d falling_high = _mm_shuffle_pd(other.low, other.low, 1);
@@ -129,8 +129,8 @@ struct Four {
   }
 };
 
-//   a  [....|....|    ...     ]     The four highest stay in registers. The list with the lower
-//   b  [....|....|....| ...   ]     head gives four more, and the four lowest of the eight go out.
+//   a  [....|....|    ...     ]     The four highest so far stay in registers. Load four more from
+//   b  [....|....|....| ...   ]     the list with the lower head; write the four lowest of eight.
 template <>
 void interleave(List<float, std::int32_t> a, List<float, std::int32_t> b,
                 std::int32_t* indices, float* values) {
@@ -162,7 +162,7 @@ void interleave(List<float, std::int32_t> a, List<float, std::int32_t> b,
 }
 #endif
 
-// The value, or 0.
+// taken ? value : 0, without a branch.
 template <class T>
 T masked(T value, bool taken) {
   Key<T> bits;
@@ -172,14 +172,14 @@ T masked(T value, bool taken) {
   return value;
 }
 
-// Where two neighbours have one index, make the first value their sum and the second zero; return
-// how many are not zero. There are indices before the first entry and behind the last: other ones.
+// If two neighbours have the same index, set the first value to their sum and the second to zero;
+// return how many are not zero. indices[-1] and indices[count] must exist and differ from the rest.
 template <class T, class I>
 std::int64_t add_neighbours(const I* indices, T* values, std::int64_t count) {
   std::int64_t found = 0;
   for (std::int64_t begin = 0; begin < count; begin += 4096) {
     const std::int64_t end = std::min(begin + 4096, count);
-    Key<T> nonzeros = 0;  // of the width of the values: compilers make vectors of such a loop
+    Key<T> nonzeros = 0;  // as wide as the values, so that compilers vectorize the loop
     for (std::int64_t i = begin; i < end; i++) {
       const T sum = values[i] + masked(values[i + 1], indices[i] == indices[i + 1]);
       values[i] = masked(sum, indices[i] != indices[i - 1]);
@@ -190,7 +190,7 @@ std::int64_t add_neighbours(const I* indices, T* values, std::int64_t count) {
   return found;
 }
 
-// Return the sums of two lists, with zeros among them, in memory that the next call takes again.
+// Return the sums of two lists, zeros included, in memory that the next call reuses.
 template <class T, class I>
 List<T, I> add(const List<T, I>& a, const List<T, I>& b, std::int64_t* nonzeros) {
   static thread_local Scratch<I> index_memory;
@@ -216,7 +216,7 @@ void filter(const List<float, std::int32_t>& all, std::int32_t floor,
   instructions().filter(all.indices, all.values, all.count, floor, output);
 }
 
-// Write the k largest entries; return how many there are. Room for SLACK entries more than that.
+// Write the k largest entries, and return how many there are. The output has room for SLACK more.
 template <class T, class I>
 std::int64_t merge(const List<T, I>& a, const List<T, I>& b, std::int64_t k, I* indices,
                    T* values) {
@@ -229,7 +229,7 @@ std::int64_t merge(const List<T, I>& a, const List<T, I>& b, std::int64_t k, I* 
       return output.count;
     }
     const auto at_k = place_among(all.values, all.count, k, values);
-    // Of those equal to the k-th only the first few are kept: the ones in front of `cut`.
+    // Of the entries equal to the k-th only the first few are kept: those before `cut`.
     std::int64_t cut = all.count, ties = k - at_k.larger;
     if (ties < static_cast<std::int64_t>(at_k.equal)) {
       for (cut = 0; ties > 0; cut++) ties -= key(all.values[cut]) == at_k.key;
@@ -241,8 +241,8 @@ std::int64_t merge(const List<T, I>& a, const List<T, I>& b, std::int64_t k, I* 
 }
 
 // Write the sum of all lists, each index summed in the order of the lists; return how many entries
-// are not zero. Lists are merged in pairs, equal indices side by side, and summed at the end.
-// Room for SLACK entries more than there are in all lists.
+// are not zero. Lists are interleaved pairwise, and equal indices summed at the end. The output has
+// room for the entries of all lists and SLACK more.
 template <class T, class I>
 std::int64_t sum(const I* const* indices, const T* const* values, const std::int64_t* counts,
                  std::int64_t lists, I* out_indices, T* out_values) {

@@ -17,14 +17,14 @@ class Pool {
  public:
   const pid_t process = getpid();
 
-  // Run task(1..parts-1) on workers and task(0) here; false when another caller is at it.
+  // Run task(1..parts-1) on workers and task(0) here; return false if the pool is busy.
   bool run(int parts, const std::function<void(int)>& task) {
     const std::unique_lock<std::mutex> alone(running_, std::try_to_lock);
     if (!alone.owns_lock()) return false;
     while (workers_ < parts - 1) {
       try {
         std::thread(&Pool::work, this, workers_ + 1).detach();
-      } catch (const std::exception&) {  // the system gives no more threads, or no memory for one
+      } catch (const std::exception&) {  // no more threads, or no memory for one
         return false;
       }
       ++workers_;
@@ -72,8 +72,8 @@ class Pool {
     }
   }
 
-  std::mutex running_;  // held by the one caller that the workers work for
-  std::mutex mutex_;    // guards what follows
+  std::mutex running_;  // held by the caller that uses the pool
+  std::mutex mutex_;    // guards all that follow
   std::condition_variable begin_, end_;
   const std::function<void(int)>* task_ = nullptr;
   int parts_ = 0, unfinished_ = 0, workers_ = 0;
@@ -81,8 +81,8 @@ class Pool {
   std::exception_ptr error_;
 };
 
-// A forked child has none of the threads, and maybe a locked mutex: it begins with a new pool.
-// Pools are never freed: their threads sleep in them until the process ends.
+// A forked child has none of the threads, and perhaps a locked mutex, so it makes a new pool. Pools
+// are never freed, as their threads use them until the process ends.
 Pool& pool() {
   static std::atomic<Pool*> current{nullptr};
   Pool* found = current.load();

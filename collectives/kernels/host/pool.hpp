@@ -1,4 +1,4 @@
-// A few threads that share one loop: started at first use, asleep in between, gone after a fork.
+// A thread pool for parallel loops: started at first use, and anew in a forked child.
 #pragma once
 
 #include <cstdint>
@@ -11,9 +11,8 @@ namespace gtopk {
 //   0        length/3       2 length/3      length
 //   |  part 0  |     part 1     |    part 2   |        the calling thread takes part 0
 //
-// Returns the number of parts. Where the pool is busy, or cannot start, the caller runs them all:
-// what a body computes may depend on its part only in ways that the parts' order mends. Throws
-// std::bad_alloc before any of them has begun.
+// Returns the number of parts. If the pool is busy, or cannot start, the calling thread runs all
+// parts in order. Throws std::bad_alloc before any part has begun.
 int in_parallel(int threads, std::int64_t length,
                 const std::function<void(int part, std::int64_t begin, std::int64_t end)>& body);
 

@@ -1,7 +1,7 @@
-// Ranking: the key at a rank among many values, by one histogram and one small partial sort.
+// Ranking: find the key at a rank among many values, by a histogram and a small partial sort.
 //
-//   keys      lowest |....:...::.:::|:|.|.| highest       2^11 bins over the range there is
-//   rank r                       ^ r lies in this bin: only its keys are looked at again
+//   keys      lowest |....:...::.:::|:|.|.| highest       2^11 bins over the range of the keys
+//   rank r                       ^ r is in this bin: only its keys are looked at again
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,8 @@ class Ranking {
     }
     if (count <= FEW) return;
     while (((highest - lowest_) >> shift_) >= BINS) shift_++;
-    // Two histograms in turn: neighbours often fall into one bin, and would wait for each other.
+    // Two histograms, alternating: neighbours often are in one bin, and increments of one counter
+    // would have to wait for each other.
     std::array<std::array<std::uint32_t, BINS>, 2> counts{};
     std::size_t i = 0;
     for (; i + 2 <= count; i += 2) {
@@ -35,7 +36,7 @@ class Ranking {
     for (int b = 0; b < BINS; b++) counts_[b] = std::size_t{counts[0][b]} + counts[1][b];
   }
 
-  // The key at a rank, and how many are larger, and equal.
+  // The key at a rank, and how many keys are larger than it, and equal to it.
   struct Place {
     Key<T> key;
     std::size_t larger, equal;
@@ -58,7 +59,7 @@ class Ranking {
     std::size_t found = 0;
     for (std::size_t i = 0; i < count_; i++) {
       const Key<T> candidate = key(values_[i]);
-      inside[found] = candidate;  // overwritten by the next one when it is of another bin
+      inside[found] = candidate;  // overwritten by the next one if it is of another bin
       found += bin(candidate) == wanted;
     }
     return nth_largest(inside, found, rank - above, above);
@@ -88,19 +89,19 @@ class Ranking {
   std::array<std::size_t, BINS> counts_{};
 };
 
-// The place of a rank among many values, for the half of the time; `memory` has room for count + 1.
+// Ranking(...).at(rank) in about half the time; memory: room for count + 1.
 //
-//   keys      lowest |....:...[:::|:]|.|.| highest       A sample tells a band that the rank is
-//   rank r                       ^                       likely in: only that is ranked.
+//   keys      lowest |....:...[:::|:]|.|.| highest       A sample gives a band that most likely
+//   rank r                       ^                       contains the rank; only that is ranked.
 template <class T>
 typename Ranking<T>::Place place_among(const T* values, std::size_t count, std::size_t rank,
                                        T* memory) {
   constexpr std::size_t SAMPLE = 512;
-  // Three times the deviation of the number of samples above the middle of all.
+  // Three standard deviations of the number of samples above the median.
   constexpr std::size_t MARGIN = 34;
   if (count >= 8 * SAMPLE) {
     std::array<Key<T>, SAMPLE> sample;
-    const std::size_t stride = (count / SAMPLE - 1) | 1;  // odd: even ones meet columns of layers
+    const std::size_t stride = (count / SAMPLE - 1) | 1;  // odd: not always the same columns
     for (std::size_t i = 0; i < SAMPLE; i++) sample[i] = key(values[i * stride]);
     const std::size_t below = (count - rank) * SAMPLE / count;
     const auto at_low = sample.begin() + (below < MARGIN ? 0 : below - MARGIN);
@@ -112,7 +113,7 @@ typename Ranking<T>::Place place_among(const T* values, std::size_t count, std::
     std::size_t above = 0, inside = 0;
     for (std::size_t i = 0; i < count; i++) {
       const Key<T> candidate = key(values[i]);
-      memory[inside] = values[i];  // overwritten by the next one when it is not in the band
+      memory[inside] = values[i];  // overwritten by the next one if it is not in the band
       inside += static_cast<std::size_t>(candidate >= low) - (candidate > high);
       above += candidate > high;
     }

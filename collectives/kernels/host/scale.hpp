@@ -1,4 +1,4 @@
-// Powers of two that bring values into the range of a narrower type: reference_values.py.
+// Scaling by powers of two into the range of a narrower type, as in reference_values.py.
 #pragma once
 
 #include <algorithm>
@@ -13,15 +13,15 @@ namespace gtopk {
 
 constexpr int BF16_TOP = 100, FP16_TOP = 14, INT8_TOP = 6;
 
-// The smallest number is 2^FINEST.
+// The smallest positive number is 2^FINEST.
 template <class T>
 constexpr int FINEST =
     std::numeric_limits<T>::min_exponent - std::numeric_limits<T>::digits;
 
-// Of a block's scale: the finest of them, and that of a block which decodes as NaN.
+// Bytes of a block's scale: of the finest one, and of a block that decodes as NaN.
 constexpr int SMALLEST_STEP = 254, NOT_FINITE = 255;
 
-// The largest key of the values: of a magnitude, or above all of them where one is not finite.
+// The largest key of the values; INFINITE or more if one of them is not finite.
 template <class T>
 GTOPK_INLINE Key<T> largest_key(const T* values, std::int64_t count) {
   Key<T> largest = 0;
@@ -29,7 +29,7 @@ GTOPK_INLINE Key<T> largest_key(const T* values, std::int64_t count) {
   return largest;
 }
 
-// The e of 2^e <= m < 2^(e+1); one more than finite ones have where m is not, 0 for zero.
+// The e with 2^e <= m < 2^(e+1); 0 for zero, and one above the largest for infinity and NaN.
 template <class T>
 inline int exponent_of(Key<T> magnitude_key) {
   if (magnitude_key == 0) return 0;
@@ -37,7 +37,7 @@ inline int exponent_of(Key<T> magnitude_key) {
   return std::ilogb(magnitude<T>(magnitude_key));
 }
 
-// To the nearest integer, ties to even, for |value| <= 128.
+// Round to the nearest integer, ties to even, for |value| <= 128.
 template <class T>
 GTOPK_INLINE int rounded(T value) {
   using U = std::make_unsigned_t<Key<T>>;
@@ -46,7 +46,7 @@ GTOPK_INLINE int rounded(T value) {
   return static_cast<int>(static_cast<Key<T>>(load<U>(&sum) - load<U>(&SHIFT)));
 }
 
-// 2^exponent in two factors: itself it may be no number of this type.
+// 2^exponent as two factors, since it may be out of the type's range.
 template <class T>
 struct Scale {
   T first, second;

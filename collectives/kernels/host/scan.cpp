@@ -1,4 +1,4 @@
-// Which instructions the scan uses: the widest that this processor has.
+// Choose the instruction set: the widest that this processor has.
 #include "scan.hpp"
 
 #include <atomic>
@@ -14,15 +14,15 @@ namespace gtopk {
 namespace {
 
 #if defined(__x86_64__)
-// Before GCC 11 and clang 17 __builtin_cpu_supports does not know the name, and does not compile.
-// Whether the system keeps the registers, "avx2" tells.
+// __builtin_cpu_supports("f16c") does not compile before GCC 11 and clang 17. That the system saves
+// the registers, the check for "avx2" ensures.
 bool has_f16c() {
   unsigned a, b, c, d;
   return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
 }
 #endif
 
-// Whether the processor has all that the functions of a set are compiled for.
+// Whether the processor has every feature that the functions of a set are compiled for.
 bool available(const Instructions& set) {
 #if defined(__x86_64__)
   if (&set == &avx512) {
@@ -60,7 +60,7 @@ const Instructions& instructions() { return *chosen.load(std::memory_order_relax
 
 GTOPK_API const char* instructions_in_use() { return gtopk::instructions().name; }
 
-// For tests: 1, and from now on those of this name; 0 where the processor has none such.
+// For tests: use the instruction set of this name, and return 1; 0 if the processor lacks it.
 GTOPK_API std::int64_t use_instructions(const char* name) {
   for (const gtopk::Instructions* set : gtopk::by_width) {
     if (std::strcmp(set->name, name) == 0 && gtopk::available(*set)) {

@@ -1,23 +1,24 @@
-// Scan: the one loop over all elements; add, store, and find the keys above a floor.
+// Scan: the only loop over all elements: add, store, and find the keys above a floor.
 #pragma once
 
 #include "keys.hpp"
 
 namespace gtopk {
 
-// dense = before + addend, and the offsets of the keys above `floor`, ascending. `before` may be
-// `dense` itself, and is where the addend is null: nothing is written then.
-// Returns how many there are; `offsets` has room for count + SLACK. Where few are expected, a test
-// spares the work on most vectors; where there are `many`, its outcome could not be predicted.
+// dense = before + addend; write the ascending offsets of keys above `floor`, and return how many.
+// `before` may be `dense`; it is if `addend` is null, and then dense is not written.
+// offsets: room for count + SLACK.
+// many:    hits are frequent, so do not branch on whether a SIMD vector has one: mispredictions
+//          would cost more than the work saved.
 template <class T>
 using Scan = std::size_t (*)(T* dense, const T* before, const T* addend, std::size_t count,
                              Key<T> floor, bool many, std::uint32_t* offsets);
 
-constexpr std::size_t MANY = 256;  // one hit in so many elements
+constexpr std::size_t MANY = 256;  // `many` is one hit in so many elements
 
-constexpr std::int64_t SLACK = 16;  // a vector of what is found is stored whole
+constexpr std::int64_t SLACK = 16;  // results are stored as whole SIMD vectors
 
-// A list that is being written, with room for SLACK entries more behind its last.
+// A list that is being written, with room for SLACK more entries after its last.
 template <class T, class I>
 struct Output {
   I* indices;
@@ -40,7 +41,7 @@ inline float from_bfloat16(std::uint16_t half) {
   return value;
 }
 
-// No step of it has a denormal float, which a thread can have asked to be zero.
+// Without denormal floats as intermediate results: a thread may flush those to zero.
 inline float from_float16(std::uint16_t half) {
   const std::uint32_t magnitude = (half & 0x7fffu) << 13;
   const std::uint32_t exponent = magnitude & 0x0f800000u;
@@ -56,7 +57,7 @@ inline float from_float16(std::uint16_t half) {
   return value;
 }
 
-// One set of instructions; each scan_*.cpp defines one, and `scan.cpp` chooses.
+// An instruction set's functions; each scan_*.cpp defines one, and scan.cpp chooses.
 struct Instructions {
   const char* name;
   Scan<float> scan_float;
@@ -85,7 +86,7 @@ inline Scan<double> scan() {
   return instructions().scan_double;
 }
 
-// The tail of every scan, and the whole of a block known to hold a hit.
+// For the tail of a scan, and for a block with a hit in the portable scan.
 template <class T>
 inline std::size_t scan_one_by_one(T* dense, const T* before, const T* addend, std::size_t begin,
                                    std::size_t end, Key<T> floor, std::uint32_t* offsets,
@@ -98,7 +99,7 @@ inline std::size_t scan_one_by_one(T* dense, const T* before, const T* addend, s
   return found;
 }
 
-// The tail of every filter, and the whole of one without vectors.
+// For the tail of a filter, and for all of it without SIMD.
 template <class T, class I>
 void filter_one_by_one(const I* indices, const T* values, std::int64_t count, Key<T> floor,
                        Output<T, I>& output) {

@@ -9,7 +9,7 @@
 namespace gtopk {
 namespace {
 
-// For each mask of eight the lanes that are set, in front: what AVX-512 has an instruction for.
+// For each mask of eight lanes the numbers of those that are set: a table for AVX-512's compress.
 struct Lanes {
   std::uint8_t of[256][8];
   constexpr Lanes() : of{} {

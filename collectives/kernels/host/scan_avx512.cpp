@@ -1,4 +1,4 @@
-// The scan with AVX-512: comparisons yield masks, and a compression the offsets.
+// The scan with AVX-512: comparisons give masks, and compress the offsets.
 #include "scan.hpp"
 
 #if defined(__x86_64__)
@@ -9,7 +9,7 @@
 namespace gtopk {
 namespace {
 
-// Compressed in a register: on some processors compressing to memory is slow.
+// Compress in a register, as compressing to memory is slow on some processors.
 AVX512 inline std::size_t emit(unsigned mask, std::size_t start, std::uint32_t* offsets,
                                std::size_t found) {
   const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
@@ -19,7 +19,8 @@ AVX512 inline std::size_t emit(unsigned mask, std::size_t start, std::uint32_t* 
   return found + static_cast<std::size_t>(__builtin_popcount(mask));
 }
 
-// Vectors of half the width: arrays begin anywhere, and whole ones would all straddle cache lines.
+// Vectors of half the width: arrays may begin anywhere, and if not aligned each full one would
+// straddle two cache lines.
 AVX512 std::size_t scan_float(float* dense, const float* before, const float* addend,
                               std::size_t count, std::int32_t floor, bool many,
                               std::uint32_t* offsets) {

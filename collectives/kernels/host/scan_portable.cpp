@@ -1,4 +1,4 @@
-// The scan without intrinsics, in a form that compilers turn into SSE2 or NEON.
+// The scan without intrinsics, in a form that compilers vectorize.
 #include "scan.hpp"
 
 namespace gtopk {

@@ -1,5 +1,4 @@
-// Scatter: a few entries of a dense vector, or all, added to or cleared; and which indices are in
-// a list.
+// Scatter: add to or clear entries of a dense vector, or clear all of it; search a list of indices.
 #include <algorithm>
 
 #include "abi.hpp"
@@ -8,7 +7,7 @@
 namespace gtopk {
 namespace {
 
-// Both lists ascend: walk along both, or search where one is much the longer.
+// Both lists are sorted: walk along both, or use binary search if `indices` is much longer.
 template <class I>
 void contains(const I* indices, std::int64_t count, const I* wanted, std::int64_t wanted_count,
               std::uint8_t* found) {
@@ -32,7 +31,7 @@ void contains(const I* indices, std::int64_t count, const I* wanted, std::int64_
   std::fill(found + i, found + wanted_count, 0);
 }
 
-// Indices ascend, so that the two ends tell of all.
+// Indices are sorted, so checking the two ends suffices.
 template <class I>
 bool inside(const I* indices, std::int64_t count, std::int64_t length) {
   return count == 0 || (indices[0] >= 0 && indices[count - 1] < length);

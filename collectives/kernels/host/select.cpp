@@ -1,11 +1,11 @@
 // Select: accumulate and collect candidates in one pass over memory, then rank the few candidates.
 //
-//   first scan    adds the gradient; its threshold is the caller's guess, from the step before
-//   second scan   when fewer than k were found; its threshold is sampled
-//   third scan    when the sample misled; without a threshold, pruned on the way
+//   first scan    adds the gradient; threshold: the caller's guess, from the step before
+//   second scan   if fewer than k were found; threshold: estimated from a sample
+//   third scan    if the sample misled; without a threshold, pruned on the way
 //
-// Where larger and larger entries keep coming, a scan stops collecting, with the k largest so far;
-// the next one goes on from there, by a sampled threshold.
+// If larger and larger entries keep coming, a scan stops collecting, and keeps the k largest so far.
+// The next scan continues from there, with a sampled threshold.
 #include <algorithm>
 #include <climits>
 #include <cmath>
@@ -22,29 +22,30 @@
 namespace gtopk {
 namespace {
 
-// The next threshold is the value at this multiple of rank k, and some more where k is small. The
-// k selected are cleared, so the next step's picks are today's ranks k+1 and on.
+// The next threshold is the |value| at rank AIM * k + AIM_AT_LEAST: the k selected entries are
+// cleared, so today's ranks from k+1 on are the next step's candidates (see reference.py).
 constexpr double AIM = 2.2;
 constexpr std::size_t AIM_AT_LEAST = 256;
 
-// On values in no order the threshold rises 20-fold in rank with each prune: enough for k of 6e5 k.
+// For values in random order the threshold rises 20-fold in rank with each prune, so four suffice
+// for 6e5 k values.
 constexpr int PRUNES = 4;
 
-constexpr std::int64_t THREAD_BLOCKS = 128;  // what is worth waking a thread for
+constexpr std::int64_t THREAD_BLOCKS = 128;  // the least work that is worth waking a thread
 
 std::size_t aim(std::size_t k) { return static_cast<std::size_t>(AIM * k) + AIM_AT_LEAST; }
 
 template <class T, class I>
 class Search {
  public:
-  // before: what the gradient is added to; `dense` is the sum's place, and may be the same.
+  // dense = before + gradient; they may be the same array.
   Search(const T* before, T* dense, std::int64_t length, std::size_t k, int threads)
       : before_(before), dense_(dense), length_(length), k_(k), blocks_((length + BLOCK - 1) / BLOCK) {
     threads_ = static_cast<int>(std::clamp<std::int64_t>(blocks_ / THREAD_BLOCKS, 1, threads));
     if (parts().size() < static_cast<std::size_t>(threads_)) parts().resize(threads_);
   }
 
-  // Throws std::bad_alloc with the gradient added as a whole, or not at all.
+  // After std::bad_alloc the gradient was added as a whole, or not at all.
   void run(const Gradient<T>* gradient, double threshold) {
     scan(gradient, threshold > 0 ? key(static_cast<T>(threshold)) : 1, PRUNES);
     if (misled()) scan(nullptr, sampled_threshold(), PRUNES);
@@ -82,7 +83,7 @@ class Search {
   int scans() const { return scans_; }
 
  private:
-  // Each thread its own, kept from call to call.
+  // The calling thread's, whose memory is reused from call to call.
   static std::vector<Candidates<T, I>>& parts() {
     static thread_local std::vector<Candidates<T, I>> parts;
     return parts;
@@ -94,7 +95,7 @@ class Search {
                        [=](const auto& part) { return part.*fact; });
   }
 
-  // Whether the threshold hid some of the k largest. A part that stopped has k of its own.
+  // Whether the threshold hid some of the k largest. (A part that stopped has k candidates.)
   bool misled() const {
     std::size_t count = 0;
     for (int part = 0; part < threads_; part++) count += parts()[part].count();
@@ -118,7 +119,7 @@ class Search {
   void walk(const Gradient<T>* gradient) {
     scans_++;
     auto& all = parts();
-    // All memory is reserved: no part ends early, with its share of the gradient not yet added.
+    // Memory was reserved before, so that no part fails before its share of the gradient is added.
     in_parallel(threads_, blocks_, [&](int part, std::int64_t begin, std::int64_t end) {
       const std::int64_t from = std::max(begin * BLOCK, all[part].from);
       collect(gradient, from, std::min(end * BLOCK, length_), all[part]);
@@ -158,10 +159,10 @@ class Search {
     }
   }
 
-  // Return about the key at the rank aimed at; 1 where a sample would be too small to tell.
+  // Estimate the key at the target rank; 1 if a sample would be too small.
   //
-  // Lines of neighbours, one at random in each of equally long stretches: no period in the data
-  // can hide from that, and no state of a generator outlives it.
+  // It samples cache lines, one at random in each of equally long stretches, so that it works for
+  // periodic data, too. The generator's seed is fixed, so results are reproducible.
   Key<T> sampled_threshold() const {
     constexpr std::int64_t LINE = 16, RANK = 256;
     const double share = std::min(0.5, double(RANK) / aim(k_));
@@ -180,7 +181,7 @@ class Search {
     return Ranking<T>(sample.data(), sample.size()).at(rank).key;
   }
 
-  // Return the value at the rank aimed at, extrapolated when fewer candidates were seen.
+  // Return the |value| at the target rank, extrapolated if there are fewer candidates.
   double next_guess(const Ranking<T>& ranking, double at_k) const {
     const std::size_t count = found().count(), rank = aim(k_);
     if (rank <= count) return magnitude<T>(ranking.at(rank).key);
@@ -199,7 +200,7 @@ class Search {
   Key<T> threshold_ = 1;
 };
 
-// How a search went; __init__.py has the same record.
+// Statistics of a search; the same struct is in __init__.py.
 struct Report {
   double next_threshold;
   std::int64_t scans;
@@ -220,16 +221,16 @@ std::int64_t select(const T* before, T* dense, std::int64_t length, const Gradie
 }  // namespace
 }  // namespace gtopk
 
-// Without arrays nothing is added, and `dense` is not written to.
+// If `arrays` is null nothing is added, and `dense` is not written.
 #define DEFINE(T, I, SUFFIX)                                                                     \
   GTOPK_API std::int64_t select_##SUFFIX(                                                        \
       const T* before, T* dense, std::int64_t length, const void* const* arrays,                 \
       const std::int64_t* lengths, std::int32_t format, double weight, const T* velocity,        \
-      T* faster, double momentum, std::int64_t k, double threshold, int threads, I* indices,     \
+      T* moved, double momentum, std::int64_t k, double threshold, int threads, I* indices,      \
       T* values, gtopk::Report* report) {                                                        \
     return gtopk::select<T, I>(                                                                  \
         before, dense, length,                                                                   \
-        {arrays, lengths, gtopk::Format{format}, static_cast<T>(weight), velocity, faster,       \
+        {arrays, lengths, gtopk::Format{format}, static_cast<T>(weight), velocity, moved,        \
          static_cast<T>(momentum)},                                                              \
         k, threshold, threads, indices, values, report);                                         \
   }

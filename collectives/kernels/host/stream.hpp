@@ -1,4 +1,4 @@
-// Stream: write vectors that no cache holds past it, for a store into it would read them first.
+// Stream: write large vectors past the caches, as an ordinary store first reads the cache line.
 #pragma once
 
 #include <algorithm>
@@ -11,13 +11,13 @@
 
 namespace gtopk {
 
-// From how many bytes on: smaller vectors may still be in a cache when they are read next.
+// Only vectors of at least so many bytes: smaller ones may still be in a cache when read next.
 constexpr std::int64_t STREAMED_BYTES = std::int64_t{64} << 20;
 
 #if defined(__x86_64__)
 constexpr std::uintptr_t LINE_BYTES = 64;
 
-// Copy `count` bytes, or zeros where `from` is null; ended by `end_stream`.
+// Copy `count` bytes, or write zeros if `from` is null. Call `end_stream` afterwards.
 inline void stream(char* to, const char* from, std::size_t count) {
   const auto put = [&](std::size_t bytes) {
     if (from) {
@@ -42,7 +42,7 @@ inline void stream(char* to, const char* from, std::size_t count) {
   put(count);
 }
 
-// Have other threads see what was streamed before what follows.
+// Make streamed data visible to other threads before later stores.
 inline void end_stream() { _mm_sfence(); }
 #else
 inline void stream(char* to, const char* from, std::size_t count) {

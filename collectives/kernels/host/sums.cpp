@@ -1,4 +1,4 @@
-// Whole vectors in one number: whether all is finite, and the squared norm.
+// Reductions of dense vectors: whether all elements are finite, and the squared norm.
 #include <algorithm>
 #include <vector>
 
@@ -9,16 +9,16 @@
 namespace gtopk {
 namespace {
 
-// A block is read at four places at once: one stream of reads does not fill the bus of a core.
+// A block is read in four streams at once, as a single one does not use all of a core's bandwidth.
 constexpr std::int64_t FINITE_BLOCK = 1 << 16;
 constexpr int STREAMS = 4;
 
-// infinity: its bits; added to those of a magnitude, what is left to the sign reaches it only from
-// there on.
+// infinity: its bits. Adding SIGN - infinity to a magnitude's bits sets the sign bit if it is at
+// least infinity.
 template <class Bits>
 std::int64_t all_finite(const Bits* values, std::int64_t count, Bits infinity) {
   constexpr Bits SIGN = Bits{1} << (8 * sizeof(Bits) - 1);
-  const Bits magnitude = SIGN - 1, carry = SIGN - infinity;  // infinity + carry reaches the sign
+  const Bits magnitude = SIGN - 1, carry = SIGN - infinity;
   const auto reaches = [=](Bits bits) { return static_cast<Bits>((bits & magnitude) + carry); };
   for (std::int64_t start = 0; start < count; start += FINITE_BLOCK) {
     const Bits* const block = values + start;
@@ -35,8 +35,8 @@ std::int64_t all_finite(const Bits* values, std::int64_t count, Bits infinity) {
   return 1;
 }
 
-// The order of the additions is part of the contract (reference.py): LANES running sums for each
-// chunk, added up from the first to the last, and the chunks likewise.
+// The order of additions is that of reference.py: LANES running sums for each chunk, added up from
+// first to last; then the chunks, likewise.
 constexpr std::int64_t CHUNK = 1 << 16;
 constexpr int LANES = 16;
 

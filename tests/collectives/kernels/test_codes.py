@@ -1,4 +1,4 @@
-"""The contract of the wire's hot loops, kept by every twin: bytes, errors, and what is refused."""
+"""The contract of the wire's hot loops, for every twin: bytes, errors, and refused input."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_the_bytes_of_rice_are_those_of_the_picture() -> None:
 
 
 @given(index_lists())
-def test_in_order_is_what_a_sort_says(case: tuple[np.ndarray, int]) -> None:
+def test_in_order_agrees_with_a_sort(case: tuple[np.ndarray, int]) -> None:
     indices, length = case
     assert kernels.in_order(indices, length)
     for bad in (np.repeat(indices, 2), indices[::-1].copy(), indices - 1 - length // 2):
@@ -399,7 +399,7 @@ def test_rounding_twice_is_rounding_once(code: str, dtype: type) -> None:
 @by_value_code
 @by_dtype
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_stays_so(code: str, dtype: type, bad: float) -> None:
+def test_non_finite_values_stay_non_finite(code: str, dtype: type, bad: float) -> None:
     values = np.linspace(-3, 3, 200, dtype=dtype)
     values[70] = bad
     seen = rounded(code, values)

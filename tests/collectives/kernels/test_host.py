@@ -1,4 +1,4 @@
-"""What only the C++ core has: instructions, threads, forks, foreign memory, and a build."""
+"""Specific to the C++ core: instruction sets, threads, forks, foreign memory, and the build."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _instructions(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def vectors(random: np.random.Generator, size: int, dtype: type) -> dict[str, np.ndarray]:
-    """Return vectors that make a search go wrong in every way."""
+    """Return vectors that are difficult for a search, each in another way."""
     normal = random.standard_normal(size)
     few = np.zeros(size)
     few[random.integers(0, size, 3)] = 1
@@ -220,7 +220,7 @@ def test_without_enough_nonzeros_there_is_nothing_to_scan_again() -> None:
 def test_64_bit_indices_select_the_same(
     random: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What vectors of 2^31 elements and more take; too large for a test.
+    # As for vectors of 2^31 elements and more, which are too large for a test.
     values = vectors(random, 30_011, np.float32)
     expected = {name: host.select(dense, 300)[0] for name, dense in values.items()}
     monkeypatch.setattr(host, "index_dtype", lambda length: np.dtype(np.int64))
@@ -231,7 +231,7 @@ def test_64_bit_indices_select_the_same(
 
 
 def test_short_lists_that_overlap_in_every_way_add_up_as_in_the_reference() -> None:
-    """Of all lists with indices below 6, those that cancel out among them."""
+    """All pairs of lists with indices below 6, including those that cancel."""
     lists = []
     for chosen in range(2**6):
         dense = np.array([index % 3 - 1.5 if chosen >> index & 1 else 0 for index in range(6)])
@@ -283,7 +283,7 @@ def test_merges_of_strange_values_are_those_of_the_reference(
 
 
 def test_entries_that_begin_off_their_alignment_are_used_like_others() -> None:
-    # As a message holds them whose header and indices are not a multiple of eight bytes long.
+    # As in a message whose header and indices are not a multiple of eight bytes long.
     message = np.zeros(4 + 3 * 8, np.uint8)
     values = message[4:].view(np.float64)
     values[:] = 1, -3, 2
@@ -332,7 +332,7 @@ def test_vectors_of_other_dtypes_are_converted_or_refused_and_never_misread() ->
             call()
 
 
-def test_what_is_cleared_is_the_array_and_nothing_else() -> None:
+def test_clear_sets_the_array_to_zero_and_nothing_else() -> None:
     beside = np.ones(12, np.float32)
     host.clear(beside[::2])
     assert beside.tolist() == [0, 1] * 6
@@ -514,7 +514,7 @@ def test_more_threads_than_32_bits_count_are_as_many_as_there_is_work_for(
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "many"])
-def test_what_is_no_number_of_threads_is_refused(text: str, alone: pytest.MonkeyPatch) -> None:
+def test_an_invalid_number_of_threads_is_refused(text: str, alone: pytest.MonkeyPatch) -> None:
     alone.setenv("GTOPK_THREADS", text)
     with pytest.raises(ValueError, match=f"GTOPK_THREADS must be .*, got '{text}'"):
         threads()
@@ -523,7 +523,7 @@ def test_what_is_no_number_of_threads_is_refused(text: str, alone: pytest.Monkey
 # ---- what a compiler can find out
 
 
-# What GCC 8 and clang 14 know; GCC 11 and clang 17 know more.
+# The names that GCC 8 and clang 14 know; GCC 11 and clang 17 know more.
 KNOWN_FEATURES = {"avx2", "avx512f", "avx512vl", "bmi", "bmi2", "popcnt"}
 
 
@@ -550,8 +550,8 @@ def test_no_access_is_out_of_bounds_and_nothing_is_undefined(
     assert sanitized("kernels_random.py") == "all the same\n"
 
 
-def test_what_is_too_long_for_a_cache_is_summed_and_cleared_as_what_is_short() -> None:
-    """Both are written past the caches from 64 MiB on: the edges need not lie on a line's."""
+def test_vectors_too_long_for_a_cache_are_summed_and_cleared_like_short_ones() -> None:
+    """From 64 MiB on both are written past the caches; their ends need not be at cache lines."""
     length = (64 << 18) + 4099
     room = np.full(length + 3, 7.0, np.float32)
     beside, residual = room[1:-2], np.ones(length, np.float32)

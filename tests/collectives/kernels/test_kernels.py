@@ -1,4 +1,4 @@
-"""The contract of the hot loops, kept by every twin: against a sort, and against plain NumPy."""
+"""The contract of the hot loops, for every twin: against a sort, and against plain NumPy."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ by_dtype = pytest.mark.parametrize("dtype", [np.float32, np.float64])
     ids=["reference", "host"],
 )
 def _twin(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Have every twin keep the contract; chunks are small, so that short arrays span many."""
+    """Run with every twin; with small chunks, so that short arrays span many."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "_for_numpy", request.param)
         patch.setattr(reference, "CHUNK", 16)
@@ -56,7 +56,7 @@ def _twin(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def elements(dtype: type) -> st.SearchStrategy[float]:
-    """Return values of all magnitudes, subnormal and huge; no two of them overflow when added."""
+    """Return values of all magnitudes, subnormal and huge, but no two whose sum overflows."""
     bound = float(np.finfo(dtype).max) / 4
     width = np.dtype(dtype).itemsize * 8
     if width == 32:
@@ -87,7 +87,7 @@ def in_order(dense: np.ndarray) -> np.ndarray:
 
 
 def bits(values: np.ndarray) -> bytes:
-    """Return what makes values the same; the sign of a NaN does not."""
+    """Return the bits to compare, without the sign of NaN."""
     return np.where(np.isnan(values), np.abs(values), values).tobytes()
 
 
@@ -106,7 +106,7 @@ def assert_same(a: SparseVector, b: SparseVector) -> None:
 
 
 def read_only(*parts: np.ndarray | SparseVector) -> None:
-    """Make whoever writes to these arrays fail."""
+    """Make writes to these arrays fail."""
     for part in parts:
         for array in (part.indices, part.values) if isinstance(part, SparseVector) else (part,):
             array.setflags(write=False)
@@ -121,9 +121,7 @@ thresholds = st.floats(0, 3) | st.sampled_from([np.inf, np.nan, -1.0, 1e-320, 1e
 
 @settings(max_examples=50)
 @given(vectors(sizes), st.integers(1, 200), thresholds)
-def test_what_is_selected_is_what_a_sort_puts_first(
-    dense: np.ndarray, k: int, threshold: float
-) -> None:
+def test_a_selection_is_the_first_k_of_a_sort(dense: np.ndarray, k: int, threshold: float) -> None:
     k = min(k, dense.size)
     read_only(dense)
     picked, _ = select(dense, k, threshold)
@@ -204,7 +202,7 @@ def test_candidates_that_keep_coming_are_pruned_without_loss(
 
 
 @pytest.mark.parametrize("value", [1.0, np.finfo(np.float32).max])
-def test_of_many_equals_the_first_survive_a_pruning(value: float) -> None:
+def test_pruning_keeps_the_first_of_equal_entries(value: float) -> None:
     dense = np.full(3 * SEAM, value, np.float32)
     dense[5] = 0
     picked, _ = select(dense, 6)
@@ -217,7 +215,7 @@ def test_a_sample_that_misleads_costs_a_scan_and_no_entry(random: np.random.Gene
     dense[::15] *= 1000
     for k in (1000, 10_000):
         assert_same(select(dense, k)[0], top(dense, k))
-    # And every value but the sampled ones is large: far too low.
+    # Now every value but the sampled ones is large, so the guess is far too low.
     dense = random.standard_normal(100_000).astype(np.float32) * 1000
     dense[::15] /= 1000
     assert_same(select(dense, 1000)[0], top(dense, 1000))
@@ -255,7 +253,7 @@ def test_a_vector_has_one_dimension() -> None:
 
 
 @pytest.mark.parametrize("what", [torch.ones(4), [1.0] * 4], ids=["tensor", "list"])
-def test_what_is_no_array_is_refused_with_the_way_to_one(what: Any) -> None:
+def test_an_argument_that_is_not_an_array_is_refused_with_advice(what: Any) -> None:
     residual = np.zeros(4, np.float32)
     vector = SparseVector(what, what, 4)
     for call in (
@@ -334,9 +332,9 @@ def test_a_gradient_in_many_arrays_is_the_one_they_make_up(
     into = np.full_like(residual, 7) if beside else None
     with np.errstate(invalid="ignore"):
         if factor is not None:
-            faster = np.full_like(velocity, 7) if beside else None
-            momentum = Momentum(velocity.copy(), factor, faster)
-            slower = velocity.copy()
+            elsewhere = np.full_like(velocity, 7) if beside else None
+            momentum = Momentum(velocity.copy(), factor, elsewhere)
+            old_velocity = velocity.copy()
             velocity *= factor
             velocity += gradient
         expected += gradient if factor is None else velocity
@@ -345,9 +343,9 @@ def test_a_gradient_in_many_arrays_is_the_one_they_make_up(
     if momentum is not None:
         written = momentum.velocity if momentum.into is None else momentum.into
         assert bits(written) == bits(velocity)
-    if into is not None:  # what it began with is as it was
+    if into is not None:  # then the old arrays are unchanged
         assert bits(residual) == bits(before)
-        assert momentum is None or bits(momentum.velocity) == bits(slower)
+        assert momentum is None or bits(momentum.velocity) == bits(old_velocity)
     assert_same(picked, top(expected, k))
 
 
@@ -418,7 +416,7 @@ def test_entries_put_as_bfloat16_are_rounded_to_nearest() -> None:
     assert part.tolist() == [0x3F80, 0x3F82, 0xFF80, 0]
 
 
-def test_what_does_not_fit_together_is_refused_untouched() -> None:
+def test_arguments_that_do_not_fit_together_are_refused_and_unchanged() -> None:
     residual, ones = np.zeros(4, np.float32), np.ones(4, np.float32)
     wrong = [
         [ones[:2], ones[:3]],
@@ -444,13 +442,16 @@ def test_what_does_not_fit_together_is_refused_untouched() -> None:
     assert not residual.any()
 
 
-@pytest.mark.parametrize("what", ["residual", "sum", "velocity", "velocity beside"])
-def test_where_one_array_is_read_only_nothing_is_written(what: str) -> None:
-    """Not the others, either: a residual without its velocity would be of no step."""
-    residual, beside, velocity, faster = np.zeros((4, 4), np.float32)
-    given = {"residual": residual, "sum": beside, "velocity": velocity, "velocity beside": faster}
+READ_ONLY = ["residual", "sum", "velocity", "new velocity"]
+
+
+@pytest.mark.parametrize("what", READ_ONLY)
+def test_if_one_array_is_read_only_nothing_is_written(what: str) -> None:
+    """Not even the other arrays: residual and velocity must be of the same step."""
+    residual, beside, velocity, new_velocity = np.zeros((4, 4), np.float32)
+    given = dict(zip(READ_ONLY, (residual, beside, velocity, new_velocity), strict=True))
     read_only(given[what])
-    momentum = Momentum(velocity, 0.9, faster if what == "velocity beside" else None)
+    momentum = Momentum(velocity, 0.9, new_velocity if what == "new velocity" else None)
     into = beside if what == "sum" else None
     with pytest.raises(ValueError, match="read-only"):
         accumulate_and_select(residual, np.ones(4, np.float32), 1, 0.0, momentum, into=into)
@@ -464,7 +465,7 @@ def test_a_read_only_residual_can_be_added_to_elsewhere() -> None:
     assert beside.tolist() == [1] * 4
 
 
-def test_where_one_part_is_read_only_none_is_put_into() -> None:
+def test_if_one_part_is_read_only_none_is_written() -> None:
     parts = list(np.zeros((2, 4), np.float32))
     read_only(parts[1])
     with pytest.raises(ValueError, match="read-only"):
@@ -527,7 +528,7 @@ def test_a_merge_keeps_one_entry_or_more(k: int) -> None:
         merge(vector, vector, k)
 
 
-def test_what_does_not_fit_together_is_not_merged() -> None:
+def test_vectors_that_do_not_fit_together_are_not_merged() -> None:
     vector = SparseVector.from_dense(np.ones(4, np.float32))
     with pytest.raises(ValueError, match="vectors must be of one length, got 4 and 5"):
         merge(vector, vector._replace(length=5), 2)
@@ -632,7 +633,7 @@ def test_one_bad_number_anywhere_is_found(
         assert not all_finite(np.where(np.arange(size) == at, dtype(bad), array))
 
 
-def test_of_16_bits_all_are_finite_but_infinities_and_nan() -> None:
+def test_16_bit_floats_are_finite_except_infinities_and_nan() -> None:
     everything = np.arange(1 << 16, dtype=np.uint16)
     for array, infinity in ((everything.view(np.float16), 0x7C00), (everything, 0x7F80)):
         finite = everything & 0x7FFF < infinity

@@ -1,4 +1,4 @@
-"""16-bit floats are widened to what they stand for, and rounded to the nearest."""
+"""16-bit floats are widened exactly, and rounded to the nearest."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_reductions_are_those_in_float32_rounded_once(dtype: np.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64, np.uint16])
-def test_what_is_not_narrow_stays_as_it_is(dtype: type) -> None:
+def test_other_dtypes_stay_as_they_are(dtype: type) -> None:
     array = np.ones(3, dtype)
     assert widen(array) is array
     assert narrow(array, array.dtype) is array

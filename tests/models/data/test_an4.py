@@ -1,4 +1,4 @@
-"""AN4: recordings and what is said in them, in batches; what is wrong has a file and a place."""
+"""AN4: recordings and transcripts, in batches; errors name the file and the place."""
 
 from __future__ import annotations
 

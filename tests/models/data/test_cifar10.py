@@ -1,4 +1,4 @@
-"""CIFAR-10's two versions hold the same images; whatever is wrong with a file has a place."""
+"""CIFAR-10's two versions have the same images; errors name the file and the place."""
 
 from __future__ import annotations
 

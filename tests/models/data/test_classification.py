@@ -1,4 +1,4 @@
-"""Sets that come with scikit-learn, and sets of a file."""
+"""Data sets that come with scikit-learn, and those of a file."""
 
 from __future__ import annotations
 

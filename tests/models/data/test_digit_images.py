@@ -1,4 +1,4 @@
-"""Digits as images: the same pixels, and the same ones enlarged."""
+"""Digits as images: the same pixels, or enlarged ones."""
 
 from __future__ import annotations
 

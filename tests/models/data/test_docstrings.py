@@ -15,7 +15,7 @@ def as_text(tokens: torch.Tensor) -> str:
     return bytes(tokens.tolist()).decode()
 
 
-def test_it_is_what_the_modules_say_of_themselves() -> None:
+def test_the_text_has_the_modules_docstrings() -> None:
     text = load_docstrings()
     assert text.origin == f"docstrings of Python {platform.python_version()}'s standard library"
     assert text.vocabulary == 256

@@ -1,4 +1,4 @@
-"""Augmentation moves and mirrors whole images, and depends on the visits alone."""
+"""Augmentation shifts and mirrors whole images, and depends only on the visits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_image_is_moved_by_some_pixels_and_perhaps_mirrored() -> None:
     assert len(seen) > 30
 
 
-def test_what_is_drawn_depends_on_the_visits_alone() -> None:
+def test_augmentation_depends_only_on_the_visits() -> None:
     images = np.random.default_rng(0).integers(0, 256, (10, 3, 8, 8), np.uint8)
     data = ImageArrays(images, np.arange(10), (0.5,) * 3, (0.2,) * 3, augmented=True, seed=3)
     first, again, next_epoch = (data.__getitems__(visits).inputs for visits in ([4], [4], [14]))

@@ -1,4 +1,4 @@
-"""Folders of images: classes by name, cuts that stay inside, and files that are none are named."""
+"""Folders of images: classes by name, crops inside the image, errors that name the file."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_folder_that_is_not_whole_is_told_what_it_lacks(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"), [("._0.jpg", "is hidden"), ("gone.png", "is no file, or a link")]
 )
-def test_what_is_no_image_is_refused_when_the_folder_is_listed(tmp_path, name, reason) -> None:
+def test_other_files_are_refused_when_the_folder_is_listed(tmp_path, name, reason) -> None:
     write_folder(tmp_path)
     stray = tmp_path / "train" / "n01" / name
     if name == "gone.png":

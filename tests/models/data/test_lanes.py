@@ -1,4 +1,4 @@
-"""Text in lanes: the picture, and every token read once, by one rank."""
+"""Text in lanes: as in the picture, and every token is read once, by one rank."""
 
 from __future__ import annotations
 

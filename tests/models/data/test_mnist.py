@@ -1,4 +1,4 @@
-"""MNIST's files, plain or gzip: read as they are, or refused by file, byte and reason."""
+"""MNIST's files, plain or gzip: read, or refused with file, byte and reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Penn Treebank: words in the order of their frequency, ends of lines, and what is refused."""
+"""Penn Treebank: words by frequency, ends of lines, and refused files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_words_end_at_spaces_and_tabs_and_lines_at_their_ends_alone(tmp_path) ->
     assert len(text.test) == len(odd) + 1
 
 
-def test_what_is_wrong_has_a_file_and_a_line(tmp_path) -> None:
+def test_errors_name_the_file_and_the_line(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no ptb\.train\.txt in .* are needed"):
         read_ptb(tmp_path)
     cases = {

@@ -1,4 +1,4 @@
-"""Speech: spectrograms show their tones, buckets hold neighbours, letters are what is said."""
+"""Speech: spectrograms show their tones, buckets have neighbours, letters make up transcripts."""
 
 from __future__ import annotations
 

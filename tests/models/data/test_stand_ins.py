@@ -1,4 +1,4 @@
-"""Stand-ins for published sets: their shapes, something to learn, the same everywhere, labelled."""
+"""Stand-ins for published sets: their shapes, something to learn, reproducible, labelled so."""
 
 from __future__ import annotations
 

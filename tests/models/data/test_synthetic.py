@@ -1,4 +1,4 @@
-"""Synthetic data has the dimensions it is said to have, is the same on every rank, and says so."""
+"""Synthetic data has the stated dimensions, is the same on every rank, and is labelled as such."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Windows of text: each token read once in an epoch, targets one further on."""
+"""Windows of text: each token is read once in an epoch, and targets are shifted by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every sample is visited in every epoch, by one rank, in an order that can be begun anywhere."""
+"""Every sample is visited in each epoch, by one rank, in an order that can be resumed anywhere."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_epochs_differ_and_come_again() -> None:
     assert visited(17, 1, 0) == visited(17, 1, 0)
 
 
-def test_what_fills_no_batch_is_left_out_and_any_batch_may_be_the_first() -> None:
+def test_partial_batches_are_left_out_and_any_batch_may_be_the_first() -> None:
     visits = Visits(23, 4, rank=1, size=2)
     whole = list(visits)
     assert [len(batch) for batch in whole] == [4] * len(visits) == [4, 4, 4]

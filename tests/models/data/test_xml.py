@@ -1,4 +1,4 @@
-"""Files of the Extreme Classification Repository and LIBSVM: read whole, or refused by name."""
+"""Files of the Extreme Classification Repository and LIBSVM: read, or refused by name."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_binary_file_of_libsvm_has_one_class_a_row(tmp_path) -> None:
         read_libsvm("delicious", path)
 
 
-def test_what_is_written_is_read(tmp_path) -> None:
+def test_a_written_file_is_read_back(tmp_path) -> None:
     rows = synthesise(SMALL, 200)
     write_xml(tmp_path / "train", rows)
     read = read_xml(tmp_path / "train")
@@ -125,7 +125,7 @@ def test_what_is_written_is_read(tmp_path) -> None:
         (b"1 10 20\n1 x:1\n", r"train: invalid literal for int"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said_with_its_name(tmp_path, content, error) -> None:
+def test_errors_name_the_file_and_the_reason(tmp_path, content, error) -> None:
     path = written(tmp_path / "train", content)
     with pytest.raises(MalformedFile, match=error):
         read_xml(path)
@@ -167,7 +167,7 @@ def test_arguments_out_of_range_are_refused(tmp_path, changed, error) -> None:
         read_classes(path, **{"features": 10, "feature_base": 1, "classes": (-1, 1), **changed})
 
 
-def test_what_numbers_count_from_must_be_said(tmp_path) -> None:
+def test_the_first_numbers_are_required(tmp_path) -> None:
     path = written(tmp_path / "w8a", b"1 1:1\n")
     with pytest.raises(TypeError, match="feature_base"):
         read_classes(path, features=10, classes=(-1, 1))

@@ -1,4 +1,4 @@
-"""Machines for the tests of the CUDA kernels: the host, and a GPU where there is one."""
+"""Machines for the tests of the CUDA kernels: the host, and a GPU if there is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CUDA machine: what it says without CuPy, what it asks of it, and all of it on a GPU."""
+"""The CUDA machine: errors without CuPy, its calls of CuPy, and all of it on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the wire asks of a GPU, against the NumPy reference."""
+"""The wire's kernels on a GPU, against the NumPy reference."""
 
 from __future__ import annotations
 

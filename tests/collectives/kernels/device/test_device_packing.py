@@ -1,4 +1,4 @@
-"""Offsets and 16-bit values: the bytes of the NumPy reference, and back."""
+"""Offsets and 16-bit values on a GPU: the bytes of the NumPy reference, and back."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_wide_indices_are_packed_too(scratch: Scratch) -> None:
 
 @settings(max_examples=100)
 @given(st.binary(max_size=60), st.integers(0, 12), st.sampled_from([1, 9, 200_000, 2**40]))
-def test_what_is_no_account_of_blocks_is_refused_as_the_reference_refuses_it(
+def test_malformed_counts_are_refused_as_by_the_reference(
     scratch: Scratch, content: bytes, count: int, length: int
 ) -> None:
     machine: Any = scratch.machine
@@ -174,7 +174,7 @@ def test_any_bytes_are_read_as_few_bits_as_the_reference_reads_them(
 
 
 @pytest.mark.parametrize("code", codes.NARROW)
-def test_nothing_packs_to_nothing(scratch: Scratch, code: str) -> None:
+def test_an_empty_list_takes_no_bytes(scratch: Scratch, code: str) -> None:
     machine: Any = scratch.machine
     check_blocks(scratch, np.empty(0, np.int32), 70_000)
     nothing, out = np.empty(0, np.float32), np.empty(0, np.uint8)

@@ -69,7 +69,7 @@ def test_entries_are_put_into_many_arrays(
 
 
 @pytest.mark.parametrize(("form", "infinity"), [(np.float16, 0x7C00), (np.uint16, 0x7F80)])
-def test_of_16_bits_only_infinities_and_nan_are_not_finite(
+def test_16_bit_floats_are_finite_except_infinities_and_nan(
     scratch: Scratch, form: type, infinity: int
 ) -> None:
     machine: Any = scratch.machine

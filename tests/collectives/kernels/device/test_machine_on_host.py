@@ -1,4 +1,4 @@
-"""The machine of these tests finds the faults that a GPU would punish in silence."""
+"""The test machine detects faults that a GPU would not report."""
 
 from __future__ import annotations
 

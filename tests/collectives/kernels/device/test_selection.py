@@ -1,4 +1,4 @@
-"""Selection on a GPU against a sort: the sequence of launches, and every way it can go."""
+"""Selection on a GPU against a sort: the sequence of launches, in every case."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def vectors(draw: st.DrawFn) -> np.ndarray:
 
 @settings(max_examples=80)
 @given(vectors(), st.integers(1, 300), thresholds)
-def test_what_is_selected_is_what_a_sort_puts_first(
+def test_a_selection_is_the_first_k_of_a_sort(
     scratch: Scratch, dense: np.ndarray, k: int, threshold: float
 ) -> None:
     k = min(k, dense.size)

@@ -1,4 +1,4 @@
-"""The CUDA sources compile for every GPU we name, and what they take is what they may."""
+"""The CUDA sources compile for every supported GPU, within limits of registers and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One residual's steps by a graph that is replayed, against the same steps launched one by one."""
+"""Steps by a replayed graph, against the same steps launched one by one."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_fewer_entries_than_k_are_counted(machine: Any) -> None:
     assert threshold == 0.0
 
 
-def test_of_one_rank_it_is_the_whole_step(machine: Any) -> None:
+def test_on_one_rank_a_step_is_the_whole_exchange(machine: Any) -> None:
     step, residual = Step(machine, SIZE, K, np.float32), machine.zeros(SIZE, np.float32)
     by_hand, transport, threshold = np.zeros(SIZE, np.float32), local_world(1)[0], 0.0
     for gradient in gradients(3):

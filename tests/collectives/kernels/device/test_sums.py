@@ -105,7 +105,7 @@ def test_subnormal_numbers_add_up(scratch: Scratch) -> None:
         assert_same(scratch.machine, got, reference.sum_by_index(together))
 
 
-def test_nothing_and_nothing_is_nothing(scratch: Scratch) -> None:
+def test_the_sum_of_empty_vectors_is_empty(scratch: Scratch) -> None:
     nothing = put(scratch.machine, SparseVector.empty(7))
     merged = merge(scratch, nothing, nothing, 3)
     assert (merged.entries, merged.length) == (0, 7)
