@@ -119,6 +119,15 @@ class ProcessSet:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
 
+def require_process_set(process_set: object) -> None:
+    """Raise TypeError for what is no process set, such as the list of its ranks."""
+    if not isinstance(process_set, ProcessSet):
+        raise TypeError(
+            "process_set must be a ProcessSet, such as add_process_set returns, got "
+            f"{process_set!r}"
+        )
+
+
 global_process_set = ProcessSet([])
 global_process_set.process_set_id = 0
 
@@ -227,6 +236,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     Raises ValueError where sets are not dynamic.
     """
     _must_be_dynamic()
+    require_process_set(process_set)
     here = world.current()
     number = process_set.process_set_id
     if not number or process_set._find() is None:  # 0 is all ranks

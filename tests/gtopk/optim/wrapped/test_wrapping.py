@@ -194,6 +194,12 @@ def test_arguments_are_handed_on_as_they_are_given(kind: str) -> None:
         assert "set_to_none" in inspect.signature(optimizer.zero_grad).parameters
 
 
+def test_what_is_no_optimizer_is_refused_in_words():
+    for nothing in (None, [torch.nn.Parameter(torch.zeros(1))]):
+        with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer"):
+            wrap(nothing, Wrapping)
+
+
 def test_what_is_wrapped_is_not_wrapped_again():
     with pytest.raises(ValueError, match="distributed already"):
         wrap(wrap(sgd(), Wrapping), Wrapping)
