@@ -194,6 +194,7 @@ def ramp(
         1, at which the ramp ends.
     Raises ValueError for a number out of its range, TypeError for a scheduler in schedule's place.
     """
+    require_optimizer(optimizer)
     check_count("steps", steps, 1)
     check_density("start", start)
     check_density("until", until)

@@ -12,6 +12,7 @@ from collectives.transports import Transport
 
 from ... import settings
 from ..coordinator import Engine
+from ..coordinator.engine import SET_REMOVED
 from . import world
 from .joining import is_communicator, ranks_of
 from .membership import Members
@@ -241,7 +242,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     number = process_set.process_set_id
     if not number or process_set._find() is None:  # 0 is all ranks
         return False
-    here.close_set(number, "removed its process set")
+    here.close_set(number, SET_REMOVED)
     # All ranks meet, those outside the set, too: afterwards none of them has it.
     process_set.process_set_id = None
     signature = [f"number {number}"]
