@@ -109,7 +109,10 @@ class ErrorFeedback:
         if isinstance(self.dense, str):
             object.__setattr__(self, "dense", (self.dense,))
         for pattern in self.dense:
-            re.compile(pattern)
+            try:
+                re.compile(pattern)
+            except (re.error, TypeError) as error:
+                raise ValueError(f"dense takes regular expressions, got {pattern!r}") from error
         check_count("dense_under", self.dense_under)
         if not isinstance(self.factor_masking, bool):
             raise TypeError(f"factor_masking must be True or False, got {self.factor_masking!r}")

@@ -37,13 +37,13 @@ from ..errors import HorovodInternalError, check_count
 from ..exchange.automatic import hides_behind_backward
 from ..exchange.bucket_exchange import require_compression
 from ..exchange.buckets.parameters import name_parameters, require_known, require_trained
-from ..optim.gradient_checks import require_one_momentum, set_aside_optimizers_of
+from ..optim.gradient_checks import make_outer, require_one_momentum, set_aside_optimizers_of
 from ..optim.wrapped import checkpoint as optimizer_checkpoint
 from ..optim.wrapped.tree import lay_out_as_parameters
 from ..optim.wrapped.wrapping import Wrapping, wrap
 from ..runtime.logs import EVERYWHERE
 from ..runtime.world import world
-from ..runtime.world.process_sets import ProcessSet, global_process_set
+from ..runtime.world.process_sets import ProcessSet, global_process_set, require_process_set
 from ..telemetry.step_report import StepReport
 from .fragments import Fragment, Fragments, check_rounds
 from .outer_exchange import LostReplicas, options_of, state_of
@@ -100,8 +100,8 @@ class _LocalSGD(Wrapping):
         self.process_set = process_set
         names = name_parameters(self, named_parameters)
         self._names = {p: names[p] for p in require_trained(names)}
+        self.outer = make_outer(outer, self._names)
         set_aside_optimizers_of(self._names)
-        self.outer = outer(list(self._names))
         if isinstance(compression, ErrorFeedback):
             # momentum_correction is a momentum already: with the outer optimizer's a change would
             # count by both.
@@ -458,6 +458,7 @@ def LocalSGD(
     check_rounds(inner_steps, overlap_steps, fragments, residual_decay, compression)
     check_count("max_skipped_steps", max_skipped_steps)
     require_compression(compression)
+    require_process_set(process_set)
     if isinstance(compression, ErrorFeedback) and (
         compression.dense or compression.dense_vectors or compression.dense_under
     ):

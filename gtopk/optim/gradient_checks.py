@@ -17,7 +17,7 @@ import logging
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 from weakref import WeakKeyDictionary, WeakMethod, WeakSet
 
@@ -26,7 +26,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from ..compression import ErrorFeedback, SparseCompression
 from ..errors import page
-from ..exchange.buckets.parameters import parameters_of
+from ..exchange.buckets.parameters import parameters_of, require_optimizer
 from .options import instead_of_clipping
 
 _log = logging.getLogger("gtopk")
@@ -70,6 +70,32 @@ def require_one_momentum(
             else f"{correction} is for SGD; {kind} has a momentum of its own: leave "
             f"momentum_correction at 0, or use SGD{'' if outer else ' and give adam_correction'}"
         )
+
+
+def make_outer(
+    outer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
+    parameters: Collection[torch.nn.Parameter],
+) -> torch.optim.Optimizer:
+    """Return LocalSGD's outer optimizer; raise an error where it cannot step these parameters.
+
+    TypeError for what makes no optimizer, ValueError for LBFGS, and for other parameters: the
+    changes of those that it leaves out would be lost.
+    """
+    if not callable(outer):
+        raise TypeError(f"outer= must make an optimizer of a list of parameters, got {outer!r:.99}")
+    made = outer([*parameters])
+    require_optimizer(made, "what outer= returns")
+    if isinstance(made, torch.optim.LBFGS):
+        raise ValueError("LBFGS needs a closure, and the outer step has none: use another outer=")
+    stepped = {*parameters_of(made)}
+    if stepped != {*parameters}:
+        raise ValueError(
+            f"the outer optimizer must step the {len(parameters)} parameters that outer= is given, "
+            f"got {len(stepped.intersection(parameters))} of them and "
+            f"{len(stepped.difference(parameters))} others: make it of its argument, as "
+            "outer=lambda parameters: torch.optim.SGD(parameters, lr=0.7)"
+        )
+    return made
 
 
 def log_advice(optimizer: torch.optim.Optimizer, compression: object, way: str = "") -> None:

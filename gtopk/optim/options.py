@@ -22,7 +22,7 @@ from ..exchange.adamw import AdamGroups
 from ..exchange.automatic import hides_behind_backward
 from ..exchange.bucket_exchange import require_compression
 from ..reduce_ops import NAMES, Adasum, Average, Sum
-from ..runtime.world.process_sets import ProcessSet
+from ..runtime.world.process_sets import ProcessSet, require_process_set
 from .step_checks import require_check
 
 _log = logging.getLogger("gtopk")
@@ -60,11 +60,7 @@ class Options:
 
     def __post_init__(self) -> None:
         require_compression(self.compression)
-        if not isinstance(self.process_set, ProcessSet):
-            raise TypeError(
-                "process_set must be a ProcessSet, such as add_process_set returns, got "
-                f"{self.process_set!r}"
-            )
+        require_process_set(self.process_set)
         if self.op not in (Average, Sum, Adasum):
             raise ValueError(
                 f"op must be Average, Sum or Adasum, got {NAMES.get(self.op, self.op)}"

@@ -15,6 +15,7 @@ import torch
 
 from ..errors import HorovodInternalError
 from ..exchange.buckets.buckets import is_expanded
+from ..exchange.buckets.parameters import require_optimizer
 from ..optim.wrapped import tree as optimizer_tree
 from ..optim.wrapped.local_residual import restore_centers
 from ..optim.wrapped.wrapping import Wrapping
@@ -253,6 +254,7 @@ def broadcast_optimizer_state(
     Raises ValueError for LBFGS and, on every rank, when a rank's optimizer is of another class or
     has other parameters; TypeError, on every rank, when the root's state cannot be sent.
     """
+    require_optimizer(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
     name = "optimizer_state"

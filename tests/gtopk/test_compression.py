@@ -80,6 +80,8 @@ def test_a_code_that_there_is_not_is_refused_with_those_there_are(kind, options)
             lambda: Compression.auto(bytes_per_step=1e6, hide_behind_backward=True),
             "give one budget, not several",
         ),
+        (lambda: Compression.gtopk(dense=["("]), r"dense takes regular expressions, got '\('"),
+        (lambda: Compression.gtopk(dense=[1]), "dense takes regular expressions, got 1"),
         (lambda: Compression.auto(bytes_per_step=0), "bytes_per_step must be above 0"),
         (lambda: Compression.auto(bytes_per_step="1M"), "bytes_per_step must be a number"),
         (lambda: Compression.auto(hide_behind_backward=1), "must be True or False, got 1"),

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+import gtopk
 import gtopk.torch as hvd
 from gtopk import fsdp
 from gtopk.compression import Compression
@@ -275,6 +276,7 @@ def test_a_run_resumes_to_the_bit_also_from_torchs_checkpoints() -> None:
     before, shards = copy.deepcopy([optimizer.state_dict(), state.state_dict()]), own(model)
     folder = hvd.broadcast_object(tempfile.mkdtemp() if RANK == 0 else None)
     dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
+    gtopk.save_checkpoint(f"{folder}/replicas", None, None, step=4, replicas=state)
     train(model, optimizer, range(4, 8))
     for by_torch in (False, True):
         resumed, again, fresh = sharded()
@@ -284,9 +286,10 @@ def test_a_run_resumes_to_the_bit_also_from_torchs_checkpoints() -> None:
             loaded = get_optimizer_state_dict(resumed, again)
             dcp.load({"optimizer": loaded}, checkpoint_id=folder)
             set_optimizer_state_dict(resumed, again, loaded)
+            gtopk.load_latest(f"{folder}/replicas", None, replicas=fresh)
         else:
             again.load_state_dict(before[0])
-        fresh.load_state_dict(before[1])
+            fresh.load_state_dict(before[1])
         train(resumed, again, range(4, 8))
         assert torch.equal(weights(resumed), weights(model)), by_torch
         assert equal(saved(resumed, again, fresh), saved(model, optimizer, state))

@@ -146,6 +146,14 @@ def require_known(
         raise ValueError(f"{what}, but now others do, too: {'; '.join(later)}")
 
 
+def require_optimizer(optimizer: object, name: str = "optimizer") -> None:
+    """Raise TypeError for an object that is no optimizer, such as a list, or a scheduler."""
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"{name} must be a torch.optim.Optimizer, such as AdamW, got {optimizer!r:.99}"
+        )
+
+
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     """Return all parameters, in their order."""
     return [p for group in optimizer.param_groups for p in group["params"]]

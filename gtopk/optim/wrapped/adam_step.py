@@ -19,7 +19,7 @@ from torch.utils.weak import TensorWeakRef
 from ...compression import ErrorFeedback, Hierarchical, check_density
 from ...errors import check_choice, check_count
 from ...exchange.adamw import SHARED, SHARED_ROWS, AdamGroups, is_decoupled, refuse_amsgrad
-from ...exchange.buckets.parameters import parameters_of
+from ...exchange.buckets.parameters import parameters_of, require_optimizer
 from ...reduce_ops import Adasum
 from .local_residual import on_this_rank, take_center, versions_of
 
@@ -144,14 +144,6 @@ class AgreedSteps:
             )
 
 
-def require_optimizer(optimizer: object) -> None:
-    """Raise TypeError for an object that is no optimizer, such as a list, or a scheduler."""
-    if not hasattr(optimizer, "param_groups"):
-        raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer, such as AdamW, got {optimizer!r:.99}"
-        )
-
-
 def plain(optimizer: Any) -> torch.optim.Optimizer:
     """Return the optimizer itself, also out of a wrapper of Accelerate or Lightning."""
     require_optimizer(optimizer)
@@ -202,6 +194,7 @@ def ramp(
         1, at which the ramp ends.
     Raises ValueError for a number out of its range, TypeError for a scheduler in schedule's place.
     """
+    require_optimizer(optimizer)
     check_count("steps", steps, 1)
     check_density("start", start)
     check_density("until", until)

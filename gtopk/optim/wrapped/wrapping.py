@@ -16,7 +16,13 @@ from typing import Any
 
 import torch
 
-from ...exchange.buckets.parameters import parameters_of, placeholders, remove_placeholders, renew
+from ...exchange.buckets.parameters import (
+    parameters_of,
+    placeholders,
+    remove_placeholders,
+    renew,
+    require_optimizer,
+)
 from ...exchange.exchange import Progress
 from ...runtime.world.membership import World
 from ...runtime.world.process_sets import ProcessSet
@@ -121,8 +127,10 @@ class Wrapping(torch.optim.Optimizer):
 def wrap(optimizer: torch.optim.Optimizer, kind: type[Wrapping]) -> Any:
     """Return an optimizer of a class derived from (kind, the optimizer's own class).
 
-    Raises ValueError for LBFGS, and for an optimizer that is wrapped already.
+    Raises ValueError for LBFGS, and for an optimizer that is wrapped already; TypeError for what is
+    no optimizer.
     """
+    require_optimizer(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS evaluates its closure many times a step; use another optimizer")
     if isinstance(optimizer, Wrapping):

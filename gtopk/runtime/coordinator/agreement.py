@@ -7,11 +7,14 @@ from typing import Final
 
 _CHECKPOINT: Final = ".checkpoint."  # in the names of all operations of checkpoints
 _GRADIENTS: Final = "gradients."  # how the names of all exchanges of gradients begin
-# Advice where some ranks have ended, or have gone on to what follows a loop.
-UNEVEN: Final = (
-    "; give all ranks as many batches (drop_last=True, a DistributedSampler), or have each "
-    "call hvd.join() when it is done"
-)
+# How batches may stay uneven, by the beginning of an operation's name: hvd.join() stands in for a
+# rank in none of the first three.
+_UNEVEN: Final = {
+    "local_sgd.": ", or use inner_steps=None, and call outer_step() on all of them",
+    "ddp.": ", or train within DDP's `with model.join():`",
+    "fsdp.": "",
+    "": ", or have each call hvd.join() when it is done",
+}
 
 
 def describe_mismatch(specs: Mapping[int, Sequence[str]]) -> str:
@@ -54,7 +57,9 @@ def describe_deadlock(waiting: Mapping[int, str]) -> str:
     """Return the text about ranks that wait for different operations; waiting: by rank."""
     said = _ranks_by_text(waiting)
     in_a_step = {name.startswith(_GRADIENTS) for name in waiting.values()}
-    advice = advice_on(waiting.values()) or UNEVEN * (len(in_a_step) == 2)
+    advice = advice_on(waiting.values()) or advice_on_uneven(_GRADIENTS) * (len(in_a_step) == 2)
+    if all(name.startswith("fsdp.") for name in waiting.values()):
+        advice = "; all replicas must use a module in a pass, or none of them"
     return f"the ranks disagree about their next operation: {said}{advice}"
 
 
@@ -66,6 +71,12 @@ def advice_on(names: Iterable[str]) -> str:
             "0 alone writes: not under `if hvd.rank() == 0`"
         )
     return ""
+
+
+def advice_on_uneven(name: str) -> str:
+    """Return advice where a rank has ended, or gone on, before an operation of this name."""
+    more = next(text for start, text in _UNEVEN.items() if name.startswith(start))
+    return f"; give all ranks as many batches (drop_last=True, a DistributedSampler){more}"
 
 
 def _ranks_by_text(texts: Mapping[int, str]) -> str:

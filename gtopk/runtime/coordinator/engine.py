@@ -49,6 +49,7 @@ from .operation import (
 )
 from .readiness_table import PROGRAM_ENDED, CycleOutcome, ReadinessTable, ReadyOperation
 
+SET_REMOVED: Final = "removed its process set"  # the reason of `close`
 _LEAVE_TIMEOUT_SECONDS: Final = 5.0  # for peers to leave a job that cannot go on
 _LOOK_SECONDS: Final = 0.2  # between two checks of an idle engine whether the program has ended
 _STUCK_SECONDS: Final = 0.5  # a thread that waits for so long is not about to submit anything
@@ -232,9 +233,11 @@ class Engine:
                 "thread wait for those that train (thread.join())"
             )
         if self._closing is not None:
+            why, when = "gtopk has been shut down", "after another init()"
+            if self._closing == SET_REMOVED:
+                why, when = "its process set was removed", "with another set"
             raise HorovodInternalError(
-                f"gtopk has been shut down: {what} cannot begin; after another init(), make "
-                "the optimizer anew"
+                f"{why}: {what} cannot begin; {when}, make the optimizer anew"
             )
 
     def _wake_for(self, operation: Operation) -> threading.Event | None:

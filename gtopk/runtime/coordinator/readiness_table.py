@@ -21,7 +21,13 @@ from typing import Final, NamedTuple
 
 from collectives.errors import CollectiveError, MismatchError, PeerError
 
-from .agreement import UNEVEN, advice_on, describe_deadlock, describe_mismatch, name_ranks
+from .agreement import (
+    advice_on,
+    advice_on_uneven,
+    describe_deadlock,
+    describe_mismatch,
+    name_ranks,
+)
 from .operation import Announcement, OperationSpec, Request
 
 
@@ -401,7 +407,7 @@ def _way_out(reason: str, name: str) -> str:
     """
     if not reason.startswith(PROGRAM_ENDED):
         return ""
-    return advice_on([name]) or UNEVEN
+    return advice_on([name]) or advice_on_uneven(name)
 
 
 @functools.lru_cache(maxsize=256)

@@ -12,6 +12,7 @@ from collectives.transports import Transport
 
 from ... import settings
 from ..coordinator import Engine
+from ..coordinator.engine import SET_REMOVED
 from . import world
 from .joining import is_communicator, ranks_of
 from .membership import Members
@@ -117,6 +118,15 @@ class ProcessSet:
 
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+
+def require_process_set(process_set: object) -> None:
+    """Raise TypeError for what is no process set, such as the list of its ranks."""
+    if not isinstance(process_set, ProcessSet):
+        raise TypeError(
+            "process_set must be a ProcessSet, such as add_process_set returns, got "
+            f"{process_set!r}"
+        )
 
 
 global_process_set = ProcessSet([])
@@ -227,11 +237,12 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     Raises ValueError where sets are not dynamic.
     """
     _must_be_dynamic()
+    require_process_set(process_set)
     here = world.current()
     number = process_set.process_set_id
     if not number or process_set._find() is None:  # 0 is all ranks
         return False
-    here.close_set(number, "removed its process set")
+    here.close_set(number, SET_REMOVED)
     # All ranks meet, those outside the set, too: afterwards none of them has it.
     process_set.process_set_id = None
     signature = [f"number {number}"]

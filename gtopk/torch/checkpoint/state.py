@@ -344,7 +344,7 @@ def _check_own(own: Any) -> None:
         if part is not None:
             optimizer_checkpoint.check_part(part)
             for residuals in part["held"].values():
-                check_residual(residuals)
+                check_residual(residuals, is_of_shards="shards" in part)
     if own["generators"] is not None:
         check_generators(own["generators"])
 

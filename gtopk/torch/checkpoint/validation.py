@@ -17,6 +17,7 @@ import torch
 
 from ...errors import CheckpointError, DamagedError
 from ...exchange.buckets.arrays import as_bytes
+from ...exchange.residual import ROWS
 from ...exchange.residual_state import fits
 from ...runtime.coordinator.agreement import name_ranks
 from ..functions import allgather_object, broadcast_object, broadcast_parameters
@@ -137,17 +138,19 @@ def check_optimizer(name: str, saved: Any, like: Mapping[str, Any]) -> None:
         check_alike(f"{name}.param_groups.{place}", group, options)
 
 
-def check_residual(residuals: Any) -> None:
+def check_residual(residuals: Any, *, is_of_shards: bool) -> None:
     """Raise DamagedError for anything that is no rank's residual state, by parameter.
 
     Without it gradients could be lost unnoticed.
+    is_of_shards: each is a vector, of a shard whose rows only the model knows.
     """
     for name, tensors in residuals.items():
         if "residual" not in tensors:
             raise DamagedError(f"the residual state of '{name}' lacks its residual")
         shape = tensors["residual"].shape
         for what, tensor in tensors.items():
-            if not fits(what, tensor, shape):
+            rows = tensor.numel() if is_of_shards and what == ROWS and tensor.dim() == 1 else 0
+            if not (rows and shape.numel() % rows == 0) and not fits(what, tensor, shape):
                 raise DamagedError(
                     f"the {what} of '{name}' has the shape {list(tensor.shape)}, its residual "
                     f"{list(shape)}"

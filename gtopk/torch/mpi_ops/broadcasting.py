@@ -86,7 +86,7 @@ def check_root(root_rank: int, process_set: ProcessSet) -> Sequence[int]:
     ranks = process_set.members.ranks
     if root_rank not in ranks:
         known = f"lie in 0..{len(ranks) - 1}" if isinstance(ranks, range) else f"be one of {ranks}"
-        raise ValueError(f"root_rank must {known}, got {root_rank}")
+        raise ValueError(f"root_rank must {known}, got {root_rank!r}")
     return ranks
 
 

@@ -6,6 +6,7 @@ tensors of one dtype share messages.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -145,13 +146,16 @@ def reduction_of(
     """Return the reduction that Horovod's arguments mean; by default the average.
 
     Warns the caller's caller of the deprecated `average`. Raises ValueError where both are given,
-    InvalidCallError for an unknown op.
+    InvalidCallError for an unknown op, and for a factor that is NaN.
     """
     # Four frames: the warning is to name the script's line, behind `reduction_of` and the public
     # function.
     op = op_of(op, average, stacklevel=4)
     if op not in _EXCHANGES:
         raise InvalidCallError(f"op must be one of {', '.join(NAMES.values())}, got {op!r}")
+    for factor in (prescale_factor, postscale_factor):
+        if math.isnan(factor):  # which equals no rank's, not even this one's
+            raise InvalidCallError("prescale_factor and postscale_factor must be numbers, got nan")
     return Reduction(op, prescale_factor, postscale_factor)
 
 

@@ -427,6 +427,18 @@ def test_momentum_is_outside_where_nothing_comes_late() -> None:
         ({"compression": hvd.Compression.gtopk(dense_vectors=True)}, "per-parameter dense rules"),
         ({"compression": hvd.Compression.auto(hide_behind_backward=True)}, "bytes_per_step="),
         ({"compression": "gtopk"}, "compression must be"),
+        ({"process_set": [0]}, r"process_set must be a ProcessSet, .* got \[0\]"),
+        ({"outer": "nesterov"}, "outer= must make an optimizer of a list of parameters, got 'nest"),
+        ({"outer": lambda parameters: None}, "what outer= returns must be a torch.optim.Optimizer"),
+        ({"outer": torch.optim.LBFGS}, "LBFGS needs a closure, and the outer step has none"),
+        (  # what the ranks changed of the others would be summed, and thrown away
+            {"outer": lambda parameters: averaging(parameters[1:])},
+            "must step the 4 parameters that outer= is given, got 3 of them and 0 others",
+        ),
+        (
+            {"outer": lambda parameters: averaging(network().parameters())},
+            "must step the 4 parameters that outer= is given, got 0 of them and 4 others",
+        ),
         (
             {"outer": nesterov, "compression": hvd.Compression.gtopk(momentum_correction=0.9)},
             r"use an outer optimizer with momentum=0, not 0\.9$",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import gtopk
 from collectives.transports import local_world
 from gtopk.local_sgd import LocalSGD
 from gtopk.optim.distributed import DistributedOptimizer
@@ -192,6 +193,13 @@ def test_arguments_are_handed_on_as_they_are_given(kind: str) -> None:
         optimizer.zero_grad()
         assert parameter.grad is None
         assert "set_to_none" in inspect.signature(optimizer.zero_grad).parameters
+
+
+def test_what_is_no_optimizer_is_refused_in_words():
+    for nothing in (None, [torch.nn.Parameter(torch.zeros(1))]):
+        for call in (lambda it: wrap(it, Wrapping), lambda it: gtopk.ramp(it, steps=1)):
+            with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer"):
+                call(nothing)
 
 
 def test_what_is_wrapped_is_not_wrapped_again():

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from gtopk.runtime.coordinator.agreement import describe_deadlock, describe_mismatch, name_ranks
+from gtopk.runtime.coordinator.agreement import (
+    advice_on_uneven,
+    describe_deadlock,
+    describe_mismatch,
+    name_ranks,
+)
 
 
 def test_a_mismatch_quotes_only_what_differs():
@@ -46,6 +51,18 @@ def test_of_a_deadlock_the_likely_cause_is_told():
         kind = others.rpartition(".")[0]
         text = describe_deadlock({0: f"{kind}.x", 1: others})
         assert text.endswith(f"rank 0: {kind}.x; rank 1: {others}")
+
+
+def test_join_is_advised_only_where_it_stands_in_for_a_rank():
+    for name, way_out in (
+        ("gradients.0.bias.0", "or have each call hvd.join() when it is done"),
+        ("local_sgd.0.bias.outer.1", "or use inner_steps=None, and call outer_step() on all"),
+        ("ddp.bucket.0", "or train within DDP's `with model.join():`"),
+        ("fsdp.0", "give all ranks as many batches (drop_last=True, a DistributedSampler)"),
+    ):
+        advice = advice_on_uneven(name)
+        assert way_out in advice
+        assert ("hvd.join()" in advice) == name.startswith("gradients.")
 
 
 def test_ranks_are_named_as_people_do():

@@ -63,6 +63,24 @@ def test_who_waits_in_a_set_for_a_rank_that_has_joined_hears_of_it() -> None:
     assert all("; rank 0 called join(), which stands in for a rank" in text for text in said)
 
 
+def test_an_optimizer_whose_set_was_removed_says_so(threads) -> None:
+    def program(transport: LocalTransport) -> None:
+        with world.entered(transport):
+            pair = hvd.add_process_set([0, 1])
+            model = torch.nn.Linear(2, 1)
+            plain = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = hvd.DistributedOptimizer(plain, process_set=pair)
+            hvd.remove_process_set(pair)
+            model(torch.ones(2)).backward()
+            if transport.rank == 2:  # never in the set
+                optimizer.step()
+                return
+            with pytest.raises(hvd.HorovodInternalError, match="its process set was removed: '"):
+                optimizer.step()
+
+    threads(3, program)
+
+
 def test_a_copy_of_a_set_is_as_good(threads) -> None:
     """Optimizers that hold one are copied with it."""
 

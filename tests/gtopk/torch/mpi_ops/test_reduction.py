@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -29,3 +31,15 @@ def test_without_a_factor_it_is_exact(ranks):
     large = 2**60 + 1
     mine = torch.tensor([large, -large])
     assert ranks(1, lambda rank: hvd.allreduce(mine).tolist()) == [[large, -large]]
+
+
+@pytest.mark.parametrize("factor", ["prescale_factor", "postscale_factor"])
+def test_nan_is_refused_and_leaves_nothing_in_flight(ranks, factor):
+    def program(rank):
+        for call in (hvd.allreduce, hvd.grouped_allreduce, hvd.reducescatter):
+            tensor = torch.ones(2)
+            with pytest.raises(hvd.HorovodInternalError, match="must be numbers, got nan"):
+                call([tensor] if call is hvd.grouped_allreduce else tensor, **{factor: math.nan})
+        return hvd.allreduce(torch.ones(2)).tolist()
+
+    assert ranks(2, program) == [[1.0, 1.0]] * 2
