@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import importlib
 import itertools
+import json
 import sys
 import warnings
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from ..errors import MismatchError
 from ..kernels.narrow import BFLOAT16
 from ..vector import Array, is_on_device
 from .device_choice import OWN_GPU, GpuFacts
@@ -264,11 +266,22 @@ def _uuid(number: int) -> str:
 
 
 def gather_facts(host: Transport, device: int | None) -> list[GpuFacts]:
-    """Return every rank's facts; device: the GPU that this one uses, None: by its place."""
-    messages = host.allgather(facts_here(host, device).encode())
-    return [
-        GpuFacts.read(message, rank) for message, rank in zip(messages, host.ranks, strict=True)
-    ]
+    """Return every rank's facts; device: the GPU that this one uses, None: by its place.
+
+    Raises MismatchError where a rank is in another operation.
+    """
+    own = np.frombuffer(json.dumps(facts_here(host, device)).encode(), np.uint8)
+    facts = []
+    for message, rank in zip(host.allgather(own), host.ranks, strict=True):
+        try:
+            facts.append(GpuFacts(*json.loads(message.tobytes())))
+        except (ValueError, TypeError) as error:  # it is of another operation
+            raise MismatchError(
+                f"rank {rank} does not take part in connecting the GPUs: where one rank passes "
+                "arrays on a GPU every rank must, or GTOPK_TRANSPORT=staged has the hosts carry "
+                "them"
+            ) from error
+    return facts
 
 
 def open_gpu(device: int | None) -> Gpu:

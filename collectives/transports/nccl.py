@@ -72,8 +72,6 @@ class NcclTransport(StagedTransport):
     NCCL. `choice` then says why; `on_choice` is called with it.
     """
 
-    counts_allreduce = False
-
     def __init__(
         self,
         bootstrap: Transport,
@@ -361,8 +359,7 @@ class NcclTransport(StagedTransport):
         span = span_of(array)
         if self.size > 1 and span.size:
             collectives.allreduce(array, reduction)
-            sent = cost.dense_bytes(span.size, self.size, span.itemsize)
-            self.traffic.count(sent, 2 * cost.rounds(self.size))
+            self.traffic.count_allreduce(span.size, span.itemsize, self.size)
 
     def reduce_scatter(self, array: Array, bounds: Sequence[int], reduction: str = "sum") -> None:
         collectives = self._agree("reduce_scatter", array, reduction, bounds)
