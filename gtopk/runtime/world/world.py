@@ -274,7 +274,8 @@ def rejoin() -> None:
     current().reopen_sets(sets, here.sets_made)
     current().resume(here.step)
     current().advice = here.advice
-    current().termination_requested = here.termination_requested
+    # Not overwritten: SIGTERM may have come since the new world was made.
+    current().termination_requested |= here.termination_requested
     current().preempted = here.preempted
 
 
