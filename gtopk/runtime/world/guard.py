@@ -58,8 +58,9 @@ from collectives.transports.transport import end_process
 from ... import __version__, settings
 from ...errors import HorovodInternalError
 from .. import standard_streams
-from ..launch.watchdog import now, write_record
+from ..launch.job import own_place
 from ..liveness.heartbeat import Heartbeat, LostRank
+from ..liveness.watchdog import now, write_record
 
 if TYPE_CHECKING:
     from .membership import World
@@ -189,14 +190,14 @@ class Guard:
     def __init__(
         self, member: World, heartbeat: Heartbeat | None = None, failures: str = ""
     ) -> None:
-        """heartbeat: introduced, to `member.words`; None: a silent rank is never lost.
+        """heartbeat: whose introduction the world has; None: a silent rank is never lost.
 
         failures: the folder of failure files; "": none are written.
         """
         self.member = member
         self.needed = is_needed(member.transport)
         self.name = f"rank {member.transport.rank} of {member.transport.size}"
-        self.place = f"host {socket.gethostname()}, pid {os.getpid()}"
+        self.place = own_place()
         self._excepthook = sys.excepthook
         self._threading_excepthook = threading.excepthook
         self._handles_sigterm = False
@@ -208,7 +209,7 @@ class Guard:
 
     def install(self) -> None:
         """Set the exception hooks, and SIGTERM's handler where there is none; start beating."""
-        self.member.engine.sign = self.departure_notice
+        self.member.engine.departure_notice = self.departure_notice
         if not self.needed:
             return
         sys.excepthook = self._on_exception
@@ -221,7 +222,7 @@ class Guard:
             self._handles_sigterm = True
         if heartbeat := self._heartbeat:
             heartbeat.on_lost = self._on_lost
-            heartbeat.start(self.member.transport.rank, self.member.words)
+            heartbeat.start(self.member.introductions)
             self.member.on_change = heartbeat.note
             heartbeat.note(self.member.step, self.member.advice)
 

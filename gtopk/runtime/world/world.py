@@ -28,7 +28,7 @@ from .. import logs
 from ..coordinator.agreement import name_ranks
 from ..coordinator.execution import settings_from
 from ..launch import Launched, launched_by, require_sound_ranks
-from ..launch.job import mark_joined, require_own_rank
+from ..launch.job import mark_joined, require_own_rank, torchrun_agent
 from ..liveness.heartbeat import Heartbeat
 from .guard import Guard, describe, folder_from, is_needed, remove_earlier, write
 from .joining import join, missing_ranks_warning
@@ -145,12 +145,15 @@ def init_on(transport: Transport, before: World | None = None) -> None:
         if transport.rank == 0 and transport.size > 1:
             _warn_of_slow_kernels()
         if heartbeat_seconds > 0 and is_needed(transport):
-            heartbeat = Heartbeat(heartbeat_seconds, settings_from().stall_warning_seconds)
-        # Before the ranks meet: it is a part of the one message by which they do.
-        own = None if heartbeat is None else heartbeat.introduce(transport)
+            warning_seconds = settings_from().stall_warning_seconds
+            # Before the ranks meet: its introduction is a part of the one message by which they do.
+            # Not of Open MPI's, which ends its ranks itself.
+            launcher = torchrun_agent()
+            heartbeat = Heartbeat(transport, heartbeat_seconds, warning_seconds, launcher)
+        introduction = None if heartbeat is None else heartbeat.introduction
         # Compared also where the heartbeat is off here: it may be on elsewhere.
-        said = f"{settings.HEARTBEAT_TIMEOUT.name}={heartbeat_seconds:g}"
-        here = World(transport, before, [said], own)
+        signature = [f"{settings.HEARTBEAT_TIMEOUT.name}={heartbeat_seconds:g}"]
+        here = World(transport, before, signature, introduction)
     except BaseException as amiss:
         # The others have met this rank, and would wait for it until the timeout.
         transport.leave("its init() failed", FAILED_SECONDS)
