@@ -21,7 +21,7 @@ from ..vector import Array
 from .counters import Counter, NodeMemory, Traffic
 from .departure import DepartureNotice
 from .node_memory import open_shared_memory
-from .pacing import Clock, Pacer, append_stamp, split_stamp
+from .pacing import Pacer, append_stamp, split_stamp
 from .reductions import append_checksum, strip_checksum
 from .transport import CHANNELS, STALL_WARNING_SECONDS, Path, Step, Transport, print_line
 
@@ -51,8 +51,8 @@ class Overlay(Transport):
     def link(self) -> Link | None:
         return self.host.link
 
-    def emulate(self, link: Link, clock: Clock | None = None) -> None:
-        self.host.emulate(link, clock)
+    def emulate(self, link: Link) -> None:
+        self.host.emulate(link)
 
     def departures(self) -> Mapping[int, DepartureNotice]:
         return self.host.departures()
@@ -173,13 +173,13 @@ class Carrier(Stream):
     def link(self) -> Link | None:
         return None if self._pacer is None else self._pacer.link
 
-    def emulate(self, link: Link, clock: Clock | None = None) -> None:
+    def emulate(self, link: Link) -> None:
         if len(self.neighbours()) < self.size:
             raise ValueError(
                 f"a link is emulated between ranks of one host, whose clock they share: rank "
                 f"{self.rank} has {len(self.neighbours())} of {self.size} ranks on its host"
             )
-        self._pacer = Pacer(link, clock)
+        self._pacer = Pacer(link)
 
     def library(self) -> str:
         return f"{self.own_library()}{f', {self.link_text}' if self.link else ''}"

@@ -123,11 +123,7 @@ class DirectTransport(StagedTransport):
         """
         if not is_on_device(message):
             return self.host.allgather(message)
-        others = [(self.rank + shift) % self.size for shift in range(1, self.size)]
-        sources = others[::-1]
-        received = self.exchange_all([(message, to) for to in others], sources)
-        gathered = {self.rank: message, **dict(zip(sources, received, strict=True))}
-        return [gathered[rank] for rank in range(self.size)]
+        return self.exchange_with_all([message] * self.size)
 
 
 # Longer than a start of CUDA and MPI takes; an MPI that hangs must not keep the ranks.
