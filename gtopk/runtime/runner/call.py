@@ -109,11 +109,6 @@ def resolve(where: str) -> Any:
     return attrgetter(name)(importlib.import_module(module))
 
 
-def apply_surroundings(surroundings: dict[str, Any]) -> None:
-    """Make imports work in this process as they do in the one that sent the call."""
-    spawn.prepare(surroundings)
-
-
 def make(content: bytes, allow_pickle: bool) -> Any:
     """Make the call, and return what it returns."""
     # The sender decides which code runs here; it has proved that it knows the job's secret.

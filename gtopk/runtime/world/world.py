@@ -229,7 +229,7 @@ def finish_leaving() -> None:
     global _leaving
     if _leaving is not None:
         _leaving.finish()
-        _unreported.extend(_leaving.guard.member.failures)
+        _unreported.extend(_leaving.guard.world.failures)
         _remove_exit_handler(_leaving.guard)
         _leaving = None
 
@@ -293,7 +293,7 @@ def _remove_exit_handler(guard: Guard) -> None:
 
 def _has_dead_rank(guard: Guard) -> bool:
     """Tell whether a rank has died where ranks may leave; MPI's own end would wait for it."""
-    return guard.member.engine.ranks_may_leave and bool(guard.member.transport.lost())
+    return guard.world.engine.ranks_may_leave and bool(guard.world.transport.lost())
 
 
 def _at_exit() -> None:
@@ -307,10 +307,10 @@ def _at_exit() -> None:
         _process.close(guard.departure_notice(f"its program ended{by}"), in_order=error is None)
         guard.close()
     if guard is not None:
-        _unreported.extend(guard.member.failures)
+        _unreported.extend(guard.world.failures)
     if _unreported:
         return
-    if guard is not None and _has_dead_rank(guard) and guard.member.transport.name == "mpi":
+    if guard is not None and _has_dead_rank(guard) and guard.world.transport.name == "mpi":
         end_process(int(_what_ended_the_program() is not None))
 
 
@@ -362,7 +362,7 @@ def _after_fork() -> None:
     # Else a forked process that ends would leave the world in its parent's name.
     atexit.unregister(_at_exit)
     _unreported.clear()
-    _forked_from = guard.member.transport.rank
+    _forked_from = guard.world.transport.rank
     _process = _guard = _leaving = _left_guard = None
 
 

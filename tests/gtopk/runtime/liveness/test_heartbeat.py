@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
 import queue
@@ -214,6 +215,17 @@ def test_who_leaves_waits_for_its_companion_and_keeps_nothing_open(system, monke
         os.fstat(note)
     heartbeat.note(7, "too late")  # is no error
     assert heartbeat.lost() is None
+
+
+def test_a_companion_that_ends_while_its_rank_leaves_is_not_replaced():
+    heartbeat = Heartbeat(local_world(1)[0], TIMEOUT, TIMEOUT, launcher=0)
+    heartbeat._setting = SimpleNamespace(peers=["rank 0"])
+    others: list[str] = []
+    heartbeat._begin = lambda: others.append("another")
+    # The rank leaves, and closes the companion's socket, when it is known to have ended.
+    ended = SimpleNamespace(stdout=io.BytesIO(), returncode=-9, wait=heartbeat.close)
+    heartbeat._receive_losses(ended)
+    assert others == []
 
 
 def test_a_handler_of_sigterm_may_explain_within_another_order(monkeypatch):
