@@ -8,7 +8,8 @@ import itertools
 import json
 import sys
 import warnings
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from ..kernels.narrow import BFLOAT16
 from ..vector import Array, is_on_device
 from .device_choice import OWN_GPU, GpuFacts
 from .transport import Transport
+
+T = TypeVar("T")
 
 _NOT_READY: Final = 600  # cudaErrorNotReady
 
@@ -146,20 +149,22 @@ def load_cupy(transport: str) -> Any:
         raise ImportError(_missing(transport, error)) from error
 
 
-def gpus_of_cupy() -> int | None:
-    """Return how many GPUs CuPy sees; None where it cannot tell."""
+def _told_by_cupy(ask: Callable[[Any], T]) -> T | None:
+    """Return `ask(cupy)`; None where CuPy cannot tell."""
     try:
-        return int(load_cupy("nccl").cuda.runtime.getDeviceCount())
+        return ask(load_cupy("nccl"))
     except (ImportError, OSError, RuntimeError):  # none; broken; CuPy's own, without a driver
         return None
 
 
+def gpus_of_cupy() -> int | None:
+    """Return how many GPUs CuPy sees; None where it cannot tell."""
+    return _told_by_cupy(lambda cupy: int(cupy.cuda.runtime.getDeviceCount()))
+
+
 def current_device() -> int | None:
     """Return the number of CuPy's current GPU; None without CuPy, or a GPU."""
-    try:
-        return int(load_cupy("nccl").cuda.Device().id)
-    except (ImportError, OSError, RuntimeError):
-        return None
+    return _told_by_cupy(lambda cupy: int(cupy.cuda.Device().id))
 
 
 def load_nccl() -> Any:
@@ -241,11 +246,8 @@ def name_of_device(number: int, first_here: int) -> str:
     """
     if uuid := _uuid(number):
         return uuid
-    try:
-        bus = load_cupy("nccl").cuda.Device(number).pci_bus_id
-    except (ImportError, OSError, RuntimeError):
-        bus = f"GPU {number}"
-    return f"{bus} on the host of rank {first_here}"
+    bus = _told_by_cupy(lambda cupy: cupy.cuda.Device(number).pci_bus_id)
+    return f"{bus or f'GPU {number}'} on the host of rank {first_here}"
 
 
 def _uuid(number: int) -> str:

@@ -93,9 +93,9 @@ class NcclTransport(StagedTransport):
         if parent is not None:
             automatic, on_choice = parent.automatic, parent.on_choice
             torch_backend = parent._torch_backend
-        super().__init__(bootstrap, parent, needs_cupy=False)
+        super().__init__(bootstrap, parent)
         if not isinstance(bootstrap, StagedTransport):
-            bootstrap = StagedTransport(bootstrap, needs_cupy=False)
+            bootstrap = StagedTransport(bootstrap)
         self._staged_host = bootstrap
         self.automatic: bool = automatic
         # A view of an automatic transport chooses among its own ranks.
