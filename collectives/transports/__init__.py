@@ -77,8 +77,10 @@ def open_transport(
     if bootstrap is None:
         raise ValueError(f"open_transport({name!r}) needs bootstrap=, such as an MPI transport")
     if name == "staged":
+        from .gpu import load_cupy
         from .staged import StagedTransport
 
+        load_cupy(name)  # where it is missing that is an error now, not at the first message
         return StagedTransport(bootstrap)
     from .nccl import NcclTransport
 

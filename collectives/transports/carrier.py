@@ -21,7 +21,7 @@ from ..vector import Array
 from .counters import Counter, NodeMemory, Traffic
 from .departure import DepartureNotice
 from .node_memory import open_shared_memory
-from .pacing import Clock, Pacer, append_stamp, split_stamp
+from .pacing import Pacer, append_stamp, split_stamp
 from .reductions import append_checksum, strip_checksum
 from .transport import CHANNELS, STALL_WARNING_SECONDS, Path, Step, Transport, print_line
 
@@ -51,8 +51,8 @@ class Overlay(Transport):
     def link(self) -> Link | None:
         return self.host.link
 
-    def emulate(self, link: Link, clock: Clock | None = None) -> None:
-        self.host.emulate(link, clock)
+    def emulate(self, link: Link) -> None:
+        self.host.emulate(link)
 
     def departures(self) -> Mapping[int, DepartureNotice]:
         return self.host.departures()
@@ -76,13 +76,35 @@ class Overlay(Transport):
         return self.host.library()
 
 
-class View(Overlay):
+class Stream(Transport):
+    """A stream of messages over a carrier, of all its ranks (the carrier itself) or of a view's."""
+
+    carrier: Carrier
+
+    def send(self, message: Array, to: int) -> Callable[[], None]:
+        return self.carrier.send_from(self, message, self.ranks[to])
+
+    def receive(self, source: int) -> Array:
+        return self.carrier.receive_for(self, self.ranks[source])
+
+    def conclude(self) -> None:
+        self.carrier.conclude_on(self)
+
+    def view(self, step: Step, ranks: Sequence[int]) -> Transport:
+        return self.carrier.view_of(self, step, ranks)
+
+    def counter(self) -> Counter:
+        return self.carrier.counter_on(self)
+
+    def shared_memory(self, size_bytes: int) -> NodeMemory:
+        return open_shared_memory(self, size_bytes)
+
+
+class View(Stream, Overlay):
     """Some of the ranks, or a separate stream of messages, of a carrier.
 
     It counts its own traffic, which also counts for the transport that it was made from.
     """
-
-    host: Carrier
 
     def __init__(
         self, carrier: Carrier, parent: Transport, path: Path, ranks: Sequence[int], tag: int
@@ -90,6 +112,7 @@ class View(Overlay):
         rank = ranks.index(carrier.rank)
         super().__init__(carrier, ranks, rank, path, tag, Traffic(parent=parent.traffic))
         self.supports_device_messages = carrier.supports_device_messages
+        self.carrier = carrier
         self._parent = parent
 
     @property
@@ -101,18 +124,6 @@ class View(Overlay):
         # Inside an operation of its parent a view's messages are a part of that one.
         return self._begun if self._activity else self._parent.begun
 
-    def send(self, message: Array, to: int) -> Callable[[], None]:
-        return self.host.send_from(self, message, self.ranks[to])
-
-    def receive(self, source: int) -> Array:
-        return self.host.receive_for(self, self.ranks[source])
-
-    def conclude(self) -> None:
-        self.host.conclude_on(self)
-
-    def view(self, step: Step, ranks: Sequence[int]) -> Transport:
-        return self.host.view_of(self, step, ranks)
-
     def misses(self, rank: int, notice: DepartureNotice) -> bool:
         # A view may be used inside an operation of its parent, which needs all of that one's
         # members.
@@ -122,17 +133,11 @@ class View(Overlay):
         here = set(self.host.neighbours())
         return [place for place, rank in enumerate(self.ranks) if rank in here]
 
-    def counter(self) -> Counter:
-        return self.host.counter_on(self)
-
-    def shared_memory(self, size_bytes: int) -> NodeMemory:
-        return open_shared_memory(self, size_bytes)
-
 
 _LOOK_SECONDS: Final = 0.001  # between two checks of a leaving rank which others have left
 
 
-class Carrier(Transport):
+class Carrier(Stream):
     """One rank of a world; a subclass connects it to the others.
 
     It implements `send_on`, `announce_departure`, `abort`, `neighbours` and `own_library`; and
@@ -148,6 +153,7 @@ class Carrier(Transport):
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(range(size), rank, (), 0, Traffic())
+        self.carrier = self
         self._left: dict[int, DepartureNotice] = {}
         self._views: dict[Path, Transport] = {(): self}
         self._tags: dict[int, Path] = {0: ()}
@@ -167,13 +173,13 @@ class Carrier(Transport):
     def link(self) -> Link | None:
         return None if self._pacer is None else self._pacer.link
 
-    def emulate(self, link: Link, clock: Clock | None = None) -> None:
+    def emulate(self, link: Link) -> None:
         if len(self.neighbours()) < self.size:
             raise ValueError(
                 f"a link is emulated between ranks of one host, whose clock they share: rank "
                 f"{self.rank} has {len(self.neighbours())} of {self.size} ranks on its host"
             )
-        self._pacer = Pacer(link, clock)
+        self._pacer = Pacer(link)
 
     def library(self) -> str:
         return f"{self.own_library()}{f', {self.link_text}' if self.link else ''}"
@@ -196,15 +202,6 @@ class Carrier(Transport):
 
     def conclude_on(self, stream: Transport) -> None:
         """`conclude` a stream's operation; nothing is to be done where what was sent arrives."""
-
-    def conclude(self) -> None:
-        self.conclude_on(self)
-
-    def send(self, message: Array, to: int) -> Callable[[], None]:
-        return self.send_from(self, message, to)
-
-    def receive(self, source: int) -> Array:
-        return self.receive_for(self, source)
 
     def send_from(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
         """Send a message on a stream as `send_on` does; checked or paced."""
@@ -241,9 +238,6 @@ class Carrier(Transport):
     def progress(self) -> None:
         """Advance messages, where the library only does so while it is called."""
 
-    def view(self, step: Step, ranks: Sequence[int]) -> Transport:
-        return self.view_of(self, step, ranks)
-
     def view_of(self, parent: Transport, step: Step, ranks: Sequence[int]) -> Transport:
         """Return the view one step on from a parent."""
         path = (*parent.path, step)
@@ -267,18 +261,12 @@ class Carrier(Transport):
             "mpirun and mpi4py, or with torchrun"
         )
 
-    def counter(self) -> Counter:
-        return self.counter_on(self)
-
     def name_counter(self, stream: Transport) -> str:
         """Return a name for a new counter of a stream, the same on all its ranks."""
         # By stream and number: ranks make the counters of a stream in one order, so no message is
         # needed.
         number = self._counters[stream.path] = self._counters.get(stream.path, 0) + 1
         return f"{stream.path}, counter {number}"
-
-    def shared_memory(self, size_bytes: int) -> NodeMemory:
-        return open_shared_memory(self, size_bytes)
 
     def departures(self) -> Mapping[int, DepartureNotice]:
         return self._left.copy()  # threads add to it meanwhile

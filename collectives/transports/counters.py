@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from .. import cost
 from ..vector import Array
 
 
@@ -39,6 +40,10 @@ class Traffic:
         # Outside of the lock: no thread ever holds those of two counters.
         if self.parent is not None:
             self.parent.count(sent_bytes, sent_messages)
+
+    def count_allreduce(self, length: int, value_bytes: int, ranks: int) -> None:
+        """Add an allreduce of a library's own, as a bandwidth-optimal one: nothing can count it."""
+        self.count(cost.dense_bytes(length, ranks, value_bytes), 2 * cost.rounds(ranks))
 
     def count_wait(self, seconds: float) -> None:
         """Add the seconds of a wait."""

@@ -10,16 +10,10 @@ small allreduce has given the right sum on every rank.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from enum import Enum
 from typing import Final, NamedTuple
-
-import numpy as np
-
-from ..errors import MismatchError
-from ..vector import Array
 
 OWN_GPU: Final = "give each rank its own: torch.cuda.set_device(hvd.local_rank())"
 
@@ -49,22 +43,6 @@ class GpuFacts(NamedTuple):
     nccl: int = 0
     torch_nccl: int = 0
     checks: bool = False
-
-    def encode(self) -> Array:
-        """Return the facts as a host message."""
-        return np.frombuffer(json.dumps(self).encode(), np.uint8)
-
-    @classmethod
-    def read(cls, message: Array, sender: int) -> GpuFacts:
-        """Parse a rank's message; raise MismatchError where it is of another operation."""
-        try:
-            return cls(*json.loads(message.tobytes()))
-        except (ValueError, TypeError) as error:
-            raise MismatchError(
-                f"rank {sender} does not take part in connecting the GPUs: where one rank passes "
-                "arrays on a GPU every rank must, or GTOPK_TRANSPORT=staged has the hosts carry "
-                "them"
-            ) from error
 
 
 class RouteChoice(NamedTuple):

@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from ..vector import Array, is_on_device
-from .carrier import View
 from .gpu import gpus_of_cupy, has_come, load_cupy
 from .mpi import MpiTransport
 from .polling import wait_until
@@ -78,8 +77,7 @@ class DirectTransport(StagedTransport):
     def __init__(self, host: Transport, parent: StagedTransport | None = None) -> None:
         """host: the MPI transport, or a view of it."""
         super().__init__(host, parent)
-        carrier = host.host if isinstance(host, View) else host
-        self._carrier: MpiTransport = carrier  # type: ignore[assignment]
+        self._carrier: MpiTransport = host.carrier  # type: ignore[attr-defined]
 
     def send(self, message: Array, to: int) -> Callable[[], None]:
         if not is_on_device(message) or self.handles_messages:
@@ -125,11 +123,7 @@ class DirectTransport(StagedTransport):
         """
         if not is_on_device(message):
             return self.host.allgather(message)
-        others = [(self.rank + shift) % self.size for shift in range(1, self.size)]
-        sources = others[::-1]
-        received = self.exchange_all([(message, to) for to in others], sources)
-        gathered = {self.rank: message, **dict(zip(sources, received, strict=True))}
-        return [gathered[rank] for rank in range(self.size)]
+        return self.exchange_with_all([message] * self.size)
 
 
 # Longer than a start of CUDA and MPI takes; an MPI that hangs must not keep the ranks.

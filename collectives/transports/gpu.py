@@ -5,16 +5,21 @@ from __future__ import annotations
 import ctypes
 import importlib
 import itertools
+import json
 import sys
 import warnings
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 
+from ..errors import MismatchError
 from ..kernels.narrow import BFLOAT16
 from ..vector import Array, is_on_device
 from .device_choice import OWN_GPU, GpuFacts
 from .transport import Transport
+
+T = TypeVar("T")
 
 _NOT_READY: Final = 600  # cudaErrorNotReady
 
@@ -144,20 +149,22 @@ def load_cupy(transport: str) -> Any:
         raise ImportError(_missing(transport, error)) from error
 
 
-def gpus_of_cupy() -> int | None:
-    """Return how many GPUs CuPy sees; None where it cannot tell."""
+def _told_by_cupy(ask: Callable[[Any], T]) -> T | None:
+    """Return `ask(cupy)`; None where CuPy cannot tell."""
     try:
-        return int(load_cupy("nccl").cuda.runtime.getDeviceCount())
+        return ask(load_cupy("nccl"))
     except (ImportError, OSError, RuntimeError):  # none; broken; CuPy's own, without a driver
         return None
 
 
+def gpus_of_cupy() -> int | None:
+    """Return how many GPUs CuPy sees; None where it cannot tell."""
+    return _told_by_cupy(lambda cupy: int(cupy.cuda.runtime.getDeviceCount()))
+
+
 def current_device() -> int | None:
     """Return the number of CuPy's current GPU; None without CuPy, or a GPU."""
-    try:
-        return int(load_cupy("nccl").cuda.Device().id)
-    except (ImportError, OSError, RuntimeError):
-        return None
+    return _told_by_cupy(lambda cupy: int(cupy.cuda.Device().id))
 
 
 def load_nccl() -> Any:
@@ -239,11 +246,8 @@ def name_of_device(number: int, first_here: int) -> str:
     """
     if uuid := _uuid(number):
         return uuid
-    try:
-        bus = load_cupy("nccl").cuda.Device(number).pci_bus_id
-    except (ImportError, OSError, RuntimeError):
-        bus = f"GPU {number}"
-    return f"{bus} on the host of rank {first_here}"
+    bus = _told_by_cupy(lambda cupy: cupy.cuda.Device(number).pci_bus_id)
+    return f"{bus or f'GPU {number}'} on the host of rank {first_here}"
 
 
 def _uuid(number: int) -> str:
@@ -264,11 +268,22 @@ def _uuid(number: int) -> str:
 
 
 def gather_facts(host: Transport, device: int | None) -> list[GpuFacts]:
-    """Return every rank's facts; device: the GPU that this one uses, None: by its place."""
-    messages = host.allgather(facts_here(host, device).encode())
-    return [
-        GpuFacts.read(message, rank) for message, rank in zip(messages, host.ranks, strict=True)
-    ]
+    """Return every rank's facts; device: the GPU that this one uses, None: by its place.
+
+    Raises MismatchError where a rank is in another operation.
+    """
+    own = np.frombuffer(json.dumps(facts_here(host, device)).encode(), np.uint8)
+    facts = []
+    for message, rank in zip(host.allgather(own), host.ranks, strict=True):
+        try:
+            facts.append(GpuFacts(*json.loads(message.tobytes())))
+        except (ValueError, TypeError) as error:  # it is of another operation
+            raise MismatchError(
+                f"rank {rank} does not take part in connecting the GPUs: where one rank passes "
+                "arrays on a GPU every rank must, or GTOPK_TRANSPORT=staged has the hosts carry "
+                "them"
+            ) from error
+    return facts
 
 
 def open_gpu(device: int | None) -> Gpu:

@@ -237,9 +237,7 @@ class MpiTransport(Carrier):
                     request = self._communicator.Iallreduce(self._mpi.IN_PLACE, piece, mpi_op)
                 with self._keep_on_error(request, piece):
                     self._finish(self, request, None)
-        self.traffic.count(
-            cost.dense_bytes(array.size, self.size, array.itemsize), 2 * cost.rounds(self.size)
-        )
+        self.traffic.count_allreduce(array.size, array.itemsize, self.size)
 
     def native_bytes(self) -> int:
         ours = self._reduces_itself or self.handles_messages or self.size == 2
@@ -366,7 +364,8 @@ class MpiTransport(Carrier):
 
     def collect_departures(self) -> None:
         if self._mpi.Is_finalized():
-            self._left |= dict.fromkeys(range(self.size), DepartureNotice({}, "MPI is finalized"))
+            for rank in range(self.size):  # who has left before keeps its reason
+                self._left.setdefault(rank, DepartureNotice({}, "MPI is finalized"))
             return
         for source, text in self._collect(_LEAVE):
             self.note(source, DepartureNotice.decode(text))

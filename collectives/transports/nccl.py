@@ -72,8 +72,6 @@ class NcclTransport(StagedTransport):
     NCCL. `choice` then says why; `on_choice` is called with it.
     """
 
-    counts_allreduce = False
-
     def __init__(
         self,
         bootstrap: Transport,
@@ -95,9 +93,9 @@ class NcclTransport(StagedTransport):
         if parent is not None:
             automatic, on_choice = parent.automatic, parent.on_choice
             torch_backend = parent._torch_backend
-        super().__init__(bootstrap, parent, needs_cupy=False)
+        super().__init__(bootstrap, parent)
         if not isinstance(bootstrap, StagedTransport):
-            bootstrap = StagedTransport(bootstrap, needs_cupy=False)
+            bootstrap = StagedTransport(bootstrap)
         self._staged_host = bootstrap
         self.automatic: bool = automatic
         # A view of an automatic transport chooses among its own ranks.
@@ -361,8 +359,7 @@ class NcclTransport(StagedTransport):
         span = span_of(array)
         if self.size > 1 and span.size:
             collectives.allreduce(array, reduction)
-            sent = cost.dense_bytes(span.size, self.size, span.itemsize)
-            self.traffic.count(sent, 2 * cost.rounds(self.size))
+            self.traffic.count_allreduce(span.size, span.itemsize, self.size)
 
     def reduce_scatter(self, array: Array, bounds: Sequence[int], reduction: str = "sum") -> None:
         collectives = self._agree("reduce_scatter", array, reduction, bounds)

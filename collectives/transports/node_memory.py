@@ -25,7 +25,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Final
@@ -122,36 +122,24 @@ class FileMemory:
         return self._locks.is_present(place)
 
 
-class ThreadRegion:
-    """The state that the threads of a process share."""
-
-    def __init__(self, size_bytes: int) -> None:
-        # A map begins at a page, as `NodeMemory.bytes` promises, and cannot have 0 bytes.
-        self.bytes: Array = np.frombuffer(mmap.mmap(-1, max(size_bytes, 1)), np.uint8)[:size_bytes]
-        self.lock = threading.Lock()
-
-
 class ThreadMemory:
-    """Memory of the threads of one process.
-
-    has_left: tells of a place whether its rank takes part no more.
-    """
+    """Memory of the threads of one process, as one of them has it."""
 
     def __init__(
-        self, shared: ThreadRegion, place: int, places: int, has_left: Callable[[int], bool]
+        self, stream: Transport, memory: Array, lock: AbstractContextManager[object]
     ) -> None:
-        self.bytes = shared.bytes
-        self.place, self.places = place, places
-        self._shared = shared
-        self._has_left = has_left
+        self.bytes = memory
+        self.place, self.places = stream.rank, stream.size
+        self._stream = stream
+        self._lock = lock
 
     def lock(self) -> AbstractContextManager[object]:
         """Enter as the only rank."""
-        return self._shared.lock
+        return self._lock
 
     def is_present(self, place: int) -> bool:
         """Tell whether a rank still takes part."""
-        return not self._has_left(place)
+        return self._stream.ranks[place] not in self._stream.departures()
 
 
 COUNTER_BYTES: Final = 8
@@ -174,7 +162,7 @@ class MemoryCounter:
 
 _FOLDER: Final = Path("/dev/shm")  # files there are memory
 _PROCESS: Final = uuid.uuid4().hex  # in containers that share memory several may have one pid
-_in_this_process: weakref.WeakValueDictionary[str, ThreadRegion] = weakref.WeakValueDictionary()
+_in_this_process: weakref.WeakValueDictionary[str, ThreadMemory] = weakref.WeakValueDictionary()
 _locks: weakref.WeakKeyDictionary[Transport, FileLocks] = weakref.WeakKeyDictionary()
 
 
@@ -190,18 +178,16 @@ def open_shared_memory(stream: Transport, size_bytes: int) -> NodeMemory:
 
 def share_in_process(stream: Transport, size_bytes: int) -> ThreadMemory:
     """Return memory of a stream's ranks, which are threads of this process."""
-    made = ThreadRegion(size_bytes) if stream.rank == 0 else None
-    name = uuid.uuid4().hex
-    if made is not None:
+    name, made = uuid.uuid4().hex, None
+    if stream.rank == 0:
+        # A map begins at a page, as `NodeMemory.bytes` promises, and cannot have 0 bytes.
+        memory = np.frombuffer(mmap.mmap(-1, max(size_bytes, 1)), np.uint8)[:size_bytes]
         # Entered before the name is known to anybody.
-        _in_this_process[name] = made
-    shared = _in_this_process[stream.broadcast_object(name)]
-    stream.barrier()  # the first rank keeps it until all have it
-
-    def has_left(place: int) -> bool:
-        return stream.ranks[place] in stream.departures()
-
-    return ThreadMemory(shared, stream.rank, stream.size, has_left)
+        made = _in_this_process[name] = ThreadMemory(stream, memory, threading.Lock())
+    first = _in_this_process[stream.broadcast_object(name)]
+    own = made or ThreadMemory(stream, first.bytes, first.lock())
+    stream.barrier()  # the first rank keeps its own until all have theirs
+    return own
 
 
 def share_by_file(stream: Transport, size_bytes: int) -> FileMemory:

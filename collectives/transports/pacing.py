@@ -22,7 +22,7 @@ import threading
 import time
 from bisect import insort
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
@@ -52,22 +52,14 @@ def link_of_messages(link: Link) -> Link:
     return Link(link.latency_seconds + _HEADER_BYTES * link.seconds_per_byte, per_byte)
 
 
-class Clock(Protocol):
-    """Seconds that are the same on all ranks."""
-
-    def now(self) -> float: ...
-
-    def wait_until(self, at: float, progress: Callable[[], None]) -> None:
-        """Wait until a time, not at all when it is past; call `progress` now and then."""
-
-
-class MonotonicClock:
-    """The clock of this host."""
+class Clock:
+    """The clock of this host: seconds that are the same on all ranks."""
 
     def now(self) -> float:
         return time.monotonic()
 
     def wait_until(self, at: float, progress: Callable[[], None]) -> None:
+        """Wait until a time, not at all when it is past; call `progress` now and then."""
         while (left := at - time.monotonic()) > 0:
             if left > _SLACK_SECONDS:
                 time.sleep(min(left - _SLACK_SECONDS, _NAP_SECONDS))
@@ -79,9 +71,9 @@ class MonotonicClock:
 class Pacer:
     """A rank's end of its link; any of its threads may send and receive."""
 
-    def __init__(self, link: Link, clock: Clock | None = None) -> None:
+    def __init__(self, link: Link) -> None:
         self.link = link
-        self.clock: Clock = clock or MonotonicClock()
+        self.clock = Clock()
         self._free_at = 0.0  # the link out
         self._busy: list[tuple[float, float]] = []  # the link in: from when until when, in order
         self._lock = threading.Lock()

@@ -234,10 +234,12 @@ def agree_on_start(store: Store, rank: int, size: int, timeout_seconds: float) -
     Raises PeerTimeoutError, which names the ranks that did not come; MismatchError where another
     process has this rank, too.
     """
+    # When this rank came, when the call last changed, and when its own token is looked at next.
     begun = news = checked = time.monotonic()
+    # TOKEN of the last call, as it was at the last look, and that this rank has answered.
     called = heard = answered = ""
     own = f"{secrets.token_hex(8)}@{socket.gethostname()}:{os.getpid()}"
-    seen: Counter[str] = Counter()
+    seen: Counter[str] = Counter()  # others' tokens in the place of this rank's
     here = [f"here-{each}" for each in range(size)]
     try:
         # Read before this rank shows itself: a call that it sees again later is of an earlier

@@ -74,20 +74,13 @@ class StagedTransport(Overlay):
 
     supports_device_messages = True
 
-    def __init__(
-        self, host: Transport, parent: StagedTransport | None = None, *, needs_cupy: bool = True
-    ) -> None:
-        """parent: the transport that this one is a view of.
-
-        needs_cupy: whether to raise ImportError now where it is missing; else at its first use.
-        """
+    def __init__(self, host: Transport, parent: StagedTransport | None = None) -> None:
+        """parent: the transport that this one is a view of."""
         # If the host stages, too, use the transport below it.
         host = host.host if isinstance(host, StagedTransport) else host
         super().__init__(host, host.ranks, host.rank, host.path, host.tag, host.traffic)
         self.full_speed_bytes = host.full_speed_bytes
         self.counts_allreduce = host.counts_allreduce
-        if parent is None and needs_cupy:
-            load_cupy(self.name)
         self._views: dict[Path, StagedTransport] = {} if parent is None else parent._views
         self._making_a_view: threading.Lock = parent._making_a_view if parent else threading.Lock()
 

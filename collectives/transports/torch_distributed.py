@@ -34,7 +34,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 
-from .. import cost
 from ..environment import whole_number
 from ..errors import PeerError, PeerTimeoutError
 from ..vector import Array
@@ -264,9 +263,7 @@ class TorchDistributedTransport(Carrier):
             if isinstance(error, PeerError):
                 raise
             raise self._explain_any(error) from None
-        self.traffic.count(
-            cost.dense_bytes(array.size, self.size, array.itemsize), 2 * cost.rounds(self.size)
-        )
+        self.traffic.count_allreduce(array.size, array.itemsize, self.size)
 
     def native_bytes(self) -> int:
         return sys.maxsize if self.handles_messages else NATIVE_BYTES * self.size

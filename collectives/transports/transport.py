@@ -17,7 +17,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import numpy as np
 
@@ -28,9 +28,6 @@ from . import reductions
 from .counters import Counter, NodeMemory, Traffic
 from .departure import DepartureNotice
 from .reductions import Endpoint
-
-if TYPE_CHECKING:
-    from .pacing import Clock
 
 STALL_WARNING_SECONDS: Final = 60.0  # how often a rank that waits says so
 # Channels have tags of their own, which cannot collide: so there is a bound on them.
@@ -169,12 +166,11 @@ class Transport(Endpoint):
         return f"emulated link of {rate:g} Mbit/s{f', {latency:g} ms' if latency else ''}"
 
     @abstractmethod
-    def emulate(self, link: Link, clock: Clock | None = None) -> None:
+    def emulate(self, link: Link) -> None:
         """Pace every message from now on as if each rank had such a link, on all views.
 
         All ranks call it at the same place in their messages. Dense collectives are then made of
         messages, not the library's own. NCCL's messages, counters and shared memory are not paced.
-        clock: None: the host's.
         Raises ValueError where the ranks are on several hosts.
         """
 
@@ -458,13 +454,17 @@ class Transport(Endpoint):
             part: Any = array[bounds[0] : bounds[1]]
             return (part.clone if hasattr(part, "clone") else part.copy)(), [0, len(part)]
         parts = [array[a:b].view(np.uint8) for a, b in itertools.pairwise(bounds)]
+        received = self.exchange_with_all(parts)
+        sizes = [part.size // array.itemsize for part in received]
+        return np.concatenate(received).view(array.dtype), [0, *itertools.accumulate(sizes)]
+
+    def exchange_with_all(self, messages: Sequence[Array]) -> list[Array]:
+        """Send messages[rank] to each rank, in one step; return theirs, in rank order."""
         others = [(self.rank + shift) % self.size for shift in range(1, self.size)]
         sources = others[::-1]
-        received = self.exchange_all([(parts[to], to) for to in others], sources)
-        by_source = {self.rank: parts[self.rank], **dict(zip(sources, received, strict=True))}
-        whole = np.concatenate([by_source[source] for source in range(self.size)])
-        sizes = [by_source[source].size // array.itemsize for source in range(self.size)]
-        return whole.view(array.dtype), [0, *itertools.accumulate(sizes)]
+        received = self.exchange_all([(messages[to], to) for to in others], sources)
+        by_source = {self.rank: messages[self.rank], **dict(zip(sources, received, strict=True))}
+        return [by_source[source] for source in range(self.size)]
 
     def gather_object(self, mine: Any) -> list[Any]:
         """Return every rank's object, in rank order; every rank calls it.

@@ -147,7 +147,7 @@ class _EncodedObject(NamedTuple):
 
 
 class _ObjectHeader(NamedTuple):
-    """The facts about a rank that all ranks learn before any content travels."""
+    """What all ranks learn of a rank before any content travels."""
 
     content_bytes: int
     failed: bool
@@ -155,7 +155,7 @@ class _ObjectHeader(NamedTuple):
     takes_pickle: bool
 
 
-def _pack(obj: object) -> _EncodedObject:
+def _try_to_encode(obj: object) -> _EncodedObject:
     try:
         content = encode(obj)
     except Exception as error:  # of any kind: no rank may wait for an object that never comes
@@ -165,26 +165,26 @@ def _pack(obj: object) -> _EncodedObject:
     return _EncodedObject(content, holds_pickle(content))
 
 
-def _exchange_labels(
-    parcel: _EncodedObject, name: str, process_set: ProcessSet = global_process_set
+def _gather_headers(
+    own: _EncodedObject, name: str, process_set: ProcessSet = global_process_set
 ) -> list[_ObjectHeader]:
-    """Return the labels in rank order; raise TypeError where a pickle would not be taken."""
-    mine = _ObjectHeader(
-        len(parcel.content), parcel.error is not None, parcel.has_pickle, pickle_allowed()
+    """Return the headers in rank order; raise TypeError where a pickle would not be taken."""
+    header = _ObjectHeader(
+        len(own.content), own.error is not None, own.has_pickle, pickle_allowed()
     )
     # On the host, whatever the default device: the transport may not carry that one.
-    own = torch.tensor([mine], dtype=torch.int64, device="cpu")
-    rows = allgather(own, f"{name}.label", process_set)
-    labels = [_ObjectHeader(row[0], *map(bool, row[1:])) for row in rows.tolist()]
+    row = torch.tensor([header], dtype=torch.int64, device="cpu")
+    rows = allgather(row, f"{name}.label", process_set)
+    headers = [_ObjectHeader(size, *map(bool, flags)) for size, *flags in rows.tolist()]
     ranks = process_set.members.ranks
-    senders = [r for r, label in zip(ranks, labels, strict=True) if label.has_pickle]
-    refusing = [r for r, label in zip(ranks, labels, strict=True) if not label.takes_pickle]
+    senders = [r for r, header in zip(ranks, headers, strict=True) if header.has_pickle]
+    refusing = [r for r, header in zip(ranks, headers, strict=True) if not header.takes_pickle]
     if senders and refusing:
         raise TypeError(
             f"{name}: the object of {name_ranks(senders)} holds a pickle, and GTOPK_ALLOW_PICKLE "
             f"is not 1 on {name_ranks(refusing)}; set it on every rank, or send plain data"
         )
-    return labels
+    return headers
 
 
 def _as_tensor(content: bytes) -> torch.Tensor:
@@ -206,14 +206,14 @@ def broadcast_object(
     ranks = check_root(root_rank, process_set)
     name = name or "broadcast_object"
     is_root = rank() == root_rank
-    parcel = _pack(obj) if is_root else _EncodedObject(b"")
-    label = _exchange_labels(parcel, name, process_set)[ranks.index(root_rank)]
+    own = _try_to_encode(obj) if is_root else _EncodedObject(b"")
+    header = _gather_headers(own, name, process_set)[ranks.index(root_rank)]
     # As long as the root's: a broadcast needs equal shapes on all ranks.
-    content = _as_tensor(parcel.content if is_root else bytes(label.content_bytes))
+    content = _as_tensor(own.content if is_root else bytes(header.content_bytes))
     received = broadcast_(content, root_rank, f"{name}.content", process_set).numpy()
-    if label.failed:
+    if header.failed:
         text = received.tobytes().decode()
-        raise TypeError(f"{name}: rank {root_rank}: {text}") from parcel.error
+        raise TypeError(f"{name}: rank {root_rank}: {text}") from own.error
     return obj if is_root else decode(received)
 
 
@@ -223,18 +223,18 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     Raises TypeError, on every rank, when a rank's object cannot be sent; it names the rank.
     """
     name = name or "allgather_object"
-    parcel = _pack(obj)
-    labels = _exchange_labels(parcel, name)
-    gathered = allgather(_as_tensor(parcel.content), f"{name}.content").numpy()
-    ends = np.cumsum([label.content_bytes for label in labels])
+    own = _try_to_encode(obj)
+    headers = _gather_headers(own, name)
+    gathered = allgather(_as_tensor(own.content), f"{name}.content").numpy()
+    ends = np.cumsum([header.content_bytes for header in headers])
     contents = np.split(gathered, ends[:-1])
     failures = [
         f"rank {sender}: {content.tobytes().decode()}"
-        for sender, (label, content) in enumerate(zip(labels, contents, strict=True))
-        if label.failed
+        for sender, (header, content) in enumerate(zip(headers, contents, strict=True))
+        if header.failed
     ]
     if failures:
-        raise TypeError(f"{name}: {'; '.join(failures)}") from parcel.error
+        raise TypeError(f"{name}: {'; '.join(failures)}") from own.error
     return [decode(content) for content in contents]
 
 

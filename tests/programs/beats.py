@@ -21,6 +21,7 @@ import threading
 import numpy as np
 
 from collectives.transports import Transport
+from gtopk.runtime.launch.job import torchrun_agent
 from gtopk.runtime.liveness.heartbeat import Heartbeat, LostRank
 
 size, timeout_seconds = int(sys.argv[1]), float(sys.argv[2])
@@ -58,10 +59,10 @@ def be(rank: int, orders: int, ends: list[tuple[socket.socket, socket.socket]]) 
     def on_lost(lost: LostRank) -> None:
         say(f"rank {rank} lost {lost.rank}: {lost.why}")
 
-    heartbeat = Heartbeat(timeout_seconds, timeout_seconds / 2)
-    heartbeat.on_lost = on_lost
     table = Table(rank, ends)
-    heartbeat.start(rank, table.gather_object(heartbeat.introduce(table)))
+    heartbeat = Heartbeat(table, timeout_seconds, timeout_seconds / 2, torchrun_agent())
+    heartbeat.on_lost = on_lost
+    heartbeat.start(table.gather_object(heartbeat.introduction))
     port = heartbeat._setting.peers[rank].port
     say(f"rank {rank} is {os.getpid()} beside {heartbeat._companion.pid} at {port}")
     for line in os.fdopen(orders):

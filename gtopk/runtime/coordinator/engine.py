@@ -64,7 +64,8 @@ class Engine:
     The owner sets these:
 
     shadow_work: makes the work of a rank that has joined, for operations with a join descriptor.
-    sign: takes the reason why this rank leaves; returns it with who and where this rank is.
+    departure_notice: takes the reason why this rank leaves; returns it with this rank's step and
+              place, as the peers get it.
     where: returns at which step this rank is, for errors.
     ranks_may_leave: whether the ranks go on when one dies, for as long as they run no operation.
     finishes_later: called when the program has ended, before the rank leaves by itself. True: the
@@ -77,7 +78,7 @@ class Engine:
 
     def __init__(self, transport: Transport, settings: Settings | None = None) -> None:
         self.transport = transport
-        self.sign: Callable[[str], str] = lambda how: how
+        self.departure_notice: Callable[[str], str] = lambda how: how
         self.where: Callable[[], str] = lambda: ""
         self.failed_in = ""
         self.shadow_work: ShadowWork | None = None
@@ -317,7 +318,7 @@ class Engine:
         if any(thread.ident in self._submitters for thread in threads) or self.finishes_later():
             return
         self._outlived = True
-        self._closing = self.sign(PROGRAM_ENDED)
+        self._closing = self.departure_notice(PROGRAM_ENDED)
 
     def _cycle(self) -> None:
         with self._changed:
@@ -443,7 +444,7 @@ class Engine:
         with self._changed:
             self.failure = cause or PeerError(f"this rank {text}")
         self._execution.activity = ""
-        self.transport.announce_departure(str(error) if cause else self.sign(text))
+        self.transport.announce_departure(str(error) if cause else self.departure_notice(text))
 
     def _fail_all(self, error: PeerError) -> None:
         """Fail all pending operations, also those that were submitted while the engine ended."""

@@ -2,7 +2,6 @@
 
 job.py        a launcher and its ranks: which one started this rank, and how a job is ended
 mpirun.py     mpirun with the settings that it needs here
-watchdog.py   ends a start that takes too long, or cannot succeed any more
 """
 
 from __future__ import annotations

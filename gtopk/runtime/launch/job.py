@@ -25,7 +25,7 @@ from typing import IO, Final, NamedTuple
 
 from ... import settings
 from ...errors import LaunchError
-from .watchdog import variable_of
+from ..liveness.watchdog import variable_of
 
 
 def torchrun_command(ranks: int, program: Sequence[str], python: str = sys.executable) -> list[str]:
@@ -239,15 +239,9 @@ def _daemon_is_gone(environ: Mapping[str, str]) -> bool:
     return False
 
 
-def address_towards(host: str, port: int = 9) -> str:
-    """Return the address under which this host reaches another, and is reached from there.
-
-    Nothing is sent. Raises OSError where there is no way to it.
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        address: str = probe.getsockname()[0]
-    return address
+def own_place() -> str:
+    """Return this process's host and pid, as errors name them."""
+    return f"host {socket.gethostname()}, pid {os.getpid()}"
 
 
 class Host(NamedTuple):

@@ -18,5 +18,7 @@ heartbeat.py   the rank's side: starts the companion, and learns from it which r
                this host receives beats
 companion.py   the process: sends beats, also a last one when its rank has ended
 watch.py       which ranks are lost, by the beats that came or did not
+watchdog.py    before there is a companion: ends a start that takes too long, or cannot succeed any
+               more; processes as /proc shows them
 What a rank does when another is lost is in world/guard.py.
 """

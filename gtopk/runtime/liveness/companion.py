@@ -30,6 +30,7 @@ from typing import Final, NamedTuple
 
 from ..standard_streams import write_line
 from .watch import BEAT_BYTES, Beat, Peer, State, Watch
+from .watchdog import Process, read_process
 
 _LONGEST_PAUSE_SECONDS: Final = 1.0  # between beats
 _BEATS_PER_TIMEOUT: Final = 10
@@ -47,7 +48,6 @@ _NOTE: Final = struct.Struct("<qI")  # the step, and the number of bytes of advi
 _ADVICE_BYTES: Final = 2000
 _DATAGRAMS: Final = 1000  # received at most before the next beat, in case of a flood
 _STOPPED_GRACE_SECONDS: Final = 2.0  # for a stopped rank to be continued, once the job is ending
-_PROC: Final = "/proc"  # off Linux there is none
 _PR_SET_PDEATHSIG: Final = 1  # of prctl(2)
 _LAUNCHER_GRACE_SECONDS: Final = 3.0  # for a rank to end by itself, once its launcher is gone
 
@@ -81,27 +81,6 @@ class Setting(NamedTuple):
     def line(self) -> bytes:
         """Return the setting as a line of JSON."""
         return json.dumps(self._asdict()).encode() + b"\n"
-
-
-class Process(NamedTuple):
-    """A process as /proc shows it.
-
-    state: a letter; "" for one that has ended, "?" off Linux, which shows none.
-    parent: its pid; 0 where that is not known.
-    """
-
-    state: str
-    parent: int
-
-
-def read_process(pid: int) -> Process:
-    try:
-        with open(f"{_PROC}/{pid}/stat", "rb") as stat:
-            # After the last parenthesis: the program's name before it may hold any character.
-            state, parent = stat.read().rpartition(b")")[2].split()[:2]
-    except OSError:
-        return Process("" if os.path.exists(f"{_PROC}/self") else "?", 0)
-    return Process("" if state in (b"Z", b"X") else state.decode(), int(parent))
 
 
 def segments_of(pid: int) -> set[str]:

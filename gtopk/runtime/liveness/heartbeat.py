@@ -14,18 +14,16 @@ import secrets
 import socket
 import struct
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ... import settings
-from ..launch.job import address_towards, torchrun_agent
 from .companion import Setting, write_note
 from .watch import Peer
+from .watchdog import command_of
 
 # `collectives` needs NumPy; `gtopk doctor` chooses an address where NumPy is broken, too.
 if TYPE_CHECKING:
@@ -34,12 +32,6 @@ if TYPE_CHECKING:
 _LEAVE_SECONDS: Final = 2.0  # for a companion to announce the departure
 _POLL_SECONDS: Final = 0.01
 _STARTS: Final = 3  # how often a companion is started, as one that was killed is replaced
-
-# Loads this folder as gtopk.runtime.liveness, without the rest of gtopk.
-_BEGIN: Final = (
-    "import sys, types; package = sys.modules['gtopk'] = types.ModuleType('gtopk'); "
-    "package.__path__ = [sys.argv[1]]; from gtopk.runtime.liveness.companion import main; main()"
-)
 
 _GET_ADDRESS: Final = 0x8915  # Linux: SIOCGIFADDR
 _NAME_BYTES: Final = 15
@@ -115,6 +107,17 @@ def address_of(interface: str) -> str:
     return socket.inet_ntoa(answer[20:24])
 
 
+def address_towards(host: str, port: int = 9) -> str:
+    """Return the address under which this host reaches another, and is reached from there.
+
+    Nothing is sent. Raises OSError where there is no way to it.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        address: str = probe.getsockname()[0]
+    return address
+
+
 def _address_towards(host: str) -> str:
     try:
         return address_towards(host) if host else ""
@@ -139,65 +142,62 @@ class LostRank(NamedTuple):
 
 
 class Heartbeat:
-    """A rank's companion: `introduce`, then from `start` to `close`.
+    """A rank's companion, from `start` to `close`.
 
-    In between the ranks exchange what `introduce` has returned.
+    introduction: the companion's address, and this rank's share of the job's secret, in JSON's
+                  types; ranks exchange theirs before `start`.
     on_lost: called with each rank that is lost, in the heartbeat's thread.
     """
 
-    def __init__(self, timeout_seconds: float, warning_seconds: float) -> None:
+    _setting: Setting  # from `start` on
+
+    def __init__(
+        self, transport: Transport, timeout_seconds: float, warning_seconds: float, launcher: int
+    ) -> None:
+        """Open the companion's address; raise ValueError for an interface that this host lacks.
+
+        launcher: as of `Setting`.
+        """
+        address = own_address(one_host=len(transport.neighbours()) == transport.size)
         self.on_lost: Callable[[LostRank], None] = lambda lost: None
+        self._rank = transport.rank
         self._timeout_seconds = timeout_seconds
         self._warning_seconds = warning_seconds
-        self._socket: socket.socket | None = None
-        self._step_file: int | None = None  # a file in memory, see `Setting`
+        self._launcher = launcher
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        if address:
+            self._socket.bind((address, 0))
+        port = self._socket.getsockname()[1]  # 0 of one that is not bound
+        share = secrets.token_hex()
+        self.introduction: list[Any] = [socket.gethostname(), os.getpid(), address, port, share]
+        # The companion shares it, and finds there the step of a rank that SIGKILL has ended.
+        self._note_file = _open_note()
+        write_note(self._note_file, 0, "")
         self._companion: subprocess.Popen[bytes] | None = None
-        self._setting: Setting | None = None
         # Reentrant, for a handler of SIGTERM explains, and may run within another order.
         self._sending = threading.RLock()
         self._closing = False
         self._lost: list[LostRank] = []
 
-    def introduce(self, transport: Transport) -> list[Any]:
-        """Open the companion's address; return it, and this rank's part of the secret, for JSON.
-
-        Raises ValueError for an interface that this host does not have.
-        """
-        address = own_address(one_host=len(transport.neighbours()) == transport.size)
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        port = 0
-        if address:
-            self._socket.bind((address, 0))
-            port = self._socket.getsockname()[1]
-        # The companion shares it, and finds there the step of a rank that SIGKILL has ended.
-        self._step_file = _open_note()
-        write_note(self._step_file, 0, "")
-        return [socket.gethostname(), os.getpid(), address, port, secrets.token_hex()]
-
-    def start(self, rank: int, said: Sequence[Sequence[Any]]) -> None:
-        """Start the companion.
-
-        said: what every rank's `introduce` has returned, in rank order; rank: this one's number.
-        """
-        assert self._socket is not None
-        assert self._step_file is not None
-        peers = [Peer(rank, *words[:-1]) for rank, words in enumerate(said)]
+    def start(self, introductions: Sequence[Sequence[Any]]) -> None:
+        """Start the companion; introductions: every rank's, in rank order."""
         # Every rank contributes to the secret: none can choose it.
-        secret = hashlib.sha256("".join(words[-1] for words in said).encode()).hexdigest()
+        shares = "".join(share for *_, share in introductions)
         self._setting = Setting(
-            rank=rank,
+            rank=self._rank,
             parent=os.getpid(),
-            launcher=torchrun_agent(),  # 0 under Open MPI, which ends its ranks itself
-            secret=secret,
+            launcher=self._launcher,
+            secret=hashlib.sha256(shares.encode()).hexdigest(),
             socket=self._socket.fileno(),
-            note=self._step_file,
+            note=self._note_file,
             timeout_seconds=self._timeout_seconds,
             warning_seconds=self._warning_seconds,
-            peers=peers,
+            peers=[Peer(rank, *place) for rank, (*place, _) in enumerate(introductions)],
         )
-        self._begin()
         # A daemon thread does not keep the program alive when it ends.
-        threading.Thread(target=self._receive_losses, name="gtopk-heartbeat", daemon=True).start()
+        threading.Thread(
+            target=self._receive_losses, args=(self._begin(),), name="gtopk-heartbeat", daemon=True
+        ).start()
 
     def lost(self, wait_seconds: float = 0.0) -> LostRank | None:
         """Return the first rank that was lost, after waiting for news of one for so long."""
@@ -210,8 +210,8 @@ class Heartbeat:
     def note(self, step: int, advice: str) -> None:
         """Store the step and advice that the companion reports if this rank ends silently."""
         # A closed descriptor's number may be another file's by now.
-        if self._step_file is not None and not self._closing:
-            write_note(self._step_file, step, advice)
+        if not self._closing:
+            write_note(self._note_file, step, advice)
 
     def explain(self, why: str) -> None:
         """Give the companion the reason that it tells the others when this rank ends."""
@@ -220,15 +220,14 @@ class Heartbeat:
     def close(self) -> None:
         """Tell the others to stop watching this rank, as it leaves in good order."""
         # Before the order, so that `_receive_losses` does not replace the companion that follows
-        # it.
-        self._closing = True
+        # it; under the lock, within which it replaces one.
+        with self._sending:
+            self._closing = True
         self._order("leave")
         if self._companion is not None:
             self._await_end(self._companion)
-        if self._socket is not None:
-            self._socket.close()
-        if self._step_file is not None:
-            os.close(self._step_file)
+        self._socket.close()
+        os.close(self._note_file)
 
     def _await_end(self, companion: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -244,10 +243,10 @@ class Heartbeat:
         if self._companion is not None:
             self._companion.returncode = 0  # else Popen would wait for it in this process
 
-    def _begin(self) -> None:
-        assert self._setting is not None
+    def _begin(self) -> subprocess.Popen[bytes]:
+        """Start a companion process, and return it."""
         companion = subprocess.Popen(
-            [sys.executable, "-IS", "-c", _BEGIN, str(Path(__file__).parents[2])],
+            command_of("companion"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[self._setting.socket, self._setting.note],
@@ -259,6 +258,7 @@ class Heartbeat:
             companion.stdin.write(self._setting.line())
             companion.stdin.flush()
         self._companion = companion
+        return companion
 
     def _order(self, line: str) -> None:
         companion = self._companion
@@ -270,35 +270,30 @@ class Heartbeat:
             while rest:
                 rest = rest[os.write(companion.stdin.fileno(), rest) :]
 
-    def _receive_losses(self) -> None:
+    def _receive_losses(self, companion: subprocess.Popen[bytes]) -> None:
         """Receive losses until the companion ends; replace a companion that was killed."""
         from collectives.transports.transport import print_line
 
         for left in reversed(range(_STARTS)):
-            companion = self._companion
-            assert companion is not None
             assert companion.stdout is not None
             with companion.stdout as reports:
                 for line in reports:
                     # First: handling it may take long, and a rank that does not answer is killed.
                     self._order("heard")
-                    self._note(json.loads(line))
+                    self._note_loss(json.loads(line))
             if self._closing:
                 return
             companion.wait()
             next_one = "another begins" if left else "the other ranks will give it up"
-            print_line(
-                f"{self._own()}: its companion was ended ({companion.returncode}); {next_one}"
-            )
+            own = self._setting.peers[self._rank]
+            print_line(f"{own}: its companion was ended ({companion.returncode}); {next_one}")
             if left:
-                self._begin()
+                with self._sending:
+                    if self._closing:  # by now: its socket is closed
+                        return
+                    companion = self._begin()
 
-    def _own(self) -> Peer:
-        assert self._setting is not None
-        return self._setting.peers[self._setting.rank]
-
-    def _note(self, report: Mapping[str, Any]) -> None:
-        assert self._setting is not None
+    def _note_loss(self, report: Mapping[str, Any]) -> None:
         peer = self._setting.peers[report["lost"]]
         lost = LostRank(peer.rank, f"{report['why']}; host {peer.host}, pid {peer.pid}")
         self._lost.append(lost)

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
-import socket
 import subprocess
 import sys
 import time
@@ -31,6 +29,7 @@ from ...errors import HorovodInternalError, RankError
 from .. import object_codec as objects
 from ..coordinator.agreement import name_ranks
 from ..launch import LaunchError
+from ..launch.job import own_place
 from .call_server import CallServer
 
 # The part of multiprocessing's preparation data that makes imports work in a spawned process.
@@ -110,11 +109,6 @@ def resolve(where: str) -> Any:
     return attrgetter(name)(importlib.import_module(module))
 
 
-def apply_surroundings(surroundings: dict[str, Any]) -> None:
-    """Make imports work in this process as they do in the one that sent the call."""
-    spawn.prepare(surroundings)
-
-
 def make(content: bytes, allow_pickle: bool) -> Any:
     """Make the call, and return what it returns."""
     # The sender decides which code runs here; it has proved that it knows the job's secret.
@@ -140,11 +134,6 @@ class Failure(NamedTuple):
     place: str
 
 
-def place() -> str:
-    """Return a text with this process's host and pid."""
-    return f"host {socket.gethostname()}, pid {os.getpid()}"
-
-
 def of_result(result: Any, allow_pickle: bool) -> bytes:
     """Return the report of a call that returned; raise TypeError where the result cannot travel."""
     return objects.encode({"result": result}, allow_pickle=allow_pickle)
@@ -163,7 +152,7 @@ def of_error(error: BaseException, own_frames: int) -> bytes:
         what = f"raised {type(error).__name__}{words and f': {words}'}"
     consequence = isinstance(error, HorovodInternalError)
     # Texts alone: the caller may not have the exception's class.
-    failure = Failure(what, text, consequence, place())
+    failure = Failure(what, text, consequence, own_place())
     return objects.encode({"failure": [*failure]}, allow_pickle=False)
 
 

@@ -30,7 +30,7 @@ from typing import Final
 
 from ... import settings
 from ..launch import LaunchError
-from ..launch.job import address_towards
+from ..liveness.heartbeat import address_towards
 
 _log = logging.getLogger("gtopk")
 

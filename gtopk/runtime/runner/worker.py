@@ -31,6 +31,8 @@ def main() -> None:
     connection, preparation, content = fetch_call(address, secret, rank)
 
     # torch is first imported here: by now the call server knows that this rank has come.
+    from multiprocessing import spawn
+
     from ... import __version__
     from .. import object_codec as objects
     from . import call
@@ -45,7 +47,8 @@ def main() -> None:
             )
         for module in prepared["to_install"]:
             importlib.import_module(module).install()
-        call.apply_surroundings(prepared["surroundings"])
+        # From here on imports work as they do in the process that sent the call.
+        spawn.prepare(prepared["surroundings"])
         said = call.of_result(call.make(content, allow_pickle), allow_pickle)
     except BaseException as error:
         said = call.of_error(error, _FRAMES)

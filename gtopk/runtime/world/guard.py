@@ -58,8 +58,9 @@ from collectives.transports.transport import end_process
 from ... import __version__, settings
 from ...errors import HorovodInternalError
 from .. import standard_streams
-from ..launch.watchdog import now, write_record
+from ..launch.job import own_place
 from ..liveness.heartbeat import Heartbeat, LostRank
+from ..liveness.watchdog import now, write_record
 
 if TYPE_CHECKING:
     from .membership import World
@@ -187,16 +188,16 @@ class Guard:
     _installed: ClassVar[Guard | None] = None  # the one that watches now
 
     def __init__(
-        self, member: World, heartbeat: Heartbeat | None = None, failures: str = ""
+        self, world: World, heartbeat: Heartbeat | None = None, failures: str = ""
     ) -> None:
-        """heartbeat: introduced, to `member.words`; None: a silent rank is never lost.
+        """heartbeat: whose introduction the world has; None: a silent rank is never lost.
 
         failures: the folder of failure files; "": none are written.
         """
-        self.member = member
-        self.needed = is_needed(member.transport)
-        self.name = f"rank {member.transport.rank} of {member.transport.size}"
-        self.place = f"host {socket.gethostname()}, pid {os.getpid()}"
+        self.world = world
+        self.needed = is_needed(world.transport)
+        self.name = f"rank {world.transport.rank} of {world.transport.size}"
+        self.place = own_place()
         self._excepthook = sys.excepthook
         self._threading_excepthook = threading.excepthook
         self._handles_sigterm = False
@@ -208,7 +209,7 @@ class Guard:
 
     def install(self) -> None:
         """Set the exception hooks, and SIGTERM's handler where there is none; start beating."""
-        self.member.engine.sign = self.departure_notice
+        self.world.engine.departure_notice = self.departure_notice
         if not self.needed:
             return
         sys.excepthook = self._on_exception
@@ -221,9 +222,9 @@ class Guard:
             self._handles_sigterm = True
         if heartbeat := self._heartbeat:
             heartbeat.on_lost = self._on_lost
-            heartbeat.start(self.member.transport.rank, self.member.words)
-            self.member.on_change = heartbeat.note
-            heartbeat.note(self.member.step, self.member.advice)
+            heartbeat.start(self.world.introductions)
+            self.world.on_change = heartbeat.note
+            heartbeat.note(self.world.step, self.world.advice)
 
     def close(self) -> None:
         """Stop the heartbeat: this rank and the others have left."""
@@ -262,7 +263,7 @@ class Guard:
 
     def departure_notice(self, how: str) -> str:
         """Return the text that the peers get when this rank leaves."""
-        return f"{how} at step {self.member.step}; {self.place}"
+        return f"{how} at step {self.world.step}; {self.place}"
 
     def _print(self, what: str) -> None:
         # In a thread: a handler of SIGTERM may run within the main thread's print, which holds the
@@ -275,18 +276,18 @@ class Guard:
         if self.needed:
             self._has_reported = True
             failed = self._failed(error)
-            advice = "" if self.member.advice in failed else f"; {self.member.advice}"
+            advice = "" if self.world.advice in failed else f"; {self.world.advice}"
             if self._heartbeat:
                 self._heartbeat.explain(failed)
             # A HorovodInternalError has its cause on another rank.
             cause = None if isinstance(error, HorovodInternalError) else error
             write_error_file(f"{self.name} ({self.place}) {failed}", cause)
-            then = "the others go on" if self.member.engine.ranks_may_leave else "ending the job"
+            then = "the others go on" if self.world.engine.ranks_may_leave else "ending the job"
             self._print(f"{failed}; {then}{advice}")
 
     def _failed(self, error: BaseException, place: str = "") -> str:
         """Return the text of a failure; place: text to put behind the step."""
-        where = self.member.where()
+        where = self.world.where()
         return f"failed {where}{place}: {describe(error, where)}"
 
     def _on_exception(
@@ -309,11 +310,11 @@ class Guard:
         with self._delay_sigterm():
             self.report(error)
             self._record_end(self._failed(error), error)
-        if self.member.engine.ranks_may_leave:
+        if self.world.engine.ranks_may_leave:
             self._end_alone(error)
         how = self._failed(error, place=f" ({self.place})")
         self._announce_and_wait(how)
-        self.member.transport.abort(1, how)
+        self.world.transport.abort(1, how)
 
     @contextlib.contextmanager
     def _delay_sigterm(self) -> Iterator[None]:
@@ -334,14 +335,14 @@ class Guard:
         """
         until = time.monotonic() + _LAST_WORD_SECONDS
         standard_streams.run_within(
-            lambda: self.member.transport.leave(how, _LAST_WORD_SECONDS), 2 * _LAST_WORD_SECONDS
+            lambda: self.world.transport.leave(how, _LAST_WORD_SECONDS), 2 * _LAST_WORD_SECONDS
         )
         time.sleep(max(0.0, until - time.monotonic()))
 
     def _end_alone(self, error: BaseException) -> None:
         """Leave and end this process at once, with exit code 1; the others notice its absence."""
-        how = self.departure_notice(f"raised {describe(error, self.member.where())}")
-        self.member.transport.leave(how, _LAST_WORD_SECONDS)
+        how = self.departure_notice(f"raised {describe(error, self.world.where())}")
+        self.world.transport.leave(how, _LAST_WORD_SECONDS)
         # No exit handlers: MPI's end among them would wait for the other ranks, which go on.
         end_process(1)
 
@@ -363,8 +364,8 @@ class Guard:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _announce_stop(self) -> None:
-        advice = f"; {self.member.advice}" if self.member.advice else ""
-        stopped = f"was stopped by SIGTERM at step {self.member.step}, {self._doing()}"
+        advice = f"; {self.world.advice}" if self.world.advice else ""
+        stopped = f"was stopped by SIGTERM at step {self.world.step}, {self._doing()}"
         if self._heartbeat:
             lost = self._heartbeat.lost(_KNOWN_SECONDS)
             if lost is None:
@@ -382,16 +383,16 @@ class Guard:
 
     def _on_lost(self, lost: LostRank) -> None:
         # First: operations that wait for it fail by this, and the script may catch that.
-        self.member.transport.lose(lost.rank, lost.why)
-        if self.member.engine.ranks_may_leave:
+        self.world.transport.lose(lost.rank, lost.why)
+        if self.world.engine.ranks_may_leave:
             return
-        if self.member.termination_requested:  # the step that all need to learn of it never ends
+        if self.world.termination_requested:  # the step that all need to learn of it never ends
             os.kill(os.getpid(), signal.SIGTERM)
         threading.Thread(target=self._end_if_stuck, args=(lost,), daemon=True).start()
 
     def _end_if_stuck(self, lost: LostRank) -> None:
         """End the job where an operation does not notice a loss, such as one inside MPI or gloo."""
-        engine = self.member.engine
+        engine = self.world.engine
         since, cycles = time.monotonic(), engine.cycles
         while self._heartbeat is not None:
             time.sleep(_LOOK_SECONDS)
@@ -401,12 +402,12 @@ class Guard:
                 since, cycles = now, engine.cycles
             elif now - since > _STUCK_SECONDS:
                 why = (
-                    f"at step {self.member.step}, {self._doing()}, as rank {lost.rank} is lost "
+                    f"at step {self.world.step}, {self._doing()}, as rank {lost.rank} is lost "
                     f"({lost.why})"
                 )
                 self._print(f"ends the job {why}")
                 self._record_end(f"ended the job {why}")
-                self.member.transport.abort(1, f"was {why}")
+                self.world.transport.abort(1, f"was {why}")
 
     def _record_end(self, how: str, error: BaseException | None = None) -> None:
         """Write how this rank ends into the run's record, and on a failure the failure file.
@@ -421,28 +422,28 @@ class Guard:
         if self._failures and (error is not None or (lost and not self._has_reported)):
             write(
                 self._failures,
-                self.member.transport.rank,
-                self.member.transport.size,
+                self.world.transport.rank,
+                self.world.transport.size,
                 error,
-                step=self.member.step,
+                step=self.world.step,
                 operation=self._operation(error),
                 how=how,
                 lost=lost,
             )
-        self.member.note_end(how, in_order=False)
+        self.world.note_end(how, in_order=False)
 
     def _operation(self, error: BaseException | None) -> str:
         """Return the name of the operation that failed, or is running; "": this rank computes."""
         failed = error.operation if isinstance(error, HorovodInternalError) else ""
-        activity = self.member.engine.activity
-        return failed or self.member.engine.failed_in or ("" if activity == "idle" else activity)
+        activity = self.world.engine.activity
+        return failed or self.world.engine.failed_in or ("" if activity == "idle" else activity)
 
     def _lost(self) -> list[LostRank]:
         """Return the ranks known here to have died; the first that the heartbeat found comes first.
 
         Others may be among them that the launcher has ended since.
         """
-        transport = self.member.transport
+        transport = self.world.transport
         said = transport.departures()
         found = {
             rank: said[rank].reason if rank in said else "as another rank says"
@@ -454,7 +455,7 @@ class Guard:
         return [*([first] if first else []), *(LostRank(*each) for each in sorted(found.items()))]
 
     def _doing(self) -> str:
-        activity = self.member.engine.activity
+        activity = self.world.engine.activity
         return "computing" if activity == "idle" else f"in {activity}"
 
 

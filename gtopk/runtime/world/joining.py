@@ -24,19 +24,14 @@ srun                        on the step's first node, at port 20000 + (16 job + 
 from __future__ import annotations
 
 import http.client
-import json
 import math
 import os
 import re
-import socket
-import subprocess
-import sys
-import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import torch
@@ -46,9 +41,10 @@ from collectives.errors import PeerError, PeerTimeoutError
 from collectives.transports import TRANSPORTS, Transport, open_transport
 
 from ... import settings
-from ..launch import Launched, launched_by, require_sound_ranks, transport_name, watchdog
-from ..launch.job import address_towards, launcher, launcher_has_ended, ranks_here
-from ..launch.watchdog import Siblings, WatchdogSettings
+from ..launch import Launched, launched_by, require_sound_ranks, transport_name
+from ..launch.job import launcher, launcher_has_ended, own_place, ranks_here
+from ..liveness.heartbeat import address_towards
+from ..liveness.watchdog import Siblings, WatchdogSettings, deadline
 from ..standard_streams import occupy_closed_descriptors
 from . import guard
 
@@ -203,48 +199,6 @@ def ranks_of(comm: MPI.Intracomm, transport: Transport) -> list[int]:
     return sorted(places[rank] for rank in translated)
 
 
-_LEAVES_SECONDS: Final = 10.0  # for the watchdog's process to end when it is killed
-
-
-@contextmanager
-def deadline(settings: WatchdogSettings, *, holds_lock: bool = True) -> Iterator[None]:
-    """Kill this process, and say why, if one of its conditions comes true in the body.
-
-    holds_lock: whether the body may hold Python's lock throughout: a process watches then, whose
-        start takes some 20 ms of a core; else a thread.
-    """
-    if settings.seconds == math.inf and not settings.launcher and settings.siblings is None:
-        yield
-        return
-    if not holds_lock:
-        over = threading.Event()
-        threading.Thread(
-            target=watchdog.watch,
-            args=(settings, os.getpid(), over.wait),
-            name="gtopk-watchdog",
-            daemon=True,
-        ).start()
-        try:
-            yield
-        finally:
-            over.set()
-        return
-    program = os.path.abspath(watchdog.__file__)
-    # -IS: without the user's site packages and PYTHONPATH, so that it starts quickly and runs
-    # nothing of theirs.
-    dog = subprocess.Popen(
-        [sys.executable, "-IS", program, json.dumps(settings)], stdin=subprocess.PIPE
-    )
-    assert dog.stdin is not None
-    try:
-        yield
-    finally:
-        dog.kill()  # else this process would wait until it has started, and read that stdin ends
-        dog.stdin.close()
-        with suppress(subprocess.TimeoutExpired):  # a page fault may hold it up in /proc
-            dog.wait(_LEAVES_SECONDS)
-
-
 _OVER_ANOTHER: Final = ("nccl", "staged")
 
 
@@ -393,7 +347,7 @@ def _watched(
     launcher. Raises PeerError where the launcher is gone already.
     """
     who = f"rank {job.rank} of {job.size}" if job else f"process {os.getpid()}"
-    which = f"{who} (host {socket.gethostname()}, pid {os.getpid()})"
+    which = f"{who} ({own_place()})"
     named = job.launcher if job else "the launcher"
     orphaned = f"{which} cannot join the others: {named}, which started it, is gone"
     if launcher_has_ended():
@@ -401,12 +355,12 @@ def _watched(
     siblings = None
     if job and all_join and (here := ranks_here(job)):
         missed = (
-            f"gtopk: {which} cannot join the others: of those that {named} started on this host "
+            f"{which} cannot join the others: of those that {named} started on this host "
             "{} before hvd.init()"
         )
         siblings = Siblings(missed, job.variables[0], job.rank, here, is_all=here == job.size)
     late = (
-        f"gtopk: {who} has waited {seconds:g} s (GTOPK_START_TIMEOUT) in MPI's start and ends: "
+        f"{who} has waited {seconds:g} s (GTOPK_START_TIMEOUT) in MPI's start and ends: "
         "another rank has ended before hvd.init(), or cannot be reached"
     )
     file, record = "", {}
@@ -414,7 +368,7 @@ def _watched(
         file = os.path.abspath(guard.path_of(folder, job.rank))
         record = guard.record_of(job.rank, job.size)
     return deadline(
-        WatchdogSettings(seconds, late, launcher(), f"gtopk: {orphaned}", siblings, file, record),
+        WatchdogSettings(seconds, late, launcher(), orphaned, siblings, file, record),
         holds_lock=holds_lock,
     )
 

@@ -36,7 +36,7 @@ from collectives.transports.transport import CHANNELS
 from ... import __version__, settings
 from ...errors import HorovodInternalError
 from ..coordinator import Engine
-from ..coordinator.agreement import describe_mismatch
+from ..coordinator.agreement import describe_mismatch, name_ranks
 from ..coordinator.clocks import Offset, agree_on_now, clock_offset
 from ..logs import EVERYWHERE
 
@@ -135,8 +135,8 @@ def configured_choice(
     if wanted := settings.TRANSPORT.read(environ):
         return RouteChoice(GpuRoute.STAGED, f"GTOPK_TRANSPORT={wanted} asks for that")
     if lacking := [rank for rank, count in enumerate(gpus_of_ranks) if not count]:
-        who = f"rank{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking))}"
-        return RouteChoice(GpuRoute.STAGED, f"{who} {'see' if len(lacking) > 1 else 'sees'} none")
+        sees = "see" if lacking[1:] else "sees"
+        return RouteChoice(GpuRoute.STAGED, f"{name_ranks(lacking)} {sees} none")
     return None
 
 
@@ -259,7 +259,7 @@ class World:
     is_homogeneous: whether all nodes have equally many ranks.
     unfinished: work that all ranks have under way, to be finished before they leave.
     failures:   the errors of that work; known once this rank has left.
-    words:      what every rank has given as `word`, in JSON's types, in rank order.
+    introductions: of every rank's `Heartbeat`, in rank order; None where a rank has none.
     """
 
     def __init__(
@@ -267,12 +267,12 @@ class World:
         transport: Transport,
         before: World | None = None,
         signature: Sequence[str] = (),
-        word: object = None,
+        introduction: object = None,
     ) -> None:
         """Meet the other ranks; raise HorovodInternalError, on all alike, where they disagree.
 
         before: the world that the same ranks have left for this one.
-        signature: texts that must be equal on all ranks. word: for `words`.
+        signature: texts that must be equal on all ranks. introduction: this rank's heartbeat's.
         """
         self.rank, self.size = transport.rank, transport.size
         # Called with both where step or advice changes.
@@ -301,7 +301,7 @@ class World:
             "gpus": visible_gpus(),
             "link": settings.LINK.text(),
             "needs clock": any(needs_clock),
-            "word": word,
+            "introduction": introduction,
         }
         # All in one message: a start takes as long as its round trips.
         with transport.operation("init"):
@@ -309,7 +309,7 @@ class World:
         signatures = {rank: ("init", *each["signature"]) for rank, each in enumerate(said)}
         if len(set(signatures.values())) > 1:
             raise HorovodInternalError(describe_mismatch(signatures))
-        self.words = [each["word"] for each in said]
+        self.introductions = [each["introduction"] for each in said]
         places = [each["place"] for each in said]
         self.is_homogeneous = len(set(Counter(first for first, _ in places).values())) == 1
         # The nodes that have a process with this local rank, in order of their first rank.

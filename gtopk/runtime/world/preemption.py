@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import threading
 from types import FrameType, TracebackType
 from typing import Any, Final
 
 from ..coordinator.agreement import name_ranks
+from ..launch.job import own_place
 from ..standard_streams import write_line
 from . import world
 from .guard import Guard
@@ -133,9 +133,7 @@ class Termination:
 
     def _print(self, what: str) -> None:
         """Write a line on stderr past the stream, whose lock a signal's handler may wait for."""
-        name = f"rank {self._world.rank} of {self._world.size}"
-        place = f"host {socket.gethostname()}, pid {os.getpid()}"
-        write_line(f"{name} ({place}) {what}")
+        write_line(f"rank {self._world.rank} of {self._world.size} ({own_place()}) {what}")
 
 
 def _after_fork() -> None:

@@ -28,7 +28,7 @@ from .. import logs
 from ..coordinator.agreement import name_ranks
 from ..coordinator.execution import settings_from
 from ..launch import Launched, launched_by, require_sound_ranks
-from ..launch.job import mark_joined, require_own_rank
+from ..launch.job import mark_joined, require_own_rank, torchrun_agent
 from ..liveness.heartbeat import Heartbeat
 from .guard import Guard, describe, folder_from, is_needed, remove_earlier, write
 from .joining import join, missing_ranks_warning
@@ -145,12 +145,15 @@ def init_on(transport: Transport, before: World | None = None) -> None:
         if transport.rank == 0 and transport.size > 1:
             _warn_of_slow_kernels()
         if heartbeat_seconds > 0 and is_needed(transport):
-            heartbeat = Heartbeat(heartbeat_seconds, settings_from().stall_warning_seconds)
-        # Before the ranks meet: it is a part of the one message by which they do.
-        own = None if heartbeat is None else heartbeat.introduce(transport)
+            warning_seconds = settings_from().stall_warning_seconds
+            # Before the ranks meet: its introduction is a part of the one message by which they do.
+            # Not of Open MPI's, which ends its ranks itself.
+            launcher = torchrun_agent()
+            heartbeat = Heartbeat(transport, heartbeat_seconds, warning_seconds, launcher)
+        introduction = None if heartbeat is None else heartbeat.introduction
         # Compared also where the heartbeat is off here: it may be on elsewhere.
-        said = f"{settings.HEARTBEAT_TIMEOUT.name}={heartbeat_seconds:g}"
-        here = World(transport, before, [said], own)
+        signature = [f"{settings.HEARTBEAT_TIMEOUT.name}={heartbeat_seconds:g}"]
+        here = World(transport, before, signature, introduction)
     except BaseException as amiss:
         # The others have met this rank, and would wait for it until the timeout.
         transport.leave("its init() failed", FAILED_SECONDS)
@@ -226,7 +229,7 @@ def finish_leaving() -> None:
     global _leaving
     if _leaving is not None:
         _leaving.finish()
-        _unreported.extend(_leaving.guard.member.failures)
+        _unreported.extend(_leaving.guard.world.failures)
         _remove_exit_handler(_leaving.guard)
         _leaving = None
 
@@ -274,7 +277,8 @@ def rejoin() -> None:
     current().reopen_sets(sets, here.sets_made)
     current().resume(here.step)
     current().advice = here.advice
-    current().termination_requested = here.termination_requested
+    # Not overwritten: SIGTERM may have come since the new world was made.
+    current().termination_requested |= here.termination_requested
     current().preempted = here.preempted
 
 
@@ -289,7 +293,7 @@ def _remove_exit_handler(guard: Guard) -> None:
 
 def _has_dead_rank(guard: Guard) -> bool:
     """Tell whether a rank has died where ranks may leave; MPI's own end would wait for it."""
-    return guard.member.engine.ranks_may_leave and bool(guard.member.transport.lost())
+    return guard.world.engine.ranks_may_leave and bool(guard.world.transport.lost())
 
 
 def _at_exit() -> None:
@@ -303,10 +307,10 @@ def _at_exit() -> None:
         _process.close(guard.departure_notice(f"its program ended{by}"), in_order=error is None)
         guard.close()
     if guard is not None:
-        _unreported.extend(guard.member.failures)
+        _unreported.extend(guard.world.failures)
     if _unreported:
         return
-    if guard is not None and _has_dead_rank(guard) and guard.member.transport.name == "mpi":
+    if guard is not None and _has_dead_rank(guard) and guard.world.transport.name == "mpi":
         end_process(int(_what_ended_the_program() is not None))
 
 
@@ -358,7 +362,7 @@ def _after_fork() -> None:
     # Else a forked process that ends would leave the world in its parent's name.
     atexit.unregister(_at_exit)
     _unreported.clear()
-    _forked_from = guard.member.transport.rank
+    _forked_from = guard.world.transport.rank
     _process = _guard = _leaving = _left_guard = None
 
 

@@ -153,6 +153,8 @@ def check_generators(state: dict[str, Any]) -> None:
     np.random.RandomState().set_state(state["numpy"])
     version, words, gauss = state["python"]
     random.Random().setstate((version, tuple(words.tolist()), gauss))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.Generator("cuda").set_state(state["cuda"])
 
 
 def put_generators(state: dict[str, Any]) -> None:

@@ -90,21 +90,16 @@ def check_root(root_rank: int, process_set: ProcessSet) -> Sequence[int]:
     return ranks
 
 
-def begin_refused(
-    why: str,
-    root_rank: int,
-    name: str | None,
-    process_set: ProcessSet = global_process_set,
-) -> int:
+def begin_refused(why: str, root_rank: int, name: str | None) -> int:
     """Begin a broadcast that fails on every rank, also where it could work; return a handle."""
-    check_root(root_rank, process_set)
+    check_root(root_rank, global_process_set)
 
     def work(transport: Transport, all_flags: list[int]) -> Any:
         raise MismatchError(f"the tensor cannot be broadcast: {why}")
 
     # Other ranks, whose tensor is in order, have another signature: they hear why by the mismatch.
     signature = [f"a tensor that cannot be broadcast: {why}"]
-    return submit("broadcast", name, process_set, signature, work, lambda result: result)
+    return submit("broadcast", name, global_process_set, signature, work, lambda result: result)
 
 
 def begin_broadcast(

@@ -32,6 +32,17 @@ def test_who_died_is_told_from_who_left_also_by_a_peers_word():
     assert four.lost() == [2, 3]
 
 
+def test_who_left_before_mpi_was_finalized_keeps_its_reason():
+    transport = object.__new__(mpi.MpiTransport)
+    transport.size, transport._mpi = 3, SimpleNamespace(Is_finalized=lambda: True)
+    transport._left = {1: DepartureNotice({}, "its host is down", lost=True)}
+    transport.collect_departures()
+    assert [transport.departures()[rank].reason for rank in range(3)] == [
+        *("MPI is finalized", "its host is down", "MPI is finalized"),
+    ]
+    assert transport.lost() == [1]
+
+
 def test_memory_that_a_late_rank_still_writes_into_is_kept(monkeypatch):
     """In Open MPI a rank that comes late fills what an abandoned receive was given."""
     kept = []

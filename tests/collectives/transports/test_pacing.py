@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from collectives import MessageError, local_world, reduce, run_ranks, select
 from collectives.cost import Link, dense_bytes
 from collectives.cost_model.calibration import measure_network
-from collectives.transports import LocalTransport, Transport, pacing, torch_distributed
-from collectives.transports.pacing import MonotonicClock, Pacer, append_stamp, split_stamp
+from collectives.transports import Carrier, LocalTransport, pacing, torch_distributed
+from collectives.transports.pacing import Clock, Pacer, append_stamp, split_stamp
 
 LINK = Link.of(100e6, 0.4e-3)
 
 
-class ModelClock:
+class ModelClock(Clock):
     """A clock that goes on only while its rank waits."""
 
     def __init__(self) -> None:
@@ -37,12 +37,18 @@ class ModelClock:
         self.seconds = max(self.seconds, at)
 
 
+def emulate(transport: Carrier, link: Link = LINK) -> ModelClock:
+    """Pace a transport's messages by a clock that is a model, and return the clock."""
+    transport.emulate(link)
+    transport._pacer.clock = ModelClock()
+    return transport._pacer.clock
+
+
 def paced(size: int, program: Callable[[LocalTransport], object], link: Link = LINK) -> list[float]:
     """Return how long each rank of a world takes for a program."""
 
     def timed(transport: LocalTransport) -> float:
-        clock = ModelClock()
-        transport.emulate(link, clock)
+        clock = emulate(transport, link)
         begun = clock.now()
         program(transport)
         return clock.now() - begun
@@ -123,7 +129,7 @@ def test_a_message_to_oneself_takes_no_time():
     st.lists(st.integers(0, 100_000), min_size=6, max_size=6),
 )
 def test_the_last_message_ends_when_it_would_in_order_of_arrival(order, begins, sizes):
-    pacer = Pacer(LINK, ModelClock())
+    pacer = Pacer(LINK)
     last = max(pacer.arrive(begins[each], sizes[each]) for each in order)
     expected = 0.0
     for each in sorted(range(6), key=lambda each: begins[each]):
@@ -170,9 +176,8 @@ def test_sparse_sums_take_their_messages_over_the_rate(size):
 def test_every_transport_paces_alike_and_makes_its_sums_of_messages(in_world, kind, monkeypatch):
     monkeypatch.setattr(torch_distributed, "NATIVE_BYTES", 0)
 
-    def program(transport: Transport) -> tuple[float, int]:
-        clock = ModelClock()
-        transport.emulate(LINK, clock)
+    def program(transport: Carrier) -> tuple[float, int]:
+        clock = emulate(transport)
         assert transport.native_bytes() == sys.maxsize
         begun = clock.now()
         transport.traffic.read_and_reset()
@@ -194,7 +199,7 @@ def test_bytes_are_counted_as_without_it_and_views_are_paced_too():
         return transport.traffic.sent_bytes
 
     def with_link(transport: LocalTransport) -> int:
-        transport.emulate(LINK, ModelClock())
+        emulate(transport)
         return program(transport)
 
     assert run_ranks(local_world(2), program) == [1000, 1000]
@@ -203,8 +208,7 @@ def test_bytes_are_counted_as_without_it_and_views_are_paced_too():
 
 def test_waiting_for_the_link_is_counted_as_waiting():
     def program(transport: LocalTransport) -> float:
-        clock = ModelClock()
-        transport.emulate(LINK, clock)
+        emulate(transport)
         if transport.rank == 0:
             transport.send(np.zeros(50_000, np.uint8), 1)()
         else:
@@ -241,8 +245,7 @@ def test_ranks_of_several_hosts_have_no_clock_in_common():
 
 def test_a_calibration_finds_the_link_between_ranks_of_one_host():
     def program(transport: LocalTransport) -> None:
-        clock = ModelClock()
-        transport.emulate(Link.of(10e6, 1e-3), clock)
+        clock = emulate(transport, Link.of(10e6, 1e-3))
         assert transport.node() == [transport.rank]
         assert transport.neighbours() == [0, 1]
         network, nodes = measure_network(transport, clock.now)
@@ -255,7 +258,7 @@ def test_a_calibration_finds_the_link_between_ranks_of_one_host():
 
 
 def test_the_hosts_clock_waits_and_lets_messages_go_on_meanwhile():
-    clock, calls = MonotonicClock(), []
+    clock, calls = Clock(), []
     at = clock.now() + 0.005
     clock.wait_until(at, lambda: calls.append(clock.now()))
     assert clock.now() >= at

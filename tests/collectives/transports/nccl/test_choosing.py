@@ -121,7 +121,7 @@ def test_without_cupy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyP
     text = r"transport 'nccl' needs cupy and NCCL \(.*cupy.*\): pip install cupy-cuda12x "
     with pytest.raises(ImportError, match=text):
         open_transport("nccl", bootstrap=local_world(1)[0])
-    with pytest.raises(ImportError, match=r"'local' needs cupy, for .*: pip install cupy-cuda12x"):
+    with pytest.raises(ImportError, match=r"'staged' needs cupy, for .*: pip install cupy-cuda12x"):
         open_transport("staged", bootstrap=local_world(1)[0])
 
 

@@ -13,7 +13,7 @@ from urllib.error import HTTPError
 import pytest
 
 from collectives import PeerTimeoutError
-from gtopk.runtime.launch.job import address_towards
+from gtopk.runtime.liveness.heartbeat import address_towards
 from gtopk.runtime.world import joining
 from gtopk.runtime.world.joining import (
     Address,

@@ -14,16 +14,10 @@ from contextlib import ExitStack
 import pytest
 
 from gtopk.runtime import standard_streams
-from gtopk.runtime.liveness import companion
-from gtopk.runtime.liveness.companion import (
-    Companion,
-    Process,
-    Setting,
-    read_note,
-    read_process,
-    write_note,
-)
+from gtopk.runtime.liveness import companion, watchdog
+from gtopk.runtime.liveness.companion import Companion, Setting, read_note, write_note
 from gtopk.runtime.liveness.watch import BEAT_BYTES, Beat, Peer, State
+from gtopk.runtime.liveness.watchdog import Process, read_process
 
 SECRET, TIMEOUT, NOW = bytes(32), 4.0, 50.0
 RANK, LAUNCHER = 4711, 77  # pids
@@ -309,7 +303,7 @@ def test_a_rank_whose_launcher_is_gone_is_asked_to_end_and_then_killed(beside, c
 def test_off_linux_a_rank_has_not_ended_nor_is_its_launcher_gone(
     beside, monkeypatch, tmp_path
 ) -> None:
-    monkeypatch.setattr(companion, "_PROC", str(tmp_path / "proc"))
+    monkeypatch.setattr(watchdog, "_PROC", str(tmp_path / "proc"))
     shown = read_process(os.getpid())
     assert shown.state
     job = beside()

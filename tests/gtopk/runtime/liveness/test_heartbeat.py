@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
 import queue
@@ -21,9 +22,10 @@ from types import SimpleNamespace
 import pytest
 
 from collectives.transports import local_world
-from gtopk.runtime.liveness.companion import read_note, read_process, segments_of
+from gtopk.runtime.liveness.companion import read_note, segments_of
 from gtopk.runtime.liveness.heartbeat import Heartbeat
 from gtopk.runtime.liveness.watch import Beat, State
+from gtopk.runtime.liveness.watchdog import read_process
 from tests.started import STARTED_PATH
 
 ROOT = Path(__file__).parents[4]
@@ -199,12 +201,10 @@ def test_for_a_rank_that_is_killed_because_another_was_its_companion_has_the_las
 def test_who_leaves_waits_for_its_companion_and_keeps_nothing_open(system, monkeypatch):
     if system == "another":
         monkeypatch.delattr(os, "memfd_create")
-    heartbeat = Heartbeat(60.0, 30.0)
-    heartbeat.start(0, [heartbeat.introduce(local_world(1)[0])])
-    companion, own, note = heartbeat._companion, heartbeat._socket, heartbeat._step_file
+    heartbeat = Heartbeat(local_world(1)[0], 60.0, 30.0, launcher=0)
+    heartbeat.start([heartbeat.introduction])
+    companion, own, note = heartbeat._companion, heartbeat._socket, heartbeat._note_file
     assert companion is not None
-    assert own is not None
-    assert note is not None
     heartbeat.note(5, "go on")
     assert read_note(note) == (5, "go on")
     assert os.fstat(note).st_nlink == 0
@@ -217,9 +217,20 @@ def test_who_leaves_waits_for_its_companion_and_keeps_nothing_open(system, monke
     assert heartbeat.lost() is None
 
 
+def test_a_companion_that_ends_while_its_rank_leaves_is_not_replaced():
+    heartbeat = Heartbeat(local_world(1)[0], TIMEOUT, TIMEOUT, launcher=0)
+    heartbeat._setting = SimpleNamespace(peers=["rank 0"])
+    others: list[str] = []
+    heartbeat._begin = lambda: others.append("another")
+    # The rank leaves, and closes the companion's socket, when it is known to have ended.
+    ended = SimpleNamespace(stdout=io.BytesIO(), returncode=-9, wait=heartbeat.close)
+    heartbeat._receive_losses(ended)
+    assert others == []
+
+
 def test_a_handler_of_sigterm_may_explain_within_another_order(monkeypatch):
     reads, writes = os.pipe()
-    heartbeat = Heartbeat(TIMEOUT, TIMEOUT)
+    heartbeat = Heartbeat(local_world(1)[0], TIMEOUT, TIMEOUT, launcher=0)
     write = os.write
 
     def interrupted(descriptor: int, text: bytes) -> int:
@@ -241,6 +252,8 @@ def test_a_handler_of_sigterm_may_explain_within_another_order(monkeypatch):
             signal.signal(signal.SIGUSR1, before)
         stdin.close()
         assert told.read().splitlines() == [b"because stopped", b"because failed"]
+        heartbeat._companion = None
+        heartbeat.close()
 
 
 def test_the_memory_that_mpich_shares_is_known_by_its_name():

@@ -205,7 +205,7 @@ def fail(failing):
 
 def be_stuck(failing):
     """Be in an operation that takes no notice of a lost rank."""
-    failing.member.engine.activity, failing.member.engine.cycles = "allreduce", 5
+    failing.world.engine.activity, failing.world.engine.cycles = "allreduce", 5
     failing._end_if_stuck(LostRank(0, "it is silent"))
 
 

@@ -19,6 +19,7 @@ from gtopk.local_sgd import LocalSGD
 from gtopk.optim.distributed import DistributedOptimizer
 from gtopk.runtime.world import world
 from gtopk.runtime.world.guard import Guard
+from gtopk.runtime.world.membership import World
 
 STEPS, TOLD_BEFORE = 6, 3
 
@@ -191,6 +192,23 @@ def test_it_needs_ranks_and_the_main_thread():
     (error,) = errors
     assert "in the main thread" in error
     assert "'another'" in error
+
+
+def test_a_signal_while_the_ranks_join_anew_is_kept(monkeypatch):
+    reopen = World.reopen_sets
+
+    def interrupted(self: World, *arguments: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)  # the new world is there, what it takes over is not
+        reopen(self, *arguments)
+
+    monkeypatch.setattr(World, "reopen_sets", interrupted)
+    world.init()
+    try:
+        with gtopk.termination():
+            world.rejoin()
+            assert world.current().termination_requested
+    finally:
+        world.shutdown()
 
 
 @pytest.mark.parametrize("before", ["nothing", "the guard's", "the script's"])

@@ -6,9 +6,10 @@ import json
 import random
 
 import numpy as np
+import pytest
 import torch
 
-from gtopk.torch.checkpoint.state import put_generators, take_generators
+from gtopk.torch.checkpoint.state import check_generators, put_generators, take_generators
 from gtopk.torch.checkpoint.tree import put_together, take_apart
 
 
@@ -24,3 +25,21 @@ def test_every_generator_goes_on():
     draw()
     put_generators(put_together(json.loads(json.dumps(taken.tree)), taken.tensors))
     assert draw() == expected
+
+
+def test_a_gpus_state_is_tried_before_any_generator_goes_on_from_it(monkeypatch):
+    class OfGpu:
+        def __init__(self, device: str = "cpu") -> None:
+            self.device = device
+
+        def set_state(self, state: torch.Tensor) -> None:
+            if self.device == "cuda" and len(state) != 16:
+                raise RuntimeError("RNG state is wrong size")
+
+    state = take_generators()
+    monkeypatch.setattr(torch, "Generator", OfGpu)
+    check_generators({**state, "cuda": torch.zeros(3, dtype=torch.uint8)})  # there is no GPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    check_generators({**state, "cuda": torch.zeros(16, dtype=torch.uint8)})
+    with pytest.raises(RuntimeError, match="wrong size"):
+        check_generators({**state, "cuda": torch.zeros(3, dtype=torch.uint8)})

@@ -1,27 +1,34 @@
 """Watchdog: ends a process whose start takes too long, or cannot succeed any more.
 
-`world.joining` starts it: as a thread, or, where the start holds Python's lock throughout, as a
-separate program, which uses the standard library alone and ends when its stdin does.
+    with deadline(WatchdogSettings(120.0, "rank 1 is late")):
+        start()
 
-The program's argument: a `WatchdogSettings` as a list in JSON.
+It is a thread, or, where the start holds Python's lock throughout, a process of its own, which ends
+when its stdin does. The process's argument: a `WatchdogSettings` as a list in JSON.
+
+Here is also what /proc tells of processes, and how a process that uses the standard library alone
+is started, for the companion and others.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
+import math
 import os
 import select
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
+from ..standard_streams import write_line
+
 _LOOK_SECONDS: Final = 0.3
-_PRINT_SECONDS: Final = 1.0  # for the reader of stderr to take the message
-_STARTED: Final = 19  # field of /proc/PID/stat behind the name: start, in ticks since the boot
+_LEAVES_SECONDS: Final = 10.0  # for the watchdog's process to end when it is killed
+_PROC: Final = "/proc"  # off Linux there is none
 # Launchers start their ranks one after the other, and end them all where one of them fails.
 _COMES_SECONDS: Final = 3.0  # after one rank's start, for the launcher to start the next
 _ENDS_SECONDS: Final = 1.0  # after a rank's end, for its launcher to report it and end the job
@@ -67,7 +74,7 @@ class SiblingWatch:
 
     def __init__(self, siblings: Siblings, own: int) -> None:
         self.siblings = siblings
-        self._own, self._parent = own, parent_of(own)
+        self._own, self._parent = own, read_process(own).parent
         self._numbers: dict[int, int] = {}  # by pid, of processes whose environment has one
         self._since = 0.0
         self._absent: list[int] | None = None  # ranks missing since `_since`; None: none are
@@ -113,17 +120,31 @@ def _children(pid: int) -> set[int]:
         for task in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{task}/children", "rb") as children:
                 found.update(map(int, children.read().split()))
-    return {child for child in found if _stat(child)[:1] not in ([], [b"Z"])}
+    return {child for child in found if read_process(child).state}
 
 
-def _stat(pid: int) -> list[bytes]:
-    """Return the fields of /proc/PID/stat behind the name; [] where the process has ended."""
+class Process(NamedTuple):
+    """A process as /proc shows it.
+
+    state: a letter; "" for one that has ended, "?" off Linux, which shows none.
+    parent: its pid; 0 where that is not known.
+    started: in ticks since the boot; 0 where that is not known.
+    """
+
+    state: str
+    parent: int
+    started: int = 0
+
+
+def read_process(pid: int) -> Process:
     try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            # Behind the last parenthesis, as the name may hold any character.
-            return stat.read().rpartition(b")")[2].split()
+        with open(f"{_PROC}/{pid}/stat", "rb") as stat:
+            # After the last parenthesis: the program's name before it may hold any character.
+            fields = stat.read().rpartition(b")")[2].split()
     except OSError:
-        return []
+        return Process("" if os.path.exists(f"{_PROC}/self") else "?", 0)
+    state = "" if fields[0] in (b"Z", b"X") else fields[0].decode()
+    return Process(state, int(fields[1]), int(fields[19]))
 
 
 def variable_of(pid: int, name: str) -> str | None:
@@ -143,18 +164,12 @@ def variable_of(pid: int, name: str) -> str | None:
     return next(found, b"").removeprefix(start).decode(errors="replace")
 
 
-def parent_of(pid: int) -> int:
-    """Return the pid of a process's parent; 0 where the process has ended."""
-    return int((_stat(pid) or [b"", b"0"])[1])
-
-
 def age_seconds(pid: int) -> float:
     """Return how many seconds ago a process was started; 0 where that is not known."""
-    words = _stat(pid)
-    if len(words) <= _STARTED:
+    started = read_process(pid).started
+    if not started:
         return 0.0
-    since_boot = int(words[_STARTED]) / os.sysconf("SC_CLK_TCK")
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
 def write_record(path: str, record: Mapping[str, Any]) -> None:
@@ -173,7 +188,10 @@ def write_record(path: str, record: Mapping[str, Any]) -> None:
 
 def now() -> str:
     """Return the time of a record: UTC, to the millisecond."""
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
+    seconds, nanoseconds = divmod(time.time_ns(), 10**9)
+    # Not by datetime, whose import the companion would wait for.
+    text = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+    return f"{text}.{nanoseconds // 10**6:03}+00:00"
 
 
 def watch(settings: WatchdogSettings, watched: int, is_over: Callable[[float], bool]) -> None:
@@ -190,27 +208,75 @@ def watch(settings: WatchdogSettings, watched: int, is_over: Callable[[float], b
         why = settings.late if time.monotonic() - begun >= settings.seconds else ""
         if siblings is not None and (ended := siblings.missing()):
             why = siblings.siblings.missed.format(ended)
-        if settings.launcher and parent_of(watched) not in (0, settings.launcher):
+        if settings.launcher and read_process(watched).parent not in (0, settings.launcher):
             why = settings.orphaned
         if why and not is_over(0.0):  # to look may have taken long
-            # The reader may be gone, too, or read no more: the process is ended all the same.
-            if select.select([], [2], [], _PRINT_SECONDS)[1]:
-                with contextlib.suppress(OSError):
-                    os.write(2, f"{why}\n".encode(errors="replace"))
+            write_line(why)
             if settings.file:
-                text = why.removeprefix("gtopk: ")
-                write_record(settings.file, {**settings.record, "time": now(), "text": text})
+                write_record(settings.file, {**settings.record, "time": now(), "text": why})
             with contextlib.suppress(ProcessLookupError):
                 os.kill(watched, signal.SIGKILL)
             return
 
 
-if __name__ == "__main__":
+def command_of(module: str) -> list[str]:
+    """Return the command that runs `main` of a module of this folder, without the rest of gtopk.
+
+    It starts quickly, without the user's site packages and PYTHONPATH, and runs nothing of theirs.
+    """
+    begin = (
+        "import sys, types; package = sys.modules['gtopk'] = types.ModuleType('gtopk'); "
+        "package.__path__ = [sys.argv.pop(1)]; "
+        f"from gtopk.runtime.liveness.{module} import main; main()"
+    )
+    package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    return [sys.executable, "-IS", "-c", begin, package]
+
+
+@contextlib.contextmanager
+def deadline(settings: WatchdogSettings, *, holds_lock: bool = True) -> Iterator[None]:
+    """Kill this process, and say why, if one of its conditions comes true in the body.
+
+    holds_lock: whether the body may hold Python's lock throughout: a process watches then, whose
+        start takes some 20 ms of a core; else a thread.
+    """
+    if settings.seconds == math.inf and not settings.launcher and settings.siblings is None:
+        yield
+        return
+    if not holds_lock:
+        over = threading.Event()
+        threading.Thread(
+            target=watch,
+            args=(settings, os.getpid(), over.wait),
+            name="gtopk-watchdog",
+            daemon=True,
+        ).start()
+        try:
+            yield
+        finally:
+            over.set()
+        return
+    import subprocess  # which the watchdog's own process does without
+
+    command = [*command_of("watchdog"), json.dumps(settings)]
+    dog = subprocess.Popen(command, stdin=subprocess.PIPE)
+    assert dog.stdin is not None
+    try:
+        yield
+    finally:
+        dog.kill()  # else this process would wait until it has started, and read that stdin ends
+        dog.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a page fault may hold it up in /proc
+            dog.wait(_LEAVES_SECONDS)
+
+
+def main() -> None:
+    """Watch the process that started this one, until stdin ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the watched process to handle
-    own_settings = WatchdogSettings(*json.loads(sys.argv[1]))
-    siblings = Siblings(*own_settings.siblings) if own_settings.siblings else None
+    settings = WatchdogSettings(*json.loads(sys.argv[1]))
+    siblings = Siblings(*settings.siblings) if settings.siblings else None
     watch(
-        own_settings._replace(siblings=siblings),
+        settings._replace(siblings=siblings),
         os.getppid(),
         lambda seconds: bool(select.select([0], [], [], seconds)[0]),
     )

@@ -12,9 +12,8 @@ import time
 
 import pytest
 
-from gtopk.runtime.launch import watchdog
-from gtopk.runtime.launch.watchdog import Siblings, WatchdogSettings
-from gtopk.runtime.world.joining import deadline
+from gtopk.runtime.liveness import watchdog
+from gtopk.runtime.liveness.watchdog import Process, Siblings, WatchdogSettings, deadline
 
 
 @pytest.mark.parametrize("holds_lock", [False, True])
@@ -47,8 +46,7 @@ def test_a_body_that_ends_while_a_look_takes_long_is_left_alone(monkeypatch, cap
 def test_a_body_that_hangs_without_releasing_the_lock_is_ended_with_a_word() -> None:
     program = (
         "import ctypes\n"
-        "from gtopk.runtime.world.joining import deadline\n"
-        "from gtopk.runtime.launch.watchdog import WatchdogSettings\n"
+        "from gtopk.runtime.liveness.watchdog import WatchdogSettings, deadline\n"
         "with deadline(WatchdogSettings(0.2, 'rank 1 is late')):\n"
         "    ctypes.PyDLL(None).sleep(60)  # PyDLL: keeps Python's lock\n"
     )
@@ -56,7 +54,7 @@ def test_a_body_that_hangs_without_releasing_the_lock_is_ended_with_a_word() -> 
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False
     )
     assert child.returncode == -9
-    assert child.stderr == "rank 1 is late\n"
+    assert child.stderr == "gtopk: rank 1 is late\n"
 
 
 @pytest.mark.parametrize("holds_lock", [False, True])
@@ -65,8 +63,7 @@ def test_a_body_that_hangs_is_ended_where_the_reader_of_stderr_has_stopped(
 ) -> None:
     program = (
         "import time\n"
-        "from gtopk.runtime.world.joining import deadline\n"
-        "from gtopk.runtime.launch.watchdog import WatchdogSettings\n"
+        "from gtopk.runtime.liveness.watchdog import WatchdogSettings, deadline\n"
         f"with deadline(WatchdogSettings(0.2, 'rank 1 is late'), holds_lock={holds_lock}):\n"
         "    time.sleep(60)\n"
     )
@@ -79,9 +76,8 @@ def test_a_body_that_hangs_is_ended_where_the_reader_of_stderr_has_stopped(
 def test_a_body_whose_launcher_is_killed_is_ended_with_a_word(tmp_path) -> None:
     (tmp_path / "rank.py").write_text(
         "import ctypes, math, os\n"
-        "from gtopk.runtime.world.joining import deadline\n"
         "from gtopk.runtime.launch.job import launcher\n"
-        "from gtopk.runtime.launch.watchdog import WatchdogSettings\n"
+        "from gtopk.runtime.liveness.watchdog import WatchdogSettings, deadline\n"
         "with deadline(WatchdogSettings(math.inf, '', launcher(), 'torchrun is gone')):\n"
         "    print(os.getpid(), flush=True)\n"
         "    ctypes.PyDLL(None).sleep(60)  # PyDLL: keeps Python's lock\n"
@@ -101,7 +97,7 @@ def test_a_body_whose_launcher_is_killed_is_ended_with_a_word(tmp_path) -> None:
     begun = time.monotonic()
     launcher.kill()
     _, said = launcher.communicate(timeout=30)  # until the rank and what watches it have ended
-    assert said == "torchrun is gone\n"
+    assert said == "gtopk: torchrun is gone\n"
     assert time.monotonic() - begun < 25, "the body would have ended after 60 s"
 
 
@@ -132,10 +128,8 @@ sys.exit(code % 256)
 """
 WAITS = """
 import math, time
-from gtopk.runtime.world.joining import deadline
-from gtopk.runtime.launch.job import Launched
-from gtopk.runtime.launch.job import ranks_here
-from gtopk.runtime.launch.watchdog import Siblings, WatchdogSettings
+from gtopk.runtime.launch.job import Launched, ranks_here
+from gtopk.runtime.liveness.watchdog import Siblings, WatchdogSettings, deadline
 
 variables = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"
 here = ranks_here(Launched("mpirun", 0, 3, variables))
@@ -147,7 +141,7 @@ with deadline(WatchdogSettings(math.inf, "", siblings=Siblings("{}", variables[0
 
 
 @pytest.mark.parametrize(
-    ("way", "said", "code"), [("ends", "rank 2 has ended\n", 247), ("stays", "", 0)]
+    ("way", "said", "code"), [("ends", "gtopk: rank 2 has ended\n", 247), ("stays", "", 0)]
 )
 def test_a_rank_that_ends_while_this_one_waits_is_named(way, said, code) -> None:
     waits = WAITS.replace("WAITS", "50" if way == "ends" else "4")
@@ -174,8 +168,7 @@ def test_how_long_ago_a_process_was_started_is_told() -> None:
 def test_what_the_watchdog_says_is_in_the_failure_file_too(tmp_path, holds_lock) -> None:
     path = tmp_path / "failures" / "failure_rank1.json"
     body = (
-        "from gtopk.runtime.world.joining import deadline\n"
-        "from gtopk.runtime.launch.watchdog import WatchdogSettings\n"
+        "from gtopk.runtime.liveness.watchdog import WatchdogSettings, deadline\n"
         f"settings = WatchdogSettings(0.2, 'rank 1 is late', "
         f"file={str(path)!r}, record={{'rank': 1}})\n"
         f"with deadline(settings, holds_lock={holds_lock}):\n"
@@ -198,7 +191,7 @@ class Launcher:
         self.told: dict[int, str | None] = {}  # by process: which rank it says that it is
         self.started: dict[int, float] = {}
         self.seconds = 0.0
-        monkeypatch.setattr(watchdog, "parent_of", lambda pid: 1)
+        monkeypatch.setattr(watchdog, "read_process", lambda pid: Process("S", 1))
         monkeypatch.setattr(watchdog, "_children", lambda pid: set(self.told))
         monkeypatch.setattr(watchdog, "variable_of", lambda pid, name: self.told[pid])
         monkeypatch.setattr(watchdog, "age_seconds", lambda pid: self.seconds - self.started[pid])
