@@ -17,7 +17,7 @@ from ...telemetry.reading import RankRecord, Run, Step, read_run
 from ...telemetry.step_report import PARTS, batch
 from ...units import SPACE, digits, duration_text, percent_text, seconds_text, with_article
 from .. import charts
-from ..arguments import Command, fail
+from ..arguments import Command, fail, output_file
 from ..charts import Lines, Point, facts, figure, prose, share_text
 from . import series
 from .series import (
@@ -408,7 +408,7 @@ def parser() -> Command:
     )
     described.add_argument("run", type=Path, metavar="RUN", help="folder with the record")
     out = "page to write; default: report.html in RUN"
-    described.option("--out", Path, None, out, metavar="FILE")
+    described.option("--out", output_file, None, out, metavar="FILE")
     described.flag("--json", "print the figures as JSON, and write no page")
     return described
 
