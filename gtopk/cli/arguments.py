@@ -12,6 +12,7 @@ import json
 import math
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
@@ -47,7 +48,8 @@ class Command(argparse.ArgumentParser):
         """call: how it is called, such as "gtopk plan"."""
         super().__init__(
             prog=call,
-            description=description,
+            # The formatter wraps options only, and leaves the example as it is.
+            description=textwrap.fill(description, 80),
             epilog=f"example:\n  {example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             **more,
