@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, TextIO, TypeVar
@@ -44,7 +45,8 @@ class Command(argparse.ArgumentParser):
         """call: how it is called, such as "gtopk plan"."""
         super().__init__(
             prog=call,
-            description=description,
+            # The formatter wraps options only, and leaves the example as it is.
+            description=textwrap.fill(description, 80),
             epilog=f"example:\n  {example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             **more,

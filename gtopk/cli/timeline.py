@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from ..telemetry.timeline import RANK
 from ..units import seconds_text
-from .arguments import Command, fail
+from .arguments import Command, fail, output_file
 
 _PATTERN: Final = "timeline-*.json"
 
@@ -51,7 +51,7 @@ def parser() -> Command:
     traces = "folder with the ranks' traces"
     described.add_argument("folder", type=Path, metavar="FOLDER", help=traces)
     out = "trace to write; default: timeline.json in FOLDER"
-    described.option("--out", Path, None, out, metavar="FILE")
+    described.option("--out", output_file, None, out, metavar="FILE")
     described.flag("--json", "print what was done as JSON")
     return described
 

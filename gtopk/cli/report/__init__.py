@@ -25,7 +25,7 @@ from ...units import (
     with_article,
 )
 from .. import charts
-from ..arguments import Command, fail, write_records
+from ..arguments import Command, fail, output_file, write_records
 from ..charts import Lines, Point, figure, prose, share_text
 from . import series
 from .series import MEANINGS, WAITS, happenings, steps_taken, tiles, verdict, what_was_run
@@ -396,7 +396,7 @@ def parser() -> Command:
     )
     described.add_argument("run", type=Path, metavar="RUN", help="folder with the record")
     out = "page to write; default: report.html in RUN"
-    described.option("--out", Path, None, out, metavar="FILE")
+    described.option("--out", output_file, None, out, metavar="FILE")
     described.flag("--json", "print the figures as JSON, and write no page")
     return described
 

@@ -179,7 +179,12 @@ def _by_torchrun(places: Places, program: list[str], variables: dict[str, str]) 
 
 def _by_mpirun(places: Places, program: list[str], variables: dict[str, str]) -> Start:
     mpirun = require_mpirun()
-    options = shlex.split(places.mpi_args or "")
+    try:
+        options = shlex.split(places.mpi_args or "")
+    except ValueError as error:  # a quotation without its end
+        raise ValueError(
+            f"mpi_args must be words of a shell, got {places.mpi_args!r}: {error}"
+        ) from None
     if places.elsewhere:
         refuse_other_than_open_mpi(identify(mpirun))
         variables |= ssh_environment(places.ssh_port, places.ssh_identity_file)

@@ -43,6 +43,7 @@ def test_python_m_gtopk_is_the_command():
 def test_every_command_has_an_example_and_but_for_completion_json(capsys):
     without_json = set()
     for name, described in parsers().items():
+        assert max(map(len, described.description.splitlines())) <= 80, name
         if "--json" not in described.format_help():
             without_json.add(name)
         with pytest.raises(SystemExit):

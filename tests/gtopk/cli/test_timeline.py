@@ -46,6 +46,9 @@ def test_what_happened_at_once_is_at_one_place(tmp_path: Path, capsys) -> None:
     assert [name.split()[:2] for name in names] == [["rank", "0"], ["rank", "1"], ["rank", "2"]]
     threads = {r["args"]["name"] for r in records if r.get("name") == "thread_name"}
     assert threads == {"steps of w"}
+    elsewhere = tmp_path / "merged" / "trace.json"  # in a folder that is made
+    assert main([str(tmp_path), "--out", str(elsewhere)]) == 0
+    assert json.loads(elsewhere.read_text()) == records
 
 
 def test_each_optimizer_of_a_rank_has_a_counter_of_its_own(tmp_path: Path) -> None:

@@ -401,6 +401,9 @@ def test_the_command_writes_the_page_and_says_where(tmp_path: Path, capsys) -> N
     assert [rank["utilisation"] for rank in said["ranks"]] == pytest.approx([0.6] * 3)
     assert [rank["straggler_score"] for rank in said["ranks"]] == pytest.approx([1, 1 / 2, 1 / 3])
     assert said["figures"]["A step takes"][0].startswith("10")
+    elsewhere = tmp_path / "pages" / "first.html"  # in a folder that is made
+    assert main([str(tmp_path), "--out", str(elsewhere)]) == 0
+    assert elsewhere.read_text() == (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize("after", [0, 20])

@@ -144,6 +144,7 @@ def test_the_arguments_are_horovods() -> None:
         ({"hosts": "a:b:c"}, "hosts must look like 'one:4,two:2', got 'a:b:c'"),
         ({"hosts": "localhost:2", "np": 3}, "3 ranks need as many slots"),
         ({"use_gloo": True, "mpi_args": "-v"}, "mpi_args='-v' is for mpirun"),
+        ({"use_mpi": True, "mpi_args": "'-v"}, "mpi_args must be words of a shell, .*: No closing"),
         ({"start_timeout": -1}, "start_timeout must be more than 0 seconds, got -1"),
         ({"start_timeout": float("nan")}, "start_timeout must be more than 0 seconds, got nan"),
     ],
