@@ -295,7 +295,7 @@ class OkTopK(SparseCompression):
 
 @dataclass(frozen=True)
 class Hierarchical(SparseCompression):
-    """Sum inside each node, then exchange between nodes with gtopk or oktopk: one rank per node."""
+    """Sum inside each node, then exchange between nodes by gtopk or oktopk, a node as one rank."""
 
     _: KW_ONLY
     across: str = "gtopk"  # or "oktopk"

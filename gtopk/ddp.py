@@ -387,9 +387,9 @@ def take_over_clipping(state: GTopKState, norm: float, option: str, instead: str
         if state.compression.adam_correction:
             correction, way_out = "adam", "use AdamW, whose moments come after the clipping"
         raise ValueError(
-            f"with {correction}_correction, {option}={norm:g} would clip steps with momentum, "
-            f"which are far longer than gradients: {instead}, or leave the correction out and "
-            f"{way_out}"
+            f"with {correction}_correction clipping to {option}={norm:g}, a norm for gradients, "
+            f"would cut steps with momentum, which are far longer: {instead}, or leave the "
+            f"correction out and {way_out}"
         )
     if state.makes_adam_steps:
         state.global_clip_norm = norm
