@@ -2,7 +2,7 @@
 
     import gtopk.torch as hvd
 
-is the face of the library: Horovod's names, and `Compression.gtopk` beside `none` and `fp16`.
+is the main API: Horovod's names, with `Compression.gtopk` beside `none` and `fp16`.
 
     gtopk.run(func, args, np=4)
 
@@ -11,28 +11,28 @@ starts ranks itself and calls a function on them, as horovod.run does.
     gtopk.save_checkpoint(folder, model, optimizer, loader, step)
     gtopk.load_latest(folder, model, optimizer, loader)
 
-keep a training run on all ranks: see `torch.checkpoint`.
+save and restore a training run on all ranks: see `torch.checkpoint`.
 
     with gtopk.termination() as preempted: ...
 
-lets all ranks know after the same step that one of them had SIGTERM, in time to save.
+tells all ranks, after the same step, that one of them got SIGTERM, so that they can save.
 
     gtopk.record(folder)
     gtopk.log(loss=..., accuracy=...)
     gtopk.log_samples(len(batch))
 
-write down what a run does, for `gtopk report` and `gtopk top`; GTOPK_RUN=FOLDER does the former.
+record a run for `gtopk report` and `gtopk top`; GTOPK_RUN=FOLDER does the same as `record`.
 
     gtopk.LocalSGD(optimizer, inner_steps=32, compression=...)
 
-lets ranks step by themselves and exchange every 32 steps: see `local_sgd`.
+lets ranks train locally and exchange every 32 steps: see `local_sgd`.
 
     scheduler = gtopk.ramp(optimizer, steps=10_000)
 
-begins AdamW's training on compressed steps at a part of its rate.
+starts training with AdamW's compressed steps at a lower learning rate and raises it.
 
 `gtopk.torch`, `ddp`, `fsdp`, `lightning`, `accelerate`, `transformers`, `horovod` and `local_sgd`
-need no import of their own: they and what they need are imported where they are first named.
+need no separate import: each is imported, with its dependencies, at its first use.
 """
 
 import importlib
@@ -78,7 +78,7 @@ __version__ = "0.1.0"
 
 def _check_collectives() -> None:
     """Raise ImportError when another `collectives` shadows the one gtopk was installed with."""
-    # Found, not imported: another package of this name would run its code before the error.
+    # Only located, not imported: importing a foreign package would run its code first.
     spec = importlib.util.find_spec("collectives")
     found = Path(spec.origin) if spec and spec.origin else None
     if found is None or not (found.parent / "vector.py").exists():
@@ -91,13 +91,13 @@ def _check_collectives() -> None:
         )
     if _is_replaced(found.parent / "__init__.py"):
         raise ImportError(
-            f"another package named 'collectives' has overwritten {found}, which gtopk brings: "
+            f"another package named 'collectives' has overwritten {found}, which belongs to gtopk: "
             "pip uninstall collectives, then install gtopk again"
         )
 
 
 def _is_replaced(initial: Path) -> bool:
-    """Tell whether the file is not ours: a package of the same name lies over it."""
+    """Tell whether another package of the same name has overwritten the file."""
     try:
         return "from .vector import SparseVector" not in initial.read_text(encoding="utf-8")
     except OSError:
@@ -105,8 +105,8 @@ def _is_replaced(initial: Path) -> bool:
 
 
 def _is_command() -> bool:
-    """Tell whether Python runs `gtopk ...` or `python -m gtopk ...`, and no script of a user's."""
-    # While Python looks for the module of -m, that is all it has for the script's name.
+    """Tell whether Python runs `gtopk ...` or `python -m gtopk ...`, not a user's script."""
+    # While Python looks for the module of -m, argv[0] is just "-m".
     program = sys.argv[0] if sys.argv else ""
     return Path(program).name == "gtopk" or (program == "-m" and "gtopk" in sys.orig_argv)
 
@@ -134,7 +134,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs torch where it is first used: `import gtopk` does not."""
+    """Import names that need torch at their first use: `import gtopk` does not import torch."""
     if name in _SUBMODULES:
         return importlib.import_module(f".{name}", __name__)
     if name in _HOMES:
@@ -143,14 +143,14 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return what users need: the names of `__all__` and the submodules that need no import."""
+    """Return the public names: those of `__all__`, and the submodules that need no import."""
     return sorted({*__all__, *_SUBMODULES, "__version__"})
 
 
 try:
     _check_collectives()
 except ImportError as error:
-    # A command ends with the sentence alone; its traceback would lead into Python's launcher.
+    # A command prints only the message; a traceback would show nothing but Python's launcher.
     if _is_command():
         sys.exit(f"gtopk: {error}")
     raise

@@ -1,9 +1,9 @@
-"""Accelerate: what `Accelerator.prepare` has wrapped in DDP exchanges gradients by gTop-k.
+"""Accelerate: gTop-k for a model that `Accelerator.prepare` has wrapped in DDP.
 
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     gtopk.accelerate.compress(accelerator, model, optimizer, density=0.01)
 
-`accelerator.save_state` and `load_state` then keep the residuals of all ranks, too.
+`accelerator.save_state` and `load_state` then include the residuals of all ranks.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ def compress(
     density: float = 0.001,
     **options: Any,
 ) -> GTopKState:
-    """Let a prepared model's gradients go by gTop-k, and return the state of its hook.
+    """Exchange a prepared model's gradients with gTop-k, and return the state of its hook.
 
-    model, optimizer: as `accelerator.prepare` returned them; a sequence of several optimizers. One
-        alone is given to the state: AdamW's steps are then made before the selection, and
-        global_clip_norm= takes the place of accelerator.clip_grad_norm_.
-    density, options: as `gtopk.ddp.GTopKState` takes them, compression= among them.
-    Raises ValueError where the model is not wrapped in DistributedDataParallel, TypeError for what
-    is no optimizer.
+    model, optimizer: as `accelerator.prepare` returned them; give several optimizers as a sequence.
+        A single optimizer is passed to the state: AdamW's steps are then made before the selection,
+        and global_clip_norm= replaces accelerator.clip_grad_norm_.
+    density, options: the arguments of `gtopk.ddp.GTopKState`, including compression=.
+    Raises ValueError if the model is not wrapped in DistributedDataParallel, and TypeError for an
+    object that is not an optimizer.
     """
-    # With a dynamo_backend the model is compiled last, around DDP.
+    # With a dynamo_backend, Accelerate compiles the model after wrapping it in DDP.
     model = getattr(model, "_orig_mod", model)
     if not isinstance(model, DistributedDataParallel):
         raise ValueError(
@@ -44,6 +44,6 @@ def compress(
         )
     state = state_for(optimizer, density, scaler=accelerator.scaler, **options)
     model.register_comm_hook(state, gtopk_hook)
-    # Without it save_state() would lose what the ranks have not sent.
+    # Otherwise save_state() would lose the residuals.
     accelerator.register_for_checkpointing(state.stateful(model))
     return state

@@ -1,4 +1,4 @@
-"""Compression: ways to send gradients; sparse methods as frozen records, Horovod's as classes."""
+"""Compression methods for gradients: sparse ones as frozen dataclasses, Horovod's as classes."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .errors import check_choice, check_count, check_number
 
 
 class Compressor:
-    """Horovod's interface: tensors are reduced in another form, entry by entry.
+    """Horovod's interface for reducing tensors in a compressed form.
 
-    Subclass it and pass the class itself. The form must be linear: the sum of compressed tensors
-    must be the compressed sum.
+    Subclass it and pass the class itself. Compression must work entry by entry and be linear: the
+    sum of compressed tensors must equal the compressed sum.
     """
 
     @staticmethod
@@ -43,7 +43,7 @@ class Compressor:
 
 
 class NoneCompressor(Compressor):
-    """Send gradients as they are."""
+    """Send gradients uncompressed."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -78,29 +78,30 @@ class BF16Compressor(FP16Compressor):
 class ErrorFeedback:
     """Send a part of the gradient's entries; keep the rest in a residual."""
 
-    # 0: the wrapped optimizer's momentum works on the reduced gradient. Above 0: momentum with this
-    # factor is taken before selection, on each rank (Lin et al. 2018, section 3.2: momentum
-    # correction), and the wrapped optimizer's momentum must be 0. Momentum then no longer
-    # multiplies its weight decay: give 1 / (1 - momentum) times as much for the same effect.
+    # 0: the wrapped optimizer applies its momentum to the reduced gradient. Above 0: each rank
+    # applies momentum with this factor before the selection (Lin et al. 2018, section 3.2: momentum
+    # correction), and the wrapped optimizer's momentum must be 0. Momentum then no longer amplifies
+    # weight decay: for the same effect, set it to 1 / (1 - momentum) times the value.
     momentum_correction: float = 0.0
-    # With it, True: the velocity of sent entries is cleared (section 3.3: factor masking). False:
-    # it goes on, so that a gradient moves the model as far as momentum without a selection would
+    # Used with momentum_correction. True: clear the velocity of sent entries (section 3.3: factor
+    # masking). False: keep it, so that a gradient moves the model as far as plain momentum would
     # (docs/tuning.md).
     factor_masking: bool = False
-    # (beta1, beta2), say (0.9, 0.999): each rank takes Adam's moments of its own gradients, before
-    # the selection; Adam's steps are selected and kept in the residual (Chen et al. 2021).
-    # The wrapped optimizer is then SGD without momentum, whose weight decay acts as AdamW's.
+    # (beta1, beta2), for example (0.9, 0.999): each rank updates Adam's moments from its own
+    # gradients, then selects from Adam's steps; the rest of them stays in the residual (Chen et al.
+    # 2021). The wrapped optimizer must be SGD without momentum; its weight decay acts as AdamW's.
     adam_correction: tuple[float, float] | None = None
-    # Parameters that travel whole, beside the others: regular expressions found in their names,
-    # all of one dimension and less (biases and norms), and those of fewer elements than this.
+    # Parameters that are sent whole: those whose name matches one of these regular expressions
+    # (re.search), all with at most one dimension (biases and norms), and those with fewer elements
+    # than dense_under.
     dense: tuple[str, ...] = ()
     dense_vectors: bool = False
     dense_under: int = 0
-    # How indices travel: "raw" takes the least time and the most bytes, "packed" the other way
-    # round; "auto": what is quickest on this network.
+    # Index encoding. "raw": least time, most bytes; "packed": most time, fewest bytes; "auto": the
+    # fastest on this network.
     wire: str = USUAL_INDICES
-    # How values travel: "exact", or "bf16", "fp16", "int8", "int4", "int3", "int2": fewer bytes,
-    # and the rounding error stays in the residual; "auto": the quickest of 8 bits and more.
+    # Value encoding. "exact"; or "bf16", "fp16", "int8", "int4", "int3", "int2": fewer bytes, and
+    # the rounding error stays in the residual; "auto": the fastest one with 8 bits or more.
     values: str = "exact"
 
     def __post_init__(self) -> None:
@@ -133,19 +134,19 @@ class ErrorFeedback:
 
     @property
     def corrects(self) -> bool:
-        """Tell whether momentum is taken before the selection: SGD's or Adam's."""
+        """Tell whether momentum, SGD's or Adam's, is applied before the selection."""
         return bool(self.correction)
 
     @property
     def correction(self) -> str:
-        """Return the option by which momentum is taken before the selection; "" without one."""
+        """Return the option that applies momentum before the selection, as text; "" if none."""
         if self.adam_correction is not None:
             return f"adam_correction={self.adam_correction}"
         momentum = self.momentum_correction
         return f"momentum_correction={momentum}" if momentum else ""
 
     def is_dense(self, name: str, parameter: torch.Tensor) -> bool:
-        """Tell whether a parameter's gradient travels whole."""
+        """Tell whether a parameter's gradient is sent whole."""
         return (
             parameter.numel() < self.dense_under
             or (self.dense_vectors and parameter.dim() <= 1)
@@ -159,8 +160,8 @@ class ErrorFeedback:
         return [Format(indices, code) for indices in wires for code in values]
 
     def signature(self) -> str:
-        """Return the options in words, which must be equal on all ranks."""
-        # dataclasses list inherited fields first, which would put the density last.
+        """Return the options as text; it must be equal on all ranks."""
+        # Positional fields first: dataclasses list inherited ones first, so density would be last.
         names = [field.name for field in sorted(fields(self), key=lambda f: f.kw_only is True)]
         return " ".join(f"{name}={getattr(self, name)}" for name in names)
 
@@ -169,12 +170,12 @@ class ErrorFeedback:
 class SparseCompression(ErrorFeedback):
     """Send the k = density * n entries of largest magnitude."""
 
-    # Lower: less traffic, slower convergence per step. Under about 500 entries left, accuracy
-    # suffers: small models want 0.01 and more.
+    # Lower: less traffic, slower convergence per step. With fewer than about 500 entries a step
+    # accuracy suffers: small models need 0.01 or more.
     density: float = 0.001
     _: KW_ONLY
-    # Above 0: the first steps send more, from `warmup_from` down to `density` in equal ratios
-    # (Lin et al. 2018, section 3.3). Higher: a smoother start, and more bytes in it.
+    # Above 0: the density falls from `warmup_from` to `density` over this many steps, by an equal
+    # ratio each step (Lin et al. 2018, section 3.3). Higher: a smoother start that sends more.
     warmup_steps: int = 0
     warmup_from: float = 0.25
 
@@ -187,31 +188,30 @@ class SparseCompression(ErrorFeedback):
         super().__post_init__()
 
     def density_at(self, steps: int) -> float:
-        """Return the density of the step after `steps` steps."""
+        """Return the density of the step that follows `steps` steps."""
         # A density above `warmup_from` needs no warm-up: its first steps would send less, not more.
         if steps >= self.warmup_steps or self.warmup_from <= self.density:
             return self.density
-        # In equal ratios, as Lin et al. do: equal differences would stay near `warmup_from` for
-        # long.
+        # Equal ratios, as in Lin et al.: with equal differences the density would fall too slowly.
         share = steps / self.warmup_steps
         return float(self.warmup_from ** (1.0 - share) * self.density**share)
 
     def widening(self) -> float:
-        """Return how many entries the update may have, over those that a rank selects."""
+        """Return the factor by which an update may have more entries than a rank selects."""
         return 1.0
 
     def widened(self, widening: float) -> SparseCompression:
-        """Return this compression with another widening; raise ValueError where it has none."""
+        """Return a copy with another widening; raise ValueError if the method has none."""
         if widening != 1.0:
             raise ValueError(f"{self.algorithm} has no widening, got {widening:g}")
         return self
 
     def candidate(self, format: Format) -> Candidate:
-        """Return the candidate by which the cost model knows this compression."""
+        """Return the cost model's description of this compression."""
         return Candidate(self.algorithm, self.density, format, self.widening())
 
     def options(self, k: int, length: int) -> dict[str, Any]:
-        """Return the algorithm's options besides k and the format."""
+        """Return the algorithm's options other than k and the format."""
         return {}
 
     def signature(self) -> str:
@@ -220,37 +220,38 @@ class SparseCompression(ErrorFeedback):
 
 @dataclass(frozen=True)
 class TopK(SparseCompression):
-    """Send every rank's k entries to every rank; an update has up to k times world size entries."""
+    """Send every rank's k entries to every rank; an update has up to k * world size entries."""
 
     algorithm: ClassVar[str] = "topk-allgather"
 
 
 @dataclass(frozen=True)
 class GTopK(SparseCompression):
-    """Global top-k: the ranks agree on one set of k entries, or some more (Shi et al. 2019).
+    """Global top-k: all ranks agree on one set of k to growth * k entries (Shi et al. 2019).
 
-    Begin with density=0.01, and compare with a dense run; halve it while accuracy stays.
+    Start with density=0.01 and compare with a dense run; halve it as long as accuracy holds.
 
-    density: the share of the entries that a rank sends in a step. Lower: fewer bytes, slower
-        convergence by step. Under about 500 entries a step accuracy suffers.
-    warmup_steps, warmup_from: begin at the density `warmup_from`, and reach `density` in
-        `warmup_steps`.
-    growth: the update holds up to growth * k entries. Higher: it converges better, for few bytes
-        more; 1 is the paper's.
-    momentum_correction: take SGD's momentum, say 0.9, before the selection, and set the
-        optimizer's own to 0: better than momentum after it. factor_masking: clear the velocity of
-        sent entries.
-    adam_correction: Adam's betas, to make its steps before the selection under a plain SGD.
-    dense, dense_vectors, dense_under: parameters that travel whole: by regular expressions on
-        their names, all vectors (biases and norms), or those of fewer elements.
-    wire, values: "packed" and "int8" cut the bytes to about a third, and take time to encode;
-        rounding errors stay in the residual. "auto" takes the quickest on this network.
+    density: the share of its entries that a rank sends in a step. Lower: fewer bytes, slower
+        convergence per step. With fewer than about 500 entries a step accuracy suffers.
+    warmup_steps, warmup_from: start at density `warmup_from` and reach `density` after
+        `warmup_steps` steps.
+    growth: the update has up to growth * k entries. Higher: better convergence for a few more
+        bytes; the paper uses 1.
+    momentum_correction: apply SGD's momentum, for example 0.9, before the selection, and set the
+        optimizer's own to 0; this converges better than momentum after the selection.
+        factor_masking: clear the velocity of sent entries.
+    adam_correction: Adam's betas, to compute Adam's steps before the selection; the optimizer must
+        be plain SGD.
+    dense, dense_vectors, dense_under: parameters that are sent whole: those whose name matches a
+        regular expression, all vectors (biases and norms), or those with fewer elements.
+    wire, values: "packed" and "int8" cut the bytes to about a third but take time to encode;
+        rounding errors stay in the residual. "auto" picks the fastest on this network.
     Raises ValueError for an option out of its range. Measurements: docs/tuning.md.
     """
 
     _: KW_ONLY
-    # Higher: updates of up to growth * k entries, for few more bytes in the last rounds. 1 is the
-    # paper's; 2 sends no byte more on a power of two ranks, and loses less (docs/tuning.md).
+    # Higher: wider updates, for a few more bytes in the last rounds. The paper uses 1; 2 sends no
+    # extra byte on a power of two ranks, and loses less accuracy (docs/tuning.md).
     growth: float = USUAL_GROWTH
 
     algorithm: ClassVar[str] = "gtopk"
@@ -274,8 +275,8 @@ class OkTopK(SparseCompression):
     """Send the exact top-k of all picks' sum, in P - 1 or more messages (Li and Hoefler 2022)."""
 
     _: KW_ONLY
-    # Entries of the update over those that a rank selects. Higher: wider updates, more bytes to
-    # gather them: 4 costs about what gtopk does on 32 ranks.
+    # The update has k_out * k entries. Higher: wider updates, more bytes to gather them; 4 costs
+    # about as much as gtopk on 32 ranks.
     k_out: float = 1.0
 
     algorithm: ClassVar[str] = "oktopk"
@@ -291,22 +292,21 @@ class OkTopK(SparseCompression):
         return replace(self, k_out=widening)
 
     def options(self, k: int, length: int) -> dict[str, Any]:
-        """Return the options; `regions` is a new object that keeps boundaries from step to step."""
+        """Return the options; `regions` is a new object that keeps boundaries between steps."""
         return {"k_out": min(length, round(self.k_out * k)), "regions": Regions()}
 
 
 @dataclass(frozen=True)
 class Hierarchical(SparseCompression):
-    """Sum inside each node, and exchange between nodes by gtopk or oktopk, a node as one rank."""
+    """Sum inside each node, then exchange between nodes by gtopk or oktopk, a node as one rank."""
 
     _: KW_ONLY
     across: str = "gtopk"  # or "oktopk"
-    growth: float = USUAL_GROWTH  # of gtopk across nodes
-    # Summed inside a node: each rank's "picks"; or "dense", the whole gradients, and the node picks
-    # from the sum (Shi et al. 2021, HiTopKComm). Dense: better picks, more bytes inside; on the
-    # host only.
+    growth: float = USUAL_GROWTH  # gtopk's, between nodes
+    # The sum inside a node. "picks": of each rank's picks. "dense": of whole gradients, from which
+    # the node then picks (Shi et al. 2021, HiTopKComm): better picks, more bytes inside; host only.
     inside: str = "picks"
-    # How many ranks, in their order, make a node, as those of a site. None: those of each host.
+    # A node is this many consecutive ranks, for example one site. None: a node is a host.
     node_size: int | None = None
 
     algorithm: ClassVar[str] = "hierarchical"
@@ -318,15 +318,15 @@ class Hierarchical(SparseCompression):
         check_widening("growth", self.growth)
         if self.inside == "dense" and self.adam_correction is not None:
             raise ValueError(
-                "adam_correction takes the moments of each rank's gradients, which inside='dense' "
-                "adds up before: use inside='picks'"
+                "adam_correction needs each rank's own gradients, but inside='dense' sums them "
+                "first: use inside='picks'"
             )
         if self.across != "gtopk" and self.growth != USUAL_GROWTH:
-            raise ValueError(f"growth is of across='gtopk', got across={self.across!r}")
+            raise ValueError(f"growth requires across='gtopk', got across={self.across!r}")
         if self.node_size is not None:
             check_count("node_size", self.node_size)
             if self.node_size == 0:
-                raise ValueError("node_size must be at least 1, got 0; None takes hosts for nodes")
+                raise ValueError("node_size must be at least 1, got 0; None makes a node per host")
 
     def widening(self) -> float:
         return self.growth if self.across == "gtopk" else 1.0
@@ -342,18 +342,18 @@ class Hierarchical(SparseCompression):
 
 @dataclass(frozen=True)
 class Shards(SparseCompression):
-    """Send one shard of the residual a step, all of it, in few bits; no indices travel.
+    """Send one shard of the residual in each step: all its entries, in few bits, without indices.
 
-    Step t sends the entries of shard t mod `period`, rounded, to the owners of its parts; each adds
-    its part up and sends the sum, rounded, to all. Rounding errors wait for the shard's next turn,
-    at each rank and at the owner. As good as a selection where all entries are of similar size, as
-    Adam's steps are, and cheaper on many ranks.
+    Step t sends the entries of shard t mod `period`, rounded, to the owners of its parts; each
+    owner sums its part and sends the rounded sum to all ranks. Rounding errors, of each rank and of
+    the owner, are kept until the shard's next turn. This works as well as a selection where all
+    entries have similar magnitudes, as in Adam's steps, and costs less on many ranks.
     """
 
     density: float = field(init=False, default=0.25)  # 1 / period
-    # Higher: less traffic, and each entry waits for longer.
+    # Higher: less traffic, but each entry waits longer.
     period: int = 4
-    # For a value: 2, 3, 4, 8, 16, or 32, which rounds nothing. Fewer: less traffic, more rounding.
+    # Bits per value: 2, 3, 4, 8, 16 or 32 (no rounding). Fewer: less traffic, more rounding.
     bits: int = 3
     _: KW_ONLY
     warmup_steps: int = field(init=False, default=0)
@@ -370,7 +370,7 @@ class Shards(SparseCompression):
             raise ValueError(
                 f"bits must be one of {', '.join(map(str, CODES_OF_BITS))}; got {self.bits!r}"
             )
-        # Before the checks of the base class, which read both.
+        # Set before the base class's checks, which read both.
         object.__setattr__(self, "density", 1.0 / self.period)
         object.__setattr__(self, "values", CODES_OF_BITS[self.bits])
         super().__post_init__()
@@ -379,9 +379,8 @@ class Shards(SparseCompression):
         return [Format(WHOLE, self.values)]
 
     def signature(self) -> str:
-        """Return the options, which must be equal on all ranks."""
-        # Fields without init follow from the others: ranks that differ in them would be named
-        # twice.
+        """Return the options as text; it must be equal on all ranks."""
+        # Fields without init follow from the others; an error need not list a difference twice.
         given = [each for each in fields(self) if each.init]
         names = [each.name for each in sorted(given, key=lambda f: f.kw_only is True)]
         return " ".join([self.algorithm, *(f"{name}={getattr(self, name)}" for name in names)])
@@ -389,25 +388,27 @@ class Shards(SparseCompression):
 
 @dataclass(frozen=True, kw_only=True)
 class Automatic(ErrorFeedback):
-    """Run the method that trains fastest here within a budget, dense included; measure it again.
+    """Choose the method, dense included, that trains fastest here within a budget.
 
-    The budget is one of density, bytes_per_step and hide_behind_backward; without any, the
-    `usual_density` of the model. Of the methods that keep it, the one runs that ends a training of
-    `steps` first, with the further steps that narrow updates need (docs/tuning.md).
+    The choice is reviewed from measurements during training. Give the budget as density,
+    bytes_per_step or hide_behind_backward; without any of them it is the model's `usual_density`.
+    Among the methods within the budget, the one that would finish `steps` steps first is chosen,
+    counting the extra steps that narrow updates need (docs/tuning.md).
     """
 
     # Every sparse method sends this share of the entries.
     density: float | None = None
-    # No rank sends more in a step; of the methods, the one that updates the most coordinates runs.
+    # The most that a rank sends in a step, in bytes; the method that then updates the most
+    # coordinates is chosen.
     bytes_per_step: float | None = None
-    # True: the largest density whose exchange takes no longer than the backward pass: for several
-    # buckets, which are exchanged while it goes on.
+    # True: use the largest density whose exchange takes no longer than the backward pass. Needs
+    # several buckets, so that exchanges overlap with it.
     hide_behind_backward: bool = False
-    # Of the whole training. Fewer: methods that update more coordinates a step are preferred, dense
-    # most.
+    # Length of the whole training. Fewer: prefers methods that update more coordinates a step,
+    # dense most of all.
     steps: int = 10_000
     wire: str = "auto"
-    # Rounding errors come back through the residual (docs/tuning.md).
+    # The residual makes up for rounding errors (docs/tuning.md).
     values: str = "auto"
 
     def __post_init__(self) -> None:
@@ -423,8 +424,8 @@ class Automatic(ErrorFeedback):
             if getattr(self, name) is not None and getattr(self, name) is not False
         }
         if len(given) > 1:
-            told = ", ".join(f"{name}={value}" for name, value in given.items())
-            raise ValueError(f"give one budget, not several: {told}")
+            budgets = ", ".join(f"{name}={value}" for name, value in given.items())
+            raise ValueError(f"give one budget, not several: {budgets}")
         if self.density is not None:
             check_density("density", self.density)
         if self.bytes_per_step is not None:
@@ -435,7 +436,7 @@ class Automatic(ErrorFeedback):
                 )
 
     def density_of(self, elements: float) -> float | None:
-        """Return the density for a model of `elements` values; None: the budget is another one."""
+        """Return the density for a model of `elements` values; None if another budget is given."""
         if self.bytes_per_step is not None or self.hide_behind_backward:
             return None
         return self.density or usual_density(elements)
@@ -445,17 +446,17 @@ class Automatic(ErrorFeedback):
 
 
 def usual_density(elements: float) -> float:
-    """Return the density to begin with for a model of `elements` values: 1,000 entries a step."""
+    """Return a starting density for a model of `elements` values: 1,000 entries a step."""
     return min(1.0, max(0.001, 1000.0 / elements))
 
 
 def selected(density: float, length: int) -> int:
-    """Return k for a vector of `length` elements: at least 1."""
+    """Return k for a vector of `length` elements, at least 1."""
     return max(1, round(length * density))
 
 
 def check_density(name: str, value: float) -> None:
-    """Raise TypeError for a value that is no number, ValueError for one out of (0, 1]."""
+    """Raise TypeError if the value is not a number, ValueError if it is not in (0, 1]."""
     check_number(name, value)
     if not 0.0 < value <= 1.0:
         raise ValueError(f"{name} must lie in (0, 1], got {value}")
@@ -465,7 +466,7 @@ def check_betas(value: object) -> tuple[float, float]:
     """Return Adam's two betas as floats; raise TypeError or ValueError for anything else."""
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise TypeError(
-            f"adam_correction must be Adam's betas, say (0.9, 0.999), or None, got {value!r}"
+            f"adam_correction must be Adam's betas, such as (0.9, 0.999), or None, got {value!r}"
         )
     for beta in value:
         check_number("adam_correction", beta)
@@ -475,7 +476,7 @@ def check_betas(value: object) -> tuple[float, float]:
 
 
 def check_widening(name: str, value: float) -> None:
-    """Raise TypeError for a value that is no number, ValueError for one below 1 or infinite."""
+    """Raise TypeError if the value is not a number, ValueError if it is below 1 or infinite."""
     check_number(name, value)
     if not 1.0 <= value < math.inf:
         raise ValueError(f"{name} must be a number from 1 on, got {value}")
@@ -486,7 +487,7 @@ Compressing = type[Compressor] | ErrorFeedback
 
 
 class Compression:
-    """The choices: `Compression.none`, `.gtopk(density=0.001)`, `.auto(bytes_per_step=1e6)`, ..."""
+    """All methods: `Compression.none`, `.gtopk(density=0.001)`, `.auto(bytes_per_step=1e6)`, ..."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

@@ -1,4 +1,4 @@
-"""A communication hook for PyTorch's DistributedDataParallel: gTop-k in place of its allreduce.
+"""A communication hook for PyTorch's DistributedDataParallel: gTop-k instead of its allreduce.
 
     model = DistributedDataParallel(model)
     model.register_comm_hook(gtopk.ddp.GTopKState(density=0.001), gtopk.ddp.gtopk_hook)
@@ -7,12 +7,12 @@
     engine               [   a   ] [ b ][ c ]   all ranks exchange it meanwhile
                                             ^   backward ends when every bucket is back
 
-A bucket holds the residual of its parameters. DDP rebuilds its buckets after the first step, unless
-it is to find unused parameters: the residual moves along, parameter by parameter.
+A bucket holds the residual of its parameters. DDP rebuilds its buckets after the first step (except
+with find_unused_parameters); each parameter's residual then moves to its new bucket.
 
 With find_unused_parameters, a parameter that no rank uses in a step still gets an update from the
-residuals; where that is zero its .grad stays as DDP leaves it. The residual of a frozen parameter
-waits until it is thawed.
+residuals; if that update is zero, its .grad stays as DDP leaves it. A frozen parameter keeps its
+residual until it is trained again.
 """
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with types.
@@ -57,43 +57,42 @@ __all__ = ["GTopKState", "gtopk_hook"]
 
 
 class GTopKState(HookState):
-    """The state of `gtopk_hook` from step to step: each parameter's residual.
+    """The state of `gtopk_hook`: each parameter's residual between steps.
 
-    Each model needs a state of its own; a step is one backward pass of that model.
+    Create one state per model; a step is one backward pass of that model.
 
-    density: of every bucket; `options` are the others of Compression.gtopk. With
-        momentum_correction the optimizer's own momentum must be 0, else its first step is an error.
-        So is that of Adam and its kin with adam_correction.
-    compression: a Compression.gtopk or Compression.shards, in place of density and options.
-    optimizer: steps all parameters of the model. For torch's own Adam and AdamW the hook makes the
-        steps, before it selects from them, as DistributedOptimizer does: from the end of backward
-        on gradients are the agreed steps, and `step` applies them. Others step with agreed
+    density: the density of every bucket; `options` are the other options of Compression.gtopk. With
+        momentum_correction the optimizer's own momentum must be 0, otherwise its first step raises
+        an error; so does the first step of an Adam-like optimizer with adam_correction.
+    compression: a Compression.gtopk or Compression.shards, instead of density and options.
+    optimizer: the optimizer of all the model's parameters. If it is torch's Adam or AdamW, the hook
+        computes its steps and selects from them, as DistributedOptimizer does: once backward ends,
+        gradients are the agreed steps, and `step` applies them. Others get agreed gradients.
+    global_clip_norm: clip the mean gradient to about this norm before Adam's moments. Each rank
+        clips its own gradient, with a ratio that it learns. Buckets are then exchanged only once
+        the last one is full. With other optimizers, clip after backward instead.
+    adam_steps: "before": select from Adam's steps; "after": the optimizer steps with agreed
         gradients.
-    global_clip_norm: shortens the mean gradient before Adam's moments to about this norm: each
-        rank shortens its own by a ratio that it learns. Buckets are then exchanged when the last
-        one is full. With other optimizers clip after backward.
-    adam_steps: "before" the selection, or "after": the optimizer steps with agreed gradients.
-    local_residual: whether forward passes in training include Adam's steps that this rank has not
-        sent yet; None: yes. Parameters are the same on all ranks again from `step` on, and in a
-        model in eval mode.
-    process_group: DDP's; None: all ranks. Another one must be a process set, too:
+    local_residual: whether forward passes in training include this rank's unsent Adam steps; None:
+        yes. Parameters are equal on all ranks again after `step`, and in a model in eval mode.
+    process_group: DDP's process group; None: all ranks. Any other group must also be a process set:
         hvd.init(process_sets=[hvd.ProcessSet(ranks)]).
-    scaler: the GradScaler that scales the loss, to keep the residual as it is when its scale
-        changes.
-    max_skipped_steps: how many steps in a row may be skipped: one more is a FloatingPointError of
-        the backward pass, on every rank.
-    check_every: compare the ranks' parameters by hash, in the second pass and then every so many; 0
-        never; None: every 100. on_divergence: "warn" of the first parameter that differs, or
-        "error": the backward pass raises HorovodInternalError on every rank. None: "error" where
-        check_every is given, else "warn". divergences: how many checks have warned.
-    skipped_steps: in how many steps a gradient was not finite on some rank, or a sum beyond
-        float32. From the bucket on where that shows, gradients become NaN on every rank, for a
-        GradScaler to see; each optimizer of the model passes over such a step (`drop_skipped`). The
-        residual is then as before the step. Of float16 gradients, the part of a sum that is beyond
-        float16 stays in the residual, and the step counts.
-    Joins the ranks (`hvd.init`) where nobody has. Raises ValueError for options out of range, and
-    for a process group that gtopk does not know; the first backward pass does for complex
-    parameters, sparse gradients, another group than DDP's. It has no pickle: save its state_dict.
+    scaler: the GradScaler of the loss; the residual then survives changes of its scale.
+    max_skipped_steps: how many consecutive steps may be skipped; one more raises FloatingPointError
+        in the backward pass of every rank.
+    check_every: compare hashes of the ranks' parameters in the second pass and then every
+        check_every passes; 0: never; None: every 100.
+    on_divergence: "warn" about the first parameter that differs, or "error": the backward pass
+        raises HorovodInternalError on every rank. None: "error" if check_every is given, else
+        "warn". divergences counts the checks that warned.
+    skipped_steps: the number of steps in which some rank's gradient was not finite, or a sum
+        exceeded float32. From the affected bucket on, gradients become NaN on every rank, so that a
+        GradScaler sees it; each optimizer of the model skips such a step (`drop_skipped`), and the
+        residual is restored. With float16 gradients, the part of a sum that exceeds float16 stays
+        in the residual, and the step counts.
+    Joins the ranks (`hvd.init`) if nobody has yet. Raises ValueError for options out of range and
+    for a process group that is not a process set. The first backward pass raises it for complex
+    parameters, sparse gradients, and a group other than DDP's. Cannot be pickled: save state_dict.
     """
 
     _accumulating: ClassVar[str] = "within `with model.no_sync():`"
@@ -120,29 +119,29 @@ class GTopKState(HookState):
         on_divergence: Literal["error", "warn"] | None = None,
         **options: Any,
     ) -> None:
-        how = compression_of("DDP's hook", compression, density, options)
+        chosen = compression_of("DDP's hook", compression, density, options)
         optimizer = plain_optimizer(optimizer)
-        of_adam = options_of_adam(optimizer, how, adam_steps, local_residual, Average)
-        check_clip_norm(global_clip_norm, makes_adam_steps=of_adam["adam"] is not None)
+        adam_options = options_of_adam(optimizer, chosen, adam_steps, local_residual, Average)
+        check_clip_norm(global_clip_norm, makes_adam_steps=adam_options["adam"] is not None)
         self._global_clip_norm = global_clip_norm
-        here = join_world()
+        world = join_world()
         members = process_set_of(process_group).members
         assert members.engine is not None
-        name = here.name_optimizer(["ddp"], members.ranks)
-        peers = Peers(here, members.engine, name, members.ranks, takes_part=True)
+        name = world.name_optimizer(["ddp"], members.ranks)
+        peers = Peers(world, members.engine, name, members.ranks, takes_part=True)
         self._bucket_exchanges = BucketExchanges(partial(self._open, name))
-        super().__init__(peers, how, scaler, max_skipped_steps, optimizer, of_adam)
+        super().__init__(peers, chosen, scaler, max_skipped_steps, optimizer, adam_options)
         self._replicas = HookReplicas(
             peers, self._steps.counted, self._bucket_exchanges, check_every, on_divergence
         )
-        self._pending: list[PendingBucket] = []  # to be exchanged at the end of the pass
-        # One thread, so that buckets end in order: the last one's task finds all before it done.
+        self._pending: list[PendingBucket] = []  # clipped and exchanged at the end of the pass
+        # A single thread, so that buckets finish in order: when the last one's task runs, all
+        # others are done.
         self._finisher = ThreadPoolExecutor(1, "gtopk-ddp")
-        self._failures: list[Exception] = []  # of the pass
-        # Used by the engine's thread only: how many buckets the step has, 0: not known yet; and by
-        # rank, DDP's numbers of buckets that are not finite.
-        self._buckets = 0
-        self._not_finite: dict[int, list[int]] = {}
+        self._failures: list[Exception] = []  # errors of this pass
+        # Only the engine's thread uses these two.
+        self._buckets = 0  # how many buckets the step has; 0: not known yet
+        self._not_finite: dict[int, list[int]] = {}  # by rank: DDP's numbers of those buckets
 
     def _parameters(self) -> Collection[torch.Tensor]:
         return self._bucket_exchanges.parameters()
@@ -152,45 +151,45 @@ class GTopKState(HookState):
 
     @property
     def divergences(self) -> int:
-        """How many checks have found, and warned, that replicas differ."""
+        """How many checks found different replicas, and warned."""
         return self._replicas.check.divergences
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Begin to exchange a bucket; the future's value is its buffer with agreed gradients."""
+        """Start to exchange a bucket; the future's value is its buffer with agreed gradients."""
         buffer = bucket.buffer()
         refuse_kinds(bucket)
         if not self._bucket_exchanges:
             refuse_another_group(bucket.parameters(), self._peers.ranks)
         refuse_another_model(bucket, self._bucket_exchanges)
         if not bucket.index():
-            # An error in backward ends a pass without a word: only the next pass's first bucket
-            # tells, and what the engine still has of the old one must not count for this one.
+            # DDP does not report that an error ended the last pass. So abort an unfinished one at
+            # the first bucket of the next: its leftovers must not count for this pass.
             self._abort_pass()
             self._passes.watch(bucket.parameters())
         bucket_exchange = self._bucket_exchanges.bucket_exchange_of(bucket.parameters(), buffer)
-        # The exchange has one parameter, the whole bucket: its gradient is DDP's own memory, into
-        # which the agreed entries are written without a copy.
+        # The exchange has a single parameter, the whole bucket. Its gradient is DDP's own memory,
+        # so agreed entries need no copy.
         bucket_exchange.parameters[0].grad = buffer
-        # Without its devices a future would not make DDP's stream wait for the exchange's.
+        # Given the device, the future makes DDP's stream wait for the exchange's stream.
         devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices or None)
-        # Outside of a backward pass DDP.join calls: this rank has run out of batches, and shadows
-        # the others' buckets with zeros.
+        # Outside a backward pass the caller is DDP.join: this rank has run out of batches and
+        # contributes zeros to the others' buckets.
         is_joined = torch._C._current_graph_task_id() == -1
         number, is_last = bucket.index(), bucket.is_last()
         pending = PendingBucket(bucket_exchange, number, is_last, is_joined, buffer, future)
-        # Before the last bucket: the finisher goes by order, and so has noted what the comparison
-        # found when DDP is told that this bucket, the last that it waits for, is done.
+        # Submit the comparison before the last bucket: the finisher works in order, so its result
+        # is noted by the time DDP, which waits for the last bucket, goes on.
         if is_last and (comparison := self._replicas.begin(is_joined)) is not None:
             self._finisher.submit(self._replicas.end, comparison, self._failures)
         if self._global_clip_norm is None:
             self._begin(pending, 1.0)
         else:
             self._begin_clipped(pending)
-        # DDP.join waits for the future itself, and no backward pass ends here to raise an error.
+        # DDP.join waits for the future itself; no backward pass could raise the error.
         if is_joined:
             return future.then(self._value_or_failure)
-        # Not in the future: DDP would take the exception there for a tensor.
+        # Not through the future: DDP would take an exception there for a tensor.
         after_backward(self._raise_failure)
         write_flat_gradients(bucket.parameters(), buffer)
         if is_last:
@@ -198,25 +197,25 @@ class GTopKState(HookState):
         return future
 
     def _begin_clipped(self, pending: PendingBucket) -> None:
-        """Keep a bucket until the pass's last one; then shorten all alike, and exchange them."""
+        """Keep buckets until the pass's last one; then clip them together, and exchange them."""
         self._pending.append(pending)
         if not pending.is_last:
             return
-        together, self._pending = self._pending, []
+        buckets, self._pending = self._pending, []
         clip = LocalClip(
-            [each.buffer for each in together],
+            [each.buffer for each in buckets],
             None,
             loss_scale(self.scaler),
             allowed_mean=self._global_clip_norm,
-            ratio=mean_square_ratio([each.bucket_exchange for each in together]),
+            ratio=mean_square_ratio([each.bucket_exchange for each in buckets]),
         )
-        # One factor for all buckets: it comes of the norm of the whole gradient.
+        # One factor for all buckets, from the norm of the whole gradient.
         factor = self._steps.clip_factor = clip.factor(self._weight, self._weight)
-        for each in together:
+        for each in buckets:
             self._begin(each, factor)
 
     def _begin(self, pending: PendingBucket, factor: float) -> None:
-        """Begin to exchange a bucket; factor: multiplies its gradients."""
+        """Start to exchange a bucket, with its gradients multiplied by `factor`."""
         buffer = pending.buffer
         operation = self._submit(
             f"bucket.{pending.number}",
@@ -234,7 +233,7 @@ class GTopKState(HookState):
 
     @property
     def global_clip_norm(self) -> float | None:
-        """The norm that the mean gradient is shortened to; may be set, on all ranks alike."""
+        """The norm that the mean gradient is clipped to; may be changed, equally on all ranks."""
         return self._global_clip_norm
 
     @global_clip_norm.setter
@@ -243,24 +242,23 @@ class GTopKState(HookState):
         self._global_clip_norm = norm
 
     def _note_exchanged(self, bucket: int, is_last: bool) -> None:
-        """Note a bucket's outcome on the engine's thread, and end the transaction after the last.
+        """Note a bucket's result, on the engine's thread, and end the transaction after the last.
 
-        bucket: DDP's number of it; the last one may come before others.
+        bucket: DDP's number of the bucket.
         """
         for place in self._transaction.not_finite:
             self._not_finite.setdefault(self._peers.ranks[place], []).append(bucket)
-        # DDP tells which bucket is its last, not how many there are; the last may be exchanged
-        # first.
+        # DDP says only which bucket is its last, and that one may be exchanged before others.
         self._buckets = bucket + 1 if is_last else self._buckets
         if len(self._transaction.ran) == self._buckets:
             self._close_pass()
             self._buckets = 0
 
     def _finish(self, operation: Operation, pending: PendingBucket) -> None:
-        """Tell DDP that a bucket is done; an error is kept for `_raise_failure`."""
+        """Tell DDP that a bucket is done; keep an error for `_raise_failure`."""
         try:
             operation.wait()
-            # The finisher goes by order: all buckets before the last are done, too.
+            # The finisher works in order: all other buckets are done, too.
             if pending.is_last:
                 self._steps.note_wait_end()
                 self._world.note_preempted([*self._transaction.preempted])
@@ -272,7 +270,7 @@ class GTopKState(HookState):
                 self._report_pass(overlapped=True, where=where)
         except Exception as error:
             self._failures.append(error)
-        # On the exchange's stream, as a future makes its readers wait for the stream of this call.
+        # On the exchange's stream: the future makes its readers wait for the current stream.
         with pending.bucket_exchange.bucket.on_stream():
             pending.future.set_result(pending.buffer)
 
@@ -287,10 +285,11 @@ class GTopKState(HookState):
         return done.value()
 
     def state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Return this rank's residual of the model's parameters, by name, in their shapes.
+        """Return this rank's residual of each of the model's parameters, by name, in its shape.
 
-        Save it on every rank, after `step`: what the pass has sent is in no parameter before. Or
-        join all ranks' entries of "held" in one state, which any number of ranks can load.
+        Save it on every rank, after `step`: before that, no parameter has the update that the pass
+        has sent. Or merge all ranks' "held" entries into one state, which any number of ranks can
+        load.
         """
         return self._state_of(
             (name, self._bucket_exchanges.residual_of(p, is_trained=p.requires_grad))
@@ -298,10 +297,10 @@ class GTopKState(HookState):
         )
 
     def gather_state(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Return, on the first rank, the state with all ranks' residuals; that rank is to save it.
+        """Return the state with all ranks' residuals on the first rank, which should save it.
 
-        All ranks call it together; the others get their own state. Any number of ranks can load it:
-        no residual is lost.
+        All ranks call it together; the other ranks get their own state. Any number of ranks can
+        load the saved state without losing residuals.
         """
         state = self.state_dict(model)
 
@@ -312,34 +311,34 @@ class GTopKState(HookState):
         return state
 
     def _abort_pass(self) -> None:
-        """Undo a pass that an error has ended, if there is one, so that another may begin."""
-        # An empty task: it runs after those that wait for the pass's buckets, so none of them
-        # writes into the state that is cleared below.
+        """Undo a pass that an error has ended, if there is one, so that another can begin."""
+        # Wait for an empty task: then no task of the pass is left that could write into the state
+        # cleared below.
         self._finisher.submit(int).result()
         super()._abort_pass()
         self._pending, self._buckets, self._failures, self._not_finite = [], 0, [], {}
 
     def load_state_dict(self, state: Mapping[str, Any], model: torch.nn.Module) -> None:
-        """Replace the residual from the next step on; call it between steps only.
+        """Replace the residual, from the next step on; call it only between steps.
 
-        A new process takes its first step in the buckets that DDP begins with, and density applies
-        to each bucket. So the run goes on to the bit only if it was saved in the same buckets, as
-        with find_unused_parameters or a single bucket. Nothing is lost in any case.
-        Raises ValueError for a state of another format, and for tensors of other shapes.
+        In a new process DDP's first step uses its initial buckets, and density applies per bucket.
+        So the run continues bit for bit only if it was saved with the same buckets, as is the case
+        with find_unused_parameters or a single bucket. No residual is lost in any case.
+        Raises ValueError for a state with another format or with tensors of other shapes.
         """
         named = named_parameters(model)
-        # All that can raise comes first: a state that does not fit leaves the residual as it is.
+        # Check everything first: a state that does not fit must leave the residual unchanged.
         residuals = residuals_for(state, self._rank, self._ranks)
         residuals = under_known_names(residuals, named)
         require_shapes(residuals, named)
-        why = "the model has no parameter of that name; give it the names that it was saved with"
+        why = "the model has no parameter of that name; use the names that it was saved with"
         with self._loading(state, residuals, named.keys(), why):
             self._bucket_exchanges.put_residuals(
                 {parameter: residuals.get(name, {}) for name, parameter in named.items()}
             )
 
     def stateful(self, model: torch.nn.Module) -> "Stateful":
-        """Return an object for a framework's checkpoint: `state_dict()`, `load_state_dict(state)`.
+        """Return an object with `state_dict()` and `load_state_dict(state)` for a checkpoint.
 
         Its `state_dict()` is `gather_state(model)`: all ranks call it, and the first one saves it.
         """
@@ -347,7 +346,7 @@ class GTopKState(HookState):
 
 
 class Stateful:
-    """A hook's state with its model: has the `state_dict` and `load_state_dict` of frameworks."""
+    """A hook's state bound to its model, with the methods that frameworks' checkpoints call."""
 
     def __init__(self, state: GTopKState, model: torch.nn.Module) -> None:
         self._state, self._model = state, model
@@ -360,30 +359,30 @@ class Stateful:
 
 
 def state_for(optimizer: Any, density: float, **options: Any) -> GTopKState:
-    """Return a hook's state for optimizers, plain or as a framework has wrapped them.
+    """Return a hook's state for plain optimizers, or for optimizers that a framework has wrapped.
 
-    optimizer: a single one, which is given to the state; or a sequence of several, which step with
+    optimizer: a single one, which is passed to the state; or a sequence of several, which step with
         agreed gradients.
     """
     own = [*map(plain, optimizer if isinstance(optimizer, Sequence) else [optimizer])]
-    # The script's own optimizer=, None too, has precedence over the one that is found here.
+    # The script's own optimizer=, even None, takes precedence.
     return GTopKState(density, **{"optimizer": own[0] if len(own) == 1 else None, **options})
 
 
 def take_over_clipping(state: GTopKState, norm: float, option: str, instead: str) -> bool:
     """Let the state clip mean gradients to `norm` where a trainer would clip AdamW's steps.
 
-    option: the trainer's, for an error. instead: how to leave it out, in words.
-    Returns whether the state clips: the trainer must not clip then. Raises ValueError where the
-    trainer would clip the steps of a correction, which the state cannot do in its place.
+    option: the trainer's option, and instead: how to leave it out; both for the error.
+    Returns whether the state clips; if so, the trainer must not. Raises ValueError with momentum
+    correction or Adam correction: the trainer would clip their steps, and the state cannot.
     """
     if state.compression.corrects:
         correction, way_out = "momentum", "let SGD take the momentum, after the clipping"
         if state.compression.adam_correction:
             correction, way_out = "adam", "use AdamW, whose moments come after the clipping"
         raise ValueError(
-            f"with {correction}_correction gradients are steps with momentum by the time that they "
-            f"would be clipped to {option}={norm:g}, and far longer: {instead}, or leave the "
+            f"with {correction}_correction clipping to {option}={norm:g}, a norm for gradients, "
+            f"would cut steps with momentum, which are far longer: {instead}, or leave the "
             f"correction out and {way_out}"
         )
     if state.makes_adam_steps:
@@ -392,10 +391,10 @@ def take_over_clipping(state: GTopKState, norm: float, option: str, instead: str
 
 
 def gtopk_hook(state: GTopKState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Exchange a bucket's gradients by gTop-k; for DistributedDataParallel.register_comm_hook.
+    """Exchange a bucket's gradients with gTop-k; for DistributedDataParallel.register_comm_hook.
 
     The future's value is the bucket's buffer with the agreed entries of the mean over the ranks.
-    Backward raises HorovodInternalError, on every rank, when the ranks disagree or one is gone.
+    Backward raises HorovodInternalError on every rank if the ranks disagree or one is gone.
     """
     if not isinstance(state, GTopKState):
         raise TypeError(f"register_comm_hook(state, gtopk_hook) needs a GTopKState, got {state!r}")

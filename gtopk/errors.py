@@ -1,19 +1,19 @@
-"""What can go wrong, as users catch it.
+"""The exceptions that gtopk raises.
 
     RuntimeError
     |-- HorovodInternalError      an operation failed across ranks (Horovod's)
-    |   `-- InvalidCallError      a call that cannot be made here; a ValueError, too
+    |   `-- InvalidCallError      this rank cannot make this call; also a ValueError
     |-- HostsUpdatedInterrupt     the hosts of an elastic job have changed (Horovod's)
-    |-- CheckpointError           a checkpoint cannot be written or found; the same on every rank
+    |-- CheckpointError           a checkpoint cannot be written or found; raised on every rank
     |-- LaunchError               ranks cannot be started
     |   `-- LaunchTimeoutError    they ran longer than allowed
     `-- RankError                 a rank of gtopk.run failed
     ValueError
-    |-- DamagedError              a checkpoint's file does not hold what was written to it
-    `-- FormatError               a checkpoint's file is of another version
+    |-- DamagedError              a checkpoint's file has changed since it was written
+    `-- FormatError               a checkpoint's file has another version's format
 
-`collectives.errors` has what goes wrong below, between arrays. Bad arguments are ValueError or
-TypeError, as everywhere in Python: `check_count` and the like raise them.
+`collectives.errors` has the exceptions of the layer below. Bad arguments raise ValueError or
+TypeError, as elsewhere in Python: see `check_count` and the functions after it.
 """
 
 from collections.abc import Iterable
@@ -22,30 +22,31 @@ from typing import Literal
 
 
 def page(title: Literal["Tuning", "Clipping", "Checkpoints", "Several models, and GANs"]) -> str:
-    """Return where a page of the docs is, or a part of one: an installed package has no files."""
+    """Return words that point to a page of the docs; an installed package has no docs files."""
     return f"'{title}' in gtopk's docs"
 
 
 class HorovodInternalError(RuntimeError):
     """An operation failed across ranks: they disagreed, or one of them is gone.
 
-    operation: its name; "" where none had begun.
+    operation: the operation's name; "" if none had begun.
     """
 
     operation = ""
 
 
 class InvalidCallError(HorovodInternalError, ValueError):
-    """A call that cannot be made here, whatever the other ranks do; nothing was sent.
+    """This rank cannot make this call, whatever the other ranks do; nothing was sent.
 
-    Horovod raises the one or the other, by the function: who catches either catches this.
+    Horovod raises HorovodInternalError in some functions and ValueError in others, so this class
+    is both.
     """
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """The hosts have changed: ranks were added, or are to be removed.
+    """The hosts have changed: ranks were added, or will be removed.
 
-    skip_sync: whether the ranks that stay are still in step, so that nothing needs to be sent.
+    skip_sync: whether the remaining ranks still have equal state, so that none needs to be sent.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -54,15 +55,15 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or found; the same on every rank, so that all may go on."""
+    """A checkpoint cannot be written or found; every rank raises it, so that all can go on."""
 
 
 class DamagedError(ValueError):
-    """A file does not hold what was written to it; the text names it and says why."""
+    """A file's contents differ from what was written; the message names the file and the reason."""
 
 
 class FormatError(ValueError):
-    """A file is whole, and of a format that this version does not read."""
+    """A file is intact, but this version cannot read its format."""
 
 
 class LaunchError(RuntimeError):
@@ -70,14 +71,14 @@ class LaunchError(RuntimeError):
 
 
 class LaunchTimeoutError(LaunchError):
-    """The ranks ran longer than allowed, and have been ended."""
+    """The ranks ran longer than allowed and were terminated."""
 
 
 class RankError(RuntimeError):
-    """A rank failed: which, with what, and the traceback it had there.
+    """A rank failed.
 
     rank:      the rank that failed first.
-    traceback: its traceback, as Python prints it; "" where the process ended without one.
+    traceback: its traceback, as Python prints it; "" if the process ended without one.
     """
 
     def __init__(self, rank: int, text: str, traceback: str = "") -> None:
@@ -87,7 +88,7 @@ class RankError(RuntimeError):
 
 
 def check_count(name: str, value: object, least: Literal[0, 1] = 0) -> None:
-    """Raise TypeError or ValueError for what is no number of things from `least` on."""
+    """Raise TypeError unless the value is an integer, ValueError if it is less than `least`."""
     # bool is an int in Python, and True would pass for a count of 1.
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an integer, got {value!r}")
@@ -96,12 +97,12 @@ def check_count(name: str, value: object, least: Literal[0, 1] = 0) -> None:
 
 
 def check_number(name: str, value: object) -> None:
-    """Raise TypeError for what is no number."""
+    """Raise TypeError unless the value is a number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
-    """Raise ValueError for what is none of the choices."""
-    if value not in (known := list(choices)):
-        raise ValueError(f"{name} must be one of {', '.join(known)}; got {value!r}")
+    """Raise ValueError unless the value is one of the choices."""
+    if value not in (allowed := list(choices)):
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")

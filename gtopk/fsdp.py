@@ -1,4 +1,4 @@
-"""Replicas of a sharded model (fully_shard) exchange their shards' gradients by gTop-k (HSDP).
+"""HSDP: replicas of a sharded model (fully_shard) exchange their shards' gradients with gTop-k.
 
     mesh = init_device_mesh("cuda", (replicas, shards), mesh_dim_names=("replicate", "shard"))
     fully_shard(model, mesh=mesh["shard"])
@@ -10,12 +10,12 @@
 
     flags        0, 1, 2, 3                at the end of a pass: it counts for all shards, or none
 
-The residual is sharded as the gradients are, and so are AdamW's steps where they are made here. A
-module's shard is exchanged as soon as FSDP has reduced it, while backward goes on; the pass ends
-when all shards are exchanged. Backward waits for shards that FSDP itself reads at once: those that
-it converts (reduce_dtype), divides (float16, float64), adds to gradients of an earlier pass, or
-copies to the CPU, and those of parameters with post-accumulate hooks. Only parameters with a
-gradient take part; the others keep their residual. Needs torch 2.7 or newer.
+The residual is sharded like the gradients, and so are AdamW's steps if the hook makes them. A
+module's shard is exchanged as soon as FSDP has reduced it, while backward continues; the pass ends
+when all shards are exchanged. Backward waits for shards that FSDP reads immediately: those that it
+converts (reduce_dtype), divides (float16, float64), adds to gradients of an earlier pass, or copies
+to the CPU, and those of parameters with post-accumulate hooks. Only parameters with a gradient take
+part; the others keep their residual. Needs torch 2.7 or newer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ try:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-    # Looked up here, as torch 2.6 has the class without the method.
+    # Looked up here: torch 2.6 has the class, but not this method.
     _set_hook = FSDPModule.set_all_reduce_hook
 except (ImportError, AttributeError) as missing:
     raise ImportError(f"gtopk.fsdp needs torch 2.7 or newer, got {torch.__version__}") from missing
@@ -82,48 +82,50 @@ def replicate(
     max_skipped_steps: int = MAX_SKIPPED_STEPS,
     **options: Any,
 ) -> ReplicaState:
-    """Let the replicas of a sharded model exchange its gradients by gTop-k; all ranks call it.
+    """Let the replicas of a sharded model exchange its gradients with gTop-k; all ranks call it.
 
-    model: fully_shard was applied to it, or to modules in it, on a mesh of one dimension. On one
-        of two, FSDP would exchange gradients between the replicas by itself, before gTop-k does.
+    model: a model to which, or to whose modules, fully_shard was applied on a mesh of one
+        dimension. On a mesh of two, FSDP itself would exchange gradients between replicas.
     replicas: the mesh, of one dimension, of the ranks that hold the same shard as this one.
-    density: of every sharded module's gradients.
-    optimizer: steps all parameters of the model. For torch's own Adam and AdamW each rank makes the
-        steps of its shard before it selects from them. They cannot be clipped then.
-    All others are those of DDP's hook: see `gtopk.ddp.GTopKState`.
-    Joins the ranks (`hvd.init`) where nobody has. Raises ValueError for options out of range, for
-    another model or mesh than the above, and for complex parameters.
+    density: the density of every sharded module's gradients.
+    optimizer: the optimizer of all the model's parameters. If it is torch's Adam or AdamW, each
+        rank computes the steps of its shard and selects from them. They cannot be clipped then.
+    All other arguments are those of DDP's hook: see `gtopk.ddp.GTopKState`.
+    Joins the ranks (`hvd.init`) if nobody has yet. Raises ValueError for options out of range, for
+    a model or mesh other than described, and for complex parameters.
     """
-    # Refused by name: Compression.gtopk would only say that it has no such option.
+    # Rejected by name: Compression.gtopk would only say that it has no such option.
     if options.pop("global_clip_norm", None) is not None:
-        raise ValueError(f"global_clip_norm is not for replicas of a sharded model: {_NO_CLIPPING}")
+        raise ValueError(
+            f"global_clip_norm is not supported for replicas of a sharded model: {_NO_CLIPPING}"
+        )
     refuse_complex(model.parameters(), {p: name for name, p in model.named_parameters()})
-    how = compression_of("replicate", compression, density, options)
+    chosen = compression_of("replicate", compression, density, options)
     optimizer = plain_optimizer(optimizer)
-    of_adam = options_of_adam(optimizer, how, adam_steps, local_residual, Average)
+    adam_options = options_of_adam(optimizer, chosen, adam_steps, local_residual, Average)
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError("no module of the model is sharded: call fully_shard before replicate")
     if replicas.ndim != 1:
         raise ValueError(
             f"replicas must be a mesh of one dimension, as mesh['replicate'], got {replicas}"
         )
-    # Only now: a model or a mesh that is refused above leaves no world behind.
+    # Only after the checks, so that a rejected model or mesh does not leave a world open.
     join_world()
     units = units_of(model)
     for unit in units.values():
         unit.require_sharded_only()
     place = place_in(replicas, [p for unit in units.values() for p in unit.parameters])
     state = ReplicaState(
-        model, list(units.values()), place, how, scaler, max_skipped_steps, optimizer, of_adam
+        model, [*units.values()], place, chosen, scaler, max_skipped_steps, optimizer, adam_options
     )
-    # The hooks last: had anything above raised, the model would still train as FSDP does.
+    # Set the hooks last: after an error above, the model still trains with FSDP alone.
     for module, unit in units.items():
         _set_hook(module, partial(state.exchange, unit))
     return state
 
 
 class _Unfinished(NamedTuple):
-    """An exchange that backward has not waited for yet; stream: that it runs on, on a GPU."""
+    """An exchange that backward has not waited for yet; stream: its CUDA stream, on a GPU."""
 
     unit: Unit
     operation: Operation
@@ -131,37 +133,37 @@ class _Unfinished(NamedTuple):
 
 
 class _PassFlags:
-    """The flags of the end of a pass."""
+    """The flags that ranks exchange at the end of a pass."""
 
     NOT_FINITE: Final = 1  # this rank's gradients are not finite
     VOID: Final = 2  # the pass does not count
-    SPOILT: Final = 4  # some gradients are still the NaN that an earlier pass made of them
+    SPOILT: Final = 4  # some gradients that an earlier pass set to NaN still are
     CLEARED: Final = 8  # some of those gradients were cleared since
 
     @classmethod
     def is_void(cls, all_flags: Sequence[int]) -> bool:
-        """Tell whether a pass is void, from all ranks' flags.
+        """Tell from all ranks' flags whether a pass is void.
 
-        It is where a rank says VOID, or where gradients were added to an earlier pass's NaN and
-        none was cleared. If some were cleared, the rest belong to no optimizer and stay NaN; they
-        void no further pass.
+        It is void if a rank sets VOID, or if gradients were added to an earlier pass's NaN and none
+        was cleared. If some were cleared, the rest belong to no optimizer: they stay NaN but do not
+        void further passes.
         """
-        said = functools.reduce(operator.or_, all_flags)
-        return bool(said & cls.VOID) or said & (cls.SPOILT | cls.CLEARED) == cls.SPOILT
+        flags = functools.reduce(operator.or_, all_flags)
+        return bool(flags & cls.VOID) or flags & (cls.SPOILT | cls.CLEARED) == cls.SPOILT
 
 
 class ReplicaState(HookState):
-    """The state of replicas from step to step: the residual of each parameter's shard.
+    """The state of the replicas: the residual of each parameter's shard between steps.
 
-    A step is one backward pass. To add up gradients over several passes, exchange them in the last
-    one only. Before the others call model.set_requires_gradient_sync(False), which keeps gradients
-    whole; or model.set_requires_all_reduce(False): FSDP then reduces them within the replica, and a
-    rank keeps the sum of its shard alone. If each pass exchanges them, one that does not count
-    spoils all: gradients sent before it are lost, and later passes do not count until gradients are
-    cleared.
+    A step is one backward pass. To accumulate gradients over several passes, exchange them only in
+    the last one. Before the others call model.set_requires_gradient_sync(False), which keeps whole
+    gradients; or model.set_requires_all_reduce(False), with which FSDP reduces them within the
+    replica, so that a rank keeps only its shard's sum. If instead every pass exchanges them, one
+    void pass spoils the rest: gradients sent before it are lost, and later passes do not count
+    until gradients are cleared.
 
     process_set: the ranks that hold the same shard.
-    skipped_steps: as of `gtopk.ddp.GTopKState`, and the same for all shards: in such a step all of
+    skipped_steps: as in `gtopk.ddp.GTopKState`, and the same for all shards. In such a step all of
         the model's gradients become NaN on all ranks.
     """
 
@@ -194,14 +196,15 @@ class ReplicaState(HookState):
         peers = Peers(here, place.replicas.engine, name, together, takes_part=True)
         by_adam = of_adam or {"adam": None}
         super().__init__(peers, compression, scaler, max_skipped_steps, optimizer, by_adam)
-        self._nonfinite: list[torch.Tensor] = []  # the last pass made their gradients NaN
-        self._finite = True  # this rank's gradients in the pass
+        # Parameters whose gradients the last pass set to NaN.
+        self._nonfinite: list[torch.Tensor] = []
+        self._finite = True  # whether this rank's gradients in this pass are finite
         self._unfinished: list[_Unfinished] = []  # of this pass, in the same order on all ranks
         self._has_waited = False  # whether backward has waited for an exchange of this pass
-        self._pass = -1  # autograd's number of the pass whose end is awaited
+        self._pass = -1  # autograd's number of the current pass
 
     def _parameters(self) -> set[torch.Tensor]:
-        """Return the model's parameters, sharded and as gathered: both may have gradients."""
+        """Return the model's parameters, sharded and gathered ones: both may have gradients."""
         return {
             *self._model.parameters(),
             *(p for unit in self._bucket_exchanges for p in unit.parameters),
@@ -214,13 +217,13 @@ class ReplicaState(HookState):
         return ShardGroups(optimizer, self._bucket_exchanges)
 
     def _reshard(self) -> None:
-        """Let FSDP gather parameters anew whose shards have changed."""
+        """Make FSDP gather the parameters again, as their shards have changed."""
         for unit in self._bucket_exchanges:
             unit.reshard()
 
     @property
     def _rank(self) -> int:
-        """This rank's number, in an order where the ranks of a replica follow each other."""
+        """This rank's number when ranks are ordered replica by replica."""
         return self._peers.rank * self._place.shards + self._place.shard
 
     @property
@@ -228,14 +231,14 @@ class ReplicaState(HookState):
         return self._place.everyone.size() or 1
 
     def exchange(self, unit: Unit, gradients: torch.Tensor) -> None:
-        """Replace a replica's mean gradient, [shard's length], by that of all replicas."""
+        """Replace a replica's mean gradient, [shard's length], with the mean of all replicas."""
         if unit.is_to_accumulate:
             unit.accumulate(gradients)
             return
         unit.add_accumulated(gradients)
         self._passes.require_cleared(map(unit.parameter, unit.with_gradient))
         self._await_end_of_pass()
-        # A module that is used twice in a pass has one residual, which its first exchange writes.
+        # A module used twice in a pass has one residual: its first exchange must finish writing it.
         if any(each.unit is unit for each in self._unfinished):
             self._finish()
         names = unit.with_gradient
@@ -258,11 +261,11 @@ class ReplicaState(HookState):
             self._has_waited = True
 
     def _finish(self) -> None:
-        """Wait for the exchanges of this pass that have not ended."""
+        """Wait for the unfinished exchanges of this pass."""
         while self._unfinished:
             _, operation, stream = self._unfinished.pop(0)
             self._finite &= operation.wait()
-            # Only after the wait: by then the engine has enqueued the whole exchange on the stream.
+            # Only now has the engine enqueued the whole exchange on the stream.
             if stream is not None:
                 torch.cuda.current_stream(stream.device).wait_stream(stream)
             if not self._unfinished:
@@ -271,10 +274,11 @@ class ReplicaState(HookState):
     def _await_end_of_pass(self) -> None:
         number = torch._C._current_graph_task_id()
         if number != self._pass:
-            # A pass that an error has ended runs no callback: the next one's number tells.
+            # A pass that an error has ended runs no callback; the changed number shows that one is
+            # over.
             self._abort_pass()
             self._pass = number
-            after_backward(self._end_pass)  # FSDP's own callbacks may hand over more
+            after_backward(self._end_pass)  # FSDP's own callbacks may hand over more gradients
 
     def _open_bucket_exchange(
         self, unit: Unit, whole: torch.nn.Parameter, parameters: Sequence[torch.Tensor]
@@ -282,11 +286,11 @@ class ReplicaState(HookState):
         return self._open(unit.name, whole, [unit.padded[unit.name_of(p)] for p in parameters])
 
     def _abort_pass(self) -> None:
-        """Undo a pass that an error has ended, if there is one, so that another may begin.
+        """Undo a pass that an error has ended, if there is one, so that another can begin.
 
-        Waits for its exchanges: they write into gradients and residuals.
+        Waits for its exchanges, which write into gradients and residuals.
         """
-        # Each error ends one `_finish`: backward has raised it, or another one of the same pass.
+        # Each error ends one `_finish`. Backward has already raised it or another one of this pass.
         while self._unfinished:
             with suppress(Exception):
                 self._finish()
@@ -306,7 +310,7 @@ class ReplicaState(HookState):
             flags=self._flags_of_pass(),
         ).wait()
         self._nonfinite, self._finite = [], True
-        # From all ranks' flags: the shards of all ranks are dropped, or those of none.
+        # Decided from all ranks' flags, so that all ranks drop their shards or none does.
         if _PassFlags.is_void(all_flags):
             self._transaction.drop()
             for parameter in self._parameters():
@@ -316,8 +320,8 @@ class ReplicaState(HookState):
         overlapped, self._has_waited = not self._has_waited, False
         ranks = zip(everyone.members.ranks, all_flags, strict=True)
         where = [f"rank {rank}" for rank, flags in ranks if flags & _PassFlags.NOT_FINITE]
-        # The report raises after too many skipped steps; a script that goes on must still find its
-        # gradients noted as NaN, not as the agreed ones of the pass before.
+        # The report raises after too many skipped steps. If the script goes on, its gradients must
+        # still be noted as NaN, not as the last pass's agreed ones.
         try:
             self._close_pass()
             self._report_pass(overlapped, where)
@@ -325,7 +329,7 @@ class ReplicaState(HookState):
             self._note_agreed()
 
     def _flags_of_pass(self) -> int:
-        """Return this rank's flags of the pass that ends."""
+        """Return this rank's flags for the pass that ends."""
         flags = (_PassFlags.VOID if self._transaction.is_void else 0) | (
             0 if self._finite else _PassFlags.NOT_FINITE
         )
@@ -349,15 +353,15 @@ class ReplicaState(HookState):
         return {**state, "shards": self._place.shards}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the residual from the next step on; call it between steps only.
+        """Replace the residual, from the next step on; call it only between steps.
 
-        On another number of replicas, with as many shards, the sum of the residuals stays.
-        Raises ValueError for a state of another format, or of other shards.
+        With another number of replicas but as many shards, the sum of the residuals is kept.
+        Raises ValueError for a state with another format or other shards.
         """
         if state.get("shards") != self._place.shards:
             raise ValueError(
-                f"the state is of {state.get('shards')} shards, but here the model has "
-                f"{self._place.shards}: the number of shards must be what it was"
+                f"the state was saved with {state.get('shards')} shards, but the model has "
+                f"{self._place.shards}: load it with the same number of shards"
             )
         residuals: dict[str, ResidualState] = {}
         for key, parts in residuals_for(state, self._rank, self._ranks).items():
@@ -365,23 +369,22 @@ class ReplicaState(HookState):
             if int(number) != self._place.shard:
                 raise ValueError(
                     f"the state has the residual of shard {number}, but this rank has shard "
-                    f"{self._place.shard}: on another number of replicas the ranks of each must "
-                    "follow each other, as in a mesh whose last dimension is that of the shards"
+                    f"{self._place.shard}: to change the number of replicas, use a mesh whose last "
+                    "dimension is the shards, so that each replica has consecutive ranks"
                 )
             residuals[name] = parts
         for unit in self._bucket_exchanges:
-            # Earlier versions saved one residual a module, under the module's name.
+            # Earlier versions saved one residual per module, under the module's name.
             residuals.update(unit.by_parameter(residuals.pop(unit.name, {})))
             for name, shard in unit.stand_ins.items():
                 rows = unit.padded[name].shape
                 owner = f"the shard of '{name}'"
                 require_shape(owner, residuals.get(name, {}), shard.shape, rows)
         known = {name for unit in self._bucket_exchanges for name in unit.stand_ins}
-        why = "the model has no sharded parameter of that name; shard those that were"
+        why = "the model has no sharded parameter of that name; shard the same ones as before"
         with self._loading(state, residuals, known, why):
             for unit, bucket_exchanges in self._bucket_exchanges.items():
-                # Gradients of passes before the load are of other parameters than those that
-                # follow.
+                # Gradients accumulated before the load belong to other parameter values.
                 unit.accumulated.clear()
                 bucket_exchanges.put_residuals(
                     {shard: residuals.get(name, {}) for name, shard in unit.stand_ins.items()}

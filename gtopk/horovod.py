@@ -1,4 +1,4 @@
-"""gTop-k for a script that keeps Horovod: its ranks, its communicator, one optimizer of ours.
+"""gTop-k for a script that stays on Horovod: only the optimizer comes from gtopk.
 
     import horovod.torch as hvd
     import gtopk.horovod
@@ -13,9 +13,10 @@
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     gtopk.horovod.broadcast_optimizer_state(optimizer, root_rank=0)
 
-Horovod's own alltoall carries the messages. `hvd.shutdown()` ends both, and so does the program's
-end; before another `hvd.init()`, call `shutdown` here, too. Horovod's `broadcast_optimizer_state`
-is for the optimizer before it is wrapped: it steps one that has no state yet, on that rank alone.
+Horovod's alltoall carries the messages. `hvd.shutdown()` and the end of the program shut down
+gtopk, too; before another `hvd.init()`, also call this module's `shutdown`. Use Horovod's own
+`broadcast_optimizer_state` only before wrapping the optimizer: to create missing state it calls
+`step`, on one rank alone.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ shutdown = world.shutdown
 
 
 def _on_horovod(function: Callable[P, T]) -> Callable[P, T]:
-    """Let a function find gtopk's world on Horovod's ranks, opened where it is not yet."""
+    """Wrap a function so that it first opens gtopk's world on Horovod's ranks, if none is open."""
 
     @functools.wraps(function)
     def with_a_world(*args: P.args, **kwargs: P.kwargs) -> T:
         if not world.is_initialized():
-            # Ranks may still be leaving the world before: another begins when all have left it.
+            # Ranks may still be leaving the previous world: a new one can only begin after that.
             world.finish_leaving()
             world.init_on(join_over("horovod"))
         return function(*args, **kwargs)

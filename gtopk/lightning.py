@@ -1,11 +1,11 @@
-"""Lightning: a callback for its Trainer, and a function for Fabric; their DDP then uses gTop-k.
+"""Lightning: gTop-k for DDP, by a callback for its Trainer or a function for Fabric.
 
     Trainer(strategy="ddp", callbacks=[gtopk.lightning.GTopK(density=0.01)])
 
 setup           Lightning wraps the module in DistributedDataParallel
-fit begins      the hook of `gtopk.ddp` is registered on it
-batches         the report of the last step goes to the Trainer's loggers
-checkpoints     contain the residuals of all ranks, and any number of ranks can go on from them
+fit begins      the callback registers the hook of `gtopk.ddp` on it
+batches         the Trainer's loggers get the last step's report
+checkpoints     contain the residuals of all ranks; any number of ranks can resume from them
 
     model, optimizer = fabric.setup(model, optimizer)
     state = gtopk.lightning.compress(fabric, model, optimizer, density=0.01)
@@ -35,26 +35,26 @@ __all__ = ["GTopK", "compress"]
 class GTopK(Callback):
     """Registers gTop-k with a Trainer whose strategy is "ddp", or a DDPStrategy.
 
-    density, options: as `gtopk.ddp.GTopKState` takes them, with compression=. A module's only
-        optimizer is given to the state: AdamW's steps are then made before the selection, and the
-        Trainer's gradient_clip_val becomes the state's global_clip_norm; gradient_clip_algorithm
-        must then be "norm".
-    state: of the hook, during a fit: `state.skipped_steps` counts the steps that all ranks skipped,
-        as a gradient or a sum was not finite. Another fit of the same module goes on with the
-        residual, unless it begins from a checkpoint.
+    density, options: the arguments of `gtopk.ddp.GTopKState`, including compression=. If the module
+        has a single optimizer, it is passed to the state: AdamW's steps are then made before the
+        selection, the Trainer's gradient_clip_val becomes the state's global_clip_norm, and
+        gradient_clip_algorithm must be "norm".
+    state: the hook's state during a fit; `state.skipped_steps` counts the steps that all ranks
+        skipped because a gradient or a sum was not finite. Another fit of the same module keeps the
+        residual, unless it starts from a checkpoint.
     """
 
     def __init__(self, density: float = 0.001, **options: Any) -> None:
         self._density = density
         self._options = options
         self._loaded: dict[str, Any] | None = None  # empty: the checkpoint has no gTop-k part
-        self._module: LightningModule | None = None  # the module of the state
-        self._is_fitting = False  # the hook is registered on what the Trainer trains
-        self._clip_val: float | None = None  # the Trainer's, while the state clips in its place
+        self._module: LightningModule | None = None  # the state's module
+        self._is_fitting = False  # whether the hook is registered on the Trainer's model
+        self._clip_val: float | None = None  # the Trainer's value, while the state clips instead
         self.state: GTopKState | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Register the hook; raise ValueError where the strategy is another."""
+        """Register the hook; raise ValueError if the strategy is not DDP."""
         model = trainer.strategy.model
         if not isinstance(model, DistributedDataParallel):
             raise ValueError(
@@ -62,13 +62,13 @@ class GTopK(Callback):
                 f"DistributedDataParallel: use strategy='ddp', got "
                 f"{type(trainer.strategy).__name__}"
             )
-        # The Trainer wraps the module anew for each fit, and DDP takes a hook only once: the
-        # residual of the fit before moves to a new state, unless a checkpoint has brought one.
+        # The Trainer wraps the module again for each fit, and DDP takes a hook only once. So move
+        # the previous fit's residual to a new state, unless a checkpoint was loaded.
         if self._loaded is None and self.state is not None and self._module is pl_module:
             self._loaded = self.state.state_dict(model)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        only = trainer.optimizers[0] if len(trainer.optimizers) == 1 else None
-        options: dict[str, Any] = {"optimizer": only, **self._options}
+        optimizer = trainer.optimizers[0] if len(trainer.optimizers) == 1 else None
+        options: dict[str, Any] = {"optimizer": optimizer, **self._options}
         self.state = GTopKState(self._density, scaler=scaler, **options)
         if trainer.gradient_clip_val:
             self._take_over_clipping(self.state, trainer, float(trainer.gradient_clip_val))
@@ -78,16 +78,16 @@ class GTopK(Callback):
         model.register_comm_hook(self.state, gtopk_hook)
 
     def _take_over_clipping(self, state: GTopKState, trainer: Trainer, norm: float) -> None:
-        """Let the state clip in the Trainer's place; raise ValueError where neither may clip."""
+        """Let the state clip instead of the Trainer; raise ValueError if neither can clip."""
         if not take_over_clipping(state, norm, "gradient_clip_val", "leave gradient_clip_val out"):
             return
-        # An enum, or its text, or None for the default.
+        # An enum, its text, or None for the default.
         algorithm = str(getattr(trainer.gradient_clip_algorithm, "value", None) or "norm")
         if algorithm != "norm":
             raise ValueError(
-                f"gradient_clip_algorithm={algorithm!r} would clip AdamW's steps, which gradients "
-                "are when the Trainer clips them: use 'norm', which clips the mean gradient before "
-                "the moments, or GTopK(adam_steps='after')"
+                f"gradient_clip_algorithm={algorithm!r} would clip AdamW's steps instead of "
+                "gradients: use 'norm', which clips the mean gradient before the moments, or "
+                "GTopK(adam_steps='after')"
             )
         trainer.gradient_clip_val, self._clip_val = None, norm
 
@@ -100,15 +100,16 @@ class GTopK(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Restore it where an error ends the fit: Lightning does not call `on_fit_end` then."""
+        """Restore gradient_clip_val after an error: Lightning does not call `on_fit_end` then."""
         self.on_fit_end(trainer, pl_module)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Skip a step in which a gradient was not finite on some rank: Lightning steps by closures.
+        """Skip a step in which some rank's gradient was not finite: Lightning steps by closures.
 
-        A scaler has to see the NaN first, to lower its scale, and steps without a closure.
+        With a scaler there is nothing to do: it must see the NaN to lower its scale, and it steps
+        without a closure.
         """
         if self.state is not None and self.state.scaler is None:
             self.state.drop_skipped(optimizer)
@@ -116,14 +117,14 @@ class GTopK(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log rank 0's report of the last step by the Trainer's loggers, as often as these log."""
+        """Log rank 0's report of the last step, at the interval of the Trainer's loggers."""
         if self.state is not None and self.state.last_step is not None:
             pl_module.log_dict(dict(scalars_of_step(self.state.last_step)), batch_size=1)
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Add the residuals of all ranks to a checkpoint; Lightning calls this on all ranks."""
+        """Add all ranks' residuals to a checkpoint; Lightning calls this on all ranks."""
         model = trainer.strategy.model
         if self.state is not None and model is not None:
             checkpoint["gtopk"] = self.state.gather_state(model)
@@ -131,11 +132,11 @@ class GTopK(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep the residuals until the module is wrapped; a checkpoint may have none.
+        """Keep the checkpoint's residuals, if it has any, until the module is wrapped.
 
-        LearningRateFinder saves and loads one within a fit.
+        Within a fit (LearningRateFinder saves and loads a checkpoint there) load them at once.
         """
-        # Empty, not None, without a part: such a fit begins without the residual of an earlier one.
+        # Without a gTop-k part: empty, not None, so that the fit drops an earlier fit's residual.
         part = checkpoint.get("gtopk", {})
         if not self._is_fitting:
             self._loaded = part
@@ -150,14 +151,14 @@ def compress(
     density: float = 0.001,
     **options: Any,
 ) -> GTopKState:
-    """Let a model that Fabric has set up exchange gradients by gTop-k, and return the hook's state.
+    """Exchange the gradients of a model set up by Fabric with gTop-k; return the hook's state.
 
-    model, optimizer: as `fabric.setup` returned them; several optimizers as a sequence. A single
-        one is given to the state: AdamW's steps are then made before the selection, and
-        global_clip_norm= takes the place of fabric.clip_gradients.
-    density, options: as `gtopk.ddp.GTopKState` takes them, with compression=.
-    Raises ValueError where the model is not wrapped in DistributedDataParallel, TypeError for an
-    object that is no optimizer.
+    model, optimizer: as `fabric.setup` returned them; give several optimizers as a sequence. A
+        single optimizer is passed to the state: AdamW's steps are then made before the selection,
+        and global_clip_norm= replaces fabric.clip_gradients.
+    density, options: the arguments of `gtopk.ddp.GTopKState`, including compression=.
+    Raises ValueError if the model is not wrapped in DistributedDataParallel, and TypeError for an
+    object that is not an optimizer.
     """
     wrapped = unwrapped(model)
     if not isinstance(wrapped, DistributedDataParallel):

@@ -1,6 +1,6 @@
-"""Numbers as people read them, three digits long; a unit never leaves its number's line.
+"""Format numbers for people, and parse those that people write: 1gbit, 12.5GB/s, 0.4ms, 25.6M.
 
-And as people write them: 1gbit, 12.5GB/s, 0.4ms, 25.6M.
+Formatted numbers have three digits, and a no-break space before the unit.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def with_article(noun: str) -> str:
 
 
 def bytes_text(value: float, count: int = 3) -> str:
-    """Return 20400 as "20.4 kB" (decimal units); count: of digits."""
+    """Return 20400 as "20.4 kB" (decimal units), with `count` digits."""
     return scaled(value, ("B", "kB", "MB", "GB", "TB"), lambda each: digits(each, count))
 
 
@@ -52,7 +52,7 @@ def bandwidth_text(bits_per_second: float) -> str:
 
 
 def about_bandwidth_text(bits_per_second: float) -> str:
-    """Return 2.345e9 as "about 2.3 Gbit/s": measured times, by which it is found, say no more."""
+    """Return 2.345e9 as "about 2.3 Gbit/s": measured times give no more than two digits."""
     return f"about{SPACE}{rough_bandwidth_text(bits_per_second)}"
 
 
@@ -62,7 +62,7 @@ def rough_bandwidth_text(bits_per_second: float) -> str:
 
 
 def seconds_text(value: float, count: int = 3) -> str:
-    """Return 0.0023 as "2.3 ms"; count: of digits."""
+    """Return 0.0023 as "2.30 ms", with `count` digits."""
     return scaled(value * 1e6, ("µs", "ms", "s"), lambda each: digits(each, count))
 
 
@@ -72,11 +72,11 @@ def duration_text(seconds: float) -> str:
 
 
 def digits(value: float, count: int = 3) -> str:
-    """Return `value` with so many digits, or two of a small share, and no exponent; 10 as "10"."""
-    # What float arithmetic has added to a whole number must not make it "10.0".
+    """Return `value` with `count` digits and no exponent: 10 as "10", 0.00123 as "0.0012"."""
+    # A rounding error of float arithmetic must not turn "10" into "10.0".
     if round(value, count + 3) == round(value):
         return f"{value:,.0f}"
-    # From the rounded text, not by log10: 9.999 is 10.0 in three digits, with one decimal less.
+    # From the rounded text, not from log10: 9.999 has three digits as 10.0, one decimal fewer.
     power = int(f"{value:.{count - 1}e}".partition("e")[2])
     if power < -1:
         return f"{value:.{count - 2 - power}f}".rstrip("0")
@@ -84,9 +84,9 @@ def digits(value: float, count: int = 3) -> str:
 
 
 def scaled(value: float, units: tuple[str, ...], written: Callable[[float], str] = digits) -> str:
-    """Return `value` as `written` writes it, in the largest of `units` (1000 apart) that fits.
+    """Return `value` formatted by `written`, in the largest of `units` (1000 apart) that fits.
 
-    Infinity, as of a link on which bytes take no time, is "infinite".
+    Infinity, such as the bandwidth of a link that takes no time, becomes "infinite".
     """
     if math.isinf(value):
         return f"infinite{SPACE}{units[0]}"

@@ -1,4 +1,4 @@
-"""Jobs that are made to fail: started for real, watched, and searched for remains."""
+"""Real jobs that are made to fail, watched, and checked for leftovers."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ PROMISED_SECONDS = 10.0
 
 
 class Ended(Exception):
-    """The job has ended, and what was waited for was not said."""
+    """The job has ended without printing what was waited for."""
 
 
 class Job:
-    """A job that runs.
+    """A running job.
 
-    said: all that it has printed so far, a line each.
-    pids: of its ranks, as they said.
+    lines: all that it has printed so far.
+    pids: its ranks' process ids, from what they printed.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], ranks: int, mark: str, folder: Path):
         self.process = process
         self.ranks = ranks
-        self.said: list[str] = []
+        self.lines: list[str] = []
         self.pids: dict[int, int] = {}
         self._mark = mark
         self._folder = folder
@@ -56,7 +56,7 @@ class Job:
         for line in self.process.stdout:
             text = line.decode(errors="replace").rstrip()
             with self._changed:
-                self.said.append(text)
+                self.lines.append(text)
                 if match := re.search(r"\brank (\d+) is (\d+)$", text):
                     self.pids[int(match[1])] = int(match[2])
                 self._changed.notify_all()
@@ -65,14 +65,14 @@ class Job:
             self._changed.notify_all()
 
     def text(self) -> str:
-        return "\n".join(self.said)
+        return "\n".join(self.lines)
 
-    def hear(self, pattern: str, seconds: float = 90.0, times: int = 1) -> list[re.Match[str]]:
-        """Return so many matches of what is said, as soon as they were."""
+    def expect(self, pattern: str, seconds: float = 90.0, times: int = 1) -> list[re.Match[str]]:
+        """Wait until the job has printed `times` lines that match, and return the matches."""
         deadline = time.monotonic() + seconds
         with self._changed:
             while True:
-                found = [m for line in self.said if (m := re.search(pattern, line))]
+                found = [m for line in self.lines if (m := re.search(pattern, line))]
                 if len(found) >= times:
                     return found
                 if not self._reading:
@@ -82,14 +82,16 @@ class Job:
                 self._changed.wait(remaining)
 
     def begin(self) -> int:
-        """Return the step from which all ranks train, when they do; note what memory they share."""
-        steps = {match[1] for match in self.hear(r"rank \d+ goes on from (\d+)", times=self.ranks)}
+        """Wait until all ranks train, return their first step, and note their shared memory."""
+        steps = {
+            match[1] for match in self.expect(r"rank \d+ goes on from (\d+)", times=self.ranks)
+        }
         self.note_segments()
         (step,) = steps
         return int(step)
 
     def note_segments(self) -> None:
-        """Note which shared memory the job has."""
+        """Note the job's shared-memory files."""
         for pid in self.processes():
             with contextlib.suppress(OSError):
                 for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
@@ -97,7 +99,7 @@ class Job:
                         self._segments.add(Path(line[place:].removesuffix(" (deleted)")))
 
     def send(self, rank: int, number: signal.Signals) -> float:
-        """Send a signal to a rank; return when."""
+        """Send a signal to a rank; return the time."""
         os.kill(self.pids[rank], number)
         return time.time()
 
@@ -112,7 +114,7 @@ class Job:
         return found
 
     def rank_processes(self) -> list[int]:
-        """Return those processes that are ranks; their numbers need not be what they said."""
+        """Return those processes that are ranks; their ids need not be the printed ones."""
         found = []
         for pid in self.processes():
             with contextlib.suppress(OSError):
@@ -123,19 +125,19 @@ class Job:
         return found
 
     def files(self) -> list[Path]:
-        """Return what there is of the job's shared memory and temporary files.
+        """Return the job's shared memory and temporary files that exist.
 
-        What torchrun is told of an error stays in its folder of logs, as it means it to.
+        torchrun's error.json does not count: torchrun keeps it in its log folder on purpose.
         """
         files = [path for path in self._folder.rglob("*") if not path.is_dir()]
         files = [path for path in files if path.name != "error.json"]
         return files + [path for path in self._segments if path.exists()]
 
     def end(self, since: float, promised_seconds: float = PROMISED_SECONDS) -> float:
-        """Return after how many seconds the ranks had ended; the launcher ends, too."""
+        """Wait for the ranks and the launcher to end; return how long the ranks lived on."""
         while any(map(is_alive, self.pids.values())):
             waited = time.time() - since
-            assert waited < promised_seconds + 20, f"{self.living()} live on:\n{self.text()}"
+            assert waited < promised_seconds + 20, f"{self.living()} still run:\n{self.text()}"
             time.sleep(0.02)
         ended = time.time() - since
         self.process.wait(60)
@@ -149,24 +151,24 @@ class Job:
         self.process.stdout.close()
 
     def living(self) -> list[int]:
-        """Return the ranks that live."""
+        """Return the ranks that are alive."""
         return [rank for rank, pid in self.pids.items() if is_alive(pid)]
 
     def assert_nothing_is_left(self, but_files: bool = False) -> None:
-        """Processes, shared memory and temporary files, all of this job's own."""
-        deadline = time.monotonic() + 5  # the companions of ranks end a moment after them
+        """Check that none of this job's processes, shared memory and temporary files are left."""
+        deadline = time.monotonic() + 5  # the ranks' companions end a moment after them
         while True:
             files = [] if but_files else self.files()
             left: list[Any] = [*self.processes(), *files]
             if not left:
                 return
-            assert time.monotonic() < deadline, f"{left} is left of:\n{self.text()}"
+            assert time.monotonic() < deadline, f"{left} left over from:\n{self.text()}"
             time.sleep(0.05)
 
     def assert_survivors_name(self, culprit: int, step: int | None, why: str = "") -> None:
-        """Each of the others says on a line of its own who is lost, where, at which step, in what.
+        """Check that each survivor prints a line on who is lost, where, at which step, and in what.
 
-        why: what else it says of the culprit.
+        why: what the line must also say about the culprit.
         """
         host = re.escape(os.uname().nodename)
         named = re.compile(
@@ -177,13 +179,13 @@ class Job:
         )
         for rank in set(range(self.ranks)) - {culprit}:
             begin = re.compile(rf"gtopk: rank {rank} (of {self.ranks} \(|ends)")
-            lines = [line for line in self.said if begin.search(line) and named.search(line)]
+            lines = [line for line in self.lines if begin.search(line) and named.search(line)]
             assert lines, f"rank {rank} does not name rank {culprit} in:\n{self.text()}"
             line = lines[-1]
-            said = re.search(r"at step (\d+)", line)
-            assert said, line
-            assert step is None or abs(int(said[1]) - step) <= 1, f"{line} is not of step {step}"
-            # Not even that where its companion speaks for it: MPICH's mpirun kills the others.
+            match = re.search(r"at step (\d+)", line)
+            assert match, line
+            assert step is None or abs(int(match[1]) - step) <= 1, f"{line} must name step {step}"
+            # A companion that speaks for its rank knows less: MPICH's mpirun kills the others.
             doing = r"waited for (it )?in \S+|, in \S+, as|computing|cannot be|ends.*, as|a word at"
             assert re.search(doing, line), line
             assert why in line, line
@@ -209,7 +211,7 @@ def command(launcher: str, ranks: int, program: Sequence[str]) -> list[str]:
 
 @contextmanager
 def running(words: Sequence[str], ranks: int, **variables: str) -> Iterator[Job]:
-    """Run a command that starts ranks; whatever is left of it is ended afterwards."""
+    """Run a command that starts ranks; kill everything that is left of it afterwards."""
     mark = f"GTOPK_TEST_MARK={uuid.uuid4().hex}"
     with tempfile.TemporaryDirectory(prefix="gtopk-fault-") as folder:
         process = subprocess.Popen(

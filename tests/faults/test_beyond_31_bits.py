@@ -1,4 +1,4 @@
-"""What is longer than 2^31 bytes arrives whole."""
+"""Messages longer than 2^31 bytes arrive whole."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BYTES_NEEDED = (20 if VENDOR == "MPICH" else 14) << 30
 @pytest.mark.timeout(1200)
 def test_more_bytes_than_a_32_bit_count_holds_arrive_whole(mpirun):
     if os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < BYTES_NEEDED:
-        pytest.skip(f"it takes {BYTES_NEEDED >> 30} GiB of free memory")
+        pytest.skip(f"needs {BYTES_NEEDED >> 30} GiB of free memory")
     job = mpirun(2, "beyond_31_bits.py", timeout=1000)
     assert job.returncode == 0, job.stderr
     assert job.stdout.count("arrived whole") == 2

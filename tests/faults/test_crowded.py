@@ -1,4 +1,4 @@
-"""Many jobs on a host, and a host that has no time for its jobs: neither is a fault."""
+"""Many jobs on a host, or a host too busy for its jobs, are no faults."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_twenty_jobs_begin_at_once_on_one_host_and_know_nothing_of_each_other(tm
             )
             for number, launcher in zip(range(JOBS), LAUNCHERS * JOBS, strict=False)
         ]
-        digests = [{m[1] for m in job.hear("digest (.*)", seconds=900, times=2)} for job in jobs]
+        digests = [{m[1] for m in job.expect("digest (.*)", seconds=900, times=2)} for job in jobs]
         assert [job.process.wait(120) for job in jobs] == [0] * JOBS
         for job in jobs:
             job.assert_nothing_is_left()
@@ -39,9 +39,9 @@ def test_twenty_jobs_begin_at_once_on_one_host_and_know_nothing_of_each_other(tm
 @pytest.mark.faults
 @pytest.mark.timeout(BUSY_SECONDS + 300)
 def test_no_rank_is_given_up_while_others_take_the_cores_for_ten_minutes(tmp_path):
-    """Twice as many programs that compute as there are cores, beside four ranks.
+    """Twice as many busy programs as cores run beside four ranks.
 
-    Who gets no time for half of the timeout is rightly warned of.
+    A warning about a rank that gets no CPU time for half of the timeout is right.
     """
     busy = [
         subprocess.Popen([sys.executable, "-c", BURN]) for _ in range(2 * (os.cpu_count() or 1))

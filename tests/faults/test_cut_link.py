@@ -1,4 +1,4 @@
-"""A host whose link is cut, among hosts that this machine emulates (root needed)."""
+"""The link of a host is cut, among hosts that this machine emulates (needs root)."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def train(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_host_that_cannot_be_reached_is_named_and_its_rank_ends_by_itself(launcher, tmp_path):
-    """Mpirun itself goes on waiting for its daemon there: it is ended here."""
+    """mpirun would wait for its daemon on that host, so the test ends it."""
     fault = {"rank": 1, "phase": "backward", "step": 7, "way": "cut"}
     with train(launcher, plan(tmp_path, fault, steps=10_000, every=10_000)) as job:
-        job.hear(r"rank \d goes on", times=HOSTS)
-        job.hear(r"gtopk: rank 1 \(host host1, pid \d+\): silent for .* the job ends when")
+        job.expect(r"rank \d goes on", times=HOSTS)
+        job.expect(r"gtopk: rank 1 \(host host1, pid \d+\): silent for .* the job ends when")
         since = time.monotonic()
         for rank in (0, 2):
             named = rf"gtopk: rank {rank} (of 3 \(|ends).*rank 1 is lost \(silent for .*host1"
-            (found,) = job.hear(named)
+            (found,) = job.expect(named)
             assert re.search(r"at step [678]\D.*gradients", found.string), found.string
         while job.rank_processes():
             assert time.monotonic() < since + TIMEOUT + 6, job.text()
@@ -58,33 +58,35 @@ def test_a_host_that_cannot_be_reached_is_named_and_its_rank_ends_by_itself(laun
         print(f"{launcher}: ended {time.monotonic() - since:.1f} s after the warning", flush=True)
         if launcher == "torchrun":
             assert job.process.wait(30) != 0
-            # The one that was cut off cannot tell its link from everybody else's.
-            job.hear(r"gtopk: rank 1 of 3 \(.*hears no other rank")
+            # The isolated rank cannot tell whether its own link is cut or everybody else's.
+            job.expect(r"gtopk: rank 1 of 3 \(.*hears no other rank")
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_of_halves_that_lose_each_other_neither_goes_on_alone(launcher, tmp_path):
-    """Two hosts and two: the last checkpoint is the one that all four wrote.
+    """Two hosts on each side: the last checkpoint is the one that all four wrote.
 
-    What the half without mpirun says never reaches it.
+    Output of the half without mpirun never reaches it.
     """
     fault = {"rank": None, "phase": "backward", "step": 12, "way": "halved"}
-    heard = 4 if launcher == "torchrun" else 2
+    reporting = 4 if launcher == "torchrun" else 2
     with train(launcher, plan(tmp_path, fault, steps=10_000, every=10), hosts=4) as job:
-        job.hear(r"rank \d goes on", times=4)
-        fired = float(job.hear("fired at (.*)", times=heard)[0][1])
+        job.expect(r"rank \d goes on", times=4)
+        fired = float(job.expect("fired at (.*)", times=reporting)[0][1])
         while job.rank_processes():
             assert time.time() < fired + TIMEOUT + PROMISED_SECONDS, job.text()
             time.sleep(0.05)
         print(f"{launcher}: both ended after {time.time() - fired:.1f} s", flush=True)
-        for rank in range(heard):
+        for rank in range(reporting):
             other = "[23]" if rank < 2 else "[01]"
-            job.hear(rf"gtopk: rank {rank} (of 4 \(|ends).*rank {other} (is lost|left)", seconds=5)
+            job.expect(
+                rf"gtopk: rank {rank} (of 4 \(|ends).*rank {other} (is lost|left)", seconds=5
+            )
         assert "digest" not in job.text()
     with train(launcher, plan(tmp_path, steps=11, every=10_000), hosts=4) as job:
-        assert {m[1] for m in job.hear(r"goes on from (\d+)", times=4)} == {"10"}
+        assert {m[1] for m in job.expect(r"goes on from (\d+)", times=4)} == {"10"}
         assert job.process.wait(60) == 0
 
 
@@ -92,7 +94,7 @@ def test_of_halves_that_lose_each_other_neither_goes_on_alone(launcher, tmp_path
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_link_that_comes_back_in_time_changes_no_bit(launcher, tmp_path):
-    """Neither does one that is slow, or loses packets."""
+    """The same holds for a slow link, and for one that loses packets."""
     digests = []
     faults = [
         (None, "100mbit"),
@@ -103,7 +105,7 @@ def test_a_link_that_comes_back_in_time_changes_no_bit(launcher, tmp_path):
     ]
     for fault, rate in faults:
         with train(launcher, plan(tmp_path, fault, steps=40, every=10_000), rate=rate) as job:
-            digests += [{m[1] for m in job.hear("digest (.*)", seconds=200, times=HOSTS)}]
+            digests += [{m[1] for m in job.expect("digest (.*)", seconds=200, times=HOSTS)}]
             assert job.process.wait(60) == 0
     assert digests[1:] == [digests[0]] * (len(faults) - 1)
     assert len(digests[0]) == 1
@@ -114,29 +116,29 @@ def test_a_link_that_comes_back_in_time_changes_no_bit(launcher, tmp_path):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_long_link_and_lost_frames_change_no_bit_and_nobody_is_accused(launcher, tmp_path):
-    """One way, each frame: 200 ms; one of a hundred lost; both, on a shorter one."""
-    options = ["", "--delay 200ms", "--loss 0.01", "--delay 20ms --loss 0.01", "--loss 0.05"]
+    """Delays are one way, losses per frame; the last but one has both."""
+    networks = ["", "--delay 200ms", "--loss 0.01", "--delay 20ms --loss 0.01", "--loss 0.05"]
     digests = []
-    for asked in options:
+    for options in networks:
         begun = time.monotonic()
-        with train(launcher, plan(tmp_path, steps=15, every=10_000), options=asked) as job:
-            digests += [{m[1] for m in job.hear("digest (.*)", seconds=300, times=HOSTS)}]
+        with train(launcher, plan(tmp_path, steps=15, every=10_000), options=options) as job:
+            digests += [{m[1] for m in job.expect("digest (.*)", seconds=300, times=HOSTS)}]
             took = time.monotonic() - begun
             assert job.process.wait(60) == 0
         assert not re.search(r"is lost|left \(|given up", job.text()), job.text()
         warned = len(re.findall("silent for", job.text()))
-        print(f"{launcher} {asked}: {took:.1f} s, {warned} warnings of silence", flush=True)
-    assert digests == [digests[0]] * len(options)
+        print(f"{launcher} {options}: {took:.1f} s, {warned} warnings of silence", flush=True)
+    assert digests == [digests[0]] * len(networks)
     assert len(digests[0]) == 1
 
 
 @needs_taps
 @pytest.mark.faults
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("asked_ms", [0, 10, 50])
-def test_the_doctor_measures_the_delay_that_was_set(asked_ms):
-    """And what this machine takes by itself on top: a millisecond where it is not busy."""
-    options = f"--delay {asked_ms}ms --sites 2".split()
+@pytest.mark.parametrize("delay_ms", [0, 10, 50])
+def test_the_doctor_measures_the_delay_that_was_set(delay_ms):
+    """The machine's own time comes on top: a millisecond if it is not busy."""
+    options = f"--delay {delay_ms}ms --sites 2".split()
     doctor = [sys.executable, "-m", "gtopk", "doctor"]
     done = subprocess.run(
         [SCRIPT, *options, "2", "100mbit", "mpirun", *doctor],
@@ -148,5 +150,5 @@ def test_the_doctor_measures_the_delay_that_was_set(asked_ms):
     )
     found = re.search(r"between hosts (\S+) Gbit/s and (\S+) us", done.stdout)
     assert found, done.stdout + done.stderr
-    print(f"asked for {asked_ms} ms: {found[0]}", flush=True)
-    assert asked_ms <= float(found[2]) / 1000 <= asked_ms + 20
+    print(f"expected {delay_ms} ms: {found[0]}", flush=True)
+    assert delay_ms <= float(found[2]) / 1000 <= delay_ms + 20

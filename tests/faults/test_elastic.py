@@ -1,4 +1,4 @@
-"""Hosts that come and go while a job runs: agents of torchrun, of two ranks each, side by side."""
+"""Hosts join and leave a running job: here, torchrun agents with two ranks each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def agent(stack: ExitStack, port: int, enough: str, commits: str) -> Job:
 
 
 def wait_for_store(port: int) -> None:
-    """Return when the first agent serves the store, which the others will need to the end."""
+    """Wait until the first agent serves the store, which the others need to the end."""
     deadline = time.monotonic() + 60
     while True:
         with socket.socket() as client:
@@ -37,13 +37,13 @@ def wait_for_store(port: int) -> None:
 
 
 def begun(job: Job, ranks: int) -> list[int]:
-    """Return the steps from which both ranks here have gone on as ranks of so many."""
-    return [int(m[1]) for m in job.hear(rf"begins on {ranks} at step (\d+)", times=2)]
+    """Wait for the agent's ranks to start in a world of `ranks`; return their first steps."""
+    return [int(m[1]) for m in job.expect(rf"begins on {ranks} at step (\d+)", times=2)]
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(600)
-def test_a_host_is_lost_and_another_comes_and_nothing_held_back_is_lost(tmp_path):
+def test_a_host_is_lost_and_another_joins_and_no_residual_is_lost(tmp_path):
     enough, commits = tmp_path / "enough", tmp_path / "commits"
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
@@ -61,9 +61,9 @@ def test_a_host_is_lost_and_another_comes_and_nothing_held_back_is_lost(tmp_path
         third = agent(stack, port, str(enough), str(commits))
         together = begun(third, 4)
         assert together[0] == together[1] >= alone[0]
-        first.hear("begins on 4", times=4)
+        first.expect("begins on 4", times=4)
         enough.touch()
-        ends = [m[1] for job in (first, third) for m in job.hear("ends with (.*)", times=2)]
+        ends = [m[1] for job in (first, third) for m in job.expect("ends with (.*)", times=2)]
         assert len(ends) == 4
         assert len(set(ends)) == 1
         assert [job.process.wait(60) for job in (first, third)] == [0, 0]

@@ -1,6 +1,6 @@
-"""A rank that ends by whatever means, at whatever moment, ends the job; a restart undoes it all.
+"""A rank that ends, however and whenever, ends the job, and a restart recovers everything.
 
-The whole of it is `make test-faults`; the suite does a part.
+`make test-faults` runs all of it; the suite runs a part.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from tests.faults.jobs import LAUNCHERS, PROMISED_SECONDS, Ended, Job, plan, sta
 RANKS = 4
 EVERY = 5
 
-# What the survivors say of the culprit, beside its number, host and step; "": nothing certain.
-SAID = {
+# What survivors report about the culprit besides its number, host and step; "": it varies.
+REPORTED = {
     "killed": "",
     "segfault": "",
     "os._exit": "",
@@ -30,18 +30,18 @@ SAID = {
     "exception": "boom",
     "memory": "memory",
 }
-UNNOTICED = ("os._exit", "exit 0")  # by most launchers, where it comes before `init`
+UNNOTICED = ("os._exit", "exit 0")  # by most launchers, if it happens before `init`
 PHASES = ("start", "backward", "exchange", "checkpoint")
-ANY_PHASE = (*PHASES, "any")  # wherever it is, after a random time
+ANY_PHASE = (*PHASES, "any")  # "any": after a random time
 
 
 def draw(
     dice: random.Random, rank: int | None = None, phase: str = "", way: str = ""
 ) -> dict[str, Any]:
-    """Return a fault within the next steps; what is not given is drawn."""
+    """Return a fault within the next steps; draw what is not given."""
     fault: dict[str, Any] = {"rank": dice.randrange(RANKS) if rank is None else rank}
     fault["phase"] = phase or dice.choice(ANY_PHASE)
-    fault["way"] = "killed" if fault["phase"] == "any" else way or dice.choice(list(SAID))
+    fault["way"] = "killed" if fault["phase"] == "any" else way or dice.choice(list(REPORTED))
     fault["step"] = dice.randrange(2 * EVERY)
     if fault["phase"] == "start":
         fault["step"] = 0
@@ -51,25 +51,25 @@ def draw(
 
 
 def suffer(job: Job, fault: dict[str, Any], dice: random.Random) -> float:
-    """Wait for the fault, check all that is promised, and return how long the ranks lived on."""
-    culprit, named = fault["rank"], SAID[fault["way"]]
+    """Wait for the fault, check all promises, and return how long the ranks lived on."""
+    culprit, named = fault["rank"], REPORTED[fault["way"]]
     step: int | None = None
     if fault["phase"] == "any":
         job.begin()
         time.sleep(dice.uniform(0, 0.5))
         since = job.send(culprit, 9)
     elif fault["phase"] == "start":
-        since = float(job.hear(r"fired at ([\d.]+)")[0][1])
+        since = float(job.expect(r"fired at ([\d.]+)")[0][1])
     else:
         step = job.begin() + fault["step"]
-        since = float(job.hear(r"fired at ([\d.]+)")[0][1])
+        since = float(job.expect(r"fired at ([\d.]+)")[0][1])
     took = job.end(since)
     assert job.process.returncode != 0
     job.assert_nothing_is_left()
     if fault["phase"] != "start":
         job.assert_survivors_name(culprit, step, named)
     elif fault["way"] in UNNOTICED:
-        # Open MPI's mpirun does by itself, but not where the others call `init` later.
+        # Open MPI's mpirun notices it, unless the others call `init` later.
         missed = rf"started on this host rank {culprit} has ended|process rank {culprit} with PID"
         assert re.search(missed, job.text()), job.text()
     return took
@@ -83,11 +83,11 @@ def train(launcher: str, folder: Path, steps: int, **more: int) -> tuple[int, st
     argument = plan(folder, steps=steps, **more)
     every = more.get("every", EVERY)
     with start(launcher, RANKS, "faulty_training.py", argument) as job:
-        # It has so long from checkpoint to checkpoint: how fast the machine is, nobody knows.
+        # The time limit is per checkpoint, as the machine's speed is unknown.
         begin = job.begin()
         for step in range(begin + every, (steps or begin + every) + 1, every):
-            job.hear(rf"saved step {step}$", times=RANKS)
-        digests = job.hear(r"at step (\d+) digest (.*)", times=RANKS)
+            job.expect(rf"saved step {step}$", times=RANKS)
+        digests = job.expect(r"at step (\d+) digest (.*)", times=RANKS)
         ends = {match.groups() for match in digests}
         assert job.process.wait(60) == 0
         job.assert_nothing_is_left()
@@ -104,13 +104,13 @@ def train_through(
     seed: int,
     draw: Callable[[random.Random, int], dict[str, Any]],
 ) -> list[float]:
-    """Train from fault to fault, then to an end, which is compared with that of a run without any.
+    """Train through faults to an end, and compare it with that of an undisturbed run.
 
-    draw: returns the fault of this number. Return how many seconds each took to end the job.
+    draw: returns the fault of a given number. Returns the seconds that each took to end the job.
     """
     dice = random.Random(seed)
     took: list[float] = []
-    broken: list[str] = []  # promises
+    broken: list[str] = []  # broken promises
     disturbed, undisturbed = folder / "disturbed", folder / "undisturbed"
     for number in range(faults):
         fault = draw(dice, number)
@@ -143,8 +143,8 @@ def test_after_ten_faults_a_job_ends_as_if_there_had_been_none(launcher, seed, t
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize(("times", "rank"), [(50, None), (20, 0)])
-def test_after_so_many_kills_a_job_ends_as_if_there_had_been_none(launcher, times, rank, tmp_path):
-    """Of ranks at random, and of rank 0; as often in each phase."""
+def test_after_many_kills_a_job_ends_as_if_there_had_been_none(launcher, times, rank, tmp_path):
+    """Kill random ranks, and rank 0, equally often in each phase."""
 
     def kill(dice: random.Random, number: int) -> dict[str, Any]:
         return draw(dice, rank, ANY_PHASE[number % len(ANY_PHASE)], "killed")
@@ -158,7 +158,7 @@ def test_after_so_many_kills_a_job_ends_as_if_there_had_been_none(launcher, time
     )
 
 
-@pytest.mark.faults  # of two ranks the suite does, in tests/gtopk/runtime/world/test_guard.py
+@pytest.mark.faults  # the suite does it with two ranks, in tests/gtopk/runtime/world/test_guard.py
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_rank_that_ends_well_before_init_is_missed_and_named(launcher, tmp_path):
@@ -190,20 +190,21 @@ def test_a_killed_launcher_leaves_no_rank(launcher, tmp_path):
     ],
 )
 def test_a_launcher_that_is_killed_before_the_ranks_have_met_leaves_none(launcher, late, tmp_path):
-    """While rank 1 is on its way and the others wait for it, or all are; then they arrive."""
+    """It is killed while rank 1, or every rank, has not reached `init` yet; then they arrive."""
     variables = {"GTOPK_START_TIMEOUT": "120"}
     if launcher == "own store":
         launcher, variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "torchrun", "1"
     ranks = 2 if late is None else RANKS
     fault = {"rank": late, "phase": "start", "step": 0, "way": "waits"}
     with start(launcher, ranks, "faulty_training.py", plan(tmp_path, fault), **variables) as job:
-        job.hear(r"rank \d+ is", times=ranks)
-        job.hear("fired at", times=ranks if late is None else 1)
+        job.expect(r"rank \d+ is", times=ranks)
+        job.expect("fired at", times=ranks if late is None else 1)
         if late is not None:
-            time.sleep(1)  # the others are in init by then, or come to it
+            time.sleep(1)  # the others are in init by then, or reach it
         since = time.time()
         job.process.kill()
-        while late is not None and set(job.living()) - {late}:  # MPICH's mpirun leaves not even it
+        # MPICH's mpirun does not leave even the late rank.
+        while late is not None and set(job.living()) - {late}:
             assert time.time() - since < PROMISED_SECONDS, f"{job.living()} live:\n{job.text()}"
             time.sleep(0.02)
         (tmp_path / "go").touch()
@@ -216,16 +217,16 @@ def test_a_launcher_that_is_killed_before_the_ranks_have_met_leaves_none(launche
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("how", [2, 15])
 def test_a_preempted_rank_ends_the_job(launcher, how, tmp_path):
-    """SIGINT (a keyboard's) and SIGTERM (a scheduler's), while it waits in an operation."""
+    """It gets SIGINT, as from a keyboard, or SIGTERM, as from a scheduler, during an operation."""
     with start(launcher, RANKS, "faulty_training.py", plan(tmp_path, steps=10_000)) as job:
         job.begin()
         job.end(job.send(1, how))
         assert job.process.returncode != 0
         job.assert_nothing_is_left()
-        # Under torchrun its connection tells of the end before it can itself.
+        # Under torchrun its closed connection is noticed before its own message arrives.
         word = "SIGTERM" if launcher == "mpirun" else ""
         job.assert_survivors_name(1, None, "KeyboardInterrupt" if how == 2 else word)
-        # One a rank, torchrun's own, and in its summary that of the rank that ended first.
+        # One per rank, torchrun's own, and in its summary that of the rank that ended first.
         assert job.text().count("Traceback") <= RANKS + 2 * (launcher == "torchrun")
 
 
@@ -233,7 +234,7 @@ def test_a_preempted_rank_ends_the_job(launcher, how, tmp_path):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_two_ranks_killed_at_once_are_named(launcher, tmp_path):
-    """Twenty times. By one survivor at least: mpirun may end the other before it can speak."""
+    """Twenty times; at least one survivor names them: mpirun may end the other before it can."""
     dice = random.Random(4713)
     for _ in range(20):
         culprits = dice.sample(range(RANKS), 2)
@@ -246,7 +247,7 @@ def test_two_ranks_killed_at_once_are_named(launcher, tmp_path):
             assert job.process.returncode != 0
             job.assert_nothing_is_left()
             survivors = set(range(RANKS)) - set(culprits)
-            lines = [line for line in job.said for s in survivors if f"gtopk: rank {s} " in line]
+            lines = [line for line in job.lines for s in survivors if f"gtopk: rank {s} " in line]
             named = [f"rank {culprit} is lost" in line for line in lines for culprit in culprits]
             assert any(named), job.text()
 
@@ -258,9 +259,9 @@ def test_a_rank_that_is_killed_in_an_exchange_is_named_by_all_and_leaves_nothing
     fault = {"rank": 2, "phase": "exchange", "step": 3, "way": "killed"}
     with start(launcher, 3, "faulty_training.py", plan(tmp_path, fault)) as job:
         suffer(job, fault, random.Random(0))
-        if launcher == "torchrun":  # in its own report, of which the culprit is the root cause
+        if launcher == "torchrun":  # torchrun's own report names the culprit as the root cause
             report = job.text().partition("FAILED")[2]
             assert re.search(r"Root Cause[^=]*rank +: 2 [^=]*exitcode +: -9", report), report
             assert re.search(r"rank [01] of 3 .* at step 3.* rank 2 is lost", report), report
         with pytest.raises(Ended):
-            job.hear("digest", seconds=1)
+            job.expect("digest", seconds=1)

@@ -1,4 +1,4 @@
-"""A rank that freezes is warned of, then named and given up; one that goes on in time is not."""
+"""A frozen rank is warned about, then named and given up; one that wakes in time is not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENVIRONMENT = {"GTOPK_HEARTBEAT_TIMEOUT": str(TIMEOUT), "HOROVOD_STALL_CHECK_TIM
 
 
 def assert_given_up(job: Job, culprit: int, since: float) -> float:
-    """Return after how many seconds all ranks, the frozen one included, had ended."""
+    """Check that a frozen rank is named; return after how many seconds all ranks had ended."""
     took = job.end(since, promised_seconds=TIMEOUT + 6)
     assert took > TIMEOUT - 0.5, job.text()
     assert job.process.returncode != 0
@@ -26,10 +26,10 @@ def assert_given_up(job: Job, culprit: int, since: float) -> float:
     assert re.search(
         rf"gtopk: rank {culprit} .*: stopped for [12]\.\d s .* the job ends", job.text()
     )
-    # The culprit may say of the others that they are lost: they had ended it by then.
+    # The culprit may report the others as lost, as they have ended the job by then.
     accused = {
         match[1]
-        for line in job.said
+        for line in job.lines
         if not line.startswith(f"gtopk: rank {culprit} of ")
         for match in re.finditer(r"rank (\d) (?:is lost|left) \(", line)
     }
@@ -61,7 +61,7 @@ def test_twenty_ranks_that_freeze_are_each_named_and_no_other(launcher, tmp_path
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ranks_that_freeze_for_a_while_change_no_bit(launcher, tmp_path):
-    """Twenty times in one run, one after the other."""
+    """Twenty times in one run."""
     dice = random.Random(4712)
     steps = 1600
     argument = plan(tmp_path / "disturbed", steps=steps, every=10_000, pause=0.02)
@@ -73,7 +73,7 @@ def test_ranks_that_freeze_for_a_while_change_no_bit(launcher, tmp_path):
             time.sleep(dice.uniform(0.2, 0.5 * TIMEOUT))
             job.send(culprit, signal.SIGCONT)
             time.sleep(dice.uniform(0, 0.3))
-        digests = {match[1] for match in job.hear("digest (.*)", seconds=600, times=RANKS)}
+        digests = {match[1] for match in job.expect("digest (.*)", seconds=600, times=RANKS)}
         assert job.process.wait(60) == 0
         assert re.search("gtopk: rank .* stopped for", job.text())
         assert re.search("gtopk: rank .* goes on", job.text())
@@ -89,8 +89,8 @@ def test_a_rank_may_freeze_for_a_while_but_not_for_ever(launcher, tmp_path):
     with start(launcher, 3, "faulty_training.py", argument, **ENVIRONMENT) as job:
         job.begin()
         job.send(1, signal.SIGSTOP)
-        job.hear(r"gtopk: rank 1 \(host .*\): stopped for")
+        job.expect(r"gtopk: rank 1 \(host .*\): stopped for")
         job.send(1, signal.SIGCONT)
-        job.hear(r"gtopk: rank 1 \(host .*\) goes on")
+        job.expect(r"gtopk: rank 1 \(host .*\) goes on")
         assert sorted(job.living()) == [0, 1, 2]
         assert_given_up(job, 2, job.send(2, signal.SIGSTOP))

@@ -1,4 +1,4 @@
-"""A message that was changed on its way names its sender, and nothing of it is applied."""
+"""A message that changes in transit is an error that names its sender; nothing of it is applied."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from gtopk.optim.distributed import DistributedOptimizer
 from gtopk.runtime.world import world
 
 SIZE, CULPRIT, STEP = 4, 2, 3
-DENSE_BYTES = 20_000  # of a part of all gradients, where they travel whole
+DENSE_BYTES = 20_000  # of a part of the gradients, if they are sent whole
 WIDTH, WIDE = 30, 4000  # inputs of the model
 
 
 class Mutating:
-    """In place of a rank's `send_on`: changes its messages of gradients from a step on.
+    """Replaces a rank's `send_on`: changes its gradient messages from a given step on.
 
-    everything: also those that have no checksum of their own.
+    everything: also change messages that have no checksum of their own.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Mutating:
     def __call__(self, stream: Any, message: np.ndarray, to: int) -> Any:
         begin, size = 0, message.size
         is_dense = size >= DENSE_BYTES
-        # An allgather's: its own comes first.
+        # In an allgather, its own message comes first.
         if not is_dense and size > 16 and message[:8].view(np.int64)[0] < SIZE:
             count, size = message[:16].view(np.int64)
             begin = 8 * (1 + count)
@@ -52,7 +52,7 @@ class Mutating:
 
 
 def train(transport: LocalTransport, compression: Any, mutating: Mutating) -> tuple[str, list[Any]]:
-    """Return what ended the training, and the parameters after each step that was done."""
+    """Return the error that ended the training, and the parameters after each completed step."""
     is_wide = compression is Compression.none and not mutating.everything
     width = WIDE if is_wide else WIDTH
     model = torch.nn.Linear(width, 7)
@@ -81,7 +81,7 @@ def train(transport: LocalTransport, compression: Any, mutating: Mutating) -> tu
     "compression", [Compression.gtopk(0.2), Compression.topk(0.2), Compression.none], ids=str
 )
 def test_a_flipped_bit_names_its_sender_on_every_rank_and_nothing_of_it_is_applied(compression):
-    """Ranks to whom all came whole may do the step: it is the one that all would have done."""
+    """Ranks that got all messages intact may complete the step, with the right result."""
     runs = []
     for place, flip in ((0.0, 0), (0.0, 8), (0.3, 1), (0.7, 128), (1.0, 1)):
         transports = local_world(SIZE, timeout_seconds=20)
@@ -104,7 +104,7 @@ def test_a_flipped_bit_names_its_sender_on_every_rank_and_nothing_of_it_is_appli
 
 @pytest.mark.parametrize("compression", [Compression.gtopk(0.2), Compression.none], ids=str)
 def test_where_all_messages_are_checked_the_shortest_is(compression, monkeypatch):
-    """And what is not changed on its way comes to the same bits as without checks."""
+    """Without changes in transit, the result has the same bits as without checks."""
 
     def run(place: float, flip: int) -> list[tuple[str, list[Any]]]:
         transports = local_world(SIZE, timeout_seconds=20)

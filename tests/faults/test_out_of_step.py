@@ -1,4 +1,4 @@
-"""Ranks that are late, slow or in another order are not taken for dead ones."""
+"""Ranks that are late, slow or in another order are not mistaken for dead ones."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def test_ranks_that_are_out_of_step_end_as_if_they_were_not(request, launcher):
     job = start(2, "out_of_step.py", timeout=120, **variables)
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.count("all went on") == 2
-    # Whoever waits says for whom; nobody is given up.
+    # Waiting ranks report whom they wait for; nobody is given up.
     assert "has waited" in job.stderr
-    # Who is slow in every step is told of, by rank 0.
-    said = re.findall(r"gtopk: rank 0: rank (\d) \(host .*\) computes .* per step", job.stderr)
-    assert said == (["1"] if usable_cores() > 1 else []), job.stderr
+    # Rank 0 reports a rank that is slow in every step.
+    slow = re.findall(r"gtopk: rank 0: rank (\d) \(host .*\) computes .* per step", job.stderr)
+    assert slow == (["1"] if usable_cores() > 1 else []), job.stderr
     assert "is lost" not in job.stderr
     assert "stopped for" not in job.stderr
 

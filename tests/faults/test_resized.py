@@ -1,7 +1,7 @@
-"""A training that goes on with another number of ranks ends where one that keeps its number does.
+"""Training that resumes on another number of ranks reaches the loss of training on a fixed number.
 
-The batch of a step is the same, whoever computes which part of it: what differs is who selects. At
-densities that the library warns of, runs of fixed size differ from each other by more than that.
+A step's batch is the same, whichever rank computes which part: only the selections differ. At
+densities that the library warns about, even runs of different fixed sizes differ by more.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ SEEDS = 5
 STEPS, SAVED_AT = 200, 100
 BATCH = 48  # of all ranks together
 HELD_OUT = 360
-DENSITY = 0.06  # of 9,610 parameters: no fewer than what the library warns below
+DENSITY = 0.06  # of 9,610 parameters: more entries than where the library warns
 RESIZED = [(4, 2), (2, 4), (4, 3), (3, 4)]
 
 
 class End(NamedTuple):
-    """What a rank held back first and last, and the loss on images that it was not trained with."""
+    """A rank's residual at the start and at the end, and the loss on held-out images."""
 
     first: np.ndarray
     last: np.ndarray
@@ -48,7 +48,7 @@ def digits(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def network(seed: int) -> torch.nn.Module:
     model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
-    generator = torch.Generator().manual_seed(seed)  # threads share torch's own
+    generator = torch.Generator().manual_seed(seed)  # threads share torch's default one
     for parameter in model.parameters():
         width = parameter.shape[-1] if parameter.dim() > 1 else 0
         parameter.data.normal_(0, (2 / width) ** 0.5 if width else 0, generator=generator)
@@ -56,7 +56,7 @@ def network(seed: int) -> torch.nn.Module:
 
 
 def train(transport: LocalTransport, seed: int, folder: Path, steps: range) -> End:
-    """Train for some steps of the training; save after its half, and go on from there."""
+    """Train for some of the steps; save after half of them, and resume from there."""
     images, labels = digits(seed)
     model, loss = network(seed), torch.nn.CrossEntropyLoss()
     with world.entered(transport):
@@ -90,7 +90,7 @@ def in_all(parts: list[np.ndarray]) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory, in_world: Any) -> dict[tuple[int, int], list]:
-    """Return the losses of all seeds, by the numbers of ranks before the half and after it."""
+    """Return the losses of all seeds, by the number of ranks in the first and the second half."""
     found: dict[tuple[int, int], list[float]] = {}
     for seed in range(SEEDS):
         for before in (2, 3, 4):
@@ -113,8 +113,8 @@ def losses(tmp_path_factory: pytest.TempPathFactory, in_world: Any) -> dict[tupl
 @pytest.mark.faults
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("before", "after"), RESIZED)
-def test_other_numbers_of_ranks_learn_as_much_within_a_sigma(losses, before, after):
-    """Of the five runs that keep the number of ranks: that of before, and that of after."""
+def test_resized_runs_learn_as_much_within_a_sigma(losses, before, after):
+    """The sigma is that of the five runs that keep the number of ranks, before or after."""
     resized = statistics.mean(losses[before, after])
     for kept in (before, after):
         fixed = losses[kept, kept]

@@ -1,4 +1,4 @@
-"""Many steps, and many faults, leave no trace but what was learned."""
+"""Many steps and many faults leave nothing behind but the trained parameters."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from tests.faults.jobs import LAUNCHERS, Job, plan, start
-from tests.faults.test_endings import RANKS, SAID, suffer, train
+from tests.faults.test_endings import RANKS, REPORTED, suffer, train
 from tests.faults.test_frozen import ENVIRONMENT, assert_given_up
 
 ROW, LAYERS = 12, 6
-# Of hours of faults; `make soak SOAK_MINUTES=480` for a night.
+# How long to inject faults; `make soak SOAK_MINUTES=480` for a night.
 MINUTES = float(os.environ.get("SOAK_MINUTES", "30"))
 TRAINING = {"every": 20, "nan_every": 53}
 
@@ -26,15 +26,15 @@ TRAINING = {"every": 20, "nan_every": 53}
 def soak(mpirun, ranks: int, steps: int, timeout: float) -> list[dict]:
     job = mpirun(ranks, "soak.py", str(steps), timeout=timeout)
     assert job.returncode == 0, job.stderr
-    # A busy machine slows ranks down, now and then, and that is said.
+    # A busy machine slows ranks down now and then, which is reported.
     expected = re.compile(
         r"leaves 94 of 936 entries a step|SGD's momentum of 0\.9|"
         r"the others wait for it|has caught up"
     )
-    said = [line for line in job.stderr.splitlines() if "gtopk" in line]
-    assert all(map(expected.search, said)), job.stderr
-    said = [line.removeprefix("soak ") for line in job.stdout.splitlines()]
-    found = sorted(map(json.loads, said), key=lambda each: each["rank"])
+    messages = [line for line in job.stderr.splitlines() if "gtopk" in line]
+    assert all(map(expected.search, messages)), job.stderr
+    results = [line.removeprefix("soak ") for line in job.stdout.splitlines()]
+    found = sorted(map(json.loads, results), key=lambda each: each["rank"])
     assert [each["rank"] for each in found] == list(range(ranks))
     for each in found:
         assert each["digest"] == found[0]["digest"]
@@ -63,7 +63,7 @@ def test_a_few_hundred_steps_count_right_and_open_nothing(mpirun):
 
 
 def freeze_for_a_while(job: Job, dice: random.Random) -> None:
-    """Stop a rank for no longer than half of what it would be given up after."""
+    """Stop a rank for at most half of the time after which it would be given up."""
     culprit = dice.randrange(RANKS)
     job.send(culprit, signal.SIGSTOP)
     time.sleep(dice.uniform(0.1, 2))
@@ -71,7 +71,7 @@ def freeze_for_a_while(job: Job, dice: random.Random) -> None:
 
 
 def end_somehow(job: Job, fault: dict[str, Any] | None, dice: random.Random) -> float:
-    """Let the job fail, by its own fault or by a signal, and check all that is promised."""
+    """Let the job fail, by its own fault or by a signal, and check all promises."""
     if fault is not None:
         return suffer(job, fault, dice)
     job.begin()
@@ -92,7 +92,7 @@ def end_somehow(job: Job, fault: dict[str, Any] | None, dice: random.Random) -> 
 @pytest.mark.timeout(60 * (2 * MINUTES + 60))
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_faults_for_a_long_time_change_no_bit_of_what_is_learned(launcher, tmp_path):
-    """Killed, crashed, frozen, gradients that are not finite: each time it is started again."""
+    """Ranks are killed, crash or freeze, gradients are not finite; each time the job restarts."""
     dice = random.Random(4714)
     deadline = time.monotonic() + 60 * MINUTES
     endings: list[float] = []
@@ -100,7 +100,7 @@ def test_faults_for_a_long_time_change_no_bit_of_what_is_learned(launcher, tmp_p
     while time.monotonic() < deadline:
         fault = None
         if dice.random() < 0.5:
-            phase, way = dice.choice(["backward", "exchange"]), dice.choice(list(SAID))
+            phase, way = dice.choice(["backward", "exchange"]), dice.choice(list(REPORTED))
             step = dice.randrange(200)
             fault = {"rank": dice.randrange(RANKS), "phase": phase, "way": way, "step": step}
         argument = plan(tmp_path / "faults", fault, steps=10**6, pause=0.05, **TRAINING)

@@ -14,22 +14,22 @@ CODE = 143
 BY_FAULTS = pytest.mark.faults
 
 
-def assert_saved_and_ended(job: Job, launcher: str, since: float, told: str) -> int:
+def assert_saved_and_ended(job: Job, launcher: str, since: float, signalled: str) -> int:
     """Return the step after which all ranks have saved."""
     job.end(since)
-    saved = job.hear(r"rank (\d) saves at (\d+) for \[(.*)\]", times=job.ranks)
+    saved = job.expect(r"rank (\d) saves at (\d+) for \[(.*)\]", times=job.ranks)
     assert {match[1] for match in saved} == {str(rank) for rank in range(job.ranks)}
     (step,) = {int(match[2]) for match in saved}
     (ranks,) = {match[3] for match in saved}
-    assert set(ranks.split(", ")) <= set(told.split(", "))
+    assert set(ranks.split(", ")) <= set(signalled.split(", "))
     for rank in range(job.ranks):
         line = rf"gtopk: rank {rank} of {job.ranks} \(host .*\) ends at step {step}, as ranks? "
-        job.hear(rf"{line}[\d, ]+ had SIGTERM: exit code {CODE}")
+        job.expect(rf"{line}[\d, ]+ had SIGTERM: exit code {CODE}")
     assert "goes on after its end" not in job.text()
     assert "was stopped by SIGTERM" not in job.text()
     if launcher == "mpirun":
         assert job.process.returncode == CODE, job.text()
-    else:  # torchrun's own code is 1; it tells of the first rank's
+    else:  # torchrun's own code is 1; its report has the first rank's
         assert re.search(rf"exitcode +: {CODE}", job.text()), job.text()
     job.assert_nothing_is_left()
     return step
@@ -48,7 +48,7 @@ def test_a_preempted_rank_makes_all_save_after_the_same_step(launcher, tmp_path:
 @pytest.mark.faults
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_all_ranks_may_be_told_and_the_next_job_goes_on_from_there(launcher, tmp_path: Path):
+def test_all_ranks_may_get_sigterm_and_the_next_job_resumes(launcher, tmp_path: Path):
     step = 0
     for _ in range(2):
         with start(launcher, 4, "preempted.py", str(tmp_path), "0.5") as job:
@@ -65,10 +65,10 @@ def test_a_second_sigterm_ends_the_rank_at_once(launcher, tmp_path: Path):
     with start(launcher, 4, "preempted.py", str(tmp_path), "60") as job:
         job.begin()
         job.send(2, signal.SIGTERM)
-        job.hear("saves at", times=4)
+        job.expect("saves at", times=4)
         job.end(job.send(2, signal.SIGTERM))
         assert job.process.returncode != 0
-        job.hear(r"gtopk: rank 2 of 4 .* was stopped by SIGTERM")
+        job.expect(r"gtopk: rank 2 of 4 .* was stopped by SIGTERM")
         job.assert_nothing_is_left()
     assert not list(tmp_path.rglob("*.json"))
 
@@ -79,9 +79,9 @@ def test_a_preempted_agent_of_torchrun_tells_its_ranks(tmp_path: Path):
     with start("torchrun", 4, "preempted.py", str(tmp_path), "1") as job:
         job.begin()
         job.process.terminate()
-        saved = {match[1] for match in job.hear(r"saves at (\d+)", times=4)}
+        saved = {match[1] for match in job.expect(r"saves at (\d+)", times=4)}
         assert len(saved) == 1
         job.process.wait(60)
-        job.hear(rf"exit code {CODE}", times=4)
+        job.expect(rf"exit code {CODE}", times=4)
         job.assert_nothing_is_left()
     assert len(list(tmp_path.rglob("*.json"))) == 5

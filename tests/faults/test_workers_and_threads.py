@@ -1,4 +1,4 @@
-"""Threads of a script and workers of its loaders neither disturb the ranks nor outlive them."""
+"""A script's threads and its loaders' workers neither disturb the ranks nor outlive them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.faults.jobs import LAUNCHERS, start
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_workers_of_every_kind_come_and_go_while_threads_add_up(launcher):
     with start(launcher, 2, "workers_and_threads.py") as job:
-        job.hear("nobody was in the way", seconds=600, times=2)
+        job.expect("nobody was in the way", seconds=600, times=2)
         assert job.process.wait(60) == 0, job.text()
         job.assert_nothing_is_left()
-        assert not [line for line in job.said if "gtopk:" in line], job.text()
+        assert not [line for line in job.lines if "gtopk:" in line], job.text()

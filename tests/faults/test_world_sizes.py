@@ -1,4 +1,4 @@
-"""A job goes on with fewer ranks, and with more, and no residual is lost."""
+"""A job resumes with fewer or more ranks, and no residual is lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 4
 
 
 class Run(NamedTuple):
-    """What a rank held back first and last, and the rest of what it ended with."""
+    """A rank's residual at the start and at the end, and its other results."""
 
     first: np.ndarray
     last: np.ndarray
@@ -28,7 +28,7 @@ class Run(NamedTuple):
 
 
 def run(transport: LocalTransport, before: Run | None) -> Run:
-    """Train for some steps, from where another run ended."""
+    """Train for some steps, resuming from another run's end."""
     model = torch.nn.Linear(20, 5, bias=False)
     torch.nn.init.zeros_(model.weight)
     with world.entered(transport):
@@ -56,7 +56,7 @@ def in_all(parts: list[np.ndarray]) -> np.ndarray:
     return np.sum(parts, axis=0, dtype=np.float64)
 
 
-def test_from_four_ranks_to_three_to_five_nothing_is_lost_and_training_goes_on(threads):
+def test_from_four_ranks_to_three_to_five_nothing_is_lost_and_training_continues(threads):
     before: Run | None = None
     held_back: np.ndarray | float = 0.0
     losses = []

@@ -233,7 +233,7 @@ def test_moments_that_a_checkpoint_does_not_have_begin_anew():
 @pytest.mark.parametrize(
     ("betas", "kind", "said"),
     [
-        (0.9, TypeError, "must be Adam's betas, say (0.9, 0.999), or None, got 0.9"),
+        (0.9, TypeError, "must be Adam's betas, such as (0.9, 0.999), or None, got 0.9"),
         ((0.9,), TypeError, "must be Adam's betas"),
         ((0.9, "x"), TypeError, "adam_correction must be a number, got 'x'"),
         ((0.9, 1.0), ValueError, "betas must lie in [0, 1), got (0.9, 1.0)"),

@@ -197,5 +197,5 @@ def test_options_of_the_toolbox_are_checked(options):
 def test_between_nodes_only_gtopk_grows():
     assert Compression.hierarchical(0.1, growth=4.0).widening() == 4.0
     assert Compression.hierarchical(0.1, across="oktopk").widening() == 1.0
-    with pytest.raises(ValueError, match="growth is of across='gtopk', got across='oktopk'"):
+    with pytest.raises(ValueError, match="growth requires across='gtopk', got across='oktopk'"):
         Compression.hierarchical(0.1, across="oktopk", growth=4.0)

@@ -22,7 +22,7 @@ OF_COLLECTIVES = {
 
 
 LINKS = (
-    "a rate above 0 and, after a comma, a latency if it has one, such as 100mbit, 1gbit or "
+    "a rate above 0 and, after a comma, an optional latency, such as 100mbit, 1gbit or "
     "100mbit,0.4ms"
 )
 

@@ -381,7 +381,10 @@ def test_what_cannot_be_is_refused_with_the_way_out() -> None:
         loss(model, 1).backward()
     for options, text in (
         ({"optimizer": adamw(network())}, "make the optimizer after fully_shard"),
-        ({"global_clip_norm": 1.0}, "global_clip_norm is not for replicas of a sharded model"),
+        (
+            {"global_clip_norm": 1.0},
+            "global_clip_norm is not supported for replicas of a sharded model",
+        ),
         ({"optimizer": torch.optim.SGD(network().parameters()), "local_residual": True}, "=True"),
         ({"compression": Compression.topk(0.1)}, r"replicate takes Compression\.gtopk"),
     ):

@@ -328,7 +328,7 @@ def test_what_is_held_back_is_saved_and_loaded() -> None:
     assert torch.equal(weights(again), weights(model))
     for wrong, said in (
         ({"format": 7}, "must be of format 1, got 7"),
-        ({"shards": 3}, "of 3 shards, but here the model has 2: the number of shards must be"),
+        ({"shards": 3}, "saved with 3 shards, but the model has 2: load it with the same number"),
         *(
             (
                 {"held": {RANK: {f"{RANK % 2}/{name}": {"residual": torch.ones(3)}}}},
@@ -336,7 +336,7 @@ def test_what_is_held_back_is_saved_and_loaded() -> None:
             )
             for name, length in (("0.weight", 72), ("0", 78))
         ),
-        ({"held": {RANK: {f"{1 - RANK % 2}/0": {}}}}, "the ranks of each must follow each other"),
+        ({"held": {RANK: {f"{1 - RANK % 2}/0": {}}}}, "each replica has consecutive ranks"),
     ):
         with pytest.raises(ValueError, match=said):
             resumed.load_state_dict({**saved, **wrong})
