@@ -261,8 +261,8 @@ def parse_hosts(text: str) -> list[Host]:
     """Return the hosts in "one:4,two:2"; a name alone takes one rank."""
     hosts = []
     for word in text.split(","):
-        match = re.fullmatch(r"\s*([^\s:,]+)(?::(\d+))?\s*", word)
-        if match is None or match[2] == "0":
+        match = re.fullmatch(r"\s*([^\s:,]+)(?::([1-9]\d*))?\s*", word)
+        if match is None:
             raise ValueError(f"hosts must look like 'one:4,two:2', got {text!r}")
         hosts.append(Host(match[1], int(match[2] or 1)))
     return hosts

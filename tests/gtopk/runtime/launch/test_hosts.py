@@ -14,7 +14,7 @@ def test_a_list_names_hosts_and_slots() -> None:
     assert parse_hosts("one:4, two:2,three") == [Host("one", 4), Host("two", 2), Host("three", 1)]
 
 
-@pytest.mark.parametrize("text", ["", "one,,two", "one:0", "one:two", "one:2:3"])
+@pytest.mark.parametrize("text", ["", "one,,two", "one:0", "one:00", "one:two", "one:2:3"])
 def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="hosts must look like 'one:4,two:2', got"):
         parse_hosts(text)
