@@ -1,6 +1,8 @@
 """Horovod's torch API on gtopk: `import gtopk.torch as hvd`."""
 
 from ..adaptive.adapt import adapt
+from ..compression import Compression
+from ..errors import HorovodInternalError
 from ..optim.distributed import DistributedOptimizer
 from . import compression as compression
 from . import elastic as elastic
@@ -11,10 +13,67 @@ from .functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from .mpi_ops import *
+from .mpi_ops import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    ProcessSet,
+    Product,
+    Sum,
+    add_process_set,
+    allgather,
+    allgather_async,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    alltoall,
+    alltoall_async,
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    global_process_set,
+    gloo_built,
+    gloo_enabled,
+    grouped_allgather,
+    grouped_allgather_async,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    init,
+    is_initialized,
+    join,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    poll,
+    rank,
+    reducescatter,
+    reducescatter_async,
+    remove_process_set,
+    rocm_built,
+    shutdown,
+    size,
+    sparse_allreduce_async,
+    start_timeline,
+    stop_timeline,
+    synchronize,
+)
 from .sync_batch_norm import SyncBatchNorm
-
-del is_homogeneous  # noqa: F821 - by the star; Horovod has it in mpi_ops alone
 
 __all__ = [
     "Adasum",
