@@ -325,7 +325,9 @@ class ReadinessTable:
         if not all(name in names for name in waited.values()):
             return []
         text = describe_deadlock({self._ranks[rank]: name or "" for rank, name in waited.items()})
-        for name in names:
+        # Sorted: a set's order differs between processes, and vacant slots are given out by theirs.
+        # A bit would then stand for one operation here, and for another there.
+        for name in sorted(names):
             self._uncache(name)
             self._open.pop(name, None)
         return [(name, MismatchError(text)) for name in sorted(names)]

@@ -132,6 +132,20 @@ def test_ranks_that_wait_for_each_other_are_told_once_nobody_has_news():
     assert [name for name, _ in table.enter(stuck).refused] == ["a", "b"]
 
 
+def test_after_a_deadlock_slots_become_vacant_in_the_same_order_in_every_process():
+    # In a set's order, which each process has for itself, ranks would number slots differently.
+    size = 8
+    table = ReadinessTable(range(size), capacity=size)
+    names = "abcdefgh"
+    assert done(table, *[fresh(*names)] * size) == [*names]
+    table.enter([said(table, name, rank=rank) for rank, name in enumerate(names)])
+    refused = table.enter([Announcement(stuck=name) for name in names]).refused
+    assert [name for name, _ in refused] == [*names]
+    later = "ijklmnop"
+    assert done(table, *[fresh(*later)] * size) == [*later]
+    assert [said(table, name).ready for name in reversed(later)] == [1 << n for n in range(size)]
+
+
 OTHER = OperationSpec(("y",), None, ())
 Refused = dict[str, type[Exception]]
 REDUCED = OperationSpec(("z",), b"how", ())  # a rank that has joined takes part in it
