@@ -28,7 +28,7 @@ th:first-child, td:first-child { text-align: left; }
 
 
 class Point(NamedTuple):
-    """An evaluation; seconds: of training, without evaluations; samples: of all ranks."""
+    """An evaluation; seconds: of training, without evaluations; samples: on all ranks."""
 
     seconds: float
     samples: int
@@ -46,7 +46,7 @@ class Curve(NamedTuple):
 
 
 def page(facts: Mapping[str, Any], curves: Sequence[Curve]) -> str:
-    """Return one HTML file that needs nothing else.
+    """Return a self-contained HTML file.
 
     facts: the description of the run; "data", the source of the rows, is in the title.
     """
@@ -59,7 +59,7 @@ def page(facts: Mapping[str, Any], curves: Sequence[Curve]) -> str:
 <title>{escape(title)}</title>
 <style>{STYLE}</style>
 <h1>{escape(title)}</h1>
-<p>Seconds are of training, on the clock on the wall; evaluating is left out of them.</p>
+<p>Seconds are wall-clock seconds of training, without evaluations.</p>
 {plot(curves, "seconds", lambda point: point.seconds)}
 {plot(curves, "samples", lambda point: point.samples)}
 {table(curves)}
@@ -85,7 +85,7 @@ def plot(curves: Sequence[Curve], name: str, along: Callable[[Point], float]) ->
 
 
 def table(curves: Sequence[Curve]) -> str:
-    """Return each method's final results, and when it first had half of the best P@1."""
+    """Return each method's final results, and when it first reached half of the best P@1."""
     best = max(point.precisions[1] for curve in curves for point in curve.points)
     rows = [
         "<tr><th>method"
