@@ -17,9 +17,9 @@ import gtopk.torch as hvd
 
 
 def own_device(name: str = "auto") -> torch.device:
-    """Make a device the current one, and return it; name: "cpu", "cuda", or "auto" for either.
+    """Make a device current, and return it; name: "cpu", "cuda", or "auto" for either.
 
-    Raises ValueError where no GPU can be used.
+    Raises ValueError if no GPU can be used.
     """
     count = 0 if name == "cpu" else torch.cuda.device_count()
     if not count:
@@ -35,14 +35,14 @@ T = TypeVar("T")
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ValueError where argparse would end the process of each rank by itself."""
+    """Raises ValueError, where argparse would end each rank's process separately."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
-    """Return a type of argument: whole numbers from a minimum on."""
+    """Return an argument type: whole numbers that are at least `minimum`."""
 
     def integer(text: str) -> int:
         value = int(text)
@@ -54,7 +54,7 @@ def at_least(minimum: int) -> Callable[[str], int]:
 
 
 def on_every_rank(prepare: Callable[[], T]) -> T:
-    """Return the result of `prepare`; if it fails on a rank, print that once and end every rank."""
+    """Return the result of `prepare`; if it fails on a rank, print the error once and end all."""
     problem = None
     try:
         prepared = prepare()
@@ -71,5 +71,5 @@ def on_every_rank(prepare: Callable[[], T]) -> T:
                 file=sys.stderr,
                 flush=True,
             )
-    hvd.shutdown()  # returns on all ranks at once: none ends before the error is printed
+    hvd.shutdown()  # all ranks return together: none ends before the error is printed
     sys.exit(2)

@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
-# Measure the tables and pictures of docs/measured, of convergence.md the main one,
-# one after the other: some 40 minutes on 2 cores. Keep the machine quiet. The pages name the
-# commands of the others.
+# Measure the tables and pictures of docs/measured, but only the main one of convergence.md: about
+# 40 minutes on 2 cores. Keep the machine quiet. The pages give the commands of the other tables.
 #
-#   mpi_scripts/bench.sh [FOLDER]     writes results.md: each command, what it printed and how long
-#                                     it took; with JSON files and pictures beside it
+#   mpi_scripts/bench.sh [FOLDER]     writes results.md (each command, its output and its duration),
+#                                     and JSON files and pictures beside it
 #
-# Emulated networks take root and iproute2; without them their part is left out, and said to be.
+# Emulated networks need root and iproute2; without them their part is left out, and results.md says so.
 set -euo pipefail
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
@@ -17,7 +16,7 @@ python=${PYTHON:-python3}
 gtopk=("$python" -m gtopk)
 cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # nproc obeys these
 
-# measure TITLE COMMAND...: run it, and add it to the results, a failure too.
+# measure TITLE COMMAND...: run the command and add it to the results, even if it fails.
 measure() {
     local title=$1 begun=$SECONDS code=0
     shift

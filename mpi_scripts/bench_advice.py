@@ -1,19 +1,19 @@
-"""Hold the line at a run's start against the run: what it says that compression saves, and saved.
+"""Compare the line at a run's start, on what compression saves, with what it really saves.
 
 sudo python mpi_scripts/bench_advice.py report/advice        30 emulated networks: 15 minutes
 sudo python mpi_scripts/bench_advice.py report/edges --hosts 2 3 4 --rates 640mbit 320mbit \\
-    160mbit 80mbit --densities 0.1 0.15 0.2 0.3 0.4 0.5      below which bandwidth it pays: 5
+    160mbit 80mbit --densities 0.1 0.15 0.2 0.3 0.4 0.5      break-even bandwidths: 5 minutes
 
-On every network a training of 500,000 parameters in ten tensors begins as usual, with
-`Compression.gtopk`: its links and rates are measured, and rank 0 logs the line. Then compressed and
-dense steps take turns. Gradients are set, not computed: nothing hides the exchange. Writes
-advice.json, with a record for each network and density, and prints the table.
+On every network a training of 500,000 parameters in ten tensors starts as usual, with
+`Compression.gtopk`: ranks measure their links and rates, and rank 0 logs the line. Then compressed
+and dense steps take turns. Gradients are set, not computed, so that nothing hides the exchange.
+Writes advice.json, with a record for each network and density, and prints the table.
 
-The bandwidth below which compression pays can be emulated at high densities, and where links are
-long (--delays) and the algorithm takes more rounds than dense (--algorithm oktopk, and --tensors 1,
-since dense takes its rounds for each bucket). Where compression saves time at one rate and loses
-some at the next, the bandwidth lies in between: the saving is interpolated, linearly in the seconds
-of a byte, as both times are linear in them.
+The bandwidth below which compression pays is within reach of emulation at high densities, or where
+links are long (--delays) and the algorithm takes more rounds than dense (--algorithm oktopk with
+--tensors 1, as dense takes its rounds for each bucket). If compression saves time at one rate and
+loses time at the next, that bandwidth lies between the two. It is interpolated linearly in the
+seconds per byte, in which both times are linear.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-# By path, Python would not find a gtopk that is not installed.
+# Run by its path, a script does not find a gtopk that is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gtopk.torch as hvd
@@ -49,7 +49,7 @@ COMPRESSIONS: Final[Mapping[str, Callable[..., Any]]] = {
 }
 NO_DELAY: Final = "0"
 UNITS: Final = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "kbit/s": 1e3, "Mbit/s": 1e6, "Gbit/s": 1e9}
-# Edges without a bandwidth: in the line's words, and as `said_edge` tells them.
+# The line's words for edges without a bandwidth, and what `parse_edge` returns for them.
 _WHEREVER: Final = {
     "at no bandwidth or at every one": (None, 0.0, math.inf),
     "at no bandwidth": (0.0, 0.0, 0.0),
@@ -58,9 +58,10 @@ _WHEREVER: Final = {
 
 
 class Held(NamedTuple):
-    """One network. dense_seconds, sparse_seconds: medians over steps of the ranks' mean.
+    """One network's line and times.
 
-    delay: one way between two hosts, without the machine's own time to pass a packet on.
+    dense_seconds, sparse_seconds: medians over the steps of the ranks' mean.
+    delay: one way between two hosts, without the machine's own time to forward a packet.
     """
 
     rate: str
@@ -74,36 +75,36 @@ class Held(NamedTuple):
 
     def forecasts(self) -> Iterator[Forecast]:
         """Yield the line's predictions with the measured values."""
-        dense_seconds = said(self.line, ": dense")
+        dense_seconds = number_after(": dense", self.line)
         yield self._of("dense's time", dense_seconds, self.dense_seconds)
         if ": saves up to" in self.line:
-            saved_seconds = said(self.line, "saves up to")
+            saved_seconds = number_after("saves up to", self.line)
             yield self._of("what compression saves", saved_seconds, self.saved_seconds)
 
     def edge(self, bits_per_second: float) -> Iterator[Forecast]:
-        """Yield the bandwidth from which compression stops paying, as predicted and as measured.
+        """Yield the bandwidth above which compression does not pay, predicted and measured.
 
-        The prediction is the line's number, if it has one; and the measured value clipped to the
-        line's bounds, so that it counts as exact within them.
+        The first prediction is the line's number, if it has one. The second is the measured value
+        clipped to the line's bounds, so that a value within them counts as exact.
         """
-        about, lowest, highest = said_edge(self.line)
+        about, lowest, highest = parse_edge(self.line)
         if about is not None:
             yield self._of("below which bandwidth it pays", about, bits_per_second)
         nearest = min(max(bits_per_second, lowest), highest)
         yield self._of("between which bandwidths that is", nearest, bits_per_second)
 
-    def _of(self, way: str, foretold: float, measured: float) -> Forecast:
+    def _of(self, way: str, predicted: float, measured: float) -> Forecast:
         shape = self.hosts, self.elements, self.entries
-        return Forecast(self.network, *shape, way, foretold, measured)
+        return Forecast(self.network, *shape, way, predicted, measured)
 
     @property
     def network(self) -> str:
-        """Return a text that describes its links."""
+        """Return a description of the links."""
         return self.rate if self.delay == NO_DELAY else f"{self.rate}, {self.delay}"
 
     @property
     def saved_seconds(self) -> float:
-        """Return the seconds that compression saved; negative where dense is faster."""
+        """Return the seconds that compression saved; negative if dense is faster."""
         return self.dense_seconds - self.sparse_seconds
 
     @property
@@ -112,35 +113,35 @@ class Held(NamedTuple):
         return 8 / bandwidth(self.rate)
 
 
-def said(line: str, words: str) -> float:
+def number_after(words: str, line: str) -> float:
     """Return the number after some words in a line, in seconds or bits per second.
 
-    Raises ValueError where it has none.
+    Raises ValueError if there is none.
     """
     found = re.search(rf"{words}\s([\d.,]+)\s({'|'.join(UNITS)})(?!\w)", line)
     if found is None:
-        raise ValueError(f"the line must tell a number after '{words}': {line}")
+        raise ValueError(f"the line must have a number after '{words}': {line}")
     return float(found[1].replace(",", "")) * UNITS[found[2]]
 
 
-def edge_of(line: str) -> str:
+def edge_text(line: str) -> str:
     """Return the line's text on where compression pays: "below about 48 Mbit/s (25 to ...)"."""
     _, _, edge = line.rpartition(" pays ")
     return edge.partition("; links ")[0]
 
 
-def said_edge(line: str) -> tuple[float | None, float, float]:
-    """Return the bits per second below which compression pays by a line, and its two bounds.
+def parse_edge(line: str) -> tuple[float | None, float, float]:
+    """Return the bits per second below which compression pays, from a line, and the two bounds.
 
     None: the line has only the bounds. 0: at no bandwidth. Raises ValueError for a line without it.
     """
-    edge = edge_of(line)
-    for words, told in _WHEREVER.items():
+    edge = edge_text(line)
+    for words, parsed in _WHEREVER.items():
         if edge.startswith(words):
-            return told
+            return parsed
     for words, other in ("at most", 0.0), ("at least", math.inf):
         if re.match(rf"below\s[\d.]+\s\S+ {words}, perhaps", edge):
-            bound = said(edge, "below")
+            bound = number_after("below", edge)
             return None, min(bound, other), max(bound, other)
     found = re.fullmatch(
         r"below (?:about\s\S+\s\S+ \(|a bandwidth of )"
@@ -148,16 +149,17 @@ def said_edge(line: str) -> tuple[float | None, float, float]:
         edge,
     )
     if found is None:
-        raise ValueError(f"the line must tell where compression pays: {line}")
+        raise ValueError(f"the line must say where compression pays: {line}")
     low, low_unit, high, unit = found.groups()
-    about = said(edge, "below about") if "about" in edge else None
+    about = number_after("below about", edge) if "about" in edge else None
     return about, float(low) * UNITS[low_unit or unit], float(high) * UNITS[unit]
 
 
 def edges(held: Sequence[Held]) -> Iterator[tuple[float, list[Held]]]:
     """Yield the bits per second below which compression pays, and the runs whose lines predict it.
 
-    One for each delay, number of hosts and density, unless it lies beyond the measured rates.
+    There is one for each delay, number of hosts and density, unless it is outside the measured
+    rates.
     """
     groups: dict[tuple[str, int, int], list[Held]] = {}
     for each in held:
@@ -194,7 +196,7 @@ def rank(options: argparse.Namespace, density: float) -> dict[str, object]:
     hvd.init()
     line = _Line()
     logging.getLogger("gtopk").addHandler(line)
-    logging.getLogger("gtopk").setLevel(logging.DEBUG)  # the details that the line rests on
+    logging.getLogger("gtopk").setLevel(logging.DEBUG)  # the line's details are logged there
     optimizers = []
     shape = options.elements // options.tensors
     for compression in (COMPRESSIONS[options.algorithm](density), hvd.Compression.none):
@@ -212,12 +214,12 @@ def rank(options: argparse.Namespace, density: float) -> dict[str, object]:
             ]
             hvd.barrier()
             took = torch.zeros(1, dtype=torch.float64)
-            # Two steps: ranks leave a barrier up to a link's latency apart. An early rank waits in
-            # this step, and is late in the next.
+            # Two steps, as ranks leave a barrier up to a link's latency apart: a rank that is early
+            # waits in this step and is late in the next.
             for gradients in both:
                 for parameter, gradient in zip(parameters, gradients, strict=True):
                     parameter.grad = gradient
-                time.sleep(0.02)  # as a backward pass would: the links rest
+                time.sleep(0.02)  # the links rest, as during a backward pass
                 begun = time.perf_counter()
                 optimizer.step()
                 took += (time.perf_counter() - begun) / 2
@@ -236,7 +238,7 @@ def measured(options: argparse.Namespace, rate: str, delay: str, hosts: int) -> 
     program = [sys.executable, __file__, "--rank", "--densities", *map(str, options.densities)]
     program += ["--algorithm", options.algorithm, "--elements", str(options.elements)]
     program += ["--tensors", str(options.tensors), "--rounds", str(options.rounds)]
-    with tempfile.TemporaryDirectory() as cache:  # an empty cache: links are measured anew
+    with tempfile.TemporaryDirectory() as cache:  # an empty cache, so that links are measured
         done = subprocess.run(
             [str(ROOT / "mpi_scripts" / "emulated_network.sh"), *network, "mpirun", *program],
             env={**environment(emulated=True), "GTOPK_ADVICE": "on", "XDG_CACHE_HOME": cache},
@@ -304,7 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"below {bandwidth_text(bits_per_second)}; the lines said:"
         )
         for each in group:
-            print(f"    {edge_of(each.line)} ({each.rate})")
+            print(f"    {edge_text(each.line)} ({each.rate})")
     return 0
 
 

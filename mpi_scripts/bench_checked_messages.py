@@ -1,10 +1,10 @@
-"""What checksums on every message cost a dense sum: with and without, in turns, on the same ranks.
+"""Measure what checksums on every message cost a dense sum: with and without, in turns.
 
 mpirun -n 2 python mpi_scripts/bench_checked_messages.py
 torchrun --nproc-per-node=2 mpi_scripts/bench_checked_messages.py
 
-Prints a row for each length: the median of the rounds' wall-clock time on the slowest rank, and the
-CPU time of a rank. The other cost of GTOPK_CHECK_MESSAGES=1 is in messages of a few kilobytes.
+Prints a row for each length: the median wall-clock time of a round on the slowest rank, and a
+rank's CPU time. The other cost of GTOPK_CHECK_MESSAGES=1 is in messages of a few kilobytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch.distributed
 
-# By path, Python would not find a gtopk that is not installed.
+# Run by its path, a script does not find a gtopk that is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from collectives.transports import Transport, open_transport
@@ -31,7 +31,7 @@ COLUMNS = ("float32", "plain", "checked", "ratio", "CPU, plain", "CPU, checked",
 
 
 class Row(NamedTuple):
-    """Medians of one length, of seconds: plain and checked."""
+    """One length's median seconds, plain and checked."""
 
     length: int
     seconds: tuple[float, float]

@@ -1,12 +1,12 @@
-"""`gtopk bench collectives`, also beside how others exchange a top-k: two more baselines.
+"""`gtopk bench collectives` with two more baselines: how others exchange a top-k.
 
 mpirun -n 4 python mpi_scripts/bench_collectives.py --json collectives.json
 
-They are made of the collectives that come with MPI or gloo, called directly, so that their times
-are the library's on this network:
+The baselines call MPI's or gloo's own collectives directly, so that they take the library's time on
+this network:
 
-plain-allgather     a top-k allgather of int32 + float32 pairs, added up by gtopk's kernel, so that
-                    messages alone make the difference
+plain-allgather     a top-k allgather of int32 + float32 pairs, summed by gtopk's kernel, so that
+                    only the messages differ
 published-tree      gTop-k as its authors published it (Shi et al. 2019): see `published_tree`
 """
 
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as distributed
 
-# By path, Python would find no gtopk that is not installed.
+# Run by its path, a script does not find a gtopk that is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from collectives.cost import rounds
@@ -43,10 +43,10 @@ CALL: Final = "python mpi_scripts/bench_collectives.py"
 
 
 class Collectives:
-    """A library's further blocking collectives, on arrays in the host's memory.
+    """More of a library's blocking collectives, on arrays in the host's memory.
 
-    Only messages given to `send` can be counted; the others count as the least there can be: an
-    allgather and a broadcast at one copy for each rank that lacks it.
+    Only messages of `send` can be counted. An allgather and a broadcast count as the least
+    possible: one copy for each rank that lacks it.
     """
 
     def __init__(self, library: ModelledLibrary, rank: int) -> None:
@@ -99,7 +99,7 @@ class Collectives:
             distributed.broadcast(torch.from_numpy(message), source, group=group)
         else:
             group.Bcast(message, root)
-        # As if passed on from one rank to the next: the last one sends nothing.
+        # As if each rank passed it on to the next: the last one sends nothing.
         if (self._rank + 1) % self._size != root:
             self._library.traffic.count(message.size)
 
@@ -118,7 +118,7 @@ class Collectives:
 def plain_allgather(
     selected: SparseVector, k: int, size: int, library: Collectives
 ) -> SparseVector:
-    """Return the sum of all ranks' entries; ranks with fewer than k send zeros in addition."""
+    """Return the sum of all ranks' entries; ranks with fewer than k pad with zeros."""
     message = np.zeros((2, k), np.int32)
     message[0, : selected.entries] = selected.indices
     message[1, : selected.entries] = selected.values.view(np.int32)
@@ -144,10 +144,10 @@ def published_tree(
 
     P = 6     1 -> 0, 3 -> 2, 5 -> 4   barrier   2 -> 0   barrier   4 -> 0   barrier   broadcast
 
-    An entry has 16 bytes: index and value in one array become float64 both. A receiver adds up
-    the two lists and keeps the k largest, here by gtopk's kernel. All ranks wait at a barrier after
-    each round. Picks that were dropped on the way are lost where their index is in the result.
-    (The published code works for powers of two only.)
+    An entry has 16 bytes: in one array, index and value both become float64. A receiver sums the
+    two lists and keeps the k largest, here with gtopk's kernel. All ranks wait at a barrier after
+    each round. A pick that was dropped on the way is lost if its index is in the result. (The
+    published code only works for powers of two.)
     """
     kept = selected
     distance = 1
@@ -166,7 +166,7 @@ def published_tree(
 
 
 def in_sixteen_bytes(vector: SparseVector, k: int) -> Array:
-    """Return uint8 [16 k]: the indices, then the values; zeros where there are fewer than k."""
+    """Return uint8 [16 k]: the indices, then the values; padded with zeros to k."""
     message = np.zeros((2, k))
     message[0, : vector.entries] = vector.indices
     message[1, : vector.entries] = vector.values
@@ -174,7 +174,7 @@ def in_sixteen_bytes(vector: SparseVector, k: int) -> Array:
 
 
 def of_sixteen_bytes(message: Array, like: SparseVector) -> SparseVector:
-    """Return the entries of float64 [2, k], in the types of another vector."""
+    """Return the entries of float64 [2, k], with another vector's types."""
     # The rest is padding: no pick is a zero.
     indices, values = message[:, : np.count_nonzero(message[1])]
     return SparseVector(
@@ -183,7 +183,7 @@ def of_sixteen_bytes(message: Array, like: SparseVector) -> SparseVector:
 
 
 def binomial_broadcast(message: Array, rank: int, size: int, library: Collectives) -> None:
-    """Fill uint8 [m] with rank 0's: in each round every rank that has it sends it to another."""
+    """Fill uint8 [m] with rank 0's: in each round, every rank that has it sends it to another."""
     distance = 1 << max(0, (size - 1).bit_length() - 1)
     while distance:
         if rank % (2 * distance) == 0 and rank + distance < size:

@@ -1,13 +1,13 @@
-"""The engine beside a bare allreduce, in turns, on the same ranks.
+"""Time the engine and a bare allreduce in turns, on the same ranks.
 
 mpirun -n 2 python mpi_scripts/bench_engine.py --json engine.json       alone, on two threads
 
-    negotiation   all ranks announce and match names,     beside an allreduce of as many bytes
-                  without any thread
-    step          gradients submitted and waited for,    beside one allreduce of all of them, flat
-                  through the engine
+    negotiation   all ranks announce and match names,    compared with an allreduce of as many
+                  without any thread                     bytes
+    step          gradients submitted and waited for,    compared with one allreduce of all of
+                  through the engine                     them, flat
 
-The time of a round is that of the slowest rank. Ratios are of rounds side by side.
+A round's time is that of the slowest rank. Ratios compare the two times of the same round.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Final, TypedDict
 
 import numpy as np
 
-# By path, Python would find no gtopk that is not installed.
+# Run by its path, a script does not find a gtopk that is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from collectives.transports import Transport
@@ -72,7 +72,7 @@ def measure(
 ) -> list[Record]:
     """Return the records of all cases; all ranks measure together."""
     records = [negotiation(transport, names, rounds) for names in (1, 161, 1024)]
-    # Between its turns the engine must leave the transport alone.
+    # The engine must not use the transport outside its turns.
     settings = Settings(stall_warning_seconds=float("inf"), idle_seconds=float("inf"))
     engine = Engine(transport, settings)
     for case, lengths in gradients.items():
@@ -87,7 +87,7 @@ def negotiation(transport: Transport, names: int, rounds: int) -> Record:
     layout = layout_of(Dense(np.zeros(1, np.float32)))
     spec = OperationSpec(("float32 [1]",), None, (layout,))
     requests = [Request(f"allreduce.{number}", spec, 0) for number in range(names)]
-    # Once by name, outside the timing: in a training names have slots from the second step on.
+    # Once by name, outside the timing: in training, names have slots from the second step on.
     table.enter(gather_announcements(transport, Announcement(fresh=tuple(requests)), table.slots))
     words = -(-names // 64)
     bare = np.zeros(transport.size * (1 + words), np.int64)
@@ -108,7 +108,7 @@ def step(engine: Engine, case: str, lengths: Sequence[int], rounds: int) -> Reco
     """Time steps in which gradients are submitted one by one, and then waited for."""
     arrays = [np.zeros(length, np.float32) for length in lengths]
     flat = np.zeros(sum(lengths), np.float32)
-    signature = [[f"torch.float32 [{length}] op=Sum"] for length in lengths]
+    signatures = [[f"torch.float32 [{length}] op=Sum"] for length in lengths]
     cycles: list[int] = []
 
     def nothing(transport: Transport, all_flags: list[int]) -> None:
@@ -117,13 +117,13 @@ def step(engine: Engine, case: str, lengths: Sequence[int], rounds: int) -> Reco
     def reduce_all() -> None:
         before = engine.cycles
         operations: list[Operation] = [
-            engine.submit(f"{case}.{number}", said, nothing, fusion=[Dense(array)])
-            for number, (array, said) in enumerate(zip(arrays, signature, strict=True))
+            engine.submit(f"{case}.{number}", signature, nothing, fusion=[Dense(array)])
+            for number, (array, signature) in enumerate(zip(arrays, signatures, strict=True))
         ]
         for operation in operations:
             operation.wait()
-        # Its thread sets the last outcome before it is idle, and would still send in the turn of
-        # the bare allreduce.
+        # The engine's thread sets the last outcome before it is idle. Wait until it is, or it would
+        # still send during the bare allreduce.
         while engine.activity != "idle":
             time.sleep(0)
         cycles.append(engine.cycles - before)
@@ -147,7 +147,7 @@ def _alternate(
     """Return the seconds of each in every round, of the slowest rank."""
     seconds = np.zeros((2, _WARM_UP_ROUNDS + rounds))
     for number in range(seconds.shape[1]):
-        # In turns, so that the machine's other work meets both alike.
+        # In turns, so that the machine's other work affects both equally.
         for row, call in enumerate((ours, bare)):
             transport.barrier()
             begun = time.perf_counter()
@@ -197,7 +197,7 @@ def _milliseconds(seconds: Spread) -> str:
 
 
 _RESNET50: Final = [math.prod(shape) for layer in resnet50() for shape in layer]
-# "small": as many, and so short that the engine's own work is what counts.
+# "small": as many tensors, but so short that the engine's own work dominates.
 GRADIENTS: Final = {"resnet50": _RESNET50, "small": [1000] * len(_RESNET50)}  # lengths
 
 
@@ -205,7 +205,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line's grammar."""
     described = bench_parser(
         "python mpi_scripts/bench_engine.py",
-        "Time negotiation by name, and steps through the engine, beside a bare "
+        "Time negotiation by name, and steps through the engine, compared with a bare "
         "allreduce of the same size: start it on the ranks to measure "
         "(mpirun -n 2), or without a launcher on threads.",
         launched=True,
@@ -235,13 +235,13 @@ def _run(transport: Transport, options: argparse.Namespace) -> None:
     machine["load_after"] = load()
     if transport.rank != 0:
         return
-    said = (
+    summary = (
         f"{transport.size} ranks, {transport.name} ({transport.library()}), "
         f"{machine['processor']}, {machine['cores']} cores, load {machine['load_before']} before "
         f"and {machine['load_after']} after; medians of the slowest rank; goal: a ratio of "
         f"{GOAL_RATIO} at most\n\n{table(records)}"
     )
-    print(said, file=for_people(options.json))
+    print(summary, file=for_people(options.json))
     written = {
         "machine": machine,
         "ranks": transport.size,

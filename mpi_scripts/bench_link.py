@@ -1,16 +1,16 @@
-"""Does an emulated link agree with hosts that are emulated? Each reduction over both, in turn.
+"""Compare emulated links with emulated hosts: time each reduction over both, in turn.
 
     sudo mpi_scripts/bench_link.py                                  prints a table: 6 minutes
-    sudo mpi_scripts/bench_link.py --rates 20mbit --ranks 2 4       of fewer
-    sudo mpi_scripts/bench_link.py --launcher torchrun              over gloo in place of Open MPI
+    sudo mpi_scripts/bench_link.py --rates 20mbit --ranks 2 4       fewer networks
+    sudo mpi_scripts/bench_link.py --launcher torchrun              over gloo instead of Open MPI
 
     hosts    emulated_network.sh RANKS RATE mpirun gtopk bench collectives ...
              network namespaces with a shaped link each, and the kernel's TCP between them
     link     gtopk run -n RANKS --link RATE gtopk bench collectives ...
-             ranks of this machine, whose messages are paced by the transport
+             ranks on this machine; the transport paces their messages
 
-Neither adds a latency of its own. Ranks share this machine's cores, and other programs there make
-reductions longer, so that the shortest of each are compared, too.
+Neither adds latency. Ranks share this machine's cores, and other programs make reductions slower,
+so the shortest times are compared, too.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2_500_000, help="values; default: 2500000")
     parser.add_argument("--density", type=float, default=0.02, help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
-    parser.add_argument("--json", type=Path, help="file to write, with the figures of each go")
+    parser.add_argument("--json", type=Path, help="file for the figures of every repetition")
     options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:

@@ -4,8 +4,8 @@
 #   sudo mpi_scripts/bench_network.sh [FOLDER]     writes mpirun.json, torchrun.json and
 #                                                  results.txt, the tables of both
 #
-# The size is ResNet-50's. Keep the machine quiet: the hosts share its cores, and 8 ranks on 2 cores
-# are at their limit as it is.
+# The size is ResNet-50's. Keep the machine quiet: the hosts share its cores, and 8 ranks need all of
+# 2 cores.
 set -euo pipefail
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")

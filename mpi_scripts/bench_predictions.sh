@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# How well is a reduction's time foretold? 30 emulated networks of 2 to 8 hosts, a quarter of an hour.
+# How well is a reduction's time predicted? 30 emulated networks of 2 to 8 hosts; takes 15 minutes.
 #
 #   sudo mpi_scripts/bench_predictions.sh [FOLDER]          writes RATE-HOSTS.json; prints the tables
-#   mpi_scripts/predictions.py --simulate FOLDER/*.json     what SimGrid would have foretold of the same
+#   mpi_scripts/predictions.py --simulate FOLDER/*.json     what SimGrid would have predicted
 #
-# Nothing is told of the links: their latency and bandwidth are measured, as they are when a training
-# begins, and what follows from that is held against the clock. With 25,000 entries a rank, as many as
-# ResNet-50 has at density 0.001, and with 5,000, where calls and codes on cores that all hosts share
-# take as long as the wire.
+# The program is not given the links' speed: it measures their latency and bandwidth, as at the start of
+# a training, and compares the prediction with the clock. It does so with 25,000 entries a rank, as for
+# ResNet-50 at density 0.001, and with 5,000, where calls and encoding on cores that all hosts share take
+# as long as the wire.
 set -euo pipefail
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")

@@ -1,14 +1,14 @@
-"""Measure how training scales, on hosts that this machine emulates or on real ones.
+"""Measure how training scales, on hosts that this machine emulates or on real hosts.
 
 sudo python mpi_scripts/bench_scaling.py report/scaling --rate 100mbit --scale 10
 python mpi_scripts/bench_scaling.py report/scaling --hostfile hosts --ranks 4 8 16 32
 
-Runs `python -m mpi_scripts.scaling` for every model and number of ranks, one rank a host, and
-writes scaling.json, scaling.md (tables for the documentation) and scaling.svg into the folder.
+Runs `python -m mpi_scripts.scaling` for every model and number of ranks, with one rank per host,
+and writes scaling.json, scaling.md (tables for the documentation) and scaling.svg to the folder.
 
-Emulated hosts share this machine's cores: 2 cores carry about 8 hosts of 100 Mbit/s. --scale 10
-makes the models ten times smaller, so that such a link stands for one of 1 Gbit/s. The cores' time
-that is still used is given as `cores` beside every step.
+Emulated hosts share this machine's cores: 2 cores suffice for about 8 hosts of 100 Mbit/s. --scale
+10 makes the models ten times smaller, so that such a link stands for one of 1 Gbit/s. The column
+`cores` beside every step gives the share of the cores' time that is used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-# By path, Python would not find a gtopk that is not installed.
+# Run by its path, a script does not find a gtopk that is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from gtopk.runtime.launch.mpirun import require_mpirun
@@ -46,7 +46,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--ranks", type=int, nargs="+", default=[2, 4, 8], help="default: 2 4 8")
     add("--models", nargs="+", choices=PUBLISHED, default=["resnet20", "vgg16"], metavar="MODEL")
     add("--scale", type=float, default=1.0, help="make models as many times smaller")
-    add("--timeout-seconds", type=float, default=600.0, help="of one model on so many ranks")
+    add("--timeout-seconds", type=float, default=600.0, help="for one model and number of ranks")
     own = list(sys.argv[1:] if arguments is None else arguments)
     own, passed = (own[: own.index("--")], own[own.index("--") + 1 :]) if "--" in own else (own, [])
     options = parser.parse_args(own)

@@ -1,15 +1,15 @@
-"""A step of error feedback by our kernels and by others, in turn.
+"""Time a step of error feedback with our kernels and with others, in turn.
 
 python mpi_scripts/bench_selection.py --json selection.json
 
 round    gradient g   residual e
          method 1:  copy of e, timed: += g, select, clear
-         method 2:  copy of e, timed: ...                       every one is checked
+         method 2:  copy of e, timed: ...                       every result is checked
          e += g, less the exact picks, which the network applies
 
-Adverse cases: selections with a wrong guess, or with unusual values. Each is one residual, to which
-zeros are added, and one guess at the threshold with which every round begins. The result is right
-all the same; the time is measured.
+Adverse cases are selections with a wrong guess or unusual values. Each has one residual, to which
+zeros are added, and one guess at the threshold, with which every round starts. The result is still
+right; the time is measured.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
-# By path, Python would find no gtopk that is not installed.
+# Run by its path, a script does not find a gtopk that is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from collectives.cores import usable_cores, use_threads
@@ -56,10 +56,10 @@ ADVERSE: Final = "adverse"
 class Record(NamedTuple):
     """One method on one kind of data.
 
-    clock:      "cpu" seconds of the one thread, or "wall" seconds where there are several.
-    over_floor: time over that of `a += g` by the same clock, in the same round.
-    exact:      whether it selected k entries, and no other was larger, in every round.
-    selected:   how many entries it selected, the median.
+    clock:      "cpu": seconds of the one thread; "wall": wall-clock seconds, if there are several.
+    over_floor: time divided by that of `a += g` in the same round, by the same clock.
+    exact:      whether, in every round, it selected k entries and no other was larger.
+    selected:   how many entries it selected; the median.
     """
 
     method: str
@@ -77,10 +77,10 @@ class Record(NamedTuple):
 
 
 class Rounds:
-    """Methods, the floor first, and what their rounds took: seconds, of the floor's, right, k."""
+    """The methods, the floor first, and their rounds' results."""
 
     def __init__(self, methods: Sequence[Method], words: Sequence[str] | None) -> None:
-        """words: the names of those to run, beside the floor; None: all."""
+        """words: the names of the methods to run besides the floor; None: all."""
         self._methods = [m for m in methods if words is None or m.name in (FLOOR, *words)]
         self._taken: list[list[tuple[float, float, bool, int]]] = [[] for _ in self._methods]
 
@@ -91,12 +91,12 @@ class Rounds:
         for method, taken in zip(self._methods, self._taken, strict=True):
             np.copyto(own, residual)
             with use_threads(method.threads):
-                # One thread's own time leaves out what else the machine does; several threads have
-                # only a clock.
+                # A single thread's CPU time excludes other programs; for several threads there is
+                # only the wall clock.
                 begun, began = time.thread_time(), time.perf_counter()
                 picked = method.step(own, gradient, k)
                 both = time.thread_time() - begun, time.perf_counter() - began
-            # The floor is the first of the methods.
+            # The floor is the first method.
             floor = floor or both
             if counts:
                 clock = int(method.threads > 1)
@@ -141,11 +141,11 @@ def measure(
     threshold = 0.0
     for number in range(warm_up + rounds):
         gradient = source.next_gradient()
-        # Some rounds before the first that counts, for the methods' own thresholds to settle.
+        # Some rounds before the first that counts, so that the methods' thresholds settle.
         if number >= warm_up - 3:
             progress(f"{source.label}: round {number - warm_up + 1} of {rounds}")
             rows.run(residual, gradient, k, counts=number >= warm_up)
-        # By the reference, so that all methods get the same residuals, whatever they select.
+        # The reference selects, so that all methods get the same residuals.
         picked, threshold = reference.accumulate_and_select(residual, gradient, k, threshold)
         reference.clear_at(residual, picked.indices)
         source.apply(picked)
@@ -179,7 +179,7 @@ def measure_cases(
 ) -> Iterator[list[Record]]:
     """Time our twins and torch.topk, case by case."""
     k = max(2, round(length * density))
-    # Written before it is zeroed: fresh pages of zeros are all one page, which is read for nothing.
+    # Write before zeroing: fresh zero pages all map to one page, which would be read for free.
     nothing = np.full(length, 1, np.float32)
     nothing[:] = 0
     for name, residual, guess in cases(length, k):
@@ -192,7 +192,7 @@ def measure_cases(
 
 
 class MergeRecord(NamedTuple):
-    """A way to make one list of several: two are merged into their k largest, more are summed."""
+    """A way to combine lists: two are merged into their k largest entries, more are summed."""
 
     method: str
     lists: int
@@ -200,13 +200,13 @@ class MergeRecord(NamedTuple):
     nanoseconds_per_input_entry: Range
 
 
-_LISTS: Final = 8  # that are summed, as those of eight ranks
+_LISTS: Final = 8  # lists to sum, as of eight ranks
 
 
 def measure_merges(k: int, rounds: int) -> list[MergeRecord]:
     """Time the merge of two selections of independent normal values at density 0.01, and a sum.
 
-    Whose lists they are changes from round to round: a processor learns those that come again.
+    The lists change from round to round: a processor learns those that repeat.
     """
     random = np.random.default_rng(0)
     picks = [
@@ -233,8 +233,8 @@ def parser() -> Command:
     """Return the command line's grammar."""
     described = bench_parser(
         "python mpi_scripts/bench_selection.py",
-        "Time a step of error feedback (accumulate, select, clear) by our kernels and "
-        "by others, in turn in one run, and check what each of them selects.",
+        "Time a step of error feedback (accumulate, select, clear) with our kernels and "
+        "others, in turn in one run, and check what each of them selects.",
     )
     data = (*SOURCES, ADVERSE)
     add_words(

@@ -1,4 +1,4 @@
-"""Bytes, and time to encode and decode, of the same entries in every format.
+"""Measure the size, and the time to encode and decode, of the same entries in every format.
 
 python mpi_scripts/bench_wire.py --json wire.json
 
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-# By path, Python would find no gtopk that is not installed.
+# Run by its path, a script does not find a gtopk that is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from collectives import SparseVector, accumulate_and_select
@@ -30,12 +30,12 @@ from gtopk.cli.charts import aligned
 from gtopk.runtime.machine import load, this_machine
 from mpi_scripts.selection_methods import Range, open_source
 
-# Until a residual is what error feedback leaves.
+# Until the residual is typical of error feedback.
 _STEPS = 12
 
 
 class Entries(NamedTuple):
-    """A vector, and where it comes from."""
+    """A vector's entries, and where they come from."""
 
     label: str
     vector: SparseVector
@@ -45,7 +45,7 @@ def uniform(entries: int, density: float) -> Entries:
     """Return entries whose positions are independent."""
     random = np.random.default_rng(0)
     length = round(entries / density)
-    # More than are needed, as some fall together; left out evenly.
+    # More than needed, as some coincide; the surplus is left out evenly.
     drawn = np.unique(random.integers(0, length, round(entries * (1 + 2 * density)) + 100))
     kept = np.sort(random.choice(drawn, min(entries, drawn.size), replace=False))
     values = random.standard_normal(kept.size, np.float32)
@@ -66,16 +66,16 @@ def trained(length: int, density: float) -> Entries:
 
 
 FORMATS = tuple(Format(indices, values) for indices in INDEX_CODES for values in VALUE_CODES)
-_ENTRIES_A_ROUND = 50_000  # short lists are coded several times
+_ENTRIES_A_ROUND = 50_000  # short lists are encoded several times
 _MOST_TIMES = 200
 
 
 class Record(NamedTuple):
-    """One format for one list; times in nanoseconds of one thread's processor time.
+    """One format for one list; times are nanoseconds of one thread's processor time.
 
     index_bits: per entry, header and padding included.
-    bound_bits: log2(e / density), what positions take that are spread evenly.
-    pays_below_gbit_per_second: against raw and exact, encoding and decoding in line.
+    bound_bits: log2(e / density): what evenly spread positions take.
+    pays_below_gbit_per_second: compared with raw+exact, if nothing hides encoding and decoding.
     """
 
     positions: str
@@ -97,7 +97,7 @@ def measure(entries: Entries, rounds: int) -> list[Record]:
     vector, k = entries.vector, max(1, entries.vector.entries)
     messages = {format: encode(vector, k, format).message for format in FORMATS}
     spent: dict[Format, list[list[float]]] = {format: [[], []] for format in FORMATS}
-    # A short list alone would take less than the clock can tell.
+    # A single short list takes less time than the clock resolves.
     times = min(_MOST_TIMES, math.ceil(_ENTRIES_A_ROUND / k))
     for _ in range(rounds + 1):
         for format, message in messages.items():
@@ -137,7 +137,7 @@ def measure(entries: Entries, rounds: int) -> list[Record]:
 
 
 def break_even_gbit_per_second(saved_bytes: float, spent_ns: float) -> float:
-    """Return the bandwidth below which saving so many bytes is worth so many nanoseconds."""
+    """Return the bandwidth below which saving these bytes is worth these nanoseconds."""
     if saved_bytes <= 0:
         return 0.0
     return 8 * saved_bytes / spent_ns if spent_ns > 0 else math.inf

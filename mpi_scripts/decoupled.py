@@ -1,4 +1,4 @@
-"""DeMo, for comparisons: momentum that stays on its rank, but for its largest cosine components.
+"""DeMo, for comparisons: momentum stays on its rank, except its largest cosine components.
 
 Peng et al. 2024, "DeMo: Decoupled Momentum Optimization", algorithm 1.
 
@@ -7,8 +7,8 @@ Peng et al. 2024, "DeMo: Decoupled Momentum Optimization", algorithm 1.
     momentum = momentum - inverse DCT of Q             stays on the rank       [n]
     update   = sign(inverse DCT of the mean of all Q)  where a component was sent
 
-A matrix has chunks of 64 x 64, or of the largest divisors of its sides below; a vector's are of 64.
-An entry travels as bfloat16 with an index of 16 bits, all parameters in one allgather.
+A matrix has chunks of 64 x 64, or of the largest smaller divisors of its sides; a vector's chunks
+have 64 values. An entry is sent as bfloat16 with a 16-bit index, all parameters in one allgather.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Chunks:
 class DecoupledMomentum(Rival):
     """An optimizer whose gradients are the signs that DeMo's exchange agrees on.
 
-    top: components that a chunk sends; 32 in the paper's trainings.
+    top: components to send per chunk; 32 in the paper's trainings.
     """
 
     def __init__(

@@ -6,32 +6,32 @@
 #                                                                  that torchrun sets; gloo over TCP
 #
 #   --delay 100ms   how long a frame takes from host to host, one way (us, ms, s)
-#   --loss 0.01     the share of frames that never come, at random
-#   --sites 2       the hosts are divided into so many sites, in order; the two above hold between
-#                   hosts of different sites only
-#   --seed 1        of the losses
+#   --loss 0.01     the share of frames to lose, at random
+#   --sites 2       divide the hosts, in order, into this many sites; the two options above then only
+#                   apply between hosts of different sites
+#   --seed 1        random seed of the losses
 #
-# RATE as tc knows it: 100mbit, 1gbit. Ends with the program's exit code; with 77 where hosts cannot
-# be emulated. Examples:
+# RATE in tc's syntax: 100mbit, 1gbit. The exit code is the program's, or 77 if hosts cannot be
+# emulated. Examples:
 #
 #   sudo mpi_scripts/emulated_network.sh 4 100mbit mpirun gtopk bench collectives --bandwidth 100e6
 #   sudo mpi_scripts/emulated_network.sh --delay 15ms --sites 2 4 100mbit torchrun python train.py
 #
 #   host0   eth0 --RATE--> |        |     A host is a network namespace with one interface, eth0,
-#                <--RATE-- | switch |     10.0.0.1, 10.0.0.2, ... Each direction is shaped by itself
-#   host1   eth0 --RATE--> |        |     (tc tbf): full duplex. The queues are so long that nothing
-#                <--RATE-- |        |     is dropped that is not to be lost.
+#                <--RATE-- | switch |     10.0.0.1, 10.0.0.2, ... Each direction is shaped separately
+#   host1   eth0 --RATE--> |        |     (tc tbf): full duplex. The queues are so long that they drop
+#                <--RATE-- |        |     nothing; only --loss does.
 #   ...
 #
-# The switch is a bridge, or, with options, relay.py beside this script. No other delay is added: the
-# rest of the latency is what the machine takes to pass a packet on, and it says more of the machine's
-# load than of any network. The relay takes 10 to 20 us of a core for a frame of 1500 bytes: beyond
-# some 500 Mbit/s of all hosts together it is the limit, not the rate. TCP is Reno, which takes every
-# loss for a full queue: 1 % of them leave a connection of 40 ms there and back 3.5 Mbit/s.
+# The switch is a bridge or, with options, relay.py beside this script. No other delay is added: the
+# rest of the latency is the machine's own time to forward a packet, and depends on its load. The relay
+# takes 10 to 20 us of a core for a frame of 1500 bytes: above about 500 Mbit/s of all hosts together,
+# it limits the speed instead of RATE. TCP is Reno, which takes every loss for a full queue: with 1 %
+# loss, a connection with a round trip of 40 ms reaches 3.5 Mbit/s.
 #
 # The hosts share this machine's cores and memory; they reach each other and nothing else. Nothing is
-# left behind, whatever ends this script, kill -9 included: everything lives in namespaces that the
-# kernel removes with their last process.
+# left behind however this script ends, even by kill -9: everything lives in namespaces that the kernel
+# removes with their last process.
 set -euo pipefail
 
 self=$(readlink -f "${BASH_SOURCE[0]}")
@@ -42,12 +42,12 @@ cannot() { say "cannot emulate hosts here: $*"; exit 77; }
 
 address() { echo "10.0.0.$(($1 + 1))"; }
 
-# Become a command on a host: its network, its host name. MPI tells hosts apart by their names.
+# Run a command on a host, with its network and its host name, by which MPI tells hosts apart.
 on() {
     exec ip netns exec "host$1" unshare --uts sh -c 'hostname "$0"; exec "$@"' "host$1" "${@:2}"
 }
 
-# How mpirun reaches another host, as it would by ssh: [options] ADDRESS COMMAND...
+# mpirun calls this instead of ssh to reach another host: [options] ADDRESS COMMAND...
 agent() {
     while [[ $1 == -* ]]; do shift; done
     on "$((${1##*.} - 1))" sh -c "${*:2}"
@@ -68,20 +68,20 @@ connect() {
             ip link set "port$host" master switch up
             tc qdisc add dev "port$host" root tbf rate "$rate" burst "$burst" limit 256mb
         fi
-        # Larger packets than the bucket would be cut up one by one.
+        # Packets larger than the bucket would be cut up one by one.
         ip -n "host$host" link set eth0 gso_max_size "$((burst * 9 / 10))"
         ip -n "host$host" link set lo up
         ip -n "host$host" address add "$(address "$host")/24" dev eth0
         ip -n "host$host" link set eth0 up
-        # The long queues must not look like loss to TCP, whose timer starts at 0.2 s, and which asks
-        # after the tail of a message earlier: one connection in twenty then sent at a third of the
-        # rate for seconds. Where frames are lost, both stay as they are everywhere.
+        # Without loss, TCP must not mistake the long queues for loss. So its retransmission timer
+        # starts at 10 s, not 0.2 s, and it probes no message's tail early: otherwise one connection
+        # in twenty sends at a third of the rate for seconds.
         [[ $far == *--loss* ]] || {
             ip -n "host$host" route replace 10.0.0.0/24 dev eth0 rto_min 10s
             ip netns exec "host$host" sh -c 'echo 0 >/proc/sys/net/ipv4/tcp_early_retrans'
         }
-        # Acknowledgements stand in line with data here: a connection whose window is smaller than the
-        # opposite one's gets that share of the rate only. So all begin with one for long messages.
+        # Acknowledgements queue with data here, so a connection with a smaller window than the
+        # opposite one gets only that share of the rate. All start with a window for long messages.
         ip netns exec "host$host" sh -c '
             cd /proc/sys/net/ipv4
             echo reno >tcp_congestion_control
@@ -92,13 +92,13 @@ connect() {
     done
 }
 
-# In place of the bridge and its queues; $far is made of options and numbers.
+# Start the relay, instead of the bridge and its queues; $far holds its options.
 start_relay() {
-    local said word
+    local output word
     # shellcheck disable=SC2086
-    exec {said}< <(exec python3 "${self%/*}/relay.py" "$hosts" "$speed" $far)
-    read -r -u "$said" word && [ "$word" = ready ] || cannot "the relay does not start"
-    exec {said}<&-
+    exec {output}< <(exec python3 "${self%/*}/relay.py" "$hosts" "$speed" $far)
+    read -r -u "$output" word && [ "$word" = ready ] || cannot "the relay does not start"
+    exec {output}<&-
 }
 
 bytes_per_second() {
@@ -116,13 +116,13 @@ with_mpirun() {
     list=$(for ((host = 0; host < hosts; host++)); do echo "$(address "$host"):1"; done | paste -sd,)
     export PRTE_MCA_plm_ssh_agent="$self agent" OMPI_MCA_plm_rsh_agent="$self agent"
     export PRTE_MCA_prte_if_include=eth0 OMPI_MCA_oob_tcp_if_include=eth0
-    # TCP between hosts, though they share a memory; who waits leaves the cores to the others.
+    # TCP between hosts, though they share memory; a waiting rank leaves the cores to the others.
     export OMPI_MCA_pml=ob1 OMPI_MCA_btl=tcp,self OMPI_MCA_btl_tcp_if_include=eth0
     export OMPI_MCA_mpi_yield_when_idle=1 OMPI_MCA_threads_pthreads_yield_strategy=nanosleep
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
     export GLOO_SOCKET_IFNAME=eth0  # for a process group of the program's own
-    # Its folders are named by processes, whose small numbers come again in every emulation: those
-    # of one that was killed would be in the way.
+    # mpirun names its folders by process ids, which are small and repeat in every emulation: folders
+    # of a killed one would be in the way.
     mkdir /run/netns/.of-mpirun
     export PRTE_MCA_prte_tmpdir_base=/run/netns/.of-mpirun
     (on 0 mpirun --host "$list" --map-by ppr:1:node --bind-to none "$@")
@@ -147,31 +147,31 @@ case ${1:-} in
     agent) agent "${@:2}" ;;
     inside)
         far=$2 hosts=$3 rate=$4 launcher=$5
-        mount -t tmpfs none /run/netns # `ip netns` keeps its names here: ours are seen by us alone
+        mount -t tmpfs none /run/netns # `ip netns` keeps its names here: nobody else sees ours
         ip link set lo up
         connect
         "with_$launcher" "${@:6}"
         ;;
     *)
         far='' tools='ip tc unshare setpriv'
-        asked='^--(delay [0-9.]+(us|ms|s)|loss 0?\.[0-9]+|(sites|seed) [0-9]+)$'
+        option='^--(delay [0-9.]+(us|ms|s)|loss 0?\.[0-9]+|(sites|seed) [0-9]+)$'
         while [[ ${1:-} == --* ]]; do
-            [[ "$1 ${2:-}" =~ $asked ]] || usage
+            [[ "$1 ${2:-}" =~ $option ]] || usage
             if [ "$1" = --delay ]; then far+=" $1 $(in_seconds "$2")"; else far+=" $1 $2"; fi
             shift 2
         done
         [ $# -ge 4 ] && [[ $1 =~ ^[1-9][0-9]*$ && $1 -le 250 && $3 =~ ^(mpirun|torchrun)$ ]] || usage
-        [ "$(id -u)" = 0 ] || cannot "it takes root"
+        [ "$(id -u)" = 0 ] || cannot "root is required"
         [ -z "$far" ] || tools+=' python3'
         for tool in $tools; do
             [ -n "$(command -v "$tool")" ] ||
-                cannot "it takes $tool (packages iproute2, util-linux, python3)"
+                cannot "$tool is required (packages iproute2, util-linux, python3)"
         done
         [ -z "$far" ] || [ -c /dev/net/tun ] || cannot "no TAP devices (/dev/net/tun)"
         mkdir -p /run/netns
         namespaces=(--net --mount --uts --pid --fork --kill-child --mount-proc)
         unshare "${namespaces[@]}" true || cannot "no namespaces"
-        # unshare itself takes no notice of signals, and takes all with it when it is killed.
+        # unshare ignores signals, but ends all processes with it when it is killed.
         setpriv --pdeathsig KILL unshare "${namespaces[@]}" "$self" inside "$far" "$@" &
         trap 'kill -KILL $!; exit 130' INT TERM HUP
         wait $!

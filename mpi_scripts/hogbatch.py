@@ -2,16 +2,16 @@
 
 mpirun -n 2 python mpi_scripts/hogbatch.py --repeat 1 8
 
-The first worker is fast, the others are slow: with --repeat r a worker computes every batch r
-times, and discards r-1 of the results. So it is r times as slow, whatever else the machine does; no
-worker sleeps. The real ratio is measured at the begin and the end; a run is rejected if it is not
-the requested one, or not steady. Seconds are of training only: losses are evaluated between epochs,
+The first worker is fast, the others are slow: with --repeat r a worker computes every batch r times
+and discards r-1 of the results. So it is r times as slow, whatever else the machine does; no worker
+sleeps. The real ratio is measured at the start and the end; a run is rejected if the ratio is not
+the requested one, or not steady. Seconds are of training only: losses are evaluated between epochs
 and not timed. Use no more workers than there are cores.
 
 mpirun -n 5 python mpi_scripts/hogbatch.py --gpus 1 --slow 1:64 --fast 256:4096 --batch 4096
 
 The first worker is on a GPU, the others on the CPU; their ratio is measured and printed. With
---gpus n the first n workers are on GPUs, dealt out to those of the machine.
+--gpus n the first n workers are on GPUs, and share the machine's GPUs evenly.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
-# By path, Python would find neither `models` nor a gtopk that is not installed.
+# Run by its path, a script finds neither `models` nor a gtopk that is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gtopk.torch as hvd
@@ -52,10 +52,10 @@ class Point(NamedTuple):
 
 
 class Run(NamedTuple):
-    """One mode and seed; the report's figures are of the whole run.
+    """One mode and seed; figures are of the whole run.
 
-    updates, busy: by worker. staleness: mean over all updates. fast: the number of fast workers,
-        which come first.
+    updates, busy: by worker. staleness: mean over all updates. fast: number of fast workers, which
+        come first.
     """
 
     mode: str
@@ -69,11 +69,11 @@ class Run(NamedTuple):
 
     @property
     def slow_share(self) -> float:
-        """Return the share of the updates that slow workers made."""
+        """Return the share of updates that slow workers made."""
         return sum(self.updates[self.fast :]) / max(sum(self.updates), 1)
 
     def loss_at(self, seconds: float) -> float:
-        """Return the loss of the last epoch that had ended by then; infinity before the first."""
+        """Return the loss of the last epoch that had ended; infinity before the first."""
         return next((p.loss for p in reversed(self.points) if p.seconds <= seconds), float("inf"))
 
     def seconds_to(self, loss: float) -> float | None:
@@ -84,7 +84,7 @@ class Run(NamedTuple):
 class Worker:
     """A worker's device, and the repetitions that make it as slow as requested.
 
-    twin: a copy of the model for the repetitions, so that the model's gradients stay as they are.
+    twin: a copy of the model for the repetitions, so that the model's gradients stay unchanged.
     """
 
     def __init__(self, rank: int, repeat: int, arguments: argparse.Namespace) -> None:
@@ -99,7 +99,7 @@ class Worker:
         self.twin = self.new_model(0)
 
     def open_table(self, seed: int) -> Table:
-        """Return the data; the seed chooses the fifth of it that is held out."""
+        """Return the data; the seed selects the fifth of it that is held out."""
         arguments = self.arguments
         file = arguments.file
         if file is not None:
@@ -206,7 +206,7 @@ def evaluate(model: torch.nn.Module, data: Table, loader: Any, device: str) -> t
 
 
 def pair(text: str) -> tuple[int, int]:
-    """Return the two sizes in a text such as "4:64"."""
+    """Parse two sizes, such as "4:64"."""
     smallest, _, largest = text.partition(":")
     return int(smallest), int(largest or smallest)
 
@@ -215,53 +215,53 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--repeat", type=int, nargs="+", help="how often each worker computes; default: 1 8")
-    add("--gpus", type=int, default=0, help="workers on GPUs, the first ones, in place of --repeat")
+    add("--gpus", type=int, default=0, help="instead of --repeat: put the first workers on GPUs")
     add("--modes", nargs="+", choices=MODES, default=list(MODES))
     add(
         "--data",
         default="digits",
-        help="digits, breast-cancer, wine, an .npz file; or synthetic "
-        f"data of the dimensions of {', '.join(TABLES)}",
+        help="digits, breast-cancer, wine, an .npz file; or synthetic data with the dimensions of "
+        f"{', '.join(TABLES)}",
     )
-    add("--rows", type=int, default=4000, help="of synthetic data")
+    add("--rows", type=int, default=4000, help="number of synthetic rows")
     add(
         "--file",
         type=Path,
-        help="in place of synthetic data: LIBSVM's, or, of delicious, the Extreme Classification "
-        "Repository's, with its header",
+        help="file to use instead of synthetic data: LIBSVM's; for delicious also the Extreme "
+        "Classification Repository's, with its header",
     )
     add(
         "--label-base",
         type=int,
         choices=(0, 1),
-        help="what labels count from in a file of delicious that has no header",
+        help="the first label's number in a file of delicious without a header",
     )
-    add("--feature-base", type=int, choices=(0, 1), default=1, help="and what features do there")
+    add("--feature-base", type=int, choices=(0, 1), default=1, help="the first feature's number")
     add("--hidden", type=int, nargs="+", default=[512] * 8, help="widths of the hidden layers")
-    add("--batch", type=int, default=256, help="what the learning rate is that of")
+    add("--batch", type=int, default=256, help="the batch size that --lr is for")
     add("--slow", type=pair, default=(8, 64), help="smallest and largest batch of slow workers")
-    add("--fast", type=pair, default=(32, 256), help="of fast ones")
+    add("--fast", type=pair, default=(32, 256), help="the same of fast workers")
     add("--lr", type=float, default=0.1)
-    add("--seconds", type=float, default=20.0, help="of each mode and seed")
+    add("--seconds", type=float, default=20.0, help="for each mode and seed")
     add("--seeds", type=int, default=5)
-    add("--calibration", type=int, default=20, help="batches of it")
-    add("--json", type=as_argument(output_file), help="write all runs")
+    add("--calibration", type=int, default=20, help="batches to measure speeds with")
+    add("--json", type=as_argument(output_file), help="file to write all runs to")
     options = parser.parse_args()
     if options.file and options.data not in TABLES:
-        parser.error(f"--file is of --data {', '.join(TABLES)}, got --data {options.data}")
+        parser.error(f"--file is for --data {', '.join(TABLES)}, got --data {options.data}")
     if options.label_base is not None and (options.data != "delicious" or not options.file):
-        parser.error("--label-base is of a --file of --data delicious")
+        parser.error("--label-base is for a --file of --data delicious")
     if options.gpus and options.repeat:
-        parser.error("--repeat makes workers on CPUs unlike, and --gpus says which are unlike")
+        parser.error("give --repeat, for workers on CPUs, or --gpus, not both")
     if options.gpus < 0 or (options.gpus and not torch.cuda.is_available()):
-        parser.error(f"--gpus needs GPUs that torch sees, got --gpus {options.gpus}")
+        parser.error(f"--gpus needs GPUs that torch can use, got --gpus {options.gpus}")
     return options
 
 
 def main() -> int:
     """Print the measurements and return the exit code."""
-    said_below = "workers of hogbatch on CPUs share"
-    logging.getLogger("gtopk").addFilter(lambda record: said_below not in record.getMessage())
+    reported_below = "workers of hogbatch on CPUs share"
+    logging.getLogger("gtopk").addFilter(lambda record: reported_below not in record.getMessage())
     hvd.init()
     torch.set_num_threads(1)
     arguments = parse()
@@ -272,16 +272,16 @@ def main() -> int:
     worker.calibrate()  # warm
     hvd.barrier()
     calibrated = hvd.allgather_object(worker.calibrate())
-    # The ratio of real devices is right as long as it is steady.
-    wanted = list(map(statistics.median, calibrated)) if arguments.gpus else repeats
-    found = flaws(wanted, calibrated)
+    # Real devices may have any ratio, as long as it is steady.
+    expected = list(map(statistics.median, calibrated)) if arguments.gpus else repeats
+    found = flaws(expected, calibrated)
     runs = [
         train(mode, seed, worker)
         for seed in range(arguments.seeds)  # in turns: the machine's speed affects all modes
         for mode in arguments.modes
     ]
     again = hvd.allgather_object(worker.calibrate())
-    found += [f"afterwards {flaw}" for flaw in flaws(wanted, again)]
+    found += [f"afterwards {flaw}" for flaw in flaws(expected, again)]
     cores = os.cpu_count() or 1
     if hvd.size() > cores:
         found.append(f"{hvd.size()} workers share {cores} cores")
@@ -290,8 +290,8 @@ def main() -> int:
         print("\n".join(lines(arguments, calibrated, runs, found)), flush=True)
         if arguments.json:
             rows = [{**run._asdict(), "slow_share": run.slow_share} for run in runs]
-            said = {"wall_clock": True, "rejected": found, "runs": rows}
-            arguments.json.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+            record = {"wall_clock": True, "rejected": found, "runs": rows}
+            arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     hvd.shutdown()
     return REJECTED if found else 0
 
@@ -302,7 +302,7 @@ def lines(
     runs: Sequence[Run],
     found: Sequence[str],
 ) -> list[str]:
-    """Return the table: medians over the seeds, and reasons to reject them."""
+    """Return the table: medians over the seeds, and the reasons to reject them."""
     medians = [statistics.median(each) for each in calibrated]
     work = "work is repeated " + ":".join(map(str, arguments.repeat or [1, 8])) + " times"
     if arguments.gpus:

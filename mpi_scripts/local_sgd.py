@@ -1,4 +1,4 @@
-"""Train the digits with an exchange in every step, and in every so many (gtopk.LocalSGD).
+"""Train the digits with an exchange in every step, and every n steps (gtopk.LocalSGD).
 
 python mpi_scripts/local_sgd.py --ranks 4 --inner-steps 8 32 --densities 0.25 0.05 --seeds 5
 
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# By path, Python would find neither `models` nor a gtopk that is not installed.
+# Run by its path, a script finds neither `models` nor a gtopk that is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from collectives import run_ranks
@@ -33,7 +33,7 @@ from mpi_scripts.tasks import TASKS, Task
 
 plain = partial(torch.optim.SGD, lr=0.7)
 
-# Maps the plain optimizer to the one that steps.
+# Wraps the plain optimizer.
 Wrap = Callable[[torch.optim.Optimizer], Any]
 
 
@@ -90,7 +90,7 @@ def train(task: Task, wrap: Wrap, ranks: int) -> Run:
                 if optimizer.last_step is not seen:
                     seen = optimizer.last_step
                     exchanges, sent = exchanges + 1, sent + seen.sent_bytes
-            if getattr(optimizer, "steps_made", 0):  # of a round that is not over
+            if getattr(optimizer, "steps_made", 0):  # ends an unfinished round
                 optimizer.outer_step()
                 exchanges, sent = exchanges + 1, sent + optimizer.last_step.sent_bytes
         return Run(task.accuracy(model), exchanges, sent)

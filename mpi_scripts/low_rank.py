@@ -1,13 +1,13 @@
 """PowerSGD, for comparisons: gradients as matrices, averaged as two thin factors.
 
-Vogels et al. 2019, algorithms 1 and 2. Elsewhere PyTorch's DDP hooks are the baselines; this one
-runs on ranks that are threads.
+Vogels et al. 2019, algorithms 1 and 2. Unlike PyTorch's DDP hook, it runs on ranks that are
+threads.
 
     M + error  [n x m]        P = M Q       averaged over the ranks, made orthonormal   [n x r]
                               Q = M' P      averaged over the ranks                     [m x r]
     update = P Q'             error = M - update, stays on the rank
 
-A step has three messages, as the hooks have: all vectors, all P, all Q.
+A step has three messages, as with the hook: all vectors, all P, all Q.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Matrix(NamedTuple):
 
 
 class Rival:
-    """An optimizer that exchanges gradients in its own way before the inner one steps."""
+    """An optimizer that exchanges gradients its own way before the inner one steps."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class LowRank(Rival):
         for parameter in self._parameters:
             rows = parameter.shape[0]
             columns = parameter.numel() // rows
-            if rank * (rows + columns) < parameter.numel():  # vectors travel whole
+            if rank * (rows + columns) < parameter.numel():  # vectors are sent whole
                 error, q = (
                     torch.zeros(rows, columns),
                     torch.randn(columns, rank, generator=generator),

@@ -1,11 +1,10 @@
-"""Memory and time of a training step of extreme classification, at a published set's dimensions.
+"""Measure memory and time of a training step for extreme classification, in published dimensions.
 
 python mpi_scripts/measure_xml.py amazon-670k                  # one rank
 mpirun -n 2 python mpi_scripts/measure_xml.py delicious-200k --batch-size 64
 
-Rows are synthetic. Memory is the bytes of tensors, and the process's peak as Linux counts it.
-Seconds are CPU time, all threads of a rank together, so that other programs on the machine do not
-count.
+Rows are synthetic. Memory is given as the bytes of tensors and as the process's peak, which Linux
+counts. Seconds are the CPU time of all threads of a rank, so that other programs do not count.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-# By path, this script would find neither `models` nor a gtopk that is not installed.
+# Run by its path, a script finds neither `models` nor a gtopk that is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gtopk.torch as hvd
@@ -53,13 +52,13 @@ def forget_most() -> None:
 
 
 class Steps:
-    """Measures steps for ways to compute the loss."""
+    """Measures steps with different ways to compute the loss."""
 
     def __init__(self, model: XmlMlp, optimizer: Any, dataset: SparseDataset) -> None:
         self._model, self._optimizer, self._dataset = model, optimizer, dataset
 
     def measure(self, name: str, loss_of: Callable[[Any], torch.Tensor], steps: int) -> str:
-        """Return a text of a step's cost, the mean of all but the first."""
+        """Return a step's cost as text: the mean of all steps but the first."""
         batch_size = len(self._dataset) // (steps + 1)
         names = "forward", "backward", "exchange", "apply"
         seconds = dict.fromkeys(names, 0.0)
@@ -136,7 +135,7 @@ def main() -> None:
     }
     for way, loss_of in ways.items():
         if arguments.only in (None, way):
-            # A new optimizer for each: a parameter's gradient that was sparse once stays sparse.
+            # A new optimizer for each: once a parameter's gradient was sparse, it stays sparse.
             optimizer = hvd.DistributedOptimizer(
                 torch.optim.SGD(model.parameters(), lr=0.1),
                 named_parameters=model.named_parameters(),

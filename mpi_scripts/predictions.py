@@ -1,13 +1,13 @@
-"""Hold what was foretold of reductions against the clock: tables of the errors.
+"""Compare predicted and measured times of reductions, in tables of the errors.
 
-There is a table for the time of each reduction, one for the time that it saves against dense, as
-the line at a run's start predicts it, and one for all times by how busy the cores were that all
-hosts shared: beyond a half, the emulation's cores decide, and no longer its links.
+One table is for the time of each reduction, one for the time that it saves compared with dense (as
+the line at a run's start predicts it), and one for all times, by how busy the cores were that all
+emulated hosts shared: above a half, these cores limit the speed instead of the links.
 
 python mpi_scripts/predictions.py FOLDER/*.json     files of `gtopk bench collectives --json`,
                                                     named RATE-HOSTS.json
-python mpi_scripts/predictions.py --simulate ...    predict by SimGrid, with every message and the
-                                                    ranks' computing between them, in place of
+python mpi_scripts/predictions.py --simulate ...    predict with SimGrid, from every message and
+                                                    the computation between them, instead of
                                                     the model's rounds
 """
 
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
-# By path, Python would find no gtopk that is not installed.
+# Run by its path, a script does not find a gtopk that is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from collectives.algorithms import ALGORITHMS
@@ -39,7 +39,7 @@ BUSY: Final = ((0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, math.inf))
 
 
 def read(path: Path) -> Results:
-    """Return the results in a JSON file; raise OSError or ValueError, which name it."""
+    """Return the results in a JSON file; raise an OSError or ValueError that names it."""
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -53,10 +53,10 @@ def checked(results: Any, source: str) -> Results:
         raise ValueError(f"{source} must be written by `gtopk bench collectives --json`")
     if results.get("schema") != SCHEMA:
         raise ValueError(
-            f"{source} must have schema {SCHEMA}, got {results.get('schema')!r}: run it anew"
+            f"{source} must have schema {SCHEMA}, got {results.get('schema')!r}: run it again"
         )
     if not isinstance(results.get("records"), list) or not isinstance(results.get("run"), dict):
-        raise ValueError(f"{source} lacks its records or what is told of its run")
+        raise ValueError(f"{source} lacks its records or its description of the run")
     for record in results["records"]:
         if not isinstance(record, dict):
             raise ValueError(f"a record of {source} must be an object, got {record!r}")
@@ -66,10 +66,10 @@ def checked(results: Any, source: str) -> Results:
 
 
 class Forecast(NamedTuple):
-    """A prediction for one way to reduce, on one network: seconds, or the quantity in `way`.
+    """A prediction for one reduction on one network: seconds, or the quantity named by `way`.
 
     busy:  the share of the shared cores' time that the ranks' processes took; None: unknown.
-    error: (foretold - measured) / measured.
+    error: (predicted - measured) / measured.
     """
 
     rate: str
@@ -77,32 +77,32 @@ class Forecast(NamedTuple):
     length: int
     entries: int
     way: str
-    foretold: float
+    predicted: float
     measured: float
     busy: float | None = None
 
     @property
     def error(self) -> float:
         """Return the relative error; infinity where nothing was measured."""
-        return self.foretold / self.measured - 1 if self.measured else math.inf
+        return self.predicted / self.measured - 1 if self.measured else math.inf
 
 
 def forecasts(
-    name: str, results: Results, foretell: Callable[[Record], float | None]
+    name: str, results: Results, predict: Callable[[Record], float | None]
 ) -> Iterable[Forecast]:
-    """Yield a forecast for every record that has a model; foretell: predicts a record's seconds."""
+    """Yield a forecast for every record that has a model; predict: returns a record's seconds."""
     for record in results["records"]:
-        foretold = foretell(record)
-        if record["ours"] and foretold is not None:
+        predicted = predict(record)
+        if record["ours"] and predicted is not None:
             measured = record["seconds"]["median"]
             network = name, record["ranks"], record["length"]
             entries = record["length"] if record["label"] == DENSE else record["k"]
             busy = busyness(record, results["run"].get("shared_cores"))
-            yield Forecast(*network, entries, record["label"], foretold, measured, busy)
+            yield Forecast(*network, entries, record["label"], predicted, measured, busy)
 
 
 def check(results: Results, source: str) -> None:
-    """Raise ValueError where a record has figures that no benchmark writes."""
+    """Raise ValueError if a record has figures that no benchmark writes."""
     cores = results["run"].get("shared_cores")
     if not (cores is None or (isinstance(cores, int) and cores > 0)):
         raise ValueError(f"shared_cores of {source} must be a number of cores, got {cores!r}")
@@ -114,12 +114,12 @@ def check(results: Results, source: str) -> None:
         if not is_sound:
             raise ValueError(
                 f"record {number} of {source} must have the counts and times of a measurement; "
-                "run the benchmark anew"
+                "run the benchmark again"
             )
 
 
 def _is_sound(record: Record) -> bool:
-    """Tell whether a record's counts and times can be; may raise what it meets in forged ones."""
+    """Tell whether a record's counts and times are possible; on malformed ones it may raise."""
     counts = record["ranks"], record["k"], record["length"]
     latency_seconds, seconds_per_byte, burst_bytes = record["modelled_link"]
     times = [
@@ -140,7 +140,7 @@ def _is_sound(record: Record) -> bool:
 
 
 def format_of(record: Record) -> Format:
-    """Return the wire format of a record; the exact one where it names none."""
+    """Return a record's wire format; the exact one if it names none."""
     indices, _, values = (record["format"] or "+".join(EXACT)).partition("+")
     return Format(indices, values)
 
@@ -154,14 +154,14 @@ def busyness(record: Record, cores: int | None) -> float | None:
 
 
 def savings(found: Sequence[Forecast]) -> Iterator[Forecast]:
-    """Yield the time that each sparse way saves compared with dense on the same network."""
+    """Yield the time that each sparse method saves compared with dense on the same network."""
     dense = {each[:3]: each for each in found if each.way == DENSE}
     for each in found:
-        whole = dense.get(each[:3])
-        if whole and each.way != DENSE:
+        baseline = dense.get(each[:3])
+        if baseline and each.way != DENSE:
             yield each._replace(
-                foretold=whole.foretold - each.foretold,
-                measured=whole.measured - each.measured,
+                predicted=baseline.predicted - each.predicted,
+                measured=baseline.measured - each.measured,
             )
 
 
@@ -174,15 +174,15 @@ def modelled(record: Record) -> float | None:
 def simulated(python: str) -> Callable[[Record], float | None]:
     """Return a function that replays a record's messages on the link that its ranks measured.
 
-    Between messages ranks compute: in total as long as the model says, distributed as measured on
-    this machine.
+    Between messages ranks compute: as long in total as the model says, distributed between the
+    messages as measured on this machine.
     """
     traces: dict[Reduction, Trace] = {}  # the same messages at any bandwidth
     profiles: dict[Reduction, Profile] = {}
 
     def seconds(record: Record) -> float | None:
         if record["modelled_wire_seconds"] is None or record["algorithm"] not in ALGORITHMS:
-            return None  # shards, say, are no reduction of picks
+            return None  # shards, for example, do not reduce picks
         is_dense = record["algorithm"] == "dense"
         reduction = Reduction(
             record["algorithm"],
@@ -205,14 +205,14 @@ def simulated(python: str) -> Callable[[Record], float | None]:
 
 
 def by_busyness(found: Sequence[Forecast]) -> Iterator[str]:
-    """Yield the lines of a table, with a row for each range of the cores' busy share."""
+    """Yield the lines of a table with a row for each range of how busy the cores were."""
     yield "| cores busy | forecasts | median error | within 20 % | worst |"
     yield "|---|---|---|---|---|"
     for least, end in BUSY:
-        here = [each for each in found if each.busy is not None and least <= each.busy < end]
-        if here:
+        within = [each for each in found if each.busy is not None and least <= each.busy < end]
+        if within:
             step = f"from {100 * least:.0f} %" + (f" to {100 * end:.0f} %" if end < 1 else "")
-            yield row(step, here)
+            yield row(step, within)
 
 
 def row(way: str, found: Sequence[Forecast]) -> str:
@@ -230,27 +230,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the tables, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", type=Path, nargs="+")
-    parser.add_argument("--simulate", action="store_true", help="by SimGrid, message by message")
+    parser.add_argument(
+        "--simulate", action="store_true", help="predict with SimGrid, message by message"
+    )
     options = parser.parse_args(arguments)
     try:
-        foretell = simulated(find_python()) if options.simulate else modelled
+        predict = simulated(find_python()) if options.simulate else modelled
         files = [(path, read(path)) for path in options.files]
         for path, results in files:
             check(results, str(path))
         by_file = [
-            [*forecasts(path.stem.partition("-")[0], results, foretell)] for path, results in files
+            [*forecasts(path.stem.partition("-")[0], results, predict)] for path, results in files
         ]
     except (OSError, ValueError, CollectiveError, SimulationError) as error:
         parser.error(str(error))
     found = [each for forecast in by_file for each in forecast]
-    # Each file against its own dense: of two runs, files may have the same name.
+    # Compare each file with its own dense: files of two runs may have the same name.
     saved = [each for forecast in by_file for each in savings(forecast)]
     for entries in sorted({each.entries for each in found}):
         for title, forecast in (("time", found), ("saved of dense's time", saved)):
-            here = [each for each in forecast if each.entries == entries]
-            if here:
+            of_size = [each for each in forecast if each.entries == entries]
+            if of_size:
                 print(f"{entries:,} entries a rank: {title}\n")
-                print(*table(here), "", sep="\n")
+                print(*table(of_size), "", sep="\n")
     if any(each.busy is not None for each in found):
         print("all times, by how busy the shared cores were\n")
         print(*by_busyness(found), "", sep="\n")
@@ -258,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def table(found: Sequence[Forecast]) -> Iterator[str]:
-    """Yield the lines of a table, with a row for each way to reduce."""
+    """Yield the lines of a table with a row for each method."""
     yield "| | networks | median error | within 20 % | worst |"
     yield "|---|---|---|---|---|"
     for way in dict.fromkeys(each.way for each in found):

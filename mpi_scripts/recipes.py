@@ -1,7 +1,8 @@
 """Recipes: ways to train with compressed gradients, which `convergence.py` compares.
 
-They differ in where momentum is applied, before or after the selection; in warm-up; in who keeps
-dropped entries; in the width of updates; in the rounding of values; and in the order of merges.
+They differ in whether momentum is applied before or after the selection, in the warm-up, in who
+keeps dropped entries, in the width of updates, in the rounding of values and in the order of
+merges.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ RAMP: Final = (0.5, 0.5)
 
 
 class Setting(NamedTuple):
-    """The facts that a recipe may depend on.
+    """What a recipe may depend on.
 
     length: number of the model's parameters. steps: number of steps in the whole training.
     """
@@ -38,14 +39,15 @@ class Recipe(NamedTuple):
     """How a model is trained.
 
     compression: the compression of gradients.
-    momentum:    of the wrapped SGD. adam: AdamW in place of SGD; with adam_correction, before it.
-    rate:        factor of the task's learning rate, which is for SGD with momentum, or for AdamW.
-    ramp:        the first factor of the rate, and the share of the training after which it is 1.
-    low_rank:    above 0: PowerSGD of this rank in place of compression.
-    decoupled:   above 0: DeMo with as many components of a chunk in place of compression.
-    node_size:   number of ranks on a node; 0: each rank is alone.
-    inner_steps: above 0: steps in a round of LocalSGD, in place of an exchange in every step.
-    options:     of DistributedOptimizer, or of LocalSGD.
+    momentum:    the momentum of the wrapped SGD.
+    adam:        use AdamW instead of SGD; with adam_correction, before the selection.
+    rate:        factor of the task's learning rate for SGD with momentum, or for AdamW.
+    ramp:        the rate's first factor, and the share of the training after which the factor is 1.
+    low_rank:    above 0: PowerSGD of this rank instead of compression.
+    decoupled:   above 0: DeMo with this many components per chunk instead of compression.
+    node_size:   ranks per node; 0: each rank is alone.
+    inner_steps: above 0: steps in a round of LocalSGD, instead of an exchange in every step.
+    options:     options of DistributedOptimizer or LocalSGD.
     """
 
     compression: Any = Compression.none
@@ -61,7 +63,7 @@ class Recipe(NamedTuple):
 
     @property
     def is_adam_before(self) -> bool:
-        """Tell whether Adam's steps are made before the selection, so that SGD is wrapped."""
+        """Tell whether Adam's steps are made before the selection; SGD is then wrapped."""
         return self.adam and getattr(self.compression, "adam_correction", None) is not None
 
     def rate_at(self, share: float) -> float:
@@ -71,7 +73,7 @@ class Recipe(NamedTuple):
 
     @property
     def is_dense(self) -> bool:
-        """Tell whether all entries travel, unrounded: such recipes are the baselines."""
+        """Tell whether all entries are sent unrounded: such recipes are the baselines."""
         usual = not self.adam or self.rate == 1.0
         every_step = not (self.low_rank or self.decoupled or self.inner_steps)
         return self.compression is Compression.none and usual and every_step
@@ -79,7 +81,7 @@ class Recipe(NamedTuple):
 
 @dataclass(frozen=True)
 class PublishedTree(SparseCompression):
-    """gTop-k as published: a tree, and a pick is cleared whenever its index is in the result."""
+    """gTop-k as published: a tree; a pick is cleared whenever its index is in the result."""
 
     algorithm: ClassVar[str] = "gtopk-tree"
 
@@ -88,7 +90,7 @@ class PublishedTree(SparseCompression):
 
 
 def plain(compression: Any = Compression.none) -> Recipe:
-    """Return a recipe without momentum; its learning rate is as high as the tasks allow."""
+    """Return a recipe without momentum, with the highest learning rate that the tasks allow."""
     return Recipe(compression, momentum=0.0, rate=6.0)
 
 
@@ -101,7 +103,7 @@ def corrected(kind: Callable[..., Any], density: float, **options: Any) -> Recip
 def adam_before(kind: Callable[..., Any], density: float, **options: Any) -> Recipe:
     """Return a recipe that makes Adam's steps before it selects.
 
-    A rank's gradients are noisier than their mean, and its steps shorter: the rate is higher.
+    A rank's own gradients are noisier than the mean, so its steps are shorter: hence a higher rate.
     """
     return Recipe(kind(density, adam_correction=BETAS, **options), adam=True, rate=3.0)
 
@@ -119,7 +121,7 @@ def local_adamw(
     rate: float = 1.2,
     **options: Any,
 ) -> Recipe:
-    """Return a recipe whose ranks step by AdamW on their own between two exchanges of changes."""
+    """Return a recipe whose ranks train locally with AdamW between two exchanges of changes."""
     return Recipe(
         compression,
         adam=True,
@@ -144,13 +146,13 @@ def deep(setting: Setting) -> Recipe:
 
 
 def as_many_bytes_as_exact(setting: Setting) -> float:
-    """Return the density at which packed int8 entries take the bytes of exact ones."""
+    """Return the density at which packed int8 entries take as many bytes as exact ones."""
     index_bits = math.log2(math.e / setting.density)
     return min(1.0, setting.density * 48 / (index_bits + 8.25))
 
 
 def gtopk(density: float, *, growth: float = 1.0, **options: Any) -> SparseCompression:
-    """Return gTop-k with updates as narrow as the paper's, unless `growth` is given."""
+    """Return gTop-k with the paper's narrow updates, unless `growth` is given."""
     return Compression.gtopk(density, growth=growth, **options)
 
 

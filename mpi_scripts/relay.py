@@ -1,13 +1,13 @@
-"""Relay: the switch between emulated hosts whose links are long, or lose frames.
+"""Relay: the switch between emulated hosts whose links are long or lose frames.
 
-It holds a TAP device for each host, port0, port1, ...: frames read from a device were sent by its
-host, and frames written to it arrive at the host. A frame on its way:
+It has a TAP device for each host, port0, port1, ...: it reads the frames that the host sends, and
+writes those that the host is to receive. A frame's way:
 
     sent by host a     at once      after the delay          at the port's rate, in turn
     read from port a   lost, or ->  arrives at port b    ->  written to port b
 
-Between hosts of one site frames are neither lost nor delayed. Prints "ready" when the devices
-exist and can be moved into their hosts; ends when it is killed.
+Between hosts of one site, frames are neither lost nor delayed. It prints "ready" when the devices
+exist and can be moved to their hosts, and runs until it is killed.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from contextlib import suppress
 from typing import Final
 
 _TUNSETIFF: Final = 0x400454CA
-_TAP, _WITHOUT_HEADER, _AT_ONCE = 0x0002, 0x1000, 64  # frames read of one port before the next
+_TAP, _WITHOUT_HEADER, _AT_ONCE = 0x0002, 0x1000, 64  # frames to read from one port before the next
 _FRAME_BYTES: Final = 1 << 16
 
 
 class Switch:
-    """The frames on their way between ports.
+    """The frames in transit between ports.
 
-    delay_seconds, loss: the delay, and the probability of loss, of a frame to another site.
+    delay_seconds, loss: delay and loss probability of a frame to another site.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Switch:
         sites: int | None = None,
         seed: int = 0,
     ) -> None:
-        """write: called with a port and a frame; sites: of each port; None: a site for each."""
+        """write: called with a port and a frame; sites: each port's site; None: all different."""
         self._site = [port * (sites or ports) // ports for port in range(ports)]
         self._seconds_per_byte = 1 / bytes_per_second
         self._write = write
@@ -60,11 +60,11 @@ class Switch:
         self._numbers = itertools.count()
 
     def take(self, source: int, frame: bytes, now: float) -> None:
-        """Send a frame to the port of its receiver, or to all others while that is unknown."""
+        """Send a frame to its receiver's port, or to all others while that is unknown."""
         receiver, sender = frame[:6], frame[6:12]
         self._port_of[sender] = source
-        known = self._port_of.get(receiver)
-        targets = range(len(self._site)) if known is None else [known]
+        target = self._port_of.get(receiver)
+        targets = range(len(self._site)) if target is None else [target]
         for port in targets:
             far = self._site[port] != self._site[source]
             if port != source and not (far and self._random.random() < self._loss):
@@ -72,7 +72,7 @@ class Switch:
                 self._wait(arrives, port, frame, is_through=False)
 
     def pass_on(self, now: float) -> float | None:
-        """Write frames that are due; return when the next is due, None without any."""
+        """Write the frames that are due; return when the next one is due; None: no frame waits."""
         while self._waiting and self._waiting[0][0] <= now:
             due, _, port, frame, is_through = heapq.heappop(self._waiting)
             if is_through:
@@ -95,14 +95,14 @@ def open_port(name: str) -> int:
 
 
 def frames_of(port: int) -> Iterator[bytes]:
-    """Yield the frames that have come to a port; none from one that is down."""
+    """Yield the frames that have arrived at a port; none if it is down."""
     with suppress(OSError):
         for _ in range(_AT_ONCE):
             yield os.read(port, _FRAME_BYTES)
 
 
 def main() -> None:
-    """Pass frames on until this process is killed."""
+    """Forward frames until this process is killed."""
     parser = argparse.ArgumentParser(description="The switch of emulated_network.sh.")
     parser.add_argument("hosts", type=int)
     parser.add_argument("bytes_per_second", type=float)
@@ -114,7 +114,7 @@ def main() -> None:
     ports = [open_port(f"port{host}") for host in range(options.hosts)]
 
     def write(port: int, frame: bytes) -> None:
-        with suppress(OSError):  # an interface that is down takes nothing
+        with suppress(OSError):  # an interface that is down accepts nothing
             os.write(ports[port], frame)
 
     switch = Switch(
@@ -122,7 +122,7 @@ def main() -> None:
         *(options.delay, options.loss, options.sites, options.seed),
     )
     print("ready", flush=True)
-    # A high priority: frames must not wait for the ranks, which use the cores.
+    # High priority, so that frames do not wait for the ranks, which use the cores.
     os.nice(-20)
     numbers = {port: number for number, port in enumerate(ports)}
     due: float | None = None

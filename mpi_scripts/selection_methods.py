@@ -1,7 +1,7 @@
-"""Methods of selection; gradients to select from, of a training or drawn; the range of times.
+"""Selection methods, the gradients to select from (of a training, or random), and ranges of times.
 
-With error feedback a residual is what was not selected before, and no longer looks like a gradient.
-So every source goes on from step to step, and the residual with it.
+With error feedback the residual holds the entries that were not selected before, and no longer
+looks like a gradient. So each source, and its residual, continues from step to step.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Synthetic:
         self._name, self._random = name, np.random.default_rng(0)
 
     def next_gradient(self) -> Array:
-        """Return the gradient of the next step; its array may be the one before's."""
+        """Return the next step's gradient; it may reuse the last one's array."""
         if self._name == "gaussian":
             return self._random.standard_normal(self.length, np.float32)
         drawn = self._random.standard_exponential(self.length, np.float32)
@@ -57,23 +57,23 @@ class Synthetic:
         return drawn
 
     def apply(self, update: SparseVector) -> None:
-        """Apply the update to the network, where there is one."""
+        """Apply the update to the network, if there is one."""
 
 
 class Training:
-    """The same of a perceptron of about `length` parameters that learns noisy images by SGD.
+    """The gradients of a perceptron of about `length` parameters that learns noisy images with SGD.
 
-    Its gradients and residuals are real, its images are not: ten random patterns under noise, a
-    tenth of them under a wrong label.
+    Gradients and residuals are real, but the images are not: ten random patterns with noise, a
+    tenth of them with a wrong label.
     """
 
     label = "perceptron in training (synthetic images)"
 
     def __init__(self, length: int) -> None:
         torch.manual_seed(0)
-        beside = _FEATURES + _CLASSES
+        outer = _FEATURES + _CLASSES
         # The positive root of hidden^2 + (features + classes) * hidden = length.
-        hidden = max(1, round((math.sqrt(beside**2 + 4 * length) - beside) / 2))
+        hidden = max(1, round((math.sqrt(outer**2 + 4 * length) - outer) / 2))
         self._network = torch.nn.Sequential(
             torch.nn.Linear(_FEATURES, hidden),
             torch.nn.ReLU(),
@@ -115,7 +115,7 @@ def open_source(name: str, length: int) -> Source:
     return Training(length) if name == "training" else Synthetic(name, length)
 
 
-# (residual, gradient, k) -> the picks, which are cleared in the residual.
+# (residual, gradient, k) -> the picks, which it clears in the residual.
 Step = Callable[[Array, Array, int], SparseVector]
 
 # The part that no method can avoid.
@@ -126,7 +126,7 @@ TWINS: Final = {"gtopk-reference": reference} | (
 
 
 class Method(NamedTuple):
-    """One way to do a step. threads: how many it runs on."""
+    """One way to make a step; threads: how many it uses."""
 
     name: str
     step: Step
@@ -134,9 +134,9 @@ class Method(NamedTuple):
 
 
 class Ours:
-    """Our selection on one twin, with the threshold that it hands from step to step.
+    """Our selection with one twin, which passes its threshold on from step to step.
 
-    guess: the threshold with which every step begins in its place; None: there is none.
+    guess: the threshold with which every step starts instead; None: none is given.
     """
 
     def __init__(self, twin: Any, guess: float | None = None) -> None:
@@ -157,7 +157,7 @@ def floor(residual: Array, gradient: Array, k: int) -> SparseVector:
 
 
 def torch_topk(residual: Array, gradient: Array, k: int) -> SparseVector:
-    """add_, abs, torch.topk, as most implementations do it."""
+    """add_, abs and torch.topk, as in most implementations."""
     tensor = torch.from_numpy(residual)
     tensor.add_(torch.from_numpy(gradient))
     _, indices = torch.topk(tensor.abs(), k, sorted=False)
@@ -182,7 +182,7 @@ def _published(name: str, residual: Array, gradient: Array, k: int) -> SparseVec
 
 
 def all_methods(threads: int) -> list[Method]:
-    """Return the methods that can run here, the floor first; threads: of the threaded one."""
+    """Return the methods that can run here, the floor first; threads: for the threaded method."""
     methods = [Method(FLOOR, floor)]
     if "gtopk-compiled" in TWINS:
         methods.append(Method("gtopk-compiled", Ours(host)))
@@ -197,18 +197,18 @@ def all_methods(threads: int) -> list[Method]:
 
 
 class Answer:
-    """The k largest magnitudes of a sum, whichever of equal ones; NaN counts as the largest."""
+    """The k largest magnitudes of a sum, any of equal ones; NaN counts as the largest."""
 
     def __init__(self, total: Array, k: int) -> None:
         self.k = k
         self.keys = reference.keys(total)
-        # By keys, which order magnitudes as whole numbers do: NaN would compare as neither.
+        # Keys order magnitudes as integers; NaN compares with nothing.
         self.at_k = np.partition(self.keys, total.size - k)[total.size - k]
         # Zeros may be selected or not.
         self.least = k if self.at_k else int(np.count_nonzero(self.keys))
 
     def is_given_by(self, picked: SparseVector) -> bool:
-        """Tell whether these are k entries of the sum, but for zeros, and no other is larger."""
+        """Tell whether these are k entries of the sum, apart from zeros, and no other is larger."""
         chosen = self.keys[picked.indices]
         return (
             np.unique(picked.indices).size == picked.entries <= self.k

@@ -3,9 +3,8 @@
 python mpi_scripts/simulate_xml.py --speeds 1320:1200:1100:1000 --seeds 5
 
 Everything runs in this process: models, gradients and merges are real, seconds are simulated. A
-batch takes a rank's time in proportion to its entries, as rows have very unlike lengths. The data
-is synthetic, like a smaller Amazon-670k: results show how strategies compare, not what they reach
-on real data.
+batch takes time in proportion to its entries, as rows differ much in length. The data is synthetic,
+like a smaller Amazon-670k: results show how strategies compare, not what they reach on real data.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-# By path, Python would find neither `models` nor a gtopk that is not installed.
+# Run by its path, a script finds neither `models` nor a gtopk that is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from collectives.cost import Link
@@ -69,7 +68,7 @@ class XmlTask:
         self.length = sum(tensor.numel() for tensor in self._weights.values())
 
     def model(self) -> torch.nn.Module:
-        """Return a network; all have the same initial weights."""
+        """Return a network, always with the same initial weights."""
         made = XmlMlp(*self._sizes)
         made.load_state_dict(self._weights)
         return made
@@ -80,7 +79,7 @@ class XmlTask:
         return model.loss(self._train.__getitems__(indices.tolist()))
 
     def work_of(self, places: Sequence[int]) -> float:
-        """Return the number of entries in the given rows, over that of a mean row."""
+        """Return the number of entries in the given rows, divided by a mean row's."""
         return float(self._work[list(places)].sum())
 
     def accuracy(self, model: torch.nn.Module) -> float:
@@ -91,7 +90,7 @@ class XmlTask:
 
 
 def rows_per_second(text: str) -> list[float]:
-    """Return the speeds in a text such as "1320:1200", of one rank or several."""
+    """Parse the speeds of one or more ranks, such as "1320:1200"."""
     return speeds(text) if ":" in text else speeds(f"{text}:{text}")[:1]
 
 
@@ -102,25 +101,25 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--speeds", type=rows_per_second, default=fleet, help="rows/s of each rank")
     add("--seeds", type=int, default=1)
     add("--epochs", type=int, default=8)
-    add("--batch", type=int, default=64, help="of a rank, at first; default: %(default)s")
+    add("--batch", type=int, default=64, help="a rank's first batch size; default: %(default)s")
     add("--mega-batch", type=int, default=0, help="rows between merges; default: 100 batches")
-    add("--local-steps", type=int, default=8, help="of k-step and elastic; default: %(default)s")
-    add("--merge-momentum", type=float, default=0.0, help="of the merged model, of every strategy")
+    add("--local-steps", type=int, default=8, help="for k-step and elastic; default: %(default)s")
+    add("--merge-momentum", type=float, default=0.0, help="for the merged model of all strategies")
     add(
         "--lr",
         type=float,
         nargs="+",
         default=[4.0],
-        help="of several the best on one more seed is taken",
+        help="learning rate; of several, the best one on an additional seed is used",
     )
-    add("--target", type=float, default=0.5, help="P@1 to be reached; default: %(default)s")
+    add("--target", type=float, default=0.5, help="P@1 to reach; default: %(default)s")
     add("--features", type=int, default=4000)
     add("--labels", type=int, default=1000)
     add("--labels-per-row", type=float, default=1.5, help="on average; default: %(default)s")
     add("--hidden", type=int, default=32)
     add("--rows", type=int, default=8000)
     add("--test-rows", type=int, default=1000)
-    add("--overhead", type=float, default=0.002, help="seconds of every batch")
+    add("--overhead", type=float, default=0.002, help="seconds per batch")
     add("--noise", type=float, default=0.03)
     add("--bandwidth", type=float, default=10e9, help="bits a second; default: %(default)g")
     add("--latency", type=float, default=20e-6, help="seconds")
@@ -163,23 +162,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         reached = ", ".join(f"{r.seconds_to(options.target) or math.nan:.3g}" for r in records)
         print(f"{name}, lr {rate:g}: {reached} s to the target, by seed", file=sys.stderr)
         shown += [dataclasses.replace(record, mode=f"{name} {rate:g}") for record in records]
-    print("Synthetic rows, like Amazon-670k's and fewer; accuracy is P@1; learning rate by name.")
+    print("Synthetic rows, like a smaller Amazon-670k; accuracy is P@1; names have learning rates.")
     for line in render(shown, setting_of(options.lr[0], 0), options.target):
         print(line)
 
 
 def run(name: str, setting: Setting, options: argparse.Namespace) -> Record:
     """Return the record of a strategy's run."""
-    told = {
+    arguments = {
         "local_steps": options.local_steps,
         "merge_momentum": options.merge_momentum,
         **STRATEGIES[name],
     }
-    return replicas.simulate(setting, name, **told)
+    return replicas.simulate(setting, name, **arguments)
 
 
 def rank_of(record: Record, target: float) -> tuple[float, float]:
-    """Return a key that is smaller for the better run: seconds to a target, then lost accuracy."""
+    """Return a key that is smaller for the better run: seconds to a target, then -accuracy."""
     return record.seconds_to(target) or math.inf, -record.final_accuracy
 
 

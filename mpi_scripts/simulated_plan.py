@@ -1,10 +1,10 @@
-"""`gtopk plan`, and what its methods take where SimGrid shares the links among all messages.
+"""`gtopk plan`, with each method also simulated by SimGrid, where messages share links.
 
 gtopk plan --simulate --model resnet50 --ranks 8 --bandwidth 1gbit        calls this program
 python mpi_scripts/simulated_plan.py --help                               all options
 
-In the model each round of an algorithm takes as long as its largest message. The simulation sends
-every message that the real code sends, so that it includes waiting ranks and shared links.
+In the model, each round of an algorithm takes as long as its largest message. The simulation sends
+every message of the real code, so it includes waiting ranks and shared links.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-# By path, Python would find no gtopk that is not installed.
+# Run by its path, a script does not find a gtopk that is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from collectives.cost import Link
@@ -40,14 +40,14 @@ _SITE_LATENCY_SECONDS: Final = 0.01
 
 
 class Simulated(NamedTuple):
-    """A method's simulated wire time; None, with the reason, where it has too many messages."""
+    """A method's simulated wire time; None, with the reason, if it has too many messages."""
 
     prediction: Prediction
     wire_seconds: float | None
     problem: str = ""
 
     def step_seconds(self, backward_seconds: float) -> float | None:
-        """Return the seconds that it adds to a step, with the modelled selecting and merging."""
+        """Return the seconds that it adds to a step, including modelled selection and merging."""
         if self.wire_seconds is None:
             return None
         modelled, wire = self.prediction, self.prediction.communicate_seconds
@@ -98,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def platform_of(options: argparse.Namespace, network: Network) -> Platform:
-    """Return the tree that the options describe; raise ValueError for an impossible one."""
+    """Return the tree that the options describe; raise ValueError if it is impossible."""
     if network.ranks > MOST_RANKS:
         raise ValueError(f"--simulate takes at most {MOST_RANKS:,} ranks, got {network.ranks:,}")
     for name in ("site_bandwidth", "site_latency"):
@@ -119,9 +119,9 @@ def platform_of(options: argparse.Namespace, network: Network) -> Platform:
 
 
 def simulated(comparison: Comparison, platform: Platform) -> list[Simulated]:
-    """Return every method of a comparison, simulated.
+    """Simulate every method of a comparison.
 
-    Raises SimulationError where SimGrid is not here.
+    Raises SimulationError if SimGrid is not installed.
     """
     python = find_python()
     found = []
@@ -182,7 +182,7 @@ def render(
 
 
 def as_record(found: Sequence[Simulated], platform: Platform, backward: float) -> dict[str, Any]:
-    """Return the simulation in the types of JSON."""
+    """Return the simulation in JSON's types."""
     return {
         "simulator": "SimGrid",
         "nodes_per_switch": platform.nodes_per_switch,

@@ -1,11 +1,11 @@
-"""The seconds of reductions on trees of many hosts, by SimGrid: every message of the real code.
+"""Simulate reductions on trees of many hosts with SimGrid, from every message of the real code.
 
 python mpi_scripts/simulated_scaling.py --ranks 8 64 512 --rates 1gbit 10gbit --plot FILE.svg
 python mpi_scripts/simulated_scaling.py --ranks 64 512 --sites 2 --far 1gbit --far-latency 20ms
 
-Seconds are simulated, not measured, and of the wire alone, without selecting, coding and merging,
-as in `simulated_plan.py` for one cluster. A trace is recorded once for all bandwidths.
-A site is a node of the hierarchical reduction, which takes more than one.
+Seconds are simulated, not measured. They cover the wire alone, without selecting, encoding and
+merging, as in `simulated_plan.py` for one cluster. A trace is recorded once for all bandwidths.
+For the hierarchical reduction a site is a node; it needs more than one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-# By path, Python would find no gtopk that is not installed.
+# Run by its path, a script does not find a gtopk that is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from collectives.cost import Link
@@ -50,7 +50,7 @@ class Tree(NamedTuple):
     far: Link | None = None
 
 
-# Seconds by rate, method and ranks; None where the messages are too many.
+# Seconds by rate, method and ranks; None where there are too many messages.
 Found = Mapping[str, Mapping[str, Mapping[int, float | None]]]
 
 STYLE: Final = """
@@ -119,9 +119,9 @@ def table(found: Found, ranks: Sequence[int]) -> list[str]:
 
 
 def picture(found: Found, ranks: Sequence[int]) -> str:
-    """Return one SVG: a panel for each rate, two in a row, on common axes.
+    """Return an SVG: a panel for each rate, two in a row, on common axes.
 
-    Raises ValueError where no time is above 0: one host sends nothing.
+    Raises ValueError if no time is above 0, as with a single host.
     """
     columns = min(2, len(found))
     a_line = 3 * columns

@@ -1,6 +1,6 @@
-"""Tables: the data sets of fully connected networks, by name.
+"""Tables: the data sets for fully connected networks, by name.
 
-Batches are dense; the rows in memory stay sparse: all of real-sim would take 6 GB.
+Batches are dense, but rows stay sparse in memory: dense, all of real-sim would take 6 GB.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from models.data.synthetic_tables import synthesise_table
 from models.data.synthetic_xml import synthesise
 from models.data.xml import read_xml
 
-TABLES = ("covtype", "w8a", "real-sim", "delicious")  # those of Ma and Rusu 2020
+TABLES = ("covtype", "w8a", "real-sim", "delicious")  # as in Ma and Rusu 2020
 _AT_ONCE: Final = 1024  # rows evaluated together: 86 MB of real-sim
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Samples(Protocol):
-    """Batches by their samples' numbers: a data set for a DataLoader with `as_batch`."""
+    """A data set for a DataLoader with `as_batch`: fetches a batch by its samples' numbers."""
 
     def __len__(self) -> int: ...
 
@@ -39,9 +39,9 @@ class Samples(Protocol):
 
 
 class Table(NamedTuple):
-    """Samples [n, features] and their classes [n], or 0 and 1 for all labels [n, outputs].
+    """Samples [n, features], with classes [n] or, for each label, 0 or 1 [n, outputs].
 
-    origin: their source, as a text that belongs beside every figure.
+    origin: their source, as text to print with every figure.
     """
 
     train: Samples
@@ -65,7 +65,7 @@ class Table(NamedTuple):
 
     @torch.no_grad()
     def accuracy(self, model: torch.nn.Module, device: str = "cpu") -> float:
-        """Return the share of test samples whose highest score is at their class, or a label."""
+        """Return the share of test samples whose highest score is at their class or one label."""
         right = 0.0
         for x, targets in in_parts(self.test, device):
             highest = model(x).argmax(1)
@@ -84,11 +84,11 @@ def in_parts(samples: Samples, device: str) -> Iterator[Batch]:
 
 
 class File(NamedTuple):
-    """A file in place of synthetic samples.
+    """A file to read instead of synthetic samples.
 
-    label_base: for delicious: the first label's number, 0 or 1, in a file without a header; None:
-        it has one, as in the Extreme Classification Repository.
-    feature_base: the first feature's number there; in LIBSVM's files it is 1.
+    label_base: for delicious: the first label's number, 0 or 1, if the file has no header; None: it
+        has one, as in the Extreme Classification Repository.
+    feature_base: the first feature's number in such a file; 1 in LIBSVM's files.
     """
 
     path: Path
@@ -96,7 +96,7 @@ class File(NamedTuple):
     feature_base: int = 1
 
     def read(self, shape: Shape) -> LabelledRows:
-        """Return the file's rows; raise ValueError for a file of another set."""
+        """Return the file's rows; raise ValueError if it belongs to another data set."""
         if shape.classes:
             return read_libsvm(shape.name, self.path)
         if self.label_base is not None:
@@ -118,10 +118,10 @@ class File(NamedTuple):
 
 
 def open_table(name: str, seed: int, rows: int, file: File | None = None) -> Table:
-    """Return a table: one of TABLES, or what `models.data.load` knows.
+    """Return a table: one of TABLES, or a data set of `models.data.load`.
 
-    rows: number of synthetic samples in place of a published set, where no file is given.
-    seed: chooses the fifth of the samples that is held out.
+    rows: number of synthetic samples that replace a published set if no file is given.
+    seed: selects the fifth of the samples that is held out.
     Raises the errors of the files' readers.
     """
     if name not in TABLES:

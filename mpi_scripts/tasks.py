@@ -1,4 +1,4 @@
-"""Tasks: the data, models and scores with which recipes are compared."""
+"""Tasks: the data, models and scores for comparing recipes."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ Samples = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def call(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Return a model's scores of the classes, as most models return them."""
+    """Return a model's scores of the classes, for a model that returns nothing else."""
     scores: torch.Tensor = model(x)
     return scores
 
 
 @dataclass(frozen=True)
 class Task:
-    """Samples, an initial model, and a score of the trained one; all from one seed.
+    """Samples, an initial model, and a score of the trained model; all from one seed.
 
     x, y:           training samples, float32 or int64 [n, ...], and their classes, int64 [n, ...].
-    test_x, test_y: those held out.
-    batch:          samples in a step, over all ranks.
-    rate:           of SGD with momentum, at a share 0..1 of the training; adam_rate: of AdamW.
+    test_x, test_y: the same, held out.
+    batch:          samples per step, over all ranks.
+    rate:           the learning rate of SGD with momentum, at a share 0..1 of the training.
+    adam_rate:      the same, of AdamW.
     scores:         computes a model's scores of samples, [n, ..., classes].
     """
 
@@ -84,7 +85,7 @@ class Task:
         return self.epochs * (len(self.x) // self.batch)
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """Yield the samples of every step, in an order by the seed."""
+        """Yield the samples of every step, in the seed's order."""
         order = torch.Generator().manual_seed(self.seed)
         for _ in range(self.epochs):
             shuffled = torch.randperm(len(self.x), generator=order)
@@ -102,7 +103,7 @@ def falling(rate: float) -> Callable[[float], float]:
 
 
 def warmed(rate: float) -> Callable[[float], float]:
-    """Return a learning rate that rises in the first tenth, and falls like a cosine to 0."""
+    """Return a learning rate that rises in the first tenth, then falls as a cosine to 0."""
 
     def at(share: float) -> float:
         rising = 10.0 * share + 1e-3  # above 0 in the first step
@@ -207,7 +208,7 @@ def larger_transformer(seed: int, epochs: int = 2) -> Task:
     )
 
 
-# Functions of a seed, and of a number of epochs if not the task's own.
+# Functions of a seed and, optionally, a number of epochs other than the task's own.
 TASKS: Final[Mapping[str, Callable[..., Task]]] = {
     "digits": digits,
     "digits-cnn": small_cnn,

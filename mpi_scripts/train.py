@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-# By path, `python mpi_scripts/train.py` would find neither `models` nor a gtopk not installed.
+# Run as `python mpi_scripts/train.py`, Python finds neither `models` nor an uninstalled gtopk.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gtopk.torch as hvd  # was: import horovod.torch as hvd
@@ -43,50 +43,52 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--preset", choices=PRESETS, default="digits")
     data = parser.add_argument_group("data")
     data.add_argument("--data", type=Path, help="the folder of the preset's published files")
-    data.add_argument("--dataset", help="of the preset digits: 'digits', or an .npz file")
-    data.add_argument("--synthetic-samples", type=at_least(1), help="of the stand-in, to train on")
+    data.add_argument("--dataset", help="for preset digits: 'digits', or an .npz file")
+    data.add_argument("--synthetic-samples", type=at_least(1), help="how many to train on")
     data.add_argument("--workers", type=at_least(0), default=0, help="processes that load batches")
     data.add_argument("--seed", type=at_least(0), default=0)
-    recipe = parser.add_argument_group("recipe", "default: as the preset says")
+    recipe = parser.add_argument_group("recipe", "default: the preset's values")
     recipe.add_argument("--epochs", type=at_least(1))
-    recipe.add_argument("--steps", type=at_least(1), help="after which it ends, if before epochs")
+    recipe.add_argument("--steps", type=at_least(1), help="stop after this many steps")
     recipe.add_argument("--batch-size", type=at_least(1), help="per rank and backward pass")
-    recipe.add_argument("--passes", type=at_least(1), default=1, help="backward passes of a step")
+    recipe.add_argument("--passes", type=at_least(1), default=1, help="backward passes per step")
     recipe.add_argument("--lr", type=float)
     recipe.add_argument("--momentum", type=float)
-    recipe.add_argument("--weight-decay", type=float, help="of SGD, or AdamW, after the reduction")
+    recipe.add_argument("--weight-decay", type=float, help="weight decay of SGD or AdamW")
     recipe.add_argument("--amp", choices=AMP_DTYPES, help="compute in half precision")
-    sending = parser.add_argument_group("what is sent")
+    sending = parser.add_argument_group("compression")
     sending.add_argument(
         "--compression",
         choices=[*DENSE, *SPARSE, "auto"],
         default="gtopk",
-        help="published: gTop-k as its authors have it, a tree that loses some of what it drops",
+        help="published: the authors' gTop-k, a tree that loses some of the entries it drops",
     )
-    sending.add_argument("--density", type=float, help="share of the entries sent")
+    sending.add_argument("--density", type=float, help="share of the entries to send")
     sending.add_argument(
         "--density-warmup-epochs",
         type=as_argument(number_in("[0, inf)")),
         default=0.0,
-        help=f"in which the density falls from {WARM:g} to its own",
+        help=f"epochs in which the density falls from {WARM:g} to --density",
     )
     sending.add_argument(
         "--growth",
         type=as_argument(number_in("[1, inf)")),
-        help=f"width of gTop-k's updates, times k; 1: as published; default: {USUAL_GROWTH:g}",
+        help=f"width of gTop-k's updates, times k; 1: the paper's; default: {USUAL_GROWTH:g}",
     )
     sending.add_argument(
         "--momentum-correction",
         action=argparse.BooleanOptionalAction,
-        help="momentum, or AdamW's steps, before the selection, not after the reduction",
+        help="apply momentum, or compute AdamW's steps, before the selection",
     )
     run = parser.add_argument_group("run")
     run.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    run.add_argument("--checkpoint", type=Path, help="folder to save in, and to go on from")
-    run.add_argument("--checkpoint-every", type=at_least(0), default=0, help="steps; 0: epochs")
-    # Not --log: torchrun and horovodrun would take that for an abbreviation of their own options.
+    run.add_argument("--checkpoint", type=Path, help="folder to save to and to resume from")
     run.add_argument(
-        "--log-file", type=as_argument(output_file), help="for a line of JSON an epoch"
+        "--checkpoint-every", type=at_least(0), default=0, help="steps between saves; 0: epochs"
+    )
+    # Not --log: torchrun and horovodrun would take it as an abbreviation of their own options.
+    run.add_argument(
+        "--log-file", type=as_argument(output_file), help="file for a line of JSON per epoch"
     )
     arguments = parser.parse_args()
     _require_one_source(arguments)
@@ -105,7 +107,7 @@ def _require_one_source(arguments: argparse.Namespace) -> None:
     elif arguments.dataset:
         raise ValueError(f"--dataset is for --preset digits: give {arguments.preset} --data FOLDER")
     elif arguments.synthetic_samples and PRESETS[arguments.preset].is_at_hand:
-        raise ValueError(f"--synthetic-samples: {arguments.preset} trains on real data, always")
+        raise ValueError(f"--synthetic-samples: {arguments.preset} always trains on real data")
     if arguments.data and arguments.synthetic_samples:
         raise ValueError("give --data FOLDER or --synthetic-samples N, not both")
 
@@ -119,23 +121,25 @@ def _require_use(arguments: argparse.Namespace) -> None:
     if compression not in SPARSE and arguments.density_warmup_epochs:
         idle.append("--density-warmup-epochs")
     if compression not in GROWING and arguments.growth is not None:
-        raise ValueError(f"--growth is of {' and '.join(GROWING)}, got --compression {compression}")
+        raise ValueError(
+            f"--growth is for {' and '.join(GROWING)}, got --compression {compression}"
+        )
     if compression in DENSE and arguments.momentum_correction:
         idle.append("--momentum-correction")
     if idle:
         raise ValueError(
-            f"--compression {compression} has no use for {', '.join(idle)}: leave that out, or "
-            f"choose one of {', '.join(SPARSE)}"
+            f"--compression {compression} does not use {', '.join(idle)}: leave it out, or choose "
+            f"one of {', '.join(SPARSE)}"
         )
     if preset.is_adam and arguments.momentum is not None:
         raise ValueError(f"--momentum is for SGD; {arguments.preset} trains with AdamW")
     has_momentum = preset.is_adam or _given(arguments.momentum, preset.momentum)
     if arguments.momentum_correction and not has_momentum:
-        raise ValueError(f"--momentum-correction needs a momentum, {arguments.preset} has none")
+        raise ValueError(f"--momentum-correction needs momentum, but {arguments.preset} has none")
     if arguments.workers and not preset.has_workers:
-        raise ValueError(f"--workers: {arguments.preset} reads on in one text, without any")
+        raise ValueError(f"--workers: {arguments.preset} reads one text in order, without workers")
     if arguments.density_warmup_epochs and _given(arguments.density, preset.density) >= WARM:
-        raise ValueError(f"--density-warmup-epochs begins at {WARM:g}: the density must be lower")
+        raise ValueError(f"--density-warmup-epochs starts at {WARM:g}: the density must be lower")
     if arguments.checkpoint_every and not arguments.checkpoint:
         raise ValueError("--checkpoint-every needs --checkpoint FOLDER to save in")
 
@@ -200,7 +204,7 @@ def _given(value: Any, otherwise: Any) -> Any:
 
 
 def _density(arguments: argparse.Namespace, preset: Preset) -> float | None:
-    """Return the share of the entries that are sent; None: always all of them."""
+    """Return the share of the entries to send; None: always all of them."""
     if arguments.compression in DENSE:
         return None
     return float(_given(arguments.density, preset.density))
@@ -231,7 +235,7 @@ def _optimizer(
             model.parameters(), lr, betas=ADAM_BETAS, weight_decay=weight_decay
         )
     momentum = _given(arguments.momentum, preset.momentum)
-    if corrected:  # weight decay then bypasses momentum, which SGD would apply to it
+    if corrected:  # weight decay then bypasses SGD's momentum
         momentum, weight_decay = 0.0, weight_decay / (1.0 - momentum)
     return torch.optim.SGD(model.parameters(), lr, momentum, weight_decay=weight_decay)
 

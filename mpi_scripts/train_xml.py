@@ -1,4 +1,4 @@
-"""Train the network of extreme classification by several methods, one after the other, and compare.
+"""Train a network for extreme classification with several methods in turn, and compare them.
 
 mpirun -n 4 python mpi_scripts/train_xml.py --train amazon_train.txt --test amazon_test.txt
 mpirun -n 4 python mpi_scripts/train_xml.py --synthetic amazon-670k --rows 20000
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-# By path, `python mpi_scripts/train_xml.py` would find neither `models` nor a gtopk not installed.
+# Run as `python mpi_scripts/train_xml.py`, Python finds neither `models` nor an uninstalled gtopk.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gtopk.torch as hvd
@@ -40,9 +40,9 @@ EVALUATED_AT_ONCE: Final = 256  # rows: their logits over all labels are in memo
 
 
 class Rounds(Sampler[int]):
-    """The order of samples, cut into rounds with an evaluation after each: equal on all ranks.
+    """The order of samples, cut into rounds with an evaluation after each; equal on all ranks.
 
-    A round begins where the one before stopped; every epoch is a new permutation.
+    A round starts where the last one stopped; every epoch is a new permutation.
     """
 
     def __init__(self, rows: int, per_round: int, seed: int, rank: int, size: int) -> None:
@@ -93,7 +93,7 @@ class Training(NamedTuple):
 
 
 class Method(NamedTuple):
-    """A way to train: its name in the plot, and a function that makes loader and optimizer."""
+    """A training method: its name in the plot, and a function that makes loader and optimizer."""
 
     label: str
     begin: Callable[[Training, XmlMlp], tuple[Any, Any]]
@@ -102,8 +102,8 @@ class Method(NamedTuple):
 def synchronous(training: Training, model: XmlMlp, density: float) -> tuple[Any, Any]:
     """Return equal batches, and an optimizer that steps with the mean of all gradients.
 
-    Gradients that are sparse by rows are exchanged as rows at density 1; below it they are made
-    dense, for gTop-k to pick its entries among all values.
+    At density 1 gradients that are sparse by rows are exchanged as rows. At a lower density they
+    are made dense, so that gTop-k can pick entries among all values.
     """
     compression = hvd.Compression.gtopk(density) if density < 1 else hvd.Compression.none
     optimizer = hvd.DistributedOptimizer(
@@ -149,17 +149,19 @@ METHODS: Final = {
 
 def parse() -> argparse.Namespace:
     parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--train", type=Path, help="a file of the old format, plain, gz or bz2")
-    parser.add_argument("--test", type=Path, help="another one, of the same features and labels")
-    parser.add_argument("--synthetic", help="not files, but rows like those of amazon-670k, say")
-    parser.add_argument("--rows", type=at_least(1), default=20_000, help="that are synthetic")
+    parser.add_argument("--train", type=Path, help="training file, old format, plain, gz or bz2")
+    parser.add_argument("--test", type=Path, help="test file with the same features and labels")
+    parser.add_argument(
+        "--synthetic", help="instead of files: rows like those of this set, such as amazon-670k"
+    )
+    parser.add_argument("--rows", type=at_least(1), default=20_000, help="number of synthetic rows")
     parser.add_argument(
         "--shrink", type=at_least(1), default=1, help="divides the synthetic features and labels"
     )
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--epochs", type=at_least(1), default=2)
-    parser.add_argument("--evaluations", type=at_least(1), default=4, help="in an epoch")
-    parser.add_argument("--test-rows", type=at_least(1), default=4096, help="evaluated each time")
+    parser.add_argument("--evaluations", type=at_least(1), default=4, help="per epoch")
+    parser.add_argument("--test-rows", type=at_least(1), default=4096, help="for each evaluation")
     parser.add_argument("--batch-size", type=at_least(1), default=64, help="per rank and step")
     parser.add_argument("--hidden", type=at_least(1), default=128)
     parser.add_argument("--lr", type=float, default=1.0)
@@ -170,11 +172,13 @@ def parse() -> argparse.Namespace:
         help="labels sampled for the softmax; 0: all labels, a dense gradient",
     )
     density = as_argument(share)
-    parser.add_argument("--density", type=density, default=0.01, help="of gTop-k, for gradients")
-    parser.add_argument("--merge-density", type=density, default=1.0, help="the same, for merges")
-    parser.add_argument("--mega-batch", type=at_least(1), default=5000, help="samples to a merge")
+    parser.add_argument("--density", type=density, default=0.01, help="gTop-k's, for gradients")
+    parser.add_argument("--merge-density", type=density, default=1.0, help="gTop-k's, for merges")
     parser.add_argument(
-        "--local-steps", type=at_least(1), default=8, help="to one of k-step, elastic"
+        "--mega-batch", type=at_least(1), default=5000, help="samples between two merges"
+    )
+    parser.add_argument(
+        "--local-steps", type=at_least(1), default=8, help="between merges of k-step and elastic"
     )
     parser.add_argument("--seed", type=at_least(0), default=0)
     parser.add_argument("--out", type=Path, default=Path("report/xml"), help="folder")
@@ -191,15 +195,15 @@ def prepare(arguments: argparse.Namespace) -> Training:
             raise ValueError(f"{part.origin} holds no rows")
     if (train.features.width, train.labels.width) != (test.features.width, test.labels.width):
         raise ValueError(
-            f"training and test must have the same features and labels, got "
+            f"training and test data must have the same features and labels, got "
             f"{train.features.width} and {train.labels.width} in {train.origin}, "
             f"{test.features.width} and {test.labels.width} in {test.origin}"
         )
     per_round = len(train) // arguments.evaluations
     if per_round < hvd.size():
         raise ValueError(
-            f"--evaluations {arguments.evaluations} leaves {per_round} of {len(train)} rows "
-            f"between two of them, fewer than the {hvd.size()} ranks"
+            f"with --evaluations {arguments.evaluations} only {per_round} of {len(train)} rows lie "
+            f"between two evaluations, fewer than the {hvd.size()} ranks"
         )
     rounds = Rounds(len(train), per_round, arguments.seed, hvd.rank(), hvd.size())
     return Training(arguments, train, test, rounds)
@@ -221,8 +225,8 @@ def read(arguments: argparse.Namespace) -> tuple[LabelledRows, LabelledRows]:
     raise ValueError("give --train FILE --test FILE, or --synthetic NAME")
 
 
-def run(method: Method, training: Training, said: Callable[[str], None]) -> Curve:
-    """Train from the start by a method; time does not count while the model is evaluated."""
+def run(method: Method, training: Training, report: Callable[[str], None]) -> Curve:
+    """Train from scratch with a method; the time of evaluations does not count."""
     arguments = training.arguments
     device = own_device()
     model = training.model().to(device)
@@ -250,7 +254,7 @@ def run(method: Method, training: Training, said: Callable[[str], None]) -> Curv
         with getattr(loader, "merged", nullcontext)():
             points.append(Point(seconds, counted, evaluate(model, training)))
         reached = "  ".join(f"P@{k} {points[-1].precisions[k]:.4f}" for k in AT)
-        said(f"{method.label}: {counted} samples, {seconds:.1f} s  {reached}")
+        report(f"{method.label}: {counted} samples, {seconds:.1f} s  {reached}")
     return Curve(method.label, points)
 
 
@@ -271,19 +275,19 @@ def evaluate(model: XmlMlp, training: Training) -> dict[int, float]:
 def main() -> None:
     hvd.init()
     arguments = on_every_rank(parse)
-    # One rank of a node reads the files; the others find the arrays beside them.
+    # One rank per node reads the files; the others load the arrays that it saves beside them.
     on_every_rank(lambda: hvd.local_rank() or read(arguments))
     training = on_every_rank(lambda: prepare(arguments))
 
-    def said(text: str) -> None:
+    def report(text: str) -> None:
         if hvd.rank() == 0:
             print(f"{text}\n", end="", flush=True)
 
-    said(
+    report(
         f"{training.train.origin}: {len(training.train)} rows, {training.train.features.width} "
         f"features, {training.train.labels.width} labels; {hvd.size()} ranks"
     )
-    curves = [run(METHODS[name], training, said) for name in arguments.methods]
+    curves = [run(METHODS[name], training, report) for name in arguments.methods]
     if hvd.rank() == 0:
         facts = {
             "data": training.train.origin,
@@ -293,7 +297,7 @@ def main() -> None:
         record = {"facts": facts, "curves": [curve.record() for curve in curves]}
         (arguments.out / "train_xml.json").write_text(json.dumps(record, indent=1))
         (arguments.out / "train_xml.html").write_text(page(facts, curves), encoding="utf-8")
-        said(f"wrote {arguments.out / 'train_xml.html'} and train_xml.json beside it")
+        report(f"wrote {arguments.out / 'train_xml.html'} and train_xml.json beside it")
     hvd.barrier()
 
 

@@ -2,10 +2,10 @@
 
 mpirun -n 2 python mpi_scripts/unlike_ranks.py --repeat 1 3
 
-A rank of --repeat r computes every batch r times, and discards r-1 of the results: it is r times as
-slow, whatever else the machine does. No rank sleeps: a sleeping rank would give its core to the
-others. The ranks' real ratio is measured first; a run is rejected if it is not the requested one,
-or not steady. Use no more ranks than there are cores.
+With --repeat r a rank computes every batch r times and discards r-1 of the results: it is r times
+as slow, whatever else the machine does. No rank sleeps, as it would give its core to the others.
+The ranks' real ratio is measured first; a run is rejected if the ratio is not the requested one, or
+not steady. Use no more ranks than there are cores.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-# By path, Python would find neither `models` nor a gtopk that is not installed.
+# Run by its path, a script finds neither `models` nor a gtopk that is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import gtopk.torch as hvd
@@ -31,7 +31,7 @@ from models.mlp import mlp
 
 MODES = ("equal", "balanced", "abs")
 FEATURES = 64
-NEVER = 1_000_000_000  # steps in a window that never fills: batches stay equal
+NEVER = 1_000_000_000  # a window of steps that never fills, so that batches stay equal
 REJECTED = 3  # the exit code
 RATIO_OFF, UNSTEADY = 0.15, 0.20
 
@@ -39,7 +39,7 @@ RATIO_OFF, UNSTEADY = 0.15, 0.20
 class Rank:
     """The repetitions that make this rank as slow as requested.
 
-    twin: a copy of the model for the repetitions, so that the model's gradients stay as they are.
+    twin: a copy of the model for the repetitions, so that the model's gradients stay unchanged.
     """
 
     def __init__(self, repeat: int, hidden: int) -> None:
@@ -70,14 +70,14 @@ class Rank:
 
 
 def synthetic(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return noise and labels: only the time to compute on them matters here."""
+    """Return noise and labels: only the time to compute matters here."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(samples, FEATURES, generator=generator)
     return x, torch.randint(10, (samples,), generator=generator)
 
 
 def flaws(wanted: Sequence[float], seconds: Sequence[Sequence[float]]) -> list[str]:
-    """Return the reasons why the ranks' ratio is not as requested; empty where it is.
+    """Return the reasons why the ranks' ratio is not as requested; empty if it is.
 
     seconds: of every batch of the calibration, by rank.
     """
@@ -97,7 +97,7 @@ def flaws(wanted: Sequence[float], seconds: Sequence[Sequence[float]]) -> list[s
 
 
 class Training(NamedTuple):
-    """One mode's loader and what else its training needs."""
+    """One mode's loader, and the rest of its training."""
 
     model: torch.nn.Module
     optimizer: Any

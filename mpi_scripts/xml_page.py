@@ -12,7 +12,7 @@ AT: Final = (1, 3, 5)
 
 
 class Point(NamedTuple):
-    """An evaluation; seconds: of training, without evaluations; samples: of all ranks."""
+    """An evaluation; seconds: of training, without evaluations; samples: on all ranks."""
 
     seconds: float
     samples: int
@@ -30,7 +30,7 @@ class Curve(NamedTuple):
 
 
 def page(facts: Mapping[str, Any], curves: Sequence[Curve]) -> str:
-    """Return one HTML file that needs nothing else.
+    """Return a self-contained HTML file.
 
     facts: the description of the run; "data", the source of the rows, is in the title.
     """

@@ -31,22 +31,23 @@ from tests.started import LIGHT, PROGRAMS, RANKS_PATH, ROOT, Job, finished, stac
 T = TypeVar("T")
 os.environ.setdefault("GTOPK_ADVICE", "off")  # else each start of ranks measures its links first
 
-# A busy machine is no failure; and each run draws other cases: half of the usual 100 are enough.
+# No deadline: a busy machine is no failure. Each run draws new cases, so half of the usual 100
+# suffice.
 settings.register_profile(
     "busy", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("busy")
 
-# `make test &` in a script starts everything with SIGINT ignored, for which programs do not end.
+# `make test &` in a script starts everything with SIGINT ignored; programs would not end on it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Collect without a look for garbage, which takes as long again; no later look goes through it.
+    """Collect without the garbage collector, which would double the time.
 
-    What is collected stays to the end.
+    Freeze what was collected: it stays to the end, and later collections need not visit it.
     """
     gc.disable()
     try:
@@ -63,7 +64,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def light() -> Iterator[None]:
-    """Start processes with a light torch. Here and not before: xdist's workers have all of it."""
+    """Start processes with a light torch. Set only here: xdist's workers need all of torch."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", LIGHT, prepend=os.pathsep)
         yield
@@ -71,7 +72,7 @@ def light() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def log() -> Iterator[None]:
-    """Have every test leave the logger as it was: what it hides, other tests wait for."""
+    """Check that every test restores the logger: other tests wait for messages it might hide."""
     log = logging.getLogger("gtopk")
 
     def state() -> tuple[object, ...]:
@@ -79,12 +80,12 @@ def log() -> Iterator[None]:
 
     before = state()
     yield
-    assert state() == before, "the test leaves the logger 'gtopk' otherwise than it was"
+    assert state() == before, "the test must restore the logger 'gtopk'"
 
 
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of this run's that all its workers know."""
+    """Return a folder that all workers of this test run share."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
     folder.mkdir(exist_ok=True)
@@ -107,7 +108,7 @@ def mpirun() -> Callable[..., Job]:
             environment = {"PYTHONPATH": RANKS_PATH, **stacks_before(timeout), **variables}
             for name, value in environment.items():
                 patch.setenv(name, value)
-            late: LaunchTimeoutError | None = None
+            timed_out: LaunchTimeoutError | None = None
             try:
                 code = run(
                     ranks,
@@ -117,11 +118,11 @@ def mpirun() -> Callable[..., Job]:
                     errors=errors,
                 )
             except LaunchTimeoutError as error:
-                late = error
+                timed_out = error
             errors.seek(0)
             stderr = errors.read().decode(errors="replace")
-        if late is not None:
-            pytest.fail(f"{late}; by then they had said:\n{stderr}")
+        if timed_out is not None:
+            pytest.fail(f"{timed_out}; their stderr so far:\n{stderr}")
         return Job(code, "\n".join(lines), stderr)
 
     return start
@@ -129,7 +130,7 @@ def mpirun() -> Callable[..., Job]:
 
 @pytest.fixture(scope="session")
 def torchrun() -> Callable[..., Job]:
-    """Run `torchrun(ranks, program, *arguments)`, as `mpirun` does; restarts: of all ranks."""
+    """Run `torchrun(ranks, program, *arguments)`, as `mpirun` does; restarts: how often at most."""
 
     def start(
         ranks: int,
@@ -152,9 +153,9 @@ def torchrun() -> Callable[..., Job]:
 
 @pytest.fixture(scope="session")
 def forked() -> Callable[..., Job]:
-    """Run `forked(ranks, program, *arguments)`, as `torchrun` does, of ranks that load torch once.
+    """Run `forked(ranks, program, *arguments)`, as `torchrun` does; torch is loaded only once.
 
-    For what ranks do once they run. How they come and go is `torchrun`'s.
+    For tests of what ranks do while they run. Use `torchrun` to test how they start and end.
     """
 
     def start(
@@ -171,20 +172,20 @@ def forked() -> Callable[..., Job]:
 def horovodrun() -> Callable[..., Job]:
     """Run `horovodrun(ranks, options, program, *arguments)`, as `mpirun` does.
 
-    What it puts before each line a rank prints is taken off.
+    The prefix that horovodrun adds to each printed line is removed.
     """
 
     def start(
         ranks: int, options: list[str], program: str, *arguments: str, timeout: float = 150
     ) -> Job:
         path = PROGRAMS / program if (PROGRAMS / program).exists() else ROOT / program
-        beside = Path(sys.executable).parent  # as of a user who has activated the environment
+        folder = Path(sys.executable).parent  # first on the PATH, as in an activated environment
         command = [
-            *(str(beside / "horovodrun"), *options, "-np", str(ranks)),
+            *(str(folder / "horovodrun"), *options, "-np", str(ranks)),
             *(sys.executable, str(path), *arguments),
         ]
-        around = f"{beside}{os.pathsep}{os.environ['PATH']}"
-        job = finished(command, timeout, {**rank_environment(ranks), "PATH": around})
+        search_path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+        job = finished(command, timeout, {**rank_environment(ranks), "PATH": search_path})
         prefix = re.compile(r"^\[(?:1,)?\d+\]<stdout>: ?", re.MULTILINE)
         return job._replace(stdout=prefix.sub("", job.stdout))
 
@@ -192,18 +193,18 @@ def horovodrun() -> Callable[..., Job]:
 
 
 class FakeHorovods:
-    """What the ranks of one process share in place of Horovod's own threads.
+    """The state that the ranks of one process share, instead of Horovod's own threads.
 
-    over: whether Horovod has ended: for all ranks alike, before any of them goes on.
+    over: whether Horovod was shut down; it changes for all ranks at once, at the barrier.
     """
 
     def __init__(self, size: int) -> None:
         self.board: list[list[torch.Tensor]] = [[] for _ in range(size)]
-        self.somebody_ended = self.over = False
-        self.meet = threading.Barrier(size, self._look)
+        self.is_shutting_down = self.over = False
+        self.meet = threading.Barrier(size, self._update)
 
-    def _look(self) -> None:
-        self.over = self.over or self.somebody_ended
+    def _update(self) -> None:
+        self.over = self.over or self.is_shutting_down
 
 
 class FakeHorovod:
@@ -219,7 +220,7 @@ class FakeHorovod:
         return len(self._shared.board)
 
     def shutdown(self) -> None:
-        self._shared.somebody_ended = True
+        self._shared.is_shutting_down = True
 
     def alltoall(
         self, tensor: torch.Tensor, splits: torch.Tensor, name: str
@@ -243,7 +244,7 @@ def fake_horovods(size: int) -> list[FakeHorovod]:
 
 @pytest.fixture(scope="session")
 def in_world() -> Callable[..., list[object]]:
-    """Run `in_world(kind, size, program)`: `program(transport)` on the threads of such a world."""
+    """Run `in_world(kind, size, program)`: `program(transport)` on threads of such a world."""
 
     def run(
         kind: str, size: int, program: Callable[[Transport], T], timeout_seconds: float = 30
@@ -285,9 +286,9 @@ def threads() -> Callable[..., list[object]]:
 
 @pytest.fixture
 def unread_stderr() -> Callable[[Callable[[], object]], bool]:
-    """Tell whether `unread_stderr(work)` returns although the reader of stderr has stopped.
+    """Tell whether `work` returns in `unread_stderr(work)`, although nobody reads stderr.
 
-    Descriptor 2 is a full pipe meanwhile: a write waits for ever.
+    Meanwhile descriptor 2 is a full pipe, so that a write blocks forever.
     """
 
     def returns(work: Callable[[], object]) -> bool:
@@ -304,7 +305,7 @@ def unread_stderr() -> Callable[[Callable[[], object]], bool]:
         thread.join(20)
         has_returned = not thread.is_alive()
         os.dup2(before, 2)
-        for file in (reader, writer, before):  # the reader's end wakes the threads that wait
+        for file in (reader, writer, before):  # closing the reader wakes blocked threads
             os.close(file)
         thread.join()
         return has_returned

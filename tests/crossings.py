@@ -1,11 +1,11 @@
-"""How many files one gradient crosses in a step, and how many calls go from one file to another.
+"""Count the files that one gradient crosses in a step, and the calls from one file to another.
 
     PYTHONPATH=. python -m torch.distributed.run --standalone --nproc-per-node 2 tests/crossings.py
 
-Rank 0 prints both figures for a step of DistributedOptimizer and for one through DDP's hook, of a
-model of 8 layers in 3 buckets. On all threads of the process, a call counts whose caller and callee
-are in gtopk or collectives and not in the same file. Waiting adds calls, so 5 steps are counted and
-the one with the fewest is printed. `--files` lists the files, `--pairs` the calls by caller and
+Rank 0 prints both figures for a step of DistributedOptimizer and for one through DDP's hook, for a
+model of 8 layers in 3 buckets. On all threads of the process, a call counts if caller and callee
+are in different files of gtopk or collectives. Waiting adds calls, so 5 steps are counted and the
+one with the fewest calls is printed. `--files` lists the files, `--pairs` the calls by caller and
 callee.
 """
 
@@ -29,14 +29,14 @@ from gtopk.ddp import GTopKState, gtopk_hook
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = tuple(f"{ROOT / name}/" for name in ("gtopk", "collectives"))
-SETTLED = 6  # steps before those that count: the first ones also meet, measure and look
+SETTLED = 6  # steps not counted: the first ones also start up, measure links and check replicas
 COUNTED = 5
 
 
 class Calls:
-    """The calls between files of the two packages, of all threads while a step is `counted`.
+    """The calls between files of the two packages, on all threads, during `counted` steps.
 
-    files, pairs: of the step of fewest calls; pairs by caller and callee.
+    files, pairs: those of the step with the fewest calls; pairs are (caller, callee).
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Calls:
     def _least(self) -> tuple[set[str], Counter[tuple[str, str]]]:
         return min(self._steps, key=lambda step: step[1].total())
 
-    def hear(self, frame: FrameType, event: str, _: Any) -> None:
+    def note_event(self, frame: FrameType, event: str, _: Any) -> None:
         if event != "call" or not self.is_counting:
             return
         callee = frame.f_code.co_filename
@@ -114,10 +114,10 @@ def _steps(calls: Calls, model: torch.nn.Module, optimizer: torch.optim.Optimize
 
 
 def measure(way: Callable[[Calls], None]) -> Calls:
-    """Return the calls of one step; the way's threads begin within it."""
+    """Return the calls of one step; `way` must start its threads itself, to have them profiled."""
     calls = Calls()
-    threading.setprofile(calls.hear)
-    sys.setprofile(calls.hear)
+    threading.setprofile(calls.note_event)
+    sys.setprofile(calls.note_event)
     hvd.init()
     way(calls)
     hvd.shutdown()

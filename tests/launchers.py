@@ -1,4 +1,4 @@
-"""Launchers: whose mpirun the tests start, and what it does otherwise than Open MPI's."""
+"""Launchers: which MPI's mpirun the tests start, and how it differs from Open MPI's."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from gtopk.runtime.launch import find_mpirun, identify
 
 _mpirun = find_mpirun()
 VENDOR: Final = identify(_mpirun).vendor if _mpirun else ""
-# MPICH's kills the other ranks where one ends before MPI does, and has their code for its own.
+# If a rank ends before MPI does, MPICH's mpirun kills the others and returns their exit code.
 CODE_WHERE_A_RANK_EXITS: Final = 9 if VENDOR == "MPICH" else 1

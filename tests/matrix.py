@@ -1,4 +1,4 @@
-"""The matrix: combinations of which the suite runs a few, and `make test-matrix` all."""
+"""The matrix: combinations of which the suite runs a few and `make test-matrix` runs all."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 
 def some_of(every: Iterable[Any], *suite: Any) -> list[Any]:
-    """Return the parameters of a test; those that are not in `suite` are the matrix's.
+    """Return the parameters of a test; those that are not in `suite` get the mark `matrix`.
 
-    What starts ranks takes seconds each time: the rarer combinations are run where asked for.
+    Starting ranks takes seconds each time, so rarer combinations only run on request.
     """
     chosen = list(every)
     assert all(each in chosen for each in suite)
@@ -22,5 +22,5 @@ def some_of(every: Iterable[Any], *suite: Any) -> list[Any]:
 
 
 def _values(each: Any) -> tuple[Any, ...]:
-    """Return the values of a combination: a tuple has several."""
+    """Return the values of a combination: a tuple holds several."""
     return each if isinstance(each, tuple) else (each,)

@@ -1,4 +1,4 @@
-"""Small files in the formats of published data sets, byte for byte as those are written."""
+"""Small files in the formats of published data sets, byte for byte."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def binary_batch(images: np.ndarray, labels: np.ndarray) -> bytes:
 def pickled_batch(images: np.ndarray, labels: np.ndarray) -> bytes:
     """Return a file of CIFAR-10's Python version, as Python 2's cPickle wrote it.
 
-    Each object that is made is put into the memo, and a name that comes again is taken from there.
+    Every new object is put into the memo, and a repeated name is taken from there.
     """
     out, memo = io.BytesIO(), {}
 
@@ -118,7 +118,7 @@ def image(pixels: np.ndarray, kind: str = "PNG") -> bytes:
 
 
 def recordings(folder: Path, part: str, texts: list[str], seconds: float = 0.2) -> None:
-    """Write a manifest of AN4 and what it lists."""
+    """Write an AN4 manifest and the files that it lists."""
     (folder / part).mkdir(parents=True)
     lines = []
     for number, text in enumerate(texts):

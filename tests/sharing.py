@@ -1,4 +1,4 @@
-"""Sharing: what several workers would each build, one of them builds for all."""
+"""Sharing: one of several test workers builds something for all of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Be the only one at a folder, which is made where it is not there."""
+    """Hold a folder's lock; create the folder if it is missing."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed

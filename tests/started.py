@@ -1,4 +1,4 @@
-"""Processes that tests start: what is on their path, and what they leave behind."""
+"""Processes that tests start: their PYTHONPATH, and their results."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PROGRAMS = ROOT / "tests" / "programs"
-# What is first on their path: of torch they load nothing that only its compiler needs.
+# First on their path: it keeps them from loading the parts of torch that only its compiler needs.
 LIGHT = str(PROGRAMS / "light")
 STARTED_PATH = os.pathsep.join([LIGHT, str(ROOT)])
-# And on that of ranks under MPI, which ask CuPy for GPUs.
+# The path of ranks under MPI, which ask CuPy for GPUs.
 RANKS_PATH = os.pathsep.join([STARTED_PATH, str(PROGRAMS / "without_gpu")])
 with contextlib.suppress(OSError):
     ctypes.CDLL("libcuda.so.1")
@@ -24,7 +24,7 @@ with contextlib.suppress(OSError):
 
 
 class Job(NamedTuple):
-    """What a program under a launcher left behind."""
+    """The result of a program under a launcher."""
 
     returncode: int
     stdout: str
@@ -32,9 +32,9 @@ class Job(NamedTuple):
 
 
 def stacks_before(timeout: float) -> dict[str, str]:
-    """Return what has started Pythons print the stacks of their threads before they are late.
+    """Return variables that make started Pythons print their threads' stacks before the timeout.
 
-    Not for those that fork and end as Python does: a child waits for its parent's watching thread.
+    Not for programs that fork and end normally: a child would wait for its parent's watcher thread.
     """
     return {"STACKS_AFTER_SECONDS": f"{0.9 * timeout:g}"}
 
@@ -51,12 +51,12 @@ def finished(command: list[str], timeout: float, variables: dict[str, str]) -> J
     try:
         stdout, stderr = launcher.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        launcher.terminate()  # it ends its ranks
+        launcher.terminate()  # ends its ranks, too
         try:
             stdout, stderr = launcher.communicate(timeout=20)
         finally:
             launcher.kill()
-        pytest.fail(f"not done in {timeout:g} s; by then it had said:\n{stdout}{stderr}")
+        pytest.fail(f"not done in {timeout:g} s; its output so far:\n{stdout}{stderr}")
     finally:
         if launcher.poll() is None:
             launcher.kill()

@@ -5,17 +5,17 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-# With the C++ core, which NumPy's kernels do without.
+# Includes the C++ core's files, which NumPy's kernels do not need.
 MOST_FILES = {"DistributedOptimizer": 40, "DDP's hook": 36}
 
 
 def test_a_step_goes_through_no_more_files_than_before(forked) -> None:
     done = forked(2, "../crossings.py")
     assert done.returncode == 0, done.stderr
-    said = re.findall(r"^(.+): (\d+) files, (\d+) calls from file to file$", done.stdout, re.M)
-    assert {name for name, _, _ in said} == {*MOST_FILES}
-    assert all(int(calls) >= int(files) > 0 for _, files, calls in said)
-    assert [line for line in said if int(line[1]) > MOST_FILES[line[0]]] == []
+    counts = re.findall(r"^(.+): (\d+) files, (\d+) calls from file to file$", done.stdout, re.M)
+    assert {name for name, _, _ in counts} == {*MOST_FILES}
+    assert all(int(calls) >= int(files) > 0 for _, files, calls in counts)
+    assert [line for line in counts if int(line[1]) > MOST_FILES[line[0]]] == []
 
 
 def test_the_page_names_calls_that_a_step_makes(forked) -> None:

@@ -1,4 +1,4 @@
-"""What docs/checkpoints.md shows is what happens."""
+"""The script in docs/checkpoints.md does what the page says."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_script(tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_the_script_goes_on_where_it_came_to(run_script, tmp_path):
+def test_the_script_resumes_where_it_stopped(run_script, tmp_path):
     whole = run_script(tmp_path / "whole", 33)
     run_script(tmp_path / "broken", 28)  # the last save is of step 25
     names = sorted(path.name for path in (tmp_path / "broken").iterdir())
@@ -41,7 +41,7 @@ def test_the_script_goes_on_where_it_came_to(run_script, tmp_path):
     assert whole.startswith("step 33, weights ")
 
 
-def test_the_files_are_those_shown(run_script, tmp_path):
+def test_the_files_are_those_on_the_page(run_script, tmp_path):
     run_script(tmp_path / "saved", 5)
     (folder,) = (tmp_path / "saved").iterdir()
     shown = set(re.findall(r"(?:all|rank-0)-of-2\.\w+", DOC))

@@ -1,4 +1,4 @@
-"""The GPU check: its runner loses nothing, and what can be run of it without a GPU runs."""
+"""The GPU check: its runner loses no result, and its parts that need no GPU work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "tests/gpu_check"
 
 HANGS = "import time\ndef deep_down():\n    time.sleep(600)\ndeep_down()"
-# What mpirun and torchrun do with their ranks: a session of its own.
+# In a session of its own, as mpirun and torchrun start their ranks.
 LEAVES_A_CHILD = """
 import subprocess, sys
 sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -45,13 +45,13 @@ with open(os.environ["GPU_CHECK_RESULTS"], "a") as file:
 
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """Return a function that imports a file of the check, as its programs do."""
+    """Return a function that imports one of the check's files, as its programs do."""
     monkeypatch.syspath_prepend(FOLDER)
     return importlib.import_module
 
 
 class Checked:
-    """A run of stages in a folder, and what it left there."""
+    """A run of stages in a folder, and its results there."""
 
     def __init__(self, module: Any, folder: Path) -> None:
         self.module, self.folder = module, folder
@@ -59,7 +59,7 @@ class Checked:
     def run(
         self, *groups: dict[str, str | list[str]], budget: float = 60, limit: float = 30
     ) -> bool:
-        """Run groups of Python programs, or commands, by their stages' names."""
+        """Run groups of stages; each is a Python program or a command, by the stage's name."""
         runner = self.module.Runner(
             self.folder / "out", self.folder / "work", budget, dict(os.environ), self.folder
         )
@@ -91,7 +91,7 @@ def checked(program: Callable[[str], Any], tmp_path: Path) -> Checked:
 
 
 def alive(pid: int) -> bool:
-    """Tell whether a process runs: what has ended and waits for its parent does not."""
+    """Tell whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -118,7 +118,7 @@ def test_a_stage_that_fails_costs_no_other(checked: Checked) -> None:
     assert checked.log("last") == "to the end\n"
 
 
-def test_all_that_is_well_or_cannot_be_here_is_well(checked: Checked) -> None:
+def test_stages_that_succeed_or_are_skipped_are_a_success(checked: Checked) -> None:
     assert checked.run({"well": "", "skipped": "raise SystemExit(77)"})
 
 
@@ -130,10 +130,10 @@ def test_a_stage_that_hangs_leaves_its_tracebacks_and_ends(checked: Checked) -> 
 
 
 @pytest.mark.parametrize("then", ["", "import time; time.sleep(600)"], ids=["ends", "hangs"])
-def test_what_a_stage_has_left_behind_is_ended(checked: Checked, then: str) -> None:
+def test_processes_that_a_stage_leaves_behind_are_ended(checked: Checked, then: str) -> None:
     checked.run({"parent": f"{LEAVES_A_CHILD}\n{then}"}, limit=30 if not then else 5)
     assert not alive(int(checked.log("parent").split()[0]))
-    if not then:  # of a stage that hangs, SIGABRT may have ended it by then
+    if not then:  # if the stage hangs, SIGABRT may already have ended the child
         assert checked.rows["parent"]["left_behind"] == 1
 
 
@@ -146,7 +146,7 @@ def test_a_stage_of_the_same_name_elsewhere_is_left_alone(checked: Checked) -> N
     assert p.returncode == 0
 
 
-def test_when_the_budget_is_spent_the_rest_is_said_to_be_not_run(
+def test_when_the_budget_is_spent_the_rest_is_reported_as_not_run(
     checked: Checked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checked.module, "LEAST_SECONDS", 0.1)
@@ -156,14 +156,14 @@ def test_when_the_budget_is_spent_the_rest_is_said_to_be_not_run(
     assert checked.rows["second"]["said"] == "the budget is spent"
 
 
-def test_results_are_collected_whatever_stands_between_them(checked: Checked) -> None:
+def test_results_are_collected_despite_unreadable_lines(checked: Checked) -> None:
     checked.run({"two words": RECORDS}, {"none": ""}, limit=30)
     found = json.loads((checked.folder / "out/results.json").read_text())
     assert found == {"two_words": [{"seconds": "30"}, {"unreadable": '{"one": {"another": 1}'}]}
 
 
 def check(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run the check with these words."""
+    """Run the check with these arguments."""
     return subprocess.run(
         [
             *(sys.executable, FOLDER / "run.py", "--device=cpu", "--out", tmp_path / "out"),
@@ -176,11 +176,11 @@ def check(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_check_that_is_told_to_end_ends_its_stages_and_says_so(tmp_path: Path) -> None:
+def test_a_check_that_gets_sigterm_ends_its_stages_and_reports_it(tmp_path: Path) -> None:
     command = (sys.executable, FOLDER / "run.py", "--device=cpu", "transformer", "features")
     folders = ("--out", tmp_path / "out", "--work", tmp_path / "work")
     with subprocess.Popen([*command, *folders], stdout=subprocess.PIPE, text=True) as job:
-        log = tmp_path / "work/logs/features.log"  # begun first, and long
+        log = tmp_path / "work/logs/features.log"  # started first, and takes long
         while job.poll() is None and not (log.exists() and log.stat().st_size):
             os.sched_yield()
         job.send_signal(signal.SIGTERM)
@@ -203,7 +203,7 @@ def test_the_stages_are_listed_in_their_order(tmp_path: Path) -> None:
     assert on_gpu.index("bench 100 s") < on_gpu.index("transformer 110 s")
 
 
-def test_an_unknown_stage_is_told_which_there_are(tmp_path: Path) -> None:
+def test_an_unknown_stage_is_an_error_that_lists_the_stages(tmp_path: Path) -> None:
     job = check(tmp_path, "bench", "no such")
     assert job.returncode == 2
     assert job.stderr.startswith("run.py: no stage is named no such; there are: facts, core, ")
@@ -253,7 +253,7 @@ def test_every_file_with_tests_for_a_gpu_is_in_a_stage(program: Callable[[str], 
     assert [path for path in marked if not path.startswith(named)] == []
 
 
-# ---- what needs a GPU, on a model of one
+# ---- parts that need a GPU, on a model of one
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""No pickle is ever executed that nobody allowed, whatever door it comes to."""
+"""No pickle is ever executed without permission, wherever it arrives."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ from models.data.xml import read_xml
 
 ROOT = Path(__file__).parents[1]
 
-# Where code may speak of pickles or run text, and why.
+# The files that may use pickles or execute text, and why.
 ALLOWED = {
     "gtopk/runtime/object_codec/codec.py": "pickle",  # where GTOPK_ALLOW_PICKLE=1
     "gtopk/runtime/object_codec/types.py": "pickle",
     "gtopk/torch/checkpoint/dcp.py": "torch.save",  # for DCP's planner, in memory
-    "gtopk/transformers.py": "torch.load",  # of Trainer's own file, weights_only: it runs none
+    "gtopk/transformers.py": "torch.load",  # Trainer's file, with weights_only: executes nothing
     "gtopk/as_horovod/__main__.py": "exec",  # the user's own script
-    "models/data/cifar10.py": "pickle",  # may make NumPy's arrays, and nothing else
+    "models/data/cifar10.py": "pickle",  # may create NumPy arrays, and nothing else
 }
 MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 CALLS = {"eval", "exec", "torch.load", "torch.save", "yaml.load"}
 
 
 class Hostile:
-    """Unpickled, it leaves a file behind."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -76,7 +76,7 @@ def canary(tmp_path, monkeypatch):
 
 
 def concealed(pickled: bytes, flags: int) -> bytes:
-    """Return a message between ranks that holds a pickle; flags: whether it says so."""
+    """Return a message between ranks that holds a pickle; flags: whether its header says so."""
     _, _, _, head_bytes, _ = HEADER.unpack_from(message := objects.encode(pickled))
     of_bytes = msgpack.packb(msgpack.ExtType(objects.Code.BYTES, b""))
     of_pickle = msgpack.packb(msgpack.ExtType(objects.Code.PICKLE, b""))
@@ -151,7 +151,7 @@ def test_no_data_set_is_unpickled(canary, tmp_path):
 
 
 def executes(node: ast.AST) -> set[str]:
-    """Return what a piece of code imports, or calls, of what executes what it reads."""
+    """Return the imports and calls in a piece of code that can execute what they read."""
     if isinstance(node, ast.Import):
         return {alias.name.split(".")[0] for alias in node.names} & MODULES
     if isinstance(node, ast.ImportFrom):
@@ -162,7 +162,7 @@ def executes(node: ast.AST) -> set[str]:
     return set()
 
 
-def test_no_code_can_execute_what_it_reads_but_where_it_is_allowed():
+def test_only_allowed_code_can_execute_what_it_reads():
     found = {}
     for package in ("collectives", "gtopk", "models", "mpi_scripts"):
         for path in (ROOT / package).rglob("*.py"):
@@ -185,7 +185,7 @@ def inodes(pid: int) -> set[str]:
 
 
 def family(root: int) -> set[int]:
-    """Return a process and all that descend from it."""
+    """Return a process and all its descendants."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -200,7 +200,7 @@ def family(root: int) -> set[int]:
 
 
 def ports(pids: set[int]) -> set[tuple[str, int, int]]:
-    """Return address, port and socket type of all that these processes listen on."""
+    """Return address, port and type of all sockets on which these processes listen."""
     own = set().union(*map(inodes, pids))
     found = set()
     for table, kind, state in (
@@ -219,7 +219,7 @@ def ports(pids: set[int]) -> set[tuple[str, int, int]]:
 
 
 def fire(doors: set[tuple[str, int, int]], hostile: bytes) -> None:
-    """Send a pickle to each, at once: as raw bytes, and as some protocols would frame it."""
+    """Send a pickle to each port at the same time: as raw bytes, and framed for some protocols."""
     frames = (
         hostile,
         struct.pack(">i", len(hostile)) + hostile,  # multiprocessing.connection
@@ -264,7 +264,7 @@ def test_no_port_of_a_job_unpickles_anything_and_the_job_goes_on(
             time.sleep(0.1)
         pids = family(int(Path("/proc/self").readlink().name))
         doors = ports(pids)
-        # Its own ports are for this host alone, or for who knows the secret.
+        # gtopk's own ports are only for this host, or for processes that know the secret.
         assert doors
         fire(doors, pickle.dumps(Hostile(canary)))
     finally:

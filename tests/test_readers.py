@@ -1,4 +1,4 @@
-"""A short run of the program that damages inputs; the long one is `make fuzz`."""
+"""A short run of the fuzzer for readers; `make fuzz` is the long one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from tests.started import STARTED_PATH
 
 ROOT = Path(__file__).parents[1]
-LOADED = ("checkpoint_loaded", "checkpoint_names")  # whole folders: fewer of them
+LOADED = ("checkpoint_loaded", "checkpoint_names")  # whole folders, so fewer of them
 
 
 def test_damaged_inputs_are_refused_by_name_and_in_bounds():
-    """Those that once were not are in tests/corpus, and read first."""
+    """Inputs that once failed are in tests/corpus, and are read first."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests/programs/fuzz_readers.py"), "--messages", "4800"],
         env={**os.environ, "PYTHONPATH": STARTED_PATH},
@@ -28,7 +28,7 @@ def test_damaged_inputs_are_refused_by_name_and_in_bounds():
     assert {name: int(count) for name, count, *_ in targets if int(count)} == kept
     for name, _, inputs, ends in targets:
         assert inputs == ("100" if name in LOADED else "300"), name
-        assert '"read"' in ends  # what lies behind the checksums is reached
-        # Files of any name are passed over.
+        assert '"read"' in ends  # the code behind the checksums is reached
+        # checkpoint_names ignores files with unknown names.
         assert re.search("Error|Malformed", ends) or name == "checkpoint_names"
     assert "none crashed, hung or was misread" in done.stdout

@@ -1,7 +1,7 @@
 # Ranks on CPUs, over MPI: docker build -f mpi_scripts/containers/cpu.Dockerfile -t gtopk:cpu .
 #
-# Two stages: a compiler builds the wheel, and stays behind. Open MPI is Debian's; the processes run as
-# `mpi`, who is not root, behind an SSH daemon of their own where a launcher is to reach them.
+# Two stages, so that the compiler that builds the wheel stays out of the image. Open MPI is Debian's.
+# Processes run as the user `mpi`, not as root; a launcher reaches them through their own SSH daemon.
 
 ARG PYTHON=3.12
 FROM python:${PYTHON}-slim-bookworm AS wheel
@@ -19,7 +19,7 @@ RUN apt-get update \
     && useradd --uid 1000 --create-home mpi
 COPY --from=wheel /wheel /wheel
 COPY constraints.txt /wheel/
-# Name an index that has torch without CUDA, and the image is a tenth of the size.
+# With an index that has torch without CUDA, the image is a tenth of the size.
 ARG PIP_EXTRA_INDEX_URL
 RUN pip install --no-cache-dir --constraint /wheel/constraints.txt "$(ls /wheel/*.whl)[mpi]"
 COPY --chown=mpi mpi_scripts/containers/sshd_config /home/mpi/sshd_config

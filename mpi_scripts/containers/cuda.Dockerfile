@@ -1,7 +1,7 @@
-# One GPU a rank: docker build -f mpi_scripts/containers/cuda.Dockerfile -t gtopk:cuda .
+# One GPU per rank: docker build -f mpi_scripts/containers/cuda.Dockerfile -t gtopk:cuda .
 #
-# torch brings its CUDA libraries along, and the host its driver (the NVIDIA container toolkit): no
-# image of CUDA is needed. Build for the CUDA that torch was built for: EXTRA=cuda12 or cuda13.
+# No CUDA image is needed: torch brings its CUDA libraries, and the host its driver (the NVIDIA container
+# toolkit). Set EXTRA=cuda12 or cuda13 to match torch's CUDA.
 
 ARG PYTHON=3.12
 FROM python:${PYTHON}-slim-bookworm AS wheel

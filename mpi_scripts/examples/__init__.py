@@ -1,4 +1,4 @@
-"""Whole training scripts to copy from, each beside its dense twin, which `--dense` runs.
+"""Complete training scripts to copy from; `--dense` runs each without compression.
 
     images.py       DistributedDataParallel, SGD with momentum         gtopk.ddp
     nanogpt.py      a small GPT, AdamW, clipping, a ramp of the rate   gtopk.torch

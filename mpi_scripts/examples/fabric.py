@@ -1,4 +1,4 @@
-"""Classify images by Lightning Fabric, in a loop of one's own.
+"""Classify images with Lightning Fabric, in your own loop.
 
 torchrun --nproc-per-node 2 -m mpi_scripts.examples.fabric
 torchrun --nproc-per-node 2 -m mpi_scripts.examples.fabric --dense
@@ -26,17 +26,17 @@ except ImportError as missing:
 
 
 def main(arguments: Sequence[str] | None = None) -> float:
-    """Train, and return the loss on the test set, the same on all ranks."""
+    """Train, and return the loss on the test set, which is equal on all ranks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dense", action="store_true", help="Fabric alone")
     parser.add_argument("--density", type=float, default=0.05)
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--checkpoint", help="a file to save to, and to go on from")
+    parser.add_argument("--checkpoint", help="a file to save to and to resume from")
     options = parser.parse_args(arguments)
 
-    here = int(os.environ["LOCAL_WORLD_SIZE"])
-    nodes = int(os.environ["WORLD_SIZE"]) // here
-    fabric = Fabric(strategy="ddp", devices=here, num_nodes=nodes)
+    devices = int(os.environ["LOCAL_WORLD_SIZE"])
+    nodes = int(os.environ["WORLD_SIZE"]) // devices
+    fabric = Fabric(strategy="ddp", devices=devices, num_nodes=nodes)
     fabric.launch()
     fabric.seed_everything(0, verbose=False)
     data = load_digit_images()

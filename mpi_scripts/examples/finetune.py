@@ -1,12 +1,12 @@
-"""Fine-tune a language model by Hugging Face's Trainer: all of its weights, or LoRA's.
+"""Fine-tune a language model with Hugging Face's Trainer: all weights, or LoRA's.
 
-torchrun --nproc-per-node 2 -m mpi_scripts.examples.finetune           # a GPT-2 made of a config
+torchrun --nproc-per-node 2 -m mpi_scripts.examples.finetune           # a small untrained GPT-2
 torchrun --nproc-per-node 2 -m mpi_scripts.examples.finetune --dense
 torchrun --nproc-per-node 2 -m mpi_scripts.examples.finetune --model FOLDER --rank 8   # LoRA
 
-LoRA adapts a model that has learned something: give it one by --model. Its gradients are small by
-themselves: 1.2 MB at rank 8 of GPT-2. Compress them where steps still wait for the network; with
-all weights (500 MB) they nearly always do on Ethernet.
+LoRA adapts a pretrained model: give one with --model. Its gradients are small anyway: 1.2 MB for
+GPT-2 at rank 8. Compress them if steps still wait for the network. With all weights (500 MB) steps
+nearly always wait on Ethernet.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ except ImportError as missing:
 
 
 def main(arguments: Sequence[str] | None = None) -> float:
-    """Train, and return the loss on text that was held out, the same on all ranks."""
+    """Train, and return the loss on held-out text, which is equal on all ranks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dense", action="store_true", help="Trainer without the callback")
     parser.add_argument("--density", type=float, default=0.05)

@@ -1,7 +1,7 @@
-"""Classify images: a script for DistributedDataParallel, whose buckets go by gTop-k.
+"""Classify images with DistributedDataParallel, whose buckets are exchanged with gTop-k.
 
 torchrun --nproc-per-node 2 -m mpi_scripts.examples.images            # scikit-learn's digits
-torchrun --nproc-per-node 2 -m mpi_scripts.examples.images --dense    # the script as it was
+torchrun --nproc-per-node 2 -m mpi_scripts.examples.images --dense    # DDP alone
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from models.digits_cnn import digits_cnn
 
 
 def main(arguments: Sequence[str] | None = None) -> float:
-    """Train, and return the loss on the test set, the same on all ranks."""
+    """Train, and return the loss on the test set, which is equal on all ranks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dense", action="store_true", help="plain DDP")
     parser.add_argument("--density", type=float, default=0.05, help="0.001 for a model of millions")
@@ -67,6 +67,6 @@ def main(arguments: Sequence[str] | None = None) -> float:
 
 
 if __name__ == "__main__":
-    dist.init_process_group()  # gloo for CPUs, NCCL for GPUs
+    dist.init_process_group()  # gloo on CPUs, NCCL on GPUs
     main()
     dist.destroy_process_group()

@@ -1,6 +1,6 @@
-"""Train a small GPT by AdamW, with clipping and a cosine schedule, on bytes of a text.
+"""Train a small GPT with AdamW, clipping and a cosine schedule on the bytes of a text.
 
-gtopk run -n 2 mpi_scripts/examples/nanogpt.py --text input.txt       # else Python's docstrings
+gtopk run -n 2 mpi_scripts/examples/nanogpt.py --text input.txt   # default: Python's docstrings
 gtopk run -n 2 mpi_scripts/examples/nanogpt.py --dense
 """
 
@@ -25,7 +25,7 @@ from models.gpt import Gpt
 
 
 def main(arguments: Sequence[str] | None = None) -> float:
-    """Train, and return the mean loss of the last tenth of the steps, the same on all ranks."""
+    """Train, and return the mean loss of the last tenth of the steps, equal on all ranks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dense", action="store_true", help="gradients travel whole")
     parser.add_argument("--density", type=float, default=0.05)

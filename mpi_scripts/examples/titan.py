@@ -1,4 +1,4 @@
-"""Train Llama 3 by torchtitan, its replicas (HSDP) exchanging gradients by gTop-k.
+"""Train Llama 3 with torchtitan; its replicas (HSDP) exchange gradients with gTop-k.
 
 torchrun --nproc-per-node 4 -m torchtitan.train --module mpi_scripts.examples.titan \
     --config llama3_8b --parallelism.data_parallel_replicate_degree 2
@@ -28,7 +28,7 @@ except ImportError as missing:
 
 
 class Trainer(trainer.Trainer):
-    """torchtitan's, whose parallelism.data_parallel_replicate_degree replicas send little."""
+    """torchtitan's Trainer with gTop-k between its data_parallel_replicate_degree replicas."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(trainer.Trainer.Config):
@@ -39,14 +39,14 @@ class Trainer(trainer.Trainer):
         parallelize = config.model_spec.parallelize_fn
 
         def shard(model: torch.nn.Module, **how: Any) -> torch.nn.Module:
-            """Shard for FSDP as if there were one replica: gtopk exchanges between them."""
+            """Shard for FSDP as if there were one replica: gtopk exchanges between replicas."""
             whole = how["parallel_dims"]
             how["parallel_dims"] = copy.copy(whole)
             how["parallel_dims"].dp_replicate = 1
             model = parallelize(model, **how)
             for module in model.modules():
                 if isinstance(module, FSDPModule):
-                    # torchtitan's loss expects the sum over replicas, and gtopk gives the mean.
+                    # torchtitan's loss expects the sum over replicas, but gtopk gives the mean.
                     module.set_gradient_divide_factor(1 / whole.dp_replicate)
             return model
 
@@ -71,7 +71,7 @@ class Trainer(trainer.Trainer):
         self._passes = 0
 
     def forward_backward_step(self, **batch: Any) -> torch.Tensor:
-        """Let FSDP add up a step's backward passes, and exchange the sum in the last one."""
+        """Let FSDP accumulate a step's backward passes, and exchange the sum in the last one."""
         self._passes = (self._passes + 1) % self.gradient_accumulation_steps
         self.model_parts[0].set_requires_all_reduce(self._passes == 0)
         return super().forward_backward_step(**batch)
@@ -85,7 +85,7 @@ class Trainer(trainer.Trainer):
 
 
 def compressed(config: trainer.Trainer.Config) -> Trainer.Config:
-    """Return a configuration of torchtitan's for this trainer."""
+    """Return a torchtitan configuration for this trainer."""
     return Trainer.Config(**{each.name: getattr(config, each.name) for each in fields(config)})
 
 

@@ -1,4 +1,4 @@
-"""Classify images by Lightning's Trainer, whose DDP goes by gTop-k through a callback.
+"""Classify images with Lightning's Trainer; a callback makes its DDP use gTop-k.
 
 torchrun --nproc-per-node 2 -m mpi_scripts.examples.trainer
 torchrun --nproc-per-node 2 -m mpi_scripts.examples.trainer --dense
@@ -26,7 +26,7 @@ except ImportError as missing:
 
 
 class Digits(LightningModule):
-    """A network for scikit-learn's digits, by AdamW."""
+    """A network for scikit-learn's digits, trained with AdamW."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Digits(LightningModule):
 
 
 def main(arguments: Sequence[str] | None = None) -> float:
-    """Train, and return the loss on the test set, the same on all ranks."""
+    """Train, and return the loss on the test set, which is equal on all ranks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dense", action="store_true", help="Trainer without the callback")
     parser.add_argument("--density", type=float, default=0.05)
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=ranks // int(os.environ["LOCAL_WORLD_SIZE"]),
         max_epochs=options.epochs,
-        gradient_clip_val=1.0,  # of the mean gradient, with the callback, too
+        gradient_clip_val=1.0,  # clips the mean gradient, with the callback, too
         callbacks=callbacks,
         logger=False,
         enable_checkpointing=False,

@@ -1,4 +1,4 @@
-"""Train at two sites: every rank steps by itself, and now and then they exchange their changes.
+"""Train at two sites: each rank trains locally, and ranks exchange their changes now and then.
 
 gtopk run -n 2 --link 100mbit,30ms mpi_scripts/examples/two_sites.py          # an emulated uplink
 gtopk run -n 2 --link 100mbit,30ms mpi_scripts/examples/two_sites.py --dense  # DiLoCo, dense
@@ -28,7 +28,7 @@ from models.digits_cnn import digits_cnn
 
 
 def main(arguments: Sequence[str] | None = None) -> float:
-    """Train, and return the loss on the test set, the same on all ranks."""
+    """Train, and return the loss on the test set, which is equal on all ranks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--dense", action="store_true", help="a round exchanges all changes: DiLoCo"
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
     parser.add_argument("--inner-steps", type=int, default=16, help="of a round")
     parser.add_argument("--overlap-steps", type=int, default=0, help="made during an exchange")
     parser.add_argument("--fragments", type=int, default=1, help="parts of the model, in turn")
-    parser.add_argument("--bits", type=int, help="exchange all changes, in so many bits each")
+    parser.add_argument("--bits", type=int, help="exchange all changes, with this many bits each")
     parser.add_argument("--epochs", type=int, default=30)
     options = parser.parse_args(arguments)
 
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
     if not options.every_step:
-        optimizer.outer_step()  # the rest of a round: all ranks end with one model
+        optimizer.outer_step()  # ends an unfinished round, so that all ranks end with one model
     seconds = time.perf_counter() - began
 
     x, y = data.test.tensors

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Train by Horovod's launcher, where Horovod is installed:
+# Train with Horovod's launcher, if Horovod is installed:
 #
 #     mpi_scripts/jobs/horovodrun.sh node1:4,node2:4 8 --preset vgg16-cifar10 --data DIR
 #
-# By gloo: with Open MPI 5, --mpi takes --binding-args="--bind-to none --map-by slot", too.
+# Over gloo. With Open MPI 5, --mpi also needs --binding-args="--bind-to none --map-by slot".
 set -euo pipefail
 
 if (($# < 2)); then

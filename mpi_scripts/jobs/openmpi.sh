@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Train on the hosts of a file, by Open MPI:
+# Train on the hosts of a file, with Open MPI:
 #
 #     mpi_scripts/jobs/openmpi.sh HOSTFILE RANKS --preset resnet20-cifar10 --data DIR --density 0.001
 #
-# HOSTFILE has a line "node1 slots=4" for each host, a slot for each GPU. This checkout, DIR and the
-# environment that is active now must be in the same place on all of them.
+# HOSTFILE has a line such as "node1 slots=4" for each host, with a slot per GPU. This checkout, DIR and
+# the active environment must have the same paths on all hosts.
 set -euo pipefail
 
 if (($# < 2)); then

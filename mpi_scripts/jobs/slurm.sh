@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Train under SLURM, a task for each GPU; from the root of the checkout:
+# Train under SLURM, with a task per GPU; run from the root of the checkout:
 #
 #     sbatch --nodes=8 mpi_scripts/jobs/slurm.sh --preset resnet50-imagenet --data DIR \
 #         --workers 8 --amp bf16 --checkpoint FOLDER
 #
-# A job that is requeued goes on from its last checkpoint. Options of sbatch override those here.
+# A requeued job resumes from its last checkpoint. Options of sbatch override those here.
 #
 #SBATCH --job-name=gtopk
 #SBATCH --ntasks-per-node=4

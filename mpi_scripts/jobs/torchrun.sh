@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Train by torchrun; the same line on every host:
+# Train with torchrun; run the same line on every host:
 #
 #     mpi_scripts/jobs/torchrun.sh FIRST_HOST HOSTS RANKS_PER_HOST --preset lstm-ptb --data DIR
 #
-# FIRST_HOST is the name of one of them, at which they meet on port ${PORT:-29500}. With
-# --checkpoint FOLDER, on a disk of all hosts, a restarted job goes on from its last checkpoint.
+# FIRST_HOST is the name of the host where they meet, on port ${PORT:-29500}. With --checkpoint FOLDER
+# on a disk that all hosts share, a restarted job resumes from its last checkpoint.
 set -euo pipefail
 
 if (($# < 3)); then

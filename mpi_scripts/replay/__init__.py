@@ -1,1 +1,1 @@
-"""Replay: a reduction's messages, recorded here, sent over a network that SimGrid simulates."""
+"""Replay: record a reduction's messages here, and send them over a network simulated by SimGrid."""

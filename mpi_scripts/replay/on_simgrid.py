@@ -1,11 +1,10 @@
-"""Replays a trace on a platform, both JSON on stdin: run by the Python that has SimGrid.
+"""Replays a trace on a platform, both JSON on stdin; run by a Python that has SimGrid.
 
 Every rank is an actor that follows the trace. Its messages leave in order, one after the other,
-whether the receiver asks for them yet or not. A receive waits for the bytes, and then for the
-latency, for which no sender waits. The messages on a link share it fairly, each direction by
-itself.
-Prints the simulated seconds until the last rank is done; fails where a rank waits for a message
-that nobody sends. It imports nothing of gtopk, which may run on another Python.
+whether or not the receiver already waits for them. A receive waits for the bytes, then for the
+latency, for which no sender waits. The messages on a link share it fairly, in each direction
+separately. Prints the simulated seconds until the last rank is done; fails if a rank waits for a
+message that nobody sends. It imports nothing of gtopk, which may run on another Python.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def connect(parent: Any, child: Any, gateway: Any, hop: list[float], name: str) 
 
 
 def way_out(zone: Any, name: str) -> Any:
-    """Return a zone's gateway: in a zone of its own, since SimGrid needs all at the same depth."""
+    """Return a zone's gateway, in a zone of its own: SimGrid needs all at the same depth."""
     edge = NetZone.create_star_zone(f"edge-{name}").set_parent(zone)
     gateway = edge.create_router(f"gateway-{name}")
     edge.seal()
@@ -83,7 +82,7 @@ def build(platform: dict[str, Any]) -> dict[int, Any]:
 def latencies(platform: dict[str, Any]) -> Callable[[int, int], float]:
     """Return a function for the latency between two ranks: the hops below their common zone."""
     sites = platform["sites"]
-    ways = {
+    places = {
         rank: (s, w, n, rank)
         for s, switches in enumerate(sites)
         for w, nodes in enumerate(switches)
@@ -94,8 +93,8 @@ def latencies(platform: dict[str, Any]) -> Callable[[int, int], float]:
     hops = [platform["far"] or FREE, platform["uplink"], platform["link"], inside]
 
     def between(one: int, other: int) -> float:
-        parted = next(place for place in range(4) if ways[one][place] != ways[other][place])
-        return float(2 * sum(latency for _, latency in hops[parted:]))
+        level = next(each for each in range(4) if places[one][each] != places[other][each])
+        return float(2 * sum(latency for _, latency in hops[level:]))
 
     return between
 
@@ -108,27 +107,27 @@ def replay(
     computing: list[float] | None,
     waiting: set[int],
 ) -> None:
-    """Replay one rank; bytes within its token bucket, full at first, take no bandwidth.
+    """Replay one rank; bytes that fit its token bucket, full at first, take no bandwidth.
 
     computing: its seconds before each event, and after the last.
     waiting: the ranks that are not done yet.
     """
     most, rate = burst
-    held, gone = most, 0.0
+    tokens, since = most, 0.0
     for number, (peer, size) in enumerate(events):
         if computing is not None:
             this_actor.sleep_for(computing[number])
         if size < 0:
             left: list[float] = Mailbox.by_name(f"{peer}>{rank}").get()
-            # Empty: its last byte leaves just now, and its sender has not noted it yet.
+            # Empty: the last byte leaves just now, and the sender has not noted it yet.
             leaving = left[0] if left else Engine.clock
             this_actor.sleep_until(leaving + latency(peer, rank))
             continue
-        held = min(most, held + rate * (Engine.clock - gone))
-        slow = max(0.0, size - held)
-        held = max(0.0, held - size)
-        gone = Engine.clock + (slow / rate if rate else 0.0)  # the bucket fills meanwhile
-        left = []  # the second at which the message's last byte has left
+        tokens = min(most, tokens + rate * (Engine.clock - since))
+        slow = max(0.0, size - tokens)
+        tokens = max(0.0, tokens - size)
+        since = Engine.clock + (slow / rate if rate else 0.0)  # the bucket fills meanwhile
+        left = []  # when the message's last byte left
         Mailbox.by_name(f"{rank}>{peer}").put(left, int(slow))
         left.append(Engine.clock)
     if computing is not None:
@@ -145,13 +144,13 @@ def main() -> None:
     profile = order["computing"] or [None] * len(order["trace"])
     waiting = set(hosts)
     for rank, (events, computing) in enumerate(zip(order["trace"], profile, strict=True)):
-        told = rank, events, latency, burst, computing, waiting
-        actor = Actor.create(f"rank{rank}", hosts[rank], replay, *told)
+        arguments = rank, events, latency, burst, computing, waiting
+        actor = Actor.create(f"rank{rank}", hosts[rank], replay, *arguments)
         for peer in {peer for peer, size in events if size < 0}:
-            Mailbox.by_name(f"{peer}>{rank}").set_receiver(actor)  # sent before it is asked for
+            Mailbox.by_name(f"{peer}>{rank}").set_receiver(actor)  # sent even before a receive
     engine.run()
-    if waiting:  # SimGrid itself ends without an error
-        sys.exit(f"ranks {sorted(waiting)[:8]} wait for messages that nobody sends or takes")
+    if waiting:  # SimGrid itself raises no error
+        sys.exit(f"ranks {sorted(waiting)[:8]} wait for messages that nobody sends or receives")
     print(json.dumps({"seconds": Engine.clock}))
 
 

@@ -1,6 +1,6 @@
-"""Simulates a reduction's trace on a platform, by a Python on this machine that has SimGrid.
+"""Simulates a reduction's trace on a platform, with a Python on this machine that has SimGrid.
 
-Platform: a tree of hosts, switches and sites, from which SimGrid's zones are made.
+Platform: a tree of hosts, switches and sites, which becomes SimGrid's zones.
 
 site 0                            site 1        far       between sites
 switch          switch            ...           uplink    of a switch, to all others of a site
@@ -34,8 +34,8 @@ _AT_ONCE = 1e15  # bytes a second: a link on which bytes take no time
 class Platform(NamedTuple):
     """A network's ranks on a tree.
 
-    oversubscription: the sum of a switch's nodes' bandwidths over its uplink's; 1: none.
-    sites: number of sites, over which switches are dealt; far: the link of each to the others.
+    oversubscription: the summed bandwidth of a switch's nodes over that of its uplink; 1: none.
+    sites: number of sites over which switches are spread; far: the link of each to the others.
     """
 
     network: Network
@@ -45,7 +45,7 @@ class Platform(NamedTuple):
     far: Link | None = None
 
     def check(self) -> None:
-        """Raise ValueError for an impossible tree."""
+        """Raise ValueError if the tree is impossible."""
         if self.nodes_per_switch < 1 or self.oversubscription < 1.0:
             raise ValueError("a switch needs a node, and an uplink no wider than its nodes' links")
         if self.nodes_per_switch > MOST_NODES_PER_SWITCH:
@@ -80,7 +80,7 @@ class Platform(NamedTuple):
         }
 
     def _burst(self) -> list[float]:
-        """Return a token bucket: the bytes that pass at once, and the bytes a second to fill it."""
+        """Return a token bucket: bytes that pass at once, and bytes per second that fill it."""
         link = self.network.between
         if not (link.burst_bytes and link.seconds_per_byte):
             return [0.0, 0.0]
@@ -99,16 +99,16 @@ _PROGRAM: Final = Path(__file__).with_name("on_simgrid.py")
 
 
 class SimulationError(RuntimeError):
-    """Raised where SimGrid is missing, or a replay has failed."""
+    """SimGrid is missing, or a replay failed."""
 
 
 def find_python(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the Python that has SimGrid: GTOPK_SIMGRID_PYTHON's, this one, or the system's.
+    """Return a Python that has SimGrid: that of GTOPK_SIMGRID_PYTHON, this one, or the system's.
 
-    Raises SimulationError where none has.
+    Raises SimulationError if none has it.
     """
-    asked = settings.SIMGRID_PYTHON.read(environ)
-    tried = [asked] if asked else [sys.executable, "/usr/bin/python3", shutil.which("python3")]
+    given = settings.SIMGRID_PYTHON.read(environ)
+    tried = [given] if given else [sys.executable, "/usr/bin/python3", shutil.which("python3")]
     for python in filter(None, tried):
         try:
             found = subprocess.run(
@@ -131,14 +131,14 @@ def simulate(
     """Return the simulated seconds until the last rank is done with its messages.
 
     computing: the ranks' seconds between messages, in which token buckets fill; None: no computing.
-    Raises ValueError where it belongs to another trace, or the trace has another number of ranks.
-    Raises SimulationError where the replay fails.
+    Raises ValueError if it does not fit the trace, or the trace does not fit the platform's ranks.
+    Raises SimulationError if the replay fails.
     """
     platform.check()
     if len(trace) != platform.network.ranks:
         raise ValueError(f"a trace of {len(trace):,} ranks on {platform.network.ranks:,} of them")
     if computing is not None and [*map(len, computing)] != [len(each) + 1 for each in trace]:
-        raise ValueError("what ranks compute must be told before each event, and after the last")
+        raise ValueError("computing needs seconds before each event of a rank, and after the last")
     order = json.dumps({"platform": platform.record(), "trace": trace, "computing": computing})
     try:
         done = subprocess.run(
@@ -153,7 +153,7 @@ def simulate(
         raise SimulationError(f"{python} cannot be run: {error.strerror}") from None
     if done.returncode or not done.stdout:
         raise SimulationError(
-            f"SimGrid has failed on {len(trace):,} ranks, each a thread of its own, of which a "
-            f"system may allow fewer; exit code {done.returncode}: {done.stderr.strip()[-500:]}"
+            f"SimGrid failed on {len(trace):,} ranks, each a thread, which may be more than the "
+            f"system allows; exit code {done.returncode}: {done.stderr.strip()[-500:]}"
         )
     return float(json.loads(done.stdout.splitlines()[-1])["seconds"])

@@ -74,7 +74,7 @@ class Recorder(LocalTransport):
         return message
 
 
-# A rank's peer in a message, and the bytes it sent; RECEIVED for a message that it got.
+# An event: a message's peer and the bytes sent, or RECEIVED for a received message.
 Trace = list[list[Event]]
 # For each rank, the seconds that it computes before each of its events, and after the last.
 Profile = list[list[float]]
@@ -82,11 +82,11 @@ Profile = list[list[float]]
 MOST_MESSAGES: Final = 1 << 19
 _MOST_ENTRIES: Final = 1 << 25  # that all ranks may hold together after gathering
 _FLOAT_BYTES: Final = 4
-_WIDE: Final = 1 << 31  # elements from which on a position takes 8 bytes instead of 4
+_WIDE: Final = 1 << 31  # from this many elements on, a position takes 8 bytes instead of 4
 _TIMEOUT_SECONDS: Final = 600.0
-_STACK_BYTES: Final = 1 << 18  # for each rank: thousands of the usual 8 MB do not fit
-# The interval at which a waiting thread asks for Python's lock; thousands of threads that ask 200
-# times a second do nothing else.
+_STACK_BYTES: Final = 1 << 18  # per rank: thousands of the usual 8 MB would not fit
+# How long a waiting thread waits before it asks for Python's lock. Thousands of threads that ask
+# 200 times a second get nothing else done.
 _TURN_SECONDS: Final = 0.5
 
 
@@ -94,7 +94,7 @@ class Reduction(NamedTuple):
     """The reduction to record: `selected` of `length` values on each rank; dense: all of them.
 
     growth: the growth of gtopk, also between nodes.
-    native_bytes: as in `Order`: from here on words answer no dense messages.
+    native_bytes: as in `Order`: from this size on, dense messages get no answering word.
     """
 
     algorithm: str
@@ -125,11 +125,11 @@ class Reduction(NamedTuple):
         return round(self.ranks * gathered * self.selected)
 
     def smaller(self) -> tuple[Reduction, Reduction]:
-        """Return two reductions at the same density: one whose entries fit, and one of half of it.
+        """Return two reductions at the same density: one whose entries fit, and one half as large.
 
-        Long vectors stay longer than 2^31 where raw positions in them take 8 bytes.
-        Dense ones have equal parts for all ranks, as a remainder would weigh too much; no part is
-        as short as a word, and messages travel in one piece.
+        A vector whose raw positions take 8 bytes stays longer than 2^31. Dense reductions have
+        equal parts for all ranks, as a remainder would weigh too much; no part is as short as a
+        word, and messages are sent in one piece.
         """
         if self.algorithm == "dense":
             most = min(_MOST_ENTRIES // self.ranks, PIECE_BYTES // _FLOAT_BYTES)
@@ -149,23 +149,23 @@ class Reduction(NamedTuple):
 def trace_of(reduction: Reduction) -> Trace:
     """Return the trace of a reduction.
 
-    Raises ValueError for one that has too many messages, or quantile boundaries.
+    Raises ValueError if it has too many messages or quantile boundaries.
     """
-    if reduction.ranks > MOST_MESSAGES:  # each sends one at least: too many to count them
+    if reduction.ranks > MOST_MESSAGES:  # each rank sends one at least; counting takes too long
         raise ValueError(
             f"{reduction.algorithm} on {reduction.ranks:,} ranks has more than {MOST_MESSAGES:,} "
-            "messages, which is how many can be replayed"
+            "messages, the most that can be replayed"
         )
     if reduction.messages > MOST_MESSAGES:
         raise ValueError(
             f"{reduction.algorithm} on {reduction.ranks:,} ranks has about "
-            f"{reduction.messages:,} messages, and {MOST_MESSAGES:,} can be replayed"
+            f"{reduction.messages:,} messages, but at most {MOST_MESSAGES:,} can be replayed"
         )
-    if reduction.algorithm == "oktopk" and _drawn(reduction.ranks) > _MOST_ENTRIES:
+    if reduction.algorithm == "oktopk" and _boundaries(reduction.ranks) > _MOST_ENTRIES:
         raise ValueError(
-            f"oktopk on {reduction.ranks:,} ranks draws its boundaries by "
-            f"{_drawn(reduction.ranks):,} lines, all of them on one machine here, and "
-            f"{_MOST_ENTRIES:,} fit: ask for fewer ranks"
+            f"oktopk on {reduction.ranks:,} ranks has {_boundaries(reduction.ranks):,} quantile "
+            f"boundaries, all in this machine's memory, but at most {_MOST_ENTRIES:,} fit: use "
+            "fewer ranks"
         )
     trace = _sized(reduction)
     if reduction.algorithm == "dense" and reduction.length * _FLOAT_BYTES < reduction.native_bytes:
@@ -174,9 +174,10 @@ def trace_of(reduction: Reduction) -> Trace:
 
 
 def _sized(reduction: Reduction) -> Trace:
-    """Record a reduction, or extrapolate it from smaller ones where it does not fit.
+    """Record a reduction, or extrapolate it from smaller ones if it does not fit.
 
-    So are dense ones whose messages travel in pieces: only the last piece's word takes time.
+    Dense ones whose messages are sent in pieces are extrapolated, too: only the last piece's word
+    takes time.
     """
     in_pieces = reduction.algorithm == "dense" and reduction.length * _FLOAT_BYTES > PIECE_BYTES
     if reduction.entries <= _MOST_ENTRIES and not in_pieces:
@@ -188,8 +189,8 @@ def _sized(reduction: Reduction) -> Trace:
     return _extrapolated(*traces, small.selected, large.selected, reduction.selected)
 
 
-def _drawn(ranks: int) -> int:
-    """Return how many quantile boundaries all ranks of Ok-Topk hold: each rank those of all."""
+def _boundaries(ranks: int) -> int:
+    """Return how many quantile boundaries all ranks of Ok-Topk hold: each holds those of all."""
     return ranks * ranks * QUANTILES_PER_RANK * ranks
 
 
@@ -200,14 +201,14 @@ def _record(reduction: Reduction) -> Trace:
         if reduction.algorithm == "dense":
             transport.allreduce(np.zeros(reduction.length, np.float32))
             return
-        # For Ok-Topk the trace of most steps, in which boundaries are kept.
-        _reduce(reduction, transport, goes=2 if reduction.algorithm == "oktopk" else 1)
+        # Ok-Topk's second step is like most of its steps: it keeps its boundaries.
+        _reduce(reduction, transport, times=2 if reduction.algorithm == "oktopk" else 1)
 
     trace = _run(reduction.ranks, program)
     return _without_words(trace) if reduction.algorithm == "dense" else trace
 
 
-def _reduce(reduction: Reduction, transport: Recorder, goes: int) -> None:
+def _reduce(reduction: Reduction, transport: Recorder, times: int) -> None:
     """Run a sparse reduction several times, and record the last one."""
     ranks = range(reduction.ranks)
     options: dict[str, Any] = {}
@@ -220,7 +221,7 @@ def _reduce(reduction: Reduction, transport: Recorder, goes: int) -> None:
         options["regions"] = Regions()
     reduce: Any = partial(ALGORITHMS[reduction.algorithm], format=reduction.format, **options)
     mine = picks("uniform", reduction.length, reduction.selected, transport.rank, seed=0)
-    for _ in range(goes):
+    for _ in range(times):
         transport.begin()
         reduce(mine, reduction.selected, transport)
 
@@ -228,15 +229,15 @@ def _reduce(reduction: Reduction, transport: Recorder, goes: int) -> None:
 def profile_of(reduction: Reduction) -> Profile:
     """Return the seconds that ranks of a sparse reduction compute between messages, measured here.
 
-    They are CPU seconds of threads in a second run: they tell how a reduction's time is
-    distributed, not how long it takes on another machine. One that does not fit is run smaller.
+    They are the threads' CPU seconds in a second run. They show how a reduction's time is
+    distributed, not how long it takes on another machine. If it does not fit, a smaller one runs.
     """
     if reduction.entries > _MOST_ENTRIES:
         reduction, _ = reduction.smaller()
 
     def program(transport: LocalTransport) -> list[float]:
         assert isinstance(transport, Recorder)
-        _reduce(reduction, transport, goes=2)
+        _reduce(reduction, transport, times=2)
         return [*transport.computed, transport.computed_since()]
 
     return run_ranks(_recorders(reduction.ranks), program)
@@ -253,7 +254,7 @@ def _allgather(reduction: Reduction) -> Trace:
 
 
 def _list_bytes(reduction: Reduction) -> int:
-    """Return the bytes of rank 0's list, from two shorter ones where it would not fit itself."""
+    """Return the bytes of rank 0's list, extrapolated from two shorter ones if it does not fit."""
     if reduction.selected <= _MOST_ENTRIES // 4:
         mine = picks("uniform", reduction.length, reduction.selected, rank=0, seed=0)
         return encode(mine, reduction.selected, reduction.format).message.size
@@ -285,12 +286,12 @@ def _recorders(ranks: int) -> list[LocalTransport]:
 
 
 def _without_words(trace: Trace) -> Trace:
-    """Return the trace of a dense reduction without checksums, and the words for long messages.
+    """Return the trace of a dense reduction without checksums and without words for long messages.
 
-    Whether a message has either depends on the size of the vector; `_answered` adds the words at
-    the size that is wanted. A message of a checksum's length is one if the message before it, to
-    the same peer, is long enough to have one. An empty message is a word where any are long: else
-    it is a block that has no elements.
+    Whether a message has either depends on the vector's size; `_answered` adds the words for the
+    requested size. A message as long as a checksum is one if the previous message to the same peer
+    is long enough to have one. An empty message is a word if any message is long; otherwise it is a
+    block without elements.
     """
     longest_bytes = max((size for events in trace for _, size in events), default=0)
     has_words = longest_bytes >= LONG_BYTES
@@ -336,14 +337,14 @@ def _answered(trace: Trace) -> Trace:
     return answered
 
 
-def _extrapolated(first: Trace, second: Trace, small: int, large: int, wanted: int) -> Trace:
-    """Return the trace at the wanted size, extrapolated from those at two smaller sizes."""
+def _extrapolated(first: Trace, second: Trace, small: int, large: int, size: int) -> Trace:
+    """Return the trace at `size`, extrapolated from those at two smaller sizes."""
     if [_pattern(events) for events in first] != [_pattern(events) for events in second]:
         raise ValueError(
-            f"the messages on {len(first):,} ranks depend on the size of the vector: ask for fewer "
+            f"the messages on {len(first):,} ranks depend on the size of the vector: use fewer "
             "ranks"
         )
-    share = (wanted - large) / (large - small)
+    share = (size - large) / (large - small)
 
     def extrapolate(one: Event, two: Event) -> Event:
         (peer, little), (_, much) = one, two

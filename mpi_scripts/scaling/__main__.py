@@ -1,4 +1,4 @@
-"""Time training steps on all ranks by every way there is: on every rank of a launcher, or alone.
+"""Time training steps with every method, on all ranks of a launcher or on one.
 
 mpirun -n 4 python -m mpi_scripts.scaling --model vgg16 --json scaling.json      in a checkout
 """
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line's grammar."""
     described = argparse.ArgumentParser(
         prog="python -m mpi_scripts.scaling",
-        description="Time training steps on all ranks by every way there is, beside one worker's: "
+        description="Time training steps with every method, and a single worker's for comparison: "
         "start it on the ranks to measure (mpirun -n 4 python -m mpi_scripts.scaling).",
         epilog="example:\n  mpirun -n 4 python -m mpi_scripts.scaling --json scaling.json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -54,8 +54,8 @@ def parser() -> argparse.ArgumentParser:
         "--compute",
         choices=["paper", "real"],
         default="paper",
-        help="paper: a step's computing is emulated, at the speed of the published workers; "
-        "real: computed here; default: %(default)s",
+        help="paper: emulate a step's computation, at the speed of the published workers; real: "
+        "compute it; default: %(default)s",
     )
     add(
         "--scale",
@@ -66,8 +66,8 @@ def parser() -> argparse.ArgumentParser:
     add("--batch", type=int, default=32, help="per rank, with --compute real")
     add("--density", type=as_argument(share), default=0.001, help="default: %(default)s")
     others = [name for name in CONTENDERS if name != ALONE]
-    listed = f"of {', '.join(others)}; default: all"
-    add_words(described, "--contenders", one_of(others), others, help=listed)
+    choices = f"of {', '.join(others)}; default: all"
+    add_words(described, "--contenders", one_of(others), others, help=choices)
     add("--rounds", type=int, default=5, help="timed steps; default: %(default)s")
     add(
         "--budget-seconds",
@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--bandwidth",
         type=as_argument(above_zero),
-        help="bits per second that the link was set to, for the record",
+        help="bits per second that the link is set to, for the record",
     )
     add(
         "--shared-cores",
@@ -117,10 +117,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def check(options: argparse.Namespace) -> None:
     """Raise ValueError for options that cannot be measured."""
-    known = PUBLISHED if options.compute == "paper" else NETWORKS
-    if options.model not in known:
+    models = PUBLISHED if options.compute == "paper" else NETWORKS
+    if options.model not in models:
         raise ValueError(
-            f"--compute {options.compute} knows {', '.join(known)}; got --model {options.model}"
+            f"--compute {options.compute} supports {', '.join(models)}; got --model {options.model}"
         )
     for name in ("rounds", "batch", "shared_cores"):
         value = getattr(options, name)

@@ -1,13 +1,13 @@
-"""Contenders: the compared ways to train, from a computed backward pass to the update.
+"""Contenders: the methods to compare, from a computed backward pass to the update.
 
 alone           no exchange: the baseline of the others' efficiency
 ssgd            MPI's own allreduce (gloo's, under torchrun) of the whole gradient, after backward
-dense           gtopk's DistributedOptimizer without compression: overlaps
-ddp             DistributedDataParallel over gloo: overlaps; it has as many buckets as for the model
-                that this one stands for
-ddp-fp16        the same with PyTorch's hook that sends halves
+dense           gtopk's DistributedOptimizer without compression; overlaps with backward
+ddp             DistributedDataParallel over gloo; overlaps; it has as many buckets as the model
+                that this one stands for would have
+ddp-fp16        the same with PyTorch's hook that sends float16
 ddp-powersgd    the same with PyTorch's PowerSGD hook, rank 2, in one bucket: with several, the hook
-                calls gloo in orders that differ from rank to rank, which ends the job
+                calls gloo in a different order on each rank, which ends the job
 topk-allgather, gtopk-tree, gtopk, oktopk, auto      DistributedOptimizer with that compression
 """
 
@@ -157,8 +157,8 @@ CONTENDERS: Final[Mapping[str, Contender]] = {
             "ddp-powersgd", False, partial(ddp, hook=register_power, bucket_mb=WHOLE_MODEL_MB), 4
         ),
         *(Contender(name, True, partial(ours, compression=c), 4) for name, c in _SPARSE.items()),
-        # Five dense steps, as a measure to beat, come first where dense may be as fast. Otherwise
-        # they come once they take a hundredth of the time passed, and are timed with the rest.
+        # If dense may be as fast, `auto` starts with five dense steps to compare with. Otherwise
+        # it takes them once they are a hundredth of the time passed: timed with the rest.
         Contender(
             "auto", True, partial(ours, compression=lambda d: Compression.auto(density=d)), 9
         ),

@@ -1,10 +1,10 @@
-"""Measures the contenders one after the other; a step's time is that of the slowest rank.
+"""Measures the contenders in turn; a step's time is that of the slowest rank.
 
     alone | ssgd | ddp | ... | auto | alone      opened, warmed up, timed, closed: one in memory
 
-All ranks begin a step after the messages with the last one's times, so that they also agree when a
+All ranks exchange the last step's times before they start the next, so they also agree on when a
 contender has used up its seconds. "alone" is measured first and last: it is the baseline of the
-others' efficiency, and the machine's speed may have changed.
+others' efficiency, and the machine's speed may change meanwhile.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Record(TypedDict):
     """One contender's results.
 
     seconds:         of a step on the slowest rank, for each round.
-    efficiency:      the seconds of a step alone over the median: the share of the ranks' speed.
-    cpu_share:       the share of all ranks' cores that their processes used, by CPU seconds.
+    efficiency:      the seconds of a step alone over the median of these.
+    cpu_share:       the share of all ranks' cores that their processes used, in CPU seconds.
     interface_bytes: bytes that a rank's network interface sent in a step; None: none was named.
     published:       the paper's efficiency of this method on as many workers; None: not published.
     """
@@ -54,7 +54,7 @@ class Record(TypedDict):
 class Results(TypedDict):
     """The content of a result file: the options of the run, and the records.
 
-    emulated_compute: steps compute nothing: they sleep for the published seconds.
+    emulated_compute: whether steps sleep for the published seconds instead of computing.
     scale:  factor by which model and link are smaller than those they stand for.
     bits_per_second, latency_seconds: of the link, measured before the steps.
     given_bits_per_second: the bandwidth that the link was set to; None: not given.
@@ -84,7 +84,7 @@ class Results(TypedDict):
 
 
 def read(path: Path) -> list[Results]:
-    """Return the results in a file of one or several runs; raise ValueError for another file."""
+    """Return the results in a file of one or more runs; raise ValueError for any other file."""
     content: Any = json.loads(path.read_text(encoding="utf-8"))
     runs = content if isinstance(content, list) else [content]
     for run in runs:
@@ -126,8 +126,8 @@ class Clock:
         def work(transport: Transport, all_flags: list[int]) -> list[list[float]]:
             return transport.gather_object(mine)
 
-        told: list[list[float]] = self._engine.submit("bench.scaling", [], work).wait()
-        return told
+        times: list[list[float]] = self._engine.submit("bench.scaling", [], work).wait()
+        return times
 
 
 def measure(
@@ -140,7 +140,7 @@ def measure(
 ) -> list[Timed]:
     """Return the measurements of every contender's steps; equal on all ranks.
 
-    rounds: number of timed steps; fewer, as none begins once budget_seconds are used up.
+    rounds: number of timed steps; fewer if budget_seconds run out before.
     """
     alone = Timed(CONTENDERS[ALONE])
     others = [Timed(CONTENDERS[name]) for name in names]
@@ -151,10 +151,10 @@ def measure(
             clock.time(step)
         last, used = len(timed.seconds) + rounds, 0.0
         while len(timed.seconds) < last and used < budget_seconds:
-            told = clock.time(step)
-            timed.seconds.append(max(seconds for seconds, _, _ in told))
-            timed.cpu_seconds.append(sum(cpu for _, cpu, _ in told))
-            timed.interface_bytes = [sent for _, _, sent in told]
+            times = clock.time(step)
+            timed.seconds.append(max(seconds for seconds, _, _ in times))
+            timed.cpu_seconds.append(sum(cpu for _, cpu, _ in times))
+            timed.interface_bytes = [sent for _, _, sent in times]
             used += timed.seconds[-1]
         del step
         gc.collect()

@@ -4,12 +4,12 @@ Shi et al. 2019 (ICDCS, arXiv 1901.04359): 32 nodes with one Nvidia P102-100 eac
 Ethernet, density 0.001. The figures are those of the authors' plotting script,
 scripts/icdcs2019/communication.py in their repository gtopkssgd.
 
-Emulated networks have their layers, or thinner ones, and their workers' speed: a step takes its
-time asleep.
+Emulated networks have the same layers, or thinner ones, and the published workers' speed: a step
+sleeps as long as a worker's step took.
 
 forward    |====|                      a third of the step, asleep: a GPU computes, the CPU waits
-backward        |==|==|==|==|==|==|    the rest, as much for each layer, whose gradients are there
-                   g6 g5 g4 g3 g2 g1   when its share is over, as hooks and overlap need it
+backward        |==|==|==|==|==|==|    the rest, in equal shares for the layers; a layer's gradients
+                   g6 g5 g4 g3 g2 g1   are ready when its share is over, so that hooks can overlap
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ FORWARD_SHARE: Final = 1 / 3
 
 
 class Compute(NamedTuple):
-    """The computation of a step. emulated: it sleeps for its time, and its gradients are random.
+    """The computation of a step.
 
+    emulated: whether it sleeps instead of computing, with random gradients.
     scale: how many times smaller the model is than the one it stands for.
-    make: the model; backward: the forward and backward pass of a batch of it.
+    make: returns the model; backward: its forward and backward pass of a batch.
     """
 
     name: str
@@ -44,9 +45,10 @@ class Compute(NamedTuple):
 
 
 class Published(NamedTuple):
-    """One model. batch: samples of a worker in a step; alone: samples a second of one worker.
+    """One model's published figures.
 
-    by_method: samples a second of each worker, for the numbers of workers in WORKERS.
+    batch: samples per worker and step; alone: samples per second of a single worker.
+    by_method: samples per second of each worker, for the numbers of workers in WORKERS.
     """
 
     batch: int
@@ -55,7 +57,7 @@ class Published(NamedTuple):
 
     @property
     def step_seconds(self) -> float:
-        """Return the seconds of a step of one worker, all of them computing."""
+        """Return the seconds of a single worker's step, which only computes."""
         return self.batch / self.alone
 
     def efficiency(self, method: str, ranks: int) -> float | None:
@@ -76,7 +78,7 @@ PUBLISHED: Final[Mapping[str, Published]] = {
         },
     ),
     "resnet20": Published(
-        128,  # the script says 32; its seconds a step are those of 128
+        128,  # the script says 32, but its seconds per step are those of 128
         920.6,
         {
             "ssgd": (821.7, 705.2, 520.4, 287.9),
@@ -116,12 +118,12 @@ PUBLISHED: Final[Mapping[str, Published]] = {
 }
 
 
-# Dimensions up to this are colours, kernels and classes, which thinner networks keep.
+# Dimensions up to this size are colours, kernels and classes, which thinner networks keep.
 _FIXED: Final = 12
 
 
 def thinner(layers: list[Layer], scale: float) -> list[Layer]:
-    """Return the layers of a network with about 1/scale of the parameters: narrower, as deep."""
+    """Return the layers of a network with about 1/scale of the parameters: narrower, same depth."""
 
     def narrow(width: int) -> int:
         return width if width <= _FIXED else max(1, round(width / math.sqrt(scale)))
@@ -168,7 +170,7 @@ def emulated(model: str, scale: float, rank: int) -> Compute:
     layers = thinner(list(LAYERS[model]()), scale)
     forward_seconds = FORWARD_SHARE * published.step_seconds
     layer_seconds = (published.step_seconds - forward_seconds) / len(layers)
-    # Asleep, not busy: a GPU would compute now, and leave the core to the exchange.
+    # Asleep, not busy: a GPU would compute, and leave the core to the exchange.
     make, pass_back = of_layers(layers, rank, lambda: time.sleep(layer_seconds))
 
     def backward(network: nn.Module) -> None:

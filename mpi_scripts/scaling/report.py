@@ -21,7 +21,7 @@ from .measure import Record, Results
 from .models import PUBLISHED, WORKERS
 
 BASELINE = "ssgd"
-# The picture stands alone, without a page that would give it colours.
+# The picture brings its own colours, as no page gives it any.
 STYLE: Final = """
 svg { color-scheme: light dark; --ground: #fff; --text: #1b2026; --muted: #59636e; --rule: #e4e8ec;
   --ours: #0072b2; --baseline: #7a5c00; }

@@ -61,14 +61,14 @@ def open_digits(source: Source, feed: Feed) -> Classify:
 
 
 def open_cifar10(source: Source, feed: Feed) -> Classify:
-    """Return CIFAR-10, or synthetic data in its place."""
+    """Return CIFAR-10, or synthetic data instead."""
     if source.folder is not None:
         return Classify(read_cifar10(source.folder, seed=source.seed), feed)
     return _synthetic(CIFAR10, source, feed)
 
 
 def open_imagenet(source: Source, feed: Feed) -> Classify:
-    """Return a folder of images, or synthetic data in place of ImageNet."""
+    """Return a folder of images, or synthetic data instead of ImageNet."""
     if source.folder is not None:
         return Classify(read_image_folder(source.folder, seed=source.seed), feed)
     return _synthetic(IMAGENET, source, feed)

@@ -1,4 +1,4 @@
-"""The training loop: epochs of steps, a line of figures after each, a checkpoint now and then."""
+"""The training loop: epochs of steps, with a line of figures after each epoch, and checkpoints."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ AMP_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Training:
     """The inputs of a training, prepared on a rank before the ranks communicate.
 
-    passes:     backward passes in a step, whose gradients are averaged.
-    steps:      number of steps after which it ends; None: after its epochs.
+    passes:     backward passes per step, whose gradients are averaged.
+    steps:      number of steps to train; None: until the epochs end.
     adam_steps: whether Adam's steps are made before the exchange, or after it.
     amp:        "bf16" or "fp16" for autocast; None: float32 throughout.
-    scaler:     GradScaler of the loss; None: it is not scaled.
-    checkpoint: the folder, saved after each epoch, and after every `checkpoint_every` steps if any.
+    scaler:     GradScaler of the loss; None: the loss is not scaled.
+    checkpoint: the folder for checkpoints, saved after each epoch, and every `checkpoint_every`
+                steps if that is above 0.
     log:        a file for one line of JSON per epoch.
-    facts:      for the log: a description of the run.
+    facts:      a description of the run, for the log.
     """
 
     task: Task[Any]
@@ -61,19 +62,19 @@ class Training:
 
 @dataclass
 class Tally:
-    """This rank's progress, and the costs and losses of the epoch; part of checkpoints."""
+    """This rank's progress, and the epoch's cost and loss; saved in checkpoints."""
 
     epoch: int = 0
-    step: int = 0  # of the epoch
+    step: int = 0  # in the epoch
     steps_per_epoch: int = 0
-    made: int = 0  # steps made in the epoch: not `step` if the number of ranks has changed
+    made: int = 0  # steps made in the epoch; differs from `step` if the number of ranks changed
     loss_sum: float = 0.0  # over the steps made
-    sent_bytes: int = 0  # since the begin of the training
-    counted: bool = True  # False for MPI's own allreduce, whose bytes are unknown
+    sent_bytes: int = 0  # since training began
+    counted: bool = True  # False for MPI's own allreduce, whose bytes can only be estimated
     seconds: float = 0.0  # of the steps made
 
-    def go_on(self, steps_per_epoch: int) -> None:
-        """Convert the place in an epoch to an epoch of this many steps."""
+    def rescale(self, steps_per_epoch: int) -> None:
+        """Convert the position in the epoch to an epoch of this many steps."""
         if self.steps_per_epoch and self.steps_per_epoch != steps_per_epoch:
             self.step = self.step * steps_per_epoch // self.steps_per_epoch
         self.steps_per_epoch = steps_per_epoch
@@ -83,9 +84,9 @@ class Tally:
 
 
 def loss_scaler(amp: str | None, device: torch.device) -> Any:
-    """Return the GradScaler that gradients in fp16 need; None for others.
+    """Return the GradScaler that fp16 gradients need; None for other gradients.
 
-    Raises ValueError where torch has none for the CPU.
+    Raises ValueError if this torch has none for the CPU.
     """
     if amp != "fp16":
         return None
@@ -100,7 +101,7 @@ def loss_scaler(amp: str | None, device: torch.device) -> Any:
 
 
 def train(training: Training) -> None:
-    """Train; rank 0 prints. Every rank calls it with equal arguments, except for its data."""
+    """Train; rank 0 prints. All ranks call it with the same arguments but their own data."""
     task, model = training.task, training.model
     base_rates = [group["lr"] for group in training.optimizer.param_groups]
     clips_before = getattr(training.compression, "corrects", False)
@@ -193,7 +194,7 @@ def _begin(training: Training, optimizer: Any) -> Tally:
         tally = Tally(**found.values["tally"])
         if found.ranks != hvd.size():
             training.task.load_state_dict({})  # the state belongs to another rank
-    tally.go_on(training.steps_per_epoch)
+    tally.rescale(training.steps_per_epoch)
     return tally
 
 
@@ -221,11 +222,11 @@ def _report(training: Training, optimizer: Any, tally: Tally) -> None:
     if hvd.rank() != 0:
         return
     scores, label = training.task.scores(totals.tolist()), training.task.label
-    told = "  ".join(f"test {name} {score:.4f}" for name, score in scores.items())
+    results = "  ".join(f"test {name} {score:.4f}" for name, score in scores.items())
     megabytes = tally.sent_bytes / 1e6
     print(
-        f"epoch {tally.epoch + 1:3d}  loss {float(loss):.4f}  {told}{label}  "
-        f"sent per rank{'' if tally.counted else ', reckoned,'} {megabytes:.2f} MB\n",
+        f"epoch {tally.epoch + 1:3d}  loss {float(loss):.4f}  {results}{label}  "
+        f"sent per rank{'' if tally.counted else ', estimated,'} {megabytes:.2f} MB\n",
         end="",
         flush=True,
     )
@@ -247,7 +248,7 @@ def _report(training: Training, optimizer: Any, tally: Tally) -> None:
 
 
 def _or_null(value: float) -> float | None:
-    """Return the number, or None (null) for one that JSON does not have."""
+    """Return the number, or None (null) for one that JSON cannot represent."""
     return value if math.isfinite(value) else None
 
 

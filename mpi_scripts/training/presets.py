@@ -7,19 +7,19 @@ the number of ranks.
 
 Where we differ, knowingly:
 
-- `--compression gtopk` swaps lists with every distance in turn, loses nothing, and updates up to 2k
-  entries, as everywhere in this repository. `--compression published` is theirs: a tree, k entries,
-  and a pick that a merge drops is lost where another rank's pick of that index got through.
-- Densities are constant. The paper's fall in the first four epochs, which
-  `--density-warmup-epochs 4` does step by step; their code's first epoch has 0.004.
-- Lanes of Penn Treebank continue where the rank's last window ended; theirs are shuffled, so that a
-  window begins with the state of another place.
-- AN4 is not augmented (theirs: tempo and gain, by sox); WER is of all words, not a mean of
+- `--compression gtopk` is this repository's gTop-k: ranks swap lists in butterfly rounds, nothing
+  is lost, and an update has up to 2k entries. `--compression published` is the authors': a tree, k
+  entries, and a pick that a merge drops is lost if another rank's pick of that index survives.
+- Densities are constant. In the paper they fall during the first four epochs, which
+  `--density-warmup-epochs 4` does step by step; in the authors' code the first epoch has 0.004.
+- Each lane of Penn Treebank continues where the rank's last window ended. The authors shuffle
+  windows, so that a window starts with the state of another place in the text.
+- AN4 is not augmented (theirs: tempo and gain, by sox). WER is over all words, not the mean of the
   utterances' rates.
-- All ranks share the evaluation, with the mean of their running statistics; in theirs rank 0
-  evaluates alone, with its own.
-- ImageNet is read from its folders; for testing the shorter side is scaled to 256 pixels, of which
-  224 are cut.
+- All ranks share the evaluation, using the mean of their running statistics; in the authors' code
+  rank 0 evaluates alone, with its own.
+- ImageNet is read from its folders; test images are scaled to 256 pixels on the shorter side, then
+  cropped to 224.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ IMAGENET_RATES: Final = stepwise(30, 60, 80, warmup_epochs=10)
 class Preset:
     """The parts of a run.
 
-    batch_size: of a rank in a backward pass; density: of the sparse methods.
-    is_adam: AdamW in place of SGD. momentum_correction: momentum, or AdamW's steps, before the
-        selection instead of after it.
-    clip_norm: largest norm of the agreed update, or, with momentum before the selection, of each
+    batch_size: samples per rank and backward pass; density: that of the sparse methods.
+    is_adam: use AdamW instead of SGD. momentum_correction: apply momentum, or compute AdamW's
+        steps, before the selection instead of after it.
+    clip_norm: largest norm of the agreed update or, with momentum before the selection, of each
         rank's gradients; None: unlimited.
-    is_at_hand: its data are real even without --data; has_workers: processes may load its batches.
+    is_at_hand: its data is real even without --data; has_workers: processes may load its batches.
     """
 
     open: Callable[[Source, Feed], Task[Any]]

@@ -1,6 +1,6 @@
 """Tasks of language models.
 
-ReadOn:        a recurrent model reads a text window after window; measured by perplexity
+ReadOn:        a recurrent model reads a text window by window; measured by perplexity
 ContinueText:  a transformer predicts the next bytes in windows; measured in bits per byte
 """
 
@@ -34,8 +34,8 @@ class ContinueText(Task[Window]):
         self._test = TextWindows(text.test, context)
         if not len(self._test):
             raise ValueError(
-                f"the text held out for testing must have a window of {context} bytes and the one "
-                f"after it, got {len(text.test)}"
+                f"the test text must have more bytes than a window of {context}, got "
+                f"{len(text.test)}"
             )
         self._loading: Loading[Window] = Loading(TextWindows(text.train, context), feed)
         self.batches_per_epoch = len(self._loading)
@@ -70,9 +70,9 @@ TEST_LANES: Final = 32  # over all ranks: the measure does not depend on their n
 
 
 class ReadOn(Task[Window]):
-    """Read each of the batch's lanes, a part of the text, from its begin to its end.
+    """Read each of the batch's lanes, a part of the text, from start to end.
 
-    The model's state goes from window to window, and is empty where an epoch begins.
+    The model's state carries over from window to window, and is empty at the start of an epoch.
     """
 
     def __init__(self, text: Text, feed: Feed, steps: int = STEPS) -> None:
@@ -93,7 +93,7 @@ class ReadOn(Task[Window]):
         return self._lanes.windows(self.steps, first)
 
     def loss(self, model: torch.nn.Module, batch: Window) -> torch.Tensor:
-        # A loaded state is on the CPU.
+        # A state loaded from a checkpoint is on the CPU.
         before = None if self._state is None else moved(self._state, batch.inputs.device)
         scores, state = model(batch.inputs, before)
         self._state = state.detach()
@@ -126,7 +126,7 @@ class ReadOn(Task[Window]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._state = LstmState(**state) if state else None
         if self._state is not None and self._state.hidden.shape[1] != self.feed.batch_size:
-            self._state = None  # another batch size cuts the text into other lanes
+            self._state = None  # with another batch size the lanes are other parts of the text
 
 
 def open_ptb(source: Source, feed: Feed) -> ReadOn:

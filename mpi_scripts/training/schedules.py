@@ -1,4 +1,4 @@
-"""Schedules: the learning rate over a training, as a factor of the chosen one.
+"""Schedules: the learning rate during training, as a factor of the chosen rate.
 
 stepwise     /^^^^^^^|            rises from 1/ranks, then falls at given epochs
             /        |_____|____

@@ -19,9 +19,9 @@ SYNTHETIC: Final = "synthetic"
 
 
 class Source(NamedTuple):
-    """The origin of data.
+    """Where data comes from.
 
-    name:    a set that is at hand ("digits"), or the path of an .npz file.
+    name:    an installed data set ("digits"), or the path of an .npz file.
     folder:  the folder of the published files; None: synthetic data.
     samples: number of synthetic training samples; None: as many as the published set has.
     """
@@ -33,7 +33,7 @@ class Source(NamedTuple):
 
 
 class Feed(NamedTuple):
-    """A rank's share of the data: its batch size; workers: processes that load batches."""
+    """How a rank reads its share of the data; workers: processes that load batches."""
 
     rank: int
     size: int
@@ -43,7 +43,7 @@ class Feed(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """inputs: number of features, pixels or words of a network; outputs: number of its classes."""
+    """A network's inputs (number of features, pixels or words) and outputs (number of classes)."""
 
     inputs: int
     outputs: int
@@ -52,7 +52,7 @@ class Sizes(NamedTuple):
 class Task(ABC, Generic[B]):
     """A kind of data to train on.
 
-    sizes: for the network; batches: number in an epoch, on each rank; origin: of the data.
+    sizes: the network's; batches_per_epoch: on each rank; origin: where the data comes from.
     """
 
     sizes: Sizes
@@ -89,7 +89,7 @@ class Task(ABC, Generic[B]):
 
 
 class Loading(Generic[B]):
-    """A rank's batches of a set that is visited in any order."""
+    """A rank's batches of a data set that can be visited in any order."""
 
     def __init__(self, data: Any, feed: Feed, *, batch_size: int | None = None) -> None:
         self.data, self.feed = data, feed
@@ -117,7 +117,7 @@ class Loading(Generic[B]):
             collate_fn=as_batch,
             num_workers=self.feed.workers,
             pin_memory=torch.cuda.is_available(),
-            generator=torch.Generator(),  # leaves the training's random numbers alone
+            generator=torch.Generator(),  # does not change the training's random numbers
         )
         return iter(loader)
 

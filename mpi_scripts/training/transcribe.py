@@ -23,19 +23,19 @@ from models.data.synthetic_speech import synthesise_speech
 from .task import Feed, Loading, Sizes, Source, Task, moved, share
 
 
-def edit_distance(said: Sequence[object], meant: Sequence[object]) -> int:
+def edit_distance(text: Sequence[object], reference: Sequence[object]) -> int:
     """Return the fewest insertions, deletions and replacements between two (Levenshtein 1966)."""
-    distances = list(range(len(meant) + 1))
-    for row, one in enumerate(said, start=1):
-        before, distances[0] = distances[0], row
-        for column, other in enumerate(meant, start=1):
-            cheapest = min(distances[column], distances[column - 1], before - (one == other))
-            before, distances[column] = distances[column], cheapest + 1
+    distances = list(range(len(reference) + 1))
+    for row, one in enumerate(text, start=1):
+        diagonal, distances[0] = distances[0], row
+        for column, other in enumerate(reference, start=1):
+            cheapest = min(distances[column], distances[column - 1], diagonal - (one == other))
+            diagonal, distances[column] = distances[column], cheapest + 1
     return distances[-1]
 
 
 class Transcribe(Task[SpeechBatch]):
-    """A batch is a bucket of utterances of about one length; ranks visit them in any order."""
+    """Each batch is a bucket of utterances of similar length; buckets come in any order."""
 
     def __init__(self, data: SpeechData, feed: Feed) -> None:
         self.feed, self.origin = feed, data.origin
@@ -72,11 +72,11 @@ class Transcribe(Task[SpeechBatch]):
             for row, end, letters in zip(
                 scores.argmax(2).cpu(), steps.tolist(), meant, strict=True
             ):
-                said, text = spoken(row[:end]), "".join(LETTERS[n] for n in letters.tolist())
-                totals[0] += edit_distance(said.split(), text.split())
-                totals[1] += len(text.split())
-                totals[2] += edit_distance(said, text)
-                totals[3] += len(text)
+                text, reference = spoken(row[:end]), "".join(LETTERS[n] for n in letters.tolist())
+                totals[0] += edit_distance(text.split(), reference.split())
+                totals[1] += len(reference.split())
+                totals[2] += edit_distance(text, reference)
+                totals[3] += len(reference)
         return totals
 
     def scores(self, totals: list[float]) -> dict[str, float]:

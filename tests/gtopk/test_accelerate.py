@@ -23,7 +23,7 @@ from gtopk.runtime.world import world
 def test_a_prepared_model_goes_by_gtopk(torchrun: Any, tmp_path: Any) -> None:
     job = torchrun(2, "accelerate_loop.py", str(tmp_path))
     assert job.returncode == 0, job.stdout + job.stderr
-    assert job.stdout.count("Accelerate goes by gTop-k") == 2
+    assert job.stdout.count("Accelerate uses gTop-k") == 2
 
 
 @pytest.fixture

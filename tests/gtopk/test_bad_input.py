@@ -19,7 +19,7 @@ from tests.matrix import some_of
 def test_every_rank_is_told_what_is_wrong_and_where(request, launcher: str, ranks: int) -> None:
     done = request.getfixturevalue(launcher)(ranks, "mismatch.py")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("every mistake was told") == ranks, done.stdout + done.stderr
+    assert done.stdout.count("every mistake was reported") == ranks, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_every_rank_is_told_what_is_wrong_and_where(request, launcher: str, rank
 def test_ranks_of_other_versions_do_not_begin(request, launcher: str, ranks: int) -> None:
     done = request.getfixturevalue(launcher)(ranks, "versions.py")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("the other version was told") == ranks, done.stdout + done.stderr
+    assert done.stdout.count("the other version was reported") == ranks, done.stdout + done.stderr
 
 
 def test_after_a_disagreement_a_rank_that_is_done_may_leave_before_the_others(threads) -> None:

@@ -14,13 +14,13 @@ pytest.importorskip("lightning", reason="Lightning is not installed: make test-a
 def test_a_trainer_goes_by_gtopk(torchrun: Any, tmp_path: Any) -> None:
     job = torchrun(2, "lightning_fit.py", str(tmp_path))
     assert job.returncode == 0, job.stdout + job.stderr
-    assert job.stdout.count("Lightning goes by gTop-k") == 2
+    assert job.stdout.count("Lightning uses gTop-k") == 2
 
 
 def test_a_loop_of_fabric_goes_by_gtopk(torchrun: Any, tmp_path: Any) -> None:
     job = torchrun(2, "fabric_loop.py", str(tmp_path))
     assert job.returncode == 0, job.stdout + job.stderr
-    assert job.stdout.count("Fabric goes by gTop-k") == 2
+    assert job.stdout.count("Fabric uses gTop-k") == 2
 
 
 def test_another_strategy_is_refused() -> None:

@@ -23,4 +23,4 @@ def test_a_prepared_model_goes_by_gtopk_without_an_adapter(tmp_path: Path) -> No
         check=False,
     )
     assert job.returncode == 0, job.stdout + job.stderr
-    assert "Ray Train goes by gTop-k" in job.stdout
+    assert "Ray Train uses gTop-k" in job.stdout

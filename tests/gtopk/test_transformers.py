@@ -15,7 +15,7 @@ pytest.importorskip("accelerate", reason="Accelerate is not installed: make test
 def test_a_trainer_goes_by_gtopk(torchrun: Any, tmp_path: Any) -> None:
     job = torchrun(2, "transformers_train.py", str(tmp_path))
     assert job.returncode == 0, job.stdout + job.stderr
-    assert job.stdout.count("Trainer goes by gTop-k") == 2
+    assert job.stdout.count("Trainer uses gTop-k") == 2
 
 
 @pytest.mark.filterwarnings("ignore")  # theirs

@@ -13,7 +13,7 @@ import pytest
 from collectives.cost import BreakEven
 from gtopk.planning.comparison import where_it_pays
 from mpi_scripts import bench_advice
-from mpi_scripts.bench_advice import NO_DELAY, Held, edges, said, said_edge, table
+from mpi_scripts.bench_advice import NO_DELAY, Held, edges, number_after, parse_edge, table
 from tests.mpi_scripts.test_emulated_network import require_hosts
 
 LINE = (
@@ -37,10 +37,10 @@ def held(
 
 
 def test_numbers_are_read_from_the_line() -> None:
-    assert said(LINE, ": dense") == 1.0
-    assert said(LINE, "saves up to") == 0.9
-    with pytest.raises(ValueError, match="must tell a number after 'loses'"):
-        said(LINE, "loses")
+    assert number_after(": dense", LINE) == 1.0
+    assert number_after("saves up to", LINE) == 0.9
+    with pytest.raises(ValueError, match="must have a number after 'loses'"):
+        number_after("loses", LINE)
 
 
 @pytest.mark.parametrize(
@@ -66,12 +66,12 @@ def test_the_edge_is_read_as_it_is_written(edge: BreakEven, words: str) -> None:
     about = (edge.bits_per_second or 0.0) if is_told else None
     for name in ("gTop-k", "at this latency Ok-Topk"):
         line = f"a verdict; {name} pays {written}; links 1 Gbit/s, 50 µs, measured (here)"
-        assert said_edge(line) == (about, edge.lowest, edge.highest)
+        assert parse_edge(line) == (about, edge.lowest, edge.highest)
 
 
 def test_an_edge_in_other_words_is_not_guessed_at() -> None:
-    with pytest.raises(ValueError, match="the line must tell where compression pays"):
-        said_edge(LINE.replace("25 to 70 Mbit/s if a time is", "25 and 70 Mbit/s, were a time"))
+    with pytest.raises(ValueError, match="the line must say where compression pays"):
+        parse_edge(LINE.replace("25 to 70 Mbit/s if a time is", "25 and 70 Mbit/s, were a time"))
 
 
 def test_a_number_is_told_where_times_that_are_six_per_cent_off_move_it_by_a_fifth() -> None:
@@ -100,10 +100,10 @@ def test_the_edge_lies_where_both_take_the_same() -> None:
     assert len(who) == len(them) == 4
     assert [each.network for each in them] == [f"{rate}mbit, 10ms" for rate in rates]
     about, within = who[0].edge(found)
-    assert about.foretold == 48e6
-    assert within.foretold == within.measured == found
+    assert about.predicted == 48e6
+    assert within.predicted == within.measured == found
     _, beyond = who[0].edge(80e6)
-    assert beyond.foretold == 70e6
+    assert beyond.predicted == 70e6
     rows = table(group)
     assert rows[3].startswith("| what compression saves | 2 |")
     assert rows[4].startswith("| below which bandwidth it pays | 4 | 60 % | 0 | +60 % (")
@@ -131,7 +131,7 @@ def test_a_network_is_held_against_its_line(tmp_path: Path) -> None:
     assert [each["entries"] for each in found] == [25_000, 250_000]
     for each in found:
         assert "; links " in each["line"]
-        _, lowest, highest = said_edge(each["line"])
+        _, lowest, highest = parse_edge(each["line"])
         assert lowest < highest or lowest in (0, math.inf)  # at no bandwidth, or at every
     assert found[0]["dense_seconds"] > found[0]["sparse_seconds"] > 0
     assert done.stdout.splitlines()[2].startswith("| dense's time | 2 |")

@@ -34,7 +34,7 @@ def test_all_that_is_missing_is_named_with_the_way_to_get_it(tmp_path) -> None:
     done = run(tmp_path)
     assert done.returncode == 1
     first, *rest = done.stderr.splitlines()
-    assert first == "build_horovod: building Horovod needs what is not here:"
+    assert first == "build_horovod: missing, and needed to build Horovod:"
     assert [line.split()[0] for line in rest] == ["cmake", "make", "a", "mpicxx", "torch"]
     assert all("install" in line for line in rest)
     assert not (tmp_path / "wheels").exists()

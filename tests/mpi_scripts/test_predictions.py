@@ -30,7 +30,7 @@ from mpi_scripts.replay.traces import Reduction, Trace
 
 def test_a_row_tells_how_many_are_near_and_which_is_farthest() -> None:
     found = [
-        Forecast("5mbit", 2, 1000, 100, "gtopk", foretold, 1.0) for foretold in (1.1, 0.86, 1.0)
+        Forecast("5mbit", 2, 1000, 100, "gtopk", predicted, 1.0) for predicted in (1.1, 0.86, 1.0)
     ]
     found.append(Forecast("9mbit", 4, 1000, 100, "gtopk", 0.5, 1.0))
     assert row("gtopk", found) == "| gtopk | 4 | 12 % | 3 | -50 % (9mbit, 4 ranks) |"
@@ -59,12 +59,12 @@ def test_what_is_saved_is_of_dense_on_the_same_network() -> None:
     sparse = Forecast("5mbit", 2, 1000, 20, "gtopk", 1.0, 2.0)
     alone = sparse._replace(ranks=3)
     (saved,) = savings([quick, *others, sparse, alone])
-    assert saved == sparse._replace(foretold=8.0, measured=8.0)
+    assert saved == sparse._replace(predicted=8.0, measured=8.0)
 
 
 def test_times_are_told_by_how_busy_the_shared_cores_were() -> None:
     one = Forecast("5mbit", 2, 1000, 100, "gtopk", 1.0, 1.0, busy=0.1)
-    found = [one, one._replace(busy=0.25, foretold=1.3), one._replace(busy=1.2, foretold=0.5)]
+    found = [one, one._replace(busy=0.25, predicted=1.3), one._replace(busy=1.2, predicted=0.5)]
     _, _, *rows = by_busyness([*found, one._replace(busy=None)])
     assert rows == [
         "| from 0 % to 25 % | 1 | 0 % | 1 | +0 % (5mbit, 2 ranks) |",

@@ -54,7 +54,7 @@ def accuracies(text: str) -> list[float]:
     """Return the test accuracy of every epoch, which must be all that is printed."""
     pattern = (
         r"epoch +(\d+)  loss \d+\.\d{4}  test accuracy (\d\.\d{4})  "
-        r"sent per rank(?:, reckoned,)? [\d.]+ MB"
+        r"sent per rank(?:, estimated,)? [\d.]+ MB"
     )
     lines = [re.fullmatch(pattern, line) for line in text.splitlines()]
     assert all(lines), text
@@ -99,8 +99,8 @@ def test_every_compression_trains_and_one_rank_tells(train, digits, ranks: int) 
         assert len(accuracies(once[0].out)) == 2
         assert accuracies(once[0].out)[-1] > 0.5, (compression, once[0].out)  # chance: 0.1
         sent[compression] = bytes_sent(once[0].out)
-        reckoned = compression in ("none", "fp16")
-        assert ("reckoned" in once[0].out) == reckoned, "MPI's own allreduce is not counted"
+        estimated = compression in ("none", "fp16")
+        assert ("estimated" in once[0].out) == estimated, "MPI's own allreduce is not counted"
     assert other_seed[0].out != again[0].out
     if ranks > 1:
         assert sent["none"] == pytest.approx(2 * sent["fp16"], rel=0.02)

@@ -1,4 +1,4 @@
-"""Run under torchrun on 2 ranks, with a folder: an Accelerate loop whose DDP goes by gTop-k."""
+"""Run under torchrun on 2 ranks, with a folder: an Accelerate loop whose DDP uses gTop-k."""
 
 import sys
 import warnings
@@ -67,7 +67,7 @@ for each in (dense, ours):
 torch.testing.assert_close(weights(ours[0]), weights(dense[0]), rtol=1e-12, atol=1e-12)
 accelerator.free_memory()
 
-# Some entries, saved and gone on with.
+# Some entries; saved and resumed.
 model, optimizer, loader = prepared()
 state = compress(accelerator, model, optimizer, density=0.1)
 train(model, optimizer, loader)
@@ -85,9 +85,9 @@ train(model, optimizer, loader, bad=True)
 assert torch.equal(weights(model), mine)
 assert state.skipped_steps == len(loader)
 
-# AdamW's steps are made before the selection; saved, and gone on with.
+# AdamW's steps are made before the selection; saved and resumed.
 accelerator.free_memory()
-accelerator._custom_objects.clear()  # what was registered for the states before
+accelerator._custom_objects.clear()  # the objects registered for the earlier states
 model, optimizer, loader = prepared(torch.optim.AdamW)
 state = compress(accelerator, model, optimizer, density=0.1, global_clip_norm=1.0)
 assert state.makes_adam_steps
@@ -110,7 +110,7 @@ accelerator.clip_grad_norm_(model.parameters(), 0.1)
 with pytest.raises(ValueError, match="global_clip_norm="):
     optimizer.step()
 
-# A loop that clips learns what it learns with gradients that travel whole.
+# A loop that clips learns as much as with whole gradients.
 found = [float(network()(torch.ones(1, 6).double()).square().mean())]
 for hooks in (False, True):
     model, optimizer, loader = prepared(partial(torch.optim.AdamW, weight_decay=0.0))
@@ -132,7 +132,7 @@ begun, dense_loss, our_loss = found
 assert dense_loss < 0.5 * begun, found
 assert our_loss - dense_loss < 0.1 * (begun - dense_loss), found
 
-# Nor does it move what another optimizer of the same model steps.
+# Nor does it move the parameters of another optimizer of the same model.
 model, _, loader = prepared()
 bare = accelerator.unwrap_model(model)
 both = [
@@ -148,8 +148,8 @@ assert torch.equal(weights(model), mine)
 with pytest.raises(ValueError, match="needs a model that"):
     compress(accelerator, network(), optimizer)
 
-# Gradients add up over four batches, the loader's end cuts the last round short, and one exchange
-# ends each: with all entries weights are DDP's, whose steps AdamW makes behind the exchange.
+# Gradients accumulate over four batches (fewer at the loader's end), and one exchange ends each
+# round: with all entries, weights equal those of DDP with AdamW's steps after the exchange.
 accelerator.gradient_accumulation_steps = 4
 for kind in (torch.optim.SGD, torch.optim.AdamW):
     dense, ours = prepared(kind, samples=96), prepared(kind, samples=96)  # 6 batches a rank
@@ -164,7 +164,7 @@ for kind in (torch.optim.SGD, torch.optim.AdamW):
     assert state.progress.steps == 2
     accelerator.free_memory()
 
-# So it is where the hook makes AdamW's steps, of the sum of each round.
+# The same holds if the hook makes AdamW's steps, from the sum of each round.
 model, optimizer, loader = prepared(torch.optim.AdamW, samples=96)
 state = compress(accelerator, model, optimizer, density=0.1)
 assert state.makes_adam_steps
@@ -178,10 +178,10 @@ mine = weights(model)
 assert all(torch.equal(mine, other) for other in hvd.allgather(mine[None]))
 accelerator.gradient_accumulation_steps = 1
 
-# The script's own optimizer will do, too, and a scheduler is none.
+# The script's own optimizer is accepted, too; a scheduler is no optimizer.
 model, optimizer, loader = prepared(torch.optim.AdamW)
 with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer"):
     compress(accelerator, model, torch.optim.lr_scheduler.ConstantLR(optimizer.optimizer))
 assert compress(accelerator, model, optimizer.optimizer, density=0.1).makes_adam_steps
-print("Accelerate goes by gTop-k\n", end="", flush=True)
+print("Accelerate uses gTop-k\n", end="", flush=True)
 torch.distributed.destroy_process_group()

@@ -1,8 +1,8 @@
-"""Run under torchrun on 2 ranks or 4: what each way to train says first, and what it predicts.
+"""Run under torchrun on 2 ranks or 4: each way to train logs its advice and predicts its exchange.
 
-With the argument "off" the last rank wants no advice, and nothing is predicted anywhere. Models
-have unlike numbers of values, by which a line tells of whom it speaks. Of the last ways nothing is
-predicted.
+With the argument "off" the last rank wants no advice, and no rank predicts anything. Each model has
+another number of values, so that a line shows which one it is about. For the last ways there is no
+prediction.
 """
 
 from __future__ import annotations

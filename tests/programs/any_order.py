@@ -1,4 +1,4 @@
-"""Run on two ranks or more: operations are matched by name, whatever each rank does when."""
+"""Run on two ranks or more: operations are matched by name, in whatever order ranks submit them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_ranks_that_have_joined_stand_in() -> None:
         assert engine.join().wait() == SIZE - 1
 
 
-def test_ranks_that_wait_for_different_operations_go_on() -> None:
+def test_ranks_that_wait_for_different_operations_continue() -> None:
     raises(
         hvd.HorovodInternalError,
         lambda: hvd.synchronize(reduce(f"of rank {RANK}")),
@@ -68,7 +68,7 @@ def test_ranks_that_wait_for_different_operations_go_on() -> None:
     hvd.barrier()
 
 
-def test_who_waits_for_whom_is_said() -> None:
+def test_a_warning_says_who_waits_for_whom() -> None:
     if RANK == 1:
         time.sleep(1.0)
     hvd.synchronize(reduce("stalled"))
@@ -76,7 +76,7 @@ def test_who_waits_for_whom_is_said() -> None:
 
 if __name__ == "__main__":
     run_tests(globals())
-    if RANK == SIZE - 1:  # the others do not submit it, and may leave all the same
+    if RANK == SIZE - 1:  # the others do not submit it, but may still leave
         reduce("never")
     hvd.shutdown()
     print(f"rank {RANK}: any order will do\n", end="", flush=True)

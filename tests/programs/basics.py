@@ -1,4 +1,4 @@
-"""Checks for any number of ranks: what scripts ask a Horovod about itself.
+"""Checks for any number of ranks: the questions that scripts ask Horovod about itself.
 
 Imported by mpi_ops.py, after init.
 """

@@ -1,13 +1,13 @@
-"""Processes with a heartbeat and nothing else; what befalls them is the test's to do.
+"""Processes with a heartbeat and nothing else; the test decides what happens to them.
 
 Arguments: how many ranks, and the timeout in seconds. A rank prints "rank R is PID beside
-COMPANION at PORT" when it has begun, and "rank R lost OTHER: WHY". It obeys lines on stdin that
-begin with its number:
+COMPANION at PORT" when it has started, and "rank R lost OTHER: WHY". It obeys lines on stdin that
+start with its number:
 
     hold SECONDS    call C code that keeps Python's lock
     step NUMBER     be at that step
-    fail WHY        end, after telling why
-    leave           end in good order
+    fail WHY        end, after announcing why
+    leave           end normally
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ size, timeout_seconds = int(sys.argv[1]), float(sys.argv[2])
 
 
 class Table:
-    """As much of a transport as a heartbeat needs: rank 0 hands round what all say."""
+    """The part of a transport that a heartbeat needs; rank 0 passes all messages on."""
 
     def __init__(self, rank: int, ends: list[tuple[socket.socket, socket.socket]]) -> None:
         self.rank, self.size, self.ranks, self._ends = rank, size, range(size), ends
@@ -40,13 +40,13 @@ class Table:
         if self.rank > 0:
             own = self._ends[self.rank][1]
             own.send(message.tobytes())
-            said = [own.recv(1 << 16) for _ in range(size)]
+            messages = [own.recv(1 << 16) for _ in range(size)]
         else:
-            said = [message.tobytes(), *(root.recv(1 << 16) for root, _ in self._ends[1:])]
+            messages = [message.tobytes(), *(root.recv(1 << 16) for root, _ in self._ends[1:])]
             for root, _ in self._ends[1:]:
-                for each in said:
+                for each in messages:
                     root.send(each)
-        return [np.frombuffer(each, np.uint8) for each in said]
+        return [np.frombuffer(each, np.uint8) for each in messages]
 
     gather_object = Transport.gather_object
 

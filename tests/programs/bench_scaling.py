@@ -1,4 +1,4 @@
-"""Run under mpirun: `python -m mpi_scripts.scaling`, on ranks that are real."""
+"""Run under mpirun: `python -m mpi_scripts.scaling`, on real ranks."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Broadcast and sum up tensors of 2^31 + 16 bytes on two ranks, and look at their far ends."""
+"""Broadcast and sum tensors of 2^31 + 16 bytes on two ranks, and check their last elements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A script that calls gtopk.run on functions of its own, and tells what came of it as JSON."""
+"""A script that calls gtopk.run on its own functions, and prints the results as JSON."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from gtopk.runtime.world import world
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a script keeps together, of a class of its own."""
+    """A script's own class."""
 
     scale: float
     rank: int | None = None
 
 
 def trains(options: argparse.Namespace, *, states: dict[str, Any]) -> dict[str, Any]:
-    """Return what only this rank knows, and the sum over ranks of what it was given."""
+    """Return facts about this rank, and the sum over the ranks of the argument."""
     scale = options.settings.scale
     hvd.init()
     print(f"rank {hvd.rank()} prints", flush=True)
@@ -46,7 +46,7 @@ def trains(options: argparse.Namespace, *, states: dict[str, Any]) -> dict[str, 
 
 
 def fails_on(rank: int) -> None:
-    """Raise on one rank, where the others wait for it."""
+    """Raise on one rank, while the others wait for it."""
     hvd.init()
     if hvd.rank() == rank:
         raise ZeroDivisionError("on purpose")
@@ -54,7 +54,7 @@ def fails_on(rank: int) -> None:
 
 
 def dies_on(rank: int) -> None:
-    """Be killed on one rank, where the others wait for it."""
+    """Kill one rank, while the others wait for it."""
     hvd.init()
     Path("began", str(os.getpid())).touch()
     hvd.barrier()
@@ -64,22 +64,25 @@ def dies_on(rank: int) -> None:
 
 
 def keeps_secrets() -> dict[str, list[str]]:
-    """Return the secrets that this rank knows, and the command lines of all processes."""
+    """Return this rank's secrets, and the command lines of all processes."""
     hvd.init()
     guard = world._guard
     assert guard is not None
     assert guard._heartbeat is not None
-    hvd.barrier()  # all companions are there
+    hvd.barrier()  # all companions are running
     here = Path("/proc/self/environ").read_bytes().split(b"\0")
     prefix = f"{settings.RUN_SECRET.name}=".encode()
     (own,) = (line.removeprefix(prefix) for line in here if line.startswith(prefix))
-    said = []
+    command_lines = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            said.append(path.read_text(errors="replace"))
-    hvd.barrier()  # and were, while each looked
-    assert any("gtopk.runtime.liveness.companion" in words for words in said)
-    return {"secrets": [guard._heartbeat._setting.secret, own.decode()], "said": said}
+            command_lines.append(path.read_text(errors="replace"))
+    hvd.barrier()  # and they were, while each rank looked
+    assert any("gtopk.runtime.liveness.companion" in words for words in command_lines)
+    return {
+        "secrets": [guard._heartbeat._setting.secret, own.decode()],
+        "command_lines": command_lines,
+    }
 
 
 def error_of(call: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -100,8 +103,8 @@ def scene_trains() -> dict[str, Any]:
     results = gtopk.run(trains, (options,), {"states": states}, np=2, output_filename="printed")
     moment = states["optimizer"]["state"][0]["exp_avg"]
     for rank, result in enumerate(results):
-        told = argparse.Namespace(settings=Settings(0.5, rank), epochs=3)
-        assert result["options"] == told
+        expected = argparse.Namespace(settings=Settings(0.5, rank), epochs=3)
+        assert result["options"] == expected
         assert torch.equal(result["states"]["optimizer"]["state"][0]["exp_avg"], moment)
         assert torch.equal(result["total"], torch.full((2,), 1.5))
     return {"ranks": [[result["rank"], result["size"]] for result in results]}
@@ -112,7 +115,7 @@ def scene_fails() -> dict[str, Any]:
 
 
 def scene_keeps_secrets() -> dict[str, Any]:
-    """Have everything written down that can be, what this process and the launcher say included."""
+    """Record everything that can be recorded, including output of this process and the launcher."""
     Path("kept").mkdir()
     verbose = {"GTOPK_LOG": "debug", "GTOPK_RUN": "kept/run", "GTOPK_TIMELINE": "kept/timeline"}
     os.environ.update(verbose)
@@ -137,7 +140,7 @@ def scene_keeps_secrets() -> dict[str, Any]:
         "on_command_lines": [
             words
             for result in results
-            for words in result["said"]
+            for words in result["commands"]
             if any(secret in words for secret in secrets)
         ],
         "written": [
@@ -152,5 +155,5 @@ def scene_dies() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    told = {scene: globals()[f"scene_{scene}"]() for scene in sys.argv[1:]}
-    print(json.dumps(told), flush=True)
+    results = {scene: globals()[f"scene_{scene}"]() for scene in sys.argv[1:]}
+    print(json.dumps(results), flush=True)

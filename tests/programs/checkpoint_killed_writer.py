@@ -1,9 +1,9 @@
-"""Kill processes that save checkpoints; what load_latest gives then must be whole, and the last.
+"""Kill processes that save checkpoints; load_latest must then return the last complete checkpoint.
 
-Arguments: a folder, and how many to kill. Every other writer kills itself within a save, as it is
-about to do one of the things that a save does to files, each of them in turn. The others are killed
-after a random time. Prints how many of the first kind left some files of the save, how many times
-they left the new checkpoint whole, and how many things a save does to files.
+Arguments: a folder, and how many to kill. Every other writer kills itself within a save, just
+before one of the save's file operations, each of them in turn. The others are killed after a random
+time. Prints how many of the first kind left an incomplete checkpoint, how many left the new
+checkpoint complete, and how many file operations a save has.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ torch.set_num_threads(1)  # a pool of threads would not survive the fork
 folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
 dice = random.Random(rounds)
 BEGUN, DONE = b"\0", b"\1"
-# By their names as audit events: what a save does to files, or looks at.
+# The audit events of a save's file operations.
 TO_FILES = ("open", "os.", "shutil.", "tempfile.")
 
 
 class Deed:
-    """Counts what is done to files within saves, and ends this process as one is about to be."""
+    """Counts the file operations of saves, and kills this process just before one of them."""
 
     def __init__(self, last: int | None = None) -> None:
         self.done = 0
@@ -54,7 +54,7 @@ def load(model: torch.nn.Module) -> int:
 
 
 def save_on(pipe: int, saves: int | None, deed: Deed) -> None:
-    """Save one step after the other: so many, or until this process is killed."""
+    """Save step after step, a given number of times or until this process is killed."""
     with world.entered(local_world(1)[0]):
         model = torch.nn.Linear(300, 300)
         step = load(model)
@@ -70,7 +70,7 @@ def save_on(pipe: int, saves: int | None, deed: Deed) -> None:
 
 
 def start(saves: int | None, last: int | None = None) -> tuple[int, int]:
-    """Fork a process that saves; return it, and what it writes to before and after each."""
+    """Fork a process that saves; return it, and the pipe to which it reports each save."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -82,7 +82,7 @@ def start(saves: int | None, last: int | None = None) -> tuple[int, int]:
 
 
 def deeds_of_a_save() -> int:
-    """Return how many things a save does to files, where there are checkpoints to remove."""
+    """Return how many file operations a save has when it also removes old checkpoints."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -98,7 +98,7 @@ def deeds_of_a_save() -> int:
 
 
 def look() -> tuple[int, bool]:
-    """Return what step is whole, and whether there is some of a later one."""
+    """Return the last complete step, and whether there are files of a later one."""
     with world.entered(local_world(1)[0]):
         model = torch.nn.Linear(300, 300)
         step = load(model)
@@ -130,13 +130,13 @@ for number in range(rounds):
         time.sleep(dice.uniform(0, 0.9) * save_seconds)
         os.kill(pid, signal.SIGKILL)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-    said = BEGUN * (not by_deed) + os.read(reader, 1000)
+    output = BEGUN * (not by_deed) + os.read(reader, 1000)
     os.close(reader)
-    step += said.count(DONE)
+    step += output.count(DONE)
     found, some_left = look()
     assert found in (step, step + 1), f"step {found} was loaded after {step}"
     if by_deed:
-        assert said == BEGUN, "a writer outlived its first save"
+        assert output == BEGUN, "a writer outlived its first save"
         left += some_left
         new += found > step
     step = found

@@ -1,6 +1,6 @@
-"""A training run with dropout on real ranks, saved in the middle of an epoch and gone on with.
+"""A training run with dropout on real ranks, saved in the middle of an epoch and resumed.
 
-Argument: a folder. Every random number is to come after loading as it would have come otherwise.
+Argument: a folder. After loading, random numbers must be those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Run:
         self.loader = hvd.adapt(DataLoader(dataset, 4, shuffle=True), self.optimizer)
 
     def train(self, folder: Path | None = None, done: int = 0) -> list[float]:
-        """Return the loss of every step, and what random numbers come then."""
+        """Return the loss of every step, and the random numbers that follow."""
         losses: list[float] = []
         while done < STEPS:
             for x, y in self.loader:

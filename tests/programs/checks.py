@@ -1,4 +1,4 @@
-"""What the programs that check behaviour on real ranks share."""
+"""Helpers for the programs that check behaviour on real ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def raises(kind: type[BaseException], call: Callable[[], object], *parts: str) -
 def check_close(result: torch.Tensor | None, expected: torch.Tensor, what: object = "") -> None:
     """Check that tensors are equal: integers to the bit, floats to the rounding of their dtype.
 
-    What torch.testing has for it takes seconds to import.
+    torch.testing has this, too, but takes seconds to import.
     """
     assert result is not None, what
     assert (result.dtype, result.shape) == (expected.dtype, expected.shape), what
@@ -40,15 +40,15 @@ def check_close(result: torch.Tensor | None, expected: torch.Tensor, what: objec
 
 
 def logged(call: Callable[[], object]) -> list[str]:
-    """Return what gtopk's logger says of a call."""
-    said: list[str] = []
+    """Return the messages that gtopk logs during a call."""
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     log = logging.getLogger("gtopk")
     log.addHandler(handler)
     call()
     log.removeHandler(handler)
-    return said
+    return messages
 
 
 def same_everywhere(text: str) -> bool:
@@ -68,7 +68,7 @@ def run_tests(program: Mapping[str, object]) -> None:
     An exception ends the job on every rank.
     """
     warnings.simplefilter("error")
-    # torch's advice on a machine of one core: two workers are meant to share it here.
+    # torch's advice on a machine with one core, which two workers share on purpose.
     warnings.filterwarnings("ignore", "This DataLoader will create")
     for name, test in list(program.items()):
         if name.startswith("test_") and callable(test):

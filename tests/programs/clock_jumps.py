@@ -1,5 +1,4 @@
-"""A training during which the clock jumps by hours, on one rank, then on all; it goes on for longer
-than any of its timeouts.
+"""Train while the clock jumps by hours, on one rank, then on all, for longer than any timeout.
 
 Argument: a folder for checkpoints.
 """

@@ -1,4 +1,4 @@
-"""Run on any number of ranks: the reductions give what they give in threads.
+"""Run on any number of ranks: reductions give the same results as in threads.
 
 Argument: the transport.
 """
@@ -52,7 +52,7 @@ WAYS: list[tuple[str, Format, dict[str, Any]]] = [
 
 
 def picks_of(length: int, count: int, dtype: type) -> list[SparseVector]:
-    """Return every rank's picks; they overlap, and hold ties. Every rank knows them all."""
+    """Return every rank's picks, with overlaps and ties; equal on every rank."""
     random = np.random.default_rng([length, count])
     shared = np.arange(length) < 2 * count
     picks = []
@@ -104,7 +104,8 @@ def check(
     lost = np.sum(before, axis=0, dtype=float) - np.sum(after, axis=0, dtype=float)
     assert (np.abs(lost) <= bound + 1e-15).all()
 
-    # What threads get. A library's own allreduce may add in another order, and is reckoned.
+    # The result in threads. A library's own allreduce may add in another order; its bytes are
+    # estimated.
     world = local_world(SIZE)
     threads = run_ranks(
         world, lambda t: reduce(picks[t.rank], k, t, algorithm, format=format, **options)
@@ -130,7 +131,7 @@ def check_that_all_refuse_alike(way: tuple[str, Format, dict[str, Any]]) -> None
 
 
 def check_many_at_once() -> None:
-    """Reduce on several channels at the same time, one thread each."""
+    """Reduce on several channels at the same time, each in its own thread."""
     ways = [way for way in WAYS if way[0] != "dense"]  # a library's own may have no channels
     picks = picks_of(20_000, 300, np.float64)
 

@@ -1,7 +1,7 @@
-"""What holds where every message travels with its checksum, on any number of ranks.
+"""Laws of transports that send a checksum with every message, on any number of ranks.
 
-Called at the end of collectives_transports.py, and by tests in threads: it leaves the transport
-with checks, and the ranks in the midst of a reduction that has failed.
+Called at the end of collectives_transports.py, and by tests in threads: it leaves checks on, and
+the ranks in the middle of a failed reduction.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def rows_of(length: int, ranks: int) -> np.ndarray:
 
 
 def reduced(transport: Transport, length: int) -> tuple[bytes, Traffic]:
-    """Return the bits of a sum, and what this rank has sent for it."""
+    """Return the bits of a sum, and the bytes that this rank sent for it."""
     transport.traffic.read_and_reset()
     array = rows_of(length, transport.size)[transport.rank].copy()
     transport.allreduce(array)
@@ -29,7 +29,7 @@ def reduced(transport: Transport, length: int) -> tuple[bytes, Traffic]:
 
 
 def check_checked_messages(transport: Transport) -> None:
-    """Check that sums are made of our own messages, to the bit, and that none may change."""
+    """Check that sums use our own messages, with the same bits, and that a change is an error."""
     transport.check_messages()
     view = transport.channel(9).subset(range(transport.size))
     assert transport.checks_messages
@@ -56,7 +56,7 @@ def check_checked_messages(transport: Transport) -> None:
 
 
 def check_a_flipped_bit(transport: Transport) -> None:
-    """Change a bit of a message of the last rank: who gets it names that rank, the others hear."""
+    """Flip a bit in the last rank's message: its receiver names that rank to all."""
     culprit = transport.size - 1
     if transport.rank == culprit:
         send_on = transport.send_on
@@ -76,5 +76,5 @@ def check_a_flipped_bit(transport: Transport) -> None:
         transport.announce_departure(f"it raised {type(error).__name__}: {text}")
         if isinstance(error, MessageError):
             assert transport.rank != culprit
-    if transport.rank != culprit:  # to whom all came whole, and who may be done
+    if transport.rank != culprit:  # it got all messages intact, and may be done
         assert f"the message from rank {culprit} is malformed" in text, text

@@ -1,6 +1,7 @@
-"""What `open_transport("mpi")` opens on ranks with GPUs, and the laws on it, by the argument.
+"""Check which transport `open_transport("mpi")` opens on ranks with GPUs, and its laws.
 
-MPI is real and the GPUs are the model of fake_cuda.py, whose memory any MPI takes.
+MPI is real; the GPUs are the model in fake_cuda.py, whose memory any MPI accepts. The argument
+selects the case.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ OPENS = {"direct": DirectTransport, "staged": StagedTransport, "none": MpiTransp
 
 
 def model() -> Any:
-    """Return a machine with GPUs, which `import cupy` finds from now on."""
+    """Return a model of a machine with GPUs, which `import cupy` finds from now on."""
     spec = importlib.util.spec_from_file_location("fake_cuda", FAKE_CUDA)
     fake_cuda = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(fake_cuda)

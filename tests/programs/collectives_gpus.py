@@ -1,4 +1,4 @@
-"""Messages of GPUs between MPI's ranks: over MPI, staged, and over NCCL with a GPU each."""
+"""Messages between GPUs of MPI's ranks: over MPI, staged, and over NCCL with a GPU per rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the programs of these tests end: all ranks together, showing why one failed."""
+"""Ends the programs of these tests: all ranks together, with the reason if one failed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collectives import Transport
 
 @contextmanager
 def job(transport: Transport) -> Iterator[None]:
-    """Leave together at the end; end every rank when this one fails."""
+    """Leave together at the end; end every rank if this one fails."""
     try:
         yield
         transport.leave("the program is over")

@@ -1,4 +1,4 @@
-"""Run on two or more ranks: what becomes of the others when a rank leaves, is silent or babbles.
+"""Run on two or more ranks: how the others react if a rank leaves, is silent or sends nonsense.
 
 Argument: the transport.
 """
@@ -30,7 +30,7 @@ NAME = sys.argv[1]
 
 
 def new(timeout_seconds: float) -> Transport:
-    """Return a further transport of the same ranks."""
+    """Return another transport of the same ranks."""
     return open_transport(NAME, timeout_seconds)
 
 
@@ -41,7 +41,7 @@ MESSAGE = np.arange(10, dtype=np.uint8)
 
 
 def miss_the_last(call: Callable[[Transport], object]) -> None:
-    """Check that the last rank's leaving ends what the others do together, on each of them."""
+    """Check that the last rank's departure ends the others' operation, on each of them."""
     transport = new(timeout_seconds=60)
     with transport.operation("step 0"):
         transport.barrier()
@@ -52,7 +52,7 @@ def miss_the_last(call: Callable[[Transport], object]) -> None:
         call(transport)
     assert type(caught.value) is PeerError
     text = str(caught.value)
-    # Also where another rank found that out first, and left with it as its reason.
+    # Also if another rank noticed it first, and left with that as its reason.
     assert text == (
         f"rank {LAST} left (its data ran out) while rank {RANK} waited for it in bucket 3 of step 1"
     )
@@ -88,12 +88,12 @@ def test_a_rank_is_missed_even_by_those_that_wait_for_another() -> None:
     transport.leave("enough")
 
 
-def test_a_rank_that_left_is_missed_by_who_waits_in_a_view() -> None:
+def test_a_rank_that_left_is_missed_by_ranks_that_wait_in_a_view() -> None:
     miss_the_last(lambda transport: transport.channel(1).barrier())
     miss_the_last(lambda transport: transport.subset([RANK]).channel(1).receive(0))
 
 
-def test_what_was_sent_before_leaving_still_arrives() -> None:
+def test_messages_sent_before_leaving_still_arrive() -> None:
     transport = new(timeout_seconds=60)
     if RANK == LAST:
         for peer in range(LAST):
@@ -106,7 +106,7 @@ def test_what_was_sent_before_leaving_still_arrives() -> None:
     transport.leave("done")
 
 
-def test_what_arrives_together_with_the_departure_notice_is_not_lost() -> None:
+def test_messages_that_arrive_with_the_departure_notice_are_not_lost() -> None:
     if NAME != "mpi":
         return
     transport = new(timeout_seconds=60)
@@ -119,7 +119,7 @@ def test_what_arrives_together_with_the_departure_notice_is_not_lost() -> None:
     transport.leave("done")
 
 
-def test_who_completed_the_operation_may_leave() -> None:
+def test_a_rank_that_completed_the_operation_may_leave() -> None:
     transport = new(timeout_seconds=60)
     with transport.operation("the only step"):
         gathered = transport.allgather(MESSAGE[:RANK])
@@ -148,7 +148,7 @@ def test_a_rank_that_waits_takes_hardly_any_cpu_time() -> None:
         time.sleep(2)
         transport.send(MESSAGE, 0)()
     elif RANK == 0:
-        begun = time.thread_time()  # a library's own threads may poll as they like
+        begun = time.thread_time()  # a library's own threads may poll as much as they like
         transport.receive(LAST)
         assert time.thread_time() - begun < 1, "of the thread that waits, in two seconds"
     transport.leave("done")

@@ -34,7 +34,7 @@ REDUCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def message(size: int, *seed: int) -> np.ndarray:
-    """Return bytes that everyone who knows the seed can tell."""
+    """Return bytes that follow from the seed."""
     return np.random.default_rng([size, *seed]).integers(0, 256, size, np.uint8)
 
 
@@ -85,7 +85,7 @@ def test_partners_swap_messages_of_different_sizes(transport: Transport) -> None
 
 
 def test_all_ranks_exchange_with_all_at_once(transport: Transport) -> None:
-    # To each rank, this one included, as many messages as its number says, of many sizes.
+    # Rank r, this one included, gets r messages of many sizes.
     size, rank = transport.size, transport.rank
     parcels = [
         (message(SIZES[(rank + number) % len(SIZES)], rank, to, number), to)
@@ -101,7 +101,7 @@ def test_all_ranks_exchange_with_all_at_once(transport: Transport) -> None:
     assert [m.tobytes() for m in received] == [content.tobytes() for _, content in expected]
 
 
-def test_what_is_exchanged_may_go_one_way_only(transport: Transport) -> None:
+def test_an_exchange_may_go_one_way_only(transport: Transport) -> None:
     following, last = transport.rank + 1, transport.size - 1
     parcels = [(message(100, transport.rank), following)] if transport.rank < last else []
     sources = [transport.rank - 1] if transport.rank else []
@@ -124,15 +124,15 @@ def test_everyone_gets_the_roots_message(transport: Transport) -> None:
 
 
 def test_everyone_gets_everyones_object_and_the_roots(transport: Transport) -> None:
-    said = [
+    objects = [
         [rank, rank / 3, "größer", {"none": None, "is": [True, []]}]
         for rank in range(transport.size)
     ]
-    assert transport.gather_object(said[transport.rank]) == said
+    assert transport.gather_object(objects[transport.rank]) == objects
     (infinite,) = {*transport.gather_object(float("inf"))}
     assert infinite == float("inf")
     for root in range(transport.size):
-        assert transport.broadcast_object(said[transport.rank], root) == said[root]
+        assert transport.broadcast_object(objects[transport.rank], root) == objects[root]
 
 
 def test_a_reduction_is_that_of_all_ranks_arrays(transport: Transport) -> None:
@@ -149,7 +149,7 @@ def test_a_reduction_is_that_of_all_ranks_arrays(transport: Transport) -> None:
 
 
 def test_a_nan_is_the_least_and_the_most_whichever_rank_has_it(transport: Transport) -> None:
-    """Also of arrays that are long enough for the library's own reduction."""
+    """Also for arrays that are long enough for the library's own reduction."""
     rank, size = transport.rank, transport.size
     native = transport.native_bytes() // 4
     cases = [(length, dtype) for length in (size, 40_000) for dtype in ("f2", "f4", "f8")]
@@ -216,7 +216,7 @@ def test_bfloat16_is_reduced_in_float32_and_travels_in_two_bytes(transport: Tran
         assert widen(array).tolist() == rows.sum(axis=0).tolist()
 
 
-def test_what_is_sent_is_counted_to_the_byte(transport: Transport) -> None:
+def test_sent_bytes_are_counted_exactly(transport: Transport) -> None:
     transport.traffic.read_and_reset()
     waits = [transport.send(message(size), peer) for peer in others(transport) for size in SIZES]
     for peer in others(transport):
@@ -261,7 +261,7 @@ def test_a_large_allreduce_is_counted_as_a_bandwidth_optimal_one(transport: Tran
         together = np.array([counted.sent_bytes - 8 * checksums])
         transport.allreduce(together)
         exact = 2 * (transport.size - 1) * length * np.dtype(dtype).itemsize
-        # By formula, every rank rounds its share to whole bytes.
+        # Computed by formula; every rank rounds its share to whole bytes.
         leeway = 0 if transport.counts_allreduce else transport.size / 2
         assert abs(int(together[0]) - exact) <= leeway
 
@@ -325,7 +325,7 @@ def test_every_rank_gets_its_part_of_everyones_array(transport: Transport) -> No
             assert received[ends[source] : ends[source + 1]].tolist() == expected.tolist()
 
 
-def test_what_lies_outside_of_the_parts_is_left_alone(transport: Transport) -> None:
+def test_data_outside_the_parts_is_left_alone(transport: Transport) -> None:
     size, rank = transport.size, transport.rank
     for dtype, first in itertools.product(DTYPES, (0, 1)):
         bounds = range(first, first + 2 * size + 1, 2)
@@ -345,7 +345,7 @@ def test_what_lies_outside_of_the_parts_is_left_alone(transport: Transport) -> N
 
 
 def uneven_bounds(transport: Transport) -> list[list[int]]:
-    """Return the ends of parts that are all empty, that grow with the rank, and one that is all."""
+    """Return the ends of parts: all empty; growing with the rank; and one that holds everything."""
     size = transport.size
     return [
         [0] * (size + 1),
@@ -358,7 +358,7 @@ def uneven_bounds(transport: Transport) -> list[list[int]]:
 
 
 def together(*programs: Callable[[], object]) -> None:
-    """Run programs at once, each in a thread of its own; raise what any of them raised."""
+    """Run programs at the same time, each in its own thread; raise any error of theirs."""
     errors: list[BaseException] = []
 
     def run(program: Callable[[], object]) -> None:
@@ -377,7 +377,7 @@ def together(*programs: Callable[[], object]) -> None:
 
 
 def all_operations(transport: Transport) -> None:
-    """Check each operation briefly; sums tell the members apart."""
+    """Check each operation briefly; sums show which members took part."""
     members = list(transport.ranks)
     own = np.array([members[transport.rank]]).view(np.uint8)
     assert [int(m.view(np.int64)[0]) for m in transport.allgather(own)] == members
@@ -431,7 +431,7 @@ def test_channels_are_used_at_once_each_by_a_thread(transport: Transport) -> Non
 def test_messages_of_one_stream_wait_while_those_of_another_are_received(
     transport: Transport,
 ) -> None:
-    # All are under way before the first is received, and are received in another order.
+    # All are sent before the first is received, and received in another order.
     streams = [
         transport,
         transport.channel(0),
@@ -462,7 +462,7 @@ def test_subsets_that_share_members_do_not_mix_their_messages(transport: Transpo
     together(*(partial(swap, pair) for pair in pairs))
 
 
-def test_what_a_view_sends_counts_for_what_it_is_part_of(transport: Transport) -> None:
+def test_traffic_of_a_view_counts_for_its_parent(transport: Transport) -> None:
     channel = transport.channel(5)
     subset = channel.subset(range(transport.size))
     for view in (transport, channel, subset):
@@ -536,7 +536,7 @@ def test_ranks_of_a_host_map_the_same_zeros(transport: Transport) -> None:
         stream.barrier()
         numbers[stream.rank] = stream.rank + 1
         for _ in range(50):
-            with memory.lock():  # what two ranks add at the same time would be lost
+            with memory.lock():  # additions of two ranks at the same time would get lost
                 numbers[stream.size] += 1
         stream.barrier()
         assert numbers.tolist() == [*range(1, stream.size + 1), 50 * stream.size]
@@ -544,8 +544,8 @@ def test_ranks_of_a_host_map_the_same_zeros(transport: Transport) -> None:
         stream.barrier()
 
 
-def test_what_is_written_into_shared_memory_at_once_stays(transport: Transport) -> None:
-    """Of large memory, which the first rank may still be filling with zeros."""
+def test_early_writes_into_shared_memory_stay(transport: Transport) -> None:
+    """The memory is large, so that the first rank may still be filling it with zeros."""
     for _ in range(3):
         memory = transport.shared_memory(64 << 20)
         memory.bytes[-1 - transport.rank] = 7
@@ -564,7 +564,7 @@ def test_who_lets_go_of_what_is_shared_is_still_there(transport: Transport) -> N
 
 
 def check_descriptors(transport: Transport) -> None:
-    """Check that memory that nobody has any more leaves no file open."""
+    """Check that memory leaves no file open once nobody uses it."""
 
     def count() -> int:
         transport.barrier()
@@ -578,7 +578,7 @@ def check_descriptors(transport: Transport) -> None:
 
 
 def check_large_allreduce(transport: Transport, length: int) -> None:
-    """Check the sum and the count of an array that the library reduces, after a barrier."""
+    """Check the sum and the traffic count of an array that the library reduces."""
     transport.barrier()
     transport.traffic.read_and_reset()
     array = np.full(length, transport.rank + 1, np.float32)
@@ -594,7 +594,7 @@ def check_large_allreduce(transport: Transport, length: int) -> None:
 
 
 def check_native(transport: Transport, is_native: bool) -> None:
-    """Check that allreduces are made of messages where the transport says so, and only there."""
+    """Check that allreduces use our own messages exactly where the transport says so."""
     from unittest import mock
 
     from collectives.transports import transport as transports
@@ -629,7 +629,7 @@ def check_torch_distributed(transport: Transport) -> None:
 
 
 def check_mpi(transport: Transport) -> None:
-    """Run the laws on MPI, with its limits as they are and so low that every path is taken."""
+    """Run the laws on MPI, with its normal limits, and with limits so low that all paths run."""
     from unittest import mock
 
     from collectives import open_transport
@@ -666,7 +666,7 @@ def check_mpi(transport: Transport) -> None:
         with mock.patch.multiple(reductions, PIECE_BYTES=96, LONG_BYTES=32):
             test_a_reduction_is_that_of_all_ranks_arrays(transport)
 
-    with mock.patch.object(transport, "_neighbours", [transport.rank]):  # as on hosts of their own
+    with mock.patch.object(transport, "_neighbours", [transport.rank]):  # a host per rank
         test_what_ranks_add_to_a_counter_is_added_once_each(transport)
 
     assert "MPI" in transport.library()
@@ -686,7 +686,7 @@ def check_horovod(transport: Transport) -> None:
 
 
 def check_checked(transport: Transport) -> None:
-    """Check messages with checksums, where the library would reduce all arrays if it might."""
+    """Check messages with checksums, in a setting where the library would reduce all arrays."""
     from unittest import mock
 
     from collectives_checked import check_checked_messages

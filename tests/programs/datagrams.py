@@ -64,9 +64,9 @@ else:
         send(number)
         came_back(pause_seconds)
     until_back(count)  # what was sent before it has come, or will not
-    for known in (-1, count):
-        del round_trips[known]
+    for number in (-1, count):
+        del round_trips[number]
     for _ in range(20):  # one of them comes
         link.sendto(b"", other)
-    said = {"sent": count, "round_trips": list(round_trips.values())}
-    print(f"{json.dumps(said)}\n", end="", flush=True)
+    result = {"sent": count, "round_trips": list(round_trips.values())}
+    print(f"{json.dumps(result)}\n", end="", flush=True)

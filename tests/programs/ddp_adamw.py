@@ -34,7 +34,7 @@ OPTIONS = {"wire": "packed", "values": "int8"}
 
 
 def adamw(model: torch.nn.Module, kind: Any = torch.optim.AdamW, **options: Any) -> Any:
-    """Return AdamW of two groups, of unlike rates, betas and decays."""
+    """Return AdamW with two groups of different rates, betas and decays."""
     first, *others = model.parameters()
     groups = [
         {"params": [first], "lr": 0.02, "weight_decay": 0.2, "betas": (0.7, 0.9)},
@@ -58,7 +58,7 @@ def hooked(
 
 
 def distributed(density: float = 0.1, compression: Any = None, **options: Any) -> tuple[Any, Any]:
-    """Return a model, and the same as DistributedOptimizer has it, in the same bucket."""
+    """Return a model, and its DistributedOptimizer with the same bucket."""
     model = Net()
     own = {name: options.pop(name) for name in ("wire", "values") if name in options}
     optimizer = DistributedOptimizer(
@@ -117,7 +117,7 @@ def test_a_compiled_model_trains_as_one_that_is_not() -> None:
 
 
 def test_it_is_distributed_optimizer_to_the_bit() -> None:
-    """Also by a schedule of the rate, and by passes that add up."""
+    """Also with a learning-rate schedule, and with passes that accumulate."""
     for options, passes in (({}, 1), (OPTIONS, 2), ({"local_residual": False}, 1)):
         ours, optimizer, state = hooked(**options)
         theirs, other = distributed(**options, backward_passes_per_step=passes)
@@ -141,7 +141,7 @@ def test_it_is_distributed_optimizer_to_the_bit() -> None:
             assert equal(optimizer.state[one], other.state[two])
 
 
-def test_replicas_are_one_and_all_is_kept_when_ddp_makes_its_buckets_anew() -> None:
+def test_replicas_are_equal_and_nothing_is_lost_when_ddp_rebuilds_its_buckets() -> None:
     for options in ({}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
         model, optimizer, state = hooked(buckets={**SMALL_BUCKETS, **options})
         train(model, optimizer, range(6))
@@ -205,10 +205,10 @@ def test_the_mean_gradient_is_clipped_before_the_moments() -> None:
 
 
 def test_the_report_has_the_norm_of_the_mean_gradient_before_clipping() -> None:
-    """Over 60 steps of one gradient the samples hold each coordinate once: their mean is exact."""
+    """Over 60 steps of one gradient, samples have each coordinate once, so their mean is exact."""
     for clips in ({}, {"global_clip_norm": 0.5}):
         torch.manual_seed(0)
-        x = batch(0, 0 if clips else RANK)  # how much a rank shortens is its own estimate
+        x = batch(0, 0 if clips else RANK)  # each rank estimates by itself how much to clip
         whole = torch.nn.Linear(12, 12).double()
         whole(x).sum().backward()
         mean = torch.cat([hvd.allreduce(p.grad.reshape(-1)) for p in whole.parameters()])
@@ -231,7 +231,7 @@ def test_the_report_has_the_norm_of_the_mean_gradient_before_clipping() -> None:
                 assert reports.last_step is not None
                 squares.append(reports.last_step.gradient_norm**2)
             found = torch.tensor(sum(squares) / 60, dtype=torch.float64)
-            # Samples travel as bfloat16.
+            # Samples are sent as bfloat16.
             torch.testing.assert_close(found, mean.square().sum(), rtol=0.01, atol=0.0)
     model, optimizer, state = hooked(adam_steps="after")
     train(model, optimizer, range(1))
@@ -251,7 +251,7 @@ def test_clipping_after_backward_is_refused_with_the_way_out() -> None:
             optimizer.register_step_pre_hook(clip)
         state = GTopKState(0.1, optimizer=optimizer)
         model.register_comm_hook(state, gtopk_hook)
-        if not early:  # behind the state's own
+        if not early:  # after the state's own
             optimizer.register_step_pre_hook(clip)
         loss(model, 0).backward()
         raises(ValueError, optimizer.step, "clip_grad_norm_", "global_clip_norm=")
@@ -281,7 +281,7 @@ def test_passes_that_add_up_without_no_sync_are_refused() -> None:
                 loss(model, step).backward()
                 optimizer.step()
         with model.no_sync():
-            loss(model, 9).backward()  # thrown away, as a discriminator's of the generator's loss
+            loss(model, 9).backward()  # thrown away, as in a GAN's other pass
         optimizer.zero_grad()
         loss(model, 3).backward()
         raises(RuntimeError, loss(model, 4).backward, "model.no_sync()")
@@ -300,7 +300,7 @@ def test_so_are_passes_that_add_up_to_steps_of_a_correction() -> None:
         raises(RuntimeError, loss(model, 5).backward, next(iter(correction)), "model.no_sync()")
 
 
-def test_a_pass_that_is_exchanged_and_thrown_away_is_told_of_once() -> None:
+def test_a_pass_that_is_exchanged_and_thrown_away_is_reported_once() -> None:
     model, optimizer, _ = hooked()
     train(model, optimizer, range(2))
 
@@ -309,9 +309,9 @@ def test_a_pass_that_is_exchanged_and_thrown_away_is_told_of_once() -> None:
             optimizer.zero_grad()
             loss(model, step).backward()
 
-    said = [text for text in logged(throw_away) if "no step() has applied them" in text]
-    assert len(said) == 1
-    assert f"rank {RANK}" in said[0]
+    messages = [text for text in logged(throw_away) if "no step() has applied them" in text]
+    assert len(messages) == 1
+    assert f"rank {RANK}" in messages[0]
     optimizer.zero_grad()
     with model.no_sync():
         assert not logged(throw_away)
@@ -324,7 +324,7 @@ def test_another_state_is_refused_by_name() -> None:
         raises(TypeError, loss(model, 0).backward, "needs a GTopKState, got")
 
 
-def test_a_residual_that_is_not_loaded_with_the_optimizer_is_told_of() -> None:
+def test_a_residual_that_is_not_loaded_with_the_optimizer_is_reported() -> None:
     model, optimizer, state = hooked()
     train(model, optimizer, range(3))
     before = saved(model, optimizer, state)
@@ -336,15 +336,15 @@ def test_a_residual_that_is_not_loaded_with_the_optimizer_is_told_of() -> None:
         again.load_state_dict(before["optimizer"])
         if loads_last:
             fresh.load_state_dict(before["state"], resumed)
-        said = logged(partial(train, resumed, again, range(3, 5)))
-        told = [text for text in said if "the state of the hook was not" in text]
-        assert len(told) == (SIZE > 1 and not (loads_first or loads_last)), told
+        messages = logged(partial(train, resumed, again, range(3, 5)))
+        reports = [text for text in messages if "the state of the hook was not" in text]
+        assert len(reports) == (SIZE > 1 and not (loads_first or loads_last)), reports
         again.load_state_dict(before["optimizer"])  # the hook has its own residual by now
         assert not logged(partial(train, resumed, again, range(5, 6)))
 
 
-def test_ddp_may_be_made_anew_after_an_error_between_forward_and_step() -> None:
-    """DDP broadcasts rank 0's parameters then, which must not hold its unsent steps."""
+def test_ddp_may_be_created_again_after_an_error_between_forward_and_step() -> None:
+    """DDP then broadcasts rank 0's parameters, which must not include its unsent steps."""
     undisturbed, other, _ = hooked()
     train(undisturbed, other, range(6))
     for fails_in_backward, is_new in itertools.product((False, True), repeat=2):
@@ -375,7 +375,7 @@ def test_ddp_may_be_made_anew_after_an_error_between_forward_and_step() -> None:
         assert state.progress.steps == 6
 
 
-def test_a_new_state_for_an_optimizer_that_goes_on_tells_of_the_residual_it_lacks() -> None:
+def test_a_new_state_for_a_resumed_optimizer_reports_the_residual_it_lacks() -> None:
     model, optimizer, _ = hooked()
     train(model, optimizer, range(3))
     net = model.module
@@ -383,9 +383,9 @@ def test_a_new_state_for_an_optimizer_that_goes_on_tells_of_the_residual_it_lack
     gc.collect()
     again = DistributedDataParallel(net, **IN_ORDER)
     again.register_comm_hook(GTopKState(0.1, optimizer=optimizer), gtopk_hook)
-    said = logged(partial(train, again, optimizer, range(3, 5)))
-    told = [text for text in said if "the state of the hook was not loaded" in text]
-    assert len(told) == (SIZE > 1), said
+    messages = logged(partial(train, again, optimizer, range(3, 5)))
+    reports = [text for text in messages if "the state of the hook was not loaded" in text]
+    assert len(reports) == (SIZE > 1), messages
 
 
 def test_a_closure_is_called_once_and_its_gradients_are_exchanged() -> None:
@@ -478,7 +478,7 @@ def test_torchs_functions_load_a_state_into_an_optimizer_that_has_none_yet() -> 
     assert torch.equal(weights(resumed), weights(model))
 
 
-def test_what_all_ranks_have_is_gathered_and_gone_on_from() -> None:
+def test_all_ranks_residuals_are_gathered_and_resumed_from() -> None:
     model, optimizer, state = hooked(buckets=SMALL_BUCKETS)
     train(model, optimizer, range(3))
     gathered = hvd.broadcast_object(state.gather_state(model))
@@ -528,8 +528,8 @@ def test_a_frozen_layer_stays_as_it_is_with_its_moments() -> None:
         assert_alike(model)
 
 
-def test_a_layer_is_thawed_or_frozen_by_wrapping_the_model_anew() -> None:
-    """DDP knows the layers that were trained when it was made."""
+def test_a_layer_is_thawed_or_frozen_by_wrapping_the_model_again() -> None:
+    """DDP only knows the layers that were trainable when it was created."""
     net = Net()
     net.layers[2].requires_grad_(False)
     optimizer = adamw(net)
@@ -552,7 +552,7 @@ def test_a_layer_is_thawed_or_frozen_by_wrapping_the_model_anew() -> None:
         assert_alike(model)
 
 
-def test_a_plain_adamw_is_made_anew_of_the_weights() -> None:
+def test_a_plain_adamw_is_created_again_from_the_weights() -> None:
     model, optimizer, _ = hooked()
     train(model, optimizer, range(3))
     saved = copy.deepcopy(optimizer.state_dict())
@@ -560,16 +560,16 @@ def test_a_plain_adamw_is_made_anew_of_the_weights() -> None:
     plain.register_comm_hook(GTopKState(1.0), gtopk_hook)
     other = adamw(plain)
     other.load_state_dict(saved)
-    said = "take over the model alone, with a new optimizer"
-    raises(ValueError, lambda: train(plain, other, range(1)), said)
+    expected = "take over the model alone, with a new optimizer"
+    raises(ValueError, lambda: train(plain, other, range(1)), expected)
     again = DistributedDataParallel(Net())
     again.module.load_state_dict(model.module.state_dict())
     train(again, adamw(again), range(3, 6))
     assert_alike(again)
 
 
-def test_what_is_compared_is_the_model_that_ranks_share_and_not_after_a_join() -> None:
-    """Forward passes see each rank's own unsent steps; who has joined has an older model."""
+def test_the_check_compares_the_shared_model_and_is_off_after_a_join() -> None:
+    """Forward passes see each rank's own unsent steps; a joined rank has an older model."""
     model, optimizer, _ = hooked(
         0.02, buckets={**SMALL_BUCKETS, "find_unused_parameters": True}, check_every=1
     )
@@ -590,8 +590,8 @@ def test_ranks_that_run_out_of_batches_join() -> None:
     assert all(torch.equal(shared, other) for other in hvd.allgather(shared[None]))
 
 
-def said_of(make: Callable[[Any], Any], **options: Any) -> list[str]:
-    """Return what is said of an optimizer in two steps."""
+def messages_of(make: Callable[[Any], Any], **options: Any) -> list[str]:
+    """Return the messages about an optimizer in two steps."""
     model = DistributedDataParallel(Net())
     optimizer = make(model.parameters())
     given = {"optimizer": optimizer} if options.pop("gives", False) else {}
@@ -601,14 +601,14 @@ def said_of(make: Callable[[Any], Any], **options: Any) -> list[str]:
 
 
 def test_who_does_not_give_its_adam_hears_once_of_the_way() -> None:
-    said = said_of(torch.optim.AdamW)
-    assert len(said) == (RANK == 0)
-    assert all("GTopKState(optimizer=optimizer)" in text for text in said)
-    assert not said_of(torch.optim.AdamW, gives=True)
-    said = said_of(torch.optim.NAdam, gives=True)
-    assert len(said) == (RANK == 0)
-    assert all("raise the lr" in text for text in said)
-    assert len(said_of(torch.optim.AdamW, gives=True, adam_steps="after")) == (RANK == 0)
+    messages = messages_of(torch.optim.AdamW)
+    assert len(messages) == (RANK == 0)
+    assert all("GTopKState(optimizer=optimizer)" in text for text in messages)
+    assert not messages_of(torch.optim.AdamW, gives=True)
+    messages = messages_of(torch.optim.NAdam, gives=True)
+    assert len(messages) == (RANK == 0)
+    assert all("raise the lr" in text for text in messages)
+    assert len(messages_of(torch.optim.AdamW, gives=True, adam_steps="after")) == (RANK == 0)
 
 
 def test_what_cannot_be_is_refused() -> None:
@@ -636,7 +636,7 @@ def test_a_state_whose_optimizer_has_another_now_leaves_forward_passes_alone() -
     model, optimizer, old = hooked(0.02)
     train(model, optimizer, range(3))
     center = weights(model)
-    GTopKState(0.02, optimizer=optimizer)  # of a model that is wrapped anew, say
+    GTopKState(0.02, optimizer=optimizer)  # for example of a model that is wrapped again
     model.module(batch(0))
     assert torch.equal(weights(model), center)
     assert old.makes_adam_steps
@@ -656,7 +656,7 @@ def test_a_model_that_was_trained_is_freed() -> None:
         train(model, optimizer, range(3))
         kept = [weakref.ref(each) for each in (next(model.parameters()), optimizer)]
         del model, optimizer, state
-        # A busy thread of the hook may still be on its way out of the last step.
+        # A busy thread of the hook may still be finishing the last step.
         until = time.monotonic() + 20
         while any(each() is not None for each in kept) and time.monotonic() < until:
             gc.collect()
@@ -677,7 +677,7 @@ def test_an_optimizer_that_a_trainer_has_wrapped_is_stepped_for() -> None:
     assert torch.equal(weights(model), weights(other))
 
 
-def test_a_rank_without_the_optimizer_is_told_so() -> None:
+def test_a_rank_without_the_optimizer_gets_an_error() -> None:
     model = DistributedDataParallel(Net())
     optimizer = adamw(model)
     given = {"optimizer": optimizer} if RANK else {}
@@ -711,7 +711,7 @@ def test_of_two_states_of_one_optimizer_the_last_counts() -> None:
     assert torch.equal(weights(model), weights(other))
 
 
-def test_a_model_whose_hook_has_had_its_phase_goes_on_by_another() -> None:
+def test_a_model_continues_with_another_hook_in_its_next_phase() -> None:
     def phase(net: torch.nn.Module, given: bool, **options: Any) -> Any:
         model = DistributedDataParallel(net, **IN_ORDER)
         kind = adamw if given else partial(torch.optim.SGD, lr=0.01, momentum=0.9)
@@ -721,7 +721,7 @@ def test_a_model_whose_hook_has_had_its_phase_goes_on_by_another() -> None:
         train(model, optimizer, range(4))
         return model, optimizer, state
 
-    # The first phase's objects live on in circles until the collector comes; here anyway.
+    # The first phase's objects stay alive in reference cycles until they are collected; force it.
     net = Net()
     first, optimizer, _ = phase(net, True)
     for given in (True, False):
@@ -729,17 +729,17 @@ def test_a_model_whose_hook_has_had_its_phase_goes_on_by_another() -> None:
         assert_alike(model)
         center = weights(model)
         loss(model, 4)
-        # Forward passes see what the last hook has not sent: that of Adam, and no earlier one.
+        # Forward passes see the unsent steps of the last hook with Adam, and of no earlier one.
         assert torch.equal(weights(model), center) != given
         model.eval()
         loss(model, 4)
         model.train()
-    said = "another hook has exchanged the gradients of this one's model"
-    raises(ValueError, lambda: train(first, optimizer, range(1)), said)
+    expected = "another hook has exchanged the gradients of this one's model"
+    raises(ValueError, lambda: train(first, optimizer, range(1)), expected)
 
 
 def test_it_learns_as_dense_adamw_that_clips_does() -> None:
-    """On one task, by as many steps of one rate."""
+    """On the same task, with as many steps and the same rate."""
     target = torch.randn(12, 12, generator=torch.Generator().manual_seed(5))
 
     def final_loss(hooks: bool) -> float:

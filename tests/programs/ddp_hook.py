@@ -22,12 +22,12 @@ from gtopk.runtime.world import world
 
 torch.distributed.init_process_group("gloo")
 RANK, SIZE = torch.distributed.get_rank(), torch.distributed.get_world_size()
-# Of so few bytes, DDP makes a bucket for each parameter after the first step.
+# So small that DDP makes a bucket for each parameter after the first step.
 SMALL_BUCKETS = {"bucket_cap_mb": 1e-4}
 
 
 class Net(torch.nn.Module):
-    """Some layers, of which one may be left out."""
+    """Some layers; one may be left out."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def batch(step: int, rank: int = RANK, dtype: torch.dtype = torch.float64) -> to
 
 
 class Recorder:
-    """Adds up what DDP hands to a hook, by parameter, weighted as the hook does; of these ranks."""
+    """Sums the gradients that DDP hands to a hook, by parameter, with the hook's weights."""
 
     def __init__(self, state: GTopKState, ranks: hvd.ProcessSet = hvd.global_process_set) -> None:
         self.state, self.ranks = state, ranks
@@ -67,7 +67,7 @@ class Recorder:
         return gtopk_hook(state, bucket)
 
     def assert_nothing_is_lost(self, model: Any, begun: torch.Tensor) -> None:
-        """Since it began, the model was trained by `train`."""
+        """Check it for a model that only `train` has trained."""
         (held,) = self.state.state_dict(model)["held"].values()
         names = [name.removeprefix("module.") for name, _ in model.named_parameters()]
         kept = [
@@ -130,14 +130,14 @@ def test_at_density_1_it_is_the_allreduce_of_ddp() -> None:
 
 
 def test_adam_before_the_selection_is_adamw_where_gradients_are_alike_and_all_is_sent() -> None:
-    """Also when DDP makes its buckets anew: moments go with their parameters."""
+    """Also when DDP rebuilds its buckets: moments move with their parameters."""
     model = wrapped(GTopKState(1.0, adam_correction=BETAS), **SMALL_BUCKETS)
     alone = Net()
     train_beside_adamw(model, alone, lambda each, step: each(batch(step, rank=0)).square().mean())
     torch.testing.assert_close(weights(model), weights(alone), rtol=1e-10, atol=1e-12)
 
 
-def test_adam_before_the_selection_goes_on_where_a_layer_in_the_bucket_is_frozen() -> None:
+def test_adam_before_the_selection_continues_if_a_layer_in_the_bucket_is_frozen() -> None:
     state = GTopKState(1.0, adam_correction=BETAS)
     model = wrapped(state, find_unused_parameters=True, bucket_cap_mb=25)
     alone = Net()
@@ -151,7 +151,7 @@ def test_adam_before_the_selection_goes_on_where_a_layer_in_the_bucket_is_frozen
     torch.testing.assert_close(weights(model), weights(alone), rtol=1e-10, atol=1e-12)
 
 
-def test_nothing_is_lost_also_when_ddp_makes_its_buckets_anew() -> None:
+def test_nothing_is_lost_also_when_ddp_rebuilds_its_buckets() -> None:
     for options in ({}, {"static_graph": True}):
         state = GTopKState(0.05)
         model = DistributedDataParallel(Net(), **SMALL_BUCKETS, **options)
@@ -183,7 +183,7 @@ def test_nothing_is_lost_under_autocast() -> None:
     record.assert_nothing_is_lost(model, begun)
 
 
-def test_what_a_float16_cannot_hold_is_kept_for_later() -> None:
+def test_the_part_beyond_float16_is_kept_for_later() -> None:
     state = GTopKState(0.25)
     model = DistributedDataParallel(torch.nn.Linear(4, 1, bias=False).half())
     model.register_comm_hook(state, gtopk_hook)
@@ -223,7 +223,7 @@ def test_a_layer_may_be_left_out_of_some_steps() -> None:
 
 
 def test_nothing_is_lost_of_a_layer_that_no_rank_uses() -> None:
-    """DDP leaves its gradients alone, whatever they are: none, zeros, or what was not cleared."""
+    """DDP does not touch its gradients, whether None, zeros or not cleared."""
     clear: dict[str, Callable[[torch.optim.Optimizer], None]] = {
         "none": lambda optimizer: optimizer.zero_grad(),
         "zeros": lambda optimizer: optimizer.zero_grad(set_to_none=False),
@@ -253,7 +253,7 @@ def test_where_nothing_is_held_back_an_unused_layer_has_no_gradient() -> None:
     assert [p.grad for p in model.module.layers[2].parameters()] == [None, None]
 
 
-def test_a_frozen_layer_stays_as_it_is_and_goes_on_with_what_it_held_back() -> None:
+def test_a_frozen_layer_stays_unchanged_and_keeps_its_residual() -> None:
     state = GTopKState(0.05)
     model = DistributedDataParallel(Net(), **SMALL_BUCKETS, find_unused_parameters=True)
     record = Recorder(state)
@@ -280,7 +280,7 @@ def test_a_frozen_layer_stays_as_it_is_and_goes_on_with_what_it_held_back() -> N
 
 
 def test_a_gradient_that_is_thrown_away_moves_nothing_later_if_it_is_kept_from_the_hook() -> None:
-    """A discriminator's, from the generator's loss."""
+    """For example a discriminator's gradient from the generator's loss."""
     for frozen in (False, True):
         model = DistributedDataParallel(torch.nn.Linear(4, 4, bias=False))
         model.register_comm_hook(GTopKState(0.25), gtopk_hook)
@@ -316,7 +316,7 @@ def test_a_gradient_that_is_not_finite_costs_one_step() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.zero_grad()
-    # Of the first layer alone, which comes last: other buckets are back by then.
+    # Only in the first layer, which comes last: other buckets are already exchanged.
     factor = torch.inf if RANK == SIZE - 1 else 1.0
     loss = model(batch(9)).square().mean() + factor * model.module.layers[0].bias.sum()
     scaler.scale(loss).backward()
@@ -350,7 +350,7 @@ def test_more_skipped_steps_in_a_row_than_may_be_are_an_error_on_every_rank() ->
     assert (state.skipped_steps, state.progress.steps) == (5, 1)
     state.load_state_dict(state.state_dict(model), model)
     for _ in range(2):
-        backward(torch.nan)  # those before a state is loaded are in no row with later ones
+        backward(torch.nan)  # skips before a load do not count as consecutive with later ones
     assert state.skipped_steps == 7
     train(model, range(2))
     assert_alike(model)
@@ -371,7 +371,7 @@ def test_a_sum_that_overflows_leaves_no_trace_in_any_bucket() -> None:
         mine = state.state_dict(model)["held"][RANK]
         return [mine[f"{number}.weight"]["residual"] for number in range(3)]
 
-    scales[1] = 3e38  # in the middle: of the others one is back by then, one is not
+    scales[1] = 3e38  # in the middle: one of the other buckets is already exchanged, one is not
     model(x).backward()
     before = held()
     model.zero_grad()
@@ -426,7 +426,7 @@ def test_a_step_that_does_not_count_is_one_for_none_of_several_optimizers() -> N
             torch.optim.SGD(first.parameters(), lr=0.1, momentum=0.9),
             torch.optim.AdamW(torch.nn.ModuleList(others).parameters(), lr=0.1),
         ]
-        # Of one layer alone, in the last bucket: where there is a scaler, it sees no other NaN.
+        # Only in one layer, in the last bucket: a scaler sees no other NaN.
         bad = [False]
         first.bias.register_hook(lambda g, bad=bad: g * torch.nan if bad[0] else g)
         before = []
@@ -472,22 +472,22 @@ def test_an_optimizer_loses_nothing_but_what_does_not_count() -> None:
     state = GTopKState(1.0)
     model = wrapped(state)
     (torch.nan * model(batch(0)).square().mean()).backward()
-    known, late = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    first, late = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
     begun = weights(model)
-    known.step()
+    first.step()
     assert torch.equal(weights(model), begun)
     with model.no_sync():
         model(batch(1)).square().mean().backward()  # a pass that the state does not see
-    known.step()
+    first.step()
     assert not torch.equal(weights(model), begun)
-    known.zero_grad()
+    first.zero_grad()
     begun = weights(model)
     model(batch(2)).square().mean().backward()
     late.step()
     assert not torch.equal(weights(model), begun)
 
 
-def test_a_scale_that_changes_does_not_weigh_what_is_held_back_anew() -> None:
+def test_a_scale_that_changes_does_not_change_the_residual() -> None:
     models = []
     for scales in ((1.0, 1.0, 1.0), (2.0**10, 2.0**3, 2.0**7)):
         scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
@@ -503,7 +503,7 @@ def test_a_scale_that_changes_does_not_weigh_what_is_held_back_anew() -> None:
     torch.testing.assert_close(*models, rtol=1e-12, atol=1e-12)
 
 
-def test_ranks_that_mean_different_things_are_told_so() -> None:
+def test_ranks_with_different_options_get_an_error() -> None:
     model = wrapped(GTopKState(0.5 if RANK else 0.25))
     with pytest.raises(RuntimeError, match=r"(?s)density=0.25.*density=0.5"):
         train(model, range(1))
@@ -513,7 +513,7 @@ def test_a_state_is_of_one_model() -> None:
     state = GTopKState(0.5)
     first, second = wrapped(state), wrapped(state)
     with pytest.raises(ValueError, match="use one GTopKState for each model"):
-        second(first(batch(0))).square().mean().backward()  # a pass of both at once
+        second(first(batch(0))).square().mean().backward()  # one pass of both
     state = GTopKState(0.5)
     first, second = wrapped(state), wrapped(state)
     train(first, range(2))
@@ -524,7 +524,7 @@ def test_a_state_is_of_one_model() -> None:
 
 
 class Complex(torch.nn.Module):
-    """Has a parameter of complex numbers."""
+    """Has a complex parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -537,18 +537,18 @@ class Complex(torch.nn.Module):
 def test_gradients_that_cannot_be_exchanged_are_refused_with_the_way_out() -> None:
     model: Any = DistributedDataParallel(Complex())
     model.register_comm_hook(GTopKState(0.5), gtopk_hook)
-    said = r"complex parameters cannot be exchanged; .*complex64 \[4\].*view_as_real"
-    with pytest.raises(ValueError, match=said):
+    expected = r"complex parameters cannot be exchanged; .*complex64 \[4\].*view_as_real"
+    with pytest.raises(ValueError, match=expected):
         model().backward()
 
     model = DistributedDataParallel(torch.nn.EmbeddingBag(6, 2, sparse=True))
     model.register_comm_hook(GTopKState(0.5), gtopk_hook)
-    said = r"the parameter of shape \[6, 2\] has sparse gradients.* sparse=False"
-    with pytest.raises(ValueError, match=said):
+    expected = r"the parameter of shape \[6, 2\] has sparse gradients.* sparse=False"
+    with pytest.raises(ValueError, match=expected):
         model(torch.tensor([[1, RANK]])).sum().backward()
 
 
-def test_ranks_that_disagree_get_gtopks_own_error_and_may_go_on() -> None:
+def test_ranks_that_disagree_get_gtopks_own_error_and_may_continue() -> None:
     if SIZE == 1:
         return
     other = wrapped(GTopKState(0.05 if RANK else 0.1))
@@ -573,7 +573,7 @@ def test_a_momentum_that_would_be_taken_twice_is_refused_in_the_first_step() -> 
         raises(ValueError, optimizer.step, *parts)
         assert torch.equal(weights(model), before)
         torch.optim.SGD(model.parameters(), lr=0.1).step()
-        strangers = torch.nn.Linear(2, 2)  # of no hook: nobody's business
+        strangers = torch.nn.Linear(2, 2)  # has no hook, so is not checked
         kind(strangers.parameters(), lr=0.1, **own).step()
 
 
@@ -594,7 +594,7 @@ def test_clipping_of_what_a_correction_has_made_is_refused() -> None:
                 optimizer.step()
 
 
-def test_rank_0_says_what_is_better_done_before_the_selection() -> None:
+def test_rank_0_recommends_momentum_before_the_selection() -> None:
     model = wrapped(GTopKState(0.5))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 
@@ -603,11 +603,11 @@ def test_rank_0_says_what_is_better_done_before_the_selection() -> None:
             model(batch(step)).square().mean().backward()
             optimizer.step()
 
-    said = [text for text in logged(steps) if "AdamW after compression" in text]
-    assert len(said) == (RANK == 0)
+    messages = [text for text in logged(steps) if "AdamW after compression" in text]
+    assert len(messages) == (RANK == 0)
 
 
-def test_a_density_that_leaves_few_entries_is_told_once() -> None:
+def test_a_density_that_leaves_few_entries_is_reported_once() -> None:
     model = DistributedDataParallel(torch.nn.Linear(40, 40))
     model.register_comm_hook(GTopKState(0.05), gtopk_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -617,41 +617,41 @@ def test_a_density_that_leaves_few_entries_is_told_once() -> None:
             model(torch.ones(2, 40)).square().mean().backward()
             optimizer.step()
 
-    said = [text for text in logged(steps) if "accuracy suffers" in text]
-    told = (
+    messages = [text for text in logged(steps) if "accuracy suffers" in text]
+    expected = (
         "density=0.05 leaves 82 of 1,640 entries a step; under about 500 accuracy suffers: "
         "use density=0.31 or more"
     )
-    assert said == ([told] if RANK == 0 else [])
+    assert messages == ([expected] if RANK == 0 else [])
 
 
 def part(model: Any) -> None:
-    """Change a parameter on the last rank alone, as a script may that forgets the others."""
+    """Change a parameter on the last rank only, like a script that forgets the other ranks."""
     if RANK == SIZE - 1:
         with torch.no_grad():
             next(model.parameters())[0, 0] += 1.0
 
 
-def test_replicas_that_part_are_told_of_and_are_an_error_where_that_is_asked_for() -> None:
+def test_replicas_that_diverge_are_reported_or_an_error_on_request() -> None:
     ways = (({}, 1, 0), ({"check_every": 0}, 0, 0), ({"check_every": 1}, 0, 1))
     for options, warns, fails in ways:
         state = GTopKState(0.05, **options)
         model = wrapped(state)
-        said = logged(lambda model=model: train(model, range(2)))
-        assert not any("replicas" in text for text in said)  # nor an error
+        messages = logged(lambda model=model: train(model, range(2)))
+        assert not any("replicas" in text for text in messages)  # and no error was raised
         state = GTopKState(0.05, **options)
         model = wrapped(state)
         train(model, range(1))
         part(model)
         raised = []
         try:
-            said = logged(lambda model=model: train(model, range(1, 4)))
+            messages = logged(lambda model=model: train(model, range(1, 4)))
         except HorovodInternalError as error:
             raised = [str(error)]
-        told = [text for text in said if "the replicas are not the same" in text]
-        assert (len(told), len(raised)) == ((warns, fails) if SIZE > 1 else (0, 0))
-        assert state.divergences == len(told)
-        for text in told + raised:
+        warnings = [text for text in messages if "the replicas are not the same" in text]
+        assert (len(warnings), len(raised)) == ((warns, fails) if SIZE > 1 else (0, 0))
+        assert state.divergences == len(warnings)
+        for text in warnings + raised:
             assert "in DDP's buckets, of shape [12, 12]' has the checksums" in text
             assert f"rank {SIZE - 1}: " in text
     with pytest.raises(ValueError, match="one of error, warn; got 'heal'"):
@@ -661,20 +661,20 @@ def test_replicas_that_part_are_told_of_and_are_an_error_where_that_is_asked_for
 def test_a_preempted_rank_tells_the_others_in_its_next_step() -> None:
     state = GTopKState(0.05)
     model, here = wrapped(state), world.current()
-    told = gtopk.termination()
-    known = []
+    preempted = gtopk.termination()
+    seen = []
     for step in range(8):
         here.termination_requested = RANK == SIZE - 1 and step >= 3
         train(model, range(step, step + 1))
-        known.append(told.ranks)
-    assert known == [[]] * 3 + [[SIZE - 1]] * 5
+        seen.append(preempted.ranks)
+    assert seen == [[]] * 3 + [[SIZE - 1]] * 5
     assert state.straggler_scores is not None  # since the sixth step
     assert max(state.straggler_scores) == 1
     here.termination_requested, here.preempted = False, []
 
 
 def test_a_compiled_model_trains() -> None:
-    model = wrapped(GTopKState(1.0), bucket_cap_mb=1)  # the compiler takes none so small
+    model = wrapped(GTopKState(1.0), bucket_cap_mb=1)  # the compiler only compiles larger ones
     compiled = torch.compile(model, backend="aot_eager")
     plain = wrapped(None)
     for each, of in ((compiled, model), (plain, plain)):
@@ -717,8 +717,8 @@ def test_the_ranks_of_a_process_group_exchange_by_themselves() -> None:
         train(theirs, range(4))
         torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-12, atol=1e-12)
         mixed = wrapped(GTopKState(0.05), process_group=group)
-        said = re.escape(f"over ranks {some.ranks}, and the state of its hook over ranks [0, ")
-        with pytest.raises(ValueError, match=rf"rank {RANK}: .* {said}"):
+        expected = re.escape(f"over ranks {some.ranks}, and the state of its hook over ranks [0, ")
+        with pytest.raises(ValueError, match=rf"rank {RANK}: .* {expected}"):
             mixed(batch(0)).square().mean().backward()
         state = GTopKState(0.05, group)
         model = DistributedDataParallel(Net(), **SMALL_BUCKETS, process_group=group)
@@ -735,16 +735,16 @@ def test_the_ranks_of_a_process_group_exchange_by_themselves() -> None:
             mixed(batch(0)).square().mean().backward()
     else:
         wrapped(None)
-        # All ranks have made as many states of all ranks: they are numbered.
+        # All ranks must have created as many states of all ranks, as states are numbered.
         GTopKState(0.05)
     everyone = wrapped(GTopKState(0.05))
     train(everyone, range(2))
     assert_alike(everyone)
-    hvd.shutdown()  # other tests begin with a world of no such set
+    hvd.shutdown()  # other tests expect a world without such a set
 
 
 def test_it_learns_beside_powersgd() -> None:
-    """The same task, as many steps; both come within reach of what dense gets to."""
+    """On the same task, after as many steps, both come close to dense."""
     target = torch.randn(12, 12, generator=torch.Generator().manual_seed(5))
 
     def final_loss(hook: Callable[[Any], None]) -> float:

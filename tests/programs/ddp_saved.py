@@ -1,4 +1,4 @@
-"""For ranks of ddp_checks.py: what DDP's hook holds back, saved and loaded."""
+"""For ranks of ddp_checks.py: the residuals of DDP's hook, saved and loaded."""
 
 import copy
 import gc
@@ -22,7 +22,7 @@ from gtopk.ddp import GTopKState, gtopk_hook
 from gtopk.torch.checkpoint.dcp import Reader, Writer
 
 
-def test_the_first_rank_can_have_what_all_hold_back() -> None:
+def test_the_first_rank_can_get_all_ranks_residuals() -> None:
     state = GTopKState(0.05)
     model = wrapped(state)
     train(model, range(3))
@@ -36,7 +36,7 @@ def test_the_first_rank_can_have_what_all_hold_back() -> None:
             torch.testing.assert_close(sum(parts), total, rtol=1e-12, atol=1e-12)
 
 
-def test_what_is_held_back_is_saved_and_loaded() -> None:
+def test_residuals_are_saved_and_loaded() -> None:
     state = GTopKState(0.05)
     model = wrapped(state)
     train(model, range(3))
@@ -48,7 +48,7 @@ def test_what_is_held_back_is_saved_and_loaded() -> None:
     resumed.load_state_dict(saved[1])
     again.load_state_dict(saved[0], resumed)
     train(resumed, range(3, 6))
-    # DDP's first step is of one bucket: what is selected then is selected of another vector.
+    # DDP's first step has one bucket, so it selects from another vector.
     assert again.progress.steps == 6
     total = {name: summed(t["residual"]) for name, t in saved[0]["held"][RANK].items()}
     fresh = GTopKState(0.05)
@@ -56,13 +56,13 @@ def test_what_is_held_back_is_saved_and_loaded() -> None:
     for name, tensors in fresh.state_dict(model)["held"][RANK].items():
         assert torch.equal(summed(tensors["residual"]), total[name])
     wrong = {**saved[0], "held": {RANK: {"layers.0.weight": {"residual": torch.ones(3)}}}}
-    said = re.escape("the residual of 'layers.0.weight' has the shape [3]")
-    with pytest.raises(ValueError, match=said):
+    expected = re.escape("the residual of 'layers.0.weight' has the shape [3]")
+    with pytest.raises(ValueError, match=expected):
         again.load_state_dict(wrong, resumed)
 
 
 def goes_on_after_an_error_in_backward(is_loaded: bool) -> None:
-    """In another DDP around the model: the one that the error broke does not go on."""
+    """Train on in a new DDP around the model: the old one does not recover from the error."""
     state, alone = GTopKState(0.05), GTopKState(0.05)
     model, undisturbed = wrapped(state), wrapped(alone)
     for each in (model, undisturbed):
@@ -74,7 +74,7 @@ def goes_on_after_an_error_in_backward(is_loaded: bool) -> None:
 
     broken = model.module.layers[0].weight.register_hook(fail)
     with pytest.raises(ArithmeticError, match="broken off"):
-        model(batch(3)).square().mean().backward()  # the other layers' buckets are on their way
+        model(batch(3)).square().mean().backward()  # the other layers' buckets are being exchanged
     broken.remove()
     if is_loaded:
         state.load_state_dict(saved, model)
@@ -95,7 +95,7 @@ def test_a_pass_that_an_error_has_ended_leaves_no_trace() -> None:
     goes_on_after_an_error_in_backward(is_loaded=False)
 
 
-def test_a_state_that_is_loaded_after_an_error_in_backward_goes_on_as_it_was_saved() -> None:
+def test_a_state_that_is_loaded_after_an_error_in_backward_continues_as_saved() -> None:
     goes_on_after_an_error_in_backward(is_loaded=True)
 
 
@@ -111,8 +111,10 @@ def test_a_state_that_is_saved_between_backward_and_step_is_warned_of_once() -> 
         return [text for text in logged(lambda: state.state_dict(model)) if "backward()" in text]
 
     assert saves(stepped=True) == []
-    (said,) = saves(stepped=False)
-    assert said.startswith(f"rank {RANK}: the hook's state is saved between backward() and step()")
+    (message,) = saves(stepped=False)
+    assert message.startswith(
+        f"rank {RANK}: the hook's state is saved between backward() and step()"
+    )
     assert saves(stepped=False) == []
     fresh = GTopKState(0.05)
     fresh.load_state_dict(state.state_dict(model), model)
@@ -141,18 +143,18 @@ def test_a_pass_that_an_error_has_ended_is_in_no_state() -> None:
 def test_a_state_that_is_to_be_pickled_names_its_state_dict() -> None:
     state = GTopKState(0.05)
     model = wrapped(state)
-    said = r"a GTopKState can be neither copied nor pickled.* state\.state_dict\(model\)"
+    expected = r"a GTopKState can be neither copied nor pickled.* state\.state_dict\(model\)"
     for steps in (range(0), range(2)):
         train(model, steps)
         for each in (state, model):  # DDP's model holds the state of its hook
-            with pytest.raises(TypeError, match=said):
+            with pytest.raises(TypeError, match=expected):
                 torch.save({"of": each}, io.BytesIO())
-        with pytest.raises(TypeError, match=said):
+        with pytest.raises(TypeError, match=expected):
             copy.deepcopy(state)
 
 
-def test_a_new_state_has_back_what_checkpoints_have() -> None:
-    """Those of torch.distributed.checkpoint, too, which loads only what a state has already."""
+def test_a_new_state_loads_everything_in_checkpoints() -> None:
+    """Also from torch.distributed.checkpoint, which loads only keys that the state already has."""
     state = GTopKState(0.05, momentum_correction=0.9)
     model = wrapped(state)
     train(model, range(3))
@@ -175,8 +177,8 @@ def test_a_new_state_has_back_what_checkpoints_have() -> None:
     assert fresh.progress.steps == 3
 
 
-def test_a_hooks_state_that_is_not_loaded_with_sgds_is_told_of_once() -> None:
-    """SGD without momentum has no state of its own: its groups say that there was a residual."""
+def test_a_hooks_state_that_is_not_loaded_with_sgds_is_reported_once() -> None:
+    """SGD without momentum has no state: its groups note that there was a residual."""
 
     def made(gives: bool) -> tuple[DistributedDataParallel, torch.optim.Optimizer, GTopKState]:
         net = Net()
@@ -192,32 +194,32 @@ def test_a_hooks_state_that_is_not_loaded_with_sgds_is_told_of_once() -> None:
             model(batch(step)).square().mean().backward()
             optimizer.step()
 
-    def told_of(call: Callable[[], None]) -> list[str]:
+    def warnings_of(call: Callable[[], None]) -> list[str]:
         return [text for text in logged(call) if "the state of the hook was not" in text]
 
     for gives in (False, True):
         model, optimizer, state = made(gives)
         fresh = optimizer.state_dict()
-        assert told_of(lambda each=(model, optimizer): steps(*each)) == []
+        assert warnings_of(lambda each=(model, optimizer): steps(*each)) == []
         saved, held = copy.deepcopy(optimizer.state_dict()), state.state_dict(model)
         for loaded, is_kept in ((saved, False), (saved, True), (fresh, False)):
             model, optimizer, state = made(gives)
             optimizer.load_state_dict(loaded)
             if is_kept:
                 state.load_state_dict(held, model)
-            told = told_of(lambda each=(model, optimizer): steps(*each))
-            assert len(told) == (SIZE > 1 and loaded is saved and not is_kept), told
-            for text in told:
+            warnings = warnings_of(lambda each=(model, optimizer): steps(*each))
+            assert len(warnings) == (SIZE > 1 and loaded is saved and not is_kept), warnings
+            for text in warnings:
                 norm = re.search(r"\(a norm of (\S+) on the rank that saved\)", text)
                 own = [parts["residual"].reshape(-1) for parts in held["held"][RANK].values()]
                 assert norm is not None, text
                 assert float(norm[1]) == float(f"{float(torch.cat(own).norm()):.3g}") > 0
-            # Nothing of it stays in the optimizer: plain torch reads its groups as ever.
+            # No note stays in the optimizer: plain torch can read its groups.
             assert optimizer.param_groups[0].keys() == fresh["param_groups"][0].keys()
 
 
 def test_dcp_loads_into_a_run_what_was_saved_before_its_first_step() -> None:
-    """The note of the residual, which SGD's saved state has from then on, asks for no value."""
+    """SGD's saved state has a note of the residual from then on; loading does not require it."""
     state = GTopKState(0.05)
     model = wrapped(state)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -239,7 +241,7 @@ def test_dcp_loads_into_a_run_what_was_saved_before_its_first_step() -> None:
 
 
 class Wrapper(torch.nn.Module):
-    """Has a module of its own that is called as DDP calls what it wraps."""
+    """Has a submodule with the name that DDP gives to its wrapped module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +256,7 @@ def mass(state: GTopKState, model: torch.nn.Module) -> float:
     return sum(float(tensors["residual"].abs().sum()) for tensors in held.values())
 
 
-def test_what_is_held_back_finds_its_parameters_whatever_is_around_the_model() -> None:
+def test_residuals_find_their_parameters_whatever_wraps_the_model() -> None:
     for make in (Net, Wrapper):
         plain = make()
         inner = torch.compile(plain, backend="eager")
@@ -271,16 +273,18 @@ def test_what_is_held_back_finds_its_parameters_whatever_is_around_the_model() -
             assert mass(fresh, other) == saved
 
 
-def test_what_nobody_has_is_told_and_saved_again() -> None:
+def test_residuals_without_parameters_are_reported_and_saved_again() -> None:
     state, fresh, again = (GTopKState(0.05) for _ in range(3))
     model = wrapped(state)
     train(model, range(2))
     other = torch.nn.Sequential(Net())
-    said = logged(lambda: fresh.load_state_dict(state.state_dict(model), other))
-    said += logged(lambda: again.load_state_dict(fresh.state_dict(other), model))
-    told = [text for text in said if "cannot be applied: the model has no parameter" in text]
-    assert len(told) == 1
-    assert f"rank {RANK}: residuals for 'layers.0.bias', 'layers.0.weight'" in told[0]
+    messages = logged(lambda: fresh.load_state_dict(state.state_dict(model), other))
+    messages += logged(lambda: again.load_state_dict(fresh.state_dict(other), model))
+    warnings = [
+        text for text in messages if "cannot be applied: the model has no parameter" in text
+    ]
+    assert len(warnings) == 1
+    assert f"rank {RANK}: residuals for 'layers.0.bias', 'layers.0.weight'" in warnings[0]
     assert mass(again, model) == mass(state, model) > 0
 
 

@@ -1,4 +1,4 @@
-"""For ranks of ddp_checks.py: DDP's hook exchanges shards in place of gTop-k's picks."""
+"""For ranks of ddp_checks.py: DDP's hook exchanges shards instead of gTop-k's picks."""
 
 import copy
 from typing import Any
@@ -27,7 +27,7 @@ from gtopk.ddp import GTopKState, gtopk_hook
 from gtopk.errors import HorovodInternalError
 from gtopk.optim.distributed import DistributedOptimizer
 
-shards.BLOCK = 8  # so that the small model has something in each shard
+shards.BLOCK = 8  # so that the small model has entries in each shard
 SHARDS = Compression.shards(3, 3)
 
 
@@ -41,7 +41,7 @@ def owner_errors(state: GTopKState, model: Any) -> torch.Tensor:
 
 
 def left(state: GTopKState, model: Any) -> torch.Tensor:
-    """Return what all ranks have not sent, owner errors included."""
+    """Return everything that the ranks have not sent, including owner errors."""
     (held,) = state.state_dict(model)["held"].values()
     unsent = [
         sum(parts[what] for what in ("residual", "owner_error") if what in parts)
@@ -51,7 +51,7 @@ def left(state: GTopKState, model: Any) -> torch.Tensor:
 
 
 def test_it_is_distributed_optimizer_to_the_bit() -> None:
-    """Of AdamW, also by passes that add up and with clipping; and of SGD."""
+    """With AdamW, also with accumulated passes and with clipping; and with SGD."""
     for options, passes in (({}, 1), ({"local_residual": False}, 2)):
         ours, optimizer, _ = sharded(**options)
         theirs, other = distributed(compression=SHARDS, backward_passes_per_step=passes, **options)
@@ -80,7 +80,7 @@ def test_it_is_distributed_optimizer_to_the_bit() -> None:
     assert torch.equal(weights(ours), weights(theirs))
 
 
-def test_nothing_is_lost_when_ddp_makes_its_buckets_anew() -> None:
+def test_nothing_is_lost_when_ddp_rebuilds_its_buckets() -> None:
     state = GTopKState(compression=SHARDS)
     model = wrapped(None)
     recorder = Recorder(state)
@@ -116,8 +116,8 @@ def test_a_run_resumes_to_the_bit() -> None:
     assert equal(saved(resumed, again, fresh), saved(model, optimizer, state))
 
 
-def test_what_other_ranks_have_left_goes_to_the_new_owners() -> None:
-    """As of two ranks more, of whom one has a residual and owner errors everywhere."""
+def test_owner_errors_of_other_ranks_move_to_the_new_owners() -> None:
+    """The state is of two more ranks, one of which has a residual and owner errors everywhere."""
     model, optimizer, state = sharded()
     train(model, optimizer, range(4))
     gathered = hvd.broadcast_object(state.gather_state(model))
@@ -140,7 +140,7 @@ def test_what_other_ranks_have_left_goes_to_the_new_owners() -> None:
     assert float(owners.max()) == 1.0
 
 
-def test_gtopk_goes_on_with_owner_errors_as_residual_and_shards_with_its_residual() -> None:
+def test_gtopk_takes_over_owner_errors_as_residual_and_shards_its_residual() -> None:
     model, optimizer, state = sharded()
     train(model, optimizer, range(4))
     total = left(state, model)
@@ -205,14 +205,14 @@ def test_ranks_that_run_out_of_batches_join() -> None:
     assert_alike(model)
 
 
-def test_ranks_with_unlike_shards_are_told_both() -> None:
+def test_ranks_with_unlike_shards_get_an_error_with_both() -> None:
     model = wrapped(GTopKState(compression=Compression.shards(3, 2 + RANK % 2)))
     with pytest.raises(HorovodInternalError, match=r"bits=2.*bits=3"):
         loss(model, 0).backward()
 
 
-def test_what_a_hook_does_not_take_is_refused() -> None:
-    for options, said in (
+def test_unsupported_options_of_a_hook_are_refused() -> None:
+    for options, expected in (
         ({"compression": Compression.oktopk(0.1)}, r"takes Compression\.gtopk\(.*OkTopK"),
         ({"compression": Compression.auto()}, r"or Compression\.shards\(.*Automatic"),
         ({"compression": Compression.none}, "DistributedOptimizer takes all of them"),
@@ -221,6 +221,6 @@ def test_what_a_hook_does_not_take_is_refused() -> None:
         ({"compression": Compression.shards(dense_vectors=True)}, "leave out dense, dense_vec"),
         ({"dense_under": 9}, "DDP's hook exchanges whole buckets"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=expected):
             GTopKState(**options)
     assert GTopKState(compression=Compression.gtopk(0.5)).compression.density == 0.5

@@ -1,7 +1,7 @@
-"""What the installed CuPy has, without a GPU: names on stdin as JSON, their signatures on stdout.
+"""Describe the installed CuPy without a GPU: names as JSON on stdin, their signatures on stdout.
 
-A name is described by null where it is missing, by [] where it cannot be called, and else by its
-parameters: (name, kind, whether it may be left out). Warnings are errors.
+A missing name is described by null, one that is not callable by [], and any other by its
+parameters: (name, kind, whether it is optional). Warnings are errors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ATTRIBUTE_OF_OBJECTS = r"~(?:\w+\.)*%s\b"  # as a class's docstring lists them
 
 
 def parameters(thing: Any) -> list[tuple[str, str, bool]] | None:
-    """Return what a callable takes; Cython writes it into the first line of the docstring."""
+    """Return a callable's parameters; Cython puts them in the first line of the docstring."""
     try:
         signature = inspect.signature(thing)
     except ValueError:
@@ -33,7 +33,7 @@ def parameters(thing: Any) -> list[tuple[str, str, bool]] | None:
 
 
 def of_text(text: str) -> list[tuple[str, str, bool]]:
-    """Return the parameters of a signature in Cython's words: `self, int peer, str path=None`."""
+    """Return the parameters of a Cython signature such as `self, int peer, str path=None`."""
     kind, found = "POSITIONAL_OR_KEYWORD", []
     for part in filter(None, re.split(r",\s*(?![^(\[{]*[)\]}])", text)):
         if part == "*":
@@ -49,7 +49,7 @@ def of_text(text: str) -> list[tuple[str, str, bool]]:
 
 
 def describe(name: str) -> list[tuple[str, str, bool]] | None:
-    """Return what a dotted name is; see above."""
+    """Describe a dotted name; see above."""
     module, _, rest = name.partition(".")
     thing: Any = importlib.import_module(module)
     for part in filter(None, rest.split(".")):
@@ -64,15 +64,15 @@ def describe(name: str) -> list[tuple[str, str, bool]] | None:
 
 
 def constants() -> dict[str, int]:
-    """Return the numbers that NCCL knows types and operators by."""
+    """Return NCCL's numbers of types and operators."""
     nccl = importlib.import_module("cupy.cuda.nccl")
     return {name: value for name, value in vars(nccl).items() if name.startswith("NCCL_")}
 
 
 def drop_a_foreign_stream() -> list[str]:
-    """Return what CuPy complains of when a stream of another library's, none here, goes out of use.
+    """Return CuPy's complaints when another library's stream (a null one) is released.
 
-    To destroy it would be an error of the driver, which is missing here.
+    Destroying it would be an error, as there is no driver.
     """
     complaints: list[str] = []
     sys.unraisablehook = lambda given: complaints.append(repr(given.exc_value))
@@ -86,7 +86,7 @@ def drop_a_foreign_stream() -> list[str]:
 
 if __name__ == "__main__":
     warnings.simplefilter("error")
-    sys.setdlopenflags(os.RTLD_LAZY)  # an empty libnccl will do: nothing of it is called
+    sys.setdlopenflags(os.RTLD_LAZY)  # an empty libnccl suffices: nothing in it is called
     importlib.import_module("cupy.cuda.nccl")
     found = {
         "names": {name: describe(name) for name in json.load(sys.stdin)},

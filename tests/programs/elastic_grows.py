@@ -1,7 +1,7 @@
-"""Elastic training on as many ranks as there are, until a file says that it is enough.
+"""Elastic training on as many ranks as there are, until a given file exists.
 
-Argument: that file. Every start says on how many ranks it goes on from which step, once it has seen
-that the sum of the residuals is that at the commit.
+Argument: that file. Every start checks that the sum of the residuals is that of the commit, then
+prints the number of ranks and the step from which it resumes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Elastic training of two epochs, in which a rank is killed once if the arguments say so.
 
-Arguments: the epoch, batch and rank of the kill, and a file that tells that it has happened; or
+Arguments: epoch, batch and rank of the kill, and a file that marks that it has happened; or
 nothing. Prints, for every rank, the samples of each epoch and a digest of the parameters.
 """
 
@@ -24,7 +24,7 @@ EPOCHS, SAMPLES, BATCH, COMMIT_EVERY = 2, 36, 2, 2
 
 
 class Trained(NamedTuple):
-    """What a rank ends with: the batches of all ranks, by epoch, and its parameters."""
+    """A rank's result: the batches of all ranks, by epoch, and its parameters."""
 
     batches: list[list[list[int]]]
     digest: str
@@ -48,9 +48,9 @@ def make_model(seed: int) -> torch.nn.Module:
 
 
 def train(before_batch: Callable[[int, int], None]) -> Trained:
-    """Train on the ranks there are; before_batch(epoch, batch) may end this one."""
+    """Train on the current ranks; before_batch(epoch, batch) may kill this one."""
     dataset = TensorDataset(torch.arange(SAMPLES), torch.linspace(-1, 1, SAMPLES).reshape(-1, 1))
-    model = make_model(seed=hvd.rank())  # the ranks begin apart: `sync` makes them one
+    model = make_model(seed=hvd.rank())  # ranks start apart; `sync` makes them equal
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
         model.named_parameters(),
@@ -87,7 +87,7 @@ def train(before_batch: Callable[[int, int], None]) -> Trained:
 
 
 def kill_once(epoch: int, batch: int) -> None:
-    """Kill this rank, if the arguments say that now is the time, and it has not happened before."""
+    """Kill this rank if the arguments say so and it has not happened before."""
     if sys.argv[1:4] == [str(epoch), str(batch), str(hvd.rank())]:
         happened = Path(sys.argv[4])
         if not happened.exists():

@@ -1,7 +1,6 @@
-"""Run on any number of ranks, all of which live on: failures end in another attempt, in step.
+"""Run on any number of ranks, all of which survive: after a failure all try again together.
 
-With GTOPK_ELASTIC_DIR, the job of elastic_job.py that left its commits there is done to its end
-first.
+With GTOPK_ELASTIC_DIR, first complete the job of elastic_job.py that left its commits there.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def disagree() -> None:
 
 
 def fail_here() -> None:
-    """Fail on one rank, while the others are in an operation with it."""
+    """Fail on one rank, while the others wait for it in an operation."""
     if RANK == LAST:
         raise hvd.HorovodInternalError("an idea of this rank's own")
     hvd.allreduce(torch.ones(3), name="with all")
@@ -61,7 +60,7 @@ def take_steps(state: hvd.elastic.TorchState, count: int) -> None:
 
 
 def train(fail: Callable[[], None]) -> tuple[hvd.elastic.TorchState, list[int]]:
-    """Return a state that 6 steps were taken with, 2 of them twice, and what `done` was when."""
+    """Return a state after 6 steps, 2 of them taken twice, and the values of `done` meanwhile."""
     state = make_state(done=0, log=[])
     seen: list[int] = []
 
@@ -93,7 +92,7 @@ def test_ranks_that_disagree_return_to_the_last_commit() -> None:
         ):
             assert same_bits_everywhere(mine)
             assert torch.equal(mine, expected)
-        assert state.optimizer.last_step.step == begun + 5  # those that were lost count once
+        assert state.optimizer.last_step.step == begun + 5  # lost ones count once
 
 
 def test_process_sets_stay_registered() -> None:
@@ -127,7 +126,7 @@ def test_process_sets_stay_registered() -> None:
     assert hvd.remove_process_set(ends)
 
 
-def test_what_fails_at_every_attempt_is_an_error_in_the_end() -> None:
+def test_a_failure_at_every_attempt_is_an_error_in_the_end() -> None:
     attempts = []
 
     @hvd.elastic.run
@@ -158,11 +157,11 @@ def test_word_of_changed_hosts_on_one_rank_interrupts_all() -> None:
         return sum(arguments)
 
     assert attempt(state, 3, 4) == 7
-    # After the first, all get rank 0's value; after the second, every rank goes on with its own.
+    # After the first, all get rank 0's value; after the second, every rank keeps its own.
     assert values == [0, 10, 10 + RANK]
     assert resets == [SIZE, SIZE]
     state.check_host_updates()
-    state.on_hosts_updated(1, 2)  # old news
+    state.on_hosts_updated(1, 2)  # outdated
     state.check_host_updates()
 
 
@@ -196,7 +195,7 @@ def test_a_state_becomes_rank_0s() -> None:
     assert (state.rank, state.lists) == (0, {"a": [0]})
     assert all(same_bits_everywhere(parameter) for parameter in state.model.parameters())
     own = state.optimizer.state_dict()
-    assert own.pop("gtopk")["held"].keys() == {RANK}  # what a rank held back stays its own
+    assert own.pop("gtopk")["held"].keys() == {RANK}  # each rank keeps its own residual
     assert same_everywhere(repr(own))
 
 

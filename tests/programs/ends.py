@@ -1,4 +1,4 @@
-"""A training loop in which one rank ends in a given way at step 5; "well" is no end at all.
+"""A training loop in which one rank ends in a given way at step 5; "well": it completes.
 
 Arguments: the way, and the rank.
 """
@@ -46,7 +46,7 @@ def end_here() -> None:
 
             own._record_end = record_when_stopped_again
             os.kill(os.getpid(), signal.SIGTERM)
-        case "exception, once the heartbeat's secret is told":
+        case "exception, once the heartbeat's secret is printed":
             assert world._guard is not None
             assert world._guard._heartbeat is not None
             print(f"secret {world._guard._heartbeat._setting.secret}\n", end="", flush=True)

@@ -1,6 +1,6 @@
-"""Run under torchrun: at density 1, training is what PyTorch's DistributedDataParallel makes of it.
+"""Run under torchrun: at density 1, training equals PyTorch's DistributedDataParallel.
 
-On two ranks to the bit: a sum of two has one order only.
+On two ranks bit for bit, as a sum of two has only one order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STEPS = 3
 
 
 class Case(NamedTuple):
-    """How to train; what is true of one in each pair is tried."""
+    """How to train; each field doubles the number of cases."""
 
     optimizer: str
     passes: int
@@ -62,7 +62,7 @@ def train_with_ddp(case: Case) -> list[torch.Tensor]:
         optimizer.zero_grad()
         batches = losses(case, model, step)
         for each in range(case.passes):
-            # Forward and backward of all passes but the last are local.
+            # Forward and backward passes are local, except the last.
             with model.no_sync() if each < case.passes - 1 else nullcontext():
                 next(batches).backward()
         if case.clips:
@@ -78,7 +78,8 @@ def train(case: Case, compression: Any, **options: Any) -> list[torch.Tensor]:
         model.named_parameters(),
         compression,
         case.passes,
-        adam_steps="after",  # of the agreed gradients, as DDP's; before, ranks' own moments count
+        # Moments of the agreed gradients, as with DDP; "before" would use ranks' own.
+        adam_steps="after",
         **options,
     )
     for step in range(STEPS):
@@ -115,8 +116,8 @@ def main() -> None:
             (hvd.Compression.gtopk(1.0, dense="bias"), {"bucket_bytes": 1}),
         ]
     )
-    # Every third has each two values of a case together, and each optimizer in each way; with more
-    # than two ranks, where sums may differ in the last bit, some of it is enough.
+    # Every third case still has all pairs of two fields' values, and each optimizer in each way.
+    # With more than two ranks sums may differ in the last bit, and these cases are enough.
     some = list(cases)[:: 3 if hvd.size() <= 2 else 7]
     tried = list(zip(some, ways, strict=False))
     for arguments, (compression, options) in tried:

@@ -1,4 +1,4 @@
-"""Checks for any number of ranks: what alltoall, reducescatter, groups and sparse tensors give.
+"""Checks for any number of ranks: results of alltoall, reducescatter, groups and sparse tensors.
 
 Imported by mpi_ops.py, after init.
 """
@@ -31,7 +31,7 @@ def check_that_the_job_goes_on() -> None:
 
 
 def disagree(calls: dict[str, Callable[[], Any]]) -> None:
-    """Check that an operation with other facts on one rank is an error on all, and harmless."""
+    """Check that an operation with another signature on one rank is a harmless error on all."""
     if SIZE == 1:
         return
     for part, call in calls.items():
@@ -61,9 +61,9 @@ def test_alltoall_deals_the_rows_out_evenly() -> None:
 
 def test_alltoall_with_splits_returns_how_many_rows_came_from_whom() -> None:
     def rows(sender: int, receiver: int) -> int:
-        return (sender + 2 * receiver) % 4  # none between some
+        return (sender + 2 * receiver) % 4  # some pairs exchange nothing
 
-    for kept in (0, 2):  # rows at the end that go to nobody
+    for kept in (0, 2):  # the last rows go to nobody
         for as_list in (True, False):
             splits: Any = [rows(RANK, receiver) for receiver in RANKS]
             blocks = [block(RANK, r, rows(RANK, r), torch.float32) for r in RANKS]
@@ -353,7 +353,7 @@ def test_the_gradients_of_groups_are_those_of_their_tensors() -> None:
 # ---- Adasum
 
 
-def test_adasum_averages_what_is_alike_and_adds_what_differs() -> None:
+def test_adasum_averages_equal_gradients_and_adds_orthogonal_ones() -> None:
     for dtype in FLOATS:
         alike = torch.tensor([3.0, -4.0], dtype=dtype)
         own = torch.eye(SIZE, dtype=dtype)[RANK] * (RANK + 1)
@@ -378,7 +378,7 @@ def test_adasum_averages_what_is_alike_and_adds_what_differs() -> None:
 
 
 def sparse(rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return a rank's rows of a matrix; all have row 0, and the first rank only that."""
+    """Return a rank's rows of a matrix; all ranks have row 0, and the first rank has only that."""
     rows = torch.tensor([[0, *range(1, rank + 1)]])
     values = torch.full((rank + 1, 2), rank + 1.0, dtype=dtype)
     return torch.sparse_coo_tensor(rows, values, (SIZE + 1, 2), check_invariants=True)
@@ -415,7 +415,7 @@ def test_sparse_tensors_are_checked() -> None:
     check_that_the_job_goes_on()
 
 
-# ---- dtypes that Horovod does not take
+# ---- dtypes that Horovod does not support
 
 
 def test_bools_are_reduced_as_truths() -> None:

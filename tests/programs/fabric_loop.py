@@ -1,4 +1,4 @@
-"""Run under torchrun on 2 ranks, with a folder: Lightning Fabric, whose DDP goes by gTop-k."""
+"""Run under torchrun on 2 ranks, with a folder: Lightning Fabric, whose DDP uses gTop-k."""
 
 import logging
 import sys
@@ -51,7 +51,7 @@ def residuals(state: Any, model: Any) -> torch.Tensor:
     return hvd.allreduce(mine, op=hvd.Sum)
 
 
-# All entries: what DDP does alone, gradients of two batches added up among them.
+# All entries: the same as DDP alone, also when gradients of two batches accumulate.
 for passes in (1, 2):
     dense, ours = prepared(), prepared()
     state = compress(fabric, ours[0], ours[1], density=1.0)
@@ -60,7 +60,7 @@ for passes in (1, 2):
     torch.testing.assert_close(weights(ours[0]), weights(dense[0]), rtol=1e-5, atol=1e-6)
     assert state.progress.steps == len(ours[2]) // passes
 
-# AdamW's steps before the selection, in Fabric's own checkpoint, and gone on with.
+# AdamW's steps before the selection; saved in Fabric's own checkpoint and resumed.
 model, optimizer, loader = prepared(torch.optim.AdamW)
 state = compress(fabric, model, optimizer, density=0.1, global_clip_norm=1.0)
 assert state.makes_adam_steps
@@ -77,7 +77,7 @@ torch.testing.assert_close(residuals(state, model), total, rtol=1e-6, atol=1e-7)
 train(model, optimizer, loader)
 assert all(torch.equal(weights(model), other) for other in hvd.allgather(weights(model)[None]))
 
-# Fabric would clip agreed steps: that is refused, and the way out named.
+# Fabric would clip agreed steps: this is an error that names the way out.
 fabric.backward(model(torch.ones(2, 6)).square().mean())
 fabric.clip_gradients(model, optimizer, max_norm=0.01)
 with pytest.raises(ValueError, match="global_clip_norm="):
@@ -85,5 +85,5 @@ with pytest.raises(ValueError, match="global_clip_norm="):
 
 with pytest.raises(ValueError, match=r"use Fabric\(strategy='ddp'\).*got Linear on 2 processes"):
     compress(fabric, torch.nn.Linear(2, 2), optimizer)
-print("Fabric goes by gTop-k\n", end="", flush=True)
+print("Fabric uses gTop-k\n", end="", flush=True)
 torch.distributed.destroy_process_group()

@@ -1,13 +1,13 @@
-// The process's operator new, whose next call but so many fails when asked to. To be preloaded.
+// An operator new to preload into a process: on request, one of its next calls fails.
 #include <atomic>
 #include <cstdlib>
 #include <new>
 
 namespace {
-std::atomic<long> calls_left{-1};  // before the one that fails; none fails from -1 on
+std::atomic<long> calls_left{-1};  // calls before the one that fails; -1: none fails
 }
 
-// Return how many calls were left; -1 when one has failed since, or none was to.
+// Let a call fail after `calls` others; return how many were left, or -1 if none was to fail.
 extern "C" long fail_after(long calls) { return calls_left.exchange(calls); }
 
 void* operator new(std::size_t size) {

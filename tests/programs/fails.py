@@ -1,6 +1,6 @@
-"""One rank fails in a way that its peers do not see by themselves; the argument names it.
+"""One rank fails in a way that its peers do not notice by themselves; the argument names it.
 
-A second argument, "without streams": all ranks have the descriptors 0 and 1 closed, as daemons do.
+A second argument, "without streams": all ranks close descriptors 0 and 1, as daemons do.
 """
 
 import os
@@ -51,7 +51,7 @@ match way:
                 errors += 1
                 print(f"rank {hvd.rank()}: {error}\n", end="", flush=True)
                 assert torch.equal(model.weight, before)
-        assert errors == 4  # nobody goes on with messages of another step
+        assert errors == 4  # no rank continues with another step's messages
     case "an exception passes a finally":
         try:
             if culprit:

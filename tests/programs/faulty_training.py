@@ -1,23 +1,23 @@
-"""A training job on any number of ranks, of which one may be made to fail at a given place.
+"""A training job on any number of ranks; one can be made to fail at a given point.
 
 Argument: a JSON object.
 
-    steps         of the whole training; 0: up to the next checkpoint
-    folder        of its checkpoints, from the last of which it goes on
-    every         steps there is a checkpoint
+    steps         steps of the whole training; 0: up to the next checkpoint
+    folder        the folder for checkpoints; the job resumes from the last one
+    every         steps between checkpoints
     pause         seconds before each step
-    fault         {"rank": 2, "phase": PHASE, "step": 7, "way": WAY}, or null; the step counts from
-                  the one it goes on from; rank null: every rank
-    nan_every     steps there is one whose gradient is not finite on one rank; 0: none
+    fault         {"rank": 2, "phase": PHASE, "step": 7, "way": WAY}, or null; step: after the one
+                  from which the job resumes; rank null: every rank
+    nan_every     steps between gradients that are not finite on one rank; 0: none
 
-Prints for each rank "rank R is PID", from which step it goes on, each step it has saved, "fired at
-TIME" where the fault happens, and a digest of the parameters at the end.
+Prints for each rank "rank R is PID", the step from which it goes on, each step that it saves,
+"fired at TIME" when the fault happens, and a digest of the parameters at the end.
 
     PHASE        where
-    start        before hvd.init; WAY may be "waits" there: until the file "go" is in the folder
-    backward     in the gradient's hook of the middle layer
+    start        before hvd.init; WAY may be "waits": until the file "go" is in the folder
+    backward     in the gradient hook of the middle layer
     exchange     while gradients are exchanged; exits and exceptions: after backward, meanwhile
-    checkpoint   after the file was written beside, before it is renamed
+    checkpoint   after the temporary file was written, before it is renamed
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ NAN_EVERY = PLAN.get("nan_every", 0)
 
 
 def route_to_other_half(change: str) -> None:
-    """Lose what goes to the hosts of the other half of the ranks, or do so no more."""
+    """Drop packets to the hosts of the other half of the ranks, or stop doing so."""
     half = SIZE // 2
     for other in range(half, SIZE) if half > RANK else range(half):
         route = ["blackhole", f"10.0.0.{other + 1}/32"]
@@ -90,7 +90,7 @@ def end_by_way() -> None:
         time.sleep(2)
         route_to_other_half("del")
     elif way == "lossy":
-        # A queue of a few packets: what does not fit is dropped.
+        # A queue of a few packets, which drops the rest.
         queue = "tbf rate 5mbit burst 8kb limit 12kb"
         subprocess.run(
             ["tc", "qdisc", "replace", "dev", "eth0", "root", *queue.split()], check=True
@@ -135,7 +135,7 @@ FOLDER = Path(PLAN["folder"])
 
 
 def save(step: int) -> None:
-    """Save a checkpoint, in which the fault may happen: what is written is not renamed yet."""
+    """Save a checkpoint, in which the fault may happen before the file is renamed."""
     replace = os.replace
 
     def replace_or_end(*paths: Any) -> None:
@@ -159,7 +159,7 @@ def on_gradient(gradient: torch.Tensor) -> None:
 
 
 def on_event(event: Event) -> None:
-    """Fail in the engine's thread, amid the reduction."""
+    """Fail in the engine's thread, in the middle of the reduction."""
     gradients = event.what == "execute" and "gradients" in event.name
     if event.phase == "begin" and gradients and due("exchange", current):
         end_by_way()

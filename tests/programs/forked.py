@@ -1,7 +1,7 @@
 """Run a program on ranks that are forked once its imports are loaded: `forked.py 4 PROGRAM ...`.
 
-As torchrun's agent, this process serves the store where they meet, and ends all where one fails. A
-rank that loads torch, FSDP and torch's compiler by itself takes up to 7 s of CPU time for it.
+Like torchrun's agent, this process serves the store where ranks meet, and ends all if one fails.
+Loading torch, FSDP and torch's compiler takes a rank up to 7 s of CPU time.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PROGRAMS = Path(__file__).parent
-GRACE_SECONDS = 5.0  # what a rank gets to end by SIGTERM
+GRACE_SECONDS = 5.0  # time for a rank to end after SIGTERM
 
 
 def imports(program: Path) -> Iterator[str]:
-    """Yield the modules that a program imports, and those that its neighbours here do, in order."""
+    """Yield the modules that a program, and files that it imports from here, import, in order."""
     for node in ast.parse(program.read_text()).body:
         if isinstance(node, ast.ImportFrom):
             names = [node.module or ""]
@@ -61,7 +61,7 @@ def run_rank(rank: int, ranks: int, port: int, program: Path) -> None:
 
 
 def wait_for(ranks: set[int]) -> int:
-    """Return 0 once all have ended well, and 1, and end the others, once one has not."""
+    """Return 0 once all ranks have succeeded; once one fails, end the others and return 1."""
     code = 0
     try:
         while ranks and code == 0:
@@ -76,7 +76,7 @@ def wait_for(ranks: set[int]) -> int:
 
 
 def end(ranks: set[int], number: signal.Signals) -> None:
-    """Send the ranks a signal; those that are there some seconds later are killed."""
+    """Send the ranks a signal; kill those that still run some seconds later."""
     for pid in ranks:
         os.kill(pid, number)
     deadline = time.monotonic() + GRACE_SECONDS
@@ -108,7 +108,7 @@ def main() -> None:
             run_rank(rank, ranks, port, program)
             return
         children.add(pid)
-    from torch.distributed import TCPStore  # its thread begins when all are forked
+    from torch.distributed import TCPStore  # its thread must start after all forks
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for _, writing in ends:

@@ -1,4 +1,4 @@
-"""Children of a rank are no ranks: DataLoader's workers come and go, and cannot communicate."""
+"""A rank's children are not ranks: DataLoader workers come and go, and cannot communicate."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""For 4 ranks of fsdp_checks.py: AdamW whose steps two replicas of two shards make of their own."""
+"""For 4 ranks of fsdp_checks.py: two replicas of two shards make AdamW's steps by themselves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gtopk import fsdp
 from gtopk.compression import Compression
 from gtopk.optim.distributed import DistributedOptimizer
 
-ROWS = 11  # which two shards have no even part of
+ROWS = 11  # not divisible by two shards
 
 
 def network(dtype: torch.dtype = torch.float64) -> torch.nn.Module:
@@ -37,7 +37,7 @@ def network(dtype: torch.dtype = torch.float64) -> torch.nn.Module:
 
 
 def adamw(model: torch.nn.Module, kind: Any = torch.optim.AdamW, **options: Any) -> Any:
-    """Return AdamW of two groups, of unlike rates, betas and decays."""
+    """Return AdamW with two groups of different rates, betas and decays."""
     first, *others = model.parameters()
     groups = [
         {"params": [first], "lr": 0.02, "weight_decay": 0.2, "betas": (0.7, 0.9)},
@@ -78,14 +78,14 @@ def test_a_state_that_is_saved_between_backward_and_step_is_warned_of() -> None:
         assert not logged(state.state_dict)
         optimizer.zero_grad()
         loss(model, 2).backward()
-        (said,) = logged(state.state_dict)
-        assert said.startswith(f"rank {RANK}: the hook's state is saved between backward()")
+        (message,) = logged(state.state_dict)
+        assert message.startswith(f"rank {RANK}: the hook's state is saved between backward()")
         optimizer.step()
         assert not logged(state.state_dict)
 
 
 def weights(model: torch.nn.Module) -> torch.Tensor:
-    """Return all parameters whole; every rank calls it."""
+    """Return all parameters, gathered; every rank calls it."""
     return torch.cat([p.full_tensor().detach().reshape(-1) for p in model.parameters()])
 
 
@@ -117,7 +117,7 @@ def saved(model: torch.nn.Module, optimizer: Any, state: fsdp.ReplicaState) -> A
 
 
 def recorded(model: Any, state: fsdp.ReplicaState) -> list[list[torch.Tensor]]:
-    """Return what will have each layer's gradients of the last pass, as the hook is handed them."""
+    """Return a list that gets each layer's gradients of the last pass, as the hook sees them."""
     found: list[list[torch.Tensor]] = [[] for _ in model]
 
     for number, layer in enumerate(model):
@@ -134,7 +134,7 @@ def recorded(model: Any, state: fsdp.ReplicaState) -> list[list[torch.Tensor]]:
 
 
 def test_it_is_distributed_optimizer_of_each_shard_to_the_bit() -> None:
-    """Of the same gradients, on the ranks that hold the same shard."""
+    """With the same gradients, on the ranks that hold the same shard."""
     Adam = torch.optim.Adam
     for density, kind, options in (
         (0.1, torch.optim.AdamW, {}),
@@ -178,7 +178,7 @@ def test_it_is_distributed_optimizer_of_each_shard_to_the_bit() -> None:
 
 
 def unsent(model: Any, state: fsdp.ReplicaState) -> torch.Tensor:
-    """Return the residuals of this replica's shards, as the model has its parameters."""
+    """Return the residuals of this replica's shards, in the parameters' shapes."""
     (held,) = state.state_dict()["held"].values()
     found = []
     for name, parameter in model.named_parameters():
@@ -199,7 +199,7 @@ def unsent(model: Any, state: fsdp.ReplicaState) -> torch.Tensor:
 def test_forward_passes_in_training_see_what_a_replica_has_not_sent_and_others_the_center() -> None:
     model, optimizer, state = sharded(0.05)
     seen: dict[int, torch.Tensor] = {}
-    for number, layer in enumerate(model):  # behind FSDP's own hook: parameters are whole
+    for number, layer in enumerate(model):  # after FSDP's own hook, when parameters are gathered
 
         def look(module: Any, inputs: Any, number: int = number) -> None:
             parts = [p.detach().clone().reshape(-1) for p in module.parameters()]
@@ -214,7 +214,7 @@ def test_forward_passes_in_training_see_what_a_replica_has_not_sent_and_others_t
     center, applied = weights(model), weights(model) - 2 * unsent(model, state)
     assert not torch.equal(applied, center)
     for _ in range(2):
-        loss(model, 3)  # without a backward pass FSDP keeps the last layers whole
+        loss(model, 3)  # without a backward pass FSDP keeps the last layers gathered
         torch.testing.assert_close(whole(), applied, rtol=1e-12, atol=1e-12)
         model.eval()
         loss(model, 3)
@@ -295,7 +295,7 @@ def test_a_run_resumes_to_the_bit_also_from_torchs_checkpoints() -> None:
         assert equal(saved(resumed, again, fresh), saved(model, optimizer, state))
 
 
-def test_a_plain_adamws_moments_are_gone_on_from() -> None:
+def test_a_plain_adamws_moments_are_taken_over() -> None:
     plain: Any = network()
     for layer in plain:
         fully_shard(layer, mesh=MESH["shard"])
@@ -341,20 +341,20 @@ def test_a_state_that_is_loaded_after_an_error_in_backward_is_what_was_saved() -
     optimizer.zero_grad()
     broken = model[1].register_forward_hook(lambda *call: BreaksOff.apply(call[2]))
     with pytest.raises(ArithmeticError, match="broken off"):
-        loss(model, 3).backward()  # behind the last layer, whose exchange is under way
+        loss(model, 3).backward()  # after the last layer, which is being exchanged
     optimizer.load_state_dict(before[1])
     state.load_state_dict(before[2])
     assert equal(saved(model, optimizer, state), before)
     hvd.barrier()
     assert equal(saved(model, optimizer, state), before)
     broken.remove()
-    said = r"after one that an error has ended.* fully_shard"  # FSDP itself does not go on
-    with pytest.raises(RuntimeError, match=said):
+    expected = r"after one that an error has ended.* fully_shard"  # FSDP itself cannot continue
+    with pytest.raises(RuntimeError, match=expected):
         loss(model, 3).backward()
 
 
 def test_a_second_phase_has_a_state_and_an_optimizer_of_its_own() -> None:
-    # The first phase's live on in circles until the collector comes; here anyway.
+    # The first phase's objects stay alive in reference cycles until they are collected; force it.
     model, optimizer, state = sharded()
     train(model, optimizer, range(3))
     fsdp.replicate(model, MESH["replicate"], 0.1)
@@ -373,7 +373,7 @@ def test_what_cannot_be_is_refused_with_the_way_out() -> None:
     raises(ValueError, optimizer.step, "clip_grad_norm_", "leave clipping out")
     optimizer.zero_grad()
     loss(model, 0).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)  # which torch does not count
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)  # torch does not count this change
     raises(ValueError, optimizer.step, "clip_grad_norm_", "leave clipping out")
     optimizer.zero_grad()
     train(model, optimizer, range(1))

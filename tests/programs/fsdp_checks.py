@@ -1,6 +1,6 @@
-"""Run under torchrun on 4 ranks, with an empty folder: all that replicas of two shards promise.
+"""Run under torchrun on 4 ranks, with an empty folder: all promises of replicas of two shards.
 
-What is saved into the folder, fsdp_resume.py goes on with on fewer ranks.
+fsdp_resume.py resumes on fewer ranks from the states saved in the folder.
 """
 
 import sys
@@ -16,14 +16,14 @@ from checks import run_tests
 import gtopk.torch as hvd
 
 if __name__ == "__main__":
-    for checks, said in (
+    for checks, promise in (
         (fsdp_hook, "shards are replicated"),
         (fsdp_overlap, "backward goes on"),
         (fsdp_adamw, "replicas make AdamW's steps"),
         (fsdp_used_in_part, "nothing is lost"),
     ):
         run_tests(vars(checks))
-        print(f"rank {fsdp_hook.RANK}: {said}\n", end="", flush=True)
+        print(f"rank {fsdp_hook.RANK}: {promise}\n", end="", flush=True)
     fsdp_resume.save(sys.argv[1])
     hvd.shutdown()
     torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""For 4 ranks of fsdp_checks.py: two replicas of a model that two ranks each share."""
+"""For 4 ranks of fsdp_checks.py: two replicas of a model, each sharded over two ranks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def train(model: torch.nn.Module, steps: range) -> None:
 
 
 def weights(model: torch.nn.Module) -> torch.Tensor:
-    """Return all parameters whole; every rank calls it."""
+    """Return all parameters, gathered; every rank calls it."""
     return torch.cat([p.full_tensor().detach().reshape(-1) for p in model.parameters()])
 
 
@@ -83,7 +83,7 @@ def test_at_density_1_it_is_training_on_all_batches() -> None:
 
 
 class Checkpointed(torch.nn.Sequential):
-    """Computes the activations of each layer again in backward."""
+    """Recomputes each layer's activations in backward."""
 
     def __init__(self, use_reentrant: bool) -> None:
         super().__init__(*network())
@@ -135,7 +135,7 @@ def residuals(state: fsdp.ReplicaState) -> dict[str, torch.Tensor]:
     return {name: tensors["residual"] for name, tensors in held.items()}
 
 
-def test_replicas_are_alike_and_what_was_not_sent_is_held_back() -> None:
+def test_replicas_are_alike_and_unsent_entries_stay_in_the_residual() -> None:
     (model, state), (dense, _) = sharded(0.05), sharded(1.0)
     begun = shard(model)
     train(model, range(1))
@@ -157,7 +157,7 @@ def spoil(factors: torch.Tensor, module: object, x: object, y: torch.Tensor) -> 
 
 
 def test_a_gradient_that_is_not_finite_costs_one_step() -> None:
-    """Also where it is in one row, of one shard, which the other shard's replicas do not see."""
+    """Also if it is in one row of one shard, which the other shard's replicas do not see."""
     ways = (False, torch.inf), (False, torch.nan), (True, torch.inf), (True, torch.nan)
     for (has_scaler, factor), row in itertools.product(ways, (slice(None), 0, 11)):
         model, state = sharded(0.05)
@@ -168,7 +168,7 @@ def test_a_gradient_that_is_not_finite_costs_one_step() -> None:
         for step in (2, 3):
             for optimizer in optimizers:
                 optimizer.zero_grad()
-            # Of the first layer, which comes last: those of the others are back by then.
+            # In the first layer, which comes last: the others are already exchanged.
             factors = torch.ones(12, dtype=torch.float64)
             factors[row] = factor if (RANK, step) == (3, 2) else 1.0
             hook = model[0].register_forward_hook(partial(spoil, factors))
@@ -193,12 +193,12 @@ def test_more_skipped_steps_in_a_row_than_may_be_are_an_error_on_every_rank() ->
 
     for factor in (torch.nan, 1.0, torch.nan):
         backward(factor)
-    why = "a gradient is not finite on rank 2 and rank 3"  # which had added up theirs
+    why = "a gradient is not finite on rank 2 and rank 3"  # both reduced it
     with pytest.raises(FloatingPointError, match=rf"2 steps in a row.* at step \d+, .*{why}"):
         backward(torch.inf)
     assert (state.skipped_steps, state.progress.steps) == (3, 1)
     state.load_state_dict(state.state_dict())
-    backward(torch.inf)  # those before a state is loaded are in no row with later ones
+    backward(torch.inf)  # skips before a load do not count as consecutive with later ones
     assert state.skipped_steps == 4
     model.zero_grad()
     train(model, range(2))
@@ -206,14 +206,14 @@ def test_more_skipped_steps_in_a_row_than_may_be_are_an_error_on_every_rank() ->
 
 
 def test_gradients_that_add_up_to_spoilt_ones_cost_no_more_than_those() -> None:
-    """Also where some are in no optimizer, and stay spoilt for good as nobody clears them."""
+    """Also if some belong to no optimizer, and stay NaN because nobody clears them."""
     model, state = sharded(0.05)
     train(model, range(2))
     optimizer = torch.optim.SGD([*model[0].parameters(), *model[1].parameters()], lr=0.1)
     held, before = residuals(state), weights(model)
     for step in range(3):
         optimizer.zero_grad(set_to_none=step == 1)
-        for part in range(2):  # each reduces its gradients, which add up
+        for part in range(2):  # each pass reduces its gradients, which accumulate
             is_spoilt = (RANK, step, part) == (3, 0, 0)
             (loss(model, 2 * step + part) * (torch.inf if is_spoilt else 1.0)).backward()
         optimizer.step()
@@ -247,7 +247,7 @@ def test_gradients_that_add_up_within_a_replica_are_exchanged_once() -> None:
                 before = state.progress.steps
                 loss(model, 3 * step + part).backward()
                 assert state.progress.steps - before == (part == 2)
-                if step != 2 and part != 2:  # what is not reduced over all is no gradient yet
+                if step != 2 and part != 2:  # .grad has none before the reduction
                     assert all(
                         p.grad is None or not p.grad.to_local().any() for p in model.parameters()
                     )
@@ -256,7 +256,7 @@ def test_gradients_that_add_up_within_a_replica_are_exchanged_once() -> None:
     torch.testing.assert_close(*trained, rtol=1e-12, atol=1e-12)
 
 
-def test_what_adds_up_within_a_replica_costs_one_step_where_it_is_not_finite() -> None:
+def test_sums_within_a_replica_that_are_not_finite_cost_one_step() -> None:
     model, state = sharded(0.05)
     train(model, range(2))
     held = residuals(state)
@@ -298,7 +298,7 @@ def test_gradients_are_spoilt_and_kept_where_parameters_stay_whole() -> None:
     state.drop_skipped(optimizer)
     assert all(parameter.grad is None for parameter in mine)
     assert all(bool(parameter.grad.to_local().isfinite().all()) for parameter in others)
-    again = fsdp.replicate(model, MESH["replicate"], 0.05)  # of one that is whole
+    again = fsdp.replicate(model, MESH["replicate"], 0.05)  # while parameters are gathered
     loss(model, 1).backward()
     assert again.progress.steps == 1
 
@@ -315,7 +315,7 @@ def test_with_adam_before_the_selection_a_resumed_run_is_the_same_to_the_bit() -
     assert torch.equal(weights(again), weights(model))
 
 
-def test_what_is_held_back_is_saved_and_loaded() -> None:
+def test_residuals_are_saved_and_loaded() -> None:
     model, state = sharded(0.05)
     train(model, range(3))
     saved, begun = state.state_dict(), [p.detach().to_local().clone() for p in model.parameters()]
@@ -326,7 +326,7 @@ def test_what_is_held_back_is_saved_and_loaded() -> None:
     resumed.load_state_dict(saved)
     train(again, range(3, 6))
     assert torch.equal(weights(again), weights(model))
-    for wrong, said in (
+    for wrong, expected in (
         ({"format": 7}, "must be of format 1, got 7"),
         ({"shards": 3}, "saved with 3 shards, but the model has 2: load it with the same number"),
         *(
@@ -338,12 +338,12 @@ def test_what_is_held_back_is_saved_and_loaded() -> None:
         ),
         ({"held": {RANK: {f"{1 - RANK % 2}/0": {}}}}, "each replica has consecutive ranks"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=expected):
             resumed.load_state_dict({**saved, **wrong})
 
 
 def test_shards_of_replicas_are_exchanged_in_shards_and_a_run_resumes_to_the_bit() -> None:
-    """Rotating shards of the values of each rank's shard of the model, that is."""
+    """Each rank exchanges rotating shards of the values in its shard of the model."""
     shards = hvd.Compression.shards(2, 3)
 
     def kept(state: fsdp.ReplicaState) -> torch.Tensor:
@@ -377,7 +377,7 @@ def test_shards_of_replicas_are_exchanged_in_shards_and_a_run_resumes_to_the_bit
 
 
 def _with_mean_gradients(model: torch.nn.Module, step: int) -> torch.nn.Module:
-    """Return another model of these weights, with the mean gradient of all ranks' batches."""
+    """Return another model with these weights and the mean gradient of all ranks' batches."""
     other, _ = sharded(1.0)
     for parameter, trained in zip(other.parameters(), model.parameters(), strict=True):
         parameter.detach().to_local().copy_(trained.detach().to_local())
@@ -402,8 +402,8 @@ def test_clipping_of_what_a_correction_has_made_is_refused() -> None:
                 optimizer.step()
 
 
-def test_what_was_held_back_by_module_is_loaded() -> None:
-    """As earlier versions of gtopk saved it."""
+def test_residuals_saved_by_module_are_loaded() -> None:
+    """Earlier versions of gtopk saved it that way."""
     (model, state), (_, resumed) = sharded(0.05, momentum_correction=0.9), sharded(0.05)
     train(model, range(2))
     saved, shard = state.state_dict(), RANK % 2
@@ -419,7 +419,7 @@ def test_what_was_held_back_by_module_is_loaded() -> None:
         assert all(torch.equal(loaded[name][what], tensor) for what, tensor in tensors.items())
 
 
-def test_what_is_held_back_is_each_ranks_own_in_torchs_checkpoints() -> None:
+def test_residuals_are_each_ranks_own_in_torchs_checkpoints() -> None:
     model, state = sharded(0.05)
     train(model, range(2))
     held = residuals(state)
@@ -434,7 +434,7 @@ def test_what_is_held_back_is_each_ranks_own_in_torchs_checkpoints() -> None:
     assert any(residual.any() for residual in held.values())
 
 
-def test_a_new_state_has_back_what_torchs_checkpoints_have() -> None:
+def test_a_new_state_loads_everything_in_torchs_checkpoints() -> None:
     model, state = sharded(0.05)
     train(model, range(2))
     folder = hvd.broadcast_object(tempfile.mkdtemp() if RANK == 0 else None)
@@ -450,8 +450,8 @@ def test_a_new_state_has_back_what_torchs_checkpoints_have() -> None:
         assert all(map(torch.equal, residuals(each).values(), residuals(state).values()))
 
 
-def test_a_state_that_is_not_loaded_with_sgds_is_told_of() -> None:
-    """Also out of DCP's hands: it loads into a run what was saved before its first step."""
+def test_a_state_that_is_not_loaded_with_sgds_is_reported() -> None:
+    """Also through DCP, which loads a state saved before the run's first step."""
     folder = hvd.broadcast_object(tempfile.mkdtemp() if RANK == 0 else None)
     model, state = sharded(0.05)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -472,9 +472,9 @@ def test_a_state_that_is_not_loaded_with_sgds_is_told_of() -> None:
         optimizer.load_state_dict(saved)
         if is_kept:
             state.load_state_dict(held)
-        said = logged(lambda each=(model, optimizer): steps(*each))
-        told = [text for text in said if "the state of the hook was not loaded" in text]
-        assert len(told) == (not is_kept), said
+        messages = logged(lambda each=(model, optimizer): steps(*each))
+        warnings = [text for text in messages if "the state of the hook was not loaded" in text]
+        assert len(warnings) == (not is_kept), messages
 
 
 def test_modules_may_be_compiled_or_renamed() -> None:
@@ -492,17 +492,17 @@ def test_modules_may_be_compiled_or_renamed() -> None:
     assert torch.equal(residuals(resumed)[f"{shard}/gone"], residuals(state)[f"{shard}/1.weight"])
 
 
-def test_what_is_no_sharded_model_is_refused() -> None:
+def test_a_model_that_is_not_sharded_is_refused() -> None:
     with pytest.raises(ValueError, match="call fully_shard before replicate"):
         fsdp.replicate(network(), MESH["replicate"])
     model = network()
     fully_shard(model, mesh=MESH["shard"])
     with pytest.raises(ValueError, match="a mesh of one dimension"):
         fsdp.replicate(model, MESH)
-    said = (
+    expected = (
         rf"of the ranks that hold the same shard.* rank {RANK} shares a replica with \[{RANK ^ 1}\]"
     )
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=expected):
         fsdp.replicate(model, MESH["shard"])
     model = network()
     fully_shard(model[1], mesh=MESH)
@@ -517,7 +517,7 @@ def test_what_is_no_sharded_model_is_refused() -> None:
 
 def test_a_state_that_is_to_be_pickled_names_its_state_dict() -> None:
     _, state = sharded(0.05)
-    said = r"a ReplicaState can be neither copied nor pickled.* state\.state_dict\(\)"
+    expected = r"a ReplicaState can be neither copied nor pickled.* state\.state_dict\(\)"
     for call in (copy.copy, copy.deepcopy, lambda each: torch.save(each, io.BytesIO())):
-        with pytest.raises(TypeError, match=said):
+        with pytest.raises(TypeError, match=expected):
             call(state)

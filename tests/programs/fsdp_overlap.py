@@ -1,4 +1,4 @@
-"""For 4 ranks of fsdp_checks.py, two replicas of two shards: backward goes on meanwhile."""
+"""For 4 ranks of fsdp_checks.py, two replicas of two shards: exchanges overlap with backward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DECIDES = Unit.is_left_alone
 
 
 class Twice(torch.nn.Sequential):
-    """Goes through its first layer twice."""
+    """Uses its first layer twice."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(self[0](x).tanh())
@@ -49,7 +49,7 @@ def test_backward_goes_on_while_shards_are_exchanged() -> None:
     held_up = state.process_set.engine.submit("held up", [], work)
     assert has_begun.wait(60)
     x = torch.randn(8, 12, requires_grad=True)
-    x.register_hook(lambda gradient: may_run.set())  # the last that backward does
+    x.register_hook(lambda gradient: may_run.set())  # the last thing that backward does
     before = len(state._unfinished)
     model(x).square().mean().backward()
     held_up.wait()
@@ -57,7 +57,7 @@ def test_backward_goes_on_while_shards_are_exchanged() -> None:
 
 
 def train(model: torch.nn.Module, state: fsdp.ReplicaState) -> tuple[torch.Tensor, torch.Tensor]:
-    """Take steps that add up, that are not finite on a rank, and in which gradients are kept."""
+    """Take steps that accumulate, that are not finite on a rank, and that keep gradients."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(7):
         if step != 3:
@@ -90,7 +90,7 @@ def test_whether_backward_waits_changes_no_bit() -> None:
     for overlapped, waited in zip(*trained, strict=True):
         assert torch.equal(overlapped, waited)
     assert sum(decided) > len(decided) / 2
-    assert not all(decided)  # what is added to a gradient is waited for
+    assert not all(decided)  # backward waits before it adds to a gradient
 
 
 def test_backward_waits_for_what_fsdp_reads_at_once() -> None:

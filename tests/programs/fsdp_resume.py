@@ -1,6 +1,6 @@
-"""Run under torchrun on 2 ranks, with what 4 saved in a folder: fewer replicas of two shards go on.
+"""Run under torchrun on 2 ranks, with the folder of 4: fewer replicas of two shards resume.
 
-What the replicas of a shard hold back, summed, is what those before them held back.
+The summed residuals of a shard's replicas must be those of the replicas before.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def replicated() -> tuple[torch.nn.Module, fsdp.ReplicaState]:
 
 
 def totals(state: fsdp.ReplicaState) -> torch.Tensor:
-    """Return what all replicas hold back of each shard, summed, entry by entry."""
+    """Return the sum over the replicas of each shard's residual, entry by entry."""
     (held,) = state.state_dict()["held"].values()
     mine = torch.cat([held[name]["residual"].reshape(-1) for name in sorted(held)])
     return hvd.allgather(hvd.allreduce(mine, op=hvd.Sum, process_set=state.process_set)[None])[:2]
@@ -50,7 +50,7 @@ def go_on(folder: str) -> None:
     found = gtopk.load_latest(folder, None)
     assert found is not None
     state.load_state_dict(found.values["replicas"])
-    model(torch.zeros(8, 12)).mul(0.0).sum().backward()  # so that there are buckets
+    model(torch.zeros(8, 12)).mul(0.0).sum().backward()  # so that buckets exist
     assert state.progress.steps == 4
     state.load_state_dict(found.values["replicas"])
     assert float((found.values["totals"] != 0).double().mean()) > 0.9

@@ -13,11 +13,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 import gtopk.torch as hvd
 from gtopk import fsdp
 
-Uses = tuple[str, ...]  # of the block: each the layers that it goes through
+Uses = tuple[str, ...]  # for each use of the block, the layers that it uses
 
 
 class Block(torch.nn.Module):
-    """Layers whose 11 rows the two shards have no even part of."""
+    """Layers with 11 rows, which two shards cannot divide evenly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,14 +64,14 @@ def loss(model: Model, uses: Uses, step: int) -> torch.Tensor:
 
 
 def held_back(model: Model, state: fsdp.ReplicaState) -> dict[str, torch.Tensor]:
-    """Return what all replicas hold back, summed, by parameter, as its shard."""
+    """Return the sum over the replicas of each parameter's residual, in its shard's shape."""
     (held,) = state.state_dict()["held"].values()
     found = {}
     for name, parameter in model.named_parameters():
         shard = parameter.to_local()
         own = held.get(f"{RANK % 2}/{name}", {}).get("residual")
         own = torch.zeros(shard.numel(), dtype=shard.dtype) if own is None else own
-        assert not own[shard.numel() :].any()  # what pads it
+        assert not own[shard.numel() :].any()  # the padding
         own = own[: shard.numel()].view_as(shard)
         found[name] = hvd.allreduce(own, op=hvd.Sum, process_set=state.process_set)
     return found
@@ -113,7 +113,7 @@ def test_adam_is_as_old_as_each_layers_steps_whichever_are_used_together() -> No
 def check_nothing_is_lost(
     model: Model, state: fsdp.ReplicaState, dense: Model, before: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Compare with a pass of a model that sends everything; return the residual after it."""
+    """Compare a pass with that of a model that sends everything; return the residual after it."""
     update, whole, after = gradients(model), gradients(dense), held_back(model, state)
     for name in update:
         torch.testing.assert_close(
@@ -124,7 +124,7 @@ def check_nothing_is_lost(
 
 def test_nothing_is_lost_nor_sent_for_others_whatever_is_used_or_frozen() -> None:
     (model, state), (dense, _) = replicated(0.05), replicated(1.0)
-    passes: list[tuple[Uses, str]] = [  # what is used, and what of it is frozen
+    passes: list[tuple[Uses, str]] = [  # the layers used, and which of them are frozen
         (("ab",), ""),
         (("b",), ""),
         (("abc",), "a"),
@@ -150,7 +150,7 @@ def test_nothing_is_lost_nor_sent_for_others_whatever_is_used_or_frozen() -> Non
     assert state.progress.steps == len(passes)
 
 
-def test_what_an_earlier_pass_used_is_exchanged_with_the_last() -> None:
+def test_gradients_of_an_earlier_pass_are_exchanged_with_the_last() -> None:
     trained = []
     for wait in ("set_requires_gradient_sync", "set_requires_all_reduce"):
         for units_of_their_own in (False, True):
@@ -168,7 +168,7 @@ def test_what_an_earlier_pass_used_is_exchanged_with_the_last() -> None:
         torch.testing.assert_close(trained[0], other, rtol=1e-12, atol=1e-12)
 
 
-def test_what_is_used_twice_is_as_it_was_after_a_pass_that_does_not_count() -> None:
+def test_layers_used_twice_are_unchanged_after_a_pass_that_does_not_count() -> None:
     model, state = replicated(0.05)
     loss(model, ("abc",), 0).backward()
     before = held_back(model, state)
@@ -181,15 +181,15 @@ def test_what_is_used_twice_is_as_it_was_after_a_pass_that_does_not_count() -> N
     assert all(part.any() for part in before.values())
 
 
-def test_replicas_that_use_different_layers_are_told() -> None:
+def test_replicas_that_use_different_layers_get_an_error() -> None:
     model, _ = replicated(0.05)
-    said = r"disagree about .*gradients of block\.layers\.a\.weight, .*block\.layers\.b\.weight"
-    with pytest.raises(hvd.HorovodInternalError, match=said):
+    expected = r"disagree about .*gradients of block\.layers\.a\.weight, .*block\.layers\.b\.weight"
+    with pytest.raises(hvd.HorovodInternalError, match=expected):
         loss(model, ("ab"[RANK // 2],), 0).backward()
 
 
 def test_replicas_may_use_different_layers_where_fsdp_reduces_zeros() -> None:
-    """The residual of layers that nobody uses is then sent, too."""
+    """Then the residual of layers that nobody uses is sent, too."""
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         return  # torch 2.13 has it
     (model, state), (dense, _) = replicated(0.2), replicated(1.0)

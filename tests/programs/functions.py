@@ -91,11 +91,11 @@ def test_tensors_of_every_layout_and_dtype_are_broadcast() -> None:
             torch.full((4, 6), value)[:, ::2],
             torch.full((), value),
             torch.full((0, 3), value),
-            # As rotary tables and masks are: elements that share their memory.
+            # Like rotary tables and masks: elements that share memory.
             torch.full((1,), value).expand(5),
             torch.full((2, 1, 3), value).expand(2, 4, 3),
             torch.arange(5).mul(value).unfold(0, 3, 1),
-            # One element and none, of any stride.
+            # One element and none, with any stride.
             torch.full((4,), float(value))[::4],
             torch.full((4,), float(value))[4::4],
             torch.full((4, 4), value).t()[:1, ::4],
@@ -119,7 +119,7 @@ def test_other_parameters_are_refused() -> None:
     raises(ValueError, lambda: hvd.broadcast_parameters([torch.ones(2)], SIZE), f"0..{SIZE - 1}")
 
 
-def test_ranks_that_disagree_about_a_parameter_all_hear_of_it() -> None:
+def test_ranks_that_disagree_about_a_parameter_all_get_the_error() -> None:
     if SIZE == 1:
         return
     shape = (3,) if RANK == 0 else (4,)
@@ -136,7 +136,7 @@ def test_ranks_that_disagree_about_a_parameter_all_hear_of_it() -> None:
 
 
 def test_what_cannot_be_broadcast_is_named_on_every_rank() -> None:
-    """Also where another rank could send its own, and would wait."""
+    """Also if another rank could send its own, and would wait."""
     eye = torch.eye(2)
     cannot = [
         (eye.to_sparse(), "torch.sparse_coo"),
@@ -246,7 +246,7 @@ MAKERS: list[Callable[..., torch.optim.Optimizer]] = [
 
 
 def content(optimizer: torch.optim.Optimizer) -> Any:
-    """Return an optimizer's whole state in a form that can be compared, to the bit."""
+    """Return an optimizer's whole state in a form that can be compared bit for bit."""
 
     def plain(part: Any) -> Any:
         if isinstance(part, torch.Tensor):
@@ -260,7 +260,7 @@ def content(optimizer: torch.optim.Optimizer) -> Any:
     return plain(optimizer.state_dict())
 
 
-def test_every_optimizers_state_becomes_the_roots_whoever_has_stepped() -> None:
+def test_every_optimizers_state_becomes_the_roots_whichever_rank_has_stepped() -> None:
     for make in MAKERS:
         for distributed in (False, True):
             for steps in (
@@ -287,7 +287,7 @@ def test_every_optimizers_state_becomes_the_roots_whoever_has_stepped() -> None:
                 assert wrapped.param_groups[0]["lr"] == 0.01 * (ROOT + 1)
                 assert wrapped.param_groups is groups
                 assert groups[0] is group
-                # No step was taken to make state: the parameters are where they were.
+                # No step was taken to create state: the parameters are unchanged.
                 assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
                 hvd.broadcast_parameters(model.state_dict(), root_rank=ROOT)
                 torch.manual_seed(0)
@@ -322,7 +322,7 @@ def test_one_lr_tensor_of_two_groups_may_become_two() -> None:
     assert rates == [0.1, 0.2]
 
 
-def test_schedulers_go_on_where_the_root_is() -> None:
+def test_schedulers_continue_where_the_root_is() -> None:
     model = make_model(RANK)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)

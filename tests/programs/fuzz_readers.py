@@ -1,11 +1,11 @@
-"""Feed damaged and hostile bytes to everything that reads bytes: each is read, or refused by name.
+"""Fuzz all readers of bytes with damaged and hostile input: they read it, or raise their own error.
 
     python tests/programs/fuzz_readers.py --messages 1000000
     python tests/programs/fuzz_readers.py --target objects --messages 100000 --seed 7
 
-What is not the error that a reader promises ends the program; the input is then kept beside those
-of tests/corpus, which every run reads first. A reader has 10 seconds and 2 GiB for an input.
-`tests/programs/fuzz_wire.py` does as much for the messages between ranks.
+Any other error than a reader promises ends the program; the input is then added to tests/corpus,
+which every run reads first. A reader has 10 seconds and 2 GiB for an input.
+`tests/programs/fuzz_wire.py` does the same for the messages between ranks.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ BORDERS = [
 
 
 class Target(NamedTuple):
-    """Something that reads bytes.
+    """A reader of bytes.
 
     some:   makes valid bytes.
-    read:   reads bytes, by way of a file where it reads files; returns what it makes of them.
-    errors: that it promises for what is not valid.
-    sealed: puts damaged bytes under a checksum that fits, so that what lies behind it is reached.
-    cost:   how many times as long as others it takes for an input; it gets as many fewer.
+    read:   reads bytes, through a file if it reads files, and returns the result.
+    errors: the errors that it promises for invalid bytes.
+    sealed: gives damaged bytes a matching checksum, so that the code behind the check is reached.
+    cost:   how many times as long an input takes as for other readers; it gets as many fewer.
     """
 
     some: Callable[[random.Random], bytes]
@@ -116,7 +116,7 @@ def some_object(dice: random.Random, depth: int = 0) -> Any:
 
 
 def some_record(dice: random.Random) -> bytes:
-    """Return what the JSON file of a checkpoint's part holds."""
+    """Return the content of a checkpoint part's JSON file."""
     tree = take_apart({"model": some_object(dice), "lr": [0.1, (1, 2)]}).tree
     return encode_with_checksum(
         {"format": 1, "attempt": "word", "step": 1, "tensors": None, "state": tree}
@@ -130,18 +130,18 @@ def read_record(content: bytes, file: Path) -> Any:
 
 
 def sealed_record(content: bytes) -> bytes:
-    """Return the same text under its own checksum."""
+    """Return the same text with a matching checksum."""
     body = content[len('{"sha256": "') + 64 + len('", "part":\n') : -2]
     return b'{"sha256": "%b", "part":\n%b}\n' % (hashlib.sha256(body).hexdigest().encode(), body)
 
 
-# Two checkpoints of one rank, by step; each file of the newer one may become what is fed.
+# Two checkpoints of one rank, by step; any file of the newer one may be replaced by the input.
 _OLDER, _NEWER = 1, 2
 
 
 @functools.cache
 def two_checkpoints() -> dict[str, bytes]:
-    """Return the files of a folder of checkpoints, by their paths in it."""
+    """Return the files in a folder of checkpoints, by relative path."""
     with tempfile.TemporaryDirectory() as folder, world.entered(local_world(1)[0]):
         model = torch.nn.Linear(2, 2)
         optimizer = DistributedOptimizer(
@@ -165,7 +165,7 @@ def some_part(dice: random.Random) -> bytes:
 
 
 def load_part(content: bytes, file: Path) -> Any:
-    """Load from a folder whose newer checkpoint has this file: one of the two comes back."""
+    """Load from a folder whose newer checkpoint has this file: one of the two must be returned."""
     name = "rank-0-of-1.json" if b'"name": "rank-0"' in content else "all-of-1.json"
     folder = fresh_folder(file)
     for path, held in two_checkpoints().items():
@@ -181,8 +181,8 @@ def load_part(content: bytes, file: Path) -> Any:
 
 
 def some_names(dice: random.Random) -> bytes:
-    """Return the paths of files in a folder of checkpoints, a line each."""
-    two_checkpoints()  # they are made outside the first input's seconds
+    """Return the paths of files in a folder of checkpoints, one per line."""
+    two_checkpoints()  # created here, outside the first input's time limit
     numbers = [dice.randrange(1, 100) for _ in range(3)]
     names = [f"{name}-of-2.json" for name in ("all", "rank-0", "rank-1")]
     return "".join(
@@ -191,14 +191,14 @@ def some_names(dice: random.Random) -> bytes:
 
 
 def load_names(content: bytes, file: Path) -> Any:
-    """Load from a folder with a checkpoint that is whole, and empty files of these names."""
+    """Load from a folder with a complete checkpoint, and empty files with these names."""
     folder = fresh_folder(file)
     for path, held in two_checkpoints().items():
         (folder / path).parent.mkdir(exist_ok=True)
         (folder / path).write_bytes(held)
     for line in content.split(b"\n"):
         name, _, inner = line.partition(b"/")
-        with contextlib.suppress(OSError, ValueError):  # what no file can be called
+        with contextlib.suppress(OSError, ValueError):  # names that no file can have
             place = os.path.join(os.fsencode(folder), name.replace(b"..", b""))
             os.makedirs(place, exist_ok=True)
             with open(os.path.join(place, inner.replace(b"/", b"")), "xb"):
@@ -217,7 +217,7 @@ def fresh_folder(file: Path) -> Path:
 
 
 def loaded_from(folder: Path) -> Loaded | None:
-    """Load, and say nothing of what was passed over."""
+    """Load, without warnings about skipped checkpoints."""
     with contextlib.redirect_stderr(io.StringIO()), world.entered(local_world(1)[0]):
         return load_latest(folder, None)
 
@@ -241,8 +241,8 @@ def some_tensors(dice: random.Random) -> bytes:
 
 def read_file_of_tensors(content: bytes, file: Path) -> Any:
     file.write_bytes(content)
-    told = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    return read_tensors(file, told)
+    checksums = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    return read_tensors(file, checksums)
 
 
 def some_npz(dice: random.Random) -> bytes:
@@ -260,7 +260,7 @@ def read_npz(content: bytes, file: Path) -> Any:
 
 
 def sealed_zip(content: bytes) -> bytes:
-    """Return the archive with the checksums that fit its members: those are looked at first."""
+    """Return the archive with checksums that match its members, as they are checked first."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             infos = archive.infolist()
@@ -278,7 +278,7 @@ def sealed_zip(content: bytes) -> bytes:
                 data[at : at + 4] = crc
                 at = data.find(struct.pack("<L", info.CRC), at + 4)
         return bytes(data)
-    except Exception:  # of a damaged archive, anything
+    except Exception:  # a damaged archive may raise anything
         return content
 
 
@@ -293,7 +293,7 @@ def some_rows(dice: random.Random) -> bytes:
 
 
 def as_file(read: Callable[[Path], Any]) -> Callable[[bytes, Path], Any]:
-    """Return a reader of bytes that reads a file of them."""
+    """Return a reader of bytes that writes them to a file and reads it."""
 
     def of_bytes(content: bytes, file: Path) -> Any:
         file.write_bytes(content)
@@ -427,7 +427,7 @@ def mutated(content: bytes, other: bytes, dice: random.Random) -> bytes:
 
 
 def attempt(name: str, content: bytes, file: Path) -> str:
-    """Read bytes, and return how that ended; what was not promised is kept, and raised."""
+    """Read bytes and return the outcome; keep the input of an unexpected error, and raise."""
     target = TARGETS[name]
     signal.alarm(MOST_SECONDS)
     try:
@@ -447,7 +447,7 @@ def attempt(name: str, content: bytes, file: Path) -> str:
 
 
 def replay(name: str, file: Path) -> int:
-    """Read the corpus of a target; return how much of it there is."""
+    """Read a target's corpus, and return its number of files."""
     kept = sorted((CORPUS / name).glob("*"))
     for path in kept:
         attempt(name, path.read_bytes(), file)
@@ -455,12 +455,12 @@ def replay(name: str, file: Path) -> int:
 
 
 def fuzz(name: str, inputs: int, seed: int, file: Path) -> Counter[str]:
-    """Read so many damaged inputs; return how often each end was met."""
+    """Read a number of damaged inputs; return how often each outcome occurred."""
     target, ends = TARGETS[name], Counter[str]()
     dice = random.Random(f"{name}/{seed}")
     valid = [target.some(dice) for _ in range(100)]
     valid += [path.read_bytes() for path in sorted((CORPUS / name).glob("*"))]
-    # Of a checkpoint's JSON not all: the arrays that it names are in another file.
+    # Not all of a checkpoint's JSON: the arrays that it names are in another file.
     assert sum(attempt(name, content, file) == "read" for content in valid[:100]) > 50
     for number in range(inputs // target.cost):
         dice = random.Random(f"{name}/{seed}/{number}")
@@ -474,7 +474,7 @@ def fuzz(name: str, inputs: int, seed: int, file: Path) -> Counter[str]:
 
 
 def bounded() -> None:
-    """Let this process have a little more memory than it has now, and no more."""
+    """Limit this process to a little more memory than it has now."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + MOST_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -497,9 +497,9 @@ def main() -> int:
         for name in names:
             kept, begun = replay(name, file), time.process_time()
             ends = fuzz(name, arguments.messages // len(names), arguments.seed, file)
-            told = json.dumps(dict(ends.most_common()))
+            counts = json.dumps(dict(ends.most_common()))
             seconds = time.process_time() - begun
-            print(f"{name}: {kept} kept, {ends.total():,} new inputs: {told} in {seconds:.0f} s")
+            print(f"{name}: {kept} kept, {ends.total():,} new inputs: {counts} in {seconds:.0f} s")
     growth = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
     print(f"none crashed, hung or was misread; at most {growth} MiB were in use")
     return 0

@@ -1,10 +1,10 @@
-"""Feed mutated messages to `decode`: each is refused by name, or says the same to both kernels.
+"""Fuzz `decode` with mutated messages: it raises its own error, or both kernels read the same.
 
     python tests/programs/fuzz_wire.py --messages 1000000
     python tests/programs/sanitized.py FOLDER tests/programs/fuzz_wire.py --messages 100000
 
-Most mutants get a new checksum, so that what lies behind it is reached. A message ends where an
-unreadable page begins: whoever reads beyond it, crashes.
+Most mutants get a new checksum, so that the code behind the check is reached. A message ends at an
+unreadable page, so that reading beyond it crashes.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from collectives.wire.message import VERSION, checksum_of
 
 SENDER = 4
 FORMATS = [Format(indices, values) for indices in ALL_INDEX_CODES for values in VALUE_CODES]
-# Where the fields of the header lie, and how wide they are: wire/header.py.
+# Offsets and widths of the header's fields, from wire/header.py.
 FIELDS = [(0, 4), (4, 1), (5, 1), (6, 1), (7, 1), (8, 8), (16, 8), (24, 8), (32, 8), (40, 4)]
 FIELDS += [(44, 2), (46, 2), (48, 8), (56, 8)]
-# How often each kind of mutation comes, below; more of those that the parsers see.
+# Weights of the kinds of mutation below; those that reach the parsers come more often.
 MUTATIONS = [3, 3, 1, 1, 2, 2, 1, 2, 1, 3, 6]
 BORDERS = [0, 1, 2, 7, 8, 63, 64, 65, 127, 128, 255, 256, 65535, 65536, 2**31 - 1, 2**31]
 BORDERS += [2**32, 2**47, 2**52, 2**62, 2**63 - 1, 2**63, 2**64 - 1]
 
 
 class Expected(NamedTuple):
-    """What the receiver of a message asks for."""
+    """What the receiver of a message expects."""
 
     like: SparseVector
     k: int
@@ -53,14 +53,14 @@ class Expected(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A message as it was meant."""
+    """A valid message."""
 
     content: bytes
     expected: Expected
 
 
 class Edge:
-    """Memory that ends where nobody may read."""
+    """Memory that ends at an unreadable page."""
 
     def __init__(self, room: int) -> None:
         self.room = -(-room // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -72,14 +72,14 @@ class Edge:
             raise OSError(ctypes.get_errno(), "mprotect")
 
     def place(self, content: bytes) -> np.ndarray:
-        """Return the content as an array whose last byte is the last that there is."""
+        """Return the content as an array that ends at the unreadable page."""
         place = self.bytes[self.room - len(content) : self.room]
         place[:] = np.frombuffer(content, np.uint8)
         return place
 
 
 def some_vector(dice: random.Random) -> SparseVector:
-    """Return a vector of any length and density, spread or clustered, its values of any size."""
+    """Return a vector of any length and density, spread or clustered, with values of any size."""
     length = dice.choice([1, 10, 100, 5000, 65536, 10**6, 2**31 - 1, 2**31, 2**40, 2**63 - 1])
     numbers = np.random.default_rng(dice.getrandbits(64))
     count = min(length, dice.choice([0, 1, 2, 3, 63, 64, 65, 130, 300]))
@@ -147,7 +147,7 @@ def mutated(content: bytes, other: bytes, dice: random.Random) -> bytes:
         case 9:
             end = min(len(data), at + dice.choice([1, 2, 4, 8, 16]))
             data[at:end] = dice.choice([b"\0", b"\xff", b"\x80"]) * (end - at)
-        case _:  # the indices' part, a few bytes at once
+        case _:  # some bytes of the indices' part
             for _ in range(dice.randrange(1, 4)):
                 place = dice.randrange(HEADER_BYTES, len(data)) if len(data) > 64 else at
                 data[place] ^= dice.randrange(256)
@@ -155,7 +155,7 @@ def mutated(content: bytes, other: bytes, dice: random.Random) -> bytes:
 
 
 def consistent(content: bytes) -> bytes:
-    """Return the content with a field of index bytes that fits its size."""
+    """Return the content with its index-bytes field matching its size."""
     if len(content) < HEADER_BYTES or content[6] >= len(VALUE_CODES):
         return content
     (entries,), (extra_bytes,) = (struct.unpack_from("<q", content, at) for at in (16, 48))
@@ -166,7 +166,7 @@ def consistent(content: bytes) -> bytes:
 
 
 def sealed(content: bytes) -> bytes:
-    """Return the content with the checksum that fits it."""
+    """Return the content with a matching checksum."""
     if len(content) < HEADER_BYTES:
         return content
     message = np.frombuffer(bytearray(content), np.uint8)
@@ -175,7 +175,7 @@ def sealed(content: bytes) -> bytes:
 
 
 def as_announced(content: bytes, expected: Expected) -> Expected:
-    """Return what a receiver would have to ask for that has the header's fields for its own."""
+    """Return what a receiver must expect so that the header's fields match."""
     if len(content) < HEADER_BYTES or content[4] != VERSION:
         return expected
     index, value, float_bytes, length, _, k = struct.unpack_from("<BBBqqq", content, 5)
@@ -189,8 +189,8 @@ def as_announced(content: bytes, expected: Expected) -> Expected:
     return Expected(like, k, format, extra_bytes, number)
 
 
-def heard(message: np.ndarray, expected: Expected) -> tuple[object, ...] | str:
-    """Return all that the message says, or why it was refused."""
+def outcome(message: np.ndarray, expected: Expected) -> tuple[object, ...] | str:
+    """Return the content of a message, or the error that refused it."""
     like, k, format, extra_bytes, number = expected
     try:
         vector, extra, refused_by = decode(
@@ -202,13 +202,13 @@ def heard(message: np.ndarray, expected: Expected) -> tuple[object, ...] | str:
     assert (vector.length, vector.values.dtype) == (like.length, like.values.dtype)
     assert extra.size == extra_bytes
     assert refused_by >= NOBODY
-    # Every NaN is as good as another.
+    # All NaNs count as equal.
     values = np.where(np.isnan(vector.values), np.nan, vector.values)
     return vector.indices.tobytes(), values.tobytes(), extra.tobytes(), refused_by
 
 
 def fuzz(messages: int, seed: int, seconds: float) -> Counter[str]:
-    """Mutate so many messages, or for so long; return how often each end was met."""
+    """Mutate messages up to a number or a time; return how often each outcome occurred."""
     twins = [reference] if absence() else [reference, host]
     edge, ends = Edge(1 << 16), Counter[str]()
     corpus_dice = random.Random(seed)
@@ -231,14 +231,14 @@ def fuzz(messages: int, seed: int, seconds: float) -> Counter[str]:
             content = sealed(content)
             if dice.random() < 0.5:
                 expected = as_announced(content, expected)
-        said = []
+        results = []
         for twin in twins:
             kernels._for_numpy = twin
-            said.append(heard(edge.place(content), expected))
-        assert said[0] == said[-1], f"message {number}: the kernels differ: {said}"
-        if isinstance(said[0], str):
-            assert f"the message from rank {SENDER} is malformed: " in said[0], said[0]
-            ends[re.sub(r"-?\d+|b'.*?'|[a-z]+/[a-z0-9]+", "_", said[0].split(": ", 1)[1])] += 1
+            results.append(outcome(edge.place(content), expected))
+        assert results[0] == results[-1], f"message {number}: the kernels differ: {results}"
+        if isinstance(results[0], str):
+            assert f"the message from rank {SENDER} is malformed: " in results[0], results[0]
+            ends[re.sub(r"-?\d+|b'.*?'|[a-z]+/[a-z0-9]+", "_", results[0].split(": ", 1)[1])] += 1
         else:
             assert resealed or content == sent.content, f"message {number} changed unnoticed"
             ends["(accepted)"] += 1

@@ -1,6 +1,6 @@
-"""Two ranks leave while they handle an exception; nothing of it ends the other, or the job.
+"""Two ranks leave while they handle an exception, which must end neither the other nor the job.
 
-Arguments: a folder of the test's, and which exceptions, one after the other.
+Arguments: a folder of the test, and which exceptions, one after the other.
 """
 
 import gc
@@ -26,7 +26,7 @@ def await_file(name: str) -> None:
 
 
 def train() -> None:
-    """Have rank 0 save after the last step; rank 1 has nothing to save."""
+    """Save on rank 0 after the last step; rank 1 has nothing to save."""
     hvd.init()
     hvd.allreduce(torch.ones(1))
     if hvd.rank() == 0:

@@ -1,4 +1,4 @@
-"""Hogbatch on real ranks: one model in memory that processes share, the real race, a real clock."""
+"""Hogbatch on real ranks: one model in shared memory, real races, and the real clock."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_in_lock_step_it_is_one_process() -> None:
 
 
 def pad(batches: list[list[list[int]]]) -> list[list[list[int]]]:
-    """Return every worker's batches, as many for each."""
+    """Return every worker's batches, padded to the same number."""
     most = max(map(len, batches))
     return [each + [[]] * (most - len(each)) for each in batches]
 

@@ -1,7 +1,4 @@
-"""Hogbatch on real ranks, the first ones on a GPU, all of them on the first there is.
-
-HOGBATCH_GPUS: how many ranks those are.
-"""
+"""Hogbatch on real ranks, of which the first HOGBATCH_GPUS ranks use the first GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import gtopk.torch as hvd
 
 LENGTH = 211
-faulthandler.dump_traceback_later(30)  # where a rank waits that should have ended by then
+faulthandler.dump_traceback_later(30)  # prints where a rank hangs
 
 
 def test_all_train_one_model_and_every_sample_comes_once() -> None:

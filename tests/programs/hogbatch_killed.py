@@ -1,7 +1,7 @@
-"""A worker ends as it is told to in the middle of an epoch; the others do its samples, too.
+"""A worker ends in a given way in the middle of an epoch; the others take over its samples.
 
-Run with: the rank that ends, and how ("killed" or "exception"), a folder to leave results in, and
-whether the others call shutdown() ("yes" or "no").
+Arguments: the rank that ends, how ("killed" or "exception"), a folder for results, and whether the
+others call shutdown() ("yes" or "no").
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(rank: int, how: str, folder: Path, shuts_down: str) -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise RuntimeError("boom")
             while epoch == ENDS_IN_EPOCH and not ending.exists():
-                time.sleep(0.01)  # or a slow one finds the epoch done without it
+                time.sleep(0.01)  # otherwise a slow one finds the epoch done without it
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()

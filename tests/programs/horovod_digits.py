@@ -1,10 +1,10 @@
 """Train on the digits with gTop-k, and check on every rank that nothing is lost.
 
-Arguments: the face, and what ends first.
-    gtopk      gtopk.torch, over the transport of the launcher
-    horovod    Horovod itself, with gtopk.horovod's optimizer alone
+Arguments: the API, and which one is shut down first.
+    gtopk      gtopk.torch, over the launcher's transport
+    horovod    Horovod itself, with only the optimizer from gtopk.horovod
 
-Prints a line a rank: its place, and the hash of its weights.
+Prints a line per rank: its rank, and the hash of its weights.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ for step in range(STEPS):
     torch.nn.functional.cross_entropy(model(x.double()), y).backward()
     gradients += torch.cat([p.grad.flatten() for p in model.parameters()])
     optimizer.step()
-# Then gradients of zero, until all that the residuals hold has been sent.
+# Then gradients of zero, until the residuals have been sent.
 before = begun
 while not torch.equal(before, weights()):
     before = weights()
@@ -69,7 +69,7 @@ mean = hvd.allreduce(gradients, name="gradients of all steps")
 assert mean.abs().max() > 0.01
 torch.testing.assert_close(moved, 0.5 * mean, rtol=0, atol=1e-12)
 
-optimizer.step()  # whoever is done with it may end Horovod at once
+optimizer.step()  # a rank that is done may shut Horovod down at once
 digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters()))
 line = f"rank {rank} of {size}: {digest.hexdigest()}\n"
 if FIRST_TO_END == "horovod":

@@ -1,4 +1,4 @@
-"""Every path by which scripts import Horovod leads to gtopk's own objects; run by as_horovod."""
+"""Every path by which scripts import Horovod leads to gtopk's objects; run by as_horovod."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ assert horovod.__version__ == "0.28.1"
 check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", __file__, "mpi_lib_v2")
 assert split_list([1, 2, 3], 2) == [[1, 2], [3]]
 
-# The modules are gtopk's, and say so.
+# The modules are gtopk's, by name.
 assert gtopk.torch.__name__ == gtopk.torch.__spec__.name == "gtopk.torch"
 
-# Horovod's run has moved twice.
+# Horovod moved its run twice.
 assert horovod.run is run is gtopk.run
 import horovod.run.runner  # noqa: E402 - until Horovod 0.20, run was a package
 from horovod.run.runner import run as run_of_old  # noqa: E402

@@ -1,4 +1,4 @@
-"""Runs scripts written for Horovod, one after the other on the same ranks, as as_horovod runs one.
+"""Runs scripts written for Horovod one after the other on the same ranks, as as_horovod does.
 
 horovod_scripts.py FOLDER SCRIPT,ARGUMENT,... SCRIPT,ARGUMENT,...
 """

@@ -1,4 +1,4 @@
-"""Print what each rank's init() raises where a setting of rank 1 alone is wrong."""
+"""Print what each rank's init() raises if a setting is wrong on rank 1 only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run on two ranks, which at first want heartbeats of different timeouts; then they agree."""
+"""Run on two ranks, which first have different heartbeat timeouts, then the same."""
 
 import os
 import sys

@@ -1,8 +1,8 @@
-"""Every allocation of the C++ core fails once: what is left behind, and whether the core goes on.
+"""Let every allocation of the C++ core fail once; check its state, and that it works afterwards.
 
     LD_PRELOAD=failing_new.so python tests/programs/kernels_out_of_memory.py
 
-Each failure happens in a child of its own: it begins with no threads and no memory of calls before.
+Each failure happens in its own child, which starts without threads and without earlier calls.
 """
 
 import ctypes
@@ -18,8 +18,8 @@ from collectives import SparseVector
 from collectives.cores import use_threads
 from collectives.kernels import host, reference
 
-LENGTH = 900_000  # elements enough for three threads
-FAILED, FINE = 0, 3  # exit codes of a child: an allocation failed, or there were not so many
+LENGTH = 900_000  # enough elements for three threads
+FAILED, FINE = 0, 3  # a child's exit codes: an allocation failed, or there were not that many
 
 fail_after = ctypes.CDLL(None).fail_after
 fail_after.argtypes, fail_after.restype = [ctypes.c_long], ctypes.c_long
@@ -34,7 +34,7 @@ def same(a: SparseVector, b: SparseVector) -> bool:
 
 
 def accumulates(addend: np.ndarray, k: int) -> None:
-    """Add to a residual of ones; a failure leaves it with the gradient, or as it was."""
+    """Add to a residual of ones; after a failure it has the whole gradient or none of it."""
     residual = np.ones_like(addend)
     whole = residual + addend
     try:
@@ -59,7 +59,7 @@ def sums(addend: np.ndarray, k: int) -> None:
 
 
 def fails(call: int, program: Callable[..., None], addend: np.ndarray, k: int, before: int) -> bool:
-    """Have an allocation fail, and call again; tell whether there was such an allocation."""
+    """Let an allocation fail, then call again; tell whether there was such an allocation."""
     if before:
         program(addend, before)
     fail_after(call)
@@ -92,4 +92,4 @@ with use_threads(3):
                     fails_in_child(n, program, addend, 4000, before) for n in itertools.count()
                 )
                 assert sum(itertools.takewhile(bool, failing)) > 0
-print("it goes on after each failure")
+print("it works after each failure")

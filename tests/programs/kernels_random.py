@@ -1,4 +1,4 @@
-"""Random calls of the C++ core beside the reference; run with a core that checks itself."""
+"""Compare random calls of the C++ core with the reference; run with a core that has sanitizers."""
 
 import numpy as np
 

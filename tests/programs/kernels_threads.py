@@ -1,4 +1,4 @@
-"""How many threads a search starts, and that forked children do not wait for their parent's."""
+"""Check how many threads a search starts, and that forked children do not wait for them."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Import this before torch: ranks that compile nothing need not load what torch's compiler needs.
+"""Import this before torch, so that ranks that compile nothing do not load torch's compiler.
 
 For programs that are also started without `light` on their path.
 """

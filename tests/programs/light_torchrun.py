@@ -1,4 +1,4 @@
-"""torchrun, whose agent compiles nothing: its ranks load of torch what they ask for."""
+"""torchrun with a light torch for the agent, which compiles nothing; ranks load what they need."""
 
 import light_torch  # noqa: F401
 

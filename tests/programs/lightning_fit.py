@@ -1,4 +1,4 @@
-"""Run under torchrun on 2 ranks, with a folder: a Lightning Trainer whose DDP goes by gTop-k."""
+"""Run under torchrun on 2 ranks, with a folder: a Lightning Trainer whose DDP uses gTop-k."""
 
 import logging
 import sys
@@ -47,7 +47,7 @@ class Net(LightningModule):
 
 
 class OfTwoOptimizers(Net):
-    """The same, whose layers have an optimizer each."""
+    """The same network with an optimizer for each layer."""
 
     automatic_optimization = False
 
@@ -101,11 +101,11 @@ def residuals(callback: GTopK, model: Net) -> torch.Tensor:
     return hvd.allreduce(mine, op=hvd.Sum)
 
 
-# All entries: what DDP does alone.
+# All entries: the same as DDP alone.
 dense, all_entries = fit([]), fit([GTopK(density=1.0)])
 torch.testing.assert_close(weights(all_entries), weights(dense), rtol=1e-12, atol=1e-12)
 
-# Some entries: replicas are one, and the loss falls.
+# Some entries: replicas are equal, and the loss falls.
 callback = GTopK(density=0.1)
 model = fit([callback], epochs=2)
 mine = weights(model)
@@ -114,7 +114,7 @@ assert not torch.equal(mine, weights(dense))
 total = residuals(callback, model)
 assert bool(total.any())
 
-# A checkpoint has the residuals of all ranks, and a run goes on with it.
+# A checkpoint has the residuals of all ranks, and a run resumes from it.
 saved = torch.load(FOLDER / "1-2.ckpt", weights_only=False)
 assert sorted(saved["gtopk"]["held"]) == [0, 1]
 resumed = GTopK(density=0.1)
@@ -133,7 +133,7 @@ again = fit([Look(density=0.1)], epochs=3, path=FOLDER / "1-2.ckpt")
 torch.testing.assert_close(seen[0], total, rtol=1e-12, atol=1e-12)
 assert torch.equal(again.seen[0], mine)
 
-# Another fit of a model goes on with what the one before held back, and with its steps.
+# Another fit of a model keeps the previous fit's residual and steps.
 callback = Look(density=0.1)
 fit([callback], model=model)
 total = residuals(callback, model)
@@ -141,7 +141,7 @@ fit([callback], model=model)
 torch.testing.assert_close(seen[-1], total, rtol=1e-12, atol=1e-12)
 assert callback.state.progress.steps == 8
 
-# One of another model does not, nor one that begins from a checkpoint without.
+# A fit of another model does not, nor one from a checkpoint without residuals.
 fit([callback])
 assert callback.state.progress.steps == 4
 fit([callback], epochs=2, model=model, path=FOLDER / "0-1.ckpt")
@@ -154,7 +154,7 @@ assert callback.state.skipped_steps == 1
 assert torch.equal(model.seen[3], model.seen[2])
 assert bool(weights(model).isfinite().all())
 
-# Also where several optimizers step, of which a GradScaler skips only that with a NaN.
+# Also if several optimizers step, of which a GradScaler skips only the one with a NaN.
 for scaler in (None, torch.amp.GradScaler("cpu", init_scale=4.0)):
     callback = GTopK(density=0.1)
     model = OfTwoOptimizers(bad=4)  # in the third batch: Lightning counts the steps of both
@@ -168,20 +168,20 @@ for scaler in (None, torch.amp.GradScaler("cpu", init_scale=4.0)):
 
 
 class ByAdamW(Net):
-    """The same by AdamW, whose steps are made before the selection."""
+    """The same with AdamW, whose steps are made before the selection."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
 class OfSomeRate(ByAdamW):
-    """The same, of a rate that may be looked for before it trains."""
+    """The same, with a learning rate that a finder may set before training."""
 
     lr = 0.01
 
 
 class FindsAgain(LearningRateFinder):
-    """Looks for a rate within the fit, before the first epoch, as Lightning's docs show."""
+    """Finds a learning rate within the fit, before the first epoch, as in Lightning's docs."""
 
     def on_fit_start(self, *call: Any) -> None:
         pass
@@ -194,7 +194,7 @@ class FindsAgain(LearningRateFinder):
             found.append((hook.state.progress.steps, residuals(hook, pl_module)))
 
 
-# Steps that look for a rate are undone in the hook, as Lightning undoes them in the model.
+# Steps of a learning-rate finder are undone in the hook, as Lightning undoes them in the model.
 found: list[tuple[int, torch.Tensor]] = []
 finder = FindsAgain(num_training_steps=4, early_stop_threshold=None)
 callback = GTopK(density=0.1)
@@ -205,7 +205,7 @@ assert torch.equal(before, after)
 
 
 class Clipped(Callback):
-    """Looks at what the Trainer has become by the time it trains."""
+    """Checks the Trainer's clipping when training begins."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         seen_clipping.append(trainer.gradient_clip_val)
@@ -225,20 +225,20 @@ assert all(torch.equal(weights(ended), other) for other in hvd.allgather(weights
 with pytest.raises(ValueError, match="use 'norm'"):
     fit([GTopK()], model=ByAdamW(), gradient_clip_val=0.5, gradient_clip_algorithm="value")
 
-# With a correction the Trainer would clip steps, to the norm of gradients.
+# With a correction the Trainer would clip steps to a norm meant for gradients.
 with pytest.raises(ValueError, match=r"with momentum_correction .* to gradient_clip_val=0\.5"):
     fit([GTopK(0.1, momentum_correction=0.9)], gradient_clip_val=0.5)
 
 
 def loss_after(callbacks: list[Any], epochs: int) -> float:
-    """Return the loss that a module has after so many epochs that clip by gradient_clip_val."""
+    """Return a module's loss after epochs that clip to gradient_clip_val."""
     module = fit(callbacks, epochs, ByAdamW(), gradient_clip_val=0.05) if epochs else ByAdamW()
     x = torch.randn(64, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     with torch.no_grad():
         return float(module.layers(x).square().mean())
 
 
-# A fit that clips learns what it learns with gradients that travel whole.
+# A fit that clips learns as much as with whole gradients.
 begun, dense_loss, ours = (
     loss_after([], 0),
     loss_after([], 12),
@@ -249,16 +249,16 @@ assert ours - dense_loss < 0.1 * (begun - dense_loss), (begun, dense_loss, ours)
 
 
 class Failing(Callback):
-    """Ends the fit by an error, and knows the Trainer."""
+    """Ends the fit with an error, and keeps the Trainer."""
 
     def on_train_batch_start(self, trainer: Any, *call: Any) -> None:
         self.trainer = trainer
         raise LookupError("of the script's own")
 
 
-# The Trainer has its clipping back, for another fit.
+# The Trainer's clipping is restored for another fit.
 failing = Failing()
 with pytest.raises(LookupError, match="of the script's own"):
     fit([GTopK(0.1), failing], model=ByAdamW(), gradient_clip_val=0.5)
 assert failing.trainer.gradient_clip_val == 0.5
-print("Lightning goes by gTop-k\n", end="", flush=True)
+print("Lightning uses gTop-k\n", end="", flush=True)

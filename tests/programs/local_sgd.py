@@ -1,4 +1,4 @@
-"""Run under mpirun on 2 ranks or more, with a folder: LocalSGD trains, is saved, and goes on."""
+"""Run under mpirun on 2 ranks or more, with a folder: LocalSGD trains, is saved, and resumes."""
 
 import sys
 

@@ -1,6 +1,6 @@
 """Run under torchrun on 4 ranks, two nodes of two: DDP in a node, LocalSGD between the nodes.
 
-And LocalSGD of all ranks, in fragments.
+Also LocalSGD of all ranks, in fragments.
 """
 
 import torch
@@ -56,7 +56,7 @@ def test_all_ranks_are_one_model_where_each_exchanges_with_its_counterparts() ->
 
 
 def test_all_ranks_are_one_model_after_fragments_were_exchanged_in_turn() -> None:
-    # Exchanges end after steps 2, 3, 4, 6, 7, 8, 10 and 11, or so many later as they overlap.
+    # Exchanges end after steps 2, 3, 4, 6, 7, 8, 10 and 11, or as many steps later as they overlap.
     for overlap, ended, compression in (
         (0, 8, hvd.Compression.none),
         (3, 6, hvd.Compression.gtopk(density=0.2)),

@@ -1,6 +1,6 @@
-"""Print the bytes a parameter that steps take beside the model, its gradients and its optimizer.
+"""Print the bytes per parameter that steps need besides model, gradients and optimizer state.
 
-The first argument is the way: a process has but one, as some of what another held is freed late.
+The first argument is the way to train: one per process, as some memory of another is freed late.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import gtopk.torch as hvd
 from gtopk.compression import Compression
 
-VALUES = 20_000_000  # of 80 MB: what is freed is given back at once
+VALUES = 20_000_000  # of 80 MB, so that freed memory is returned at once
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 WAYS: dict[str, tuple[type[torch.optim.Optimizer], Any]] = {
     "dense": (torch.optim.SGD, Compression.none),
@@ -38,7 +38,7 @@ def megabytes(what: str) -> float:
 def measure(
     kind: type[torch.optim.Optimizer], compression: Any, values: int = VALUES
 ) -> dict[str, float]:
-    """Return it between steps, and at most within one."""
+    """Return the memory between steps, and the peak within one."""
     weight = torch.nn.Parameter(torch.ones(values))
     optimizer: Any = kind([weight], lr=1e-3)  # type: ignore[call-arg]
     weight.grad = torch.ones(values)
@@ -48,13 +48,13 @@ def measure(
     optimizer = hvd.DistributedOptimizer(optimizer, [("weight", weight)], compression)
     peaks = []
     for _ in range(8):
-        RESET.write_text("5")  # the peak is counted from here on
+        RESET.write_text("5")  # reset the peak
         weight.grad.fill_(1.0)
         optimizer.step()
         peaks.append(megabytes("VmHWM"))
     scale = 1e6 / values
-    # The least of the steps after the first shards' turns: where cores are busy, the engine's
-    # thread may let go of a step's arrays only when the next has begun.
+    # The minimum over the steps after the first turns of the shards: on busy cores, the engine's
+    # thread may release a step's arrays only after the next has started.
     return {
         "kept": scale * (megabytes("VmRSS") - before),
         "most": scale * (min(peaks[3:]) - before),
@@ -64,7 +64,7 @@ def measure(
 hvd.init()
 torch.set_num_threads(1)
 way = WAYS[sys.argv[1]]
-measure(*way, values=1000)  # what libraries load at their first use is no step's
+measure(*way, values=1000)  # what libraries load at first use does not count for a step
 found = measure(*way)
 if hvd.rank() == 0:
     print(json.dumps(found), flush=True)

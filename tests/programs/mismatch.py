@@ -1,4 +1,4 @@
-"""Run on two ranks or more: whatever is wrong in a step is one error, the same on every rank."""
+"""Run on two ranks or more: any mistake in a step is one error, the same on every rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COMPRESSIONS = (
 
 
 class Pair(torch.nn.Module):
-    """Two layers side by side, of which a rank may use the first only."""
+    """Two parallel layers; a rank may use only the first."""
 
     def __init__(self, outputs: int = 3) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def take_steps(model: torch.nn.Module, optimizer: Any, batches: Iterable[int]) -
 
 
 def bits(model: torch.nn.Module, optimizer: Any) -> list[bytes]:
-    """Return all that a step may change: parameters, the inner optimizer's state, the residual."""
+    """Return everything that a step may change: parameters, inner optimizer state, residual."""
     tensors = [*model.parameters()]
     tensors += [t for state in optimizer.state.values() for t in state.values() if t is not None]
     arrays = [tensor.detach().numpy() for tensor in tensors]
@@ -83,7 +83,7 @@ def bits(model: torch.nn.Module, optimizer: Any) -> list[bytes]:
 
 
 def check_that_training_goes_on() -> None:
-    """A new model takes two steps, and is the same on every rank."""
+    """Check that a new model takes two steps, and is equal on every rank."""
     model = Pair()
     before = model.first.weight.detach().clone()
     take_steps(model, distribute(model, hvd.Compression.gtopk(density=0.2)), range(2))
@@ -101,12 +101,12 @@ def renamed(model: torch.nn.Module, old: str, new: str) -> Named:
     return [(new if name == old else name, p) for name, p in model.named_parameters()]
 
 
-def test_ranks_that_disagree_about_a_step_all_hear_who_and_what() -> None:
+def test_ranks_that_disagree_about_a_step_all_get_both_sides() -> None:
     def of(rest: Any, odd: Any) -> Any:
         return odd if IS_ODD else rest
 
     gtopk, topk = hvd.Compression.gtopk, hvd.Compression.topk
-    # Model, arguments, what the rest has and what the odd rank.
+    # Model, arguments, the other ranks' side of the error, and the odd rank's.
     cases: list[tuple[Pair, dict[str, Any], tuple[str, str]]] = [
         (
             Pair(of(3, 2)),
@@ -162,7 +162,7 @@ def test_ranks_that_disagree_about_a_step_all_hear_who_and_what() -> None:
             sides("parameter 'second.bias' [3]", "parameter 'second.offset' [3]"),
         )
     )
-    # The same names and shapes in another order: every rank has the same facts.
+    # The same names and shapes in another order: every rank has the same signature.
     model = Pair()
     swap = {"first.weight": "second.weight", "second.weight": "first.weight"}
     swapped = [(swap.get(name, name), p) for name, p in model.named_parameters()]
@@ -196,8 +196,8 @@ def backward_of_any_dtype(model: torch.nn.Module) -> None:
     model(torch.ones(2, 4, dtype=next(model.parameters()).dtype)).backward()
 
 
-def test_optimizers_are_told_apart_by_the_names_of_their_parameters() -> None:
-    """The order in which a rank makes them does not matter, nor how many others it makes."""
+def test_optimizers_are_distinguished_by_the_names_of_their_parameters() -> None:
+    """Neither the order in which a rank creates them matters, nor how many others it creates."""
     first, second = Pair(), Pair()
     prefixed = [(f"second.{name}", p) for name, p in second.named_parameters()]
     made = {}
@@ -268,7 +268,7 @@ def test_a_gradient_that_one_rank_lacks_counts_as_zeros() -> None:
         assert not torch.equal(model.second.weight, Pair().second.weight)
 
 
-def test_gradients_that_count_as_zeros_are_told_of_once_by_name() -> None:
+def test_gradients_that_count_as_zeros_are_reported_once_by_name() -> None:
     model = Pair()
     optimizer = distribute(model)
 
@@ -278,14 +278,14 @@ def test_gradients_that_count_as_zeros_are_told_of_once_by_name() -> None:
             backward(model, batch, with_second=not (IS_ODD and batch % 2))
             optimizer.step()
 
-    (told,) = hear(train)
-    assert told.startswith("WARNING")
-    assert f"'second.weight' has none on rank {ODD}" in told
-    assert "missing_gradients='error'" in told
+    (message,) = hear(train)
+    assert message.startswith("WARNING")
+    assert f"'second.weight' has none on rank {ODD}" in message
+    assert "missing_gradients='error'" in message
 
 
-class Heard(logging.Handler):
-    """Keeps what was logged."""
+class LogLines(logging.Handler):
+    """Keeps the log messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -296,8 +296,8 @@ class Heard(logging.Handler):
 
 
 def hear(call: Callable[[], object]) -> list[str]:
-    """Return what gtopk logs during a call."""
-    heard, log = Heard(), logging.getLogger("gtopk")
+    """Return the messages that gtopk logs during a call."""
+    heard, log = LogLines(), logging.getLogger("gtopk")
     log.addHandler(heard)
     log.propagate = False
     try:
@@ -390,10 +390,10 @@ def test_a_backward_pass_too_many_names_the_parameter() -> None:
         )
         assert any(f"gradient of '{name}'" in text for name, _ in model.named_parameters())
         optimizer.step()
-        backward(model)  # counted from the last step
+        backward(model)  # it counts from the last step
         optimizer.load_state_dict(optimizer.state_dict())
         for batch in range(passes):
-            backward(model, batch)  # and from the state loaded last
+            backward(model, batch)  # and from the last load of a state
     check_that_training_goes_on()
 
 
@@ -413,7 +413,7 @@ def test_wrong_names_are_refused() -> None:
         ([(name, p, 1) for name, p in pairs], ("pairs of a name and a parameter",)),
     ):
         raises(ValueError, lambda named=named: distribute(model, named=named), *parts)
-    # Names are optional, and may be of more than the optimizer steps.
+    # Names are optional, and may include parameters that the optimizer does not step.
     plain = torch.optim.SGD(model.first.parameters(), lr=0.01)
     assert hvd.DistributedOptimizer(plain, model.named_parameters()) is not None
     assert hvd.DistributedOptimizer(plain) is not None
@@ -515,4 +515,4 @@ if __name__ == "__main__":
     run_tests(globals())
     check_that_training_goes_on()
     hvd.shutdown()
-    print(f"rank {RANK}: every mistake was told\n", end="", flush=True)
+    print(f"rank {RANK}: every mistake was reported\n", end="", flush=True)

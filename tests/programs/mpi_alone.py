@@ -1,4 +1,4 @@
-"""A rank's child in the environment of `alone`: how many ranks it sees."""
+"""Print how many ranks a rank's child sees in the environment of `alone`."""
 
 import os
 import subprocess
@@ -14,5 +14,5 @@ child = subprocess.run(
     [sys.executable, "-c", COUNT], env=alone(os.environ), capture_output=True, text=True, check=True
 )
 world = MPI.COMM_WORLD
-said = f"rank {world.rank} of {world.size} has a child of {child.stdout.strip()}"
-print(f"{said}\n", end="", flush=True)
+line = f"rank {world.rank} of {world.size} has a child of {child.stdout.strip()}"
+print(f"{line}\n", end="", flush=True)

@@ -1,4 +1,4 @@
-"""Run on any number of ranks: every collective gives what rank and size say it must.
+"""Run on any number of ranks: every collective's result is computed from rank and size.
 
 Argument: an empty folder that all ranks see.
 """
@@ -55,7 +55,7 @@ def check_that_nothing_works() -> None:
         lambda: hvd.broadcast(ones, 0),
         lambda: hvd.broadcast_async_(ones, 0),
     ):
-        for kind in (ValueError, hvd.HorovodInternalError):  # Horovod raises either
+        for kind in (ValueError, hvd.HorovodInternalError):  # Horovod raises either of them
             raises(kind, call, "has not been initialized", "hvd.init()")
     assert ones.tolist() == [1, 1]
 
@@ -65,17 +65,17 @@ hvd.init()
 hvd.init()  # harmless
 RANK, SIZE = hvd.rank(), hvd.size()
 RANKS = range(SIZE)
-ODD = SIZE - 1  # the rank that does something else where ranks disagree
+ODD = SIZE - 1  # the rank that differs when ranks disagree
 
 
 def small(rank: int, dtype: torch.dtype, shape: tuple[int, ...] = (3, 7)) -> torch.Tensor:
-    """Return a rank's whole numbers: exact in every dtype, as are their sums and products."""
+    """Return a rank's integers; they, their sums and their products are exact in every dtype."""
     flat = (torch.arange(math.prod(shape)) * (rank + 1) + rank) % 5
     return (flat if dtype == torch.uint8 else flat - 2).reshape(shape).to(dtype)
 
 
 def reduced(reduction: str, dtype: torch.dtype) -> torch.Tensor:
-    """Return what a reduction of every rank's `small` must be."""
+    """Return the expected reduction of every rank's `small`."""
     every = torch.stack([small(rank, dtype).double() for rank in RANKS])
     if reduction == "Average":
         mean = every.sum(0) / SIZE
@@ -122,7 +122,7 @@ def test_the_default_is_the_average() -> None:
 
 
 def test_integers_are_averaged_toward_zero() -> None:
-    # One rank alone contributes, so that the average falls between two integers.
+    # Only one rank contributes, so that the average lies between two integers.
     for dtype in (torch.int8, torch.int32, torch.int64):
         tensor = torch.tensor([7, -7, SIZE - 1, 1 - SIZE, 0]) * (RANK == ODD)
         expected = [7 // SIZE, -(7 // SIZE), (SIZE - 1) // SIZE, -((SIZE - 1) // SIZE), 0]
@@ -161,7 +161,7 @@ def test_float16_is_scaled_before_it_overflows() -> None:
 
 
 def test_results_are_the_same_bits_everywhere() -> None:
-    # Above 1 MiB another allreduce of MPI's runs; float16 takes gtopk's own.
+    # Above 1 MiB MPI uses another allreduce; float16 uses gtopk's own.
     for dtype, length in (
         (torch.float32, 300_001),
         (torch.float64, 1_001),
@@ -203,7 +203,7 @@ def test_the_old_argument_average_still_works_and_warns_the_caller() -> None:
                 assert warning.category is DeprecationWarning
                 assert "average" in str(warning.message)
                 assert "op=" in str(warning.message)
-                # Python shows a DeprecationWarning where it blames the main program.
+                # Python shows a DeprecationWarning only if it is attributed to the main program.
                 assert warning.filename == __file__, form
 
 
@@ -308,7 +308,7 @@ def test_many_operations_are_in_flight_and_end_in_any_order() -> None:
         "mean": hvd.allreduce_async(own),
         "in place": hvd.allreduce_async_(own.clone(), op=hvd.Sum),
     }
-    hvd.barrier()  # may come while others are in flight
+    hvd.barrier()  # may be called while others are in flight
     assert all(isinstance(handle, int) and handle for handle in handles.values())
     assert len(set(handles.values())) == len(handles)
     results = {what: hvd.synchronize(handles[what]).tolist() for what in reversed(handles)}
@@ -341,7 +341,7 @@ def test_a_handle_is_good_once() -> None:
 def test_a_name_in_flight_cannot_be_used_again() -> None:
     done = FOLDER / "rank 0 has tried"
     if SIZE > 1 and RANK > 0:
-        while not done.exists():  # so rank 0's operation is in flight for as long as it takes
+        while not done.exists():  # so rank 0's operation stays in flight
             time.sleep(0.005)
     first = hvd.allreduce_async(torch.ones(2), op=hvd.Sum, name="twice")
     if SIZE > 1 and RANK == 0:
@@ -351,7 +351,7 @@ def test_a_name_in_flight_cannot_be_used_again() -> None:
             lambda: hvd.allreduce(torch.ones(3), name="twice"),
         ):
             raises(ValueError, call, "allreduce.twice", "same name", "currently being processed")
-        # Another kind of operation may have the name.
+        # Another kind of operation may use the name.
         gathered = hvd.allgather_async(torch.ones(1), name="twice")
         assert hvd.poll(gathered) is False
         done.touch()
@@ -379,7 +379,7 @@ def test_a_rank_may_have_no_rows() -> None:
         check_close(hvd.allgather(parts[RANK], name="rows"), torch.cat(parts))
     assert hvd.allgather(torch.empty(0, 3)).shape == (0, 3)
     assert hvd.allgather(torch.empty(0)).shape == (0,)
-    # Rows without content count all the same.
+    # Rows without elements count, too.
     assert hvd.allgather(torch.empty(RANK + 1, 0)).shape == (sum(r + 1 for r in RANKS), 0)
 
 
@@ -434,7 +434,7 @@ def test_the_gradient_of_allreduce_is_reduced_alike() -> None:
         tensor = torch.ones(2, requires_grad=True)
         (hvd.allreduce(tensor, **options) * (RANK + 1)).sum().backward()
         expected = torch.full((2,), total * factor)
-        if "compression" in options:  # rounded to 16 bits, as are the shares it is the sum of
+        if "compression" in options:  # rounded to 16 bits, like the shares that it sums
             narrow = options["compression"].compress(expected)[0].dtype
             check_close(tensor.grad.to(narrow), expected.to(narrow), options)
         else:
@@ -467,10 +467,10 @@ def test_a_compression_that_needs_a_residual_is_refused() -> None:
     )
 
 
-def test_what_is_compressed_travels_rounded_and_comes_back_in_its_dtype() -> None:
+def test_compressed_tensors_are_sent_rounded_and_return_in_their_dtype() -> None:
     for compression in (hvd.Compression.fp16, hvd.Compression.bf16):
         for dtype in (torch.float32, torch.float64):
-            # Lost in 16 bits, kept otherwise.
+            # Lost in 16 bits, otherwise kept.
             tensor = torch.full((2,), 1 + 2.0**-12, dtype=dtype)
             result = hvd.allreduce(tensor, op=hvd.Sum, compression=compression)
             check_close(result, torch.full((2,), float(SIZE), dtype=dtype))
@@ -505,7 +505,7 @@ def sides(rest: str, odd: str) -> tuple[str, str]:
     return f"{'rank' if SIZE == 2 else 'ranks'} {others}: {rest}", f"rank {ODD}: {odd}"
 
 
-def test_ranks_that_disagree_all_hear_who_and_what() -> None:
+def test_ranks_that_disagree_all_get_both_sides() -> None:
     if SIZE == 1:
         return
     odd = RANK == ODD
@@ -610,7 +610,7 @@ def test_a_rank_that_goes_alone_does_not_spoil_the_next_world() -> None:
     check_that_the_job_goes_on()
     if SIZE == 1:
         return
-    # Rank 0 leaves; the others find it gone in operations without a name, then leave too.
+    # Rank 0 leaves; the others notice it in unnamed operations, then leave, too.
     if RANK > 0:
         for _ in range(RANK):
             raises(

@@ -1,4 +1,4 @@
-"""Run mpi_ops.py on tensors that are carried as a GPU's are: gloo in NCCL's place, on the host.
+"""Run mpi_ops.py on tensors that take the path of GPU tensors, with gloo on the host as NCCL.
 
 Argument: an empty folder that all ranks see.
 """
@@ -22,12 +22,12 @@ calls: Counter[str] = Counter()
 
 
 def signature(host: Transport, device: int | None) -> GpuFacts:
-    """Return those of a rank with a GPU of its own, and torch's NCCL."""
+    """Return the signature of a rank with its own GPU, and torch's NCCL."""
     return GpuFacts(f"GPU-{host.ranks[host.rank]}", cupy="there is no GPU here", torch_nccl=22703)
 
 
 def over_gpus(transport: Transport, in_sight: Sequence[int]) -> Transport:
-    """Return what carries the tensors of a host as those of a GPU."""
+    """Return an object that carries a host's tensors like those of a GPU."""
     if transport.size == 1:
         return transport
     return nccl.NcclTransport(
@@ -39,7 +39,7 @@ def over_gpus(transport: Transport, in_sight: Sequence[int]) -> Transport:
 
 
 class Counting(nccl.TorchCollectives):
-    """Counts what it is asked for."""
+    """Counts the operations."""
 
     def _run(self, kind: str, begin: Any) -> None:
         calls[kind] += 1

@@ -1,4 +1,4 @@
-"""The laws of streams on an MPI that was started at a thread level: the argument."""
+"""The laws of streams on an MPI that was started with a thread level, the argument."""
 
 import sys
 
@@ -10,7 +10,7 @@ from collectives import open_transport
 
 
 def main(level: str) -> None:
-    """Run the laws that use several streams, in threads of their own or not."""
+    """Run the laws that use several streams, in separate threads or not."""
     mpi4py.rc.thread_level = level
     transport = open_transport("mpi", timeout_seconds=60)
     from mpi4py import MPI
@@ -21,8 +21,8 @@ def main(level: str) -> None:
         for law in laws:
             law(transport)
         turns = MPI.Query_thread() < MPI.THREAD_MULTIPLE
-        said = f"rank {transport.rank} of {transport.size}: in turns: {turns}"
-        print(f"{said}\n", end="", flush=True)
+        line = f"rank {transport.rank} of {transport.size}: in turns: {turns}"
+        print(f"{line}\n", end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""All ranks but the first end before they join the others; or, with an argument, they live on."""
+"""All ranks but the first end before they join the others or, with an argument, stay alive."""
 
 import sys
 import time

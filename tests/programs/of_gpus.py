@@ -1,4 +1,4 @@
-"""Of GPUs: a transport whose every message passes through GPUs, to laws that speak of hosts."""
+"""A transport whose messages all pass through GPUs, for laws that are written for hosts."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ def up(host: np.ndarray) -> Any:
 
 
 def device(rank: int) -> Any:
-    """Return the GPU of a rank; with fewer GPUs than ranks they share."""
+    """Return a rank's GPU; with fewer GPUs than ranks, ranks share them."""
     cuda = import_module("cupy").cuda
     return cuda.Device(rank % cuda.runtime.getDeviceCount())
 
 
 def without_counts(laws: Sequence[Callable[..., None]]) -> list[Callable[..., None]]:
-    """Return the laws that are not about counters: those of GPUs' messages are other."""
+    """Return the laws that are not about counters, as GPU messages are counted differently."""
     return [law for law in laws if "traffic" not in law.__code__.co_names]
 
 
 class OfGpus:
-    """A transport whose every message and array passes through GPUs, to the laws a host's."""
+    """A transport whose messages and arrays all pass through GPUs; to the laws it is a host's."""
 
     def __init__(self, transport: Transport, views: dict[int, OfGpus] | None = None) -> None:
         self._transport = transport
@@ -67,7 +67,7 @@ class OfGpus:
 
     def _in_place(self, array: np.ndarray, collective: Callable[[Any], None]) -> None:
         with self._device():
-            # A part of a larger array, which must stay as it is.
+            # A part of a larger array, whose rest must not change.
             framed = up(np.concatenate([array[:1], array, array[:1]]))
             part = framed[array[:1].size : array[:1].size + array.size]
             collective(part)

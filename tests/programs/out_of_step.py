@@ -1,7 +1,7 @@
 """Run on two ranks or more with a short heartbeat: ranks that are out of step, not dead.
 
 A rank is slow, or keeps Python's lock, for longer than the heartbeat's timeout; it is slow in every
-step, and named for it; its hooks come in another order; it has a batch less.
+step, and reported; its hooks run in another order; it has a batch less.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LAST = SIZE - 1
 
 
 class Branches(torch.nn.Module):
-    """Two branches, whose gradients are ready in the order in which they are computed, reversed."""
+    """Two branches, whose gradients become ready in the reverse order of their computation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def test_hooks_in_another_order_change_no_bit() -> None:
     check_equal(train(right_first=RANK == LAST)[0], train()[0])
 
 
-def test_a_rank_with_a_batch_less_joins_and_the_others_go_on() -> None:
+def test_a_rank_with_a_batch_less_joins_and_the_others_continue() -> None:
     model, shorter = train(batches=5 - (RANK == LAST))[0], train(batches=4)[0]
     if RANK == LAST:
         check_equal(model, shorter)

@@ -1,4 +1,4 @@
-"""A thread goes on when the main thread has ended; "begun": with an operation before that."""
+"""A thread continues after the main thread's end; "begun": it has used an operation before."""
 
 import sys
 import threading
@@ -30,7 +30,7 @@ def train() -> None:
     threading.main_thread().join()
     while looked.acquire(blocking=False):
         pass
-    for _ in range(2):  # the engine has looked since then, and may have left
+    for _ in range(2):  # the engine has checked since then, and may have left
         while engine_thread.is_alive() and not looked.acquire(timeout=0.1):
             pass
     try:

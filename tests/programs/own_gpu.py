@@ -1,4 +1,4 @@
-"""Ranks with a GPU each train, and open a context on their own only. Run on as many as GPUs."""
+"""Ranks with a GPU each train, and open a context only on their own. Run one rank per GPU."""
 
 import light_torch  # noqa: F401
 

@@ -1,4 +1,4 @@
-"""A training job that saves and ends when a rank of it is told to; for jobs.Job.
+"""A training job that saves and ends when one of its ranks gets SIGTERM; for jobs.Job.
 
 Arguments: the folder of its checkpoints, and how many seconds it needs to save.
 """
@@ -28,7 +28,7 @@ optimizer = hvd.DistributedOptimizer(
 found = gtopk.load_latest(folder, model, optimizer)
 step = found.step if found else 0
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-with gtopk.termination() as told:
+with gtopk.termination() as preempted:
     print(f"rank {RANK} goes on from {step}\n", end="", flush=True)
     while True:
         optimizer.zero_grad()
@@ -36,8 +36,8 @@ with gtopk.termination() as told:
         optimizer.step()
         step += 1
         time.sleep(0.01)
-        if told:
-            print(f"rank {RANK} saves at {step} for {told.ranks}\n", end="", flush=True)
+        if preempted:
+            print(f"rank {RANK} saves at {step} for {preempted.ranks}\n", end="", flush=True)
             time.sleep(seconds)
             gtopk.save_checkpoint(folder, model, optimizer, step=step)
             break

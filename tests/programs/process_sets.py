@@ -180,7 +180,7 @@ def exercise(mine: Any, ranks: list[int]) -> None:
 
 
 def test_calls_right_after_each_other_cost_a_set_a_cycle_or_two_each() -> None:
-    """Whatever they are: sets come and go, and no call waits until an idle rank looks."""
+    """This holds for all of them: sets come and go, and no call waits for an idle rank's poll."""
     if SIZE == 1:
         return
     dtypes = (torch.int32, torch.int64, torch.float16, torch.float32, torch.float64)
@@ -205,7 +205,7 @@ def test_calls_right_after_each_other_cost_a_set_a_cycle_or_two_each() -> None:
                     reduce(own, op=hvd.Sum, process_set=mine).sum().backward()
                     check_close(own.grad, torch.full_like(own, members))
                     calls += 2
-            # A rank that joins a cycle late is waited for in it, or in one more.
+            # If a rank joins a cycle late, the others wait in that cycle, or in one more.
             assert mine.engine.cycles - begun <= 2 * calls
             for process_set in (odds, evens):
                 assert hvd.remove_process_set(process_set)
@@ -213,7 +213,7 @@ def test_calls_right_after_each_other_cost_a_set_a_cycle_or_two_each() -> None:
 
 
 def test_a_set_waits_for_none_but_its_own_ranks() -> None:
-    """Rank 0 is late in the world while the others go on in their set."""
+    """Rank 0 is late in the world while the others continue in their set."""
     if SIZE < 3:
         return
     others = hvd.add_process_set(range(1, SIZE))
@@ -235,7 +235,7 @@ def test_a_set_waits_for_none_but_its_own_ranks() -> None:
     assert hvd.remove_process_set(others)
 
 
-def test_who_has_joined_adds_nothing_until_all_have() -> None:
+def test_a_joined_rank_adds_nothing_until_all_have_joined() -> None:
     steps = 1 + 2 * RANK  # the last rank has the most
     for step in range(steps):
         there = sum(1 for rank in RANKS if step < 1 + 2 * rank)
@@ -252,7 +252,7 @@ def test_who_has_joined_adds_nothing_until_all_have() -> None:
                 lambda: hvd.alltoall(torch.ones(SIZE), name="all"),
                 lambda: hvd.reducescatter(torch.ones(SIZE), name="rows"),
             ):
-                if there == 1:  # the others would have to be called alike
+                if there == 1:  # the other operations would need the same names
                     raises(hvd.HorovodInternalError, call, "joined")
     assert hvd.join() == ODD
     assert hvd.join(device=-1) in RANKS
@@ -288,12 +288,12 @@ def test_sets_can_be_made_with_the_world() -> None:
     assert os.environ[DYNAMIC] == "1"
     if SIZE > 1:
         again = hvd.add_process_set([ODD])
-        # The numbers began anew: what had one in the last world has none in this.
+        # Numbers start again: a set of the last world has none in this one.
         assert again.process_set_id == first.process_set_id
         raises(ValueError, lambda: hvd.barrier(first), "not registered")
         hvd.add_process_set(first)
         assert first.included() == (RANK == 0)
-    check_that_the_job_goes_on()  # with sets still there, the world can be left
+    check_that_the_job_goes_on()  # ranks can leave the world although sets still exist
 
 
 def test_a_communicators_set_is_that_of_ones_own_part() -> None:

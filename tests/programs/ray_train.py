@@ -1,4 +1,4 @@
-"""Ray Train with two workers: the model that it prepares goes by gTop-k, without an adapter."""
+"""Ray Train with two workers: the model that it prepares uses gTop-k, without an adapter."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ from ray.train.torch import TorchTrainer, prepare_model
 from gtopk.ddp import GTopKState, gtopk_hook
 
 warnings.simplefilter("ignore")
-os.environ["RAY_AUTH_MODE"] = "disabled"  # it would leave a token in the home folder
+os.environ["RAY_AUTH_MODE"] = "disabled"  # otherwise it leaves a token in the home folder
 
 
 def network() -> torch.nn.Module:
@@ -52,7 +52,7 @@ def train(config: dict[str, Any]) -> None:
 ray.init(
     num_cpus=2,
     include_dashboard=False,
-    object_store_memory=128 << 20,  # it is mapped at once, and by default a third of the memory
+    object_store_memory=128 << 20,  # Ray maps it at once, by default a third of the memory
     log_to_driver=False,
     runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}},
 )
@@ -65,4 +65,4 @@ trainer = TorchTrainer(
 assert trainer.fit().error is None
 ray.shutdown()
 assert {path.name for path in Path(sys.argv[1]).glob("rank *")} == {"rank 0 of 2", "rank 1 of 2"}
-print("Ray Train goes by gTop-k\n", end="", flush=True)
+print("Ray Train uses gTop-k\n", end="", flush=True)

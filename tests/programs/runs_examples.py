@@ -1,4 +1,4 @@
-"""Run under torchrun on 2 ranks: examples by name, each after its dense twin."""
+"""Run examples under torchrun on 2 ranks, by name, each after its dense variant."""
 
 import importlib
 import logging
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import gtopk.torch as hvd
 
-# Their arguments, and a loss that no network has that has learned nothing.
+# Their arguments, and a loss that an untrained network does not reach.
 SHORT: dict[str, tuple[list[str], float]] = {
     "images": (["--epochs", "4"], 1.5),
     "nanogpt": (

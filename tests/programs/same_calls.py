@@ -1,11 +1,11 @@
-"""Make the same calls on Horovod or on gtopk, and print what came of each.
+"""Make the same calls on Horovod or on gtopk, and print their outcomes.
 
 Argument: horovod.torch or gtopk.torch. Each rank prints a line: its number, a space, and a JSON
 object of every call's outcome: [what it returned] or [the exception's type, its text, its types].
 
-Horovod 0.28.1 cannot be asked all there is to ask. It dies of is_homogeneous() before init, of an
-alltoall of a scalar, of a process set with a rank that there is not; and once an init() with
-duplicate process sets was refused, no other goes well in that process.
+Some calls are left out because Horovod 0.28.1 crashes: is_homogeneous() before init, an alltoall of
+a scalar, and a process set with a rank that does not exist. After an init() with duplicate process
+sets was refused, no other init() works in that process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ REDUCTIONS = ("Average", "Sum", "Min", "Max", "Product")
 
 
 def describe(value: Any) -> str:
-    """Return what can be compared of a value."""
+    """Return a description of a value that can be compared."""
     if isinstance(value, torch.Tensor):
         kind = "sparse " if value.is_sparse else ""
         dense = value.detach().to_dense() if value.is_sparse else value.detach()
@@ -53,7 +53,7 @@ def describe(value: Any) -> str:
 
 
 def call(name: str, function: Callable[[], Any]) -> Any:
-    """Note what a call returns or raises."""
+    """Record what a call returns or raises."""
     assert name not in outcomes, name
     result = None
     try:
@@ -112,7 +112,7 @@ calls(
 for word in TOPOLOGY:
     call(word, lambda word=word: getattr(hvd, word)())
 RANK, SIZE = hvd.rank(), hvd.size()
-ODD = SIZE - 1  # the rank that does something else
+ODD = SIZE - 1  # the rank that differs
 for word in ("Average", "Sum", "Adasum", "Min", "Max", "Product"):
     call(f"the constant {word}", lambda word=word: getattr(hvd, word))
 for word in ("rocm_built", "ProcessSet", "global_process_set"):
@@ -133,7 +133,7 @@ for word in ("compression", "elastic", "functions", "mpi_ops", "optimizer"):
 
 
 def mine(dtype: torch.dtype = torch.float32, *shape: int) -> torch.Tensor:
-    """Return this rank's whole numbers: exact in every dtype."""
+    """Return this rank's integers, exact in every dtype."""
     shape = shape or (2, 3)
     flat = torch.arange(int(torch.tensor(shape).prod())) * (RANK + 1) + RANK + 1
     return flat.reshape(shape).to(dtype)
@@ -162,7 +162,7 @@ def in_place(function: Callable[..., Any], tensor: torch.Tensor, *args: Any, **k
 
 
 def handle_of(handle: Any) -> Any:
-    """Return what scripts do with a handle."""
+    """Return the results of what scripts do with a handle."""
     return type(handle).__name__, bool(handle), {handle: 1}[handle], hvd.synchronize(handle)
 
 
@@ -371,7 +371,7 @@ calls(
 )
 
 
-# ---- mismatches: an error on every rank, and the job goes on
+# ---- mismatches: an error on every rank, and the job continues
 
 ALIKE = RANK != ODD
 calls(
@@ -581,7 +581,7 @@ def with_closure() -> Any:
 
 
 class Halving(importlib.import_module(f"{FACE}.compression").Compressor):
-    """A compressor of a user's."""
+    """A user's compressor."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> Any:
@@ -721,8 +721,8 @@ calls(
     ),
 )
 
-# ---- ranks that make different numbers of calls: from here on all have names, as Horovod numbers
-# those without by all that a rank has made before
+# ---- ranks that make different numbers of calls: from here on all calls have names, as Horovod
+# numbers unnamed ones by all the calls that a rank has made before
 
 
 def same_name_twice() -> Any:
@@ -813,7 +813,7 @@ calls(
 
 
 def joins_early() -> Any:
-    """The last rank joins at once; the others do two allreduces more, and more it cannot do."""
+    """The last rank joins at once; the others do two more allreduces, which is all Horovod can."""
     results = []
     if ALIKE:
         results.append(hvd.allreduce(torch.ones(2), name="while joined"))
@@ -855,7 +855,7 @@ for path in PATHS:
     for word, value in sorted(vars(module).items()):
         home = getattr(value, "__module__", "") or ""
         public = home.startswith(("horovod", "gtopk")) or isinstance(value, int)
-        # What Horovod's other modules import is not theirs to offer.
+        # Names that Horovod's other modules import are not part of their API.
         borrowed = path in PATHS[2:] and FACE == "horovod.torch" and home != module.__name__
         if word.startswith("_") or isinstance(value, types.ModuleType) or borrowed or not public:
             continue

@@ -1,9 +1,9 @@
-"""Run a program on a C++ core that checks itself: address and undefined-behaviour sanitizers.
+"""Run a program on a C++ core with address and undefined-behaviour sanitizers.
 
     python tests/programs/sanitized.py FOLDER PROGRAM [ARGUMENTS]
 
-The package is copied into FOLDER and its core built there, unless that was done before; several may
-ask at once. Needs g++ with its sanitizers; exits with 77 where they are not.
+The package is copied into FOLDER and its core built there, unless that was done before; several
+processes may do so at once. Needs g++ with its sanitizers; exits with 77 without them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A job whose last save is asynchronous, and after which it ends in a given way.
+"""A job whose last save is asynchronous, and which then ends in a given way.
 
-Arguments: the folder, the way, and the rank whose disk is full then; -1: none.
+Arguments: the folder, the way, and the rank whose disk is full by then; -1: none.
 """
 
 import os
@@ -58,10 +58,10 @@ match way:
         save(2, asynchronous=True)
         hvd.shutdown()
     case "termination":
-        with gtopk.termination() as told:
+        with gtopk.termination() as preempted:
             if hvd.rank() == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
-            while not told:
+            while not preempted:
                 train()
             save(2, asynchronous=True)
     case "the writing takes longer":

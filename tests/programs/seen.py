@@ -1,4 +1,4 @@
-"""A rank of a run that is recorded and traced, and of which rank 2 is killed."""
+"""A rank of a recorded and traced run in which rank 2 is killed."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ for step in range(40):
     optimizer.zero_grad()
     gtopk.log(loss=1.0 / (step + 1))
     if step == 30 and hvd.rank() == 2:
-        time.sleep(0.5)  # what was noted is written by then
+        time.sleep(0.5)  # by then, all notes are written
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Modelled clusters, one rank in each of these processes: what all of them in one make of it."""
+"""Simulated clusters, one rank per process: the same result as with all ranks in one process."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ DENSE = ("equal-dense", "elastic")
 
 
 def of_both(mode: str, setting: Setting = SETTING) -> tuple[Record, Record] | None:
-    """Return, on rank 0, what the processes and what the threads of one have recorded."""
+    """Return, on rank 0, the records of the processes, and those of one process's threads."""
     record = SIMULATED[mode](replace(setting, processes=PROCESSES))
     return (record, SIMULATED[mode](setting)) if hvd.rank() == 0 else None
 
 
-def test_gtopk_is_what_it_is_in_one_process_to_the_bit() -> None:
+def test_gtopk_is_the_same_as_in_one_process_to_the_bit() -> None:
     for mode in SPARSE:
         if records := of_both(mode):
             assert records[0] == records[1], mode
 
 
 def test_one_shared_model_is_the_same_to_the_bit() -> None:
-    # Slow ranks only: the first one evaluates, and is not rank 0.
+    # Only slow ranks: the first of them evaluates, and is not rank 0.
     for mode in ("adaptive-hogbatch", "slow-only"):
         if records := of_both(mode):
             assert records[0] == records[1], mode
@@ -75,14 +75,14 @@ def test_ranks_that_outlive_rank_0_report_to_it() -> None:
         assert records[0] == records[1]
 
 
-def test_another_number_of_ranks_is_refused_on_all_of_them_and_told_once() -> None:
-    with contextlib.redirect_stderr(io.StringIO()) as said:
+def test_another_number_of_ranks_is_refused_on_all_of_them_and_printed_once() -> None:
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
         assert main(["--speeds", "400:100"]) == 2
-    told = (
+    expected = (
         "gtopk simulate: --speeds has 2 ranks, and 3 processes were started: start 2, or the "
         "command without a launcher: it computes all ranks\n"
     )
-    assert said.getvalue() == (told if hvd.rank() == 0 else "")
+    assert errors.getvalue() == (expected if hvd.rank() == 0 else "")
 
 
 def test_a_file_that_cannot_be_written_is_an_error_on_all_ranks() -> None:

@@ -1,7 +1,7 @@
-"""Train for many steps in tiny buckets, and print what grew: memory, descriptors, threads, errors.
+"""Train for many steps in tiny buckets, and print memory, descriptors, threads and errors.
 
-Argument: how many steps. Each rank prints a JSON object a line, "soak {...}": resident bytes and
-open descriptors at ten places, threads at the end, what was counted, a digest of the parameters.
+Argument: how many steps. Each rank prints a line "soak {...}" with a JSON object: resident bytes
+and open descriptors at ten points, threads at the end, counters, and a digest of the parameters.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Run under torchrun on 4 ranks: torchtitan's trainer, two replicas of two shards, on CPUs.
 
-torchtitan is for GPUs: what it asks of one is stood in for, and FSDP's sums are as gloo has them.
+torchtitan is for GPUs: stand-ins replace its GPU calls, and FSDP uses gloo's sums.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from torchtitan.models.llama3 import config_registry  # noqa: E402
 
 from mpi_scripts.examples import titan  # noqa: E402
 
-torchtitan.distributed.utils.set_pg_timeouts = lambda **timeouts: None  # of a later torch
+torchtitan.distributed.utils.set_pg_timeouts = lambda **timeouts: None  # needs a later torch
 
 
 class Counting(BaseDataLoader):
-    """Numbers that count up from anywhere, which a small model learns in a few steps."""
+    """Sequences that count up from anywhere; a small model learns them in a few steps."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -71,7 +71,7 @@ class Counting(BaseDataLoader):
 
 
 class Plain(BaseTokenizer):
-    """The data has numbers already."""
+    """A tokenizer that does nothing: the data already is numbers."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
@@ -87,7 +87,7 @@ class Plain(BaseTokenizer):
 
 
 def small(folder: str, steps: int, accumulated: int = 1) -> Any:
-    """Return torchtitan's own configuration of a small Llama on two replicas of two shards."""
+    """Return torchtitan's configuration of a small Llama on two replicas of two shards."""
     config = config_registry.llama3_debugmodel()
     layers = config.model_spec.model.layers
     del layers[1:]
@@ -139,7 +139,7 @@ def whole(parts: Iterable[DTensor]) -> torch.Tensor:
 
 
 def mean_gradients(trainer: Any) -> torch.Tensor:
-    """Return AdamW's first moments, which tell how long gradients were: its steps do not."""
+    """Return AdamW's first moments, which show the gradients' magnitude, as its steps do not."""
     (optimizer,) = trainer.optimizers.optimizers
     return whole(state["exp_avg"] for state in optimizer.state.values())
 

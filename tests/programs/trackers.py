@@ -1,4 +1,4 @@
-"""Run under torchrun on 2 ranks, with a folder: four steps that Weights & Biases hears of."""
+"""Run under torchrun on 2 ranks, with a folder: four steps, reported to Weights & Biases."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Run a script of mpi_scripts several times on these ranks; print how each run went on each rank.
+"""Run a script of mpi_scripts several times on these ranks; print each run's result on each rank.
 
 Arguments: its name; a JSON list of the runs' argument lists, in which "{rank}" becomes the rank.
 Prints a JSON list of runs, each a list by rank of [exit code, stdout, stderr].
@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).parents[2] / "mpi_scripts" / sys.argv[1]
 
 
 def run(arguments: list[str]) -> list[object]:
-    """Run the script as `python SCRIPT ...` does; a failed run leaves the world by itself."""
+    """Run the script as `python SCRIPT ...` does; a failed run leaves the world itself."""
     sys.argv = [str(SCRIPT), *(text.replace("{rank}", str(hvd.rank())) for text in arguments)]
     code: object = 0
     with (

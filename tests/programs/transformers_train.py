@@ -1,4 +1,4 @@
-"""Run under torchrun on 2 ranks, with a folder: a Trainer whose DDP goes by gTop-k."""
+"""Run under torchrun on 2 ranks, with a folder: a Trainer whose DDP uses gTop-k."""
 
 import logging
 import re
@@ -38,7 +38,7 @@ def samples() -> list[dict[str, torch.Tensor]]:
 def made(
     callbacks: list[Any], folder: Path, optimizer: Any = None, loss: Any = None, **options: Any
 ) -> Trainer:
-    """Return a Trainer of a tiny GPT-2, of which all have the same weights to begin with."""
+    """Return a Trainer of a tiny GPT-2, always with the same initial weights."""
     torch.manual_seed(0)
     model = GPT2LMHeadModel(
         GPT2Config(vocab_size=WORDS, n_positions=16, n_embd=16, n_layer=2, n_head=2)
@@ -77,7 +77,7 @@ def losses(trainer: Trainer) -> list[float]:
 
 
 def check_resumed(name: str, **options: Any) -> None:
-    """Train 8 steps, and from the checkpoint after 4 again: to the bit the same."""
+    """Train 8 steps, then again from the checkpoint after 4: the result is the same bit for bit."""
     folder = FOLDER / name
     whole = GTopK(density=0.05)
     trainer = made([whole], folder, **options)
@@ -85,7 +85,7 @@ def check_resumed(name: str, **options: Any) -> None:
     assert whole.state.makes_adam_steps
     mine = weights(trainer)
     assert all(torch.equal(mine, other) for other in hvd.allgather(mine[None]))
-    assert trainer.args.max_grad_norm == 1.0  # Trainer's own again
+    assert trainer.args.max_grad_norm == 1.0  # Trainer's own value again
 
     part = GTopK(density=0.05)
     resumed = made([part], folder, **options)
@@ -94,11 +94,11 @@ def check_resumed(name: str, **options: Any) -> None:
     norm = residual_norm(whole, trainer)
     assert norm > 0
     assert torch.equal(residual_norm(part, resumed), norm)
-    # The checkpoint after 8 steps was written twice, and has the parts of the second time.
+    # The checkpoint after 8 steps was written twice, and has the second run's parts.
     hvd.barrier()
     assert len(list((folder / "checkpoint-8").glob("gtopk-*"))) == 1
 
-    # Trainer's logs have the report, beside the loss.
+    # Trainer's logs have the report as well as the loss.
     entries = [entry for entry in trainer.state.log_history if "gtopk/sent bytes" in entry]
     assert [entry["step"] for entry in entries] == [4, 8]
     assert entries[-1]["gtopk/sent bytes"] == whole.state.last_step.sent_bytes
@@ -108,7 +108,7 @@ def check_resumed(name: str, **options: Any) -> None:
 check_resumed("float32")
 check_resumed("bf16", bf16=True)
 
-# A checkpoint that was moved: its parts are found where the script names it, and missed else.
+# A moved checkpoint: its parts are found if the script names it; otherwise a warning says so.
 hvd.barrier()
 moved = shutil.move(FOLDER / "bf16", FOLDER / "moved") if hvd.rank() == 0 else None
 hvd.barrier()
@@ -116,16 +116,16 @@ checkpoint = str(FOLDER / "moved" / "checkpoint-4")
 for named in ({}, {"resume_from_checkpoint": checkpoint}):
     callback = GTopK(density=0.05)
     trainer = made([callback], FOLDER / f"elsewhere-{len(named)}", save_strategy="no", **named)
-    said = logged(partial(trainer.train, resume_from_checkpoint=checkpoint))
-    missed = [text for text in said if "the residuals and moments" in text]
-    assert len(missed) == (not named and hvd.rank() == 0), said
+    messages = logged(partial(trainer.train, resume_from_checkpoint=checkpoint))
+    missed = [text for text in messages if "the residuals and moments" in text]
+    assert len(missed) == (not named and hvd.rank() == 0), messages
     for text in missed:
         norm = re.search(r"the norm of rank 0's residual was (\S+)\)", text)
         assert norm is not None, text
         assert float(norm[1]) > 0
     assert callback.state.progress.steps == (8 if named else 4)
 
-# A run that clips, by Trainer's max_grad_norm, trains as one whose gradients travel whole.
+# A run that clips, with Trainer's max_grad_norm, trains like one with whole gradients.
 long = {"max_steps": 64, "logging_steps": 16, "save_strategy": "no", "max_grad_norm": 0.5}
 dense, ours = made([], FOLDER / "c", **long), made([GTopK(density=0.05)], FOLDER / "c", **long)
 dense.train()
@@ -134,7 +134,7 @@ first, last = losses(dense)[0], losses(dense)[-1]
 print("losses", losses(dense), losses(ours), flush=True)
 assert losses(ours)[-1] - last < 0.2 * (first - last)
 
-# Another `train` of a Trainer goes on with the residual, and with its hook.
+# Another `train` of a Trainer keeps the residual and the hook.
 callback = GTopK(density=0.05)
 trainer = made([callback], FOLDER / "twice", save_strategy="no", gradient_accumulation_steps=2)
 trainer.train()
@@ -155,12 +155,12 @@ trainer.train()
 assert callback.state.progress.steps == 16
 
 
-# One that begins again with smaller batches, as memory does not suffice, goes on with the residual.
+# A restart with smaller batches, after memory did not suffice, keeps the residual.
 tries = 0
 
 
 def too_much(outputs: Any, labels: torch.Tensor, **others: Any) -> torch.Tensor:
-    """In the fourth step of the first try, after a forward pass with this rank's unsent steps."""
+    """Fail in the first try's fourth step, after a forward pass with this rank's unsent steps."""
     global tries
     tries += 1
     if tries == 4:
@@ -169,7 +169,7 @@ def too_much(outputs: Any, labels: torch.Tensor, **others: Any) -> torch.Tensor:
 
 
 class Found(transformers.TrainerCallback):
-    """Notes the norm of the residual whenever training has begun, before a step."""
+    """Notes the residual's norm whenever training has begun, before a step."""
 
     def __init__(self) -> None:
         self.norms: list[float] = []
@@ -208,7 +208,7 @@ assert callback.state.skipped_steps == 1
 assert bool(weights(trainer).isfinite().all())
 
 
-# Other optimizers step by what was agreed, which Trainer clips; what is no gradient it may not.
+# Other optimizers step with agreed gradients, which Trainer clips; it must not clip anything else.
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
@@ -222,5 +222,5 @@ for correction in ({"adam_correction": (0.9, 0.999)}, {"momentum_correction": 0.
     trainer = made([GTopK(density=0.05, **correction)], FOLDER / "no", optimizer=sgd)
     with pytest.raises(ValueError, match=r"_correction.* max_grad_norm=1, .*give TrainingArg"):
         trainer.train()
-print("Trainer goes by gTop-k\n", end="", flush=True)
+print("Trainer uses gTop-k\n", end="", flush=True)
 torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What ranks do while somebody sends pickles to every port of theirs; imported by gtopk.run."""
+"""The ranks' work while somebody sends pickles to all their ports; imported by gtopk.run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import gtopk.torch as hvd
 
 
 def sum_until(ended: str) -> list[float]:
-    """Sum over the ranks again and again until there is a file; return the sums, all the same."""
+    """Sum over the ranks repeatedly until a file exists; return the sums, which must be equal."""
     hvd.init()
     Path(f"{ended}.rank-{hvd.rank()}").touch()
     sums = set()

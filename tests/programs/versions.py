@@ -1,4 +1,4 @@
-"""Run on two ranks or more, of which the second has another gtopk: none begins to train."""
+"""Run on two ranks or more; rank 1 has another gtopk version, so that no rank starts to train."""
 
 from __future__ import annotations
 
@@ -23,4 +23,4 @@ raises(
     f"{whose} {others}: gtopk {gtopk.__version__}; rank 1: gtopk 9.9.9",
 )
 assert not hvd.is_initialized()
-print("the other version was told\n", end="", flush=True)
+print("the other version was reported\n", end="", flush=True)

@@ -1,4 +1,4 @@
-"""Train while threads use the ranks, too, and DataLoader's workers come and go, however started."""
+"""Train while threads also use the ranks, and DataLoader workers of every kind come and go."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Numbers(Dataset):
 
 
 def add_up(number: int, wrong: list[int]) -> None:
-    """Sum over the ranks again and again, under names of this thread's own."""
+    """Sum over the ranks repeatedly, under this thread's own names."""
     for turn in range(SUMS):
         mine = torch.tensor([hvd.rank() + turn])
         total = hvd.allreduce(mine, op=hvd.Sum, name=f"thread {number}")

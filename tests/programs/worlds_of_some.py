@@ -1,4 +1,4 @@
-"""Worlds of some of 3 ranks, then of all; "group": over a process group of the program's own."""
+"""Worlds of some of 3 ranks, then of all; "group": over the program's own process group."""
 
 import os
 import sys

@@ -380,7 +380,7 @@ def test_wherever_memory_runs_out_no_gradient_is_halved_and_the_next_call_works(
         check=False,
         timeout=170,
     )
-    assert (job.returncode, job.stdout) == (0, "it goes on after each failure\n"), job.stderr
+    assert (job.returncode, job.stdout) == (0, "it works after each failure\n"), job.stderr
 
 
 # ---- which one is in use

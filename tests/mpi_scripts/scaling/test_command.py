@@ -54,7 +54,7 @@ def test_help_names_each_model_once(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (["--compute", "real", "--model", "vgg16"], "--compute real knows resnet20, resnet18"),
+        (["--compute", "real", "--model", "vgg16"], "--compute real supports resnet20, resnet18"),
         (["--rounds", "0"], "--rounds must be at least 1"),
         (["--shared-cores", "0"], "--shared-cores must be at least 1"),
         (["--markdown", "/nowhere.json"], "No such file"),

@@ -219,26 +219,26 @@ def test_arguments_that_would_go_unheard_are_refused(trained) -> None:
         (["--preset", "gpt-docstrings", "--momentum", "0.9"], "--momentum is for SGD; gpt-"),
         (
             ["--preset", "lstm-ptb", "--momentum-correction"],
-            "--momentum-correction needs a momentum, lstm-ptb has none",
+            "--momentum-correction needs momentum, but lstm-ptb has none",
         ),
         (
             ["--preset", "cnn-digits", "--synthetic-samples", "64"],
-            "--synthetic-samples: cnn-digits trains on real data, always",
+            "--synthetic-samples: cnn-digits always trains on real data",
         ),
-        (["--preset", "lstm-ptb", "--workers", "8"], "--workers: lstm-ptb reads on in one text"),
+        (["--preset", "lstm-ptb", "--workers", "8"], "--workers: lstm-ptb reads one text in order"),
         (
             ["--density", "0.5", "--density-warmup-epochs", "3"],
-            "--density-warmup-epochs begins at 0.25: the density must be lower",
+            "--density-warmup-epochs starts at 0.25: the density must be lower",
         ),
         (["--density-warmup-epochs", "inf"], "--density-warmup-epochs: must lie in [0, inf)"),
         (
             ["--log-file", "/proc/nothing/log"],
             "--log-file: /proc/nothing/log cannot be written",
         ),
-        (["--compression", "topk", "--growth", "1"], "--growth is of gtopk and hierarchical, got"),
+        (["--compression", "topk", "--growth", "1"], "--growth is for gtopk and hierarchical, got"),
         (["--checkpoint-every", "3"], "--checkpoint-every needs --checkpoint FOLDER"),
         *(
-            (["--compression", kind, *option], f"--compression {kind} has no use for {option[0]}:")
+            (["--compression", kind, *option], f"--compression {kind} does not use {option[0]}:")
             for kind, option in [*product(train.DENSE, SENDING), ("auto", SENDING[1])]
         ),
         (

@@ -1,10 +1,10 @@
-"""On the path of a started Python, have its torch load the compiler's parts when they are needed.
+"""On the path of a started Python, make torch load its compiler's parts only when they are needed.
 
-torch loads the shapes and decompositions of all its operators and what exports programs, 1.1 s of
-CPU time of 2.6, and each optimizer the compiler itself, to be left alone by it: another 1.2 s. To
-look for garbage among what it loads takes 0.5 s, most of it when the process ends.
+Of 2.6 s of CPU time, torch spends 1.1 s on loading the shapes and decompositions of all operators
+and the program exporter. Each optimizer also loads the compiler, only to be excluded from it:
+another 1.2 s. Garbage collection of what is loaded takes 0.5 s, most of it at the process's end.
 
-And have a Python that will soon be ended as too late say where its threads wait.
+It also prints where the threads of a Python wait that will soon be killed by a timeout.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 
 
 def _disable(function: Callable[..., Any] | None = None, *how: Any, **more: Any) -> Any:
-    """Return the function as it is: nothing is compiled."""
+    """Return the function unchanged: nothing is compiled."""
     return (lambda inner: inner) if function is None else function
 
 
-_SHAPES = "torch._meta_registrations"  # which torch loads when it has all else
-# Packages that are loaded once somebody looks for more in them than this.
+_SHAPES = "torch._meta_registrations"  # torch loads this last
+# Packages that are loaded once somebody uses anything else in them.
 _LATE: dict[str, dict[str, Any]] = {
     "torch.export": {},
     "torch._dynamo": {"disable": _disable, "graph_break": lambda *arguments: None},
@@ -35,7 +35,7 @@ _LATE: dict[str, dict[str, Any]] = {
 
 
 def _load(name: str) -> ModuleType:
-    """Load a package that was put off; a compiler needs the shapes, too."""
+    """Load a deferred package; a compiler needs the shapes, too."""
     for each in (name, *([_SHAPES] if name == "torch._dynamo" else [])):
         if _LATE.pop(each, None) is not None:
             sys.modules.pop(each, None)
@@ -44,17 +44,17 @@ def _load(name: str) -> ModuleType:
 
 
 class _Found:
-    """Gives a module that is there by now."""
+    """Returns a module that is already loaded."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return sys.modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leave it alone."""
+        """Do nothing: it is already executed."""
 
 
 def _uncollected(spec: ModuleSpec | None) -> ModuleSpec | None:
-    """Have a module loaded without a look for garbage, and no later look go through it."""
+    """Load a module without garbage collection, and exempt it from later ones."""
     loader: Any = spec and spec.loader
     if not loader or not gc.isenabled():
         return spec
@@ -73,7 +73,7 @@ def _uncollected(spec: ModuleSpec | None) -> ModuleSpec | None:
 
 
 class _Finder:
-    """Finds modules with next to nothing in them in place of those that are put off."""
+    """Finds nearly empty modules instead of the deferred ones."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name == "torch":
@@ -86,19 +86,19 @@ class _Finder:
         return loader and importlib.util.spec_from_loader(name, loader)
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """Take an empty one."""
+        """Use an empty module."""
 
     def exec_module(self, module: ModuleType) -> None:
         name, torch = module.__name__, sys.modules["torch"]
 
         def missing(attribute: str) -> Any:
             if attribute.startswith("__"):
-                raise AttributeError(attribute)  # whoever looks through all modules needs none
+                raise AttributeError(attribute)  # code that inspects all modules needs none of this
             return getattr(_load(name), attribute)
 
         vars(module).update(_LATE[name], __getattr__=missing, __file__=__file__)
         if name == _SHAPES:
-            if hasattr(torch._C, "_set_generator_metaclass"):  # else decompositions do it: 0.3 s
+            if hasattr(torch._C, "_set_generator_metaclass"):  # saves decompositions 0.3 s
                 from torch._opaque_base import OpaqueBaseMeta
 
                 torch._C._set_generator_metaclass(OpaqueBaseMeta)

@@ -1,3 +1,3 @@
-"""CuPy, to ranks on a machine without CUDA's driver: to load it, for no GPU, takes each 0.2 s."""
+"""A stand-in for CuPy on machines without CUDA's driver: loading CuPy takes each rank 0.2 s."""
 
 raise ImportError("there is no driver of CUDA")

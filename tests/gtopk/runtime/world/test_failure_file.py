@@ -319,7 +319,7 @@ def test_who_is_ended_by_others_after_a_failure_of_its_own_has_said_enough(
 def test_each_rank_of_a_job_leaves_its_own_and_no_secret_is_in_it(mpirun, tmp_path):
     (tmp_path / "failure_rank7.json").touch()
     secret = "5ec2e7" * 8
-    way = "exception, once the heartbeat's secret is told"
+    way = "exception, once the heartbeat's secret is printed"
     job = mpirun(
         3,
         "ends.py",
