@@ -7,10 +7,11 @@ update:   the agreed vector, bit-identical on all ranks.
 returned: what this rank must add back to its residual.
 
 The promise is conservation: coordinate by coordinate, the sum over ranks of `selected` equals
-`update` plus the sum over ranks of `returned`, up to the rounding of the additions, for any number
-of ranks, any k, any overlap, ties, zeros and empty contributions, and also where a format rounds.
+`update` plus the sum over ranks of `returned`, up to the rounding of the additions. It holds for
+any number of ranks, any k, any overlap, ties, zeros and empty contributions, and in formats that
+round.
 
-NaN or infinity on any rank, or in the sum, is a NonFiniteError on every rank, and nothing else.
+NaN or infinity on any rank, or in the sum, raises NonFiniteError on every rank.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ ALGORITHMS: Final[dict[str, Reduce]] = {
     "hierarchical": hierarchical.reduce,
 }
 
-# Algorithms whose lists stay on a GPU; the host reads headers, sizes and flags.
+# Algorithms that keep their lists on the GPU; the host reads only headers, sizes and flags.
 ON_DEVICE: Final = frozenset({"dense", "topk-allgather", "gtopk-tree", "gtopk"})
 
 
@@ -79,16 +80,17 @@ def reduce(
     Every rank passes the same k, format and options. The results share no memory with `selected`.
     Reductions on distinct channels of a transport may run at the same time, each in a thread.
 
-    Vectors of CuPy arrays, on every rank, give vectors of CuPy arrays on the same GPU. They stay
-    there where the transport sends from it (NCCL, once connected), by the algorithms `ON_DEVICE` in
-    a format that a GPU codes: indices raw or in blocks, values exact, in 16 bits, or in 2 to 4.
-    Else they go by way of the host, where ranks without a GPU may take part.
+    If every rank passes CuPy arrays, the results are CuPy arrays on the same GPU. The reduction
+    itself stays on the GPU if the transport sends from it (NCCL, once connected), the algorithm is
+    in `ON_DEVICE` and the GPU codes the format: indices raw or in blocks, values exact, in 16 bits,
+    or in 2 to 4. Otherwise the vectors are copied to the host, and ranks without a GPU may take
+    part.
 
     Raises ValueError for an unknown algorithm, option or format, an option out of bounds, k outside
-    1..length, more than k entries, or a `selected` that is no SparseVector; TypeError where its
-    values are no array of NumPy or CuPy; NonFiniteError, on all ranks alike, for NaN or infinity in
-    any rank's `selected` or in the sum; MessageError when a peer's message is malformed, and
-    PeerError when a peer is gone.
+    1..length, more than k entries, or an invalid `selected`; TypeError if its values are not a
+    NumPy or CuPy array; NonFiniteError, on all ranks alike, for NaN or infinity in any rank's
+    `selected` or in the sum; MessageError when a peer's message is malformed, and PeerError when a
+    peer is gone.
     """
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}")
@@ -106,22 +108,20 @@ def reduce_where_supported(
     algorithm: str,
     format: Format,
 ) -> tuple[SparseVector, SparseVector]:
-    """Run a reduction on the device of `selected` if possible, else by way of the host.
+    """Run a reduction on the device of `selected` if it can run there, else on the host.
 
     GPU     selected                         update, returned
-               | k entries                          ^ as many as there are
+               | copy                               ^ copy
     host       +--> reduction among the hosts ------+
     """
     if not is_on_device(selected.values):
         return reduction(selected)
     with selected.values.device:  # type: ignore[attr-defined]
-        codes_there = algorithm in ON_DEVICE and format in FORMATS_ON_DEVICE
-        # First: whether a transport sends from the GPU is known once it is connected. Algorithm and
-        # format are the same on all ranks, so all connect or none.
-        if codes_there:
+        if algorithm in ON_DEVICE and format in FORMATS_ON_DEVICE:  # on every rank, or on none
+            # A transport knows only once it is connected whether it sends from the GPU.
             transport.connect()
-        if codes_there and transport.sends_from_device:
-            return reduction(selected)
+            if transport.sends_from_device:
+                return reduction(selected)
         # The GPU's current stream orders the copies.
         update, returned = reduction(selected.on_host())
         return update.beside(selected.values), returned.beside(selected.values)
@@ -144,12 +144,12 @@ def _reduce(
     refusal: Exception
     with (
         transport.operation(f"a reduction by {algorithm}"),
-        np.errstate(over="ignore", invalid="ignore"),  # sums that overflow end in an error below
+        np.errstate(over="ignore", invalid="ignore"),  # an overflow raises NonFiniteError instead
     ):
         try:
             return ALGORITHMS[algorithm](selected, k, transport, format=format, **options)
         except (NonFiniteError, ValueError) as error:
-            # Raised on every rank, after the operation is complete; an option that is out of bounds
-            # is found before anything is sent.
+            # Raised only after the operation is complete, on every rank alike. (An option out of
+            # bounds is found before anything is sent.)
             refusal = error
     raise refusal

@@ -1,15 +1,16 @@
-"""Adasum: combines dense vectors; parallel components are averaged, orthogonal ones added.
+"""Adasum: combine dense vectors, averaging parallel components and adding orthogonal ones.
 
     a (+) b  =  a (1 - a.b / 2|a|^2)  +  b (1 - a.b / 2|b|^2)
 
-Orthogonal vectors add, equal ones stay as they are (Maleki et al. 2021, section 3). The ranks are
-combined pairwise, in a tree: neighbours first, after the ranks beyond the largest power of two.
+Orthogonal vectors add, equal ones stay as they are (Maleki et al. 2021, section 3). Ranks are
+combined pairwise, in a tree: first those beyond the largest power of two with the first ranks, then
+neighbours.
 
     P = 6     ((0 (+) 4) (+) (1 (+) 5))  (+)  (2 (+) 3)
 
-The tree is walked by halving the vector while the distance doubles: both of a pair keep a half,
-and then a half of that. A rank of a pair holds only a part of both vectors, so the dot products
-are added up among all ranks that share the two. What they hold, with the vector in quarters:
+This is a recursive halving: in each round the distance doubles, and both ranks of a pair keep half
+of what they had. As no rank then holds whole vectors, the dot products are summed over all ranks
+that share the two vectors. With the vector in quarters:
 
     P = 4            rank 0     rank 1     rank 2     rank 3
                      1234       1234       1234       1234      its own
@@ -17,8 +18,8 @@ are added up among all ranks that share the two. What they hold, with the vector
     distance 2       1          3          2          4         of all
     back the same way: 2, then 1                                all of it
 
-Where P is a power of two, a rank sends 2 (P-1)/P vectors. Else that is of the power of two below;
-a rank beyond it sends its vector once, and the rank it is folded into sends one more.
+If P is a power of two, a rank sends 2 (P-1)/P vectors. Otherwise that holds for the largest power
+of two below P; each rank beyond it sends its vector once, and its partner sends the result once.
 """
 
 from __future__ import annotations
@@ -37,35 +38,35 @@ from ..transports.transport import Transport
 from ..vector import Array
 
 _DTYPES: Final = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.float64))
-_BLOCK: Final = 1 << 15  # elements that are widened at a time: they stay in the cache
+_BLOCK: Final = 1 << 15  # elements that are widened at a time, to stay in the cache
 
 
 def allreduce(transport: Transport, array: Array, segments: Sequence[int] | None = None) -> None:
     """Combine an array, [n], over the ranks in place; the same bits on every rank.
 
-    segments: lengths that add up to n, equal on all ranks: each part is combined by itself, as it
-              would be in a call of its own; None: the array is one.
+    segments: lengths that add up to n, equal on all ranks. Each segment is combined by itself, as
+              in a call of its own; None: the whole array is one.
 
-    Dot products and sums are taken in float64, and the result of each pair is rounded once to the
-    array's dtype. NaN or infinity on any rank makes its segment NaN where there are several ranks;
-    so do float64 numbers whose squares overflow. Raises ValueError for another dtype, or segments
-    that do not add up; MessageError when a peer's array is of another size or dtype.
+    Dot products and sums are computed in float64, and the result of each pair is rounded once to
+    the array's dtype. With several ranks, NaN or infinity on any of them makes the whole segment
+    NaN, as do float64 values whose squares overflow. Raises ValueError for another dtype, or
+    segments that do not add up; MessageError if a peer's array is of another size or dtype.
     """
     group = _Group(transport, _checked_bounds(array, segments))
     with (
         transport.operation("an allreduce by Adasum"),
-        np.errstate(over="ignore", invalid="ignore"),  # what is not finite passes through
+        np.errstate(over="ignore", invalid="ignore"),  # non-finite values are passed on
     ):
         paired = 1 << (transport.size.bit_length() - 1)
         if transport.rank >= paired:
             host = transport.rank - paired
-            # Waited for: the result overwrites the memory that is sent.
+            # Wait for the send: the result overwrites the memory that is sent.
             transport.send(_bytes(array), host)()
             array[...] = group.receive(host, array)
             return
         guest = transport.rank + paired
         if guest < transport.size:
-            # Both vectors are whole and on this rank alone: nobody shares their dot products.
+            # This rank has both vectors whole, and shares their dot products with nobody.
             group.combine(0, array, group.receive(guest, array), out=array, holders=1)
         group.allreduce(array, paired)
         if guest < transport.size:
@@ -104,8 +105,7 @@ class _Group:
             lower, upper = slice(held.start, middle), slice(middle, held.stop)
             held, given = (lower, upper) if self._transport.rank < peer else (upper, lower)
             mine, theirs = array[held], self.swap(array[given], peer, array[held])
-            # The lower rank's is `a` for all holders, as they add up their products column by
-            # column.
+            # On all holders `a` must be the lower rank's: the products are summed by column.
             a, b = (mine, theirs) if self._transport.rank < peer else (theirs, mine)
             self.combine(held.start, a, b, out=mine, holders=2 * distance)
             halvings.append((peer, held, given))
@@ -113,9 +113,9 @@ class _Group:
             array[given] = self.swap(array[held], peer, array[given])
 
     def combine(self, start: int, a: Array, b: Array, out: Array, holders: int) -> None:
-        """Set `out` to a (+) b: the part of both vectors from element `start` on.
+        """Set `out` to a (+) b, for this rank's part of both vectors, from element `start` on.
 
-        holders: how many ranks, neighbours in number, hold the two, and do this together.
+        holders: how many consecutive ranks share the two vectors, and all call this.
         """
         products = np.zeros((len(self._bounds) - 1, 3))
         for segment, block in self._blocks(start, a.size):
@@ -125,16 +125,16 @@ class _Group:
             # Addition commutes, so all holders get the same bits.
             products += self.swap(products, self._transport.rank ^ distance, products)
         dots, squares = products[:, :1], products[:, 1:]
-        # From a zero vector nothing is taken.
-        taken = np.divide(dots, 2 * squares, out=np.zeros_like(squares), where=squares != 0)
+        # A zero vector's factor is 1: its dot product is 0.
+        shares = np.divide(dots, 2 * squares, out=np.zeros_like(squares), where=squares != 0)
         for segment, block in self._blocks(start, a.size):
-            of_a, of_b = 1 - taken[segment]
+            factor_a, factor_b = 1 - shares[segment]
             x, y = _wide(a[block]), _wide(b[block])
-            out[block] = narrow(x * of_a + y * of_b, out.dtype)
+            out[block] = narrow(x * factor_a + y * factor_b, out.dtype)
 
     def _blocks(self, start: int, length: int) -> Iterator[tuple[int, slice]]:
         """Yield the blocks of a part that begins at element `start`, each with its segment."""
-        # The last segment that begins no later: segments of no elements before it are passed over.
+        # The last segment that begins at `start` or before: this skips empty ones.
         first = bisect.bisect_right(self._bounds, start) - 1
         for segment, (low, high) in enumerate(itertools.pairwise(self._bounds[first:]), first):
             if low >= start + length:

@@ -1,15 +1,13 @@
 """Track, merge by merge, which of this rank's picks survive and what returns to its residual.
 
-A pick whose index a merge dropped is dead: it returns whole to the rank that picked it, also when
-another branch brings the index back. What its value lost to rounding on the way is part of the
-pick: it is struck off.
+A pick is alive as long as it can still be part of the final result; messages say so with one bit
+per entry. If a merge drops its index it is dead, and returns whole to the rank that picked it, even
+if another branch brings the index back. Earlier rounding errors of a dead pick are discarded, as
+they are part of it. All others are returned, each by exactly one rank.
 
-A rank that finds NaN or infinity refuses, in the messages of the reduction itself. From there on
-ranks send empty lists, so that none waits and little is sent. Their headers hold the number of the
-lowest rank that refused, and all ranks end with the same error.
-
-A pick is alive while it can be part of the final result: one bit for each entry of a list.
-Rounding errors of coded values are put back, each by exactly one rank.
+A rank that finds NaN or infinity refuses: the headers of its messages say so. From then on ranks
+exchange empty lists, so that none waits for a message. The headers hold the lowest rank that
+refused, and in the end all ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ from ..wire import NOBODY, Format
 class ReductionResult(NamedTuple):
     """One rank's result of a sparse reduction, before it is split into (update, returned).
 
-    dropped_picks:  this rank's picks that are no part of the update; they return whole.
-    extra_returned: rounding errors.
+    dropped_picks:  this rank's picks that are not in the update; they return whole.
+    extra_returned: the rounding errors that this rank returns.
     refused_by: the lowest rank that found NaN or infinity, or NOBODY; the same on every rank.
     """
 
@@ -39,16 +37,16 @@ class ReductionResult(NamedTuple):
 
 
 def lowest_refusing(*ranks: int) -> int:
-    """Return the lowest of the ranks that refused, or NOBODY."""
+    """Return the lowest of the ranks that is not NOBODY, or NOBODY."""
     return min((rank for rank in ranks if rank != NOBODY), default=NOBODY)
 
 
 def check_finite(
     vector: SparseVector, rank: int, refused_by: int = NOBODY
 ) -> tuple[SparseVector, int]:
-    """Return the vector and the lowest rank that refused; an empty vector if one has.
+    """Return the vector, or an empty one if a rank refused, and the lowest refusing rank.
 
-    rank: refuses when the vector is not finite. refused_by: the rank that has already.
+    rank: the one that refuses if the vector is not finite. refused_by: a rank that has already.
     """
     if not all_finite(vector.values):
         refused_by = lowest_refusing(rank, refused_by)
@@ -56,41 +54,44 @@ def check_finite(
 
 
 def refused(selected: SparseVector, rank: int) -> ReductionResult:
-    """Return the outcome of a reduction that a rank refused: all picks return."""
+    """Return the result of a reduction that a rank refused: all picks return."""
     nothing = selected.take(slice(0))
     return ReductionResult(nothing, selected, nothing, rank)
 
 
-def split_result(outcome: ReductionResult) -> tuple[SparseVector, SparseVector]:
-    """Return (update, returned); raise NonFiniteError when a rank refused."""
-    if outcome.refused_by != NOBODY:
-        raise NonFiniteError(outcome.refused_by)
-    return outcome.update, sum_vectors([outcome.dropped_picks, outcome.extra_returned])
+def split_result(result: ReductionResult) -> tuple[SparseVector, SparseVector]:
+    """Return (update, returned); raise NonFiniteError if a rank refused."""
+    if result.refused_by != NOBODY:
+        raise NonFiniteError(result.refused_by)
+    return result.update, sum_vectors([result.dropped_picks, result.extra_returned])
 
 
 def sum_vectors(vectors: list[SparseVector]) -> SparseVector:
-    """Return the sum, in new memory; if only one list is not empty, that list itself."""
+    """Return the sum, in new memory; if at most one vector is not empty, that vector itself."""
     filled = [vector for vector in vectors if vector.indices.size]
     if len(filled) == 2:
         one, other = filled
-        return merge(one, other, one.indices.size + other.indices.size)  # in one walk
+        return merge(one, other, one.indices.size + other.indices.size)  # faster for two
     return sum_by_index(filled) if len(filled) > 1 else (filled or vectors)[0]
 
 
 def intersect(vector: SparseVector, others: SparseVector) -> SparseVector:
-    """Return the entries whose index the other vector has, too."""
+    """Return the entries of `vector` whose index `others` has, too."""
     if not vector.indices.size:
-        return vector  # saves the wait for a GPU's result
+        return vector  # saves waiting for a GPU
     return vector.where(contains(others.indices, vector.indices))
 
 
 class Conservation:
-    """One rank's picks, which of them are alive, and the further entries it must put back."""
+    """One rank's picks, which of them are alive, and the rounding errors that it returns.
+
+    Call `note_rounding` for each list sent, then `note_merge` for the merge; `close` at the end.
+    """
 
     def __init__(self, picks: SparseVector) -> None:
         self.picks = picks
-        # A comparison makes the mask on the device of the picks.
-        self.alive = picks.indices == picks.indices  # all of them
+        # All of them. The comparison creates the mask on the device of the picks.
+        self.alive = picks.indices == picks.indices
         self._errors = picks.take(slice(0))
 
     def note_rounding(
@@ -101,23 +102,23 @@ class Conservation:
         first: int = 0,
         step: int = 1,
     ) -> None:
-        """Add this rank's share of the `rounding_error` of a list that it has sent."""
+        """Add this rank's share of the rounding error of a list sent; see `rounding_error`."""
         if format.values != "exact":
             error = rounding_error(sent, rounded, format, first, step)
             self._errors = sum_vectors([self._errors, error])
 
     def note_merge(self, merged: SparseVector) -> None:
-        """Take in a merge: picks that it dropped return whole, so their errors go."""
+        """Mark the picks that a merge dropped as dead, and discard their rounding errors."""
         self.alive = self.alive & contains(merged.indices, self.picks.indices)
         self._errors = intersect(self._errors, merged)
 
     def note_alive(self, alive: Array) -> None:
-        """Take in which picks are alive, bool [picks], as another rank found out for this one."""
+        """Note which picks are alive, bool [picks], as another rank found for this one."""
         self.alive = self.alive & alive
         self._errors = intersect(self._errors, self.picks.where(self.alive))
 
     def close(self, update: SparseVector, refused_by: int) -> ReductionResult:
-        """Return the outcome."""
+        """Return this rank's result."""
         return ReductionResult(update, self.picks.where(~self.alive), self._errors, refused_by)
 
 
@@ -134,7 +135,7 @@ def pack_alive(alive: Array) -> Array:
 
 def unpack_alive(bits: Array, count: int) -> Array:
     """Return the first `count` bits as bool [count]."""
-    # Cut afterwards, as CuPy's `unpackbits` has no count; and a view, as its bytes are 0 or 1.
+    # CuPy's `unpackbits` takes no count, hence the slice. Bytes of 0 or 1 are valid bools.
     alive: Array = module_of(bits).unpackbits(bits)[:count].view(np.bool_)
     return alive
 
@@ -144,9 +145,9 @@ def rounding_error(
 ) -> SparseVector:
     """Return the rounding errors vector - rounded, at positions first, first + step, ...
 
-    `step` ranks that hold one list have the same errors, so each puts every step-th one back.
+    `step` ranks that sent the same list have the same errors, so each returns every step-th one.
     """
-    # Not the difference: in an exact format it is all zeros, at the cost of a pass over the list.
+    # Exact formats have no errors: skip computing the difference.
     if format.values == "exact":
         return vector.take(slice(0))
     share = slice(first, None, step)

@@ -16,12 +16,12 @@ def reduce(
 ) -> tuple[SparseVector, SparseVector]:
     """Sum every coordinate; nothing returns. k does not bound the update.
 
-    format: of sparse messages; there are none here, values travel as they are.
+    format: ignored; the values are sent as they are.
     """
     total = selected.to_dense()
     transport.allreduce(total)
-    # Only the sum is examined: it is not finite where a contribution is not, and all ranks see that
-    # alike, with no message.
+    # The sum is not finite wherever a contribution is not, and every rank has the same sum, so no
+    # message is needed to agree.
     if not all_finite(total):
         raise NonFiniteError(_lowest_that_is_not_finite(selected, transport))
     return SparseVector.from_dense(total), selected.take(slice(0))
@@ -29,7 +29,6 @@ def reduce(
 
 def _lowest_that_is_not_finite(selected: SparseVector, transport: Transport) -> int | None:
     """Return the lowest rank whose contribution is not finite; None when only the sum is not."""
-    place = transport.size if all_finite(selected.values) else transport.rank
-    places = np.array([place], np.int64)
-    transport.allreduce(places, "min")
-    return transport.ranks[int(places[0])] if places[0] < transport.size else None
+    lowest = np.array([transport.size if all_finite(selected.values) else transport.rank], np.int64)
+    transport.allreduce(lowest, "min")
+    return transport.ranks[int(lowest[0])] if lowest[0] < transport.size else None

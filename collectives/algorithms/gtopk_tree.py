@@ -1,15 +1,15 @@
-"""gtopk-tree: merges up a binomial tree to rank 0, and the result down again.
+"""gtopk-tree: merge up a binomial tree to rank 0, and broadcast the result down it.
 
-Shi et al. 2019, algorithm 3. Kept for comparison: twice the rounds of `gtopk`.
+Shi et al. 2019, algorithm 3. Kept for comparison: it takes twice the rounds of `gtopk`.
 
     P = 6     round 0       round 1       round 2       then down, in reverse
               1 -> 0        2 -> 0        4 -> 0        0 -> 4
               3 -> 2                                    0 -> 2
               5 -> 4                                    4 -> 5, 2 -> 3, 0 -> 1
 
-The paper clears a pick whenever its index is in the final result, and so loses a pick that was
-dropped on the way up but whose index came back through another branch. Here each message down
-carries, behind the result, one bit for each entry of the list that came up that edge: still alive.
+The paper clears a pick from the residual if its index is in the final result. That loses a pick
+that was dropped on the way up but whose index came back through another branch. Here each message
+down also has one bit for each entry of the list that came up that edge: is it still alive?
 put_back="published" does what the paper does, for comparison.
 """
 
@@ -48,58 +48,49 @@ def reduce(
 
     The rounding errors of a list on its way up return to the rank that sent it.
 
-    put_back: "owners": all dropped picks return; "published", which breaks conservation: picks
-              whose index came into the result by another branch do not return.
+    put_back: "owners" returns every dropped pick; "published", which breaks conservation, only
+              those whose index is not in the result.
     """
     if put_back not in PUT_BACK:
         raise ValueError(f"put_back must be one of {', '.join(PUT_BACK)}; got {put_back!r}")
     rank, size, ranks = transport.rank, transport.size, transport.ranks
     number = transport.begun
-    # The result travels down exact: rounded once more, it would not be the root's update.
+    # The result is sent down exact: rounding again would give a different update.
     exact = Format(format.indices)
     merged, refused_by = check_finite(selected, ranks[rank])
-    inputs: list[tuple[int, SparseVector, SparseVector]] = []  # child, its list, ours before
+    inputs: list[tuple[int, SparseVector, SparseVector]] = []  # child, its list, ours before it
     distance = 1
     while distance < size and not rank & distance:
         if rank + distance < size:
             child = rank + distance
-            message = transport.receive(child)
-            theirs, _, theirs_refused = wire.decode(
-                message, selected, k, ranks[child], format, number=number
-            )
+            theirs, _, their_refusal = wire.receive(child, selected, k, transport, format)
             inputs.append((child, theirs, merged))
             merged = merge(merged, theirs, k)
-            refused_by = lowest_refusing(refused_by, theirs_refused)
+            refused_by = lowest_refusing(refused_by, their_refusal)
             merged, refused_by = check_finite(merged, ranks[rank], refused_by)
         distance *= 2
 
     error = merged.take(slice(0))
     if rank == 0:
-        update = survivors = merge(merged, error, k)  # without zeros, also of a single rank
+        update = survivors = merge(merged, error, k)  # drops zeros, also for a single rank
     else:
         parent = rank - distance
         encoded = wire.encode(merged, k, format, refused_by=refused_by, number=number)
         transport.send(encoded.message, parent)()
         error = rounding_error(merged, encoded.vector, format)
-        update, bits, refused_by = wire.decode(
-            transport.receive(parent),
-            selected,
-            k,
-            ranks[parent],
-            exact,
-            alive_bytes(merged.entries),
-            number=number,
+        update, bits, refused_by = wire.receive(
+            parent, selected, k, transport, exact, alive_bytes(merged.entries)
         )
         survivors = merged.where(unpack_alive(bits, merged.entries))
         error = intersect(error, survivors)
 
-    # Down the way it came: the last list merged is the first to learn its fate.
+    # Undo the merges, the last one first: of each, tell the child which entries are alive.
     for child, theirs, before in reversed(inputs):
         bits = pack_alive(contains(survivors.indices, theirs.indices))
         result = wire.encode(update, k, exact, extra=bits, refused_by=refused_by, number=number)
         transport.send(result.message, child)()
         survivors = intersect(before, survivors)
-    # Raised only now: the ranks below learn of the refusal by the messages just sent.
+    # Raise only now: the messages just sent tell the ranks below of the refusal.
     if refused_by != NOBODY:
         raise NonFiniteError(refused_by)
     cleared = update if put_back == "published" else survivors

@@ -1,4 +1,4 @@
-"""hierarchical: sums inside a node, where bytes are cheap; a sparse reduction across the nodes.
+"""hierarchical: sum inside each node, where bytes are cheap; reduce sparsely across the nodes.
 
     nodes      0 1 2    3 4          the smallest has 2 ranks, so vectors have 2 shards; the owners
     shard 0    0        3            of a shard, one in each node, reduce it among themselves
@@ -8,11 +8,10 @@
     across     0 <-> 3 and 1 <-> 4, at the same time          gtopk or oktopk
     inside     back the same way                              the update, and which picks are alive
 
-A node sends as much as one rank would alone: its shards have k entries together. With one rank in
-each node this is the reduction across, bit for bit. Shi et al. 2021 (HiTopKComm) reduce dense
-gradients so; `Hierarchy` is that form, for an optimizer: each node keeps one residual, in shards.
-
-InterNodeReduction: the sparse reduction that a hierarchy runs between its nodes.
+A node sends as much as a single rank would: all its shards together have k entries. With one rank
+in each node this is the reduction across, bit for bit. Shi et al. 2021 (HiTopKComm) reduce dense
+gradients in this way; `Hierarchy` does that for an optimizer: each node keeps one residual, in
+shards.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ from .regions import Regions
 
 
 def find_nodes(transport: Transport, node_size: int | None = None) -> list[list[int]]:
-    """Return the ranks of every host, which takes a small allgather.
+    """Return the ranks of every host, found by a small allgather.
 
-    node_size: if given, so many consecutive ranks are a node, and nothing is exchanged.
+    node_size: if given, so many consecutive ranks form a node, and nothing is exchanged.
     """
     if node_size is not None:
         everyone = list(range(transport.size))
         return [everyone[first : first + node_size] for first in everyone[::node_size]]
-    # A host is named by its lowest rank, a number that all its ranks know.
+    # A host is identified by its lowest rank, which all its ranks know.
     lowest = np.array([min(transport.node())], np.int64)
     nodes: dict[int, list[int]] = {}
     for rank, message in enumerate(transport.allgather(lowest.view(np.uint8))):
@@ -67,7 +66,7 @@ def find_nodes(transport: Transport, node_size: int | None = None) -> list[list[
 
 
 def checked_nodes(nodes: Iterable[Sequence[int]], size: int) -> list[list[int]]:
-    """Return the nodes by their lowest rank; raise ValueError unless each rank is in just one."""
+    """Return the nodes by their lowest rank; raise ValueError unless each rank has exactly one."""
     ordered = sorted(sorted(node) for node in nodes if len(node))
     if sorted(rank for node in ordered for rank in node) != list(range(size)):
         raise ValueError(
@@ -80,9 +79,10 @@ ReduceList = Callable[[SparseVector, int, int, Transport, int], ReductionResult]
 
 
 class InterNodeReduction(NamedTuple):
-    """A shard's sparse reduction across nodes, called with the shard's k, k_out and refused_by.
+    """The sparse reduction across nodes, with its options bound.
 
-    k_out: how many entries the whole update may have, where the algorithm has this option; else k.
+    reduce: takes a shard's picks, k and k_out, the transport, and refused_by.
+    k_out:  how many entries the whole update may have; k for an algorithm without this option.
     """
 
     reduce: ReduceList
@@ -92,7 +92,7 @@ class InterNodeReduction(NamedTuple):
 def open_inter_node(
     name: str, format: Format, options: dict[str, Any], k: int, length: int
 ) -> InterNodeReduction:
-    """Return "gtopk" or "oktopk" with its options; raise ValueError where one is out of bounds."""
+    """Return "gtopk" or "oktopk" with its options; raise ValueError if one is out of bounds."""
     if name == "gtopk":
         check_names(name, gtopk.reduce, options)
         growth = options.get("growth", 1.0)
@@ -127,29 +127,31 @@ def reduce(
 ) -> tuple[SparseVector, SparseVector]:
     """Sum the picks inside each node and agree, shard by shard, on the k largest across nodes.
 
-    nodes:  the ranks of each, equal on all ranks; by default those of each host, which takes an
-            allgather to learn (`find_nodes`).
+    nodes:  the ranks of each node, equal on all ranks; by default one node per host, found by an
+            allgather (`find_nodes`).
     across: "gtopk" or "oktopk"; `options` are that algorithm's.
     format: of the messages across; inside a node values stay exact.
     """
-    # Before the hierarchy, for which ranks tell their hosts: a wrong option is found while nothing
-    # has been sent.
-    how = open_inter_node(across, format, options, k, selected.length)
-    return split_result(_Step(selected, k, how, Hierarchy(transport, nodes)).outcome())
+    # First, to find a wrong option before `Hierarchy` sends anything.
+    inter_node = open_inter_node(across, format, options, k, selected.length)
+    return split_result(_Step(selected, k, inter_node, Hierarchy(transport, nodes)).outcome())
 
 
 class Hierarchy:
-    """This rank's node, its place there, and the shard it owns; reduces dense gradients.
+    """This rank's node and shard, to reduce dense gradients hierarchically.
 
     Each rank that owns a shard keeps a residual for it:
 
         gradient -> scatter -> residual += shard, select -> reduce -> update, returned
 
-    The law, coordinate by coordinate and summed over ranks: update + residuals after = residuals
-    before + gradients.
+    Conservation, coordinate by coordinate and summed over ranks: update + residuals after =
+    residuals before + gradients.
 
-    shards: how many there are; as many as the smallest node has ranks. Ranks of a larger node
-            from place `shards` on own none: theirs have length 0.
+    place:  this rank's position in its node; it owns the shard of this number.
+    shards: how many there are: as many as the smallest node has ranks. The ranks of a larger node
+            from place `shards` on own an empty shard.
+    inside, across: the transports among the ranks of this node, and among the owners of this shard;
+            `across` is None for a rank that owns none.
     """
 
     def __init__(self, transport: Transport, nodes: Iterable[Sequence[int]] | None = None) -> None:
@@ -165,16 +167,16 @@ class Hierarchy:
         )
 
     def shard(self, length: int) -> slice:
-        """Return the part of a vector of this length that this rank owns."""
+        """Return this rank's part of a vector of this length."""
         return slice(*self._bounds(length)[self.place : self.place + 2])
 
     def _bounds(self, length: int) -> list[int]:
         """Return the bounds of the parts that the node's ranks own."""
-        # The ranks of a larger node that own no shard get empty parts at the end.
+        # A larger node's further ranks get empty parts at the end.
         return shard_bounds(length, self.shards) + [length] * (self.inside.size - self.shards)
 
     def shard_k(self, k: int) -> int:
-        """Return this rank's share of the k entries of an update; 1 at least, of any shard."""
+        """Return this rank's share of the k entries of an update; at least 1 if it owns a shard."""
         return max(1, shard_quota(k, self.shards, self.place)) if self.across else 0
 
     def scatter(self, dense: Array) -> Array:
@@ -197,44 +199,40 @@ class Hierarchy:
         selected: at most `shard_k(k)` entries of this rank's shard, of the shard's length.
         Raises NonFiniteError on all ranks alike.
         """
-        how = open_inter_node(across, format, options, k, length)
+        inter_node = open_inter_node(across, format, options, k, length)
         shard = self.shard(length)
         nothing = selected.take(slice(0))
         outcome = ReductionResult(nothing, nothing, nothing)
-        # The same on all ranks of `across`, which own the same shard.
+        # All ranks of `across` own the same shard, so all of them reduce it, or none does.
         if self.across is not None and shard.start < shard.stop:
-            k_out = max(1, shard_quota(how.k_out, self.shards, self.place))
-            outcome = how.reduce(selected, self.shard_k(k), k_out, self.across, NOBODY)
+            k_out = max(1, shard_quota(inter_node.k_out, self.shards, self.place))
+            outcome = inter_node.reduce(selected, self.shard_k(k), k_out, self.across, NOBODY)
         part = outcome.update.embed(shard.start, length)
-        inside, number = self.inside, self.inside.begun
-        message = wire.encode(part, k, refused_by=outcome.refused_by, number=number).message
-        parts = [
-            wire.decode(message, part, k, sender, number=number)
-            for message, sender in zip(inside.allgather(message), inside.ranks, strict=True)
-        ]
+        encoded = wire.encode(part, k, refused_by=outcome.refused_by, number=self.inside.begun)
+        parts = wire.allgather(encoded.message, part, k, self.inside)
         update = sum_vectors([decoded.vector for decoded in parts])
         refused_by = lowest_refusing(*(decoded.refused_by for decoded in parts))
         return split_result(outcome._replace(update=update, refused_by=refused_by))
 
 
 class _Step:
-    """One reduction of lists: the picks of this rank, cut into the shards in use."""
+    """One reduction of sparse picks, divided into shards."""
 
     def __init__(
-        self, selected: SparseVector, k: int, how: InterNodeReduction, hierarchy: Hierarchy
+        self, selected: SparseVector, k: int, inter_node: InterNodeReduction, hierarchy: Hierarchy
     ) -> None:
         self.selected = selected
         self.k = k
-        self.how = how
+        self.inter_node = inter_node
         self.hierarchy = hierarchy
         self.inside, self.place = hierarchy.inside, hierarchy.place
         self.number = self.inside.begun
-        # Each shard in use has a share of the k entries, and of those of the update.
-        self.shards = min(hierarchy.shards, k, how.k_out)
+        # So that every shard gets at least one of the k entries, and of the update's.
+        self.shards = min(hierarchy.shards, k, inter_node.k_out)
         bounds = shard_bounds(selected.length, self.shards)
         picks, self.refused_by = check_finite(selected, self.inside.ranks[self.place])
         self.parts = [picks.index_range(a, b) for a, b in itertools.pairwise(bounds)]
-        self.sends: list[Callable[[], None]] = []  # waited for when all was received
+        self.sends: list[Callable[[], None]] = []  # to wait for, after all receives
 
     def outcome(self) -> ReductionResult:
         """Send each shard's picks to its owner, reduce what this rank owns, collect the rest."""
@@ -245,14 +243,12 @@ class _Step:
             )
             self.sends.append(self.inside.send(encoded.message, shard))
         outcomes = {}
-        # Before anything else is waited for: other nodes wait for this shard, and so does this
-        # node.
+        # First this rank's shard: other nodes wait for it, and so does this node.
         if self.place < self.shards:
             outcomes[self.place] = self._reduce_shard()
         for shard in others:
             outcomes[shard] = self._receive_outcome(shard)
-        # Last: a send may not end before its receiver gets to it, and members send before they
-        # receive.
+        # Wait for sends last: a send may block until it is received, and all ranks send first.
         for sent in self.sends:
             sent()
         refused_by = lowest_refusing(*(outcome.refused_by for outcome in outcomes.values()))
@@ -266,7 +262,7 @@ class _Step:
         )
 
     def _reduce_shard(self) -> ReductionResult:
-        """Add up the node's picks in this rank's shard, reduce them across, send results back."""
+        """Sum the node's picks in this rank's shard, reduce them across, send the results back."""
         inside, place = self.inside, self.place
         part, refused_by = self.parts[place], self.refused_by
         lists = []
@@ -274,22 +270,20 @@ class _Step:
             if member == place:
                 lists.append(part)
                 continue
-            message, sender = inside.receive(member), inside.ranks[member]
-            decoded = wire.decode(message, part, self.k, sender, number=self.number)
+            decoded = wire.receive(member, part, self.k, inside)
             lists.append(decoded.vector)
             refused_by = lowest_refusing(refused_by, decoded.refused_by)
         k = shard_quota(self.k, self.shards, place)
-        k_out = shard_quota(self.how.k_out, self.shards, place)
+        k_out = shard_quota(self.inter_node.k_out, self.shards, place)
         kept = part
-        # A rank alone passes its picks on as they are: with one rank a node the reduction across is
-        # all there is, bit for bit.
+        # Not for a node of one rank: then the result is that of the reduction across, bit for bit.
         if inside.size > 1:
             total, refused_by = check_finite(sum_by_index(lists), inside.ranks[place], refused_by)
             kept = merge(total, total.take(slice(0)), k)
         across = self.hierarchy.across
-        assert across is not None  # of the owner of a shard
-        outcome = self.how.reduce(kept, k, k_out, across, refused_by)
-        # An entry of the node's sum lives or dies for all of its ranks that picked the index.
+        assert across is not None  # this rank owns a shard
+        outcome = self.inter_node.reduce(kept, k, k_out, across, refused_by)
+        # If an entry of the node's sum was dropped, all picks of its index were.
         alive = kept.where(~contains(outcome.dropped_picks.indices, kept.indices))
         for member in range(inside.size):
             if member != place:
@@ -307,25 +301,22 @@ class _Step:
     def _receive_outcome(self, shard: int) -> ReductionResult:
         """Return the outcome of this rank's picks in a shard, from the shard's owner."""
         part = self.parts[shard]
-        update, bits, refused_by = wire.decode(
-            self.inside.receive(shard),
-            part,
-            self.k,
-            self.inside.ranks[shard],
-            extra_bytes=alive_bytes(part.entries),
-            number=self.number,
+        update, bits, refused_by = wire.receive(
+            shard, part, self.k, self.inside, extra_bytes=alive_bytes(part.entries)
         )
         dead = part.where(~unpack_alive(bits, part.entries))
-        # No extra: what was rounded across is put back by the owner of the shard alone.
+        # The shard's owner returns the rounding errors of the reduction across.
         return ReductionResult(update, dead, part.take(slice(0)), refused_by)
 
 
 def shard_bounds(length: int, shards: int) -> list[int]:
-    """Return the bounds of the shards; no shard is smaller than its share of any k."""
-    # The first ones are longer, as they also get the remainder of k.
+    """Return the bounds of the shards; the first shards get one of the remaining elements each.
+
+    So does `shard_quota` with the remainder of k: no shard is shorter than its quota.
+    """
     return [shard * (length // shards) + min(shard, length % shards) for shard in range(shards + 1)]
 
 
 def shard_quota(count: int, shards: int, shard: int) -> int:
-    """Return how many of `count` entries a shard gets: the first ones get the remainder."""
+    """Return how many of `count` entries a shard gets; the first shards share the remainder."""
     return count // shards + (shard < count % shards)

@@ -8,34 +8,34 @@ Li and Hoefler 2022 ("Near-optimal sparse allreduce", PPoPP), section 3:
     balance     owners with more than their share send the surplus on             few messages
     gather      everyone gets everyone's share                                    an allgather
 
-Words of 4 bytes that a rank sends, an entry being two: at most 2 k for the split, 2 k (P-1)/P where
-a rank's picks spread evenly; 2 k_out (P-1)/P each to balance and to gather. So 6 k (P-1)/P for
-k_out = k, besides headers (64 bytes a message), the threshold's samples (0.6 KB a rank and round
-at most) and, in a step that draws new boundaries, 4 P entries of each rank (`regions`).
+A rank sends, in 4-byte words (two for an entry): at most 2 k to split, and 2 k (P-1)/P if its picks
+are spread evenly; 2 k_out (P-1)/P each to balance and to gather. So 6 k (P-1)/P for k_out = k,
+besides headers (64 bytes a message), the threshold's samples (at most 0.6 KB per rank and round)
+and, in a step that computes new boundaries, 4 P entries of each rank (`regions`).
 
-A pick is in the update, with all others of its index, or returns to its owner: the paper's rule
-loses nothing here.
+The sum of an index contains all picks of it. They are all in the update, or all return to their
+owners, so the paper's rule loses nothing here.
 
-Balance: the update's entries, in index order, dealt out in equal blocks before the allgather.
+Balance: the update's entries, in index order, are cut into equal blocks before the allgather.
 
     entries   region 0: 0 1 2 3 4 5   region 1: -   region 2: 6 7        6 + 0 + 2 entries, 3 blocks
     blocks    0: 0 1 | 1: 2 3 4 | 2: 5 6 7          region 0's owner sends 2 3 4 and 5
 
-Block b goes to the owner of region b, so that where the regions are even little moves; and where
-no region holds much more than its share nothing moves at all.
+Block b goes to the owner of region b, so little moves if the regions are about equal. If no region
+holds much more than its share, nothing is moved at all.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from .. import wire
 from ..errors import MessageError
 from ..kernels import contains, merge, sum_by_index
 from ..transports.transport import Transport
-from ..vector import SparseVector
+from ..vector import Array, SparseVector
 from ..wire import EXACT, NOBODY, Format
 from .conservation import (
     ReductionResult,
@@ -50,14 +50,14 @@ from .conservation import (
 from .regions import Cut, Regions
 from .threshold import region_quotas
 
-# Parts are even enough if the largest is at most so many times the mean: the allgather takes that
-# much longer, while a move costs a message and the surplus.
+# Balance only if the largest part exceeds the mean by this factor: the allgather takes that much
+# longer, while balancing costs a message and the surplus.
 _EVEN: Final = 1.25
 
 
 def is_even(counts: Sequence[int]) -> bool:
-    """Tell whether these parts can be gathered as they are."""
-    # Parts of one entry or none cannot be more even: hence the second bound, for few entries.
+    """Tell whether parts of these sizes need no balancing."""
+    # The second bound is for few entries: parts of one entry or none cannot be more even.
     return max(counts) * len(counts) <= max(_EVEN * sum(counts), len(counts))
 
 
@@ -86,8 +86,8 @@ def reduce(
     """Agree on the k_out largest of the sum of all picks; ties go to the lower index.
 
     k_out:   how many entries the update may have; k by default.
-    regions: keeps the boundaries between steps; without one each step draws its own. Every rank
-             passes one that is as old, or none.
+    regions: keeps the regions' boundaries between steps, which saves an allgather; None: computed
+             anew in each step. Every rank passes one that has served the same steps, or None.
     """
     k_out = checked_k_out(k, k_out, selected.length)
     return split_result(reduce_list(selected, k, k_out, transport, format, regions or Regions()))
@@ -111,7 +111,7 @@ def reduce_list(
     regions: Regions,
     refused_by: int = NOBODY,
 ) -> ReductionResult:
-    """Return the outcome; refused_by: a rank that refused before; the list then counts as empty."""
+    """Return this rank's result; refused_by: a rank that has refused already, or NOBODY."""
     picks, refused_by = check_finite(selected, transport.ranks[transport.rank], refused_by)
     cut = regions.agree(picks, transport)
     step = _Step(transport, cut, format)
@@ -121,26 +121,25 @@ def reduce_list(
         return refused(selected, refused_by)
     total, refused_by = check_finite(sum_by_index(lists), transport.ranks[transport.rank])
 
-    # Entries before they are added up: receiving them is what a region that is too full costs.
+    # Count entries before they are added up: receiving them is the cost of a region too full.
     load = sum(vector.entries for vector in lists)
-    shares = region_quotas(total, k_out, cut.owners, transport, load, refused_by)
-    # Also of a step that is refused: the loads are the same on all ranks, so copies stay equal.
-    regions.note_loads(shares.loads)
-    if shares.refused_by != NOBODY:
-        return refused(selected, shares.refused_by)
-    block = _largest(total, shares.counts[step.region])
-    if not is_even(shares.counts):
-        block = step.balance(block, k_out, shares.counts)
+    quotas = region_quotas(total, k_out, cut.owners, transport, load, refused_by)
+    # Even if a rank refused: all ranks have the same loads, and so keep equal boundaries.
+    regions.note_loads(quotas.loads)
+    if quotas.refused_by != NOBODY:
+        return refused(selected, quotas.refused_by)
+    block = _largest(total, quotas.counts[step.region])
+    if not is_even(quotas.counts):
+        block = step.balance(block, k_out, quotas.counts)
     update = step.gather(block, k_out)
 
-    # A pick whose index is not in the update returns whole, so the rounding errors of its index
-    # must not return beside it.
+    # A pick whose index is not in the update returns whole, without its rounding error.
     dead = selected.where(~contains(update.indices, selected.indices))
     return ReductionResult(update, dead, intersect(sum_vectors(step.errors), update))
 
 
 def _largest(vector: SparseVector, count: int) -> SparseVector:
-    # `merge` takes no k of 0, which is what a region may have in the update.
+    # `merge` refuses k = 0, but a region may have no entry in the update.
     nothing = vector.take(slice(0))
     return merge(vector, nothing, count) if count else nothing
 
@@ -161,75 +160,72 @@ class _Step:
     def split(self, picks: SparseVector, k: int, refused_by: int) -> tuple[list[SparseVector], int]:
         """Return the ranks' picks in this rank's region, by rank, and the lowest refusing rank."""
         rank, size = self.transport.rank, self.transport.size
-        first, end = self.cut.bounds[self.region : self.region + 2]
+        bounds, owners = self.cut
+        first, end = bounds[self.region : self.region + 2]
         lists = {rank: picks.index_range(first, end)}
-        sends = []
-        for distance in range(1, size):
-            # Rotated: ranks do not all send to the same owner first.
-            to = (rank + distance) % size
-            region = self.cut.owners.index(to)
-            part = picks.index_range(*self.cut.bounds[region : region + 2])
-            sends.append(self._send(part, to, k, refused_by))
-        for distance in range(1, size):
-            source = (rank - distance) % size
-            decoded = self._receive(source, picks, k)
-            theirs = decoded.vector
+        # In rotated order, so that ranks do not all send to the same owner first.
+        others = [(rank + distance) % size for distance in range(1, size)]
+        regions = map(owners.index, others)
+        parts = (picks.index_range(*bounds[region : region + 2]) for region in regions)
+        sources = others[::-1]
+        received = self._exchange(zip(parts, others, strict=True), sources, picks, k, refused_by)
+        for source, (theirs, _, their_refusal) in zip(sources, received, strict=True):
             if theirs.index_range(first, end).entries != theirs.entries:
                 raise MessageError(
                     f"the message from rank {self.transport.ranks[source]} has entries outside of "
-                    f"{first}..{end - 1}, this rank's region; every rank must pass regions of one "
-                    "age"
+                    f"{first}..{end - 1}, this rank's region; every rank must pass regions that "
+                    "served the same steps"
                 )
             lists[source] = theirs
-            refused_by = lowest_refusing(refused_by, decoded.refused_by)
-        for sent in sends:
-            sent()
+            refused_by = lowest_refusing(refused_by, their_refusal)
         return [lists[rank] for rank in range(size)], refused_by
 
     def balance(self, entries: SparseVector, k_out: int, counts: list[int]) -> SparseVector:
         """Send the entries of other blocks to their owners, and return this rank's block."""
-        # All ranks know all counts, and so who gets what from whom: no empty part is sent.
-        owners, plan = self.cut.owners, moves(counts)
-        sends = [
-            self._send(entries.take(part), owners[block], k_out)
-            for block, part in enumerate(plan[self.region])
-            if block != self.region and part.start < part.stop
+        owners, plan, here = self.cut.owners, moves(counts), self.region
+        # All ranks know all counts, and so which parts are empty: those are not sent.
+        outgoing = [
+            (entries.take(part), owners[block])
+            for block, part in enumerate(plan[here])
+            if block != here and part.start < part.stop
         ]
-        parts = []
-        for region, row in enumerate(plan):
-            part = row[self.region]
-            if region == self.region:
-                parts.append(entries.take(part))
-            elif part.start < part.stop:
-                parts.append(self._receive(owners[region], entries, k_out).vector)
-        for sent in sends:
-            sent()
-        return sum_vectors(parts)
+        incoming = [
+            region
+            for region, row in enumerate(plan)
+            if region != here and row[here].start < row[here].stop
+        ]
+        received = self._exchange(outgoing, [owners[each] for each in incoming], entries, k_out)
+        return sum_vectors(
+            [entries.take(plan[here][here]), *(decoded.vector for decoded in received)]
+        )
 
     def gather(self, block: SparseVector, k_out: int) -> SparseVector:
         """Return the blocks of all ranks as one vector."""
-        number = self.transport.begun
-        encoded = wire.encode(block, k_out, self.format, number=number)
+        encoded = wire.encode(block, k_out, self.format, number=self.transport.begun)
         self.errors.append(rounding_error(block, encoded.vector, self.format))
-        # This rank decodes its own block, too: the update has rounded values on all ranks.
-        messages = self.transport.allgather(encoded.message)
-        blocks = [
-            wire.decode(message, block, k_out, sender, self.format, number=number).vector
-            for message, sender in zip(messages, self.transport.ranks, strict=True)
+        blocks = wire.allgather(encoded.message, block, k_out, self.transport, self.format)
+        # Blocks are disjoint, but by rank they are not in index order, as owners are rotated.
+        return sum_by_index([decoded.vector for decoded in blocks])
+
+    def _exchange(
+        self,
+        parts: Iterable[tuple[SparseVector, int]],
+        sources: Sequence[int],
+        like: SparseVector,
+        k: int,
+        refused_by: int = NOBODY,
+    ) -> list[wire.Decoded]:
+        """Send parts, each to its rank, and return the part that each of the sources sent."""
+        number = self.transport.begun
+
+        def messages() -> Iterator[tuple[Array, int]]:
+            for part, to in parts:
+                encoded = wire.encode(part, k, self.format, refused_by=refused_by, number=number)
+                self.errors.append(rounding_error(part, encoded.vector, self.format))
+                yield encoded.message, to
+
+        received = self.transport.exchange_all(messages(), sources)
+        return [
+            wire.decode(message, like, k, self.transport.ranks[source], self.format, number=number)
+            for source, message in zip(sources, received, strict=True)
         ]
-        # The blocks are disjoint, but not in the order of their indices: regions are dealt to the
-        # ranks by a rotation.
-        return sum_by_index(blocks)
-
-    def _send(
-        self, part: SparseVector, to: int, k: int, refused_by: int = NOBODY
-    ) -> Callable[[], None]:
-        encoded = wire.encode(
-            part, k, self.format, refused_by=refused_by, number=self.transport.begun
-        )
-        self.errors.append(rounding_error(part, encoded.vector, self.format))
-        return self.transport.send(encoded.message, to)
-
-    def _receive(self, source: int, like: SparseVector, k: int) -> wire.Decoded:
-        message, sender = self.transport.receive(source), self.transport.ranks[source]
-        return wire.decode(message, like, k, sender, self.format, number=self.transport.begun)

@@ -1,4 +1,4 @@
-"""Options: an algorithm's own keyword arguments."""
+"""Checks of the options of an algorithm: the further keyword arguments of its `reduce`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 def check_names(algorithm: str, reduce: Callable[..., Any], options: Iterable[str]) -> None:
-    """Raise ValueError where the algorithm has no option of a name."""
+    """Raise ValueError unless the algorithm has all the options."""
     parameters = _parameters(reduce)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return  # it passes them on, and they are checked there
+        return  # it passes them on to another algorithm, where they are checked
     own = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "format"]
     unknown = sorted(set(options) - set(own))
     if unknown:

@@ -1,4 +1,4 @@
-"""Regions: divides the indices into a region for each rank, which adds up the picks in it.
+"""Regions: divide the indices into one region per rank, its owner, which adds up the picks there.
 
     picks of      rank 0   .:.  .   . |   .   . |      ..     |  .      n = 40, P = 4
                   rank 1    ::    .   | .       |  .    .   . |    .
@@ -6,18 +6,15 @@
     boundaries               0        12       19            33     40
     owners                   rank 1     rank 2     rank 3      rank 0
 
-Boundaries lie where all ranks' picks together fall into equal parts, as far as quantiles tell: each
-rank divides its picks into 4 P equal quantiles and tells where each ends. So each end of a region
-is off by less than one quantile of every rank, a quarter of the region's fair share; by far less
-where picks spread evenly within a quantile.
-Regions are dealt to the ranks by the rotation that leaves most picks where they are.
+Boundaries divide all ranks' picks into equal parts, as estimated from quantiles: each rank divides
+its picks into 4 P equal quantiles and sends the end of each. So a boundary is off by less than one
+quantile of every rank, together a quarter of a region's fair share, and by far less if picks are
+spread evenly within a quantile.
+Of all rotations of owners, the one is chosen that leaves most picks on the rank that they are on.
 
-The first step draws its boundaries from its own picks, before it sends any: it is as even as those
-that follow. Picks hardly move from step to step, so boundaries serve many steps (Li and Hoefler
-2022, section 3.1); all ranks learn how full the regions were, and draw new boundaries early when
-one got too full.
-
-Quantiles: a sorted list in equal parts; where each ends tells much of it in few numbers.
+The first step estimates the boundaries from its own picks, before it sends any. Picks hardly move
+from step to step, so the boundaries serve many steps (Li and Hoefler 2022, section 3.1). All ranks
+learn how full the regions were, and if one was too full they estimate anew in the next step.
 """
 
 from __future__ import annotations
@@ -45,11 +42,11 @@ def at_positions(array: Array, positions: list[int]) -> Array:
 
 
 QUANTILES_PER_RANK: Final = 4
-_TOO_FULL: Final = 1.5  # times the entries of the fullest region when the boundaries were new
+_TOO_FULL: Final = 1.5  # times the load of the fullest region when the boundaries were new
 
 
 class Cut(NamedTuple):
-    """The regions: bounds[r] <= index < bounds[r + 1] is region r, of rank owners[r]."""
+    """The regions: bounds[r] <= index < bounds[r + 1] is region r, owned by rank owners[r]."""
 
     bounds: list[int]
     owners: list[int]
@@ -58,7 +55,8 @@ class Cut(NamedTuple):
 class Regions:
     """The boundaries in use, kept between steps; every rank keeps an equal copy.
 
-    every: how many reductions use the same boundaries.
+    every: how many reductions use the same boundaries. Fewer keep the regions more equal; each
+           estimate costs an allgather.
     """
 
     def __init__(self, every: int = 64) -> None:
@@ -81,9 +79,9 @@ class Regions:
         self._served, self._fullest = int(record["served"]), float(record["fullest"])
 
     def agree(self, picks: SparseVector, transport: Transport) -> Cut:
-        """Return the regions of this step; where they are due, new ones for these picks."""
+        """Return the regions of this step, estimated from these picks if that is due."""
         cut = self._cut
-        # The same on all ranks, as each keeps an equal copy: none is in `estimate` alone.
+        # All ranks keep equal copies, so they all call `estimate`, a collective, or none does.
         if (
             cut is None
             or self._served == self.every
@@ -95,10 +93,10 @@ class Regions:
         return cut
 
     def note_loads(self, loads: Sequence[int]) -> None:
-        """Take in how many entries each region got; one too full asks for new boundaries.
+        """Note how many entries each region got; if one got too many, estimate anew next time.
 
-        It is compared with the load when the boundaries were new, not with an equal share: one
-        index that all ranks pick cannot be divided.
+        The fullest is compared with the load when the boundaries were new, not with an equal share:
+        a single index that all ranks pick cannot be divided.
         """
         fullest = max(loads) * len(loads) / max(1, sum(loads))
         if self._served == 1:
@@ -122,59 +120,54 @@ def estimate(picks: SparseVector, transport: Transport) -> Cut:
     np.add.at(picked, (ranks, np.searchsorted(bounds[1:-1], points, side="right")), weights)
     everyone = np.arange(size)
 
-    def stay(turn: int) -> tuple[int, int, int]:
-        """Return how many picks stay on the rank with the fewest, and on all, by this rotation."""
-        of_each = picked[everyone, (everyone - turn) % size]
-        # First the rank on which the fewest stay: it sends the most, and the others wait for it.
-        return int(of_each.min()), int(of_each.sum()), -turn
+    def preference(rotation: int) -> tuple[int, int, int]:
+        """Return the fewest picks that stay on any rank, then those on all ranks together."""
+        # The rank on which the fewest stay sends the most, and all others wait for it.
+        staying = picked[everyone, (everyone - rotation) % size]
+        return int(staying.min()), int(staying.sum()), -rotation
 
-    turn = max(range(size), key=stay)
-    return Cut(bounds, [(region + turn) % size for region in range(size)])
+    rotation = max(range(size), key=preference)
+    return Cut(bounds, [(region + rotation) % size for region in range(size)])
 
 
 def _ends(ranks: Array, points: Array, weights: Array, targets: Array) -> list[int]:
-    """Return, for each target (ascending), the index before which so many picks of all ranks lie.
+    """Return, for each target (ascending), the index before which all ranks have so many picks.
 
-    Of a quantile the last pick's index is known; the others are assumed to be evenly spread:
-    a rank's picks up to an index are a line that bends and steps up where a quantile ends. The
-    sum of these lines is walked from bend to bend, by single operations of float64, which every
-    processor rounds alike.
+    Only the index of a quantile's last pick is known; the others are taken to be evenly spread. So
+    a rank's count of picks up to an index is piecewise linear, with a step of 1 at the end of each
+    quantile. This inverts the sum of the ranks' counts, which is piecewise linear between all their
+    knots. It uses only single float64 operations, which every processor rounds alike: all ranks
+    must get the same boundaries.
     """
     begins = np.where(np.diff(ranks, prepend=-1) > 0, -1, np.roll(points, 1))
     slopes = (weights - 1) / (points - begins)
-    bends = np.concatenate([begins, points])
-    # Stable: the sorts of NumPy differ by processor in how they order equal bends, and all ranks
-    # must come to the same boundaries.
-    order = np.argsort(bends, kind="stable")
-    bends, slope = bends[order], np.cumsum(np.concatenate([slopes, -slopes])[order])
-    # The last pick of a quantile is where it is known to be: there the line steps up by one.
+    knots = np.concatenate([begins, points])
+    # Stable: otherwise the order of equal knots depends on the processor.
+    order = np.argsort(knots, kind="stable")
+    knots, slope = knots[order], np.cumsum(np.concatenate([slopes, -slopes])[order])
     steps = (order >= begins.size).astype(np.float64)
-    passed = np.concatenate([[0.0], np.cumsum(slope[:-1] * np.diff(bends))]) + np.cumsum(steps)
-    after = np.minimum(np.searchsorted(passed, targets), passed.size - 1)
-    # A target within a stretch is met only at its end: go back along the slope, which is above zero
-    # where the line has risen past the target.
-    too_far = np.maximum(0.0, passed[after] - steps[after] - targets)
-    back = np.divide(too_far, slope[after - 1], out=np.zeros_like(too_far), where=too_far > 0)
-    back = np.clip(np.ceil(back), 0, bends[after] - bends[after - 1]).astype(np.int64)
-    return [int(index) + 1 for index in bends[after] - back]
+    counts = np.concatenate([[0.0], np.cumsum(slope[:-1] * np.diff(knots))]) + np.cumsum(steps)
+    after = np.minimum(np.searchsorted(counts, targets), counts.size - 1)
+    # From the first knot with at least `target` picks, go back along the slope before it, which is
+    # positive if the count exceeds the target by more than the knot's step.
+    excess = np.maximum(0.0, counts[after] - steps[after] - targets)
+    back = np.divide(excess, slope[after - 1], out=np.zeros_like(excess), where=excess > 0)
+    back = np.clip(np.ceil(back), 0, knots[after] - knots[after - 1]).astype(np.int64)
+    return [int(index) + 1 for index in knots[after] - back]
 
 
 def _gather_quantiles(picks: SparseVector, transport: Transport) -> tuple[Array, Array, Array]:
     """Return rank, last index and size of every rank's quantiles, int64 [m] each.
 
-    A message is a vector: at the last index of each quantile, how many picks are in it.
+    They are sent as a sparse vector: its value at a quantile's last index is the quantile's size.
     """
     ends = quantile_ends(picks.entries, QUANTILES_PER_RANK * transport.size)
     lasts = at_positions(picks.indices, [end - 1 for end in ends])
     sizes = np.diff([0, *ends]).astype(picks.values.dtype)
     mine = SparseVector(lasts, sizes, picks.length)
-    number = transport.begun
-    # For k any number will do that is the same on all ranks.
-    messages = transport.allgather(wire.encode(mine, QUANTILES_PER_RANK, number=number).message)
-    quantiles = [
-        wire.decode(message, mine, QUANTILES_PER_RANK, sender, number=number).vector
-        for message, sender in zip(messages, transport.ranks, strict=True)
-    ]
+    k = QUANTILES_PER_RANK  # any number that is the same on all ranks
+    message = wire.encode(mine, k, number=transport.begun).message
+    quantiles = [each.vector for each in wire.allgather(message, mine, k, transport)]
     return (
         np.repeat(np.arange(transport.size), [vector.entries for vector in quantiles]),
         np.concatenate([vector.indices for vector in quantiles]).astype(np.int64),

@@ -1,21 +1,22 @@
-"""shards: sums one shard of the vector a step, with all its values rounded for sending.
+"""shards: each step sums one shard of the vector, densely, with rounded values.
 
     period 2      0 1 0 1 0 1 0 1       blocks of 256 elements; step t exchanges those of shard
-                                        t mod period. No indices travel
+                                        t mod period. No indices are sent
     a shard       | part 0 | part 1 | part 2 |      as many parts as ranks, each owned by one
 
     to owners     rank r sends Q(part p) to every owner p       P - 1 messages
                   and keeps part p - Q(part p)
-    sum           the owner adds its own part, what comes, and what it has kept: T
+    sum           the owner adds its own part, all received parts, and its kept error: T
     from owners   everyone gets U = Q(T)                        an allgather
-                  the owner keeps T - U for the shard's next turn
+                  the owner keeps the error T - U until the shard's next turn
 
-A rank sends 2 (P-1)/P of the shard's values, so 2 (P-1)/P * bits / (32 period) of what a float32
-gradient takes. Where top-k sends large entries and their places, this sends all of a quarter, say,
-of the entries: as good where all are of one size, as Adam's steps are.
+A rank sends 2 (P-1)/P of the shard's values, so 2 (P-1)/P * bits / (32 period) of the bytes of a
+float32 gradient. Top-k sends the large entries and their indices; this sends all entries of, say,
+a quarter of the vector. It does as well if all entries are of about the same size, as Adam's steps
+are.
 
-Conservation, coordinate by coordinate and summed over ranks: values = update + `lost` + what the
-owners keep more than before. Rounding is that of `wire.format`, whose errors are exact.
+Conservation, coordinate by coordinate and summed over ranks: values + kept before = update + `lost`
++ kept after. Values are rounded as in `wire.format`, with exact errors.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ from ..wire import NOBODY, Encoded, Format
 from .conservation import lowest_refusing
 from .hierarchical import shard_bounds
 
-BLOCK = 256  # elements that have their turn together, and share a scale
-STAMP_BYTES = 4  # behind the values: which shard they are of
+BLOCK = 256  # consecutive elements in a shard, which share a scale
+STAMP_BYTES = 4  # after the values: the number of their shard
 
 
 class Shared(NamedTuple):
     """One rank's result of a shard's exchange.
 
     update: the agreed values of the shard, bit-identical on all ranks, [m].
-    lost:   the rounding errors of this rank's values, to be put back into its residual, [m].
+    lost:   the rounding errors of this rank's values, to be added to its residual, [m].
     kept:   the rounding errors of the sum of the part that this rank owns, [own part].
     """
 
@@ -52,14 +53,14 @@ class Shared(NamedTuple):
 
 
 def shard_indices(shard: int, period: int, like: Array) -> Array:
-    """Return the indices of a shard's elements in a vector, ascending; on the vector's device.
+    """Return the ascending indices of a shard's elements in the vector `like`, on its device.
 
-    like: the vector. Each of its elements is in one of the shards 0 .. period - 1.
+    Each element is in exactly one of the shards 0 .. period - 1.
     """
     arrays, dtype = module_of(like), index_dtype(like.size)
     starts = arrays.arange(shard * BLOCK, like.size, period * BLOCK, dtype=dtype)
     indices: Array = (starts[:, None] + arrays.arange(BLOCK, dtype=dtype)).ravel()
-    # The last block may be cut; where it begins no index is so large that it comes around.
+    # The last block may reach beyond the vector's end.
     outside = int(starts[-1]) + BLOCK - like.size if starts.size else 0
     return indices[: indices.size - max(0, outside)]
 
@@ -81,16 +82,16 @@ def reduce(
     """Sum a shard over the ranks.
 
     values:  this rank's, float32 or float64 [m], of as many elements on every rank.
-    kept:    what this rank kept of its own part when the shard had its last turn, [own part].
-    shard:   whose turn it is, 0 .. 2^31 - 1: a MessageError where ranks do not agree on it.
+    kept:    `Shared.kept` of the shard's last turn, [own part]; zeros in its first.
+    shard:   the shard's number, 0 .. 2^31 - 1; MessageError if ranks pass different ones.
     code:    of the values on the wire: one of VALUE_CODES, equal on all ranks.
-    refuses: whether this rank takes no part, as with a gradient that is not finite.
-    Raises NonFiniteError, on all ranks alike, where one refuses, or has or adds up to what is not
-    finite; MessageError and PeerError as reductions do.
+    refuses: this rank takes no part, for example since its gradient is not finite.
+    Raises NonFiniteError, on all ranks alike, if one refuses, or if values or sums are not finite;
+    MessageError and PeerError as reductions do.
     """
     with (
         transport.operation("a reduction by shards"),
-        np.errstate(over="ignore", invalid="ignore"),  # sums that overflow end in an error below
+        np.errstate(over="ignore", invalid="ignore"),  # an overflow raises NonFiniteError instead
     ):
         summed, lost, refused_by = to_owners(
             values, transport, shard=shard, code=code, refuses=refuses
@@ -119,11 +120,11 @@ def to_owners(
     rank, size = transport.rank, transport.size
     bounds = shard_bounds(values.size, size)
     refused_by = transport.ranks[rank] if refuses or not all_finite(values) else NOBODY
-    # A rank that refuses sends zeros: messages keep their sizes, and nobody waits in vain.
+    # A rank that refuses sends zeros: every peer still gets the message that it waits for.
     sent = values if refused_by == NOBODY else np.zeros_like(values)
     own = slice(*bounds[rank : rank + 2])
     lost = np.zeros_like(values)
-    # A copy: it is added to, and the caller's values stay as they are.
+    # A copy, so that the caller's values are not modified.
     total = sent[own].copy()
     messages = []
     for distance in range(1, size):
@@ -135,7 +136,7 @@ def to_owners(
     sources = [(rank - distance) % size for distance in range(1, size)]
     for source, message in zip(sources, transport.exchange_all(messages, sources), strict=True):
         theirs, their_refusal = _decode(message, total, source, transport, shard, code)
-        # In an order of this owner's own: nobody else adds these up, so none has to agree on it.
+        # In any order: only this owner adds these up.
         total += theirs
         refused_by = lowest_refusing(refused_by, their_refusal)
     return total, lost, refused_by
@@ -156,7 +157,7 @@ def _from_owners(
     for source, message in enumerate(transport.allgather(encoded.message)):
         part = update[bounds[source] : bounds[source + 1]]
         if source == rank:
-            # Rounded here, too: the update is the same on all ranks, to the bit.
+            # The rounded values, so that all ranks have the same update, bit for bit.
             part[:] = rounded
             continue
         part[:], their_refusal = _decode(message, part, source, transport, shard, code)

@@ -1,18 +1,18 @@
-"""Threshold: counts each region's entries among the `wanted` largest of all regions.
+"""Threshold: count how many entries of each region are among the `wanted` largest of all regions.
 
-Entries have one order: the larger |value| first; among equals the lower index, so the lower
-region. Each owner sorts its own. In a round it sends the last value of each of 64 equal quantiles
-of its undecided entries. All learn between which two of these the last wanted entry lies: what
-comes before is in, what comes after is out. Drawn with two quantiles:
+Entries are ordered by |value|, the largest first; among equals the lower index (and so the lower
+region) comes first. Each owner sorts its own. In a round it sends the last value of each of 64
+equal quantiles of its undecided entries. From these all ranks find two samples with the last wanted
+entry between them: entries before them are in, entries after them are out. With two quantiles:
 
-    region 0    in in | 9 7  6 4 | out       sends 7 4        5 are wanted and 3 are in: up to 8
-    region 1    in    | 8    5 3 | out       sends 8 3        there is 1 more, up to 7 there are 3
+    region 0    in in | 9 7  6 4 | out       sends 7 4        5 are wanted and 3 are in: 2 more.
+    region 1    in    | 8    5 3 | out       sends 8 3        3 lie up to 7: those after it are out
 
     region 0    in in | 9 7 | out            sends 9 7        each quantile is one entry: the 2 more
     region 1    in    | 8   | out            sends 8          are 9 and 8
 
-A round leaves about a 32nd undecided: 25 thousand entries on each of 16 ranks take three, each an
-allgather of 0.4 KB a rank (0.6 KB in float64). The result is exact: ties, too, have an order.
+A round leaves about 1/32 undecided: 25 thousand entries on each of 16 ranks take three rounds, each
+an allgather of 0.4 KB a rank (0.6 KB in float64). The result is exact, ties included.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from .conservation import lowest_refusing
 from .regions import at_positions, quantile_ends
 
 QUANTILES: Final = 64
-NUMBERS_BYTES: Final = 3 * 8  # in a message, before the samples
+NUMBERS_BYTES: Final = 3 * 8  # of a message's low, high and load, before the samples
 
 
 class RegionQuotas(NamedTuple):
-    """The result, the same on all ranks; by region, in their order.
+    """The result, the same on all ranks.
 
-    counts: how many of its largest entries are among the `wanted` largest.
-    loads:  the `load` that the region's owner passed.
+    counts: by region, how many of its largest entries are among the `wanted` largest.
+    loads:  by region, the `load` that its owner passed.
     """
 
     counts: list[int]
@@ -47,7 +47,7 @@ class RegionQuotas(NamedTuple):
 
 
 class _RegionCounts(NamedTuple):
-    """One region's part in a round: of its entries in order, low..high-1 are undecided."""
+    """A region's state in a round: of its entries in order, low..high-1 are undecided."""
 
     low: int
     high: int
@@ -68,69 +68,74 @@ def region_quotas(
 
     total:  the entries of this rank's region, finite.
     owners: the rank of each region.
-    load, refused_by: further numbers that all ranks exchange.
+    load, refused_by: this rank's; they are exchanged along with the samples.
     """
     here = owners.index(transport.rank)
-    keys = -abs(total.values)  # ascending, the largest come first
+    keys = -abs(total.values)  # negated, so that ascending order puts the largest first
     keys.sort()
-    # A region has at most `wanted` entries in the result: those behind are out from the beginning.
+    # At most `wanted` entries of a region can be in the result: the rest are out at once.
     low, high = 0, min(wanted, total.entries)
-    # All ranks have the same numbers of each round, so they leave the loop in the same one.
+    # All ranks see the same numbers in each round, so they all leave the loop in the same one.
     while True:
         lasts = [low + end - 1 for end in quantile_ends(high - low, QUANTILES)]
         mine = _RegionCounts(low, high, load, refused_by, at_positions(keys, lasts))
-        told = _gather_counts(mine, total, wanted, owners, transport)
-        shares = RegionQuotas(
-            [region.high for region in told],
-            [region.load for region in told],
-            lowest_refusing(*(region.refused_by for region in told)),
+        regions = _gather_counts(mine, total, wanted, owners, transport)
+        quotas = RegionQuotas(
+            [region.high for region in regions],
+            [region.load for region in regions],
+            lowest_refusing(*(region.refused_by for region in regions)),
         )
-        if shares.refused_by != NOBODY or sum(shares.counts) <= wanted:
-            return shares
-        search = _Search(told)
-        before, last = search.bracket(wanted - sum(region.low for region in told))
+        if quotas.refused_by != NOBODY or sum(quotas.counts) <= wanted:
+            return quotas
+        search = _Search(regions)
+        before, last = search.bracket(wanted - sum(region.low for region in regions))
         if search.is_exact:
-            return shares._replace(counts=search.counts(last))
+            return quotas._replace(counts=search.counts(last))
         if before is not None:
             low = search.count(before, keys, here)
         high = search.count(last, keys, here)
 
 
 class _Search:
-    """The samples of a round, in the order of entries.
+    """The samples of all regions in one round, in the order of entries.
 
     is_exact: whether every undecided entry is a sample.
     """
 
-    def __init__(self, told: Sequence[_RegionCounts]) -> None:
-        ends = [quantile_ends(region.high - region.low, QUANTILES) for region in told]
+    def __init__(self, states: Sequence[_RegionCounts]) -> None:
+        ends = [quantile_ends(region.high - region.low, QUANTILES) for region in states]
         sizes = [np.diff([0, *region]) for region in ends]
-        # Entries of a region's next quantile that may come before its sample, which is its last.
+        # A sample is its quantile's last entry. The quantile's others are hidden: before a sample
+        # of another region there may be as many as the region's next quantile hides.
         hidden_at_first = sum(int(quantiles[0]) - 1 for quantiles in sizes if quantiles.size)
         hidden_next = [np.append(quantiles[1:], 1)[: quantiles.size] - 1 for quantiles in sizes]
-        regions = np.repeat(np.arange(len(told)), [len(region) for region in ends])
-        starts = np.repeat([region.low for region in told], [len(region) for region in ends])
+        regions = np.repeat(np.arange(len(states)), [len(region) for region in ends])
+        starts = np.repeat([region.low for region in states], [len(region) for region in ends])
         counts = starts + np.concatenate(ends).astype(np.int64)
-        values = np.concatenate([region.samples for region in told])
-        # By |value|, then region, then place in it: an order in which no two entries are equal.
+        values = np.concatenate([region.samples for region in states])
+        # By |value|, then region, then place in it: a total order.
         order = np.lexsort((counts, regions, values))
-        self._lows = [region.low for region in told]
+        self._lows = [region.low for region in states]
         self._regions, self._counts, self._values = regions[order], counts[order], values[order]
         size, hidden = np.concatenate(sizes)[order], np.concatenate(hidden_next)[order]
         self.is_exact = bool(size.max() == 1)
-        # How many undecided entries come up to each sample: at least these, and at most those.
+        # At least so many undecided entries are before each sample, itself included: the quantiles
+        # that end there. At most so many: also what each region's next quantile hides, but for the
+        # sample's own region, where that comes after it.
         self._least = np.cumsum(size)
-        # Less the hidden ones of a sample's own next quantile: they come behind it.
         self._most = self._least + hidden_at_first + np.cumsum(hidden - size + 1) - hidden
 
     def bracket(self, needed: int) -> tuple[int | None, int]:
-        """Return the last sample with certainly fewer than `needed` entries up to it (or None),
-        and the first with certainly as many."""
+        """Return the samples between which the `needed`-th entry lies.
+
+        The last sample with certainly fewer than `needed` entries up to it (or None), and the first
+        with certainly as many.
+        """
         fewer = np.flatnonzero(self._most < needed)
         return int(fewer[-1]) if fewer.size else None, int(self._least.searchsorted(needed))
 
     def counts(self, sample: int) -> list[int]:
-        """Return how many entries of each region come up to a sample, where all are samples."""
+        """Return how many entries of each region come up to a sample, if all are samples."""
         seen = np.bincount(self._regions[: sample + 1], minlength=len(self._lows))
         return [low + int(count) for low, count in zip(self._lows, seen, strict=True)]
 
@@ -150,30 +155,28 @@ def _gather_counts(
     owners: Sequence[int],
     transport: Transport,
 ) -> list[_RegionCounts]:
-    """Gather every region owner's numbers, by region, in the extra bytes of empty messages.
+    """Gather the states of all regions, by region, in the extra bytes of empty messages.
 
-    low, high and load, int64 [3], and the samples, filled up to as many as there may be.
+    Those are low, high and load, int64 [3], then the samples, padded to the most there may be.
     """
     nothing = like.take(slice(0))
-    # The same size on all ranks: `decode` must know it before it can read the number of samples.
+    # The same size on all ranks, as `decode` must know it in advance.
     extra = np.zeros(NUMBERS_BYTES + min(QUANTILES, wanted) * mine.samples.itemsize, np.uint8)
     extra[:NUMBERS_BYTES].view(np.int64)[:] = mine.low, mine.high, mine.load
     extra[NUMBERS_BYTES:].view(mine.samples.dtype)[: mine.samples.size] = mine.samples
-    number = transport.begun
-    encoded = wire.encode(nothing, wanted, extra=extra, refused_by=mine.refused_by, number=number)
-    messages = transport.allgather(encoded.message)
-    told = []
+    message = wire.encode(
+        nothing, wanted, extra=extra, refused_by=mine.refused_by, number=transport.begun
+    ).message
+    ranks = wire.allgather(message, nothing, wanted, transport, extra_bytes=extra.size)
+    regions = []
     for owner in owners:
-        sender = transport.ranks[owner]
-        _, extra, refused_by = wire.decode(
-            messages[owner], nothing, wanted, sender, extra_bytes=extra.size, number=number
-        )
+        _, extra, refused_by = ranks[owner]
         low, high, load = extra[:NUMBERS_BYTES].view(np.int64).tolist()
         if not 0 <= low <= high <= wanted:
             raise MessageError(
-                f"the message from rank {sender} is malformed: of its {wanted} largest entries "
-                f"number {low} to {high} should be undecided"
+                f"the message from rank {transport.ranks[owner]} is malformed: of its {wanted} "
+                f"largest entries number {low} to {high} should be undecided"
             )
         samples = extra[NUMBERS_BYTES:].view(mine.samples.dtype)[: min(QUANTILES, high - low)]
-        told.append(_RegionCounts(low, high, load, refused_by, samples))
-    return told
+        regions.append(_RegionCounts(low, high, load, refused_by, samples))
+    return regions

@@ -1,4 +1,4 @@
-"""topk-allgather: everyone's picks to everyone; the update is their union.
+"""topk-allgather: every rank sends its picks to every other; the update is the sum of them all.
 
 Each rank sends P-1 lists of k entries, and updates up to k P coordinates.
 """
@@ -24,19 +24,14 @@ def reduce(
     selected: SparseVector, k: int, transport: Transport, *, format: Format = EXACT
 ) -> tuple[SparseVector, SparseVector]:
     """Sum the ranks' lists, in rank order; only rounding returns. k does not bound the update."""
-    ranks, number = transport.ranks, transport.begun
+    ranks = transport.ranks
     picks, refused_by = check_finite(selected, ranks[transport.rank])
-    encoded = wire.encode(picks, k, format, refused_by=refused_by, number=number)
-    messages = transport.allgather(encoded.message)
-    lists = [
-        wire.decode(message, selected, k, sender, format, number=number)
-        for message, sender in zip(messages, ranks, strict=True)
-    ]
+    encoded = wire.encode(picks, k, format, refused_by=refused_by, number=transport.begun)
+    lists = wire.allgather(encoded.message, selected, k, transport, format)
     update = sum_by_index([decoded.vector for decoded in lists])
-    # All ranks see that the sum is not finite; so the lowest of them is named as its finder.
-    update, refused_by = check_finite(
-        update, ranks[0], lowest_refusing(*(d.refused_by for d in lists))
-    )
+    refused_by = lowest_refusing(*(decoded.refused_by for decoded in lists))
+    # Every rank has the same sum: if it is not finite, the lowest rank is named.
+    update, refused_by = check_finite(update, ranks[0], refused_by)
     if refused_by != wire.NOBODY:
         return split_result(refused(selected, refused_by))
     error = rounding_error(picks, encoded.vector, format)

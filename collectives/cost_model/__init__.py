@@ -1,11 +1,13 @@
-"""Predicts the time of every algorithm on the measured network, and chooses the one to use.
+"""Predict the time of every algorithm on the measured network, and choose the one to use.
 
 calibration = calibrate(transport)                  measured once, the same on every rank
 best, *others = choose(length, calibration, ...)    predictions, the cheapest first
 
-prediction.py         seconds and bytes of a reduction; schedules.py: its messages, round by round
-network.py            ranks, nodes, links and the rates of the machines, which it is computed from
-calibration.py        measures these; probes.py, per_call_overhead.py: how; cache.py: keeps them
+prediction.py         seconds and bytes of a reduction
+schedules.py          its messages, round by round
+network.py            inputs of a prediction: ranks, nodes, links and rates of the machines
+calibration.py        measures the inputs, by probes.py and per_call_overhead.py
+cache.py              keeps the calibration in a file
 choice.py             orders the candidates under a budget
 """
 

@@ -4,13 +4,12 @@ A calibration is kept as a small JSON file for the hosts that it was measured on
 
     {"facts": what it depends on, "saved": seconds since 1970, "calibration": ...}
 
-A file that is damaged, old or about other facts is ignored: measuring again takes seconds. Of the
-files in the cache's folder the newest are kept: where hosts have new names each day, as containers
-do, none is ever read again.
+A file that is damaged, old or for other facts is ignored: measuring again takes seconds. Only the
+newest files in the cache's folder are kept, as containers may have new host names each day, and
+their files are never read again.
 
-Before a kept calibration is used, a few short reductions check that its links between hosts still
-hold: there may be another network by now, another route, another shaper. That takes a tenth of a
-second where they do.
+Before a kept calibration is used, a few short reductions check its links between hosts, since the
+network, a route or a traffic shaper may have changed. That takes a tenth of a second.
 """
 
 from __future__ import annotations
@@ -44,17 +43,17 @@ from .probes import Clock, agree_on_mean
 
 OLDEST_SECONDS: Final = 7 * 86400.0
 MOST_FILES: Final = 64
-# Also the temporary file of a process that was killed while it wrote.
+# With a number at its end: the temporary file of a process that was killed while writing.
 _NAME: Final = re.compile(r"calibration-[0-9a-f]{16}\.json(\.\d+)?")
 
 Facts = Mapping[str, str]
 
 
 def cache_path(facts: Facts) -> Path | None:
-    """Return the file for a calibration that holds for these facts; None without a home folder."""
+    """Return the cache file for these facts; None without a home folder."""
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:  # neither HOME nor an account of this user id, as in some containers
+    except RuntimeError:  # in some containers HOME is unset and the user id has no account
         return None
     digest = hashlib.blake2b(json.dumps(dict(facts), sort_keys=True).encode(), digest_size=8)
     return Path(base, "gtopk", f"calibration-{digest.hexdigest()}.json")
@@ -65,7 +64,7 @@ def load(path: Path, facts: Facts, ranks: int) -> Calibration | None:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         age_seconds = time.time() - record["saved"]
-        # Nor from the future: under a clock that was set back it would never be too old.
+        # A file from the future, written before a clock was set back, would never expire.
         if record["facts"] != dict(facts) or not 0 <= age_seconds < OLDEST_SECONDS:
             return None
         found = calibration_from(record["calibration"])
@@ -77,10 +76,7 @@ def load(path: Path, facts: Facts, ranks: int) -> Calibration | None:
 
 
 def save(path: Path, facts: Facts, calibration: Calibration) -> bool:
-    """Write a temporary file and rename it; tell whether that worked.
-
-    The temporary file is removed when that fails.
-    """
+    """Write a temporary file and rename it; return False if that fails."""
     if not path.name:  # "." and "/" have none
         return False
     record = {"facts": dict(facts), "saved": time.time(), "calibration": as_json(calibration)}
@@ -99,12 +95,12 @@ def save(path: Path, facts: Facts, calibration: Calibration) -> bool:
 
 
 def _remove_oldest(written: Path) -> None:
-    """Remove all but the newest files beside one that was written into the cache's folder."""
-    if not _NAME.fullmatch(written.name):  # a file of the user's own
+    """Remove all but the newest files beside the one written, if that is in the cache's folder."""
+    if not _NAME.fullmatch(written.name):  # GTOPK_CALIBRATION names a file elsewhere
         return
 
     def modified_at(path: Path) -> float:
-        with contextlib.suppress(OSError):  # another run has removed it
+        with contextlib.suppress(OSError):  # another process has removed it
             return path.stat().st_mtime
         return 0.0
 
@@ -139,14 +135,14 @@ def calibration_from(record: Mapping[str, Any]) -> Calibration:
         network["agreement_seconds"] = _seconds(network["agreement_seconds"])
     for name, least in (("ranks", 1), ("ranks_per_node", 1), ("native_bytes", 0)):
         is_none = name.endswith("bytes") and network[name] is None
-        # Not isinstance, to which True is an integer.
+        # Not isinstance, for which True is an int.
         if not is_none and (type(network[name]) is not int or network[name] < least):
             raise ValueError(
                 f"{name} must be a whole number from {least} on, got {network[name]!r}"
             )
-    crowding = network["ranks_per_core"]
-    if type(crowding) not in (int, float) or not 1 <= crowding < math.inf:
-        raise ValueError(f"ranks_per_core must be a number from 1 on, got {crowding!r}")
+    sharing = network["ranks_per_core"]
+    if type(sharing) not in (int, float) or not 1 <= sharing < math.inf:
+        raise ValueError(f"ranks_per_core must be a number from 1 on, got {sharing!r}")
     link = network["between"]
     if link is None or (link.burst_bytes and not link.seconds_per_byte):
         raise ValueError("a network needs a link, and a link with a burst a bandwidth")
@@ -169,28 +165,28 @@ def _seconds(number: Any) -> float:
     return seconds
 
 
-WRONG: Final = 2.0  # ratio of measured and expected time, either way, from which links have changed
-NEGLIGIBLE_SECONDS: Final = 5e-3  # busy hosts take that much longer now and then
+WRONG: Final = 2.0  # a link has changed if its time is off by this factor, up or down
+NEGLIGIBLE_SECONDS: Final = 5e-3  # smaller differences are ignored: hosts may be busy
 LONG_SECONDS: Final = 0.02  # expected time of the reduction that checks the bandwidth
-GOES: Final = 3  # repetitions, of which the shortest counts
+RUNS: Final = 3  # of which the shortest counts
 _MANY: Final = 1 << 22  # values
 
 
 def still_holds(transport: Transport, calibration: Calibration, clock: Clock) -> bool:
-    """Tell whether reductions take as long as predicted; every rank calls it; the same on all."""
+    """Tell whether reductions take as long as predicted; a collective, the same on all ranks."""
     network = calibration.network
     if network.is_one_node:
         return True
 
-    def should_take(length: int) -> Prediction:
+    def expected(length: int) -> Prediction:
         return predict(Candidate("dense"), length, network, calibration.rates)
 
-    def is_right(go: Callable[[], object], expected_seconds: float) -> bool:
+    def is_right(run: Callable[[], object], expected_seconds: float) -> bool:
         seconds: list[float] = []
-        while len(seconds) < GOES and sum(seconds) < 2 * LONG_SECONDS:
+        while len(seconds) < RUNS and sum(seconds) < 2 * LONG_SECONDS:
             begun = clock()
-            go()
-            # The mean of all ranks is the same on each: they all go on, or none does.
+            run()
+            # All ranks get the same mean, so they all continue, or none does.
             seconds.append(agree_on_mean(transport, clock() - begun))
         off = abs(min(seconds) - expected_seconds)
         return (
@@ -198,18 +194,18 @@ def still_holds(transport: Transport, calibration: Calibration, clock: Clock) ->
             or expected_seconds / WRONG <= min(seconds) <= expected_seconds * WRONG
         )
 
-    many = should_take(_MANY)
+    many = expected(_MANY)
     each = (many.communicate_seconds - many.latency_seconds) / _MANY
-    # Most of it is beyond the bytes that a token bucket lets pass at once.
+    # Long enough that a token bucket's burst is at most half of it.
     past_burst = 2 * network.between.burst_bytes / np.float32().itemsize
     length = max(LONG_SECONDS / each if each else 0.0, past_burst)
     array = np.zeros(max(1, min(_MANY, round(length))), np.float32)
     return is_right(transport.barrier, network.expected_agreement_seconds) and is_right(
-        lambda: transport.allreduce(array), should_take(array.size).communicate_seconds
+        lambda: transport.allreduce(array), expected(array.size).communicate_seconds
     )
 
 
-# The version of a calibration's meaning: increased when the meaning of a field, or the way it is
+# The version of the cost model. Increased whenever the meaning of a field, or the way it is
 # measured, changes, so that older files are not used.
 MODEL: Final = 5
 
@@ -222,37 +218,36 @@ def calibrate(
 ) -> Calibration:
     """Return the calibration; every rank must call it, and all get rank 0's.
 
-    A kept calibration is used if the links still hold; else all is measured anew.
-    facts: what else it depends on, besides hosts, transport, kernels and formats: versions.
-    GTOPK_CALIBRATION=off assumes Gigabit Ethernet and measures nothing; =fresh measures in any
-    case; =PATH keeps the cache in that file. Without it the cache is in XDG_CACHE_HOME, or in the
-    home folder's .cache; without a home folder nothing is kept.
+    A kept calibration is used if the links still behave as measured; otherwise all is measured.
+    facts: what else it depends on, such as versions, besides hosts, transport, kernels and formats.
+    GTOPK_CALIBRATION=off assumes Gigabit Ethernet and measures nothing; =fresh always measures;
+    =PATH keeps the cache in that file. Without it the cache is in XDG_CACHE_HOME, or in the home
+    folder's .cache; without a home folder nothing is kept.
     """
-    setting = environment.calibration()  # rank 0's is used
-    word = setting.lower()
+    setting = environment.calibration()  # only rank 0's is used
+    mode = setting.lower()
     # A collective, so before anything that depends on rank 0's own setting.
     known = _facts(transport, formats, facts or {})
     found, path, is_kept = None, None, False
-    if transport.rank == 0 and word == "off":
+    if transport.rank == 0 and mode == "off":
         found = assumed(transport.size)
     elif transport.rank == 0:
-        path = cache_path(known) if word in ("", "fresh") else Path(setting)
-    if path is not None and word != "fresh":
+        path = cache_path(known) if mode in ("", "fresh") else Path(setting)
+    if path is not None and mode != "fresh":
         found = load(path, known, transport.size)
         if is_kept := found is not None:
             found = replace(found, origin=f"{found.origin}, kept in {path}")
     record, is_kept = transport.broadcast_object([as_json(found) if found else None, is_kept])
     if record is not None:
-        told = calibration_from(record)
-        # All ranks take this branch alike: both were broadcast, and `still_holds` is the same on
-        # all.
-        if not is_kept or still_holds(transport, told, clock):
-            return told
+        kept = calibration_from(record)
+        # All ranks decide alike: both were broadcast, and `still_holds` agrees.
+        if not is_kept or still_holds(transport, kept, clock):
+            return kept
     calibration = measure(transport, formats, clock)
     if path is not None:
         save(path, known, calibration)
     if is_kept:
-        return replace(calibration, origin=f"{calibration.origin}: what was kept holds no more")
+        return replace(calibration, origin=f"{calibration.origin}: the kept one is out of date")
     return calibration
 
 
@@ -262,7 +257,7 @@ def _facts(transport: Transport, formats: Sequence[Format], more: Mapping[str, s
     hosts = transport.gather_object(socket.gethostname())
     return {
         "model": str(MODEL),
-        # In rank order: a, a, b, b is another network than a, b, a, b.
+        # In rank order, as a, a, b, b is another network than a, b, a, b.
         "hosts": ", ".join(f"{len([*ranks])} x {host}" for host, ranks in groupby(hosts)),
         "ranks a core": f"{ranks_per_core(transport):.4g}",
         "transport": transport.name,
@@ -270,7 +265,7 @@ def _facts(transport: Transport, formats: Sequence[Format], more: Mapping[str, s
         "kernels": in_use(),
         "formats": ", ".join("+".join(format) for format in formats),
         "messages": "checked" if transport.checks_messages else "as they are",
-        # A view of all ranks has another allreduce than the transport itself.
+        # A subset of all ranks may have another allreduce than the transport itself.
         "allreduce": "of messages" if native_bytes == sys.maxsize else f"own from {native_bytes} B",
         **more,
     }

@@ -1,22 +1,21 @@
-"""Calibration: measure links and rates once, in four seconds or so, and agree on the result.
+"""Calibration: measure links and rates once, in about four seconds, and agree on the result.
 
-    phase       who, all at the same time                          seconds at most
+    phase       ranks, all at the same time                        seconds at most
     within      rank 0 <-> 1, 2 <-> 3, ... of every node           0.2
-                rank 0 <-> the last one, where they are odd        0.2
+                rank 0 <-> the last one, if their number is odd    0.2
     between     first rank of node 0 <-> 1, 2 <-> 3, ...           0.4, and 0.2 to rest
                 that of node 0 <-> the last one, likewise          0.4, and 0.2 to rest
     allreduce   all                                                0.4, and as long again; and to
                                                                    agree on its time
     agreement   all                                                9 log2 P latencies, 3 if long
-    crowding    all: who shares cores with whom                    one allgather
-    rates       each for itself                                    0.8
+    cores       all: which ranks share cores                       one allgather
+    rates       each rank by itself                                0.8
     calls       all                                                0.8, and 0.5 to rest
 
-Over an emulated link nothing is probed within or between nodes: what it carries is known.
+Emulated links are not probed, as their figures are known.
 
-The slowest way of the slowest pair and the slowest rank count: they are what a collective waits
-for. What is added is the latency of a few allgathers, and of a dozen goes of each probe where it is
-long.
+The slowest direction of the slowest pair, and the slowest rank, count: a collective waits for them.
+On top come the latency of a few allgathers, and on long links that of a dozen runs of each probe.
 """
 
 from __future__ import annotations
@@ -62,10 +61,10 @@ MERGE_SECONDS: Final = 0.1
 SUM_SECONDS: Final = 0.1
 CODE_SECONDS: Final = 0.2  # all formats together
 
-_SMALLEST, _LARGEST = 1 << 12, 1 << 22  # elements; beyond, nothing fits a cache anyway
-_DENSE: Final = 0.1  # where what each entry takes can be told from what each element does
-_LISTS: Final = 8  # that are added up
-# A link nobody has measured: Gigabit Ethernet.
+_SMALLEST, _LARGEST = 1 << 12, 1 << 22  # elements; larger vectors do not fit a cache either
+_DENSE: Final = 0.1  # a density at which the time per selected entry shows
+_LISTS: Final = 8  # that are summed
+# Gigabit Ethernet, for a link that was not measured.
 ASSUMED_LINK: Final = Link.of(1e9, 50e-6)
 
 
@@ -73,7 +72,7 @@ ASSUMED_LINK: Final = Link.of(1e9, 50e-6)
 class Calibration:
     """The network and the rates of the machines, the same on every rank.
 
-    origin: a text that says where they come from.
+    origin: where they come from, in words.
     """
 
     network: Network
@@ -82,7 +81,7 @@ class Calibration:
 
 
 def assumed(ranks: int) -> Calibration:
-    """Return the calibration that is assumed where nothing may be measured."""
+    """Return the calibration that is assumed if nothing may be measured."""
     return Calibration(Network(ranks, ASSUMED_LINK), DEFAULT_RATES, "assumed, not measured")
 
 
@@ -128,46 +127,46 @@ def measure_network(transport: Transport, clock: Clock = time.perf_counter) -> t
         return Network(1, Link(0.0, 0.0)), 1
     within: Link | None = None
     between: Link | None = None
-    if transport.link is not None:  # its ranks are a node each
+    if transport.link is not None:  # an emulated link, on which each rank is a node
         between = link_of_messages(transport.link)
     else:
         heads = nodes if place == 0 else []  # one rank a node, to measure the node's whole link
         inside = _probe(transport, node, place, WITHIN_SECONDS, clock)
         across = _probe(transport, heads, nodes.index(node[0]), BETWEEN_SECONDS, clock)
         within, between = (_slowest_link(transport, link) for link in (inside, across))
-    # With one node alone its own link stands for the one between nodes, which nothing takes.
+    # With a single node, nothing uses the link between nodes: its own link takes that place.
     link = between or within
-    assert link is not None  # two ranks are on one node, or two nodes have one each
+    assert link is not None  # there are two ranks on some node, or two nodes
     size, messages = transport.size, 2 * rounds(transport.size)
     allreduce = None
-    # By the link, on which all have agreed: all ranks time it, or none does.
+    # Decided by the agreed link, so that all ranks time the allreduce, or none does. The smallest
+    # measurement has two allreduces.
     smallest = dense_bytes(SMALLEST_ALLREDUCE_BYTES, size, 1) * link.seconds_per_byte
-    # `time_allreduce` makes at least two of the smallest size.
     if 2 * (messages * link.latency_seconds + smallest) < ALLREDUCE_SECONDS:
         allreduce = time_allreduce(transport, ALLREDUCE_SECONDS, clock)
     native_bytes = transport.native_bytes()
     agreement_seconds = time_agreement(transport, clock)
     network = Network(
-        size,
-        link,
-        ranks_per_node,
-        within,
-        allreduce,
-        agreement_seconds,
-        native_bytes if native_bytes < sys.maxsize else None,
-        ranks_per_core(transport),
+        ranks=size,
+        between=link,
+        ranks_per_node=ranks_per_node,
+        within=within,
+        allreduce=allreduce,
+        agreement_seconds=agreement_seconds,
+        native_bytes=native_bytes if native_bytes < sys.maxsize else None,
+        ranks_per_core=ranks_per_core(transport),
     )
     if not in_order:
-        # Any message may leave its node, and share the link with those of the other ranks there.
+        # Any message may leave its node, and share the link with all other ranks there.
         shared = Link(link.latency_seconds, link.seconds_per_byte * ranks_per_node)
         network = network._replace(between=shared, ranks_per_node=1, within=None)
     return network, len(nodes)
 
 
 def _slowest_link(transport: Transport, mine: Link) -> Link | None:
-    """Return the worst of the ranks' measured links; None where no rank had a partner.
+    """Return the worst of the ranks' measured links; None if no rank had a partner.
 
-    Of the bursts the largest counts: disturbances of a swap can only hide a part of a burst.
+    The largest burst counts, as disturbances can only hide part of a burst.
     """
     found = Link(*agree_on_slowest(transport, mine))
     return None if math.isnan(found.latency_seconds) else found
@@ -178,8 +177,8 @@ def _probe(
 ) -> Link:
     """Return the worst link between this rank, at `place` in `ranks`, and its partners there.
 
-    Its numbers are NaN where this rank has no partner. Every rank of the transport must call it: no
-    pair is probed while others are still in the round before.
+    Its numbers are NaN if this rank has no partner. Every rank of the transport must call it, as a
+    barrier separates the rounds.
     """
     found = NOT_MEASURED
     for partner in _partners(place, len(ranks)):
@@ -192,7 +191,7 @@ def _probe(
 
 
 def _partners(place: int, count: int) -> tuple[int | None, int | None]:
-    """Return the partners of a place of `count` in both rounds; the second is for an odd count.
+    """Return a place's partners in both rounds; the second round is for an odd count.
 
     0 1 2 3 4    0 <-> 1, 2 <-> 3, then 0 <-> 4
     """
@@ -205,7 +204,7 @@ def _partners(place: int, count: int) -> tuple[int | None, int | None]:
 
 
 def _worse(a: Link, b: Link) -> Link:
-    # fmax: where one of the two was not measured, and is NaN, the other counts.
+    # fmax ignores NaN, which stands for what was not measured.
     return Link(*(float(number) for number in np.fmax(a, b)))
 
 
@@ -214,21 +213,21 @@ def measure_rates(
     clock: Clock = time.perf_counter,
     stopwatch: Clock = time.thread_time,
 ) -> Rates:
-    """Return this process's own rates, in processor time, which excludes other processes' load."""
+    """Return this process's own rates, in CPU time, to exclude other processes' load."""
     random = np.random.default_rng(0)
 
     def selection(size: int, density: float) -> Callable[[], object]:
         residual, noise = (random.random(n, np.float32) - np.float32(0.5) for n in (size, 2 * size))
-        # An entry is selected every 1 / density steps: a residual sums that many gradients.
+        # The residual of an entry sums about 1 / density gradients before it is selected, so it is
+        # larger than a gradient by the square root of that.
         noise *= np.float32(math.sqrt(density))
         update = np.zeros(size, np.float32)
         k = max(1, round(size * density))
         threshold = accumulate_and_select(residual, noise[:size], k)[1]
 
-        def go() -> None:
+        def run() -> None:
             nonlocal threshold
-            # A window somewhere in longer noise: another gradient each time, without the time to
-            # draw one.
+            # A random window of longer noise: a new gradient, without the time of drawing one.
             begin = int(random.integers(size))
             gradient = noise[begin : begin + size]
             picked, threshold = accumulate_and_select(residual, gradient, k, threshold)
@@ -236,29 +235,29 @@ def measure_rates(
             update.fill(0)
             update[picked.indices] = picked.values
 
-        return go
+        return run
 
     def copying(size: int) -> Callable[[], object]:
         gradient, flat = random.random(size, np.float32), np.zeros(size, np.float32)
 
-        def go() -> None:
+        def run() -> None:
             np.copyto(flat, gradient)
             np.multiply(flat, np.float32(1), out=flat)
             np.copyto(gradient, flat)
 
-        return go
+        return run
 
     def merging(entries: int) -> Callable[[], object]:
         k = max(1, entries // 2)
         a, b = picks(k, random), picks(k, random)
 
-        def go() -> None:
-            # What gtopk does for each merge, with the search for picks that are alive.
+        def run() -> None:
+            # What gtopk does for each merge, including the search for picks that are alive.
             merged = merge(a, b, k)
             all_finite(merged.values)
             contains(merged.indices, a.indices)
 
-        return go
+        return run
 
     def summing(entries: int) -> Callable[[], object]:
         lists = [picks(max(1, entries // _LISTS), random) for _ in range(_LISTS)]
@@ -267,13 +266,13 @@ def measure_rates(
     def encoding(entries: int, format: Format) -> Callable[[], object]:
         vector = picks(entries, random)
 
-        def go() -> None:
+        def run() -> None:
             rounded = wire.encode(vector, vector.entries, format).vector
             error = rounding_error(vector, rounded, format)
-            # The error of this round, and of the last one.
+            # As if one of them were the earlier rounds' error.
             intersect(sum_vectors([error, error]), vector)
 
-        return go
+        return run
 
     def decoding(entries: int, format: Format) -> Callable[[], object]:
         vector = picks(entries, random)
@@ -289,20 +288,22 @@ def measure_rates(
         rate(partial(selection, density=density), _LARGEST, SELECT_SECONDS / 2)
         for density in (DENSITY, _DENSE)
     )
-    # From two densities: what an entry takes is the slope, what an element takes the rest.
+    # From two densities: the slope is the time of an entry, the rest the time of an element.
     pick_seconds = max(0.0, many - few) / (_DENSE - DENSITY)
     swap_seconds, list_seconds, send_seconds = own_call_seconds(stopwatch, random)
     return Rates(
-        max(0.0, few - DENSITY * pick_seconds),
-        rate(merging, most, MERGE_SECONDS),
-        {
-            f: CodingRate(*(rate(partial(go, format=f), most, each) for go in (encoding, decoding)))
+        select_seconds=max(0.0, few - DENSITY * pick_seconds),
+        merge_seconds=rate(merging, most, MERGE_SECONDS),
+        coding={
+            f: CodingRate(
+                *(rate(partial(work, format=f), most, each) for work in (encoding, decoding))
+            )
             for f in formats
         },
-        swap_seconds,
-        list_seconds,
-        rate(copying, _LARGEST, COPY_SECONDS),
-        rate(summing, most, SUM_SECONDS) / math.log2(_LISTS),
-        pick_seconds,
-        send_seconds,
+        swap_seconds=swap_seconds,
+        list_seconds=list_seconds,
+        copy_seconds=rate(copying, _LARGEST, COPY_SECONDS),
+        sum_seconds=rate(summing, most, SUM_SECONDS) / math.log2(_LISTS),
+        pick_seconds=pick_seconds,
+        send_seconds=send_seconds,
     )

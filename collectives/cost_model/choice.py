@@ -1,14 +1,14 @@
-"""Choice: orders the candidates under a budget, the one to use first; dense is always one of them.
+"""Choice: order the candidates under a budget, the one to use first.
 
-    budget           what every sparse candidate gets          the first one
+    budget           density of every sparse candidate         the first candidate
     density          that density                              costs the least (see prediction.py)
-    bytes_per_step   the largest density whose bytes fit       updates the most coordinates
-    seconds          the largest density whose exchange fits   updates the most coordinates
+    bytes_per_step   the largest one whose bytes fit           updates the most coordinates
+    seconds          the largest one whose exchange fits       updates the most coordinates
 
-A candidate's cost is the time by which it lengthens a step and, in a training that ends, the time
-of the steps that updates of few coordinates add. Where dense keeps the budget, no candidate that
-costs more comes before it. Among costs that are about equal, the candidate that updates more
-coordinates comes first.
+Dense is one of the candidates if it keeps the budget's bytes. A candidate's cost is the time that
+it adds to a step. In a training with a known end it also has the steps that its lag adds. If dense
+keeps the budget, no candidate that costs more is placed before it. Among about equal costs, the
+candidate that updates more coordinates comes first.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from .prediction import (
     predict,
 )
 
-# Dense is the baseline; gtopk-tree does what gtopk does in twice the rounds, and is never offered.
+# Without gtopk-tree, which does what gtopk does in twice the rounds.
 SPARSE: Final = ("topk-allgather", "gtopk", "oktopk", "hierarchical")
-# Entries of the update over those selected, by algorithm; 1 for the others. Twice as many cost
-# gtopk nothing on the wire, where ranks are a power of two.
+# Entries of the update / those selected, by algorithm; 1 for the others. On a power of two ranks,
+# 2 costs gtopk nothing on the wire.
 WIDENINGS: Final[Mapping[str, Sequence[float]]] = {
     "gtopk": (1.0, 2.0, 4.0),
     "oktopk": (1.0, 4.0),
     "hierarchical": (USUAL_WIDENINGS["hierarchical"],),
 }
-LARGEST_DENSITY: Final = 0.5  # beyond, indices alone cost what dense does
-LEAST_DENSITY: Final = 1e-4  # what a budget of time does not go below: little would be learnt
-SAME: Final = 1.05  # costs apart by less are taken for the same
+LARGEST_DENSITY: Final = 0.5  # beyond it, the indices alone take as much as dense
+LEAST_DENSITY: Final = 1e-4  # a budget of time goes no lower: the model would hardly learn
+SAME: Final = 1.05  # costs within this factor count as equal
 
 
 class TooFewBytesError(ValueError):
-    """Raised where not one entry fits a budget's bytes_per_step; `least_bytes` would be enough."""
+    """Raised if not even one entry fits a budget's bytes_per_step; `least_bytes` would do."""
 
     def __init__(self, least_bytes: float, ranks: int, got: float) -> None:
         self.least_bytes = least_bytes
@@ -68,7 +68,7 @@ class Correction(NamedTuple):
     """Measured over predicted seconds, by part."""
 
     select: float = 1.0
-    merge: float = 1.0  # and encode and decode
+    merge: float = 1.0  # also of encode and decode
     communicate: float = 1.0
 
 
@@ -89,8 +89,8 @@ def choose(
     length:      elements of the gradient, of `value_bytes` each.
     corrections: by algorithm, from measuring it.
     training:    the training that the reduction is a part of.
-    Raises TooFewBytesError when not even one entry fits the bytes. A time too short for any
-    exchange is no error: the shortest comes first.
+    Raises TooFewBytesError if not even one entry fits the bytes. If the time is too short for any
+    exchange, the shortest comes first.
     """
 
     def expected(candidate: Candidate) -> Prediction:
@@ -112,7 +112,7 @@ def choose(
         for format in formats
         for widenings in [WIDENINGS.get(algorithm, (1.0,))]
         for widening in widenings
-        # No update has more than k entries of each rank: to let it have more changes nothing.
+        # The update has at most k entries per rank, so a widening of P or more changes nothing.
         if widening == widenings[0] or widening < calibration.network.ranks
     ]
     found = [
@@ -133,7 +133,7 @@ def choose(
     least = min(map(cost, found))
 
     def preference(each: Prediction) -> tuple[bool, bool, float, float]:
-        # For sorting, where False comes first: what costs more than dense goes behind it.
+        # False sorts first, so candidates that cost more than dense come after it.
         costly = cost(each) > cost(dense)
         if budget.density is not None:
             about_the_least = cost(each) <= SAME * least
@@ -146,10 +146,10 @@ def choose(
 
 
 def offered(network: Network) -> list[str]:
-    """Return the sparse algorithms that do something of their own on a network.
+    """Return the sparse algorithms to consider on a network.
 
-    Between nodes of unlike numbers of ranks "hierarchical" has as many shards as the smallest has
-    ranks, which the model does not know.
+    "hierarchical" only on nodes with the same number of ranks, more than one: the model does not
+    cover others.
     """
     nodes, left_over = divmod(network.ranks, network.ranks_per_node)
     is_hierarchy = network.ranks_per_node > 1 and nodes > 1 and not left_over
@@ -157,7 +157,7 @@ def offered(network: Network) -> list[str]:
 
 
 def keeps(found: Prediction, budget: Budget) -> bool:
-    """Tell whether a candidate keeps the budget; any density is kept by sending everything."""
+    """Tell whether a candidate keeps the budget; dense keeps any budget of density."""
     if budget.bytes_per_step is not None:
         return found.sent.most_bytes <= budget.bytes_per_step
     if budget.seconds is not None:
@@ -168,7 +168,7 @@ def keeps(found: Prediction, budget: Budget) -> bool:
 def _density(
     candidate: Candidate, length: int, budget: Budget, fits: Callable[[Candidate], bool]
 ) -> float | None:
-    """Return the largest density of a candidate under a budget; None where none fits."""
+    """Return the largest density of a candidate under a budget; None if none fits."""
     if budget.density is not None:
         return budget.density
 
@@ -183,7 +183,7 @@ def _density(
         return least / length if budget.seconds is not None else None
     if k_fits(most):
         return most / length
-    # By halving: bytes and seconds grow with k.
+    # Bisect: bytes and seconds grow with k.
     while most - least > 1:
         middle = (least + most) // 2
         least, most = (middle, most) if k_fits(middle) else (least, middle)

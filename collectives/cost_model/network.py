@@ -1,11 +1,11 @@
 """Network: ranks, nodes and links; the rates of the machines; how many ranks share a core.
 
-Containers, and hosts that one machine emulates, have different names and share the machine's
-kernel: ranks that read the same boot id are taken to be on one machine. A container with a boot id
-of its own (systemd-nspawn, LXC) is taken for a machine.
+Ranks that read the same boot id are on one machine, since containers, and hosts that one machine
+emulates, have different names but share a kernel. A container with a boot id of its own
+(systemd-nspawn, LXC) counts as a machine.
 
-A core is one that Linux counts: each hardware thread. The slowdown by the sibling thread is in the
-rates, which all ranks measure at the same time.
+A core here is a hardware thread. The rates contain the slowdown by the sibling thread, as all ranks
+measure them at the same time.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from ..transports.transport import Transport
 from ..wire import WHOLE, Format
 from .schedules import FORMATS
 
-_ROUNDING: Final = 1e-9  # of a ratio of two whole numbers
+_ROUNDING: Final = 1e-9  # relative to a ratio of two whole numbers
 
 
 class Network(NamedTuple):
     """Ranks on nodes; rank r is on node r // ranks_per_node.
 
-    between: the link of a node, shared by all its ranks. within: a rank's own link to its node.
-    allreduce: the latency and the bandwidth that fit the times of measured allreduces; None: those
-               of the links above.
-    native_bytes: from here on an allreduce is the library's own, and no words answer its messages;
-                  None: none is.
-    ranks_per_core: the most ranks that share a core; 1: each has one of its own.
-    agreement_seconds: time until every rank has a message of each other one, as before every
-                       reduction of a training; None: ceil(log2 P) latencies.
+    between: the link between two nodes, shared by all ranks of a node.
+    within:  a rank's own link to the others of its node.
+    allreduce: the latency and bandwidth that fit measured allreduces; None: those of the links.
+    native_bytes: allreduces of at least so many bytes use the communication library's own, which
+                  needs no acknowledgements; None: none does.
+    ranks_per_core: the most ranks that share a core, at least 1.
+    agreement_seconds: time until every rank has a message from every other one, which a training
+                       needs before each reduction; None: ceil(log2 P) latencies.
     """
 
     ranks: int
@@ -56,30 +56,33 @@ class Network(NamedTuple):
 
     @property
     def farthest(self) -> Link:
-        """Return the link of a rank to the ranks that are farthest away."""
+        """Return a rank's link to the farthest ranks."""
         return self.link(int(not self.is_one_node))
 
     @property
     def expected_agreement_seconds(self) -> float:
-        """Return the measured seconds of an agreement, else those expected of the links."""
+        """Return the measured seconds of an agreement, or else those expected from the links."""
         if self.agreement_seconds is not None:
             return self.agreement_seconds
         return rounds(self.ranks) * self.farthest.latency_seconds
 
     def coding_waves(self, ranks: int) -> int:
-        """Return how many turns `ranks` ranks that code at the same time take on their cores."""
-        # Less what rounding may add to a whole number: it would count as a further turn.
+        """Return how many ranks code one after the other on a core if `ranks` of them code."""
+        # Less a rounding error, with which a whole number of waves could round up to one more.
         return max(1, math.ceil(self.ranks_per_core * ranks / self.ranks - _ROUNDING))
 
     def link(self, leaving: int) -> Link:
-        """Return a rank's share of the link when `leaving` ranks of its node use it at once."""
+        """Return a rank's share of the link while `leaving` ranks of its node send to other nodes.
+
+        leaving: 0 for messages that stay inside their node.
+        """
         if leaving == 0 and self.within is not None:
             return self.within
         sharing = max(1, leaving)
         return self.between._replace(seconds_per_byte=self.between.seconds_per_byte * sharing)
 
     def scaled(self, factor: float) -> Network:
-        """Return the network on which every message takes `factor` times as long."""
+        """Return the network with the time of every message multiplied by a factor."""
         return self._replace(
             between=self.between.scaled(factor),
             within=self.within and self.within.scaled(factor),
@@ -99,15 +102,15 @@ class Rates(NamedTuple):
     """Seconds per element and per entry, of the slowest rank.
 
     select_seconds: per element of the gradient: accumulate, select, clear the update's vector.
-    merge_seconds:  per entry that goes into a merge, and to find out whose picks are alive.
+    merge_seconds:  per input entry of a merge, including the search for picks that are alive.
     coding:         per entry, by format; a format that is not there is not offered.
-    swap_seconds:   of the calls for each list that is sent and merged with a received one, at any
-                    length, where all ranks make them at once.
-    list_seconds:   the same of each further list that is decoded.
-    send_seconds:   the same of each list that is encoded and sent by itself, one after another.
-    copy_seconds:   per element of a dense gradient: into one buffer, weighted, and back.
-    sum_seconds:    per entry of lists that are added up in pairs, and go: ceil(log2) of them.
-    pick_seconds:   per entry that is selected: into a list, out of the residual, into the update.
+    swap_seconds:   per-call overhead of a list that is sent and merged with a received one, with
+                    all ranks doing so at once.
+    list_seconds:   per-call overhead of each further list that is decoded.
+    send_seconds:   per-call overhead of each further list that is encoded and sent.
+    copy_seconds:   per element of a dense gradient: copy to one buffer, weight, copy back.
+    sum_seconds:    per entry of lists that are summed pairwise, and pass: there are ceil(log2).
+    pick_seconds:   per selected entry: copy to a list, clear in the residual, set in the update.
     """
 
     select_seconds: float
@@ -121,21 +124,21 @@ class Rates(NamedTuple):
     send_seconds: float = 0.0
 
     def coding_of(self, format: Format) -> CodingRate | None:
-        """Return the coding rate of a format; None where it was not measured.
+        """Return the coding rate of a format; None if it was not measured.
 
-        A format without indices gets the rate of raw ones: an upper bound, as rounding errors are
-        then found entry by entry.
+        A format without indices gets the rate of raw ones, an upper bound.
         """
         return self.coding.get(
             format._replace(indices="raw") if format.indices == WHOLE else format
         )
 
     def without_calls(self) -> Rates:
-        """Return the rates without the per-call seconds of lists."""
+        """Return the rates without per-call overheads."""
         return self._replace(swap_seconds=0.0, list_seconds=0.0, send_seconds=0.0)
 
 
-# Rounded rates of the C++ core on one core of a server of the 2020s, for when none are measured.
+# Used if none are measured: rounded rates of the C++ core on one core of a server of the 2020s.
+# By code, seconds an entry to encode and to decode.
 _INDEX_SECONDS: Final = {"raw": (2e-9, 3e-9), "blocks": (2e-9, 3e-9), "packed": (4.5e-9, 5e-9)}
 _VALUE_SECONDS: Final = {
     "exact": (0.0, 0.0),
@@ -146,30 +149,30 @@ _VALUE_SECONDS: Final = {
     "int3": (1.8e-8, 1.5e-9),
     "int2": (1.8e-8, 1.5e-9),
 }
+
+
+def _default_coding(format: Format) -> CodingRate:
+    indices, values = _INDEX_SECONDS[format.indices], _VALUE_SECONDS[format.values]
+    return CodingRate(indices[0] + values[0], indices[1] + values[1])
+
+
 DEFAULT_RATES: Final = Rates(
-    5e-10,
-    1.1e-8,
-    {
-        format: CodingRate(
-            *map(
-                sum, zip(_INDEX_SECONDS[format.indices], _VALUE_SECONDS[format.values], strict=True)
-            )
-        )
-        for format in FORMATS
-    },
-    3e-4,
-    3e-5,
-    3e-10,
-    3e-9,
-    1e-8,
-    6e-5,
+    select_seconds=5e-10,
+    merge_seconds=1.1e-8,
+    coding={format: _default_coding(format) for format in FORMATS},
+    swap_seconds=3e-4,
+    list_seconds=3e-5,
+    copy_seconds=3e-10,
+    sum_seconds=3e-9,
+    pick_seconds=1e-8,
+    send_seconds=6e-5,
 )
 
 
 class Placement(NamedTuple):
-    """A rank's place: its machine, the cores it may run on, and its quota of cores.
+    """A rank's machine, the cores it may run on, and its CPU quota.
 
-    quota: of all processes in the same control group together; infinity: no limit.
+    quota: in cores, shared by all processes of the control group; infinity: no limit.
     """
 
     machine: str
@@ -192,24 +195,23 @@ def own_placement(boot: Path = Path("/proc/sys/kernel/random/boot_id")) -> Place
 
 
 def ranks_per_core(transport: Transport) -> float:
-    """Return how many ranks share a core where most do, at least 1; every rank must call it.
+    """Return the most ranks that share a core, at least 1; every rank must call it.
 
-    Only ranks of this transport count: a process set does not know of others on its cores.
+    Only ranks of this transport count: a process set ignores other ranks on its cores.
     """
     return most_per_core([Placement(*each) for each in transport.gather_object(own_placement())])
 
 
 def most_per_core(placements: Sequence[Placement]) -> float:
-    """Return the most ranks that share a core, at least 1, of ranks that run there."""
+    """Return the most ranks that share a core, at least 1, for ranks placed like this."""
     most = 1.0
     for machine in {place.machine for place in placements}:
         here = [(frozenset(place.cores), place) for place in placements if place.machine == machine]
         everywhere = frozenset[int]().union(*(cores for cores, _ in here))
-        # Sets of cores may overlap: for each set count the ranks that cannot run outside of it.
+        # Sets of cores may overlap: for each set count the ranks that may run only inside it.
         for cores in {everywhere, *(cores for cores, _ in here)}:
             most = max(most, sum(own <= cores for own, _ in here) / len(cores))
         for (_, quota), sharing in Counter((place.group, place.quota) for _, place in here).items():
-            # A group's quota is for all of its processes; without one it is infinite, and nobody
-            # shares.
+            # A group's quota is for all its processes together; infinite without a limit.
             most = max(most, sharing / quota)
     return most

@@ -1,18 +1,18 @@
-"""Per-call overhead: measures the time of a list of any length, by reductions of a few entries.
+"""Per-call overhead: the time of a list that does not depend on its length.
 
-Where each node has one rank, all of them reduce together, else those of each node, all nodes at the
-same time. Ranks leave a barrier up to a latency apart, which is many times the calls' time. An
-early rank waits as much longer as a late one waits less, so the mean over all ranks is right. That
-fails where some ranks end before others, as guests and hosts of `gtopk` do. On a circle ranks end
-as far apart as they began:
+If each node has one rank, all ranks reduce together; otherwise the ranks of each node do, on all
+nodes at the same time. Ranks leave a barrier up to a latency apart, which is many times the
+overhead. But an early rank waits as much longer as a late one waits less, so the mean over all
+ranks is right. That holds only if ranks end as far apart as they began, unlike guests and hosts of
+`gtopk`. So ranks run gtopk's rounds on a circle, on which all of them do the same:
 
-    4 ranks     swaps with the rank 1 beyond       then 2 beyond
-                0 <-> 1     2 <-> 3                0 <-> 2     1 <-> 3
-    a circle    to the rank 1 ahead                then 2 ahead, as it comes from behind
-                0 -> 1 -> 2 -> 3 -> 4 -> 0         0 -> 2 -> 4 -> 1 -> 3 -> 0
+    gtopk       swap with the rank at distance 1       then at distance 2
+                0 <-> 1     2 <-> 3                    0 <-> 2     1 <-> 3
+    circle      send to the rank 1 ahead               then 2 ahead; receive from 2 behind
+                0 -> 1 -> 2 -> 3 -> 4 -> 0             0 -> 2 -> 4 -> 1 -> 3 -> 0
 
-Ok-Topk, whose parts all leave at once, has no circle: with ranks that begin apart, its time is
-measured too long by up to a fifth of a latency in all. It is measured last, among at most 64 ranks.
+Ok-Topk sends all parts at once, and needs no circle; but if ranks begin apart, its time is measured
+too long by up to a fifth of a latency in all. It is measured last, among at most 64 ranks.
 """
 
 from __future__ import annotations
@@ -46,22 +46,23 @@ DENSITY: Final = 0.001
 
 _FEW: Final = 16  # entries
 _OF_REGION: Final = 4  # entries in each region of Ok-Topk
-_MOST: Final = 64  # ranks that Ok-Topk is measured on, where each sends to each
+_MOST: Final = 64  # ranks that Ok-Topk is measured on, as every rank sends to every other
 _REST_SECONDS: Final = 0.02
-_GOES: Final = 7  # repetitions, of which the median counts
+_RUNS: Final = 7  # of which the median counts
 
 
 def picks(k: int, random: np.random.Generator) -> SparseVector:
-    """Return k entries or a few less, as a selection leaves them."""
+    """Return k random entries, or a few less, of density DENSITY."""
     length = round(k / DENSITY)
     indices = np.unique(random.integers(0, length, k)).astype(np.int32)
     return SparseVector(indices, random.random(indices.size, np.float32) + 1, length)
 
 
 def even_picks(rank: int, size: int) -> tuple[SparseVector, Regions]:
-    """Return a rank's evenly spaced entries, and even regions of all ranks' entries.
+    """Return a rank's evenly spaced entries, and regions with equally many entries.
 
-    Rank 0's are the largest: every region has equally many in the update, and none is balanced.
+    Rank 0 has the largest values, so the update has equally many of every region, and nothing is
+    balanced.
     """
     k, step = _OF_REGION * size, round(1 / DENSITY)
     indices = step // size * rank + np.arange(0, k * step, step)
@@ -73,10 +74,10 @@ def even_picks(rank: int, size: int) -> tuple[SparseVector, Regions]:
 
 
 def own_call_seconds(stopwatch: Clock, random: np.random.Generator) -> tuple[float, float, float]:
-    """Return the seconds of a swap of very short lists after a rest, of one list more, of a send.
+    """Return this rank's own seconds of a swap of short lists, of decoding one, of sending one.
 
-    A reduction follows a backward pass, and a swap a wait, so their calls find the caches cold.
-    Lists that are decoded one after the other find them warm.
+    The swap comes after a rest, with cold caches, as in training it comes after a backward pass or
+    a wait. Decoding and sending are measured with warm caches, as lists come one after the other.
     """
     here, there = local_world(2)
     mine = picks(_FEW, random)
@@ -104,8 +105,8 @@ def own_call_seconds(stopwatch: Clock, random: np.random.Generator) -> tuple[flo
         there.receive(0)
         return took
 
-    def least(go: Callable[[], float]) -> float:
-        return min(go() for _ in range(REPEATS))  # disturbances only make a go longer
+    def least(run: Callable[[], float]) -> float:
+        return min(run() for _ in range(REPEATS))  # disturbances only make a run longer
 
     return least(swap), least(read), least(send)
 
@@ -113,25 +114,25 @@ def own_call_seconds(stopwatch: Clock, random: np.random.Generator) -> tuple[flo
 def measure_calls(
     transport: Transport, network: Network, rates: Rates, clock: Clock = time.perf_counter
 ) -> Rates:
-    """Return the rates with the per-call seconds of lists, measured on all ranks after a rest.
+    """Return the rates with the per-call overheads of lists, measured on all ranks after a rest.
 
-    They are the median of a few goes, less the time of messages and entries. Algorithms take turns,
-    so that a disturbance does not lengthen most goes of one. Every rank must call it, and gets the
-    same. A rank that is alone keeps its own measurement.
+    They are the median of a few runs, less the time of messages and entries. Algorithms alternate,
+    so that a disturbance does not affect most runs of one. Every rank must call it, and gets the
+    same rates. A single rank keeps its own measurement.
     """
     if transport.size == 1:
         return rates
     inside = network.ranks_per_node > 1
     group = transport.subset(transport.node()) if inside else transport
     size = network.ranks_per_node if inside else network.ranks
-    is_full = group.size == size  # else of a node with fewer ranks than others
+    is_full = group.size == size  # otherwise this node has fewer ranks than others
     circle = _Circle(group)
     mine = picks(_FEW, np.random.default_rng(transport.rank))
-    # Any format: the lists are too short for its rates to matter.
+    # Any format will do: the lists are too short for coding rates to matter.
     format = next(iter(rates.coding))
     few = group.subset(range(min(size, _MOST))) if is_full and group.rank < _MOST else None
 
-    def go(
+    def timed(
         algorithm: str,
         picked: SparseVector,
         among: Transport,
@@ -140,7 +141,7 @@ def measure_calls(
     ) -> float:
         """Return the mean seconds of the ranks `within`, which leave a barrier together."""
         time.sleep(_REST_SECONDS)
-        # A rank that takes no part must still agree on the mean: that is a collective of all.
+        # A rank that takes no part must still agree on the mean, a collective of all ranks.
         if within is None:
             return agree_on_mean(transport, math.nan)
         within.barrier()
@@ -149,18 +150,18 @@ def measure_calls(
             ALGORITHMS[algorithm](picked, picked.entries, among, format=format, **options)
         return agree_on_mean(transport, clock() - begun if is_full else math.nan)
 
-    goes: list[list[float]] = []
-    while len(goes) < _GOES and sum(map(sum, goes)) < CALLS_SECONDS:
-        swap = go("gtopk", mine, cast("Transport", circle))
-        goes.append([swap, go("topk-allgather", mine, group)])
-    swapped, gathered = map(statistics.median, zip(*goes, strict=True))
+    runs: list[list[float]] = []
+    while len(runs) < _RUNS and sum(map(sum, runs)) < CALLS_SECONDS:
+        swap = timed("gtopk", mine, cast("Transport", circle))
+        runs.append([swap, timed("topk-allgather", mine, group)])
+    swapped, gathered = map(statistics.median, zip(*runs, strict=True))
     among = min(size, _MOST)
-    # Ranks beyond take no part: any list will do for them.
+    # Ranks from _MOST on take no part, so any list will do for them.
     even, regions = even_picks(min(group.rank, _MOST - 1), among)
-    split = partial(go, "oktopk", even, few or group, few, regions=regions)
-    split()  # each sends to each: it may open the connections
+    split = partial(timed, "oktopk", even, few or group, few, regions=regions)
+    split()  # not counted, as it may open connections between all ranks
     splits: list[float] = []
-    while len(splits) < _GOES and sum(splits) < CALLS_SECONDS:
+    while len(splits) < _RUNS and sum(splits) < CALLS_SECONDS:
         splits.append(split())
     link, known = network.link(int(not inside)), rates.without_calls()
     for algorithm, picked, took, ranks, of_each, counted in (
@@ -173,7 +174,7 @@ def measure_calls(
         expected = predict(candidate, length, Network(ranks, link), known).exchange_seconds
         steps = SCHEDULES[algorithm](Order(length, k, ranks))
         lists = sum(step.times * getattr(step, counted) for step in steps)
-        # In this order: what an algorithm is expected to take uses what the one before has told.
+        # In this order, as an algorithm's expected time uses the overheads found before.
         known = known._replace(**{of_each: max(0.0, took - expected) / lists})
     return known
 
@@ -184,9 +185,10 @@ def _paired(size: int) -> int:
 
 
 class _Circle(Endpoint):
-    """The endpoint of a circle: as many ranks as `gtopk` pairs, where each has the number 0.
+    """An endpoint for gtopk on a circle, on which every rank considers itself rank 0.
 
-    A message to rank d goes to the rank d places ahead; one from rank d comes from d places behind.
+    A message to rank d is sent to the rank d places ahead; one from rank d comes from d places
+    behind. The size is the largest power of two, the ranks that `gtopk` pairs.
     """
 
     def __init__(self, group: Transport) -> None:

@@ -2,34 +2,33 @@
 
     seconds = messages * alpha + bytes * beta + entries * gamma + lists * delta
 
-along the rounds: each takes as long as its largest message. alpha is a message's latency, beta the
-seconds of a byte, gamma those of selecting, encoding, decoding and merging an entry, or of copying
-one where all are sent, delta the time of the calls for a list of any length. A rank sends and
-receives at the same time (full duplex); nodes do not share a link (a switch), the ranks of a node
-do. A link that lets a burst pass has rested before the first round, and rests while ranks compute.
+summed over rounds, each of which takes as long as its largest message. alpha is a message's
+latency, beta the time of a byte, gamma that of selecting, encoding, decoding and merging an entry
+(or of copying one, for dense), delta the per-call overhead of a list. A rank sends and receives at
+the same time (full duplex). Each node has its own link (to a switch), which its ranks share.
 
-The bytes that a link with a token bucket lets pass at once (`Bucket`):
+A link with a token bucket (`Bucket`) lets some bytes pass at once. Sending empties the bucket, and
+further bytes pass at the link's own rate. A pause refills it at that rate, also one in which ranks
+compute; before the first round it is full.
 
-    pass at once
+    bytes in the bucket
     burst |.                  .-----
           | '.             .'
         0 |   '-----------'
           +------------------------ seconds
             send            pause
 
-Sending empties it, and further bytes pass at the link's own rate; a pause fills it at that rate.
+The convergence delay ("lag") is the number of steps by which a method that updates few coordinates
+is behind dense. Error feedback loses nothing, but applies its residual later. Let coordinate i gain
+g_i a step, and be sent when it has reached the threshold t, so every t / g_i steps:
 
-The lag is the number of steps by which a method that updates few coordinates is behind dense. Error
-feedback loses nothing, but its residual is applied later. Let coordinate i gain g_i a step, and be
-sent when it has gathered the threshold t, every t / g_i steps:
+    sum over i of g_i / t = updated        so t is the sum of g_i / `updated`
+    the mean residual is t / 2             in all n t / 2 = n / (2 updated) gradients
 
-    sum over i of g_i / t = updated        so t is the gradient's sum over `updated`
-    each holds back t / 2 on average       all of them n t / 2 = n / (2 updated) gradients
-
-So the model is as if it had taken that many steps less; half a step of them is dense's own. The lag
-is a number of steps, not a factor: it matters in a short training and not in a long one. It is an
-upper bound, as gradients that cancel out cost no steps; docs/measured/convergence.md has measured
-shares of it.
+It is as if the model had taken that many steps less; half a step of this is dense's own. The lag is
+a number of steps, not a factor: it matters in a short training and not in a long one. It is an
+upper bound, as gradients that cancel out cost no steps; docs/measured/convergence.md shows the
+measured part of it.
 """
 
 from __future__ import annotations
@@ -57,9 +56,9 @@ class Training(NamedTuple):
     """The training that a reduction is a part of.
 
     steps:             the steps of the whole training.
-    elsewhere_seconds: of each step, without the time that this reduction adds to it.
-    room_seconds:      of each step, which hide the reduction; it adds only the time beyond them.
-    share:             share of the model's coordinates in this reduction; others reduce the rest.
+    elsewhere_seconds: of each step, without this reduction.
+    room_seconds:      of each step in which the reduction is hidden; only the rest of it counts.
+    share:             share of the model's coordinates that this reduction has.
     """
 
     steps: float = math.inf
@@ -72,7 +71,7 @@ class Training(NamedTuple):
         return max(0.0, seconds - self.room_seconds)
 
     def cost(self, seconds: float, lag_steps: float) -> float:
-        """Return the exposed seconds, plus those of the steps that the lag adds, a step."""
+        """Return the exposed seconds of a step, and its share of the steps that the lag adds."""
         exposed = self.exposed(seconds)
         added = self.share * lag_steps / self.steps
         return exposed + added * (self.elsewhere_seconds + exposed)
@@ -82,10 +81,7 @@ WITHOUT_END: Final = Training()
 
 
 class Bucket:
-    """A node's token bucket: the bytes that pass at once, beyond its link's own rate.
-
-    It is full at first, sending empties it, and pauses fill it again at the link's rate.
-    """
+    """A node's token bucket: bytes that pass at once, without taking time; full at first."""
 
     def __init__(self, burst_bytes: float) -> None:
         self._burst_bytes = self._free_bytes = burst_bytes
@@ -93,17 +89,16 @@ class Bucket:
     def pass_on(
         self, times: int, message_bytes: float, link: Link, pause_seconds: float, sharing: int
     ) -> float:
-        """Return how many of a rank's bytes, in equal rounds, pass at its share of the link's rate.
+        """Send equal rounds; return how many of a rank's bytes take time, at the link's rate.
 
-        The others pass at once.
-        link: the rank's share of it; sharing: how many ranks of the node send at the same time.
-        pause_seconds: of a round, in which nothing is sent; nor is anything during its latency.
+        link: the rank's share of it. sharing: how many ranks of the node send at the same time.
+        pause_seconds: of each round, without its latency, in which nothing is sent either.
         """
         if not self._burst_bytes or not link.burst_bytes:
             return times * message_bytes
         pause_seconds += link.latency_seconds
         filled = min(self._burst_bytes, sharing * pause_seconds / link.seconds_per_byte)
-        # Filled again after every round but the last, whose pause belongs to what follows.
+        # Refilled after each round. The last round's pause refills it for what follows.
         free = self._free_bytes + (times - 1) * filled
         wanted = sharing * times * message_bytes
         self._free_bytes = min(self._burst_bytes, max(0.0, free - wanted) + filled)
@@ -112,7 +107,7 @@ class Bucket:
 
 # The algorithms' names for the option that widens an update.
 WIDENING_OPTIONS: Final = {"gtopk": "growth", "oktopk": "k_out", "hierarchical": "growth"}
-# The defaults of a Compression; 1 where there is no such option.
+# The defaults of a Compression; 1 for the other algorithms.
 USUAL_WIDENINGS: Final = {"gtopk": USUAL_GROWTH, "hierarchical": USUAL_GROWTH}
 
 
@@ -121,8 +116,8 @@ class Candidate:
     """One way to reduce the gradients.
 
     density:  share of the elements that a rank selects; ignored by dense, which sends all.
-    widening: entries of the update over those selected: gtopk's growth, also between nodes;
-              oktopk's k_out / k.
+    widening: entries of the update / those selected: gtopk's growth, also between nodes; oktopk's
+              k_out / k.
     """
 
     algorithm: str
@@ -141,14 +136,14 @@ class Candidate:
 
     @property
     def wider(self) -> str:
-        """Return a text such as " growth=4", by the algorithm's option; "" for its default."""
+        """Return the widening as the algorithm's option, " growth=4"; "" for its default."""
         if self.widening == USUAL_WIDENINGS.get(self.algorithm, 1.0):
             return ""
         return f" {WIDENING_OPTIONS[self.algorithm]}={self.widening:g}"
 
 
 class Traffic(NamedTuple):
-    """Messages and bytes that a rank sends: on average; no rank sends more than `most_bytes`."""
+    """Messages and bytes that a rank sends, on average; none sends more than `most_bytes`."""
 
     messages: float
     bytes: float
@@ -159,14 +154,14 @@ class Traffic(NamedTuple):
 class Prediction:
     """The predicted time and traffic of a candidate.
 
-    select_seconds:      accumulate, select, apply; of dense the copies in their place.
+    select_seconds:      accumulate, select, apply; for dense, the copies instead.
     code_seconds:        encode and decode.
-    communicate_seconds: on the wire; latency_seconds: the part that stays at any bandwidth.
+    communicate_seconds: on the wire; latency_seconds: the part that does not depend on bandwidth.
     rounds:              rounds of messages.
-    merge_seconds:       merge, keep track of picks that are alive, and the calls for each list.
-    updated:             coordinates that the update holds.
+    merge_seconds:       merges, tracking of alive picks, and the per-call overhead of lists.
+    updated:             coordinates in the update.
     lag_steps:           steps by which its training is behind dense (see `lag_steps()`).
-    agreement_seconds:   until all ranks know that all are ready, where they have to agree.
+    agreement_seconds:   until all ranks know that all are ready, if they have to agree.
     """
 
     candidate: Candidate
@@ -224,7 +219,7 @@ def predict(
     """Return the prediction for a gradient of `length` values of `value_bytes`.
 
     Ranks that share a core are assumed to select and copy at the same time, but to encode and
-    decode one after the other, as that is shorter than the scheduler's time slices.
+    decode one after the other, as coding takes less than a time slice of the scheduler.
     A hierarchy is assumed to sum picks inside a node and to run gtopk across.
     """
     is_dense = candidate.algorithm == "dense"
@@ -235,7 +230,7 @@ def predict(
 
     for step, each in _messages(candidate, order):
         times = step.times
-        held_up = network.coding_waves(step.senders)
+        waves = network.coding_waves(step.senders)
         coded = 0.0
         if step.lists:
             asked = rates.coding_of(candidate.format)
@@ -244,19 +239,19 @@ def predict(
                 raise KeyError(candidate.format)
             coded = step.encoded * rate.encode_seconds + step.decoded * rate.decode_seconds
         merged = step.merged * rates.merge_seconds + step.summed * rates.sum_seconds
-        coded, merged = held_up * coded, held_up * merged
-        # Calls were measured with all ranks at them.
+        coded, merged = waves * coded, waves * merged
+        # Not times `waves`: per-call overheads were measured with all ranks active.
         merged += step.swaps * rates.swap_seconds + step.others * rates.list_seconds
         merged += step.sends * rates.send_seconds
         code += times * coded
         merge += times * merged
-        # The links of ranks that send for the first time have rested meanwhile.
+        # Ranks that have not sent yet still have a full bucket.
         if step.fresh:
             bucket = Bucket(network.between.burst_bytes)
         link = network.link(step.leaving)
         if is_dense and network.allreduce is not None:
             link = network.allreduce
-        # Messages that leave together wait for one latency, not each for its own.
+        # Messages that are sent at once share one latency.
         waits = times if step.waits is None else step.waits
         latency += waits * link.latency_seconds
         rounds += times
@@ -271,15 +266,15 @@ def predict(
         select = length * rates.select_seconds + candidate.selected(length) * rates.pick_seconds
     return Prediction(
         candidate,
-        network.ranks_per_core * select,
-        code,
-        communicate,
-        merge,
-        latency,
-        rounds,
-        Traffic(messages / network.ranks, sent / network.ranks, most),
-        wide,
-        lag_steps(length, wide),
+        select_seconds=network.ranks_per_core * select,
+        code_seconds=code,
+        communicate_seconds=communicate,
+        merge_seconds=merge,
+        latency_seconds=latency,
+        rounds=rounds,
+        sent=Traffic(messages / network.ranks, sent / network.ranks, most),
+        updated=wide,
+        lag_steps=lag_steps(length, wide),
     )
 
 
@@ -298,9 +293,9 @@ def _most_bytes(candidate: Candidate, order: Order) -> float:
 
 @lru_cache(1024)
 def _messages(candidate: Candidate, order: Order) -> list[tuple[Round, float]]:
-    """Return the rounds, each with the bytes of its largest message; cached.
+    """Return the rounds, each with the bytes of its largest message.
 
-    They do not depend on the bandwidth, of which a search for a break-even tries a hundred.
+    Cached: a search for a break-even tries a hundred bandwidths, on which they do not depend.
     """
     return [
         (step, _bytes_of(step, candidate, order, message_bytes))
@@ -328,7 +323,7 @@ def _bytes_of(
     order: Order,
     size: Callable[[int, int, Format, int, int], float],
 ) -> float:
-    """Return the bytes of the largest message of a round; size: of a message with one list."""
+    """Return the bytes of the largest message of a round; size: returns those of one list."""
     if not step.lists:
         return step.plain_bytes
     format = step.format(candidate.format)
@@ -338,7 +333,7 @@ def _bytes_of(
 
 @lru_cache(1024)
 def updated(algorithm: str, order: Order) -> float:
-    """Return how many coordinates an update holds, for picks that are independent by rank."""
+    """Return how many coordinates an update has, if ranks' picks are independent."""
     if algorithm == "dense":
         return float(order.length)
     picked = order.length * (1.0 - (1.0 - order.k / order.length) ** order.ranks)

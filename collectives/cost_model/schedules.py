@@ -1,11 +1,11 @@
 """Schedules: the messages of each algorithm, round by round, in entries and bytes.
 
-Every list is taken to be full: k entries picked on every rank, and as many after a merge as there
-are and it may keep; oktopk's regions to be equally full. Formulas: Shi et al. 2019, section II and
-table I, with the recursive doubling of `gtopk`; Li and Hoefler 2022, section 3.
+Assumptions: every rank picks k entries; merged lists are as long as they may be; oktopk's regions
+are equally full. Formulas: Shi et al. 2019, section II and table I, with the recursive doubling of
+`gtopk`; Li and Hoefler 2022, section 3.
 
     algorithm        rounds                        a rank sends
-    dense            2 log2 P, words after them    2(P-1)/P n values
+    dense            2 log2 P, with acks           2(P-1)/P n values
     topk-allgather   log2 P (Bruck)                (P-1) lists of k entries
     gtopk-tree       2 log2 P                      a list up, and one down to every child
     gtopk            log2 P, 2 to fold, pacing    log2 P lists, the last ones longer with growth
@@ -41,12 +41,12 @@ from ..wire.format import INDEX_CODES, VALUE_CODES
 FORMATS: Final = tuple(Format(indices, values) for indices in INDEX_CODES for values in VALUE_CODES)
 
 _BLOCK: Final = 1 << 16
-_LONG: Final = 1 << 7  # numbers that take another byte in blocks are as many times as large
-# Bits an entry of Rice codes above the entropy of uniform positions, padding included.
+_LONG: Final = 1 << 7  # numbers in blocks take a further byte for each factor of this
+# Rice codes take so many bits an entry more than the entropy of uniform positions.
 _ABOVE_ENTROPY_BITS: Final = 0.2
 _RICE_PADDING_BYTES: Final = 24
-# Of equal gaps, their worst: bits an entry above those of a gap, and a width for 64 entries; and of
-# four parts that are padded, after a first gap that is long.
+# Their worst case is equal gaps: so many bits an entry more than a gap's, with a width per 64
+# entries; and the padding of four parts, with a long first gap.
 _ABOVE_GAP_BITS: Final = 2.0 + 8 / 64
 _MOST_RICE_PADDING_BYTES: Final = 40
 
@@ -56,19 +56,17 @@ def message_bytes(
 ) -> float:
     """Return the bytes of a message: exact for raw indices, else expected.
 
-    Positions are assumed to be spread evenly over one of `parts` parts of the length; those of a
-    real gradient cluster, and take less packed.
+    Positions are assumed to be spread evenly over one of `parts` parts of the length. Those of a
+    real gradient are clustered, and take less when packed.
     """
-    if format.indices == WHOLE:
-        indices = 0.0
-    elif format.indices == "raw":
-        indices = float(entries * index_dtype(length).itemsize)
-    elif format.indices == "blocks":
+    if format.indices == "blocks":
         blocks = math.ceil(length / parts / _BLOCK)
         indices = 2.0 * entries + _expected_count_bytes(entries, blocks)
-    else:
+    elif format.indices == "packed":
         bits = entropy_bits(entries * parts / length) + _ABOVE_ENTROPY_BITS
         indices = entries * bits / 8 + _RICE_PADDING_BYTES
+    else:
+        indices = _plain_index_bytes(entries, length, format)
     return _with_values(indices, entries, format, value_bytes)
 
 
@@ -77,23 +75,25 @@ def most_message_bytes(
 ) -> float:
     """Return the most bytes of a message, wherever its entries lie in one of `parts` parts.
 
-    Nor do several messages together take more, if their entries and parts are as many and as large
-    on average. Of packed indices it is no strict bound: gaps can be made that differ so much within
-    a group of 64 that they take more. Clusters, as real gradients have them, take less.
+    It is also a bound on the mean of several messages, for the mean of their entries and parts. For
+    packed indices it is not strict: gaps that differ extremely within a group of 64 take more.
+    Clusters, as in real gradients, take less.
     """
-    if format.indices == WHOLE:
-        indices = 0.0
-    elif format.indices == "raw":
-        indices = float(entries * index_dtype(length).itemsize)
-    elif format.indices == "blocks":
+    if format.indices == "blocks":
         blocks = length / _BLOCK + 1
-        # A part may begin inside a block, and there are empty ones before it.
+        # A part may begin inside a block; a run of empty blocks comes before it.
         in_part = blocks if parts == 1 else blocks / parts + 2
         indices = 2.0 * entries + _most_count_bytes(entries, in_part, blocks)
-    else:
+    elif format.indices == "packed":
         bits = math.log2(max(1.0, length / parts / max(1, entries))) + _ABOVE_GAP_BITS
         indices = entries * bits / 8 + _MOST_RICE_PADDING_BYTES
+    else:
+        indices = _plain_index_bytes(entries, length, format)
     return _with_values(indices, entries, format, value_bytes)
+
+
+def _plain_index_bytes(entries: int, length: int, format: Format) -> float:
+    return 0.0 if format.indices == WHOLE else float(entries * index_dtype(length).itemsize)
 
 
 def _with_values(index_bytes: float, entries: int, format: Format, value_bytes: int) -> float:
@@ -106,29 +106,29 @@ def _with_values(index_bytes: float, entries: int, format: Format, value_bytes: 
 def _expected_count_bytes(entries: int, blocks: int) -> float:
     """Return the expected bytes of the blocks' entry counts, for entries that are spread evenly.
 
-    A count for each block that has some; a mark and a length for each stretch that has none.
+    A count for each block with entries; a mark and a length for each run of empty blocks.
     """
 
-    def empty(those: int) -> float:
-        """Return the chance that `those` blocks have no entries."""
-        return max(0.0, 1.0 - those / blocks) ** entries
+    def empty(number: int) -> float:
+        """Return the probability that so many given blocks have no entries."""
+        return max(0.0, 1.0 - number / blocks) ** entries
 
-    def stretches(least: int) -> float:
-        """Return how many stretches of at least `least` empty blocks end at one with entries."""
+    def runs(least: int) -> float:
+        """Return the expected number of runs of at least `least` empty blocks."""
         return max(0, blocks - least) * (empty(least) - empty(least + 1))
 
-    # By the mean count of a block: 127 entries are the most that a byte counts.
+    # A byte counts up to 127 entries; decided by a block's mean.
     count_bytes = 1 if entries < _LONG * blocks else 2
     counts = count_bytes * blocks * (1.0 - empty(1))
-    return counts + 2 * stretches(1) + stretches(_LONG)
+    return counts + 2 * runs(1) + runs(_LONG)
 
 
 def _most_count_bytes(entries: int, in_part: float, blocks: float) -> float:
     """Return the most bytes of the counts: every second block has entries, and some have many."""
-    # Three bytes for each block that has a gap before it: a mark, the gap's length, a count.
+    # Three bytes for each block after a run of empty ones: a mark, the run's length, a count.
     most = 3.0 * min(entries, in_part / 2)
     many, longer = float(_LONG), blocks / _LONG
-    # And a byte more for each further factor of 128, in the counts as in the gaps.
+    # And another byte for each further factor of 128, both in counts and in runs.
     while many <= _BLOCK:
         most += min(in_part, entries / many)
         many *= _LONG
@@ -139,38 +139,37 @@ def _most_count_bytes(entries: int, in_part: float, blocks: float) -> float:
 
 
 def entropy_bits(density: float) -> float:
-    """Return the bits that the position of an entry takes at the least: H(density) / density."""
+    """Return the entropy bound of an entry's position, in bits: H(density) / density."""
     if not 0.0 < density < 1.0:
         return 0.0
     rest = 1.0 - density
     return -(density * math.log2(density) + rest * math.log2(rest)) / density
 
 
-# Of Ok-Topk, in lists that are sent by themselves: what a round of the threshold's search takes,
-# and what the gather and all else that is done once do, by the processor time of short lists.
+# Ok-Topk's other calls, in units of a list's `send_seconds`, by the processor time of short lists:
+# of a round of the threshold's search; of the gather and everything else that is done once.
 SEARCH_SENDS: Final = 6
 GATHER_SENDS: Final = 6
 
 
 class Round(NamedTuple):
-    """Messages that ranks send at the same time, and the work for the largest of them.
+    """A round: the messages that ranks send at the same time, and the work for the largest of them.
 
     senders: how many ranks send one.
-    leaving: how many of those, on one node, send to other nodes; 0: all stay inside their node.
-    lists:   sparse lists in a message, each with a header, of `entries` entries.
-    parts:   the entries of a list lie in one of so many parts of the vector.
-    exact:   whether values are sent without rounding in any format.
-    raw:     whether indices are sent raw in any format.
-    plain_bytes: the message's other bytes: values without indices, bits, sizes.
-    encoded, decoded, merged: entries that a rank encodes before it, decodes and merges after it.
-    summed:  entries of lists that are added up after it, in pairs, times the number of passes.
-    swaps:   lists that a rank sends and merges with a received one; others: further lists that it
-             decodes.
-    sends:   lists that a rank encodes and sends by themselves; other calls count as so many lists.
-    times:   how many rounds like this one there are.
-    waits:   latencies of all these rounds: fewer than rounds where messages leave at once; None:
-             one each.
-    fresh:   whether its senders send for the first time, where others have sent before.
+    leaving: the most of these on one node that send to another node; 0: none does.
+    lists:   sparse lists in a message, each with a header.
+    entries: of each list.
+    parts:   a list's entries all lie in one of so many parts of the vector.
+    exact:   values are sent without rounding, whatever the format.
+    raw:     indices are sent raw, whatever the format.
+    plain_bytes: further bytes of the message: values without indices, bits, sizes.
+    encoded, decoded, merged: entries that a rank encodes before, decodes and merges afterwards.
+    summed:  entries of lists that are summed pairwise afterwards, times the number of passes.
+    swaps, others, sends: how often a rank has `swap_seconds`, `list_seconds` and `send_seconds`.
+    times:   the number of equal rounds that this stands for.
+    waits:   latencies of all these rounds together, fewer than `times` if their messages are sent
+             at once; None: `times`.
+    fresh:   its senders have not sent yet, while others have.
     """
 
     senders: int
@@ -193,15 +192,15 @@ class Round(NamedTuple):
     waits: int | None = None
 
     def format(self, asked: Format) -> Format:
-        """Return the format of its lists in a reduction that was asked for this one."""
+        """Return the format of its lists in a reduction with format `asked`."""
         return Format("raw" if self.raw else asked.indices, "exact" if self.exact else asked.values)
 
 
 class Order(NamedTuple):
     """The reduction to schedule: k of `length` values of `value_bytes`, on `ranks` ranks.
 
-    widening: entries of the update over k: gtopk's growth, oktopk's k_out / k.
-    uneven:   whether picks lie where the rank that sends the most sends as much as any could.
+    widening: entries of the update / k: gtopk's growth, oktopk's k_out / k.
+    uneven:   assume the worst distribution of picks, in which a rank sends the most possible.
     native_bytes: as in `Network`; only dense uses it.
     """
 
@@ -216,7 +215,7 @@ class Order(NamedTuple):
 
     @property
     def wanted(self) -> int:
-        """Return how many entries the update may have: there are no more than the length."""
+        """Return how many entries the update may have."""
         return min(self.length, round(self.widening * self.k))
 
     @property
@@ -225,35 +224,35 @@ class Order(NamedTuple):
 
 
 def leaving(sources: Array, targets: Array, ranks_per_node: int) -> int:
-    """Return the most messages that leave one node, for messages from ranks to ranks (int [m])."""
+    """Return the most messages that leave one node; sources, targets: ranks, int [m]."""
     nodes = sources // ranks_per_node
     outside = nodes[nodes != targets // ranks_per_node]
     return int(np.bincount(outside).max()) if outside.size else 0
 
 
 def leaving_by_shift(distance: int, ranks: int, ranks_per_node: int) -> int:
-    """Return `leaving` where every rank r sends to r + distance mod P."""
+    """Return `leaving` if every rank r sends to r + distance mod P."""
     if ranks <= ranks_per_node:
         return 0
     return min(distance, ranks - distance, ranks_per_node)
 
 
 def dense(order: Order) -> Iterator[Round]:
-    """Yield a reduce-scatter and an allgather in the fewest rounds and bytes there can be.
+    """Yield a reduce-scatter and an allgather, with optimal rounds and bytes.
 
-    After each round of long messages one of words: that they have come. Those that answer all
-    pieces but the last take no time of their own. (So it is where `transports.reductions` reduces;
-    a library's own allreduce is taken for one like it, without words.)
+    This is what `transports.reductions` does: after each round of long messages the receivers
+    acknowledge them. (Only the acknowledgement of a message's last piece takes time of its own.) A
+    library's own allreduce is assumed to do the same, without acknowledgements.
     """
     ranks, whole_bytes = order.ranks, order.length * order.value_bytes
     distances = [1 << number for number in range(rounds(ranks))]
-    if is_gathered_whole(whole_bytes, ranks):  # to everyone at once, to be added up there
+    if is_gathered_whole(whole_bytes, ranks):  # every rank gets all vectors, and sums them
         block_bytes: float = whole_bytes
     else:
         block_bytes = whole_bytes / ranks
         distances = [*reversed(distances), *distances]
     for distance in distances:
-        # One message leaves a node a round: an allreduce that knows the nodes does with that.
+        # One message leaves a node per round, as in an allreduce that is aware of nodes.
         outside = min(1, leaving_by_shift(distance, ranks, order.ranks_per_node))
         blocks = min(distance, ranks - distance)
         each = Round(ranks, outside, lists=0, plain_bytes=blocks * block_bytes)
@@ -263,7 +262,7 @@ def dense(order: Order) -> Iterator[Round]:
 
 
 def topk_allgather(order: Order) -> Iterator[Round]:
-    """Yield the allgather of all lists; they are decoded and added up after the last round."""
+    """Yield the allgather of all lists, which are decoded and summed after the last round."""
     k, ranks = order.k, order.ranks
     if ranks > 1:
         *gathered, last = _allgather(ranks, order.ranks_per_node, 0, k)
@@ -273,7 +272,7 @@ def topk_allgather(order: Order) -> Iterator[Round]:
 
 
 def gtopk_tree(order: Order) -> Iterator[Round]:
-    """Yield the merges up to rank 0, then the result down, in reverse."""
+    """Yield the merges up to rank 0, then the broadcast down, in reverse."""
     k, ranks = order.k, order.ranks
     up = []
     distance = 1
@@ -298,11 +297,11 @@ def gtopk(order: Order) -> Iterator[Round]:
     folded = leaving(guests, guests - paired, m)
     if guests.size:
         yield Round(guests.size, folded, 1, k, encoded=k, decoded=k, merged=2 * k, swaps=1)
-    # What the last merge keeps is sent no more.
+    # The result of the last merge is not sent.
     for number, size in enumerate(sizes[:-1]):
         outside = leaving(everyone, everyone ^ (1 << number), m)
-        if words := go_aheads(1 << number, guests.size, k):
-            yield Round(words, min(outside, words), lists=0)
+        if count := go_aheads(1 << number, guests.size, k):
+            yield Round(count, min(outside, count), lists=0)
         both = Round(paired, outside, 1, size, encoded=size, decoded=size, merged=2 * size)
         yield both._replace(swaps=1, fresh=number == 0)
     if guests.size:
@@ -314,17 +313,17 @@ def gtopk(order: Order) -> Iterator[Round]:
 def list_sizes(order: Order) -> list[int]:
     """Return the entries of gtopk's lists before each round, and at the end.
 
-    As many as may be kept, where there are: a merge of two lists has at most twice as many.
+    A merge keeps as many as it may, but has no more than both lists together.
     """
     kept = kept_sizes(order.k, order.widening, order.ranks.bit_length() - 1, order.length)
     return [order.k, *(min(size, order.k << number) for number, size in enumerate(kept, 1))]
 
 
 def oktopk(order: Order) -> Iterator[Round]:
-    """Yield split, threshold and gather, with boundaries that stand and blocks that are even.
+    """Yield split, threshold and gather, for boundaries that are known and regions that are even.
 
-    Uneven: picks that all lie in other ranks' regions, blocks that all have to be balanced, and the
-    allgather that draws new boundaries.
+    order.uneven: all picks are in other ranks' regions, all blocks have to be balanced, and new
+    boundaries take an allgather.
     """
     k, ranks, m = order.k, order.ranks, order.ranks_per_node
     if ranks == 1:
@@ -337,13 +336,13 @@ def oktopk(order: Order) -> Iterator[Round]:
     part = -(-k // regions)
     for number, (outside, times) in enumerate(_splits(ranks, m)):
         split = Round(ranks, outside, 1, part, encoded=part, decoded=part, others=1, sends=1)
-        yield split._replace(times=times, parts=regions, waits=int(number == 0))  # leave at once
+        yield split._replace(times=times, parts=regions, waits=int(number == 0))  # sent at once
     # A round of the threshold leaves two quantiles undecided; in the last each entry is a quantile.
     undecided = order.wanted if order.uneven else k  # of an owner
-    told = HEADER_BYTES + NUMBERS_BYTES + min(QUANTILES, order.wanted) * order.value_bytes
+    sampled = HEADER_BYTES + NUMBERS_BYTES + min(QUANTILES, order.wanted) * order.value_bytes
     while True:
-        *asked, last = _allgather(ranks, m, told)
-        yield from asked
+        *earlier, last = _allgather(ranks, m, sampled)
+        yield from earlier
         yield last._replace(others=others, sends=SEARCH_SENDS)
         if undecided <= QUANTILES:
             break
@@ -351,7 +350,7 @@ def oktopk(order: Order) -> Iterator[Round]:
     if order.uneven:
         yield Round(ranks, 0, 1, -(-order.wanted // others), times=others, parts=others)
     block = -(-order.wanted // ranks)
-    # A rank sends its own block in every round, and that one may lie all over the vector.
+    # A rank's own block, which it sends in each round, may be spread over the whole vector.
     parts = max(1, others // rounds(ranks)) if order.uneven else ranks
     *gathered, last = _allgather(ranks, m, 0, block, parts)
     yield from gathered
@@ -362,7 +361,7 @@ def oktopk(order: Order) -> Iterator[Round]:
 
 @lru_cache
 def _splits(ranks: int, ranks_per_node: int) -> list[tuple[int, int]]:
-    """Return `leaving` of the shifts by 1..P-1, each with how often it comes."""
+    """Return `leaving` of the shifts by 1..P-1: its values, each with the number of shifts."""
     shifts = (leaving_by_shift(distance, ranks, ranks_per_node) for distance in range(1, ranks))
     return list(Counter(shifts).items())
 
@@ -370,13 +369,13 @@ def _splits(ranks: int, ranks_per_node: int) -> list[tuple[int, int]]:
 def hierarchical(order: Order) -> Iterator[Round]:
     """Yield the picks of a shard to its owner, gtopk of the owners across nodes, and back.
 
-    Inside a node lists travel raw and exact. Uneven: a rank's picks all lie in others' shards, or
-    every rank's in its own. Not modelled: oktopk across nodes, and dense sums inside.
+    Inside a node lists are sent raw and exact. order.uneven: a rank's picks are all in others'
+    shards, or all ranks' in its own. Not modelled: oktopk across nodes, and dense sums inside.
     """
     m = min(order.ranks_per_node, order.ranks)
     part = -(-order.k // m)
     others = m - 1
-    sent, told = (order.k, order.k) if order.uneven else (others * part, part)
+    sent, received = (order.k, order.k) if order.uneven else (others * part, part)
     if others:
         inside = Round(order.ranks, 0, 1, -(-sent // others), exact=True, raw=True, times=others)
         inside = inside._replace(waits=1)
@@ -390,20 +389,20 @@ def hierarchical(order: Order) -> Iterator[Round]:
         yield step._replace(senders=m * step.senders, leaving=m, parts=m)
     if others:
         result = list_sizes(shard)[-1]
-        back = Round(order.ranks, 0, 1, result, alive_bytes(told), exact=True, raw=True)
+        back = Round(order.ranks, 0, 1, result, alive_bytes(received), exact=True, raw=True)
         back = back._replace(encoded=result, decoded=result, others=1, times=others)
         yield back._replace(waits=1)
 
 
 def shards(order: Order) -> Iterator[Round]:
-    """Yield a shard's parts to their owners, and the allgather of what they add up to."""
+    """Yield a shard's parts to their owners, and the allgather of the sums."""
     ranks, m = order.ranks, order.ranks_per_node
     if ranks == 1:
         return
     part = -(-order.k // ranks)
     for number, (outside, times) in enumerate(_splits(ranks, m)):
         split = Round(ranks, outside, 1, part, STAMP_BYTES, encoded=part, decoded=part, others=1)
-        yield split._replace(sends=1, times=times, waits=int(number == 0))  # leave at once
+        yield split._replace(sends=1, times=times, waits=int(number == 0))  # sent at once
     *gathered, last = _allgather(ranks, m, STAMP_BYTES, part)
     yield from gathered
     yield last._replace(decoded=(ranks - 1) * part, others=ranks - 1)
@@ -439,5 +438,5 @@ SCHEDULES: dict[str, Callable[[Order], Iterator[Round]]] = {
 
 @lru_cache(1024)
 def schedule(algorithm: str, order: Order) -> tuple[Round, ...]:
-    """Return the rounds of an algorithm; cached, as searches for links and formats repeat it."""
+    """Return the rounds of an algorithm; cached, as searches over links and formats reuse it."""
     return tuple(SCHEDULES[algorithm](order))

@@ -4,7 +4,7 @@
     | header | indices | values | extra |       message.py: the header; format.py: indices and
     +--------+---------+--------+-------+       values; extra: bytes of the algorithm's own
 
-The indices' part is filled up with zeros to a multiple of the size of one element of the values.
+The indices are padded with zeros to a multiple of the size of one element of the values.
 
 `decode` trusts nothing: any defect of a message raises a MessageError that names the defect and the
 sender, before the content is used.
@@ -19,9 +19,11 @@ from .message import (
     CodingTotals,
     Decoded,
     Encoded,
+    allgather,
     coded,
     decode,
     encode,
+    receive,
 )
 
 __all__ = [
@@ -36,8 +38,10 @@ __all__ = [
     "Decoded",
     "Encoded",
     "Format",
+    "allgather",
     "check_format",
     "coded",
     "decode",
     "encode",
+    "receive",
 ]

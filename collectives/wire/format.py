@@ -1,14 +1,14 @@
 """Format: how indices and values are written into a message; equal on all ranks.
 
-Index codes: sorted indices as bytes, and back, by name.
+Index codes:
 
-    raw      int32, or int64 from 2^31 elements on: where links are faster than packing
+    raw      int32, or int64 from 2^31 elements on: for links that are faster than packing
     blocks   16-bit offsets in blocks of 64Ki: half the bytes, at about the cost of a copy
     packed   Rice codes of the gaps: near the entropy bound, for slow links
 
-    whole    nothing: every element of the vector is an entry (`algorithms.shards`)
+    whole    nothing, as every element of the vector is an entry (`algorithms.shards`)
 
-Value codes: float32 or float64 values as bytes, and back, by name.
+Value codes, of float32 or float64 values:
 
     exact   as they are
     bf16    bfloat16: 8 significant bits
@@ -18,9 +18,9 @@ Value codes: float32 or float64 values as bytes, and back, by name.
     int3    -3..3, a quarter
     int2    -1..1, half
 
-All but `exact` round to the nearest, to a grid that is a power of two or a few of them: the error
-v - q(v) is a multiple of v's last place and not larger than v, hence exact in the values' own
-dtype. No finite value overflows, and what is not finite does not become so.
+All but `exact` round to the nearest multiple of a power of two (or of a sum of a few). The error
+v - q(v) is then a multiple of v's last place and not larger than v, hence exact in the values' own
+dtype. Finite values stay finite, and non-finite ones stay non-finite.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _unpack_raw(data: Array, count: int, length: int) -> tuple[Array, int]:
     if data.size < size:
         raise ValueError(f"{count} indices take {size} bytes, there are {data.size}")
     indices = data[:size].view(index_dtype(length))
-    # Kernels rely on that order: of a list that they write by they examine only the two ends.
+    # Kernels rely on the order: when they write by a list, they check only its two ends.
     if not in_order(indices, length):
         raise ValueError(f"its indices must be strictly increasing, in 0..{length - 1}")
     return indices, size
@@ -84,7 +84,7 @@ def _unpack_whole(data: Array, count: int, length: int) -> tuple[Array, int]:
 
 
 def _packing(name: str) -> IndexCode:
-    """Return a code of the kernels."""
+    """Return a code that the kernels implement."""
     return IndexCode(
         partial(index_capacity, code=name),
         partial(pack_indices, code=name),
@@ -100,7 +100,7 @@ INDEX_CODES: Final[dict[str, IndexCode]] = {
 }
 
 WHOLE: Final = "whole"
-# New codes go to the end, behind WHOLE: a code's place is its number in the header.
+# New codes go to the end, after WHOLE: a code's place is its number in the header.
 ALL_INDEX_CODES: Final = {
     **INDEX_CODES,
     WHOLE: IndexCode(lambda count, length: 0, _pack_whole, _unpack_whole),
@@ -110,7 +110,7 @@ ALL_INDEX_CODES: Final = {
 class ValueCode(NamedTuple):
     """One way to write values."""
 
-    element_bytes: Callable[[int], int]  # (bytes of a float) -> what its elements are aligned to
+    element_bytes: Callable[[int], int]  # (bytes of a float) -> alignment of its elements
     size_bytes: Callable[[int, int], int]  # (count, bytes of a float) -> bytes it takes
     pack: Callable[[Array, Array], int]  # (values, buffer) -> exponent
     unpack: Callable[[Array, int, int, Any], Array]  # (bytes, count, exponent, dtype) -> values
@@ -154,11 +154,11 @@ VALUE_CODES: Final[dict[str, ValueCode]] = {
     "int2": _rounding("int2", 1),
 }
 
-# By the bits of a value; of the two codes of 16 bits, the one with float32's range.
+# By the bits of a value; of the two 16-bit codes, the one with float32's range.
 CODES_OF_BITS: Final = {2: "int2", 3: "int3", 4: "int4", 8: "int8", 16: "bf16", 32: "exact"}
 
-# The codes for a choice by speed. Fewer bits delay more of a gradient, at a cost in convergence
-# that is not measured for every task, so other codes are used only on request.
+# The codes that an automatic choice may take. Fewer bits delay more of a gradient, at a cost in
+# convergence that was not measured for every task, so the other codes are used only on request.
 CHOSEN_FROM: Final = ("exact", "bf16", "fp16", "int8")
 
 
@@ -172,7 +172,7 @@ class Format(NamedTuple):
 
 EXACT: Final = Format()
 
-# The formats that a GPU writes and reads itself; in others its vectors go by way of the host.
+# The formats that a GPU codes itself; for others its vectors are copied to the host.
 ON_DEVICE: Final = frozenset(
     Format(indices, values)
     for indices in ("raw", "blocks")
@@ -185,7 +185,7 @@ _VALUE_NAMES: Final = tuple(VALUE_CODES)
 
 
 def check(format: Format) -> Format:
-    """Return the format; raise ValueError, which lists the codes for sparse vectors, for others."""
+    """Return the format; raise ValueError unless both codes are for sparse vectors."""
     for part, code, names in (
         ("indices", format.indices, tuple(INDEX_CODES)),
         ("values", format.values, _VALUE_NAMES),
@@ -195,14 +195,14 @@ def check(format: Format) -> Format:
     return format
 
 
-@functools.cache  # each message asks
+@functools.cache  # called for every message
 def numbers(format: Format) -> tuple[int, int]:
     """Return the numbers of the codes."""
     return _INDEX_NAMES.index(format.indices), _VALUE_NAMES.index(format.values)
 
 
 def numbered(index_code: int, value_code: int) -> Format:
-    """Return the format with these numbers; raise ValueError where there is none."""
+    """Return the format with these numbers; raise ValueError if there is none."""
     if index_code >= len(_INDEX_NAMES) or value_code >= len(_VALUE_NAMES):
         raise ValueError(
             f"its codes are numbers {index_code} and {value_code}; "

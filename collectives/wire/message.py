@@ -1,4 +1,4 @@
-"""encode and decode: put header, indices, values and extra together, and take them apart.
+"""encode and decode: a message from its header, indices, values and extra bytes, and back.
 
 Header: the first 64 bytes of a message.
 
@@ -14,17 +14,17 @@ Header: the first 64 bytes of a message.
     indices, values   numbers of the codes, as format.py counts them
     float             bytes of one value of the vector: 4 (float32) or 8 (float64)
     length, entries   of the vector: its elements, and the entries in this message
-    k                 of the reduction; no message of it need have as many entries
-    index bytes       of the indices' part, its padding included
+    k                 of the reduction; a message may have fewer entries
+    index bytes       of the indices, padding included
     refused by        the lowest rank known to have refused its contribution, or -1
     exponent          the values' common power of two, where their code has one; else 0
-    number            of the operation on its stream that the message is a part of, modulo 65536: it
-                      reveals a message of another operation, sent twice or out of order
-    checksum          of the 56 bytes before it and everything behind it
+    number            of the operation on its stream, modulo 65536: detects a message of another
+                      operation, sent twice or out of order
+    checksum          of the 56 bytes before it and everything after it
 
 All little-endian.
 
-`coded` tells the time that this thread has spent on that, and the size of its messages.
+`coded` returns how long this thread has spent in encode and decode, and the size of its messages.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ import numpy as np
 from ..errors import MessageError
 from ..kernels import checksum, read_head, write_head
 from ..ranges import profiled
+from ..transports.transport import Transport
 from ..vector import Array, SparseVector, module_of
 from .format import ALL_INDEX_CODES, EXACT, VALUE_CODES, Format, numbered, numbers
 
 MAGIC: Final = b"GTKV"
-# Increased with every change of the bytes: ranks of two versions refuse each other's messages.
+# Increased whenever the bytes change: ranks of two versions refuse each other's messages.
 VERSION: Final = 3
 _FIELDS: Final = struct.Struct("<4sBBBBqqqqihHq")
 _CHECKSUM: Final = struct.Struct("<Q")
@@ -69,7 +70,7 @@ class Header(NamedTuple):
 
 
 def write_header(header: Header, message: Array) -> None:
-    """Fill in the header of a message whose other bytes are in place."""
+    """Write the header of a message whose other bytes are in place, with its checksum."""
     if not isinstance(message, np.ndarray):
         head = _FIELDS.pack(MAGIC, VERSION, *header)
         write_head(message, np.frombuffer(head, np.uint8))
@@ -98,8 +99,8 @@ def read_header(message: Array) -> Header:
 
 
 def checksum_of(message: Array) -> int:
-    """Return the checksum that belongs into the message."""
-    # In two parts, the first as the seed of the second: the checksum's own bytes lie between them.
+    """Return the checksum of a message, of all bytes but the checksum's own."""
+    # Those lie in the middle: the checksum of the bytes before seeds that of the bytes after.
     return checksum(message[HEADER_BYTES:], checksum(message[: _FIELDS.size]))
 
 
@@ -119,7 +120,7 @@ NOTHING_CODED: Final = CodingTotals()
 
 
 class _OfThread(threading.local):
-    """Totals by thread: a rank's messages are written and read by one thread, its engine's."""
+    """Totals by thread: the engine's thread writes and reads all of a rank's messages."""
 
     total = NOTHING_CODED
 
@@ -128,12 +129,12 @@ _here: Final = _OfThread()
 
 
 def coded(since: CodingTotals = NOTHING_CODED) -> CodingTotals:
-    """Return this thread's totals, less earlier ones; without these, since it began."""
+    """Return this thread's totals since it began, less the totals `since`."""
     return CodingTotals(*map(operator.sub, _here.total, since))
 
 
 def count(seconds: float, entries: int = 0, message_bytes: int = 0) -> None:
-    """Add a message that was written, or the time of reading one."""
+    """Add to this thread's totals; entries and bytes count for messages written only."""
     before = _here.total
     _here.total = CodingTotals(
         before.seconds + seconds, before.entries + entries, before.bytes + message_bytes
@@ -199,18 +200,18 @@ def _encode(
     index_code, value_code = ALL_INDEX_CODES[format.indices], VALUE_CODES[format.values]
     count, float_bytes = vector.indices.size, vector.values.itemsize
     value_bytes = value_code.size_bytes(count, float_bytes)
-    # Room for the most that the code can take: how much it takes is known only once it is written.
+    # Reserve the most bytes that the code can take; how many it does take, `pack` returns.
     capacity = index_code.capacity(count, vector.length) + _MOST_PADDING
     arrays = module_of(vector.values)
     message = arrays.empty(HEADER_BYTES + capacity + value_bytes + extra.size, np.uint8)
 
     used = index_code.pack(vector.indices, vector.length, message[HEADER_BYTES:])
-    # So that every value lies at a multiple of its size, and receivers view values in place.
+    # Padded, so that values are aligned to their size and receivers can view them in place.
     index_bytes = _padded(used, value_code.element_bytes(float_bytes))
     values_from = HEADER_BYTES + index_bytes
     extra_from = values_from + value_bytes
     message = message[: extra_from + extra.size]
-    # The memory is not cleared, and the checksum covers the padding, which `_decode` examines.
+    # Clear the padding: the checksum covers it, and `_decode` requires zeros.
     message[HEADER_BYTES + used : values_from] = 0
     packed = message[values_from:extra_from]
     exponent = value_code.pack(vector.values, packed)
@@ -231,7 +232,7 @@ def _encode(
         message,
     )
     if format.values != "exact":
-        # Out of the message itself: the bits that every receiver will decode.
+        # Decode the message itself, to get the bits that every receiver will decode.
         rounded = value_code.unpack(packed, count, exponent, vector.values.dtype)
         vector = SparseVector(vector.indices, rounded, vector.length)
     return Encoded(message, vector)
@@ -249,11 +250,11 @@ def decode(
     """Return the content of a message of a reduction with this k and format.
 
     like:   a vector of the expected length and value dtype.
-    sender: the rank the message came from, for the error's text.
+    sender: the rank that sent the message, for the error.
     extra_bytes: the number of extra bytes that it must have.
     number: of the operation that it must be a part of.
-    A GPU's message gives a vector there; the host reads its header alone. Raises MessageError when
-    the message is anything but such a vector.
+    A message on a GPU gives a vector there; the host reads only its header. Raises MessageError
+    unless the message is such a vector.
     """
     begun = time.perf_counter()
     try:
@@ -263,6 +264,37 @@ def decode(
         raise MessageError(f"the message from rank {sender} is malformed: {error}") from error
     count(time.perf_counter() - begun)
     return decoded
+
+
+def receive(
+    source: int,
+    like: SparseVector,
+    k: int,
+    transport: Transport,
+    format: Format = EXACT,
+    extra_bytes: int = 0,
+) -> Decoded:
+    """Receive the next message of a rank and decode it; see `decode`."""
+    message, sender = transport.receive(source), transport.ranks[source]
+    return decode(message, like, k, sender, format, extra_bytes, transport.begun)
+
+
+def allgather(
+    message: Array,
+    like: SparseVector,
+    k: int,
+    transport: Transport,
+    format: Format = EXACT,
+    extra_bytes: int = 0,
+) -> list[Decoded]:
+    """Allgather an encoded message, and return every rank's decoded, in rank order; see `decode`.
+
+    This rank's own is decoded, too: where values were rounded, it must use what the others get.
+    """
+    return [
+        decode(each, like, k, sender, format, extra_bytes, transport.begun)
+        for each, sender in zip(transport.allgather(message), transport.ranks, strict=True)
+    ]
 
 
 def _decode(
@@ -276,17 +308,16 @@ def _decode(
             "ranks must pass vectors on GPUs, or none"
         )
     if not on_host and message.data.ptr % _MOST_PADDING:  # type: ignore[attr-defined]
-        message = message.copy()  # part of a larger one: kernels need their elements aligned
+        message = message.copy()  # kernels need aligned elements
     header = read_header(message)
     count, float_bytes = header.entries, header.float_bytes
-    # The number first, as the first difference is named: a message of another operation differs in
-    # all else, too.
+    # The error names the first difference. The number comes first, since a message of another
+    # operation may differ in everything.
     theirs = (header.number, *header[:3], header.length, header.k, header.extra_bytes)
     ours = (number % NUMBERS, *numbers(format), like.values.itemsize, like.length, k, extra_bytes)
     if theirs != ours:
         raise _disagreement(theirs, ours)
-    # The checksum only tells that the bytes are those that were sent: sizes are examined before
-    # anything is read by them.
+    # The checksum only proves that these bytes were sent: check every size before using it.
     if not 0 <= count <= header.length:
         raise ValueError(f"it announces {count} entries of a vector of {header.length}")
     if header.refused_by < NOBODY:
@@ -315,21 +346,22 @@ def _decode(
 
 
 def _disagreement(theirs: tuple[int, ...], ours: tuple[int, ...]) -> ValueError:
-    """Return the error that names the differences between the ranks."""
-    said = [
-        (
-            ("operation's number", number),
-            ("format", "/".join(numbered(index_code, value_code))),
-            ("values' dtype", f"float{8 * float_bytes}"),
-            ("length", length),
-            ("k", k),
-            ("number of bytes behind the values", extra_bytes),
-        )
+    """Return the error that names the first difference between the ranks."""
+    got, expected = (
+        {
+            "operation's number": number,
+            "format": "/".join(numbered(index_code, value_code)),
+            "values' dtype": f"float{8 * float_bytes}",
+            "length": length,
+            "k": k,
+            "number of bytes behind the values": extra_bytes,
+        }
         for number, index_code, value_code, float_bytes, length, k, extra_bytes in (theirs, ours)
-    ]
-    what, got, wanted = next((a[0], a[1], b[1]) for a, b in zip(*said, strict=True) if a != b)
+    )
+    name = next(name for name in got if got[name] != expected[name])
     return ValueError(
-        f"its {what} is {got} where this rank's is {wanted}; it must be the same on every rank"
+        f"its {name} is {got[name]} where this rank's is {expected[name]}; it must be the same on "
+        "every rank"
     )
 
 

@@ -1,4 +1,4 @@
-"""Adasum: what is alike is averaged, what differs is added, and every rank gets the same bits."""
+"""Adasum averages parallel vectors, adds orthogonal ones, and gives every rank the same bits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def combined(
 
 
 def random_vectors(random: np.random.Generator, size: int, length: int) -> list[Vector]:
-    """Return vectors that have something in common."""
+    """Return vectors that are neither parallel nor orthogonal."""
     common = random.standard_normal(length)
     return [common + random.standard_normal(length) for _ in range(size)]
 
@@ -122,7 +122,7 @@ def test_vectors_longer_than_a_block(
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_stays_in_its_segment(
+def test_a_non_finite_value_affects_its_segment_only(
     size: int, bad: float, random: np.random.Generator
 ) -> None:
     vectors = random_vectors(random, size, 30)

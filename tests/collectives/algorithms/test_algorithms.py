@@ -1,4 +1,4 @@
-"""What every algorithm promises at its usual options, and at the edges."""
+"""The promises of every algorithm, with default options and in edge cases."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_update_has_at_most_k_entries_and_what_returns_was_picked(
 
 @every_algorithm
 @every_size
-def test_who_is_late_does_not_matter(
+def test_a_late_rank_does_not_change_the_result(
     algorithm: str, size: int, random: np.random.Generator
 ) -> None:
     picks = random_picks(random, size, 200, 10)
@@ -75,7 +75,7 @@ def test_who_is_late_does_not_matter(
 
 
 def _make_late(transport: LocalTransport, random: np.random.Generator) -> None:
-    """Let a rank dawdle, for another time each time, before it sends or receives."""
+    """Delay a rank's sends and receives, each by a different time."""
 
     def late(call: Callable[..., object]) -> Callable[..., object]:
         def dawdle(*arguments: object) -> object:
@@ -98,7 +98,7 @@ def test_keeping_everything_is_the_dense_sum(
     outcomes = run(algorithm, picks, length)
     for update, _ in outcomes:
         assert update.to_dense().tolist() == expected.tolist()
-    # What returns had cancelled out in a merge.
+    # The returned picks had cancelled in a merge.
     assert not sum(returned.to_dense() for _, returned in outcomes).any()
 
 
@@ -205,7 +205,7 @@ def test_a_vector_of_one_element_is_summed(algorithm: str, size: int) -> None:
 
 @truncating_algorithm
 @every_size
-def test_of_one_entry_each_the_largest_wins(algorithm: str, size: int) -> None:
+def test_with_one_entry_each_the_largest_wins(algorithm: str, size: int) -> None:
     picks = [entries([(rank, -1.0 - rank)], size, np.float32) for rank in range(size)]
     outcomes = run(algorithm, picks, 1)
     for rank, (update, returned) in enumerate(outcomes):
@@ -222,8 +222,8 @@ def test_among_equals_the_lowest_indices_win(algorithm: str, size: int) -> None:
 
 
 @truncating_algorithm
-def test_what_cancels_leaves_room_for_others(algorithm: str) -> None:
-    # Index 3 has the largest picks, and their sum is nothing.
+def test_entries_that_cancel_leave_room_for_others(algorithm: str) -> None:
+    # Index 3 has the largest picks, which sum to zero.
     a = entries([(3, 9.0), (4, 0.5)], 8, np.float32)
     b = entries([(3, -9.0), (7, 0.25)], 8, np.float32)
     (update, first), (_, second) = run(algorithm, [a, b], 2)

@@ -1,4 +1,4 @@
-"""Alive bits travel in whole bytes and come back as they were."""
+"""Alive bits are packed into whole bytes and unpacked unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Balance deals entries out in equal blocks, in their order."""
+"""Balancing cuts the update into equal blocks, in index order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_every_entry_goes_to_one_block_and_blocks_are_equal(counts: list[int]) -
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=9))
-def test_who_has_more_than_its_block_sends_at_most_all_but_a_block(counts: list[int]) -> None:
+def test_a_rank_with_a_surplus_sends_at_most_all_but_its_block(counts: list[int]) -> None:
     block = -(-sum(counts) // len(counts))
     for region, row in enumerate(moves(counts)):
         sent = sum(part.stop - part.start for at, part in enumerate(row) if at != region)

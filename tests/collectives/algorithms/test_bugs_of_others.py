@@ -1,4 +1,4 @@
-"""Bugs of other implementations, retold."""
+"""Regression tests for bugs of other implementations."""
 
 from __future__ import annotations
 

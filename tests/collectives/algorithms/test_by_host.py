@@ -1,4 +1,4 @@
-"""Vectors of GPUs are reduced as the host's are: on a model of CUDA, fake_cuda.py."""
+"""GPU vectors are reduced like host vectors, on a model of CUDA (fake_cuda.py)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def on_gpus(
             transport = NcclTransport(host) if over == "nccl" else TRANSPORTS[over](host)
             if host.rank not in ranks_without:
                 selected = selected.beside(cuda_array())
-        # The current device is another: the vector's own counts.
+        # Not the current device: the vector's own device must be used.
         with cuda.Device(7):
             outcome = reduce(selected, k, transport, algorithm, format=format, **options)
         for vector in outcome:
@@ -138,7 +138,7 @@ def test_each_vector_is_copied_once(cuda: Any, random: np.random.Generator) -> N
 
 
 @every_way
-def test_what_is_not_finite_is_an_error_that_names_the_rank(cuda: Any, way: str) -> None:
+def test_a_non_finite_value_is_an_error_that_names_the_rank(cuda: Any, way: str) -> None:
     picks = [
         SparseVector(np.arange(3, dtype=np.int32), np.ones(3, np.float32), 9) for _ in range(3)
     ]
@@ -148,7 +148,7 @@ def test_what_is_not_finite_is_an_error_that_names_the_rank(cuda: Any, way: str)
     assert raised.value.rank == 1
 
 
-def test_what_is_no_vector_is_refused(cuda: Any) -> None:
+def test_an_invalid_vector_is_refused(cuda: Any) -> None:
     falling = SparseVector(np.array([4, 2], np.int32), np.ones(2, np.float32), 9)
     with pytest.raises(ValueError, match="strictly increasing, got 4 before 2"):
         on_gpus("gtopk", [falling], 3)

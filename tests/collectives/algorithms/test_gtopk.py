@@ -1,4 +1,4 @@
-"""gtopk's dials: growth, put_back; and what each costs."""
+"""gtopk's options, growth and put_back, and their costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""hierarchical: sums inside nodes, a sparse reduction across; and its form for dense gradients."""
+"""hierarchical: sums inside nodes, a sparse reduction across them; also for dense gradients."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ def test_a_vector_shorter_than_a_node_is_reduced() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_what_is_not_finite_in_a_shard_is_an_error_on_all_ranks(size: int) -> None:
+def test_a_non_finite_value_in_a_shard_is_an_error_on_all_ranks(size: int) -> None:
     world = local_world(size, timeout_seconds=30)
     nodes = by_twos(size)
 

@@ -1,4 +1,4 @@
-"""The laws of the reductions, for every algorithm with every option: nothing is lost, all agree."""
+"""Laws for every algorithm with every option: nothing is lost, and all ranks agree."""
 
 from __future__ import annotations
 

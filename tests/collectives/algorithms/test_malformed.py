@@ -1,4 +1,4 @@
-"""What is refused: bad arguments, ranks that disagree, messages that are damaged."""
+"""Bad arguments, disagreeing ranks and damaged messages are refused."""
 
 from __future__ import annotations
 

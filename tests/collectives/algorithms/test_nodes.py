@@ -1,4 +1,4 @@
-"""Nodes are found by asking each rank for its neighbours, or told, and then checked."""
+"""Nodes are found from each rank's neighbours, or passed and checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A message says which reduction it is of: one of another is refused, whatever else fits."""
+"""A message names its reduction; one of another reduction is refused, even if all else fits."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_all_messages_of_a_reduction_have_its_number(way: str, size: int) -> Non
 
 @pytest.mark.parametrize("way", SPARSE)
 def test_a_message_of_the_reduction_before_is_refused(way: str) -> None:
-    """It is whole, as long as the right one, and of the right k: only its number tells."""
+    """Only the number differs: the message is valid, and has the right length and k."""
     algorithm, options = WAYS[way]
     kept: list[np.ndarray] = []
 
@@ -105,7 +105,7 @@ def test_a_message_that_comes_twice_is_refused(algorithm: str) -> None:
 
 @pytest.mark.parametrize("way", SPARSE)
 def test_streams_count_by_themselves(way: str) -> None:
-    """Ranks of a set reduce as often as they like beside what all do."""
+    """Ranks of a subset may reduce any number of times besides the reductions of all."""
     algorithm, options = WAYS[way]
 
     def program(transport: LocalTransport) -> int:

@@ -1,4 +1,4 @@
-"""oktopk is exact, and sends what its docstring says, wherever the picks lie."""
+"""oktopk is exact, and sends as many bytes as its docstring says, for any picks."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_no_rank_sends_more_than_six_k_words_whatever_the_indices(
 
 @pytest.mark.parametrize("size", [2, 4, 9, 16])
 @pytest.mark.parametrize("loud", ["all in one region", "one rank's own"])
-def test_where_one_region_holds_the_whole_update_its_owner_sends_no_more(
+def test_if_one_region_has_the_whole_update_its_owner_sends_no_more(
     size: int, loud: str, random: np.random.Generator
 ) -> None:
     k = 4000
@@ -163,7 +163,7 @@ def test_the_worst_case_is_two_words_a_pick_and_four_an_entry_of_the_update(
 
 
 @pytest.mark.parametrize("size", range(2, 18))
-def test_where_all_pick_the_same_the_bytes_are_those_of_the_formula(size: int) -> None:
+def test_if_all_ranks_pick_the_same_the_bytes_are_those_of_the_formula(size: int) -> None:
     # k = 4 P indices, 4 in each region; every region's sums are in the update: nothing is moved.
     k = 4 * size
     pick = SparseVector(np.arange(k, dtype=np.int32), np.ones(k, np.float32), k)

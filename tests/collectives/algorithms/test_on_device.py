@@ -39,7 +39,7 @@ from tests.collectives.kernels.device import machine_on_host
 STAYING = [way for way, (algorithm, _) in WAYS.items() if algorithm in ON_DEVICE]
 SIZES = [1, 2, 3, 6]
 CODED = sorted(FORMATS_ON_DEVICE - {EXACT})
-# What the host sees at once: a header and its checksum, or what a selection found.
+# The most bytes that the host may copy: a header and its checksum, or a selection's outcome.
 MOST_BYTES = 128
 
 
@@ -133,7 +133,7 @@ def test_the_host_waits_for_a_gpu_a_few_times_a_round(
         return waits // size, len(cuda.launches) // size
 
     (waits_of_one, launches_of_one), (waits, launches) = cost(2), cost(4)
-    # What the second of two rounds takes.
+    # The cost of the second of two rounds.
     assert waits - waits_of_one <= 5
     assert launches - launches_of_one <= 24
 
@@ -167,7 +167,7 @@ def test_coded_vectors_stay_on_the_gpus_too(
 
 
 @pytest.mark.parametrize("format", [Format("packed"), Format("raw", "int8")], ids="-".join)
-def test_what_a_gpu_does_not_code_goes_by_way_of_the_host(
+def test_formats_that_a_gpu_does_not_code_are_reduced_on_the_host(
     cuda: Any, format: Format, random: np.random.Generator
 ) -> None:
     picks = random_picks(random, 3, 300, 40)
@@ -175,7 +175,7 @@ def test_what_a_gpu_does_not_code_goes_by_way_of_the_host(
 
 
 @pytest.mark.parametrize("way", STAYING)
-def test_what_is_not_finite_is_an_error_on_all_ranks(cuda: Any, way: str) -> None:
+def test_a_non_finite_value_is_an_error_on_all_ranks(cuda: Any, way: str) -> None:
     picks = [
         SparseVector(np.arange(3, dtype=np.int32), np.ones(3, np.float32), 9) for _ in range(3)
     ]
@@ -339,7 +339,9 @@ def test_a_message_inside_a_larger_one_is_read_wherever_it_begins(
 
 
 @pytest.mark.gpu
-def test_so_it_is_on_a_real_gpu(real_gpu: Any, random: np.random.Generator) -> None:
+def test_a_message_inside_a_larger_one_is_read_on_a_real_gpu(
+    real_gpu: Any, random: np.random.Generator
+) -> None:
     check_every_start(vector(random, 30, np.float32))
 
 
@@ -383,13 +385,15 @@ UNLIKE = {
 
 
 @pytest.mark.parametrize("text", UNLIKE)
-def test_a_vector_that_is_none_is_told_of_by_its_entries(cuda: Any, text: str) -> None:
+def test_an_invalid_vector_is_reported_by_its_entries(cuda: Any, text: str) -> None:
     check_refusal(text)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("text", UNLIKE)
-def test_so_it_is_of_a_real_gpu(real_gpu: Any, text: str) -> None:
+def test_an_invalid_vector_on_a_real_gpu_is_reported_by_its_entries(
+    real_gpu: Any, text: str
+) -> None:
     check_refusal(text)
 
 

@@ -1,4 +1,4 @@
-"""No two long lists are on their way to a rank at once, and nothing else changes."""
+"""Two long lists are never sent to a rank at the same time; pacing changes nothing else."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def ways(trace: list[list[Event]], latency: float) -> dict[int, list[tuple[float
 @pytest.mark.parametrize("size", SIZES)
 def test_no_two_lists_share_the_way_to_a_rank(size: int) -> None:
     world, _ = record(size, LONG_ENTRIES)
-    latency = 1.0  # seconds; of thousands that a list takes. Words come one or a few too late
+    latency = 1.0  # seconds; a list takes thousands. Go-aheads arrive one or a few too late
     for on_their_way in ways([transport.events for transport in world], latency).values():
         lists = sorted(way for way in on_their_way if way[1] - way[0] > LONG_ENTRIES)
         assert all(later[0] > earlier[1] - 5 * latency for earlier, later in pairwise(lists))
@@ -76,7 +76,7 @@ def test_the_words_are_as_many_as_predicted_and_change_no_bit(
     ]
 
 
-def test_a_rank_that_knows_of_no_turns_is_found_out() -> None:
+def test_a_rank_that_sends_a_list_instead_of_a_go_ahead_is_detected() -> None:
     picks = random_picks(np.random.default_rng(0), 3, LENGTH, LONG_ENTRIES - 1)
     world = local_world(3, timeout_seconds=30)
     with pytest.raises(MessageError, match="every rank must"):

@@ -1,4 +1,4 @@
-"""What the paper's rule loses, and none of these algorithms does."""
+"""The paper's rule loses gradients; none of these algorithms does."""
 
 from __future__ import annotations
 

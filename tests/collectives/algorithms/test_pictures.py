@@ -1,4 +1,4 @@
-"""The pictures in the docstrings are what happens, and it costs what they say."""
+"""The pictures in the docstrings show the real messages, and their costs are as stated."""
 
 from __future__ import annotations
 
@@ -50,9 +50,8 @@ def test_recursive_doubling_is_as_drawn(witness, random: np.random.Generator) ->
     for rank in range(4):
         assert four.schedule(rank) == seen_by(rank, swaps)
 
-    # "P = 6: ranks 4 and 5 hand their picks to 0 and 1 first, and get the result back last"
-    assert "P = 6: ranks 4 and 5 hand their picks to 0 and 1 first" in picture[0]
-    assert "and get the result back last" in picture[1]
+    assert picture[0].endswith("P = 6: ranks 4 and 5 (guests) first send their picks to")
+    assert "0 and 1, and get the result back last." in picture[1]
     folded = [[(4, 0), (5, 1)], *swaps, [(0, 4), (1, 5)]]
     six = witness(6)
     run_ranks(six.world, lambda t: gtopk.reduce(picks[t.rank], 5, t))

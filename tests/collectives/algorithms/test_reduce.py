@@ -1,4 +1,4 @@
-"""reduce, for anyone with NumPy arrays: any ranks, several at once, and one clear error."""
+"""reduce with NumPy arrays: any ranks, several reductions at once, clear errors."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_an_option_that_is_unknown_is_refused_with_those_there_are(
 
 
 @pytest.mark.parametrize("values", [torch.ones(2), [1.0, 1.0]], ids=["tensor", "list"])
-def test_what_is_no_vector_of_arrays_is_refused_with_the_way_to_one(values: Any) -> None:
+def test_values_that_are_not_arrays_are_refused_with_advice(values: Any) -> None:
     (transport,) = local_world(1)
     with pytest.raises(TypeError, match=r"must be NumPy's or CuPy's, got .*: tensor\.numpy\(\)"):
         reduce(SparseVector(np.array([1, 3], np.int32), values, 5), 2, transport)

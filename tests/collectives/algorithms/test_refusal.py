@@ -1,4 +1,4 @@
-"""NaN or infinity on any rank is an error on every rank, with no message more; nothing is lost."""
+"""NaN or infinity on any rank is an error on every rank, without further messages or losses."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_refusal_takes_no_message_more_and_fewer_bytes(
     assert sum(t.sent_bytes for t in refused) < sum(t.sent_bytes for t in usual)
 
 
-def test_who_hears_of_a_refusal_before_it_sends_a_list_sends_an_empty_one(
+def test_a_rank_that_knows_of_a_refusal_sends_an_empty_list(
     random: np.random.Generator,
 ) -> None:
     picks = random_picks(random, 3, 600, 100)

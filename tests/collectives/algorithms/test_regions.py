@@ -1,4 +1,4 @@
-"""Regions hold about equally many picks, wherever the picks lie, and are the same on all ranks."""
+"""Regions have about equally many picks, wherever these are, and are the same on all ranks."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def test_regions_are_even_where_picks_lie_evenly(size: int, random: np.random.Ge
         at(sorted(random.choice(200_000, k, replace=False).tolist()), 200_000) for _ in range(size)
     ]
     divided = loads(picks, agreed(picks))
-    # Where whole quantiles alone count, the first region gets half of one more of every other rank.
+    # With whole quantiles only, the first region would get half of one more of every other rank.
     assert max(divided) <= 1.04 * k
     assert min(divided) >= 0.96 * k
 
 
-def test_where_every_lot_is_one_pick_nothing_is_guessed() -> None:
+def test_quantiles_of_one_pick_give_exact_boundaries() -> None:
     picks = [at(list(range(rank, 240, 10)), 240) for rank in range(8)]
     assert loads(picks, agreed(picks)) == [24] * 8
 

@@ -1,4 +1,4 @@
-"""Shards: every element has its turn, nothing is lost, all ranks get the same, few bytes travel."""
+"""Shards: every element gets its turn, nothing is lost, all ranks agree, and few bytes are sent."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_shards_lie_as_they_are_drawn() -> None:
 def training(
     size: int, gradients: np.ndarray, period: int, code: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Exchange every step's gradients, [steps, ranks, n]; return what there is at the end.
+    """Exchange every step's gradients, [steps, ranks, n]; return the final state.
 
     The sum of all updates [ranks, n], the residuals [ranks, n] and all owner errors [ranks, n].
     """
@@ -104,8 +104,8 @@ def test_exact_values_are_summed_whole(size: int, random: np.random.Generator) -
 
 
 def test_an_owner_sends_what_it_kept_in_the_next_turn() -> None:
-    # In 2 bits the sum of a part is -1, 0 or 1 times half of the largest: half of it is left, and
-    # goes out step by step, though no gradient comes any more.
+    # In 2 bits the sum of a part is -1, 0 or 1 times half of the largest. The other half is kept,
+    # and sent in the following steps, although their gradients are zero.
     gradients = np.zeros((6, 2, 2))
     gradients[0] = [[1.0, -0.3], [1.0, -0.3]]
     applied, residuals, errors = training(2, gradients, 1, "int2")

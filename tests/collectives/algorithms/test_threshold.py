@@ -1,4 +1,4 @@
-"""The threshold is exact: each region's part of the largest, as if one rank had sorted all."""
+"""The threshold is exact: each region's quota is as if one rank had sorted all entries."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_thousands_of_entries_are_shared_out_exactly(
 @pytest.mark.parametrize("wanted", [100, 1000, 3000, 6000])
 @pytest.mark.parametrize("without", range(5))
 def test_regions_that_have_nothing_undecided_change_nothing(wanted: int, without: int) -> None:
-    """Nor do those where a round decides all, as it does with equals in the regions before."""
+    """Nor do regions that a single round decides, as with ties in earlier regions."""
     regions = [[2.0] * (40 * region) + [1.0] * 2000 for region in range(5)]
     regions[without] = []
     assert shares(regions, wanted).counts == by_sorting(regions, wanted)

@@ -1,4 +1,4 @@
-"""Worlds for the laws of the reductions: every rank's picks, every way to reduce them."""
+"""Worlds for the laws of the reductions: every rank's picks, and every way to reduce them."""
 
 from __future__ import annotations
 

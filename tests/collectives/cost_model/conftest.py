@@ -1,4 +1,4 @@
-"""A world of threads whose messages take modelled seconds: nothing waits, clocks are set on."""
+"""A world of threads whose messages take modelled time: nothing waits, clocks are advanced."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from collectives.transports import LocalTransport, Transport, local_world
 class VirtualWorld:
     """Ranks with a clock each, on nodes of `ranks_per_node`.
 
-    A message leaves its sender when the last one is gone, takes latency + bytes * seconds per byte,
-    waits where the receiver's link is busy, and sets the receiver's clock on to its end. Bytes that
-    are in the sender's token bucket take no seconds. To receive takes `call_seconds` of the
-    receiver.
+    A message leaves its sender after the one before, takes latency + bytes * seconds per byte,
+    waits while the receiver's link is busy, and advances the receiver's clock to its arrival. Bytes
+    in the sender's token bucket take no time. A receive takes the receiver `call_seconds`.
     """
 
     def __init__(
@@ -33,8 +32,8 @@ class VirtualWorld:
         self.seconds = [0.0] * size
         self.between, self.within, self.ranks_per_node = between, within, ranks_per_node
         self.call_seconds = call_seconds
-        self._gone = [0.0] * size  # when the last message of a rank had left it
-        self._come = [0.0] * size  # when the last message to a rank had reached it
+        self._gone = [0.0] * size  # when a rank's last message was sent
+        self._come = [0.0] * size  # when the last message to a rank arrived
         self._buckets = [between.burst_bytes] * size
         self._flights: dict[tuple[int, int, int], deque[tuple[float, float]]] = defaultdict(deque)
         for transport in self.world:
@@ -49,7 +48,7 @@ class VirtualWorld:
         return lambda: self.seconds[rank]
 
     def reduce_natively(self, link: Link, native_bytes: int = 0) -> None:
-        """Have an allreduce of as many bytes and more take what its messages take on a link."""
+        """Have allreduces of at least `native_bytes` take the time of their messages on a link."""
         for transport in self.world:
             self._reduce_natively(transport, link, native_bytes)
 
@@ -67,9 +66,9 @@ class VirtualWorld:
         transport.allreduce, transport.native_bytes = allreduce, lambda: native_bytes
 
     def _beyond_bucket(self, rank: int, size: int, begun: float, link: Link) -> float:
-        """Return how many bytes of a message its sender's bucket does not hold; take out the rest.
+        """Take a message out of its sender's bucket; return how many bytes it did not hold.
 
-        The bucket has filled since the last message was gone.
+        The bucket has refilled since the last message was sent.
         """
         if not link.burst_bytes:
             return size

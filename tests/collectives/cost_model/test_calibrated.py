@@ -38,7 +38,7 @@ def on_ranks(size: int, **options) -> list[Calibration]:
     return run_ranks(local_world(size, 30), lambda t: calibrate(t, **options))
 
 
-def test_what_is_saved_is_loaded(tmp_path):
+def test_a_saved_calibration_is_loaded(tmp_path):
     path = tmp_path / "deep" / "kept.json"
     assert cache.save(path, FACTS, KEPT)
     assert cache.load(path, FACTS, 2) == KEPT
@@ -107,7 +107,7 @@ def test_a_file_for_other_facts_or_from_long_ago_is_as_good_as_none(tmp_path):
     assert cache.load(tmp_path / "nothing.json", FACTS, 2) is None
 
 
-def test_where_nothing_can_be_written_nothing_is_kept(tmp_path):
+def test_if_nothing_can_be_written_nothing_is_kept(tmp_path):
     (tmp_path / "file").write_text("in the way")
     assert not cache.save(tmp_path / "file" / "kept.json", FACTS, KEPT)
 
@@ -143,7 +143,7 @@ def test_a_folder_in_place_of_a_cache_file_keeps_nothing(monkeypatch, place):
     assert all("kept in" not in found.origin for found in on_ranks(2))
 
 
-def test_nothing_stays_beside_a_file_that_could_not_be_written(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_no_temporary_file(tmp_path, monkeypatch):
     folder = tmp_path / "in the way"
     folder.mkdir()
     assert not cache.save(folder, FACTS, KEPT)

@@ -1,4 +1,4 @@
-"""Calibration finds the links there are, takes its time and no more, and all ranks agree."""
+"""Calibration finds the links, keeps its budget of time, and all ranks agree on it."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_link_that_is_there_is_found_by_every_rank(virtual, size, link):
 
 
 def probed(world, monkeypatch) -> Link:
-    """Return what rank 0 finds its link to rank 1 to be."""
+    """Return rank 0's measurement of its link to rank 1."""
 
     def rest(seconds: float) -> None:
         world.seconds[0] += seconds
@@ -115,7 +115,7 @@ def test_a_token_bucket_is_found_and_makes_no_link_faster(virtual, link, burst_b
 
 
 @pytest.mark.parametrize("link", [Link.of(4e7, 2e-4), Link.of(1.6e8, 2e-4)], ids=repr)
-def test_what_calls_take_hides_no_token_bucket(virtual, link, monkeypatch):
+def test_per_call_overhead_does_not_hide_a_token_bucket(virtual, link, monkeypatch):
     """A piece takes as long to receive here as 640 of its bytes take at the most."""
     world = virtual(2, link._replace(burst_bytes=10_000), call_seconds=32e-6)
     assert probed(world, monkeypatch).burst_bytes == pytest.approx(10_000, rel=0.1)
@@ -176,16 +176,16 @@ def test_the_allreduce_is_worth_its_link(virtual, size):
     network, *_ = found_on(virtual(size, ETHERNET))
     latency_seconds, seconds_per_byte, _ = network.allreduce
     assert seconds_per_byte == near(ETHERNET.seconds_per_byte, rel=0.01)
-    # Where agreeing takes an odd number of ranks unequally long, they do not begin together.
+    # An odd number of ranks does not leave an agreement, and so begin, at the same time.
     assert latency_seconds == pytest.approx(ETHERNET.latency_seconds, rel=0.3)
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_words_are_no_seconds_of_a_byte(virtual, size):
-    """Where they take most of the time, the rest tells nothing of bytes."""
-    for link, is_told in ((Link.of(1e8, 2e-3), True), (Link.of(400e9, 30e-3), False)):
+def test_acknowledgements_do_not_count_as_time_of_bytes(virtual, size):
+    """If acknowledgements take most of the time, the rest says nothing about bytes."""
+    for link, is_measured in ((Link.of(1e8, 2e-3), True), (Link.of(400e9, 30e-3), False)):
         network, *_ = found_on(virtual(size, link))
-        assert (network.allreduce is not None) == is_told
+        assert (network.allreduce is not None) == is_measured
         if network.allreduce is not None:
             found = network.allreduce
             assert found.latency_seconds == pytest.approx(link.latency_seconds, rel=0.02)
@@ -203,7 +203,7 @@ def test_words_are_no_seconds_of_a_byte(virtual, size):
     ],
     ids=repr,
 )
-def test_a_librarys_own_allreduce_has_no_words(virtual, size, link, native):
+def test_a_librarys_own_allreduce_has_no_acknowledgements(virtual, size, link, native):
     world = virtual(size, link)
     world.reduce_natively(native)
     network, *_ = found_on(world)
@@ -218,7 +218,7 @@ def test_a_librarys_own_allreduce_has_no_words(virtual, size, link, native):
 
 
 def test_one_that_is_its_own_for_long_vectors_is_modelled_in_either_way(virtual):
-    """As gloo's is: the probe's largest is the smallest that has no words."""
+    """As with gloo: only the probe's largest one has no acknowledgements."""
     size, native_bytes = 4, 1 << 24
     world = virtual(size, ETHERNET)
     world.reduce_natively(ETHERNET, native_bytes)
@@ -233,7 +233,7 @@ def test_one_that_is_its_own_for_long_vectors_is_modelled_in_either_way(virtual)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_what_it_takes_to_agree_is_measured(virtual, size):
+def test_the_time_of_an_agreement_is_measured(virtual, size):
     link = Link(5e-3, 1e-9)
     network, *_ = found_on(virtual(size, link))
     latencies = (size - 1).bit_length() * link.latency_seconds
@@ -246,14 +246,14 @@ def test_what_it_takes_to_agree_is_measured(virtual, size):
 
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (2, 4), (3, 4)])
-def test_what_it_takes_to_agree_is_what_one_after_the_other_takes(virtual, nodes, ranks_per_node):
-    """Of unlike links some ranks are done a latency before others, and wait the next time."""
+def test_the_time_of_an_agreement_is_that_of_one_in_a_row(virtual, nodes, ranks_per_node):
+    """On unlike links some ranks are done a latency before others, and wait the next time."""
     size, link = nodes * ranks_per_node, Link(5e-3, 1e-9)
     world = virtual(size, link, FAST, ranks_per_node)
     network, *_ = found_on(world)
-    goes, begun = 20, [*world.seconds]
-    run_ranks(world.world, lambda t: [t.barrier() for _ in range(goes)])
-    each = np.mean(np.subtract(world.seconds, begun)) / goes
+    runs, begun = 20, [*world.seconds]
+    run_ranks(world.world, lambda t: [t.barrier() for _ in range(runs)])
+    each = np.mean(np.subtract(world.seconds, begun)) / runs
     assert network.agreement_seconds == pytest.approx(each, rel=0.05)
 
 
@@ -263,14 +263,14 @@ def test_an_allreduce_of_ranks_that_end_apart_takes_what_one_after_the_other_doe
     size, ranks_per_node, link = 8, 4, Link(5e-3, 1e-9)
     world = virtual(size, link, FAST, ranks_per_node)
     network, *_ = found_on(world)
-    goes, begun = 4, [*world.seconds]
+    runs, begun = 4, [*world.seconds]
 
     def program(transport) -> None:
-        for _ in range(goes):
+        for _ in range(runs):
             transport.allreduce(np.zeros(length, np.float32))
 
     run_ranks(world.world, program)
-    each = np.mean(np.subtract(world.seconds, begun)) / goes
+    each = np.mean(np.subtract(world.seconds, begun)) / runs
     found = predict(Candidate("dense"), length, network, DEFAULT_RATES)
     assert found.communicate_seconds == pytest.approx(each, rel=0.15)
 
@@ -316,12 +316,12 @@ def test_a_slow_network_is_measured_in_the_same_time(virtual, size, latency, bit
     found_on(world)
     odd = size % 2  # a round more
     budget = WITHIN_SECONDS + (1 + odd) * BETWEEN_SECONDS + 2 * ALLREDUCE_SECONDS
-    # What no budget can spare: what goes of any size take, 16 or so of a link and of an allreduce
-    # where that is long, and the allgathers to agree.
+    # On top come the fixed time of about 16 runs of a link, of an allreduce if that is long, and
+    # the allgathers to agree.
     rounds = math.ceil(math.log2(size))
-    link_go, allreduce_go = 2 * (64 * link.seconds_per_byte + latency), 2 * rounds * latency
+    link_run, allreduce_run = 2 * (64 * link.seconds_per_byte + latency), 2 * rounds * latency
     gathers = 40 * rounds * latency
-    floors = max(0.75 * budget, 16 * (link_go + allreduce_go))
+    floors = max(0.75 * budget, 16 * (link_run + allreduce_run))
     assert max(world.seconds) <= budget + floors + gathers
     if latency <= 1e-3 and bits_per_second >= 1e6:
         assert max(world.seconds) < 1.9 + odd * BETWEEN_SECONDS
@@ -335,15 +335,15 @@ def test_a_slow_network_is_measured_in_the_same_time(virtual, size, latency, bit
     st.integers(100, 10**7),
     st.floats(1e-3, 2),
 )
-def test_growing_keeps_its_budget_whatever_a_go_takes(alpha, beta, smallest, largest, budget):
+def test_growing_keeps_its_budget_whatever_a_run_takes(alpha, beta, smallest, largest, budget):
     spent = []
 
-    def go(size: int) -> float:
+    def run(size: int) -> float:
         spent.append(alpha + beta * size)
         return spent[-1]
 
-    samples = grow(go, smallest, largest, budget)
-    # What any go takes comes on top: for three of each size at most, or one where that is long.
+    samples = grow(run, smallest, largest, budget)
+    # The fixed time comes on top: of at most three runs of each size, or of one if that is long.
     floors = max(1.5 * budget, 14 * spent[0])
     assert sum(seconds - spent[0] for seconds in spent) <= budget * (1 + 1e-9)
     assert sum(spent) <= budget + floors
@@ -355,18 +355,18 @@ def test_growing_keeps_its_budget_whatever_a_go_takes(alpha, beta, smallest, lar
 
 @settings(max_examples=200)
 @given(st.floats(1e-6, 1e-2), st.floats(1e-9, 1e-4), st.integers(0, 30), st.floats(0.1, 100))
-def test_a_go_that_is_held_up_changes_no_size_and_no_bandwidth(alpha, beta, held_up, by_seconds):
-    def measured(held_up: int | None) -> dict[int, list[float]]:
+def test_a_run_that_is_delayed_changes_no_size_and_no_bandwidth(alpha, beta, delayed, by_seconds):
+    def measured(delayed: int | None) -> dict[int, list[float]]:
         count = itertools.count()
 
-        def go(size: int) -> float:
-            return alpha + beta * size + by_seconds * (next(count) == held_up)
+        def run(size: int) -> float:
+            return alpha + beta * size + by_seconds * (next(count) == delayed)
 
-        return grow(go, 64, 1 << 22, 0.4)
+        return grow(run, 64, 1 << 22, 0.4)
 
-    held, alone = measured(held_up), measured(None)
-    assert list(held) == list(alone)
-    assert link_of(held) == pytest.approx(link_of(alone))
+    disturbed, undisturbed = measured(delayed), measured(None)
+    assert list(disturbed) == list(undisturbed)
+    assert link_of(disturbed) == pytest.approx(link_of(undisturbed))
 
 
 def test_a_clock_that_has_not_ticked_is_no_error():
@@ -428,5 +428,5 @@ def test_a_rank_alone_has_rates_but_no_links():
     assert np.isfinite(calibration.rates.merge_seconds)
 
 
-def test_what_is_assumed_says_so():
+def test_an_assumed_calibration_says_so():
     assert "assumed" in assumed(4).origin

@@ -1,4 +1,4 @@
-"""The choice keeps its budget, follows the network, and is dense where compression cannot pay."""
+"""The choice keeps its budget, fits the network, and is dense if compression cannot pay."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_few_ranks_gather_and_many_merge_or_split():
     assert chosen(on(128, 1e8, latency=1e-5))[0].candidate.algorithm == "oktopk"
 
 
-def test_where_ranks_share_a_nodes_link_they_add_up_inside_first():
+def test_ranks_that_share_a_nodes_link_sum_inside_the_node_first():
     network = Network(64, Link.of(1e9, 5e-5), 8, Link.of(1e11, 5e-6))
     best = chosen(Calibration(network, RATES, "made up"))[0]
     assert best.candidate.algorithm == "hierarchical"
@@ -210,7 +210,7 @@ def test_the_largest_density_that_hides_is_taken(ranks, bits_per_second, seconds
         assert not keeps(predict(denser, RESNET50, here.network, here.rates), budget)
 
 
-def test_where_nothing_hides_the_shortest_is_taken():
+def test_if_nothing_is_hidden_the_shortest_is_chosen():
     best, *others = chosen(on(32, 1e8), Budget(seconds=1e-6))
     assert best.seconds == min(each.seconds for each in (best, *others))
 

@@ -1,4 +1,4 @@
-"""The lag is what a queue of steady arrivals holds back, and it is counted in steps."""
+"""The lag is the mean residual of steady gradients, in steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_steady_gradients_are_held_back_for_that_many_steps(updated):
     assert np.mean(late) == pytest.approx(lag_steps(length, updated), rel=0.25)
 
 
-def test_who_updates_all_has_none():
+def test_a_method_that_updates_everything_has_no_lag():
     assert lag_steps(7, 7) == 0.0
 
 
@@ -34,7 +34,7 @@ def test_a_lag_costs_whole_steps_and_a_long_training_makes_little_of_it():
     assert Training().cost(1.0, 50.0) == 1.0
 
 
-def test_what_hides_costs_nothing_but_its_lag():
+def test_a_hidden_reduction_costs_only_its_lag():
     assert Training(100, 2.0, room_seconds=0.75).cost(1.0, 50.0) == 0.25 + 0.5 * 2.25
     assert Training(100, 2.0, room_seconds=3.0).cost(1.0, 50.0) == 0.5 * 2.0
     assert Training(100, 2.0, room_seconds=3.0).cost(1.0, 0.0) == 0.0

@@ -1,4 +1,4 @@
-"""How many ranks share a core, and what those of a node have of its link."""
+"""How many ranks share a core, and how the ranks of a node share its link."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_every_rank_hears_the_same_of_those_that_share_this_machine():
     assert run_ranks(local_world(5), ranks_per_core) == [pytest.approx(max(1.0, 5 / cores))] * 5
 
 
-def test_where_the_kernel_does_not_tell_its_boot_a_host_is_a_machine(tmp_path: Path):
+def test_without_a_boot_id_a_host_counts_as_a_machine(tmp_path: Path):
     seat = own_placement(tmp_path / "boot_id")
     assert seat.machine == os.uname().nodename
     (tmp_path / "boot_id").write_text("1b4e\n")

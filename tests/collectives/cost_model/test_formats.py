@@ -1,4 +1,4 @@
-"""The bytes that are predicted of a message are those it has."""
+"""The predicted bytes of a message are the real ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lists take in calls is found however far ranks are, and however apart they begin."""
+"""The per-call overhead is found at any latency, and however far apart ranks begin."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def found_on(virtual, size: int, ranks_per_node: int, latency: float, apart: list[float]) -> Rates:
-    """Return the rates that are found where ranks begin as many latencies late."""
+    """Return the measured rates if ranks begin so many latencies late."""
     within = WITHIN if ranks_per_node > 1 else None
     link = Link(latency, 1e-9)
     world = virtual(size, link, within, ranks_per_node, CALL_SECONDS)
@@ -59,13 +59,13 @@ def found_on(virtual, size: int, ranks_per_node: int, latency: float, apart: lis
         *OF_THE_SUITE,
     ),
 )
-def test_what_few_entries_take_beside_their_messages_are_their_calls(
+def test_the_time_of_few_entries_less_their_messages_is_the_overhead(
     virtual, size, ranks_per_node, latency
 ):
-    """Swaps take one each here; an allgather one a round, the first of them its swap.
+    """In calls: a swap takes one; an allgather one a round, the first of them its swap.
 
-    Ok-Topk takes one each of P - 1 parts, and of the rounds of two allgathers: less what its
-    three times P - 1 lists take by then, it is what its sends do.
+    Ok-Topk takes one for each of P - 1 parts, and for each round of two allgathers. The overhead of
+    its sends is that, less the known overhead of its three times P - 1 lists.
     """
     group = ranks_per_node if ranks_per_node > 1 else size
     lists_seconds = (rounds(group) - 1) * CALL_SECONDS
@@ -82,7 +82,7 @@ def test_what_few_entries_take_beside_their_messages_are_their_calls(
         assert found.list_seconds * (group - 1) == pytest.approx(
             lists_seconds, rel=0.05, abs=0.05 * CALL_SECONDS
         ), apart
-        # Who begins apart leaves the barrier apart, which no circle makes up for here.
+        # Ranks that begin apart leave the barrier apart, and here no circle makes up for that.
         reach = WITHIN.latency_seconds if ranks_per_node > 1 else latency * max(apart)
         assert found.send_seconds * sends == pytest.approx(
             sends_seconds, rel=0.01, abs=0.2 * reach
@@ -91,7 +91,7 @@ def test_what_few_entries_take_beside_their_messages_are_their_calls(
 
 @pytest.mark.parametrize("rank", [0, 1, per_call_overhead._MOST - 1])
 def test_ranks_pick_alike_many_of_each_region_and_none_the_same(rank):
-    """For Ok-Topk, whose parts and blocks are then as even as the schedule takes them for."""
+    """For Ok-Topk: then its parts and blocks are as even as the schedule assumes."""
     size = per_call_overhead._MOST
     mine, regions = per_call_overhead.even_picks(rank, size)
     other, _ = per_call_overhead.even_picks((rank + 1) % size, size)
@@ -128,7 +128,7 @@ def test_a_node_with_fewer_ranks_does_not_count(virtual):
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
 def test_ranks_that_wake_late_take_no_longer_in_calls(virtual, size, monkeypatch):
-    """By many latencies, each go another one."""
+    """By many latencies, and differently in each run."""
     world = virtual(size, Link(5e-4, 1e-9), call_seconds=CALL_SECONDS)
     here = threading.local()
 
@@ -142,7 +142,7 @@ def test_ranks_that_wake_late_take_no_longer_in_calls(virtual, size, monkeypatch
 
     monkeypatch.setattr(per_call_overhead, "time", SimpleNamespace(sleep=sleep))
     found, *_ = run_ranks(world.world, program)
-    # They leave a barrier further apart than a latency then, which tells a little.
+    # They leave a barrier further apart than a latency, which has a small effect.
     assert found.swap_seconds == pytest.approx(CALL_SECONDS, rel=0.25)
 
 
@@ -175,7 +175,7 @@ def test_ways_take_turns_as_long_as_there_is_time(virtual, monkeypatch):
 
     turn, split = ["gtopk", "topk-allgather"], ["oktopk"]
     assert seen_at(0.0) == 7 * turn + 8 * split  # the first is not timed
-    # Turns of two latencies each, then goes of three.
+    # Turns of two latencies each, then runs of three.
     assert seen_at(CALLS_SECONDS / 8) == 4 * turn + 4 * split
     assert seen_at(CALLS_SECONDS) == turn + 2 * split
 

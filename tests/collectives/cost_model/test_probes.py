@@ -1,18 +1,18 @@
-"""What the arrivals of a swap's pieces say of a link, however a network hands them on."""
+"""The bandwidth of a link from the arrivals of a swap's pieces, however a network delivers them."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from collectives.cost_model.probes import PIECES, WORD_BYTES, _marginal_seconds_per_byte
+from collectives.cost_model.probes import PIECES, REQUEST_BYTES, _marginal_seconds_per_byte
 
 PIECE_BYTES = 2000
-SIZE = PIECES * PIECE_BYTES + WORD_BYTES
+SIZE = PIECES * PIECE_BYTES + REQUEST_BYTES
 
 
 def arrivals(seconds: float, at_once: int, first: int) -> list[float]:
-    """Return when pieces come that take `seconds` each, handed on by so many, after `first`."""
+    """Return when pieces of `seconds` arrive that come in groups of `at_once`, after `first`."""
     ends = [min(PIECES, max(n, n + (first - n) % at_once)) for n in range(1, PIECES + 1)]
     return [seconds * end for end in ends]
 
@@ -26,10 +26,10 @@ def test_pieces_that_come_together_make_a_link_no_faster(at_once: int) -> None:
 
 
 def test_a_moment_in_which_nothing_is_read_does_not_count() -> None:
-    come = np.array(arrivals(1e-3, 1, 0))
-    for held_up in range(PIECES // 2 - 1, PIECES):
-        read = come[held_up] + 3e-3
-        late = np.where((come >= come[held_up]) & (come < read), read, come).tolist()
+    arrived = np.array(arrivals(1e-3, 1, 0))
+    for delayed in range(PIECES // 2 - 1, PIECES):
+        read = arrived[delayed] + 3e-3
+        late = np.where((arrived >= arrived[delayed]) & (arrived < read), read, arrived).tolist()
         found = _marginal_seconds_per_byte([late], SIZE)
         assert found == pytest.approx(1e-3 / PIECE_BYTES, rel=0.15)
 

@@ -1,4 +1,4 @@
-"""A kept calibration is taken only where reductions still take what it says."""
+"""A kept calibration is used only if reductions still take as long as it says."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG = LONG_SECONDS + 4 * 2e-3  # a reduction of 4 rounds
 
 
 class Durations:
-    """A clock by which one go after the other takes these seconds, the last again and again."""
+    """A clock by which successive runs take these seconds, and all further ones the last."""
 
     def __init__(self, *seconds: float) -> None:
         self._left, self._now, self._is_running = list(seconds), 0.0, False
@@ -37,11 +37,11 @@ class Durations:
         ([SWAP] * 3, [LONG] * 3, True),
         ([SWAP] * 3, [0.6 * LONG] * 3, True),
         ([SWAP] * 3, [1.9 * LONG] * 2, True),
-        ([SWAP + 1.0, SWAP, SWAP + 1.0][:1], [LONG], False),  # it took so long that there is one
-        ([10 * SWAP] * 3, [LONG] * 3, False),  # farther
-        ([SWAP] * 3, [9 * SWAP, LONG / 4, LONG], False),  # wider
-        ([SWAP] * 3, [5 * LONG], False),  # narrower
-        ([SWAP] * 3, [1.8 * LONG, LONG], True),  # once in the way of something
+        ([SWAP + 1.0], [LONG], False),  # after one so long there is no other
+        ([10 * SWAP] * 3, [LONG] * 3, False),  # more latency
+        ([SWAP] * 3, [9 * SWAP, LONG / 4, LONG], False),  # more bandwidth
+        ([SWAP] * 3, [5 * LONG], False),  # less bandwidth
+        ([SWAP] * 3, [1.8 * LONG, LONG], True),  # disturbed once
     ],
 )
 def test_links_hold_within_twice_and_half(
@@ -55,7 +55,7 @@ def test_links_hold_within_twice_and_half(
 
 
 def test_ranks_that_go_apart_by_a_latency_find_their_link_as_it_was() -> None:
-    """Who is early takes twice as long as one that finds the other's message there."""
+    """An early rank takes twice as long as one that finds the other's message there."""
     latency_seconds = 20e-3
     kept = Calibration(Network(2, Link.of(100e6, latency_seconds)), DEFAULT_RATES, "kept")
     reduction = LONG_SECONDS + 2 * latency_seconds
@@ -73,7 +73,7 @@ def test_ranks_that_go_apart_by_a_latency_find_their_link_as_it_was() -> None:
 
 
 def test_a_narrower_link_is_seen_whose_latencies_take_as_long() -> None:
-    """The latencies of long messages and of their answers are no seconds of a byte."""
+    """The latencies of long messages and of acknowledgements do not count as time of bytes."""
     link = Link.of(10e9, 10e-3)
     kept = Calibration(Network(2, link), DEFAULT_RATES, "kept")
     array_seconds = LONG_SECONDS / 2 + 4 * link.latency_seconds
@@ -88,10 +88,10 @@ def test_a_narrower_link_is_seen_whose_latencies_take_as_long() -> None:
 
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 1), (3, 1), (5, 1), (2, 8), (3, 4)])
-def test_what_was_measured_holds_where_nothing_has_changed_and_not_farther_away(
+def test_a_calibration_holds_until_the_latency_changes(
     virtual, nodes: int, ranks_per_node: int
 ) -> None:
-    """Of many ranks on a host few messages leave it: they agree in less than log2 P latencies."""
+    """With many ranks on a host, an agreement takes less than log2 P latencies between hosts."""
     size, within = nodes * ranks_per_node, Link(5e-6, 1e-10)
 
     def world_of(latency_seconds: float):
@@ -134,7 +134,7 @@ def test_within_a_host_nothing_is_asked() -> None:
     assert world[0].traffic.read_and_reset().sent_messages == 0
 
 
-def test_what_holds_no_more_is_measured_anew_and_kept(
+def test_an_outdated_calibration_is_measured_anew_and_kept(
     monkeypatch: pytest.MonkeyPatch, tmp_path
 ) -> None:
     from collectives.cost_model import cache
@@ -156,6 +156,6 @@ def test_what_holds_no_more_is_measured_anew_and_kept(
     assert not asked  # there was nothing yet
     again = origins()
     assert len(asked) == 2
-    assert all(origin.endswith(": what was kept holds no more") for origin in again)
+    assert all(origin.endswith(": the kept one is out of date") for origin in again)
     assert first == [first[0]] * 2
     assert again == [again[0]] * 2

@@ -1,4 +1,4 @@
-"""What is predicted of an algorithm's messages is what is counted."""
+"""The predicted messages of an algorithm are those that are counted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ BLOCK = 1 << 16
 PACKED = Format("packed", "int8")
 # Shards, of which `reduce` knows nothing, have tests of their own: algorithms/test_shards.py.
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
-# Of these it is known what every message holds, whatever the ranks pick.
+# The content of their messages is known, whatever the ranks pick.
 FLAT = ("dense", "topk-allgather", "gtopk-tree", "gtopk")
 
 
@@ -94,7 +94,7 @@ def test_those_of_oktopk_are_counted_once_its_boundaries_stand(ranks):
     run_ranks(world, program)
     sent = predicted("oktopk", ranks, Network(ranks, LINK)).sent
     assert sent.messages * ranks == pytest.approx(sum(t.traffic.sent_messages for t in world))
-    # What does not divide by P is rounded up for every rank.
+    # A remainder of the division by P is rounded up for every rank.
     counted = sum(t.traffic.sent_bytes for t in world)
     assert counted <= sent.bytes * ranks + 1e-6
     assert sent.bytes * ranks <= counted + 2 * 8 * ranks * ranks
@@ -117,7 +117,7 @@ def test_those_of_a_hierarchy_are_counted(nodes, ranks_per_node):
 
 
 def every_other_block(rank: int, entries: int, length: int) -> SparseVector:
-    """Return picks that lie as blocks have it worst, each rank's in places of its own."""
+    """Return the worst picks for blocks, at different indices on each rank."""
     picks = np.arange(1, 2 * entries, 2) * BLOCK + rank
     return as_vector(picks, rank, length)
 
@@ -186,7 +186,7 @@ def test_oktopk_sends_what_lists_of_its_regions_take_in_any_format(format):
 
 
 @pytest.mark.parametrize("measured", [(EXACT, PACKED), (PACKED,)])
-def test_what_travels_exact_is_coded_at_its_own_rate_where_that_was_measured(measured):
+def test_exact_lists_use_the_exact_coding_rate_if_it_was_measured(measured):
     rates = Rates(0.0, 0.0, {EXACT: CodingRate(1.0, 1.0), PACKED: CodingRate(10.0, 10.0)})
     rates = rates._replace(coding={format: rates.coding[format] for format in measured})
     one_node, candidate = Network(4, LINK, 4), Candidate("hierarchical", 0.1, PACKED)
@@ -211,7 +211,7 @@ def test_no_rank_sends_more_than_the_most(algorithm, ranks, picks, format):
 
 
 def test_an_owner_may_tell_its_threshold_by_more_entries_than_it_picked():
-    """Of 252 wanted ones its region has more than 64: another round for all."""
+    """Its region has more than 64 of the 252 wanted ones, which takes another round."""
     ranks, length, k = 12, 1_000_000, 63
     world, mine = local_world(ranks, timeout_seconds=30), partial(uniform, entries=k, length=length)
     run_on_nodes(world, "oktopk", 1, mine, k, EXACT, k_out=4 * k)
@@ -239,7 +239,7 @@ def test_an_owner_sends_its_picks_and_a_bit_for_each_pick_of_a_large_node():
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 11, 16])
 @pytest.mark.parametrize("growth", [1.0, 1.5, 2.0, 4.0, 8.0])
 def test_lists_that_grow_are_counted_as_grown(ranks, growth):
-    """And as they can grow: a merge at most doubles them, however many it may keep."""
+    """A merge at most doubles them, however many it may keep."""
     world = local_world(ranks, timeout_seconds=30)
     updates = run_ranks(
         world, lambda t: reduce(own_picks(t.rank, ranks), K, t, "gtopk", growth=growth)[0]
@@ -270,7 +270,7 @@ def test_seconds_are_those_of_a_network_with_such_links(virtual, algorithm, rank
     world = virtual(ranks, LINK)
     run_ranks(world.world, lambda t: reduce(own_picks(t.rank, ranks), K, t, algorithm))
     communicate = predicted(algorithm, ranks, Network(ranks, LINK)).communicate_seconds
-    # Where not all ranks take part in a round, messages of the next may be on their way, too.
+    # If not all ranks take part in a round, messages of the next may be in flight already.
     partial = algorithm == "gtopk-tree" or (algorithm == "gtopk" and ranks & (ranks - 1))
     slack = 2 if partial else 1 + 1e-9
     assert max(world.seconds) <= communicate * (1 + 1e-9)
@@ -282,7 +282,7 @@ def test_seconds_are_those_of_a_network_with_such_links(virtual, algorithm, rank
 def test_long_dense_messages_are_answered_and_their_pieces_wait_for_nothing(
     virtual, ranks, block_bytes
 ):
-    """Where two pieces take longer than a word and a piece on their way: a latency each."""
+    """If two pieces take longer than an acknowledgement and a piece in flight: a latency each."""
     length = ranks * block_bytes // 4
     link = Link(1e-2, 1e-7)
     world = virtual(ranks, link)
@@ -296,8 +296,8 @@ def test_long_dense_messages_are_answered_and_their_pieces_wait_for_nothing(
     assert found.rounds == 2 * (len(distances) + answered)
 
 
-def test_what_a_node_gives_back_waits_for_what_it_was_given():
-    """All members' parts leave at once, and those that come back when they have come."""
+def test_a_node_returns_results_after_it_got_the_picks():
+    """All members send their parts at once, and get the results once these have arrived."""
     ranks, alpha = 8, Link(1e-3, 0.0)
     network = Network(ranks, Link(1.0, 0.0), ranks, alpha)
     assert predicted("hierarchical", ranks, network).latency_seconds == pytest.approx(2e-3)
@@ -309,16 +309,16 @@ def test_the_parts_that_oktopk_sends_at_once_wait_for_one_latency(virtual, ranks
     world = virtual(ranks, alpha)
     regions = [Regions() for _ in range(ranks)]
 
-    def go(transport) -> float:
+    def program(transport) -> float:
         begun = world.seconds[transport.rank]
         picks = own_picks(transport.rank, ranks)
         reduce(picks, K, transport, "oktopk", regions=regions[transport.rank])
         return world.seconds[transport.rank] - begun
 
-    run_ranks(world.world, go)  # draws the boundaries, which takes messages of its own
+    run_ranks(world.world, program)  # computes the boundaries, which takes further messages
     world.seconds[:] = [max(world.seconds)] * ranks
     assert (
-        run_ranks(world.world, go)
+        run_ranks(world.world, program)
         == [pytest.approx(predicted("oktopk", ranks, Network(ranks, alpha)).latency_seconds)]
         * ranks
     )
@@ -326,7 +326,7 @@ def test_the_parts_that_oktopk_sends_at_once_wait_for_one_latency(virtual, ranks
 
 @pytest.mark.parametrize("algorithm", ["dense", "topk-allgather", "gtopk"])
 @pytest.mark.parametrize("burst_bytes", [100, 300, 10_000])
-def test_what_a_full_bucket_lets_pass_is_no_wait(virtual, algorithm, burst_bytes):
+def test_bytes_that_a_full_bucket_lets_pass_take_no_time(virtual, algorithm, burst_bytes):
     ranks, link = 8, Link(1e-4, 1e-6, burst_bytes)  # in a latency a bucket gets 100 bytes
     world = virtual(ranks, link)
     run_ranks(world.world, lambda t: reduce(own_picks(t.rank, ranks), K, t, algorithm))
@@ -378,8 +378,8 @@ def test_the_formulas_at_32_ranks_are_those_of_the_paper():
         return predict(Candidate(algorithm, 0.001), n, network, DEFAULT_RATES).communicate_seconds
 
     dense = 62 / 32 * n * beta
-    # Their dense is a ring, 62 alpha; ours has the fewest messages there can be, all of them long
-    # here, and answered with a word.
+    # Their dense is a ring, 62 alpha; ours has the fewest messages possible, all of them long here,
+    # and acknowledged.
     assert seconds("dense") == pytest.approx(20 * alpha + dense)
     tree = 10 * alpha + 4 * 5 * k * beta
     assert seconds("topk-allgather") == pytest.approx(5 * alpha + 2 * 31 * k * beta, rel=0.01)
@@ -448,20 +448,20 @@ def test_ranks_that_share_cores_select_and_copy_at_the_same_time(algorithm):
     assert seconds(1.5) == 1.5 * 10**5
 
 
-@pytest.mark.parametrize(("ranks", "goes"), [(2, 1), (3, 2), (8, 3)])
-def test_lists_are_added_up_in_pairs(ranks, goes):
+@pytest.mark.parametrize(("ranks", "passes"), [(2, 1), (3, 2), (8, 3)])
+def test_lists_are_added_up_in_pairs(ranks, passes):
     sums = Rates(0.0, 0.0, {EXACT: CodingRate(0.0, 0.0)}, sum_seconds=1.0)
 
     def seconds(algorithm: str, network: Network) -> float:
         return predict(Candidate(algorithm, 1e-3), 10**5, network, sums).merge_seconds
 
-    assert seconds("topk-allgather", Network(ranks, LINK)) == ranks * 100 * goes
+    assert seconds("topk-allgather", Network(ranks, LINK)) == ranks * 100 * passes
     # The picks of a region, and the blocks of the update.
     block = -(-100 // ranks)
-    assert seconds("oktopk", Network(ranks, LINK)) == (100 + ranks * block) * goes
-    # The picks of a shard, which are as many, inside the only node.
+    assert seconds("oktopk", Network(ranks, LINK)) == (100 + ranks * block) * passes
+    # The picks of a shard, as many, inside the only node.
     inside = seconds("hierarchical", Network(ranks, LINK, ranks))
-    assert inside == pytest.approx(ranks * block * goes)
+    assert inside == pytest.approx(ranks * block * passes)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -482,9 +482,10 @@ def test_the_lists_that_ranks_decode_are_those_of_the_schedule(algorithm, ranks,
         transport.barrier()
         reduce(own_picks(transport.rank, ranks), K, transport, algorithm, **options)
 
-    monkeypatch.setattr(wire, "decode", counted)
+    for module in (wire, wire.message):
+        monkeypatch.setattr(module, "decode", counted)
     run_ranks(local_world(ranks, timeout_seconds=30), program)
     schedule = SCHEDULES[algorithm](Order(length_for(ranks), K, ranks))
     lists = sum(step.times * (step.swaps + step.others) for step in schedule)
-    # Of oktopk's two allgathers the rank's own lists are a part of what sends stand for.
+    # In oktopk's two allgathers, decoding the rank's own list is part of SEARCH_ and GATHER_SENDS.
     assert len(decoded) == ranks * (lists + 2 * (algorithm == "oktopk"))

@@ -1,4 +1,4 @@
-"""Format: the codes' names and numbers; index codes near the entropy bound, and at the borders."""
+"""Format: names and numbers of codes; index codes near the entropy bound, and edge cases."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_other_than_every_element_is_refused_where_no_indices_travel() -> None:
 
 
 def test_numbers_stay_what_they_were() -> None:
-    # A number that changes its code would have old and new ranks misread each other.
+    # If a code's number changed, ranks of different versions would misread each other.
     assert [*INDEX_CODES] == ["raw", "blocks", "packed"]
     assert [*VALUE_CODES] == ["exact", "bf16", "fp16", "int8", "int4", "int3", "int2"]
     assert numbers(EXACT) == (0, 0)

@@ -1,4 +1,4 @@
-"""A short run of the program that mutates messages; the long one is a command of its own."""
+"""A short run of the program that mutates messages; a command of its own runs it for long."""
 
 from __future__ import annotations
 

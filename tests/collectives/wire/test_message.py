@@ -1,4 +1,4 @@
-"""The message format: its bytes, and that nothing malformed gets through it."""
+"""The message format: its bytes, and that malformed messages are refused."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def by_hand(
     extra_bytes: int | None = None,
     checksum: int | None = None,
 ) -> np.ndarray:
-    """Build the message of the pictures in wire/, or one that lies in the fields given."""
+    """Build the message of the pictures in wire/, or one with false values in the given fields."""
     index_part = struct.pack(f"<{len(indices)}{index}", *indices) + padding
     value_part = struct.pack(f"<{len(values)}{value}", *values)
     head = struct.pack(
@@ -439,8 +439,8 @@ def test_whatever_a_message_says_with_a_right_checksum_is_a_vector_or_an_error(
 
 
 def test_a_gpus_message_for_a_vector_on_the_host_is_refused_with_the_way_out() -> None:
-    """And the other way round: ranks over NCCL that passed vectors in different places."""
-    elsewhere: Any = object()  # no array of the host's
+    """As when ranks over NCCL pass vectors in different places."""
+    elsewhere: Any = object()  # not a NumPy array
     here = entries([1], [1.0], 5)
     there = here._replace(values=elsewhere)
     for message, like, said in (
@@ -451,8 +451,8 @@ def test_a_gpus_message_for_a_vector_on_the_host_is_refused_with_the_way_out() -
             decode(message, like, K, sender=1)
 
 
-def test_what_is_written_and_read_is_counted_with_its_seconds(monkeypatch) -> None:
-    clock = itertools.count(100.0, 0.25)  # a quarter of a second between two looks
+def test_messages_written_and_read_are_counted_with_their_seconds(monkeypatch) -> None:
+    clock = itertools.count(100.0, 0.25)  # each call is a quarter of a second later
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     vector, begun = entries([1, 5], [2.0, -3.0], 9), coded()
     message = encode(vector, K).message
