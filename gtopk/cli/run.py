@@ -76,7 +76,8 @@ def parser() -> Command:
     lines = "file with lines such as: name slots=4"
     where.add_argument("--hostfile", type=Path, help=lines)
     option, flag = described.option, described.flag
-    option("--launcher", None, None, "default: what is installed", choices=LAUNCHERS)
+    launcher = "default: what is installed; torchrun where the script calls init_process_group"
+    option("--launcher", None, None, launcher, choices=LAUNCHERS)
     words = "more options for mpirun, quoted as one argument"
     option("--mpi-args", None, None, words, metavar="WORDS")
     option("--interfaces", None, None, "network interfaces for the ranks, such as eth0")
