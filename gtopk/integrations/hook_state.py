@@ -30,7 +30,7 @@ from ..exchange.bucket_exchange import (
 from ..exchange.exchange import Progress
 from ..exchange.residual_state import ResidualState, unmatched
 from ..optim.expected_step import ExpectedStep
-from ..optim.gradient_checks import loss_scale
+from ..optim.gradient_checks import loss_scale, require_scaler
 from ..optim.peers import Peers
 from ..optim.step_transaction import NOT_FINITE
 from ..optim.wrapped.adam_step import plain
@@ -211,6 +211,7 @@ class HookState(ABC):
         of_adam: Mapping[str, Any],
     ) -> None:
         """optimizer: that the hook was given. of_adam: its `options_of_adam`."""
+        require_scaler(scaler)
         self.compression, self.scaler, self.progress = compression, scaler, Progress()
         self._world, self._peers = peers.world, peers
         self._weight = 1.0 / peers.size  # of this rank's gradients in the mean

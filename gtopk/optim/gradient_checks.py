@@ -433,6 +433,12 @@ def begin_to_read_scale(scaler: Any) -> None:
         _readings[scaler] = _Reading(scale)
 
 
+def require_scaler(scaler: Any) -> None:
+    """Raise TypeError for what is no GradScaler, such as True."""
+    if scaler is not None and not hasattr(scaler, "get_scale"):
+        raise TypeError(f"scaler must be the GradScaler that scales the loss, got {scaler!r:.99}")
+
+
 def loss_scale(scaler: Any) -> float:
     """Return the factor that a GradScaler has multiplied the gradients with; 1 without one.
 

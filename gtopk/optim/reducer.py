@@ -35,7 +35,7 @@ from ..runtime.world import world
 from ..runtime.world.membership import World
 from ..telemetry.stragglers import Stragglers
 from .expected_step import ExpectedStep
-from .gradient_checks import loss_scale, refuse_ddp
+from .gradient_checks import loss_scale, refuse_ddp, require_scaler
 from .hooks import BackwardHooks
 from .options import Options
 from .peers import Peers, peers_in, register_shadow
@@ -115,6 +115,7 @@ class Reducer:
         self.options = options
         self.progress = Progress()
         self.planned = PlannedBuckets(names, options, self.progress)
+        require_scaler(scaler)
         self.scaler = scaler
         self.samples = Samples()
         # SyncBatchNorm looks up by it what this rank's next gradients weigh.

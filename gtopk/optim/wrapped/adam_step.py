@@ -192,7 +192,8 @@ def ramp(
     steps: of the whole training. schedule: a factor by step, as of a cosine; None: 1 throughout.
     start: the factor of the first step, above 0 to 1. until: the share of the training, above 0 to
         1, at which the ramp ends.
-    Raises ValueError for a number out of its range, TypeError for a scheduler in schedule's place.
+    Raises ValueError for a number out of its range, TypeError for a scheduler in schedule's place,
+    and for what is no optimizer.
     """
     require_optimizer(optimizer)
     check_count("steps", steps, 1)

@@ -46,9 +46,13 @@ def test_what_is_no_ramp_is_refused(options, kind, said):
         rates(1, **options)
 
 
-def test_a_training_has_steps():
+def test_a_training_has_steps_and_an_optimizer():
     with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
         gtopk.ramp(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0), 0)
+    with pytest.raises(
+        TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, .* got Linear"
+    ):
+        gtopk.ramp(torch.nn.Linear(1, 1), 10)
 
 
 def test_a_second_ramp_goes_to_another_rate_where_both_are_set():

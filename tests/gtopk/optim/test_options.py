@@ -54,6 +54,7 @@ def test_groups_are_buckets(threads, groups):
         ({"gradient_predivide_factor": float("nan")}, "above 0 and finite, got nan"),
         ({"gradient_predivide_factor": float("inf")}, "above 0 and finite, got inf"),
         ({"check_every": -1}, "0 or more"),
+        ({"scaler": True}, "must be the GradScaler that scales the loss, got True"),
         ({"compression": HIDDEN, "overlap": False}, "not for overlap=False, .* give density="),
         ({"compression": HIDDEN, "local_clip_norm": 1.0}, "not for local_clip_norm=1.0"),
     ],
