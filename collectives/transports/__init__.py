@@ -1,20 +1,20 @@
 """Transports: one interface for messages between ranks, with several implementations.
 
-transport.py            the interface; carrier.py: a transport of all ranks, its views, and where
-                        they wait for messages; departure.py: the last message of a rank
-local.py                threads of one process
+transport.py            the interface; carrier.py: the transport of all ranks, its views and their
+                        mailbox; departure.py: a rank's last message
+local.py                threads in one process
 mpi.py                  mpi4py
 torch_distributed.py    gloo; rendezvous.py: how its ranks meet
 horovod.py              Horovod's alltoall
-staged.py               messages of GPUs through the host; direct.py: by CUDA-aware MPI
-nccl.py                 messages of GPUs by NCCL, with nccl_collectives.py (CuPy's) or, without
+staged.py               GPU messages through the host; direct.py: with CUDA-aware MPI
+nccl.py                 GPU messages over NCCL, with nccl_collectives.py (CuPy's) or, without
                         CuPy, torch_collectives.py
-device_choice.py        which of these carries them; gpu.py: this rank's GPU, and arrays on it
-reductions.py           dense collectives, made of send and receive; checksums
-polling.py              waits, with a timeout, for what a peer does that may have left
-pacing.py               a slow link, emulated
+device_choice.py        chooses one of these for GPUs; gpu.py: this rank's GPU, and arrays on it
+reductions.py           dense collectives made of send and receive; checksums
+polling.py              waits for a peer, with a timeout; notices when it has left
+pacing.py               emulation of a slow link
 counters.py             bytes sent and time waited; numbers and memory that ranks share
-node_memory.py          memory that the ranks of a host share
+node_memory.py          shared memory of the ranks on a host
 """
 
 from __future__ import annotations
@@ -47,19 +47,20 @@ def open_transport(
 ) -> Transport:
     """Return this process's transport, one of TRANSPORTS; "local" is a world of one.
 
-    Call its `leave` before the process ends: a peer that waits learns why, and gloo's threads end.
+    Call its `leave` before the process ends, so that waiting peers learn the reason and gloo's
+    threads end.
     timeout_seconds: the longest a rank waits for a peer; start_timeout_seconds: for all to arrive
-    (the starts of MPI and Horovod know no limit).
-    bootstrap: a transport of the same ranks, which "nccl" and "staged" need: it carries all but
-    the messages of GPUs. Those travel over NCCL, or through it and pinned host memory.
-    "mpi" carries them itself where every rank has CuPy and a GPU: from GPU to GPU where MPI is
-    CUDA-aware, and tried, else through pinned memory.
-    Raises ValueError for another name, ImportError when a package is missing, PeerTimeoutError when
-    a rank is, RuntimeError when "nccl" has no GPU for each rank.
+    (no limit for MPI and Horovod).
+    bootstrap: a transport of the same ranks, required by "nccl" and "staged": it carries everything
+    but GPU messages. Those travel over NCCL, or over bootstrap through pinned host memory.
+    "mpi" carries GPU messages itself if every rank has CuPy and a GPU: from GPU to GPU if MPI is
+    CUDA-aware and passes a trial, else through pinned memory.
+    Raises ValueError for another name, ImportError if a package is missing, PeerTimeoutError if a
+    rank is missing, RuntimeError if "nccl" does not have a GPU for each rank.
     """
     if name == "local":
         return local_world(1, timeout_seconds)[0]
-    # Each is imported only where it is asked for: mpi4py, torch, Horovod and CuPy are optional.
+    # Import only what is asked for: mpi4py, torch, Horovod and CuPy are optional.
     if name == "mpi":
         from .direct import open_mpi
 
@@ -80,7 +81,7 @@ def open_transport(
         from .gpu import load_cupy
         from .staged import StagedTransport
 
-        load_cupy(name)  # where it is missing that is an error now, not at the first message
+        load_cupy(name)  # raise now if CuPy is missing, not at the first message
         return StagedTransport(bootstrap)
     from .nccl import NcclTransport
 

@@ -1,7 +1,7 @@
 """Carrier: the transport of all ranks, which also carries the messages of its views.
 
-A view is a transport of some of the ranks, or of a separate stream of messages. In a `Mailbox` the
-streams of a carrier whose messages come by themselves wait for theirs, asleep.
+A view is a transport of a subset of the ranks, or a separate stream of messages. Carriers whose
+messages arrive in the background put them into a `Mailbox`, where the receiving streams sleep.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .transport import CHANNELS, STALL_WARNING_SECONDS, Path, Step, Transport, p
 
 
 class Overlay(Transport):
-    """Ranks of another transport, its `host`, to which all goes that concerns the whole world."""
+    """Ranks of another transport, the `host`, which handles everything about the whole world."""
 
     host: Transport
 
@@ -77,7 +77,7 @@ class Overlay(Transport):
 
 
 class Stream(Transport):
-    """A stream of messages over a carrier, of all its ranks (the carrier itself) or of a view's."""
+    """A stream of messages over a carrier: of all its ranks (the carrier itself) or of a view."""
 
     carrier: Carrier
 
@@ -101,9 +101,9 @@ class Stream(Transport):
 
 
 class View(Stream, Overlay):
-    """Some of the ranks, or a separate stream of messages, of a carrier.
+    """A subset of a carrier's ranks, or a separate stream of messages.
 
-    It counts its own traffic, which also counts for the transport that it was made from.
+    It counts its own traffic, which also counts for its parent transport.
     """
 
     def __init__(
@@ -121,11 +121,11 @@ class View(Stream, Overlay):
 
     @property
     def begun(self) -> int:
-        # Inside an operation of its parent a view's messages are a part of that one.
+        # Inside an operation of the parent, a view's messages belong to that operation.
         return self._begun if self._activity else self._parent.begun
 
     def misses(self, rank: int, notice: DepartureNotice) -> bool:
-        # A view may be used inside an operation of its parent, which needs all of that one's
+        # A view may be used inside an operation of its parent, which needs all of the parent's
         # members.
         return super().misses(rank, notice) or self._parent.misses(rank, notice)
 
@@ -134,18 +134,18 @@ class View(Stream, Overlay):
         return [place for place, rank in enumerate(self.ranks) if rank in here]
 
 
-_LOOK_SECONDS: Final = 0.001  # between two checks of a leaving rank which others have left
+_LOOK_SECONDS: Final = 0.001  # how often a leaving rank checks which others have left
 
 
 class Carrier(Stream):
     """One rank of a world; a subclass connects it to the others.
 
-    It implements `send_on`, `announce_departure`, `abort`, `neighbours` and `own_library`; and
-    `collect_departures` where nothing else fills `_left`. Messages that come by themselves it puts
-    into `mailbox`; one without a mailbox implements `receive_on`.
-    `send_on` and `receive_on` are called by one thread per stream, and by the threads of several
-    streams at once.
-    tag_limit: tags of streams lie below it.
+    A subclass implements `send_on`, `announce_departure`, `abort`, `neighbours` and `own_library`;
+    and `collect_departures` unless something else fills `_left`. If messages arrive in the
+    background, it puts them into `mailbox`; without a mailbox it implements `receive_on`.
+    One thread per stream calls `send_on` and `receive_on`; threads of several streams may call them
+    at once.
+    tag_limit: upper bound (exclusive) for stream tags.
     """
 
     tag_limit: int = 1 << 31
@@ -158,7 +158,7 @@ class Carrier(Stream):
         self._views: dict[Path, Transport] = {(): self}
         self._tags: dict[int, Path] = {0: ()}
         self._making_a_view = threading.Lock()
-        self._counters: dict[Path, int] = {}  # made so far, by stream
+        self._counters: dict[Path, int] = {}  # by stream: how many counters were made
         self._checks_messages = False
         self._pacer: Pacer | None = None
 
@@ -186,35 +186,35 @@ class Carrier(Stream):
 
     @abstractmethod
     def own_library(self) -> str:
-        """Return name and version of the library that carries messages, also under emulation."""
+        """Return name and version of the underlying library, also under emulation."""
 
     @abstractmethod
     def send_on(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
-        """Begin to send a message to a world rank, in the order of its stream; as `send`."""
+        """Begin to send to a world rank, in the order of the stream; like `send`."""
 
     def receive_on(self, stream: Transport, source: int) -> Array:
-        """Return the next message that a world rank sent on this stream; as `receive`.
+        """Return the next message that a world rank sent on this stream; like `receive`.
 
-        Looks at `stream.missing(source)` while it waits; counts the wait in the stream's traffic.
+        Checks `stream.missing(source)` while it waits; counts the wait in the stream's traffic.
         """
         assert self.mailbox is not None
         return self.mailbox.pop(stream, source)
 
     def conclude_on(self, stream: Transport) -> None:
-        """`conclude` a stream's operation; nothing is to be done where what was sent arrives."""
+        """`conclude` a stream's operation; nothing to do if sent messages arrive by themselves."""
 
     def send_from(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
-        """Send a message on a stream as `send_on` does; checked or paced."""
+        """Send a message on a stream like `send_on`, with checksum or pacing if enabled."""
         if self.checks_messages:
             message = append_checksum(message)
         stream.traffic.count(message.size)
         pacer = self._pacer
-        # What a rank sends to itself crosses no link.
+        # A message to this rank itself crosses no link.
         if pacer is None or to == self.rank:
             return self.send_on(stream, message, to)
         begins, is_gone_at = pacer.leave(message.size)
-        # Outside of the checksum: the receiver takes the stamp off first, and the checksum last. It
-        # does not count: no network would carry it.
+        # The stamp goes outside the checksum: the receiver removes it first. It is not counted, as
+        # no real network would carry it.
         sent = self.send_on(stream, append_stamp(message, begins), to)
 
         def finish() -> None:
@@ -224,7 +224,7 @@ class Carrier(Stream):
         return finish
 
     def receive_for(self, stream: Transport, source: int) -> Array:
-        """Return the next message of a stream as `receive_on` does; checked or paced."""
+        """Return the next message of a stream like `receive_on`, after checks and pacing."""
         message = self.receive_on(stream, source)
         if self._pacer is not None and source != self.rank:
             message, begins = split_stamp(message, source)
@@ -236,12 +236,12 @@ class Carrier(Stream):
         pacer.clock.wait_until(at, self.progress)
 
     def progress(self) -> None:
-        """Advance messages, where the library only does so while it is called."""
+        """Advance messages, if the library only does so while it is called."""
 
     def view_of(self, parent: Transport, step: Step, ranks: Sequence[int]) -> Transport:
-        """Return the view one step on from a parent."""
+        """Return the view one step below a parent."""
         path = (*parent.path, step)
-        # Two threads that ask for one view must get one object: it counts the stream's operations.
+        # Two threads must get the same object for a view: it counts the stream's operations.
         with self._making_a_view:
             if path not in self._views:
                 tag = tag_of(path, self.tag_limit)
@@ -255,28 +255,28 @@ class Carrier(Stream):
             return self._views[path]
 
     def counter_on(self, stream: Transport) -> Counter:
-        """Return a new counter of a stream's ranks, all of which call this; as `counter`."""
+        """Return a new counter for a stream's ranks; like `counter`. A collective on the stream."""
         raise ValueError(
             f"the transport {self.name!r} has no number that its ranks share; start them with "
             "mpirun and mpi4py, or with torchrun"
         )
 
     def name_counter(self, stream: Transport) -> str:
-        """Return a name for a new counter of a stream, the same on all its ranks."""
-        # By stream and number: ranks make the counters of a stream in one order, so no message is
-        # needed.
+        """Return a name for a stream's new counter, the same on all its ranks."""
+        # From stream and number: ranks make a stream's counters in the same order, so this needs no
+        # message.
         number = self._counters[stream.path] = self._counters.get(stream.path, 0) + 1
         return f"{stream.path}, counter {number}"
 
     def departures(self) -> Mapping[int, DepartureNotice]:
-        return self._left.copy()  # threads add to it meanwhile
+        return self._left.copy()  # other threads may add to it meanwhile
 
     def collect_departures(self) -> None:
-        """Do nothing where a thread, or another rank, notes which ranks left."""
+        """Do nothing: a thread, or another rank, already notes departures."""
 
     def departure_notice(self, reason: str) -> DepartureNotice:
         """Return the notice that this rank sends its peers when it leaves."""
-        # A list: other threads make views meanwhile.
+        # Copy to a list, as other threads may add views meanwhile.
         views = list(self._views.values())
         completed = {view.tag: view.completed for view in views if view.completed}
         missed = (found for view in views if (found := view.find_missing(None)))
@@ -287,13 +287,13 @@ class Carrier(Stream):
         self._wake()
 
     def note(self, rank: int, notice: DepartureNotice) -> None:
-        """Note that a rank has left; its own notice replaces one that others have given."""
+        """Note that a rank has left; its own notice replaces notices from others."""
         known = self._left.get(rank)
         if known is None or (known.lost and not notice.lost):
             self._left[rank] = notice
 
     def _wake(self) -> None:
-        """Make threads that wait at the mailbox check again who has left."""
+        """Make threads that wait at the mailbox check again for departures."""
         if self.mailbox is not None:
             self.mailbox.wake()
 
@@ -317,12 +317,12 @@ class Carrier(Stream):
             time.sleep(_LOOK_SECONDS)
 
 
-# The messages from one rank on one stream. None only wakes a waiting thread, as a rank has left.
+# Messages from one rank on one stream. None only wakes a waiting thread, as a rank has left.
 _Box = queue.SimpleQueue["Array | None"]
 
 
 class Mailbox:
-    """Messages by stream and source, in order; several threads put, one thread per stream takes."""
+    """Messages by stream and source, in order; several threads put, one thread per stream pops."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
@@ -334,25 +334,25 @@ class Mailbox:
         self._box(tag, source).put(message)
 
     def wake(self) -> None:
-        """Make waiting threads check again which ranks have left."""
-        # A copy: other threads begin and end their waits meanwhile.
+        """Make waiting threads check again for departures."""
+        # Copy, as other threads begin and end their waits meanwhile.
         for box in self._waited_for.copy():
             box.put(None)
 
     @property
     def has_waiters(self) -> bool:
-        """Tell whether a stream waits for a message."""
+        """Tell whether any stream waits for a message."""
         return bool(self._waited_for)
 
     def pop(self, stream: Transport, source: int) -> Array:
         """Return the next message of a world rank on a stream; count the wait in its traffic.
 
-        Raises PeerError when a rank that is needed left, PeerTimeoutError when none did.
+        Raises PeerError if a required rank has left, PeerTimeoutError if none has.
         """
         return self._pop(stream, stream.tag, source, f"rank {source}", source)
 
     def pop_reply(self, stream: Transport, tag: int) -> Array:
-        """Return this rank's own message with this tag, put once all ranks took part."""
+        """Return this rank's own message with this tag, put once all ranks have taken part."""
         return self._pop(stream, tag, stream.ranks[stream.rank], "its peers", None)
 
     def _pop(self, stream: Transport, tag: int, source: int, who: str, peer: int | None) -> Array:
@@ -361,12 +361,12 @@ class Mailbox:
         warning_seconds = STALL_WARNING_SECONDS if stream.announces_waits else math.inf
         next_warning = begun + warning_seconds
         deadline = begun + self.timeout_seconds
-        # Entered before `missing` is read: a rank that leaves in between puts its wake into the
+        # Register before reading `missing`: if a rank leaves in between, its wake lands in the
         # box.
         self._waited_for[box] = None
         try:
             while True:
-                # Read before the box: a rank that has left has sent all its messages before.
+                # Read before the box: a rank that has left sent all its messages before that.
                 missing = stream.missing(peer)
                 remaining = min(next_warning, deadline) - time.monotonic()
                 try:
@@ -375,8 +375,8 @@ class Mailbox:
                     if missing:
                         raise PeerError(missing) from None
                 else:
-                    # None is a wake, maybe one left over from an earlier wait: it only costs
-                    # another look.
+                    # None is a wake, maybe left over from an earlier wait: it only costs another
+                    # check.
                     if message is not None:
                         return message
                 now = time.monotonic()
@@ -396,21 +396,21 @@ class Mailbox:
         try:
             return self._boxes[tag, source]
         except KeyError:
-            # In one operation: of two threads' boxes one would be lost, and a message with it.
+            # Atomic: otherwise one of two threads' boxes would be lost, with its message.
             return self._boxes.setdefault((tag, source), queue.SimpleQueue())
 
 
 def tag_of(path: Path, limit: int) -> int:
     """Return a stream's tag below `limit`, the same on every rank.
 
-    0 for the stream of all ranks, then its channels, which never collide; any other path is hashed
-    to the rest.
+    The stream of all ranks has tag 0, its channels the next ones, without collisions; any other
+    path is hashed to the rest.
     """
     match path:
         case ():
             return 0
         case (int(channel),):
             return 1 + channel
-    # From the path alone, as no message is sent to agree on a tag; `view_of` refuses collisions.
+    # Uses only the path, to avoid a message for agreeing on tags; `view_of` refuses collisions.
     digest = hashlib.blake2b(repr(path).encode(), digest_size=8).digest()
     return 1 + CHANNELS + int.from_bytes(digest, "little") % (limit - 1 - CHANNELS)

@@ -1,4 +1,4 @@
-"""Departure notice: the last message of a rank to its peers."""
+"""Departure notice: a rank's last message to its peers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..vector import Array
 class DepartureNotice(NamedTuple):
     """The operations that a rank has completed, and why it left.
 
-    completed: how many operations of each stream it has completed, by the stream's tag.
-    missed:    the rank whose departure made this one leave, and its notice: a rank that gets this
-               notice first learns the cause with it.
-    lost:      whether it sent no notice: its connection broke, so it has died or is unreachable.
+    completed: number of completed operations of each stream, by the stream's tag.
+    missed:    the rank whose departure made this one leave, and its notice, so that a rank that
+               gets this notice first also learns the cause.
+    lost:      True if the rank sent no notice: its connection broke, so it died or is unreachable.
     """
 
     completed: Mapping[int, int]
@@ -31,13 +31,13 @@ class DepartureNotice(NamedTuple):
 
     @classmethod
     def decode(cls, message: Array) -> DepartureNotice:
-        """Parse a message that `encode` made."""
+        """Parse a message made by `encode`."""
         return cls._of(*json.loads(message.tobytes()))
 
     @classmethod
     def _of(
         cls, completed: dict[str, int], reason: str, missed: Any, lost: bool
     ) -> DepartureNotice:
-        # The keys of JSON are texts.
+        # JSON turns keys into strings.
         counts = {int(tag): count for tag, count in completed.items()}
         return cls(counts, reason, missed and (missed[0], cls._of(*missed[1])), lost)

@@ -1,11 +1,11 @@
-"""Device choice: which way the messages of GPUs take, and why; the same answer on all ranks.
+"""Device choice: how GPU messages are carried, and why; the same choice on all ranks.
 
-    every rank has a GPU of its own, CuPy, and the same NCCL      NCCL through CuPy
+    every rank has its own GPU, CuPy, and the same NCCL           NCCL through CuPy
     the same without CuPy, with torch's NCCL                      NCCL through torch: dense only
-    anything else                                                 staged through the hosts' memory
+    anything else                                                 staged through host memory
 
-Every rank decides from all ranks' facts, so no further message is needed. The choice is used once a
-small allreduce has given the right sum on every rank.
+Every rank decides from all ranks' facts, so no further message is needed. The choice takes effect
+once a small allreduce has given the right sum on every rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ OWN_GPU: Final = "give each rank its own: torch.cuda.set_device(hvd.local_rank()
 
 
 class GpuRoute(Enum):
-    """The ways to carry the messages of GPUs."""
+    """The ways to carry GPU messages."""
 
     NCCL = "NCCL"
     TORCH = "torch's NCCL"
@@ -27,14 +27,14 @@ class GpuRoute(Enum):
 
 
 class GpuFacts(NamedTuple):
-    """The facts about a rank that decide.
+    """The facts about a rank on which the choice depends.
 
-    device:     the GPU it uses, by a name that no other GPU has; "" where it has none.
+    device:     the GPU that it uses, by a globally unique name; "" if it has none.
     problem:    why it has none.
-    cupy:       why CuPy cannot be used; "" where it can.
-    nccl:       version of the NCCL that CuPy finds, such as 22703; 0 for none.
-    torch_nccl: version of the NCCL of torch; 0 for none.
-    checks:     whether all messages are to be checked, as NCCL's cannot be.
+    cupy:       why CuPy cannot be used; "" if it can.
+    nccl:       version of CuPy's NCCL, such as 22703; 0 for none.
+    torch_nccl: version of torch's NCCL; 0 for none.
+    checks:     whether all messages must be checked, which excludes NCCL.
     """
 
     device: str
@@ -46,7 +46,7 @@ class GpuFacts(NamedTuple):
 
 
 class RouteChoice(NamedTuple):
-    """How GPUs' messages are carried, and the reason, as the end of a sentence."""
+    """How GPU messages are carried, and the reason, worded as the end of a sentence."""
 
     route: GpuRoute
     reason: str
@@ -56,9 +56,9 @@ class RouteChoice(NamedTuple):
 
 
 def choose(facts: Sequence[GpuFacts], ranks: Sequence[int]) -> RouteChoice:
-    """Choose how the messages of these ranks' GPUs are carried.
+    """Choose how these ranks' GPU messages are carried.
 
-    ranks: their numbers in texts.
+    ranks: their numbers for texts.
     """
     named = list(zip(ranks, facts, strict=True))
     if lacking := [(rank, fact) for rank, fact in named if not fact.device]:
@@ -87,7 +87,7 @@ def choose(facts: Sequence[GpuFacts], ranks: Sequence[int]) -> RouteChoice:
 
 
 def _without_cupy(named: Sequence[tuple[int, GpuFacts]]) -> str:
-    """Return why NCCL cannot be reached through CuPy; "" where it can."""
+    """Return why NCCL cannot be reached through CuPy; "" if it can."""
     for rank, fact in named:
         if fact.cupy:
             return f"CuPy cannot be used on rank {rank} ({fact.cupy})"
@@ -97,7 +97,7 @@ def _without_cupy(named: Sequence[tuple[int, GpuFacts]]) -> str:
 def _nccl_mismatch(versions: Sequence[tuple[int, int]], what: str) -> str:
     """Return why ranks with these NCCL versions cannot use it together; "": they can.
 
-    NCCL refuses peers of another version.
+    NCCL refuses peers with another version.
     """
     first_rank, first = versions[0]
     for rank, version in versions:
@@ -114,7 +114,7 @@ def _nccl_mismatch(versions: Sequence[tuple[int, int]], what: str) -> str:
 def fall_back_after_test(
     choice: RouteChoice, failures: Sequence[str], ranks: Sequence[int]
 ) -> RouteChoice:
-    """Return the choice once it was tried; failures: why the try failed on each rank, or ""."""
+    """Return the choice after its test; failures: each rank's failure, or ""."""
     for rank, failure in zip(ranks, failures, strict=True):
         if failure:
             reason = f"{choice.route.value} failed its start-up test on rank {rank}: {failure}"
@@ -123,5 +123,5 @@ def fall_back_after_test(
 
 
 def version_text(version: int) -> str:
-    """Return NCCL's version as people write it: 22703 as 2.27.3."""
+    """Return NCCL's version in the usual form: 22703 as 2.27.3."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"

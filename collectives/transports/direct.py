@@ -1,21 +1,21 @@
-"""The direct transport: MPI, and messages of GPUs from memory to memory where it is CUDA-aware.
+"""The direct transport: MPI, with GPU messages sent from memory to memory if it is CUDA-aware.
 
-A message is announced with its size, and follows on the same stream of MPI's messages:
+A host message announces each GPU message and its size; both use the same MPI stream:
 
     send()     announce  wait for the caller's CUDA stream  Isend from the GPU
-    receive()  learn the size, take GPU memory, wait until it is free  receive into it
+    receive()  learn the size, allocate GPU memory, wait until it is free  receive into it
 
-Where messages are checked or paced, all of them are staged, as that is the host's work.
+If messages are checked or paced, all are staged, as the host has to do that.
 
-MPI does not follow CUDA's streams: the host polls an event until the message is made, or until
+MPI does not follow CUDA streams: the host polls an event until the message is ready, or until
 earlier work on the memory has ended.
 
-Dense collectives are staged: MPI libraries reduce GPU memory in blocking calls only, which would
-wait for ever for a rank that left.
+Dense collectives are staged: MPI libraries reduce GPU memory only in blocking calls, which would
+wait for ever for a rank that has left.
 
-A library may claim to be CUDA-aware and still crash, such as without a matching driver. So a child
-process tries it before a rank relies on it: an MPI world of one process, which sends to itself. The
-trial tests this host's library and GPU, not the network between hosts.
+A library may claim to be CUDA-aware and still crash, for example without a matching driver. So,
+before a rank relies on it, a child process tries it: an MPI world of one process that sends to
+itself. The trial tests this host's library and GPU, not the network between hosts.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ if TYPE_CHECKING:
 def open_mpi(
     communicator: MPI.Intracomm | None = None, timeout_seconds: float = 600.0
 ) -> Transport:
-    """Return the MPI transport; where every rank has CuPy and a GPU, one for their messages, too.
+    """Return the MPI transport; if every rank has CuPy and a GPU, one that carries GPU messages.
 
-    A collective. GPUs' messages are direct where the MPI library has passed the trial on every
-    host, else staged through pinned host memory.
+    A collective. GPU messages are direct if the MPI library has passed the trial on every host,
+    else staged through pinned host memory.
     """
     return open_for_gpus(MpiTransport(communicator, timeout_seconds))
 
 
 def open_for_gpus(host: MpiTransport) -> Transport:
-    """Return a transport for hosts' and GPUs' messages; `host` itself where a rank has no GPU."""
+    """Return a transport for host and GPU messages; `host` itself if a rank has no GPU."""
     if not _everywhere(host, bool(gpus_of_cupy())):
         return host
-    # One try for each host: its ranks use the same library.
+    # One trial for each host, as its ranks use the same library.
     is_first_here = host.neighbours()[0] == host.rank
     if not _everywhere(host, not (is_first_here and why_staged())):
         return StagedTransport(host)
@@ -89,7 +89,7 @@ class DirectTransport(StagedTransport):
                 f"{self.ranks[self.rank]}"
             )
         header_sent = self._announce(TransferMethod.MPI, message, to)
-        # MPI reads the memory at once, whatever CUDA's streams still have to write there.
+        # MPI reads the memory at once, even if CUDA streams have yet to write there.
         self._wait_for_stream(message)
         self.traffic.count(message.size)
         sent = self._carrier.send_on(self.host, message, self.ranks[to])
@@ -103,14 +103,14 @@ class DirectTransport(StagedTransport):
     def _receive_body(self, header: TransferHeader, source: int) -> Array:
         if header.method is not TransferMethod.MPI:
             return super()._receive_body(header, source)
-        # The pool may hand out memory that work under way on the stream still uses.
+        # The pool may return memory that pending work on the stream still uses.
         message: Array = self._cupy.empty(header.message_bytes, np.uint8)
         self._wait_for_stream(message)
         self._carrier.receive_into_on(self.host, message, self.ranks[source])
         return message
 
     def _wait_for_stream(self, array: Array) -> None:
-        """Wait until the current stream of an array's GPU has done its work so far."""
+        """Wait until the current stream of an array's GPU has finished its work so far."""
         cuda = self._cupy.cuda
         with array.device:  # type: ignore[attr-defined]
             done = cuda.get_current_stream().record(cuda.Event(disable_timing=True))
@@ -119,19 +119,19 @@ class DirectTransport(StagedTransport):
     def allgather(self, message: Array) -> list[Array]:
         """Return every rank's message; each is sent to every rank, P-1 times.
 
-        Fewer and longer messages would take copies on the GPU.
+        Fewer and longer messages would need copies on the GPU.
         """
         if not is_on_device(message):
             return self.host.allgather(message)
         return self.exchange_with_all([message] * self.size)
 
 
-# Longer than a start of CUDA and MPI takes; an MPI that hangs must not keep the ranks.
+# Longer than CUDA and MPI take to start; limits how long a hanging MPI holds up the ranks.
 _SECONDS: Final = 30.0
-_SIZES: Final = (64, 1 << 20)  # bytes: sent at once, and after the receiver's word
+_SIZES: Final = (64, 1 << 20)  # bytes: one sent at once, one after the receiver's clearance
 _HELD: Final = "what arrived is what was sent"
 
-# Variables by which a launcher makes a process its rank; others of OMPI_MCA_ are the user's.
+# Variables that make a process a launcher's rank; other OMPI_MCA_ variables are the user's.
 _LAUNCHERS: Final = (
     *("OMPI_", "PMI", "PRTE_", "HYDRA", "HYDI_", "MPI_LOCAL", "SLURM_", "PALS_", "FLUX_"),
 )
@@ -141,7 +141,7 @@ _OPEN_MPI_LAUNCHERS: Final = tuple(
 
 
 def why_staged() -> str:
-    """Return why MPI cannot be given a GPU's memory here; "" where it can."""
+    """Return why MPI cannot take a GPU's memory here; "" if it can."""
     if not claims_cuda(import_module("mpi4py.MPI").__file__):
         return "the MPI library does not claim to be CUDA-aware"
     failure = attempt()
@@ -149,10 +149,10 @@ def why_staged() -> str:
 
 
 def claims_cuda(library: str | None) -> bool:
-    """Ask an MPI library, or a library that has loaded it, whether it takes a GPU's arrays.
+    """Ask an MPI library, or a library that has loaded it, whether it accepts GPU arrays.
 
-    MPIX_Query_cuda_support is Open MPI's, MPIX_GPU_query_support (kind 0: CUDA) MPICH's; a library
-    that has neither takes none.
+    Open MPI has MPIX_Query_cuda_support, MPICH MPIX_GPU_query_support (kind 0: CUDA). A library
+    with neither does not accept them.
     """
     loaded = ctypes.CDLL(library)
     if hasattr(loaded, "MPIX_Query_cuda_support"):
@@ -165,8 +165,8 @@ def claims_cuda(library: str | None) -> bool:
 
 
 def attempt(seconds: float = _SECONDS) -> str:
-    """Let a child send GPU memory to itself over MPI; return how that failed, "" if it did not."""
-    # The child finds modules where this process does, also those that a script put on its path.
+    """Let a child send GPU memory to itself over MPI; return how that failed, or ""."""
+    # The child uses this process's module path, including additions by the script.
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; "
         f"from {__name__} import {send_to_self.__name__}; {send_to_self.__name__}()"
@@ -185,7 +185,7 @@ def attempt(seconds: float = _SECONDS) -> str:
         return f"did not end in {seconds:g} s"
     if child.returncode < 0:
         return f"died: {signal.strsignal(-child.returncode)}"
-    # Not the exit code alone: an MPI that ends a process may do so with 0.
+    # Not only the exit code: an MPI that ends a process may exit with 0.
     held = child.returncode == 0 and _HELD.encode() in child.stdout
     return "" if held else f"ended with exit code {child.returncode}"
 
@@ -202,7 +202,7 @@ def alone(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def send_to_self() -> None:
-    """Send GPU memory from this process to itself; this is what the child does."""
+    """Send GPU memory from this process to itself; runs in the child."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is an expected outcome
     mpi, cupy = import_module("mpi4py.MPI"), load_cupy("mpi")
     for size in _SIZES:

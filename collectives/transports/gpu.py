@@ -1,4 +1,4 @@
-"""Gpu: the one device of this rank, CuPy and NCCL, which reach it, and arrays in its memory."""
+"""Gpu: this rank's device, the CuPy and NCCL modules for it, and arrays in its memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Gpu(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The place of an array of CuPy's or a tensor of torch's; dtype: its name in NumPy."""
+    """The location of a CuPy array or torch tensor; dtype: its NumPy name."""
 
     address: int
     size: int
@@ -48,17 +48,17 @@ class Span(NamedTuple):
 
 
 def is_tensor(array: Any) -> bool:
-    """Tell whether an array is a tensor of torch's, which transports take in dense collectives."""
+    """Tell whether an array is a torch tensor, which transports accept in dense collectives."""
     return hasattr(array, "data_ptr")
 
 
 def is_of_gpu(array: Any) -> bool:
-    """Tell whether an array is CuPy's or torch's, and no NumPy one."""
+    """Tell whether an array is CuPy's or torch's, not NumPy's."""
     return is_tensor(array) or is_on_device(array)
 
 
 def span_of(array: Any) -> Span:
-    """Return the place of an array."""
+    """Return an array's location."""
     if is_tensor(array):
         return Span(
             array.data_ptr(),
@@ -79,15 +79,15 @@ def span_of(array: Any) -> Span:
 
 
 def require_message(array: Any) -> None:
-    """Raise ValueError for an array that is no message, uint8 [m]."""
+    """Raise ValueError unless the array is a message, uint8 [m]."""
     if array.dtype != np.uint8 or array.ndim != 1:
         raise ValueError(f"a message must be uint8 [m], got {array.dtype} {list(array.shape)}")
 
 
 def require_place(array: Any, own: int | None, rank: int) -> None:
-    """Raise ValueError for an array that is not on a rank's own GPU, or not in one piece.
+    """Raise ValueError unless an array is on a rank's own GPU and contiguous.
 
-    own: its number; None: any will do.
+    own: the GPU's number; None: accept any.
     """
     span = span_of(array)
     own = span.device if own is None else own
@@ -102,7 +102,7 @@ def require_place(array: Any, own: int | None, rank: int) -> None:
 
 
 def tensor_event(tensor: Any) -> Any:
-    """Return torch's event after the work so far on the current stream of a tensor's device."""
+    """Return a torch event after the work so far on the current stream of a tensor's device."""
     torch = sys.modules["torch"]
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(tensor.device))
@@ -110,11 +110,11 @@ def tensor_event(tensor: Any) -> Any:
 
 
 def host_copy(tensor: Any) -> Array:
-    """Return a copy of a flat tensor as a host array that ranks can reduce; waited for."""
+    """Return a flat tensor's copy as a host array that ranks can reduce; waits for the copy."""
     torch = sys.modules["torch"]
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
     copy.copy_(tensor)
-    # NumPy has no bfloat16; the bits go through an integer dtype that both know.
+    # NumPy has no bfloat16: pass the bits through an integer dtype that both know.
     if copy.dtype == torch.bfloat16:
         bits: Array = copy.view(torch.int16).numpy()
         return bits.view(BFLOAT16)
@@ -125,15 +125,15 @@ def host_copy(tensor: Any) -> Array:
 def tensor_of(array: Array, like: Any) -> Any:
     """Return a host array as a tensor of the dtype and device of `like`."""
     torch = sys.modules["torch"]
-    # torch does not know BFLOAT16, a dtype of ours.
+    # torch does not know BFLOAT16, our own dtype.
     plain = array.view(np.int16) if array.dtype == BFLOAT16 else array
     return torch.from_numpy(plain).view(like.dtype).to(like.device)
 
 
 def has_come(event: Any, cupy: Any) -> bool:
-    """Tell whether a GPU has come to an event; raise CuPy's error where it fails instead.
+    """Tell whether a GPU has reached an event; raise CuPy's error if the GPU has failed.
 
-    To CuPy's `event.done`, a GPU that has failed is one that has not come there yet.
+    CuPy's `event.done` cannot tell a failed GPU from one that has not reached the event.
     """
     status = cupy.cuda.runtime.eventQuery(event.ptr)
     if status != _NOT_READY:
@@ -142,7 +142,7 @@ def has_come(event: Any, cupy: Any) -> bool:
 
 
 def load_cupy(transport: str) -> Any:
-    """Return the module cupy; raise ImportError with what to install."""
+    """Return the module cupy; raise ImportError with installation advice."""
     try:
         return importlib.import_module("cupy")
     except ImportError as error:
@@ -150,28 +150,28 @@ def load_cupy(transport: str) -> Any:
 
 
 def _told_by_cupy(ask: Callable[[Any], T]) -> T | None:
-    """Return `ask(cupy)`; None where CuPy cannot tell."""
+    """Return `ask(cupy)`; None if CuPy cannot tell."""
     try:
         return ask(load_cupy("nccl"))
-    except (ImportError, OSError, RuntimeError):  # none; broken; CuPy's own, without a driver
+    except (ImportError, OSError, RuntimeError):  # missing; broken; CuPy's error without a driver
         return None
 
 
 def gpus_of_cupy() -> int | None:
-    """Return how many GPUs CuPy sees; None where it cannot tell."""
+    """Return how many GPUs CuPy sees; None if it cannot tell."""
     return _told_by_cupy(lambda cupy: int(cupy.cuda.runtime.getDeviceCount()))
 
 
 def current_device() -> int | None:
-    """Return the number of CuPy's current GPU; None without CuPy, or a GPU."""
+    """Return the number of CuPy's current GPU; None without CuPy or a GPU."""
     return _told_by_cupy(lambda cupy: int(cupy.cuda.Device().id))
 
 
 def load_nccl() -> Any:
-    """Return the module cupy.cuda.nccl; raise ImportError with what to install."""
+    """Return the module cupy.cuda.nccl; raise ImportError with installation advice."""
     load_cupy("nccl")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # CuPy warns where it finds no NCCL; we raise
+        warnings.simplefilter("ignore")  # CuPy warns if it finds no NCCL; we raise instead
         nccl = importlib.import_module("cupy.cuda.nccl")
     if not nccl.available:
         raise ImportError(_missing("nccl", "CuPy finds no libnccl"))
@@ -187,9 +187,9 @@ def _missing(transport: str, reason: object) -> str:
 
 
 def torch_nccl() -> int:
-    """Return the version of the NCCL that this process's torch brings, such as 22703; 0: none.
+    """Return the version of torch's own NCCL in this process, such as 22703; 0: none.
 
-    Of a torch that was imported before: who has tensors on a GPU has done so.
+    Only considers a torch that is already imported: tensors on a GPU imply that it is.
     """
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_available():
@@ -201,9 +201,9 @@ def torch_nccl() -> int:
 
 
 def facts_here(host: Transport, device: int | None) -> GpuFacts:
-    """Return this rank's facts for the choice of how GPUs' messages are carried; sends nothing.
+    """Return this rank's facts for the choice of how GPU messages are carried; sends nothing.
 
-    device: the GPU that it uses, by its number; None: by its place on its host.
+    device: the number of its GPU; None: by its place on its host.
     """
     cupy, nccl = "", 0
     try:
@@ -226,7 +226,7 @@ def facts_here(host: Transport, device: int | None) -> GpuFacts:
 
 
 def gpus_in_sight() -> int:
-    """Return how many GPUs CuPy sees; torch, where CuPy cannot tell: its NCCL may serve them."""
+    """Return how many GPUs CuPy, or else torch, sees; torch's NCCL may serve GPUs without CuPy."""
     if (count := gpus_of_cupy()) is not None:
         return count
     torch = sys.modules.get("torch")
@@ -234,15 +234,15 @@ def gpus_in_sight() -> int:
 
 
 def own_number(host: Transport) -> int:
-    """Return the number of the GPU that is this rank's by its place on its host."""
-    # A launcher may let each rank see its own GPU alone, which is number 0 then.
+    """Return the number of this rank's GPU, by its place on its host."""
+    # A launcher may show each rank only its own GPU, as number 0.
     return 0 if gpus_in_sight() == 1 else host.neighbours().index(host.rank)
 
 
 def name_of_device(number: int, first_here: int) -> str:
-    """Return a name that no other GPU has: its UUID, else its bus and its host's first rank.
+    """Return a unique name for a GPU: its UUID, else its bus and its host's first rank.
 
-    MIG instances of a GPU share a bus id; each has a UUID of its own.
+    MIG instances of a GPU share a bus id, but each has its own UUID.
     """
     if uuid := _uuid(number):
         return uuid
@@ -251,16 +251,16 @@ def name_of_device(number: int, first_here: int) -> str:
 
 
 def _uuid(number: int) -> str:
-    """Return the UUID of a GPU, or of the MIG instance that it is; "" where nothing tells it."""
+    """Return the UUID of a GPU or MIG instance; "" if unknown."""
     uuid = (ctypes.c_ubyte * 16)()
     device = ctypes.c_int()
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), number):
             return ""
-        if driver.cuDeviceGetUuid_v2(uuid, device):  # the one that knows of MIG
+        if driver.cuDeviceGetUuid_v2(uuid, device):  # the variant that supports MIG
             return ""
-    except (OSError, AttributeError):  # no driver, or one before CUDA 11.4
+    except (OSError, AttributeError):  # no driver, or older than CUDA 11.4
         return ""
     text = bytes(uuid).hex()
     cuts = (0, 8, 12, 16, 20, 32)
@@ -268,16 +268,16 @@ def _uuid(number: int) -> str:
 
 
 def gather_facts(host: Transport, device: int | None) -> list[GpuFacts]:
-    """Return every rank's facts; device: the GPU that this one uses, None: by its place.
+    """Return every rank's facts; device: this rank's GPU, None: by its place.
 
-    Raises MismatchError where a rank is in another operation.
+    Raises MismatchError if a rank is in another operation.
     """
     own = np.frombuffer(json.dumps(facts_here(host, device)).encode(), np.uint8)
     facts = []
     for message, rank in zip(host.allgather(own), host.ranks, strict=True):
         try:
             facts.append(GpuFacts(*json.loads(message.tobytes())))
-        except (ValueError, TypeError) as error:  # it is of another operation
+        except (ValueError, TypeError) as error:  # the message is from another operation
             raise MismatchError(
                 f"rank {rank} does not take part in connecting the GPUs: where one rank passes "
                 "arrays on a GPU every rank must, or GTOPK_TRANSPORT=staged has the hosts carry "

@@ -1,14 +1,14 @@
 """The transport over Horovod: its alltoall carries the messages.
 
-An alltoall needs every rank, a message only two. So a thread of each rank calls one alltoall after
-the other, the ticks; a tick carries what has been queued for each peer since the last one:
+An alltoall needs every rank, a message only two. So a thread on each rank calls one alltoall after
+another, the ticks; a tick carries everything queued for each peer since the last one:
 
-    awake  done   of the stream of bytes from this rank to that peer, up to a limit:
+    awake  done   part of the byte stream from this rank to that peer, up to a limit:
     u8     u8     tag i64, size i64, the message's bytes; tag ...
 
-Ticks follow each other at once while any rank is awake (it waits for a message, or has some to
-send) and ever more slowly while all compute, so that no rank waits long for one that takes no part.
-Channels and subsets share the ticks, told apart by their tags. The ticks end together, on the first
+Ticks follow each other at once while any rank is awake (waits for a message, or has some to send).
+While all ranks compute they slow down, so that no rank waits long for one that takes no part.
+Channels and subsets share the ticks; tags tell them apart. The ticks end together, on the first one
 in which all ranks are done: each has departed, and knows that all others have.
 
 Horovod ends on all ranks as soon as one shuts it down. So an operation ends on all ranks together:
@@ -33,10 +33,10 @@ from .polling import wait_until
 from .transport import Transport, end_process
 
 _HEADER: Final = struct.Struct("<qq")
-_DEPARTURE: Final = -1  # a tag of no stream
+_DEPARTURE: Final = -1  # not the tag of any stream
 _FLAG_BYTES: Final = 2
-TICK_BYTES: Final = 1 << 30  # of all peers together: Horovod counts in int32
-_opened = itertools.count()  # equal on all ranks, as all open their transports in one order
+TICK_BYTES: Final = 1 << 30  # for all peers together, as Horovod counts in int32
+_opened = itertools.count()  # equal on all ranks, which open their transports in the same order
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.001, 0.05
 
 
@@ -72,7 +72,7 @@ class HorovodTransport(Carrier):
 
     def send_on(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
         self._queue(stream.tag, message, to)
-        return lambda: None  # it has been copied
+        return lambda: None  # the message has been copied
 
     def _queue(self, tag: int, message: Array, to: int) -> None:
         if to == self.rank:
@@ -89,7 +89,7 @@ class HorovodTransport(Carrier):
         for peer in peers:
             self._queue(stream.tag, np.empty(0, np.uint8), peer)
         until_carried = {peer: self._queued_bytes[peer] for peer in peers}
-        # The peers' empty messages: none ends the operation before all have come to its end.
+        # Wait for the peers' empty messages, so that none ends the operation before all arrive.
         for peer in peers:
             self.mailbox.pop(stream, peer)
 
@@ -104,7 +104,7 @@ class HorovodTransport(Carrier):
         return super().receive_on(stream, source)
 
     def _tick_on(self) -> None:
-        """Tick until all ranks are done, or Horovod has ended."""
+        """Tick until all ranks are done or Horovod has ended."""
         pause_seconds = _SHORTEST_PAUSE_SECONDS
         try:
             while True:
@@ -120,14 +120,14 @@ class HorovodTransport(Carrier):
             lost = DepartureNotice({}, f"Horovod has ended: {str(error).splitlines()[0]}")
             for peer in range(self.size):
                 if peer != self.rank:
-                    # Peers that have announced their departure keep the reason that they gave.
+                    # Keep the reason of peers that have announced their departure.
                     self._left.setdefault(peer, lost)
             self.mailbox.wake()
 
     def _tick(self) -> tuple[bool, bool]:
-        """Exchange what is queued; return whether any rank is awake, and whether all are done."""
-        # Before the queues are read: what is queued from here on sets it again, and waits for no
-        # pause.
+        """Exchange queued messages; return whether any rank is awake, and whether all are done."""
+        # Clear before reading the queues: a message queued from here on sets it again and skips
+        # the pause.
         self._awake.clear()
         done = self._has_departed and len(self._left) >= self.size - 1
         limit = TICK_BYTES // self.size
@@ -162,14 +162,14 @@ class HorovodTransport(Carrier):
         for peer in range(self.size):
             if peer != self.rank:
                 self._queue(_DEPARTURE, notice, peer)
-        # After the notices are queued: a tick that found this rank done before would be the last
+        # Set after queueing the notices: a tick that found this rank done earlier would be the last
         # one.
         self._has_departed = True
 
     def leave(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
         staying = super().leave(reason, leave_timeout_seconds)
         if not staying:
-            self._ticker.join()  # the last ticks, which tell the others that this rank is done
+            self._ticker.join()  # the last ticks tell the others that this rank is done
         return staying
 
     def abort(self, exit_code: int, reason: str = "") -> None:
@@ -184,7 +184,7 @@ class HorovodTransport(Carrier):
 
 
 class _Incoming:
-    """The stream of bytes from one peer, cut into ticks anywhere."""
+    """The byte stream from one peer, which ticks may split anywhere."""
 
     def __init__(self) -> None:
         self._held: list[Array] = []
@@ -192,14 +192,14 @@ class _Incoming:
         self._wanted_bytes = _HEADER.size
 
     def feed(self, part: Array) -> Iterator[tuple[int, Array]]:
-        """Add bytes; yield the tag and the message of each that is complete."""
+        """Add bytes; yield the tag and content of each complete message."""
         if part.size:
             self._held.append(part)
             self._held_bytes += part.size
-        # Joined only when a message is complete: at every tick, a long one would be copied ever
-        # again.
+        # Join the parts only once a message is complete: joining at every tick would copy a long
+        # one many times.
         while self._held_bytes >= self._wanted_bytes:
-            whole = np.concatenate(self._held)  # a copy: memory of our own
+            whole = np.concatenate(self._held)  # a copy, which the message may keep
             tag, size = _HEADER.unpack_from(whole.data)
             self._wanted_bytes = _HEADER.size + size
             if whole.size < self._wanted_bytes:
@@ -212,7 +212,7 @@ class _Incoming:
 
 
 def _take(queue: list[Array], limit: int) -> Array:
-    """Take bytes from the front of a queue, up to the limit."""
+    """Remove up to `limit` bytes from the front of a queue."""
     taken: list[Array] = [np.empty(0, np.uint8)]
     room = limit
     while queue and room:

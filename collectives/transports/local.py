@@ -1,4 +1,4 @@
-"""The transport of threads in one process: tests, teaching, and the world of a single rank."""
+"""The transport between threads of one process: for tests, teaching, and a single-rank world."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class LocalTransport(Carrier):
-    """One rank of a world of threads; messages are copied, as a network would."""
+    """One rank of a world of threads; messages are copied, as a network would do."""
 
     name = "local"
 
@@ -35,18 +35,18 @@ class LocalTransport(Carrier):
         super().__init__(rank, len(mailboxes))
         first = rank // node_size * node_size
         self._node = range(first, min(first + node_size, self.size))
-        self._shared_counters = counters  # by all ranks
+        self._shared_counters = counters  # shared by all ranks
         self._mailboxes, self.mailbox = mailboxes, mailboxes[rank]
         self.timeout_seconds = mailboxes[rank].timeout_seconds
         self._left = left  # shared by all ranks
-        self.supports_device_messages = self.size == 1  # alone, there are none
+        self.supports_device_messages = self.size == 1  # a single rank has no messages
 
     def send_on(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
         self._mailboxes[to].put(stream.tag, self.rank, np.array(message))
-        return lambda: None  # it has been copied
+        return lambda: None  # the message has been copied
 
     def announce_departure(self, reason: str) -> None:
-        # Before the wake: a thread that wakes reads the notices, and sleeps again without a new
+        # Before the wake: a woken thread reads the notices, and sleeps again if it finds no new
         # one.
         self._left.setdefault(self.rank, self.departure_notice(reason))
         self._wake()
@@ -62,7 +62,7 @@ class LocalTransport(Carrier):
         return list(self._node)
 
     def counter_on(self, stream: Transport) -> LocalCounter:
-        # In one operation: of two threads' counters one would be lost.
+        # Atomic: otherwise one of two threads' counters would be lost.
         return self._shared_counters.setdefault(self.name_counter(stream), LocalCounter())
 
     def own_library(self) -> str:
@@ -76,11 +76,11 @@ def local_world(
     kind: type[LocalTransport] = LocalTransport,
     announces_waits: bool = True,
 ) -> list[LocalTransport]:
-    """Return the transports of a world of `size` ranks in this process, one for each thread.
+    """Return the transports of a world of `size` ranks in this process, one per thread.
 
-    node_size: how many of them call each other neighbours, as ranks of one host do; None: all.
+    node_size: how many of them are neighbours, like ranks on one host; None: all.
     kind: the class of each.
-    announces_waits: whether long waits are printed; False where there are more ranks than cores.
+    announces_waits: whether to print long waits; use False with more ranks than cores.
     """
     if size < 1:
         raise ValueError(f"a world needs at least one rank, got size {size}")
@@ -100,8 +100,8 @@ def run_ranks(
 ) -> list[T]:
     """Run `program(transport)` on every rank, each in a thread; return the results by rank.
 
-    When a rank raises, the others find it gone; the exception that came first is raised here.
-    Raises CollectiveError where the system allows fewer threads than there are ranks.
+    If a rank raises, the others see it leave; the first exception is raised here.
+    Raises CollectiveError if the system allows fewer threads than there are ranks.
     """
     results: dict[int, T] = {}
     errors: list[BaseException] = []
@@ -119,7 +119,7 @@ def run_ranks(
         for thread in threads:
             thread.start()
             started += 1
-    except RuntimeError as error:  # started threads would wait for the others
+    except RuntimeError as error:  # threads already started would wait for the others
         reason = f"the system allows {started:,} of {len(threads):,} threads"
         errors.append(CollectiveError(f"{reason}, and each rank is one: {error}"))
         for transport in transports[started:]:
@@ -127,6 +127,6 @@ def run_ranks(
     for thread in threads[:started]:
         thread.join()
     if errors:
-        # What a rank raised itself says more than its peers' errors about its absence.
+        # A rank's own error says more than its peers' errors about its absence.
         raise min(errors, key=lambda e: (isinstance(e, CollectiveError), isinstance(e, PeerError)))
     return [results[transport.rank] for transport in transports]

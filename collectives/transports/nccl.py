@@ -1,22 +1,22 @@
-"""The NCCL transport: GPUs' messages over NCCL, all others over its host transport.
+"""The NCCL transport: GPU messages over NCCL, all others over its host transport.
 
-NCCL's messages have no size of their own and are sent only while they are received. So each is
-announced by a host message with its size, and none is begun before its receiver is there:
+NCCL messages carry no size and are sent only while they are received. So a host message announces
+each one with its size, and none begins before its receiver is there:
 
     send()          announce         ->  receive(): learn the size
                     ncclSend         ->  ncclRecv
     exchange_all()  announce all of them, then one group of ncclSend and ncclRecv
 
-The header travels while the GPU still computes the message. And a rank that waits for a peer
-waits on the host, where it learns that the peer has left; a kernel would wait for ever.
+The header travels while the GPU still computes the message. A rank that waits for a peer waits on
+the host, where it learns that the peer has left; a kernel would wait for ever.
 
-A send whose end is not waited for at once must not keep this rank from receiving, as NCCL's kernels
-run one after the other: it is staged through the host. `exchange` and `exchange_all` never are.
+NCCL's kernels run one after the other. So a send that is not waited for at once must not keep this
+rank from receiving: it is staged through the host. `exchange` and `exchange_all` never are.
 
-NCCL is reached through CuPy. Without CuPy the dense collectives go through torch's NCCL, and take
-tensors. Where the ranks cannot use either (`device_choice`) everything is staged.
+NCCL is reached through CuPy. Without CuPy, dense collectives use torch's NCCL on tensors. If the
+ranks can use neither (`device_choice`), everything is staged.
 
-Proven so far against a model of NCCL and CUDA in the tests; see tests/collectives/fake_cuda.py.
+Only tested against a model of NCCL and CUDA so far; see tests/collectives/fake_cuda.py.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from .staged import StagedTransport, TransferHeader, TransferMethod
 from .torch_collectives import TorchCollectives
 from .transport import Step, Transport
 
-_START_TEST_SECONDS: Final = 60.0  # what connecting, and the first allreduce, may take
+_START_TEST_SECONDS: Final = 60.0  # limit for connecting and the first allreduce
 
 Collectives = CupyCollectives | TorchCollectives
 
 
 class _Undecided(threading.local):
-    """The send of this thread, over any view, that may still go over NCCL: one, or none."""
+    """This thread's send, over any view, that may still use NCCL: one, or none."""
 
     stage: Callable[[], None] | None = None
 
@@ -66,10 +66,10 @@ class _Undecided(threading.local):
 class NcclTransport(StagedTransport):
     """The ranks of a host transport, with one GPU each.
 
-    A view is connected by its own `connect`, or by its first collective on a GPU's array; until
-    then it stages. Each connection takes GPU memory for NCCL's buffers.
-    An automatic transport connects in the same way, and goes on staging where the ranks cannot use
-    NCCL. `choice` then says why; `on_choice` is called with it.
+    A view connects in its own `connect`, or at its first collective on a GPU array; until then it
+    stages. Each connection takes GPU memory for NCCL's buffers.
+    An automatic transport connects in the same way, and keeps staging if the ranks cannot use NCCL.
+    `choice` then gives the reason; `on_choice` is called with it.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class NcclTransport(StagedTransport):
 
         bootstrap: the host transport; it only carries host messages here.
         torch_backend: "gloo", on the host, replaces torch's NCCL in tests.
-        Raises, on all ranks alike and unless automatic, ImportError where NCCL is missing,
-        RuntimeError where a rank has no GPU of its own.
+        Unless automatic, raises on all ranks alike ImportError if NCCL is missing, RuntimeError if
+        a rank does not have its own GPU.
         """
         if parent is not None:
             automatic, on_choice = parent.automatic, parent.on_choice
@@ -98,7 +98,7 @@ class NcclTransport(StagedTransport):
             bootstrap = StagedTransport(bootstrap)
         self._staged_host = bootstrap
         self.automatic: bool = automatic
-        # A view of an automatic transport chooses among its own ranks.
+        # A view of an automatic transport makes its own choice among its ranks.
         self.choice: RouteChoice | None = parent.choice if parent and not automatic else None
         self.on_choice: Callable[[RouteChoice], None] = on_choice
         self._device = device
@@ -107,7 +107,7 @@ class NcclTransport(StagedTransport):
         self._timeout_seconds = timeout_seconds
         self._connected: list[Collectives] = [] if parent is None else parent._connected
         self._collectives: Collectives | None = None
-        self._all_on_gpu: dict[Hashable, bool] = {}  # the ranks' answers, by `what` of `carrying`
+        self._all_on_gpu: dict[Hashable, bool] = {}  # all ranks' answer, by `what` of `carrying`
         self._undecided: _Undecided = parent._undecided if parent else _Undecided()
         if not automatic:
             self.name, self.counts_allreduce = "nccl", False
@@ -116,12 +116,12 @@ class NcclTransport(StagedTransport):
                 self.connect()
 
     def _require_nccl(self) -> None:
-        """Find NCCL and a GPU for every rank; raise where that cannot be, on all ranks alike."""
+        """Find NCCL and a GPU for every rank; raise on all ranks alike if that is impossible."""
         if self._device is None:
             self._device = own_number(self.host)
         self.choice = choose(gather_facts(self.host, self._device), self.ranks)
         if self._is_staged():
-            load_nccl()  # raises where it is this rank that lacks it, and says what to install
+            load_nccl()  # if it is missing on this rank, raises with installation advice
             raise RuntimeError(
                 f"transport 'nccl' needs NCCL and a GPU for each rank: {self.choice.reason}; "
                 "open_transport('staged', bootstrap=...) goes through pinned host memory instead"
@@ -133,7 +133,7 @@ class NcclTransport(StagedTransport):
 
     def carries(self, tensor: Any) -> bool:
         kind, device = self.tensor_place.partition(":")[0], tensor.device
-        # CuPy's collectives take these dtypes, too.
+        # CuPy's collectives support these dtypes, too.
         is_known = span_of(tensor).dtype in (*TorchCollectives.dtypes, "bool")
         if self._is_staged() or device.type != kind or not is_known:
             return False
@@ -142,7 +142,7 @@ class NcclTransport(StagedTransport):
     def carrying(self, on_gpu: bool, what: Hashable = None) -> Transport:
         if not self.automatic or self._is_staged():
             return self
-        # All ranks ask in one order, so all come here for a new `what`, and send nothing later.
+        # All ranks ask in the same order, so all come here for a new `what`; later calls send none.
         if what not in self._all_on_gpu:
             answer = np.array([on_gpu], np.int32)
             self.host.allreduce(answer, "min")
@@ -164,7 +164,7 @@ class NcclTransport(StagedTransport):
         return "cuda" if self._device is None else f"cuda:{self._device}"
 
     def connect(self, device: int | None = None) -> None:
-        """Connect NCCL, once; device: the GPU that an automatic one uses, None: the current one."""
+        """Connect NCCL, once; device: the GPU if automatic, None: the current one."""
         if self._collectives is not None or self._is_staged():
             return
         if not self.automatic:
@@ -184,12 +184,12 @@ class NcclTransport(StagedTransport):
         return self.choice is not None and self.choice.route is GpuRoute.STAGED
 
     def _try(self, choice: RouteChoice) -> RouteChoice:
-        """Connect; return the choice, which is staging where the trial failed."""
+        """Connect; return the choice, or staging if the trial failed."""
         failure, self.choice = "", choice
         try:
-            # A rank that fails at once waits for the others' results, within its timeout.
+            # A rank that fails at once still waits for the others' results, within its timeout.
             self._open(min(self._timeout_seconds / 2, _START_TEST_SECONDS))
-        except Exception as error:  # of CuPy, CUDA, NCCL, torch: all ranks are to hear of it
+        except Exception as error:  # from CuPy, CUDA, NCCL or torch: report it to all ranks
             failure = f"{type(error).__name__}: {error}".splitlines()[0]
         tried = fall_back_after_test(choice, self.host.gather_object(failure), self.ranks)
         if tried is not choice and self._collectives is not None:
@@ -201,8 +201,8 @@ class NcclTransport(StagedTransport):
     def _open(self, seconds: float) -> None:
         """Connect the ranks, and test a sum over them; seconds: the longest wait for a peer.
 
-        Raises PeerError where a rank does not come, or the sum is wrong, and errors of CUDA, NCCL
-        and torch. After any failure no host message of it is still on its way.
+        Raises PeerError if a rank does not come or the sum is wrong, and errors from CUDA, NCCL and
+        torch. After any failure, none of its host messages is still in transit.
         """
         assert self.choice is not None
         host = self.host
@@ -220,10 +220,10 @@ class NcclTransport(StagedTransport):
                     f"{total[0]:g} in place of {wanted:g} on rank {host.ranks[host.rank]}"
                 )
         except BaseException as error:
-            # A kernel of the test may still wait for a peer, and would for ever.
+            # A kernel of the test may still wait for a peer, and would do so for ever.
             opened.abort(f"its start-up test failed: {error}")
             raise
-        # Only the start is to fail early.
+        # Only the start has the short timeout.
         opened.set_timeout(self._timeout_seconds)
         self._connected.append(opened)
         self._collectives = opened
@@ -262,7 +262,7 @@ class NcclTransport(StagedTransport):
         return sent
 
     def _stage_undecided(self) -> None:
-        """Stage the undecided send: another operation comes before its end is waited for."""
+        """Stage the undecided send, as another operation comes before the wait for it."""
         stage, self._undecided.stage = self._undecided.stage, None
         if stage is not None:
             stage()
@@ -302,8 +302,8 @@ class NcclTransport(StagedTransport):
             elif header is not None:
                 message = self._receive_body(header, source)
             received.append(message)
-        # Before NCCL: this rank may have to call its host transport for a message to go on, and the
-        # receiver takes it before it joins the group.
+        # Before NCCL: a host message may only advance while this rank calls the host transport, and
+        # the receiver needs it before it joins the group.
         for sent in sends:
             sent()
         self._transfer(outgoing, incoming)
@@ -312,7 +312,7 @@ class NcclTransport(StagedTransport):
     def _transfer(
         self, outgoing: list[tuple[Array, int]], incoming: list[tuple[Array, int]]
     ) -> None:
-        """Send and receive in one group; an empty message needs no NCCL."""
+        """Send and receive in one group; empty messages do not use NCCL."""
         outgoing = [pair for pair in outgoing if pair[0].size]
         incoming = [pair for pair in incoming if pair[0].size]
         if not outgoing and not incoming:
@@ -336,7 +336,7 @@ class NcclTransport(StagedTransport):
                     f"{self.ranks[self.rank]} gathers messages of GPUs"
                 )
             bounds.append(bounds[-1] + header.message_bytes)
-        # A collective: only now is it known that all ranks have their messages on GPUs.
+        # A collective: only now is it certain that all ranks have their messages on GPUs.
         self.connect(span_of(message).device)
         if self._collectives is None:
             with self._current():
@@ -348,7 +348,7 @@ class NcclTransport(StagedTransport):
         return [everyones[a:b] for a, b in itertools.pairwise(bounds)]
 
     def allreduce(self, array: Array, reduction: str = "sum") -> None:
-        """Reduce in place by NCCL's own allreduce; counted by formula, as MPI's is.
+        """Reduce in place with NCCL's own allreduce; counted by formula, like MPI's.
 
         "min" and "max" of floats go through the host, as NCCL's may lose a NaN.
         """
@@ -397,7 +397,7 @@ class NcclTransport(StagedTransport):
         collectives = self._agree("alltoall", array)
         if collectives is None:
             return self._staged_host.alltoall(array, bounds)
-        # NCCL's receives have to be told how much comes, which only the senders know.
+        # NCCL must know the sizes to receive, which only the senders know.
         said = self.host.allgather(np.diff(bounds).astype(np.int64).view(np.uint8))
         sizes = [int(message.view(np.int64)[self.rank]) for message in said]
         ends = [0, *itertools.accumulate(sizes)]
@@ -420,18 +420,18 @@ class NcclTransport(StagedTransport):
     ) -> Collectives | None:
         """Return NCCL's collectives, once all ranks are connected and agree on the operation.
 
-        None: it is the staged host's, which also takes arrays of hosts. Raises MismatchError on all
-        ranks alike.
+        None: use the staged host transport, which also takes host arrays. Raises MismatchError on
+        all ranks alike.
         """
         self._stage_undecided()
         if not is_of_gpu(array):
             return None
         span = span_of(self._placed(array))
         kind = f" ({reduction})" if reduction else ""
-        length = "" if operation == "alltoall" else f" [{span.size}]"  # there they may differ
+        length = "" if operation == "alltoall" else f" [{span.size}]"  # may differ in an alltoall
         cut = "" if bounds is None else f" cut at {list(bounds)}"
         own = f"{operation}{kind} of {span.dtype}{length}{cut}"
-        # First: `connect` is a collective, too, and in NCCL ranks that disagree would hang, or
+        # First: `connect` is a collective, too, and ranks that disagree would hang in NCCL or
         # compute nonsense.
         texts = self.host.gather_object(own)
         for rank, text in zip(self.ranks, texts, strict=True):
@@ -452,17 +452,17 @@ class NcclTransport(StagedTransport):
         return self._placed(message)
 
     def _placed(self, array: Array) -> Array:
-        """Return an array; raise ValueError where it is not of this rank's GPU, or in pieces."""
+        """Return the array; raise ValueError unless it is contiguous on this rank's GPU."""
         own = None if self._gpu is None else self._gpu.device.id
         require_place(array, own, self.ranks[self.rank])
         return array
 
     def _current(self) -> Any:
-        """Return a context in which this rank's GPU is the current one."""
+        """Return a context that makes this rank's GPU the current one."""
         return nullcontext() if self._gpu is None else self._gpu.device
 
     def _empty(self, length: int) -> Array:
-        # On the caller's current stream, so that earlier work on this memory ends before NCCL.
+        # On the caller's current stream: earlier work on this memory ends before NCCL writes to it.
         with self._current():
             array: Array = self._cupy.empty(length, np.uint8)
         return array
@@ -478,8 +478,8 @@ class NcclTransport(StagedTransport):
         return staying
 
     def disconnect(self, reason: str) -> None:
-        """Abort NCCL on all views; no call of it may be under way."""
-        # Destroying a communicator would wait for peers.
+        """Abort NCCL on all views; none of its calls may be under way."""
+        # Abort, because destroying a communicator would wait for peers.
         for connected in self._connected:
             connected.abort(reason)
 

@@ -1,20 +1,20 @@
-"""NCCL's collectives through CuPy, on CuPy's arrays and torch's tensors, where they lie.
+"""NCCL's collectives through CuPy, in place on CuPy arrays and torch tensors.
 
-Several calls of one collective are one group of NCCL's: one kernel.
+The NCCL calls of one collective form one group: one kernel.
 
     parts of equal size    ncclReduceScatter, ncclAllGather, in place
-    of any other           a group of ncclReduce, or ncclBroadcast, one for each part's owner
+    parts of other sizes   a group of ncclReduce, or ncclBroadcast, one for each part's owner
 
-A communicator of NCCL's, with a CUDA stream of its own and an end to every wait:
+An NCCL communicator with its own CUDA stream, in which every wait ends:
 
     caller's stream   ... produce the message | ready
                                                 v
     own stream                                  wait for ready | NCCL's kernel | done <- polled
 
-Nothing waits for the whole device. The host polls `done`, so that the caller's later work comes
-after it on any stream. A kernel whose peer is gone never ends by itself: aborting the communicator
-ends it, and the communicator cannot be used afterwards. NCCL's calls block, too, where ranks meet
-for the first time; another thread makes such a call, while this one checks which ranks have left.
+Nothing waits for the whole device. The host polls `done`, so the caller's later work follows it on
+any stream. A kernel waiting for a lost peer never ends by itself: aborting the communicator ends
+it, and makes the communicator unusable. NCCL calls also block when ranks meet for the first time;
+another thread makes such a call, while this one checks which ranks have left.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ Enqueue = Callable[[Any, int], None]  # (NcclCommunicator, stream's address): NC
 
 
 class GpuGroup:
-    """The ranks of a host transport in a library for GPUs; all must make the object together.
+    """A host transport's ranks in a GPU library; all ranks must create the object together.
 
     A call that fails aborts the library's group: calls under way end, and later ones fail.
     """
 
-    own_errors: tuple[type[Exception], ...] = (PeerError,)  # that already say what is amiss
+    own_errors: tuple[type[Exception], ...] = (PeerError,)  # pass these on unchanged
     library_errors: tuple[type[Exception], ...] = (RuntimeError,)
 
     def __init__(self, host: Transport, timeout_seconds: float, library: str) -> None:
@@ -66,17 +66,17 @@ class GpuGroup:
         self._timeout_seconds = seconds
 
     def use_device(self) -> None:
-        """Make this rank's GPU the calling thread's."""
+        """Make this rank's GPU current in the calling thread."""
 
     def end_group(self, group: Any) -> None:
-        """End all calls of the library's group that are under way."""
-        with suppress(RuntimeError):  # of a GPU that failed
+        """End all calls under way in the library's group."""
+        with suppress(RuntimeError):  # from a failed GPU
             group.abort()
 
     def abort(self, reason: str) -> None:
         """End all calls under way and free the group; later calls raise the reason."""
         self._broken = self._broken or reason
-        # Taken away first: an abort by another thread finds none, and frees nothing twice.
+        # Take it away first, so that another thread's abort cannot free it twice.
         group, self._group = self._group, None
         if group is not None:
             thread = threading.Thread(target=self.end_group, args=(group,), daemon=True)
@@ -84,7 +84,7 @@ class GpuGroup:
             thread.join(_ABORT_SECONDS)
 
     def require_unbroken(self) -> None:
-        """Raise PeerError with the reason of an abort, by this thread or another one."""
+        """Raise PeerError with the reason if this or another thread has aborted."""
         if self._broken:
             raise PeerError(self._broken)
 
@@ -98,7 +98,7 @@ class GpuGroup:
         return wait_for_call(make, lambda test: self.wait(test, peers))
 
     def wait(self, test: Callable[[], Any], peers: Sequence[int] = ()) -> Any:
-        """Call a test until its result is not None; peers: who is waited for, empty: all ranks."""
+        """Call a test until its result is not None; peers: the ranks awaited, empty: all."""
         ranks = [self._host.ranks[peer] for peer in peers]
         look, seconds = self.require_unbroken, self._timeout_seconds
         return self.unless_broken(
@@ -106,7 +106,7 @@ class GpuGroup:
         )
 
     def unless_broken(self, action: Callable[[], Any], peers: Sequence[int] = ()) -> Any:
-        """Return the result of an action; abort when it fails."""
+        """Return the result of an action; abort if it fails."""
         try:
             return action()
         except self.own_errors as error:
@@ -124,7 +124,7 @@ class GpuGroup:
 
 
 class CupyCollectives(GpuGroup):
-    """NCCL among the ranks of a host transport, which must all make the object together.
+    """NCCL among a host transport's ranks, which must all create the object together.
 
     Every rank passes arrays of the same sizes and dtypes; a call returns when its work has ended.
     """
@@ -135,31 +135,31 @@ class CupyCollectives(GpuGroup):
     def __init__(self, host: Transport, gpu: Gpu, timeout_seconds: float) -> None:
         super().__init__(host, timeout_seconds, "NCCL")
         self.own_errors = (PeerError, gpu.cupy.cuda.runtime.CUDARuntimeError)
-        self.library_errors = (gpu.nccl.NcclError, KeyError)  # KeyError: CuPy lacks newest statuses
+        self.library_errors = (gpu.nccl.NcclError, KeyError)  # KeyError: a status unknown to CuPy
         self._gpu = gpu
         self._stream: Any = None
         self._met: set[Hashable] = set()
-        # The arrays of a kernel that is not known to have ended.
+        # The arrays of a kernel that may still run.
         self._touched: Sequence[Array] = ()
         unique_id = self._share_id()
 
         def join() -> Any:
-            # Non-blocking: else CUDA would order it with all that is on the legacy default stream.
+            # Non-blocking: else CUDA would order it with all work on the legacy default stream.
             self._stream = gpu.cupy.cuda.Stream(non_blocking=True)
             return gpu.nccl.NcclCommunicator(host.size, unique_id, host.rank)
 
         self._group = self.call_in_thread(join)
 
     def _share_id(self) -> bytes:
-        """Return NCCL's id for these ranks; rank 0 makes it. Raises PeerError where it cannot.
+        """Return NCCL's id for these ranks, made by rank 0. Raises PeerError if that fails.
 
-        Nothing else is sent over the host here: later failures are each rank's own.
+        Sends nothing else over the host: later failures are each rank's own.
         """
         unique_id, failure = b"", ""
         if self._host.rank == 0:
             try:
                 unique_id = self._gpu.nccl.get_unique_id()
-            except (RuntimeError, KeyError) as error:  # NCCL's, or CUDA's; of a status without name
+            except (RuntimeError, KeyError) as error:  # NCCL's or CUDA's; or an unknown status
                 failure = f" ({error})"
         message = np.frombuffer(unique_id, np.uint8) if self._host.rank == 0 else None
         told = self._host.broadcast(message, root=0).tobytes()
@@ -168,17 +168,17 @@ class CupyCollectives(GpuGroup):
         return told
 
     def use_device(self) -> None:
-        self._gpu.device.use()  # not `with`: going back to GPU 0 would open a context there
+        self._gpu.device.use()  # not `with`, which would open a context on GPU 0 at its end
 
     def end_group(self, group: Any) -> None:
-        with suppress(RuntimeError):  # of a GPU that failed
-            self.use_device()  # NCCL goes back to the thread's own
+        with suppress(RuntimeError):  # from a failed GPU
+            self.use_device()  # NCCL switches back to the thread's own
         group.abort()
-        self._touched = ()  # only now: a kernel might have written there
+        self._touched = ()  # only after the abort: a kernel might have written there
 
     def require_unbroken(self) -> None:
-        """Raise NCCL's asynchronous error, too."""
-        # A local: another thread's abort may set it to None in between.
+        """Also raise NCCL's asynchronous error."""
+        # Keep a local: another thread's abort may set the attribute to None in between.
         group = self._group
         super().require_unbroken()
         if group is not None:
@@ -191,20 +191,20 @@ class CupyCollectives(GpuGroup):
         peers: Sequence[int] = (),
         meets: frozenset[Hashable] | None = None,
     ) -> None:
-        """Run one group of NCCL's calls; return when it has ended.
+        """Run one group of NCCL calls; return when it has ended.
 
-        touched: the arrays it reads and writes; ready on the caller's current stream, of CuPy for
-                 its arrays, of torch for tensors.
+        touched: the arrays that it reads and writes; ready on the caller's current stream: CuPy's
+                 for its arrays, torch's for tensors.
         peers:   the ranks that it waits for; empty: all ranks.
-        meets:   the ranks that NCCL must be connected with for it; None: unknown.
-        Raises PeerError after an abort, this one or an earlier one; CuPy's error where CUDA fails.
+        meets:   the ranks that NCCL must be connected to for it; None: unknown.
+        Raises PeerError after this or an earlier abort, CuPy's error if CUDA fails.
         """
         super().require_unbroken()
         event = self._gpu.cupy.cuda.Event
         with self._gpu.device:
             ready = self._wait_for_caller(touched)
             self._touched = touched
-            # Between ranks that have met the calls do not block, so no thread is needed.
+            # Calls between ranks that have met do not block, so they need no thread.
             if meets is not None and meets <= self._met:
                 self.unless_broken(lambda: self._enqueue(enqueue), peers)
             else:
@@ -214,10 +214,10 @@ class CupyCollectives(GpuGroup):
             self.wait(lambda: has_come(done, self._gpu.cupy) or None, peers)
             self._touched = ()
             del ready
-        super().require_unbroken()  # by another thread: an abort ends a kernel, too
+        super().require_unbroken()  # another thread's abort also ends a kernel
 
     def _wait_for_caller(self, touched: Sequence[Array]) -> object:
-        """Make the own stream wait for the caller's; return the event, to be kept until then."""
+        """Make our stream wait for the caller's; return the event, to be kept until then."""
         cuda = self._gpu.cupy.cuda
         tensor = next(filter(is_tensor, touched), None)
         if tensor is not None:
@@ -233,7 +233,7 @@ class CupyCollectives(GpuGroup):
         try:
             enqueue(self._group, self._stream.ptr)
         finally:
-            # After an error, too: NCCL would hold this thread's later calls back.
+            # Also after an error: otherwise NCCL would hold back this thread's later calls.
             self._gpu.nccl.groupEnd()
 
     def sum_of_ranks(self) -> list[float]:
@@ -246,14 +246,14 @@ class CupyCollectives(GpuGroup):
             total: list[float] = array.get().tolist()
             return total
 
-        # In a thread of its own: the current GPU is a thread's, and the caller's stays what it is.
+        # In a separate thread, as the current GPU is per thread and the caller's must not change.
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(add_up).result()
 
     def transfer(
         self, outgoing: Sequence[tuple[Array, int]], incoming: Sequence[tuple[Array, int]]
     ) -> None:
-        """Send and receive bytes, in one group; (array, peer) with no array empty."""
+        """Send and receive bytes in one group of (array, peer); no array may be empty."""
         uint8 = self._gpu.nccl.NCCL_UINT8
         sends = [(span_of(array), to) for array, to in outgoing]
         receives = [(span_of(array), source) for array, source in incoming]
@@ -264,7 +264,7 @@ class CupyCollectives(GpuGroup):
             for span, source in receives:
                 nccl.recv(span.address, span.size * span.itemsize, uint8, source, stream)
 
-        # Each way apart: NCCL connects either way between two ranks at its own first use.
+        # Track each direction: NCCL connects each one between two ranks at its first use.
         meets = {*(("to", to) for _, to in sends), *(("from", source) for _, source in receives)}
         touched = [array for array, _ in (*outgoing, *incoming)]
         peers = sorted({peer for _, peer in meets})
@@ -293,8 +293,7 @@ class CupyCollectives(GpuGroup):
             if (each := _each(bounds)) is not None:
                 first = span.address + bounds[0] * span.itemsize
                 own = first + self._host.rank * each * span.itemsize
-                # In place, to NCCL: the result goes to where the rank's own part lies in what is
-                # sent.
+                # NCCL's in-place form: the output is the rank's own part of the input.
                 nccl.reduceScatter(first, own, each, dtype, operator, stream)
                 return
             for owner, begin, end in parts:
@@ -304,7 +303,7 @@ class CupyCollectives(GpuGroup):
         self._run(enqueue, [array])
 
     def allgather_into(self, array: Array, bounds: Sequence[int]) -> None:
-        """Fill the other ranks' parts of the array with those that they have."""
+        """Fill the other ranks' parts of the array with theirs."""
         span = span_of(array)
         uint8, item = self._gpu.nccl.NCCL_UINT8, span.itemsize
         parts = parts_of(bounds)
@@ -353,6 +352,6 @@ class CupyCollectives(GpuGroup):
 
 
 def _each(bounds: Sequence[int]) -> int | None:
-    """Return the length of all parts; None where they are not equally long."""
+    """Return the common length of all parts; None if they differ."""
     sizes = {end - begin for begin, end in itertools.pairwise(bounds)}
     return sizes.pop() if len(sizes) == 1 else None

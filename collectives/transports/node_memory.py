@@ -1,17 +1,17 @@
-"""Shared memory: bytes that the ranks of one host share, a lock on them, and the ranks' presence.
+"""Shared memory: bytes shared by the ranks of one host, a lock on them, and the ranks' presence.
 
-Locks and presence are locks on a file's byte ranges, which the kernel frees when a process ends in
-any way. So a killed rank blocks no other, and is known to be gone at once. All memories of the same
-ranks share one such file, as a rank that frees a memory is still alive:
+Locks and presence are byte-range locks on a file, which the kernel frees however a process ends.
+So a killed rank blocks no other, and its end is known at once. All memories of the same ranks share
+one such file, because a rank that frees a memory is still alive:
 
-    offset in the lock file    who locks it
-    place                      the rank at that place, for as long as it lives
+    offset in the lock file    held by
+    place                      the rank at that place, as long as it lives
     ranks + number             the rank that holds the lock of the memory with that number
 
-The memory itself is opened by `open_shared_memory`:
+`open_shared_memory` opens the memory itself:
 
-    threads of a process     the object itself, by a name
-    processes                a file in memory that all map, known by its path until all have it
+    threads in a process     the object itself, found by name
+    processes                a memory file that all map, found by path until all have it
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ _SHORTEST_SLEEP_SECONDS, _LONGEST_SLEEP_SECONDS = 2e-6, 1e-3
 
 
 class FileLocks:
-    """The lock file of processes, and the presence of this one.
+    """The processes' lock file, and this process's presence in it.
 
     ranks: their world ranks, by place.
-    file:  open for reading and writing, and closed with this object. It must not be mapped: closing
-           any descriptor of it in this process frees its locks, and a map closes one of its own.
+    file:  open for reading and writing; closed with this object. Do not map it: a map closes a
+           descriptor of its own, and closing any descriptor of the file in this process frees its
+           locks.
     """
 
     def __init__(self, file: int, place: int, ranks: Sequence[int]) -> None:
         self.place, self.ranks = place, ranks
-        self.memories = itertools.count()  # their numbers
+        self.memories = itertools.count()  # numbers for memories
         self._file = file
         self._gone: set[int] = set()
         # Not at exit: the rank counts as present until the process ends.
@@ -61,17 +62,17 @@ class FileLocks:
         """Tell whether a rank's process lives."""
         if place == self.place:
             return True
-        # Shared: of two ranks that ask at once, neither takes the other's lock for a presence.
+        # A shared lock, so that two ranks checking at once do not mistake each other for presence.
         if place not in self._gone and self.try_lock(place, fcntl.LOCK_SH):
             self.release(place)
             self._gone.add(place)
         return place not in self._gone
 
     def try_lock(self, offset: int, kind: int = fcntl.LOCK_EX) -> bool:
-        """Lock a byte; False where another process has locked it."""
+        """Lock a byte; return False if another process has locked it."""
         try:
             fcntl.lockf(self._file, kind | fcntl.LOCK_NB, 1, offset)
-        # A system may answer with either of the two.
+        # Systems may answer with either.
         except (BlockingIOError, PermissionError):
             return False
         return True
@@ -82,7 +83,7 @@ class FileLocks:
 
 
 class FileMemory:
-    """Memory that processes of a node share; number: drawn from `locks.memories`, equal on all."""
+    """Memory shared by processes on a node; number: from `locks.memories`, equal on all."""
 
     def __init__(self, memory: Array, locks: FileLocks, number: int, seconds: float) -> None:
         self.bytes = memory
@@ -103,10 +104,10 @@ class FileMemory:
                 self._locks.release(self._offset)
 
     def _acquire(self) -> None:
-        """Lock; a holder that is frozen is waited for no longer than any peer is."""
+        """Lock; wait for a frozen holder no longer than for any peer."""
         deadline = time.monotonic() + self._timeout_seconds
         pause_seconds = _SHORTEST_SLEEP_SECONDS
-        # Polled, as the kernel's own wait for a lock has no timeout.
+        # Poll, as the kernel's own wait for a lock has no timeout.
         while not self._locks.try_lock(self._offset):
             if time.monotonic() > deadline:
                 ranks = self._locks.ranks
@@ -123,7 +124,7 @@ class FileMemory:
 
 
 class ThreadMemory:
-    """Memory of the threads of one process, as one of them has it."""
+    """Memory shared by threads in one process, as seen by one of them."""
 
     def __init__(
         self, stream: Transport, memory: Array, lock: AbstractContextManager[object]
@@ -146,72 +147,72 @@ COUNTER_BYTES: Final = 8
 
 
 class MemoryCounter:
-    """A number in memory of COUNTER_BYTES that the ranks of a host share."""
+    """A number in COUNTER_BYTES of memory shared by the ranks of a host."""
 
     def __init__(self, memory: NodeMemory) -> None:
         self._memory = memory
         self._number = memory.bytes.view(np.int64)
 
     def add(self, amount: int) -> int:
-        """Add, and return what the number was before."""
+        """Add, and return the number before that."""
         with self._memory.lock():
             before = int(self._number[0])
             self._number[0] = before + amount
         return before
 
 
-_FOLDER: Final = Path("/dev/shm")  # files there are memory
-_PROCESS: Final = uuid.uuid4().hex  # in containers that share memory several may have one pid
+_FOLDER: Final = Path("/dev/shm")  # its files are in memory
+_PROCESS: Final = uuid.uuid4().hex  # containers that share memory may have processes with equal pid
 _in_this_process: weakref.WeakValueDictionary[str, ThreadMemory] = weakref.WeakValueDictionary()
 _locks: weakref.WeakKeyDictionary[Transport, FileLocks] = weakref.WeakKeyDictionary()
 
 
 def open_shared_memory(stream: Transport, size_bytes: int) -> NodeMemory:
-    """Return new zeros that a stream's ranks map, as `Transport.shared_memory`."""
+    """Return new zeros that a stream's ranks map; like `Transport.shared_memory`."""
     if len(stream.neighbours()) < stream.size:
         raise ValueError(f"the ranks {list(stream.ranks)} are not all on one host")
-    processes = stream.gather_object(f"{os.getpid()} {_PROCESS}")  # forks have the latter
+    processes = stream.gather_object(f"{os.getpid()} {_PROCESS}")  # forks share _PROCESS
     if len({*processes}) == 1:
         return share_in_process(stream, size_bytes)
     return share_by_file(stream, size_bytes)
 
 
 def share_in_process(stream: Transport, size_bytes: int) -> ThreadMemory:
-    """Return memory of a stream's ranks, which are threads of this process."""
+    """Return memory for a stream's ranks, which are threads in this process."""
     name, made = uuid.uuid4().hex, None
     if stream.rank == 0:
-        # A map begins at a page, as `NodeMemory.bytes` promises, and cannot have 0 bytes.
+        # A map is page-aligned, as `NodeMemory.bytes` promises, and cannot have 0 bytes.
         memory = np.frombuffer(mmap.mmap(-1, max(size_bytes, 1)), np.uint8)[:size_bytes]
-        # Entered before the name is known to anybody.
+        # Store it before anybody learns the name.
         made = _in_this_process[name] = ThreadMemory(stream, memory, threading.Lock())
     first = _in_this_process[stream.broadcast_object(name)]
     own = made or ThreadMemory(stream, first.bytes, first.lock())
-    stream.barrier()  # the first rank keeps its own until all have theirs
+    stream.barrier()  # the first rank keeps its reference until all have theirs
     return own
 
 
 def share_by_file(stream: Transport, size_bytes: int) -> FileMemory:
-    """Return memory of a stream's ranks, which are processes of one host.
+    """Return memory for a stream's ranks, which are processes on one host.
 
-    Raises OSError, on every rank, where there is no room for it, or one cannot open it.
+    Raises OSError on every rank if there is no room for it, or a rank cannot open it.
     """
     if stream not in _locks:
         _locks[stream] = FileLocks(_open_file(stream, 0), stream.rank, stream.ranks)
         stream.barrier()  # all are present
     locks = _locks[stream]
-    number = next(locks.memories)  # before anything fails, so that it stays equal on all ranks
+    number = next(locks.memories)  # before anything can fail, to stay equal on all ranks
     file = _open_file(stream, size_bytes)
     try:
         mapped = mmap.mmap(file, size_bytes) if size_bytes else b""
     finally:
-        os.close(file)  # a map has its own
+        os.close(file)  # the map has its own descriptor
     return FileMemory(np.frombuffer(mapped, np.uint8), locks, number, stream.timeout_seconds)
 
 
 def _open_file(stream: Transport, size_bytes: int) -> int:
-    """Return a new file of zeros that a stream's ranks have all opened, and nobody else can."""
+    """Return a new file of zeros that all of a stream's ranks have opened, and nobody else can."""
     made = _make_file(size_bytes) if stream.rank == 0 else (-1, "")
-    # A failure travels in the path's place: all ranks raise, and none waits in the barrier.
+    # A failure is sent instead of the path, so that all ranks raise and none waits in the barrier.
     told: str = stream.broadcast_object(made[1])
     if told.startswith("!"):
         raise OSError(f"the ranks of a host must share {size_bytes:,} bytes: {told[1:]}")
@@ -219,10 +220,10 @@ def _open_file(stream: Transport, size_bytes: int) -> int:
     if stream.rank != 0:
         try:
             file = os.open(told, os.O_RDWR)
-        except OSError as error:  # such as in containers, each with a /dev/shm of its own
+        except OSError as error:  # e.g. in containers, each with its own /dev/shm
             amiss = f"rank {stream.ranks[stream.rank]} cannot open it: {error}"
     try:
-        # All have opened it, or know who could not.
+        # All ranks have opened it, or learn here which one could not.
         if found := next(filter(None, stream.gather_object(amiss)), ""):
             raise OSError(
                 f"the ranks of a host must share {size_bytes:,} bytes, made by rank "
@@ -233,14 +234,14 @@ def _open_file(stream: Transport, size_bytes: int) -> int:
             os.close(file)
         raise
     finally:
-        # Unlinked once all have it: the memory goes with the last process, however that ends.
+        # Unlink once all have it: the memory goes away with the last process, however that ends.
         if stream.rank == 0:
             os.unlink(told)
     return file
 
 
 def _make_file(size_bytes: int) -> tuple[int, str]:
-    """Return a new file and its path; where that fails, "!" and why."""
+    """Return a new file and its path; on failure, "!" and the reason."""
     folder = _FOLDER if os.access(_FOLDER, os.W_OK) else Path(tempfile.gettempdir())
     try:
         file, path = tempfile.mkstemp(prefix="gtopk-", dir=folder)
@@ -248,7 +249,7 @@ def _make_file(size_bytes: int) -> tuple[int, str]:
         return -1, f"!{error}"
     try:
         if size_bytes and hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file, 0, size_bytes)  # now, not as a SIGBUS later
+            os.posix_fallocate(file, 0, size_bytes)  # fail now, not with SIGBUS later
         elif size_bytes:  # macOS
             os.ftruncate(file, size_bytes)
     except OSError as error:

@@ -1,17 +1,17 @@
-"""Pacing: every message takes the time that it would take over a slow link.
+"""Pacing: every message takes as long as it would over a slow link.
 
-A rank's link takes one message at a time in each direction. A message that is sent at time t waits
-until the link out is free, and its end comes in when the link in has had time for all of it:
+A rank's link carries one message at a time in each direction. A message sent at time t waits until
+the outbound link is free. Its end arrives once the inbound link has had time for all of it:
 
-    first byte leaves    begins = max(t, last byte of the message before)
+    first byte leaves    begins = max(t, last byte of the previous message)
     last byte leaves     begins + seconds            seconds = bytes on the wire / rate
     first byte arrives   begins + latency
-    last byte arrives    when the link in was free for that long since then
+    last byte arrives    once the inbound link has been free for `seconds` since then
 
-The transport sends the message at once, with `begins` at its end; the receiver returns it no sooner
-than its last byte would arrive. All ranks read one clock, CLOCK_MONOTONIC, which the processes of a
-host share. A receiver may take messages in another order than they arrive in: each takes free time
-of the link in, so that the order does not matter.
+The transport sends the message at once, with `begins` appended; the receiver returns it no earlier
+than its last byte would arrive. All ranks read one clock, CLOCK_MONOTONIC, which the processes on a
+host share. A receiver may take messages in another order than they arrive: each takes free time of
+the inbound link, so the order does not matter.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ from ..vector import Array
 
 _STAMP: Final = struct.Struct("<d")
 STAMP_BYTES: Final = _STAMP.size
-# Ethernet with 1500 bytes a packet: what TCP has of it, and what IP, TCP and the frame add.
+# Ethernet with 1500 bytes a packet: TCP payload, and the overhead of IP, TCP and the frame.
 _SEGMENT_BYTES, _HEADER_BYTES = 1448, 90
-_KEPT: Final = 64  # times at which the link in was busy
-# A sleep may end that much late: the last part of a wait yields the core instead.
+_KEPT: Final = 64  # how many busy intervals of the inbound link to keep
+# A sleep may end this much late, so the last part of a wait yields the core instead.
 _SLACK_SECONDS: Final = 60e-6
 _NAP_SECONDS: Final = 1e-3
 
 
 def wire_bytes(message_bytes: int) -> int:
-    """Return the bytes of a message on an Ethernet, headers of packets and frames included."""
+    """Return a message's bytes on Ethernet, including packet and frame headers."""
     segments = max(1, -(-message_bytes // _SEGMENT_BYTES))
     return message_bytes + segments * _HEADER_BYTES
 
 
 def link_of_messages(link: Link) -> Link:
-    """Return a link's effective rate for message bytes, without packet and frame headers."""
+    """Return a link with its effective rate for message bytes, without header overhead."""
     per_byte = (1 + _HEADER_BYTES / _SEGMENT_BYTES) * link.seconds_per_byte
     return Link(link.latency_seconds + _HEADER_BYTES * link.seconds_per_byte, per_byte)
 
 
 class Clock:
-    """The clock of this host: seconds that are the same on all ranks."""
+    """This host's clock, in seconds that are the same on all ranks."""
 
     def now(self) -> float:
         return time.monotonic()
 
     def wait_until(self, at: float, progress: Callable[[], None]) -> None:
-        """Wait until a time, not at all when it is past; call `progress` now and then."""
+        """Wait until a time; call `progress` now and then. Returns at once if it is past."""
         while (left := at - time.monotonic()) > 0:
             if left > _SLACK_SECONDS:
                 time.sleep(min(left - _SLACK_SECONDS, _NAP_SECONDS))
@@ -69,17 +69,17 @@ class Clock:
 
 
 class Pacer:
-    """A rank's end of its link; any of its threads may send and receive."""
+    """A rank's end of its link; any thread may send and receive."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
         self.clock = Clock()
-        self._free_at = 0.0  # the link out
-        self._busy: list[tuple[float, float]] = []  # the link in: from when until when, in order
+        self._free_at = 0.0  # the outbound link
+        self._busy: list[tuple[float, float]] = []  # inbound busy intervals (begin, end), in order
         self._lock = threading.Lock()
 
     def leave(self, message_bytes: int) -> tuple[float, float]:
-        """Take the link out; return when the first byte of a message leaves, and the last one."""
+        """Reserve the outbound link; return when a message's first byte leaves, and its last."""
         seconds = self._seconds(message_bytes)
         with self._lock:
             begins = max(self.clock.now(), self._free_at)
@@ -87,23 +87,23 @@ class Pacer:
         return begins, begins + seconds
 
     def arrive(self, begins: float, message_bytes: int) -> float:
-        """Take the link in; return when the last byte of a message arrives."""
+        """Reserve the inbound link; return when a message's last byte arrives."""
         first = begins + self.link.latency_seconds
         with self._lock:
             last = self._fill(first, self._seconds(message_bytes))
             apart = [each for each in self._busy if each[1] < first or each[0] > last]
-            # Times that touch become one: what is kept stays short, and gaps are all that counts.
+            # Merge adjacent intervals to keep the list short; only the gaps matter.
             merged = [each for each in self._busy if not (each[1] < first or each[0] > last)]
             insort(
                 apart, (min([first, *(b for b, _ in merged)]), max([last, *(e for _, e in merged)]))
             )
-            # The earliest are forgotten: hardly any message is read so late that it would need
+            # Forget the earliest ones: hardly any message is read so late that it would need
             # them.
             self._busy = apart[-_KEPT:]
         return last
 
     def _fill(self, at: float, seconds: float) -> float:
-        """Return when the link in, from `at` on, has been free for `seconds`; take that time."""
+        """Return when the inbound link, from `at` on, has been free for `seconds`; reserve that."""
         for begin, end in self._busy:
             if end <= at:
                 continue
@@ -118,7 +118,7 @@ class Pacer:
 
 
 def append_stamp(message: Array, begins: float) -> Array:
-    """Return a copy of uint8 [m] with the time at which it leaves behind it, uint8 [m + 8]."""
+    """Return a copy of uint8 [m] with its departure time appended, uint8 [m + 8]."""
     stamped = np.empty(message.size + STAMP_BYTES, np.uint8)
     stamped[:-STAMP_BYTES] = message
     stamped[-STAMP_BYTES:] = np.frombuffer(_STAMP.pack(begins), np.uint8)
@@ -126,7 +126,7 @@ def append_stamp(message: Array, begins: float) -> Array:
 
 
 def split_stamp(stamped: Array, sender: int) -> tuple[Array, float]:
-    """Return the message before its stamp, and the stamp; raise MessageError, naming the sender."""
+    """Return message and stamp; raise MessageError, naming the sender, if it is malformed."""
     if stamped.size < STAMP_BYTES:
         raise MessageError(
             f"the message from rank {sender} is malformed: its {stamped.size} bytes do not say "

@@ -1,6 +1,6 @@
-"""Polling: waits until a condition holds, a peer has left, or a timeout.
+"""Polling: wait until a condition holds, a peer has left, or a timeout.
 
-`wait_until` spins with sched_yield, backs off, and sleeps.
+`wait_until` spins with sched_yield, then backs off and sleeps.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from .transport import STALL_WARNING_SECONDS, Transport, print_line
 
 T = TypeVar("T")
 
-_SPINS: Final = 200  # tests that only yield, about 0.1 ms, before a wait begins to sleep
+_SPINS: Final = 200  # tests with only a yield (about 0.1 ms) before a wait starts to sleep
 _SHORTEST_SLEEP_SECONDS, _LONGEST_SLEEP_SECONDS = 20e-6, 500e-6
-_LOOK_SECONDS: Final = 0.01  # how often a waiting rank looks whether a peer has left
+_LOOK_SECONDS: Final = 0.01  # how often a waiting rank checks whether a peer has left
 
 
 def wait_until(
@@ -32,11 +32,11 @@ def wait_until(
 ) -> T:
     """Call `test` until its result is not None, and return that; count the wait.
 
-    peers: the world ranks that are waited for; empty: all of them.
+    peers: the world ranks waited for; empty: all of them.
     look:  called now and then; may raise.
-    grace_seconds: how long messages of a peer may arrive after it left; there is at least one test
-           after its departure notice.
-    Raises PeerError when a peer left, PeerTimeoutError when nothing happens.
+    grace_seconds: how long messages from a peer may arrive after it left; at least one more test
+           follows its departure notice.
+    Raises PeerError if a peer has left, PeerTimeoutError after the timeout.
     """
     if (result := test()) is not None:
         return result
@@ -51,7 +51,7 @@ def wait_until(
     try:
         while (result := test()) is None:
             spins += 1
-            # On busy cores a yield takes milliseconds: spinning must not delay the first look.
+            # On busy cores a yield takes milliseconds: spinning must not delay the first check.
             if spins < _SPINS and time.monotonic() < next_look:
                 os.sched_yield()
                 continue
@@ -65,12 +65,12 @@ def wait_until(
             transport.collect_departures()
             missing = [text for text in map(transport.missing, needed) if text]
             if not missing:
-                # A false alarm: what was waited for has come. The next loss gets the whole grace.
+                # False alarm: nobody needed is missing. The next loss gets the full grace period.
                 missed_since = None
             else:
                 missed_since = missed_since or now
-                # Not at the first look: `test` runs once more, for what the peer sent before it
-                # left.
+                # Not at the first check: `test` must run once more, for messages that the peer sent
+                # before it left.
                 if now > missed_since + grace_seconds:
                     raise PeerError(missing[0])
             waiting = (
@@ -93,13 +93,13 @@ def wait_for_call(call: Callable[[], T], wait: Callable[[Callable[[], Any]], Any
     wait: calls a test until its result is not None and returns that, or raises.
     """
     made = call_in_thread(call)
-    # A list, as the call may return None.
+    # Wrapped in a list, as the call may return None.
     result: list[T] = wait(lambda: [made.result()] if made.done() else None)
     return result[0]
 
 
 def call_in_thread(call: Callable[[], T]) -> Future[T]:
-    """Run a call that may never end in a thread of its own; return its result to come."""
+    """Run a call that may never end in a new thread; return a future for its result."""
     made: Future[T] = Future()
 
     def run() -> None:
@@ -108,6 +108,6 @@ def call_in_thread(call: Callable[[], T]) -> Future[T]:
         except BaseException as error:
             made.set_exception(error)
 
-    # A daemon: an abandoned call may never end, and must not keep the process.
+    # A daemon thread: an abandoned call may never end, and must not keep the process alive.
     threading.Thread(target=run, name="gtopk-call", daemon=True).start()
     return made

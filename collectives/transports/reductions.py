@@ -1,10 +1,9 @@
 """Dense collectives made of send and receive: ceil(log2 P) rounds for any number of ranks P.
 
-The array is P blocks, `bounds` their ends: block r, the one that rank r owns, is
-array[bounds[r]:bounds[r+1]]. To gather, every rank passes all it holds to the rank `distance`
-below, and the distance doubles (Bruck et al. 1997). To reduce, the same is run backwards: what was
-copied is added, and the distance halves (Traeff 2023). Here rank 0 of 5; the other ranks do the
-same, shifted by their rank:
+The array is cut into P blocks at `bounds`: rank r owns block r, array[bounds[r]:bounds[r+1]]. To
+gather, every rank passes all it holds to the rank `distance` below, and the distance doubles (Bruck
+et al. 1997). To reduce, the same steps run backwards: add instead of copy, and the distance halves
+(Traeff 2023). The table shows rank 0 of 5; the other ranks do the same, shifted by their rank:
 
     reduce   distance 4   sends block 4          to rank 4,   adds block 0          of rank 1
              distance 2   sends blocks 2 3       to rank 2,   adds blocks 0 1       of rank 3
@@ -13,19 +12,19 @@ same, shifted by their rank:
              distance 2   sends blocks 0 1       to rank 3,   gets blocks 2 3       of rank 2
              distance 4   sends block 0          to rank 1,   gets block 4          of rank 4
 
-Either way each block but the own one is sent once: the fewest rounds and the fewest bytes there
-can be. A block is reduced on its owner and copied from there, so that all ranks get the same bits.
+Either way a rank sends each block but its own once: the fewest possible rounds and bytes. A block
+is reduced on its owner and copied from there, so all ranks get the same bits.
 
-A message from 16 KiB on is followed by its checksum: a change on the way ends the reduction. (Where
-the transport checks all messages, the checksum is at their end.)
+From 16 KiB on, a checksum follows each message: corruption on the way ends the reduction. (If the
+transport checks all messages, they end with their checksum.)
 
-A rank that received its message early would send the next one while its last is still partly
-outside the host's queue, and the rest of the last would queue behind the next. Its receiver would
-be late, and so would that rank's next message, and so on: links idle while others carry two
-messages. So the receiver of a long message confirms it, and only then its sender sends the next.
+Suppose a rank receives its message early and sends the next one while its last is still partly in
+the host's queue. The rest of the last then queues behind the next, its receiver is late, and so are
+that rank's next messages: some links idle while others carry two messages. So the receiver of a
+long message confirms it, and only then does its sender send the next.
 Messages of many megabytes would delay each other: they are sent in pieces, each of them confirmed,
-and the next piece is sent when the one before the last has come. A round waits for one latency, or
-two with long messages, for any number of pieces.
+and the next piece is sent once the previous one has arrived. A round waits for one latency, or two
+with long messages, for any number of pieces.
 """
 
 from __future__ import annotations
@@ -49,17 +48,17 @@ REDUCTIONS: Final[dict[str, Callable[..., Array]]] = {
     "min": np.minimum,
     "max": np.maximum,
 }
-# What MPI and NCCL call them.
+# The names in MPI and NCCL.
 LIBRARY_NAMES: Final = {"sum": "SUM", "product": "PROD", "min": "MIN", "max": "MAX"}
-# From here on a message is long: it takes many times as long as its confirmation.
+# Messages from this size on are long: they take many times as long as their confirmation.
 LONG_BYTES: Final = 1 << 17
 _WORD: Final = np.empty(0, np.uint8)
-# Two longer messages delay each other: on two hosts with 100 Mbit/s the time above the link's own
+# Two longer messages delay each other: on two hosts with 100 Mbit/s, the time above the link's own
 # grew from a tenth to two fifths.
 PIECE_BYTES: Final = 4 << 20
-# Up to here a rank gets everyone's whole array in half the rounds: latency is all that counts.
+# Up to this size every rank gets all whole arrays in half the rounds, as only latency counts.
 _WHOLE_BYTES: Final = 4096
-# From here on the time of a checksum's own message is negligible; smaller arrays are flags.
+# From this size on the time of a checksum's own message is negligible; smaller arrays are flags.
 CHECKED_BYTES: Final = 1 << 14
 CHECKSUM_BYTES: Final = 8
 
@@ -67,8 +66,8 @@ CHECKSUM_BYTES: Final = 8
 class Endpoint(ABC):
     """The ranks, seen from one of them.
 
-    rank, size: this rank's number among them, and how many there are.
-    ranks:      their numbers in the world, which errors name.
+    rank, size: this rank's number among them, and their count.
+    ranks:      their world ranks, for errors.
     """
 
     rank: int
@@ -77,21 +76,21 @@ class Endpoint(ABC):
 
     @property
     def checks_messages(self) -> bool:
-        """Whether every message travels with its checksum; the same on all ranks."""
+        """Whether every message includes a checksum; the same on all ranks."""
         return False
 
     @abstractmethod
     def send(self, message: Array, to: int) -> Callable[[], None]:
-        """Begin to send uint8 [m] to a rank; return the function that waits until it is gone.
+        """Begin to send uint8 [m] to a rank; return a function that waits until it is sent.
 
         The message must stay unchanged until then.
         """
 
     @abstractmethod
     def receive(self, source: int) -> Array:
-        """Return the next message of a rank, uint8 [m], in memory of its own.
+        """Return a rank's next message, uint8 [m], in newly allocated memory.
 
-        Raises PeerError when that rank left, PeerTimeoutError when it stays silent.
+        Raises PeerError if that rank has left, PeerTimeoutError if it stays silent.
         """
 
 
@@ -101,7 +100,7 @@ def checksum_of(message: Array) -> Array:
 
 
 def require_checksum(message: Array, checksum: Array, sender: int) -> None:
-    """Raise MessageError, which names the sender, where a message has changed on the way."""
+    """Raise MessageError, naming the sender, if a message has changed on the way."""
     if checksum.tobytes() != checksum_of(message).tobytes():
         raise MessageError(
             f"the message from rank {sender} is malformed: its {message.size + checksum.size} "
@@ -110,23 +109,23 @@ def require_checksum(message: Array, checksum: Array, sender: int) -> None:
 
 
 def append_checksum(message: Array) -> Array:
-    """Return a copy of uint8 [m] with its checksum behind it, uint8 [m + 8]."""
+    """Return a copy of uint8 [m] with its checksum appended, uint8 [m + 8]."""
     checked = np.empty(message.size + CHECKSUM_BYTES, np.uint8)
     checked[:-CHECKSUM_BYTES] = message
-    # Of the copy: another thread or rank may write to shared memory that is sent.
+    # Over the copy: another thread or rank may write to shared memory that is being sent.
     checked[-CHECKSUM_BYTES:] = checksum_of(checked[:-CHECKSUM_BYTES])
     return checked
 
 
 def strip_checksum(checked: Array, sender: int) -> Array:
-    """Return the message before its checksum; raise MessageError, which names the sender."""
+    """Return the message without its checksum; raise MessageError, naming the sender, if wrong."""
     message, checksum = checked[:-CHECKSUM_BYTES], checked[-CHECKSUM_BYTES:]
     require_checksum(message, checksum, sender)
     return message
 
 
 def loses_nan(reduction: str, dtype: str) -> bool:
-    """Tell whether a library's own reduction may lose a NaN, as MPI's, gloo's and NCCL's may.
+    """Tell whether a library's own reduction may lose a NaN, as in MPI, gloo and NCCL.
 
     Their min and max compare, and a NaN is neither less nor more than a number; NumPy's keep it.
     dtype: its name in NumPy, or bfloat16.
@@ -156,7 +155,7 @@ def allreduce(endpoint: Endpoint, array: Array, reduction: str) -> None:
 
 
 def _reduce_rows(rows: Array, reduction: str) -> Array:
-    """Reduce one row after the other, in place: an order that no CPU's vector width changes."""
+    """Reduce one row after another, in place, so that vector width does not change the order."""
     total, *others = widen(rows)
     for row in others:
         REDUCTIONS[reduction](total, row, out=total)
@@ -164,18 +163,18 @@ def _reduce_rows(rows: Array, reduction: str) -> Array:
 
 
 def even_bounds(length: int, size: int) -> Sequence[int]:
-    """Return the bounds of blocks that differ by one element at most."""
+    """Return the bounds of blocks whose lengths differ by at most one element."""
     return [length * rank // size for rank in range(size + 1)]
 
 
 def parts_of(bounds: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return each owner with the begin and end of its block, where that is not empty."""
+    """Return each owner with the begin and end of its block, except for empty blocks."""
     ends = enumerate(itertools.pairwise(bounds))
     return [(owner, begin, end) for owner, (begin, end) in ends if end > begin]
 
 
 def reduce_scatter(endpoint: Endpoint, array: Array, bounds: Sequence[int], reduction: str) -> None:
-    """Reduce this rank's block in place; the other blocks are left with partial results."""
+    """Reduce this rank's block in place; the other blocks hold partial results afterwards."""
     rank, size = endpoint.rank, endpoint.size
     for distance in reversed(distances(size)):
         blocks = min(distance, size - distance)
@@ -190,7 +189,7 @@ def reduce_scatter(endpoint: Endpoint, array: Array, bounds: Sequence[int], redu
 
 
 def allgather_into(endpoint: Endpoint, array: Array, bounds: Sequence[int]) -> None:
-    """Fill the blocks that the other ranks own with theirs."""
+    """Fill the other ranks' blocks with theirs."""
     rank, size = endpoint.rank, endpoint.size
     for distance in distances(size):
         blocks = min(distance, size - distance)
@@ -202,13 +201,13 @@ def allgather_into(endpoint: Endpoint, array: Array, bounds: Sequence[int]) -> N
 
 
 def allgather(endpoint: Endpoint, message: Array) -> list[Array]:
-    """Return every rank's message, in rank order: each rank packs all that it holds as one."""
-    held = [message]  # of ranks endpoint.rank, endpoint.rank + 1, ...
+    """Return every rank's message, in rank order; each rank packs all that it holds into one."""
+    held = [message]  # from ranks endpoint.rank, endpoint.rank + 1, ...
     distance = 1
     while distance < endpoint.size:
         wanted = min(distance, endpoint.size - distance)
-        # Waited for only after the receive: each rank sends to one that sends before it receives,
-        # too.
+        # Wait for the send only after the receive, as the receiving rank also sends before it
+        # receives.
         sent = endpoint.send(_pack(held[:wanted]), (endpoint.rank - distance) % endpoint.size)
         source = (endpoint.rank + distance) % endpoint.size
         held += _unpack(endpoint.receive(source), wanted, endpoint.ranks[source])
@@ -218,13 +217,13 @@ def allgather(endpoint: Endpoint, message: Array) -> list[Array]:
 
 
 def _pack(messages: list[Array]) -> Array:
-    """Return the messages as one: their count, their sizes, their bytes."""
+    """Return the messages packed into one: their count, their sizes, their bytes."""
     head = struct.pack(f"<q{len(messages)}q", len(messages), *(m.size for m in messages))
     return np.concatenate([np.frombuffer(head, np.uint8), *messages])
 
 
 def _unpack(packed: Array, count: int, sender: int) -> list[Array]:
-    """Return the `count` messages in what a rank packed; raise MessageError if it is not that."""
+    """Return the `count` messages that a rank packed; raise MessageError if they are malformed."""
     head = struct.Struct(f"<{1 + count}q")
     if packed.size >= head.size:
         packed_count, *sizes = head.unpack_from(packed.data)
@@ -238,14 +237,14 @@ def _unpack(packed: Array, count: int, sender: int) -> list[Array]:
 
 
 def distances(size: int) -> list[int]:
-    """Return 1, 2, 4, ... below the number of ranks: how far messages go, round by round."""
+    """Return 1, 2, 4, ... below the number of ranks: the distance of messages in each round."""
     return [1 << j for j in range((size - 1).bit_length())]
 
 
 def _pieces(array: Array, bounds: Sequence[int], first: int, blocks: int) -> list[list[Array]]:
-    """Return `blocks` blocks from `first` on, in pieces: of one slice, or two around the end.
+    """Return `blocks` blocks from `first` on, in pieces of one slice, or two at the wrap-around.
 
-    There is at least one piece, which may be empty.
+    The list has at least one piece, which may be empty.
     """
     size, length = len(bounds) - 1, bounds[-1] - bounds[0]
     last = first + blocks
@@ -268,7 +267,7 @@ def _ring_slices(array: Array, bounds: Sequence[int], begin: int, end: int) -> l
 
 
 def _joined(slices: list[Array]) -> Array:
-    # One slice is sent from where it lies: no block that is sent is written before it is gone.
+    # Send a single slice without a copy: no block is overwritten while it is being sent.
     whole = slices[0] if len(slices) == 1 else np.concatenate(slices)
     return np.ascontiguousarray(whole).view(np.uint8)
 
@@ -276,9 +275,9 @@ def _joined(slices: list[Array]) -> Array:
 def _shifted(
     endpoint: Endpoint, ours: list[list[Array]], to: int, source: int, wanted: list[list[Array]]
 ) -> Iterator[tuple[Array, Array]]:
-    """Send our pieces, and yield each slice that is wanted with its share of a piece that comes.
+    """Send our pieces; yield each wanted slice with its share of a received piece.
 
-    Two ranks that swap use one stream: each receives in the order in which the other sends, pieces
+    Two ranks that swap use one stream: each receives in the order in which the other sends: pieces
     0 and 1, the confirmation of 0, piece 2, the confirmation of 1, piece 3, and so on.
     """
     sent: list[Callable[[], None]] = []
@@ -304,14 +303,14 @@ def _shifted(
             wait_for_go_ahead(number - 1)
         if _bytes(slices) >= LONG_BYTES:
             sent.append(endpoint.send(_WORD, source))
-        # Before the piece is used, so that the link is not idle meanwhile. The blocks of a round
-        # that are sent are none of those that are written.
+        # Before using the piece, so that the link does not idle meanwhile. A round never writes to
+        # the blocks that it sends.
         send(number + 2)
         if come is not None:
             yield from _shares(come, slices, endpoint.ranks[source])
     for is_gone in sent:
         is_gone()
-    # Else the next round's message could queue behind the last piece of this one.
+    # Otherwise the next round's message could queue behind this round's last piece.
     wait_for_go_ahead(last)
 
 
@@ -324,9 +323,9 @@ def _is_checked(endpoint: Endpoint, size_bytes: int) -> bool:
 
 
 def _receive(endpoint: Endpoint, source: int, slices: list[Array]) -> tuple[Array, Array | None]:
-    """Return the piece for these slices, and the checksum that follows it if one does.
+    """Return the piece for these slices, and its checksum if one follows.
 
-    Raises MessageError for a piece of another size, before anything else is waited for.
+    Raises MessageError for a piece of another size, before waiting for anything else.
     """
     message = endpoint.receive(source)
     if message.size != _bytes(slices):
@@ -342,7 +341,7 @@ def _receive(endpoint: Endpoint, source: int, slices: list[Array]) -> tuple[Arra
 def _shares(
     come: tuple[Array, Array | None], slices: list[Array], sender: int
 ) -> Iterator[tuple[Array, Array]]:
-    """Yield each slice with its share of a message; raise MessageError where it has changed."""
+    """Yield each slice with its share of a message; raise MessageError if the message changed."""
     message, checksum = come
     if checksum is not None:
         require_checksum(message, checksum, sender)

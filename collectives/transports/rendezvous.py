@@ -1,19 +1,19 @@
-"""Rendezvous: the store at which ranks meet that torch.distributed joins.
+"""Rendezvous: the store where the ranks of a torch.distributed transport meet.
 
 rank 0        serves it, on a port that all ranks know
 other ranks   connect until it answers: rank 0 may come later than they do
 torchrun      serves it itself, before it starts ranks
 
 There the ranks of this start agree on a token that no earlier ranks have used, and learn each
-other's hosts. For a launcher's store outlives the ranks that it restarts: entries of earlier ranks
-are still there. And the launcher gives the new ranks no number of the start that is equal on all
-hosts, as an agent of torchrun counts only the restarts that it has seen itself.
+other's hosts. They need the token because a launcher's store outlives the ranks that it restarts,
+and keeps their entries. The launcher gives the new ranks no number for the start that is equal on
+all hosts: a torchrun agent only counts the restarts that it has seen itself.
 
     rank r    here-r = a token of its own               in the call?    TOKEN-r = here
     rank 0                call = TOKEN, all those tokens   all here?       TOKEN-go = begin
 
-Two processes with the same rank overwrite each other's token again and again: the one that notices
-it first tells the other, and both end.
+Two processes with the same rank keep overwriting each other's token: the first to notice it tells
+the other, and both end.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _CALL_SECONDS: Final = 2.0  # for one attempt to connect to the store's port
-_LEAST_SECONDS: Final = 1.0  # at least so long for the store, once the port has answered
-# After it a launcher that refuses all connections, or a store whose rank is lost, counts as gone.
+_LEAST_SECONDS: Final = 1.0  # minimum time for the store once the port has answered
+# After this time a launcher that refuses all connections, or a store with a lost rank, is gone.
 _GONE_SECONDS: Final = 3.0
-_BACKLOG: Final = 4096  # ranks that call at once
+_BACKLOG: Final = 4096  # ranks that connect at once
 
-# The stores that this process serves, by address. Ranks that meet again use the same address, which
-# threads of the last world keep in use for as long as they live.
+# Stores served by this process, by address. Ranks that meet again use the same address, which
+# threads of the last world occupy as long as they live.
 _served: dict[tuple[str, int], TCPStore] = {}
 
 
 def import_torch() -> Any:
-    """Return torch; raise ImportError when it, or its gloo, is not there."""
+    """Return torch; raise ImportError if torch or its gloo is missing."""
     try:
         import torch
     except ImportError as error:
@@ -71,9 +71,9 @@ def connect(
 ) -> TCPStore:
     """Return the store where the ranks meet.
 
-    hosted: by the launcher, before it starts ranks; otherwise rank 0 serves it, on this port (0:
-    any that is free).
-    Raises PeerError when nobody serves it, RuntimeError when rank 0 cannot.
+    hosted: True if the launcher serves it before it starts ranks; else rank 0 serves it on this
+    port (0: any free one).
+    Raises PeerError if nobody serves it, RuntimeError if rank 0 cannot.
     """
     make = import_torch().distributed.TCPStore
     timeout = timedelta(seconds=start_timeout_seconds)
@@ -81,7 +81,7 @@ def connect(
         if (host, port) in _served:
             return _served[host, port]
         try:
-            # TCPStore itself would listen at every address of this host.
+            # TCPStore would listen on all addresses of this host.
             listener = listen(host, port)
             served: TCPStore = make(
                 *(host, listener.getsockname()[1]),
@@ -99,7 +99,7 @@ def connect(
         return served
     begun = time.monotonic()
     try:
-        # Where nobody listens, TCPStore takes twice its timeout or more; where somebody listens and
+        # If nobody listens, TCPStore takes at least twice its timeout; if somebody listens but
         # does not answer, it waits for ever.
         _await_port(host, port, start_timeout_seconds, _GONE_SECONDS if hosted else math.inf)
         reached: TCPStore = call_within(
@@ -119,10 +119,10 @@ def connect(
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens only at the address that the other ranks connect to.
+    """Return a socket that listens only on the address that the other ranks connect to.
 
-    If no interface of this host has that address (a service in front of a container), or only the
-    loopback has (the name that many hosts have for themselves), it listens on all interfaces.
+    If no interface of this host has that address (a service in front of a container), or only
+    loopback has (many hosts resolve their own name so), it listens on all interfaces.
     """
     family, *_, address = socket.getaddrinfo(_to_look_up(host), port, type=socket.SOCK_STREAM)[0]
     where = str(address[0])
@@ -136,16 +136,16 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def _to_look_up(host: str) -> Any:
-    """Return a host's name as bytes: for a text Python would load tables of all letters first."""
+    """Return a host's name as bytes: for str, Python would load tables of all characters first."""
     return host.encode() if host.isascii() else host
 
 
 def _await_port(host: str, port: int, seconds: float, refused_seconds: float) -> None:
-    """Wait until a connection is accepted there; raise OSError when none was for `seconds`.
+    """Wait until a connection is accepted there; raise OSError if none was for `seconds`.
 
-    refused_seconds: raise earlier, when all connections were refused for so long.
+    refused_seconds: raise earlier if all connections were refused for this long.
     """
-    begun = since = time.monotonic()  # since when all calls were refused
+    begun = since = time.monotonic()  # since: all attempts from then on were refused
     pause = 0.05
     while True:
         remaining = begun + seconds - time.monotonic()
@@ -156,8 +156,7 @@ def _await_port(host: str, port: int, seconds: float, refused_seconds: float) ->
             return
         except OSError as error:
             now = time.monotonic()
-            # Only a host that is there refuses; one that does not answer may still be on its way
-            # up.
+            # Only a running host refuses; one that does not answer may still be starting.
             if not isinstance(error, ConnectionRefusedError):
                 since = now
             if now - begun >= seconds or now - since >= refused_seconds:
@@ -167,7 +166,7 @@ def _await_port(host: str, port: int, seconds: float, refused_seconds: float) ->
 
 
 def call_within(seconds: float, call: Callable[[], T]) -> T:
-    """Return `call()`; raise TimeoutError, and let it go on in its thread, when it takes longer."""
+    """Return `call()`; raise TimeoutError, and leave it running in its thread, if too slow."""
     made = call_in_thread(call)
     if not futures.wait([made], seconds).done:
         raise TimeoutError("somebody listens there, and does not answer")
@@ -175,7 +174,7 @@ def call_within(seconds: float, call: Callable[[], T]) -> T:
 
 
 class StoreCounter:
-    """A number of the store where the ranks have met."""
+    """A number in the store where the ranks have met."""
 
     def __init__(self, store: Store, name: str, stream: Transport) -> None:
         self._store = store
@@ -183,23 +182,23 @@ class StoreCounter:
         self._stream = stream
 
     def add(self, amount: int) -> int:
-        """Add, and return what the number was before.
+        """Add, and return the number before that.
 
-        Raises PeerError, or PeerTimeoutError, when the store is gone, or rank 0, which serves it
-        where no launcher does, and it does not answer.
+        Raises PeerError or PeerTimeoutError if the store does not answer because it is gone, or
+        because rank 0 is, which serves it without a launcher.
         """
         stream = self._stream
         who, store = f"rank {stream.ranks[stream.rank]}", "the store where the ranks have met"
         begun = time.monotonic()
 
         def wait(test: Callable[[], Any]) -> Any:
-            # Rank 0 may have left while a launcher's store still answers: hence the grace.
+            # Rank 0 may have left while a launcher's store still answers, so allow a grace period.
             return wait_until(
                 test, stream, [0], stream.timeout_seconds, grace_seconds=_GONE_SECONDS
             )
 
         try:
-            # A request to a store that is frozen, or whose host is gone, waits for ever.
+            # A request to a frozen store, or to a lost host, waits for ever.
             return wait_for_call(lambda: self._store.add(self._name, amount), wait) - amount
         except PeerTimeoutError:
             raise PeerTimeoutError(
@@ -216,33 +215,33 @@ class StoreCounter:
 
 _CALL: Final = "call"
 _SHORTEST_POLL_SECONDS: Final = 2e-4  # between two polls of the store
-_POLL_SECONDS: Final = 0.01  # the longest, and between two checks of the token of this rank
+_POLL_SECONDS: Final = 0.01  # the longest, and between two checks of this rank's token
 _POLLED: Final = 4  # a poll waits for a quarter of the time since the last news
 _TIMES: Final = 10  # a process that is ending overwrites a token less often than this
 
 
 class Start(NamedTuple):
-    """What the ranks of a start agree on: a token that no others have, and the host of each."""
+    """The ranks' agreement about a start: a unique token, and the host of each rank."""
 
     token: str
     hosts: list[str]
 
 
 def agree_on_start(store: Store, rank: int, size: int, timeout_seconds: float) -> Start:
-    """Return a token that all ranks of this start get, and no others, and their hosts.
+    """Return a token that only the ranks of this start get, and their hosts.
 
-    Raises PeerTimeoutError, which names the ranks that did not come; MismatchError where another
-    process has this rank, too.
+    Raises PeerTimeoutError, which names the ranks that did not come; MismatchError if another
+    process has the same rank.
     """
-    # When this rank came, when the call last changed, and when its own token is looked at next.
+    # When this rank came, when the call last changed, and when to check its own token next.
     begun = news = checked = time.monotonic()
-    # TOKEN of the last call, as it was at the last look, and that this rank has answered.
+    # TOKEN of the last call, of the call before the latest check, and of the last one answered.
     called = heard = answered = ""
     own = f"{secrets.token_hex(8)}@{socket.gethostname()}:{os.getpid()}"
-    seen: Counter[str] = Counter()  # others' tokens in the place of this rank's
+    seen: Counter[str] = Counter()  # other tokens found in this rank's place
     here = [f"here-{each}" for each in range(size)]
     try:
-        # Read before this rank shows itself: a call that it sees again later is of an earlier
+        # Read before announcing this rank: a call that it sees again later is from an earlier
         # start.
         before = _read_last_call(store)
         store.set(here[rank], own)
@@ -251,8 +250,8 @@ def agree_on_start(store: Store, rank: int, size: int, timeout_seconds: float) -
             call = _read_last_call(store, is_there=bool(called))
             if rank == 0 and store.check(here):
                 tokens = [token.decode() for token in store.multi_get(here)]
-                # A token has changed since the call: that rank started anew, or was written over.
-                # Call anew.
+                # A token has changed since the call, as that rank restarted or was overwritten:
+                # call again.
                 if [called, *tokens] != call:
                     call = [secrets.token_hex(8), *tokens]
                     store.set(_CALL, " ".join(call))
@@ -268,7 +267,7 @@ def agree_on_start(store: Store, rank: int, size: int, timeout_seconds: float) -
                     store.set(f"{called}-{rank}", "here")
                 if store.check([f"{called}-go"]):
                     return Start(called, [_place_of(token).rpartition(":")[0] for token in tokens])
-            # Not in the call, or not any more: another process may have written over this rank's
+            # Not, or no longer, in the call: another process may have overwritten this rank's
             # token.
             elif now >= checked:
                 checked = now + _POLL_SECONDS
@@ -278,10 +277,10 @@ def agree_on_start(store: Store, rank: int, size: int, timeout_seconds: float) -
                 if began and [called, *tokens] != before:
                     seen[tokens[rank]] += _TIMES  # it was called in this start, and answered
                 _require_unique_rank(store, f"rank {rank} of {size}", own, seen)
-                store.set(here[rank], own)  # a rank that is ending may have written over it
+                store.set(here[rank], own)  # a process that is ending may have overwritten it
             if now - begun > timeout_seconds:
                 raise missing_ranks_error(store, rank, begun, here, answers)
-            # In proportion to the time since something happened: many ranks ask one store.
+            # In proportion to the time since the last news, as many ranks poll one store.
             pause = (now - news) / _POLLED
             time.sleep(min(max(pause, _SHORTEST_POLL_SECONDS), _POLL_SECONDS))
     except RuntimeError as error:
@@ -291,7 +290,7 @@ def agree_on_start(store: Store, rank: int, size: int, timeout_seconds: float) -
 
 
 def _require_unique_rank(store: Store, name: str, own: str, seen: Counter[str]) -> None:
-    """Raise MismatchError where another process writes its token in the place of this one's.
+    """Raise MismatchError if another process overwrites this one's token with its own.
 
     seen: how often each other token was found there.
     """
@@ -310,14 +309,14 @@ def _require_unique_rank(store: Store, name: str, own: str, seen: Counter[str]) 
 
 
 def _place_of(token: str) -> str:
-    """Return the host and the process that a token is of, with a colon between."""
+    """Return a token's host and process, separated by a colon."""
     return token.rpartition("@")[2]
 
 
 def _read_last_call(store: Store, is_there: bool = False) -> list[str]:
-    """Return the token of the last call, and those of the ranks it calls.
+    """Return the token of the last call, and the tokens of the called ranks.
 
-    is_there: whether there has been one, as this rank knows.
+    is_there: whether this rank knows that there has been a call.
     """
     return store.get(_CALL).decode().split(" ") if is_there or store.check([_CALL]) else [""]
 
@@ -325,9 +324,10 @@ def _read_last_call(store: Store, is_there: bool = False) -> list[str]:
 def missing_ranks_error(
     store: Store, rank: int, begun: float, *keys: list[str]
 ) -> PeerTimeoutError:
-    """Return the error of a rank that has waited since `begun` for every rank to set its key.
+    """Return the error for a rank that has waited since `begun` for every rank to set its key.
 
-    keys: lists of a key for each rank; who is absent from the first that is not complete is named.
+    keys: lists with a key for each rank; the error names ranks missing from the first incomplete
+        list.
     """
     size, absent = len(keys[0]), "the others to go on"
     try:
@@ -344,7 +344,7 @@ _NOBODY: Final = "the others, and where the ranks meet nobody answers any more"
 
 
 def waited_error(rank: int, size: int, begun: float, absent: str = _NOBODY) -> PeerTimeoutError:
-    """Return the error of a rank that has waited since `begun`; default: last for the store."""
+    """Return the error for a rank that has waited since `begun`; default: last for the store."""
     return PeerTimeoutError(
         f"rank {rank} of {size} has waited {time.monotonic() - begun:.3g} s at the start for "
         f"{absent}: start every rank, with the same address to meet at"

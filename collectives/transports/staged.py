@@ -1,9 +1,9 @@
-"""The staged transport: any transport, and messages of GPUs through pinned host memory.
+"""The staged transport: any transport, with GPU messages sent through pinned host memory.
 
-Host messages are sent unchanged; one of a GPU is copied to the host and announced, so that the
-receiver copies it to its current GPU. All copies are ordered by the caller's current stream.
+Host messages are sent unchanged. A GPU message is copied to the host and announced, so that the
+receiver copies it to its current GPU. The caller's current stream orders all copies.
 
-The transfer header announces it, a host message that says how it will follow:
+The transfer header announces it in a host message that says how it will follow:
 
     byte 0            8        16              24
          +------------+--------+---------------+
@@ -38,16 +38,16 @@ TRANSFER_HEADER_BYTES: Final = _FIELDS.size
 
 
 class TransferMethod(IntEnum):
-    """How the message is sent, and in which memory it ends."""
+    """How the message is sent, and in which memory it arrives."""
 
     NCCL = 0  # from GPU to GPU
-    STAGED = 1  # as the next host message, into the receiver's GPU
-    HOST = 2  # as the next host message, which stays one
-    MPI = 3  # from GPU to GPU, as the next message of an MPI that is CUDA-aware
+    STAGED = 1  # as the next host message, then copied to the receiver's GPU
+    HOST = 2  # as the next host message, which stays on the host
+    MPI = 3  # from GPU to GPU, as the next message of a CUDA-aware MPI
 
 
 class TransferHeader(NamedTuple):
-    """The method and size of the message that will follow."""
+    """The method and size of the following message."""
 
     method: TransferMethod
     message_bytes: int
@@ -58,25 +58,25 @@ class TransferHeader(NamedTuple):
 
     @classmethod
     def read(cls, message: Array) -> TransferHeader | None:
-        """Parse a host message; None when it is no transfer header."""
+        """Parse a host message; None if it is not a transfer header."""
         if message.size != TRANSFER_HEADER_BYTES:
             return None
         magic, method, message_bytes = _FIELDS.unpack(message.data)
-        # In a tuple: before Python 3.12 an enum raises where it is asked for a number that it
-        # lacks.
+        # As a tuple: before Python 3.12 `in` on an enum raises for a number that is not a
+        # member.
         if magic != _MAGIC or method not in tuple(TransferMethod) or message_bytes < 0:
             return None
         return cls(TransferMethod(method), message_bytes)
 
 
 class StagedTransport(Overlay):
-    """The ranks of another transport, its `host`, which also counts traffic and departures."""
+    """The ranks of another transport, the `host`, which also counts traffic and departures."""
 
     supports_device_messages = True
 
     def __init__(self, host: Transport, parent: StagedTransport | None = None) -> None:
-        """parent: the transport that this one is a view of."""
-        # If the host stages, too, use the transport below it.
+        """parent: the transport of which this one is a view."""
+        # If the host also stages, use the transport below it.
         host = host.host if isinstance(host, StagedTransport) else host
         super().__init__(host, host.ranks, host.rank, host.path, host.tag, host.traffic)
         self.full_speed_bytes = host.full_speed_bytes
@@ -91,7 +91,7 @@ class StagedTransport(Overlay):
     def send(self, message: Array, to: int) -> Callable[[], None]:
         if is_on_device(message):
             return self._send_with_header(TransferMethod.STAGED, self._to_host(message), to)
-        # By chance it looks like a header, for which the receiver would take it.
+        # The bytes look like a header by chance, and the receiver would take them for one.
         if TransferHeader.read(message):
             return self._send_with_header(TransferMethod.HOST, message, to)
         return self.host.send(message, to)
@@ -117,7 +117,7 @@ class StagedTransport(Overlay):
         return message if header is None else self._receive_body(header, source)
 
     def _receive_body(self, header: TransferHeader, source: int) -> Array:
-        """Return the message that was announced."""
+        """Return the announced message."""
         if header.method in (TransferMethod.NCCL, TransferMethod.MPI):
             raise MismatchError(
                 f"rank {self.ranks[source]} sends over {header.method.name}, which rank "
@@ -131,13 +131,13 @@ class StagedTransport(Overlay):
         if is_tensor(array):
             return host_copy(array)
         pinned = np.frombuffer(self._cupy.cuda.alloc_pinned_memory(max(array.nbytes, 1)), np.uint8)
-        # Cut, as CuPy's pool rounds the size of what it hands out up.
+        # Cut to size, as CuPy's pool rounds allocations up.
         host = pinned[: array.nbytes].view(array.dtype)
         array.get(out=host)  # type: ignore[attr-defined]
         return host
 
     def _to_device(self, array: Array) -> Array:
-        device: Array = self._cupy.asarray(array)  # through pinned memory of CuPy's
+        device: Array = self._cupy.asarray(array)  # through CuPy's pinned memory
         return device
 
     def allgather(self, message: Array) -> list[Array]:
@@ -174,7 +174,7 @@ class StagedTransport(Overlay):
             return
         with array.device:  # type: ignore[attr-defined]
             array.set(host)  # type: ignore[attr-defined]
-            # Until the copy has ended, nobody else may get the host's memory.
+            # The host memory must not be reused until the copy has ended.
             self._cupy.cuda.get_current_stream().synchronize()
 
     def barrier(self) -> None:

@@ -1,13 +1,13 @@
-"""NCCL's collectives through torch.distributed, where CuPy is missing: dense ones, on tensors.
+"""NCCL's dense collectives through torch.distributed, on tensors; for ranks without CuPy.
 
-torch brings its own NCCL. The group is made beside any host transport: rank 0 serves a store, and
-tells the others its address over the host transport.
+torch brings its own NCCL. The group works with any host transport: rank 0 serves a store, and sends
+its address to the others over the host transport.
 
-Every wait polls `is_completed`, on the host: it ends with the transport's timeout, and when a peer
+Every wait polls `is_completed` on the host: it ends after the transport's timeout, and when a peer
 has left. So torch's own watchdog, which would end the process, never fires.
 
-With backend "gloo" the same calls run on tensors in the hosts' memory, for tests without a GPU. It
-has not run over NCCL yet.
+With backend "gloo" the same calls run on tensors in host memory, for tests without a GPU. It has
+not run over NCCL yet.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from .reductions import parts_of
 from .rendezvous import connect, import_torch
 from .transport import Transport
 
-_OURS: Final = timedelta(days=365)  # torch's timeout: the host transport's ends the wait
+_OURS: Final = timedelta(days=365)  # torch's timeout; the host transport's ends waits earlier
 
 DTYPES: Final = ("int8", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 
 
 class TorchCollectives(GpuGroup):
-    """A process group among the ranks of a host transport, which must all make it together."""
+    """A process group of a host transport's ranks, which must all create it together."""
 
     dtypes = DTYPES
     sends_messages = False
@@ -46,7 +46,7 @@ class TorchCollectives(GpuGroup):
         self._torch = torch = import_torch()
         self._place = torch.device("cuda", device) if backend == "nccl" else torch.device("cpu")
         self._is_under_way = False
-        self._called: set[object] = set()  # what may no longer block in its call
+        self._called: set[object] = set()  # kinds of call that no longer block
         store = _open_store(host, timeout_seconds)
 
         def join() -> Any:
@@ -69,7 +69,7 @@ class TorchCollectives(GpuGroup):
 
     def abort(self, reason: str) -> None:
         if self._is_under_way:
-            # Never destroy it: that would wait for calls under way, also at the program's end.
+            # Never destroy it: that would wait for calls under way, even at the program's end.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
         super().abort(reason)
 
@@ -103,7 +103,7 @@ class TorchCollectives(GpuGroup):
         self._run("reduce", begin)
 
     def allgather_into(self, array: Any, bounds: Sequence[int]) -> None:
-        """Fill the other ranks' parts of the array with those that they have."""
+        """Fill the other ranks' parts of the array with theirs."""
         array = self._tensor(array)
         self._run(
             "broadcast",
@@ -135,7 +135,7 @@ class TorchCollectives(GpuGroup):
         )
 
     def _tensor(self, array: Any) -> Any:
-        """Return an array as a tensor; also a CuPy array, on a rank that has CuPy."""
+        """Return an array as a tensor, including CuPy arrays on a rank that has CuPy."""
         return array if is_tensor(array) else self._torch.from_dlpack(array)
 
     def _broadcast(self, group: Any, part: Any, root: int) -> Any:
@@ -149,7 +149,7 @@ class TorchCollectives(GpuGroup):
     def _run(self, kind: str, begin: Callable[[Any], list[Any]]) -> None:
         """Make torch's calls, and wait until their work has ended.
 
-        Raises PeerError after an abort, this one or an earlier one.
+        Raises PeerError after this or an earlier abort.
         """
         self.require_unbroken()
         stream = (
@@ -159,36 +159,36 @@ class TorchCollectives(GpuGroup):
         def call() -> list[Any]:
             if stream is None:
                 return begin(self._group)
-            with self._torch.cuda.stream(stream):  # another thread's: what is ready there counts
+            with self._torch.cuda.stream(stream):  # in this thread, wait for the caller's stream
                 return begin(self._group)
 
         def all_there() -> bool | None:
             return all(work.is_completed() for work in works) or None
 
         def run() -> list[Any]:
-            # The first call of a kind connects the ranks, and blocks while it does.
+            # The first call of a kind connects the ranks, and blocks meanwhile.
             return call() if kind in self._called else self.call_in_thread(call)
 
         works: list[Any] = []
-        # Still set where `abort` follows an error: it must then keep the group alive.
+        # Stays set if `abort` follows an error, which must then keep the group alive.
         self._is_under_way = True
         works = self.unless_broken(run)
         self._called.add(kind)
         self.wait(all_there)
-        # They have ended: `wait` raises their errors.
+        # The work has ended; `wait` only raises its errors.
         for work in works:
             self.unless_broken(work.wait)
         self._is_under_way = False
 
 
 def _open_store(host: Transport, timeout_seconds: float) -> Any:
-    """Return a store of the ranks; rank 0 serves it, and tells the others where."""
+    """Return a store for the ranks; rank 0 serves it, and sends the others its address."""
     prefix_store = import_torch().distributed.PrefixStore
     store, text, failure = None, "", ""
     if host.rank == 0:
         try:
             is_one_host = len(host.neighbours()) == host.size
-            # On one host by the loopback, which needs no name to resolve.
+            # On one host use loopback, which needs no name resolution.
             address = "127.0.0.1" if is_one_host else socket.gethostname()
             store = connect(address, 0, 0, timeout_seconds)
             text = f"{address} {store.port} {secrets.token_hex(8)}"

@@ -1,22 +1,22 @@
-"""The transport over torch.distributed's gloo: point-to-point messages on a group of its own.
+"""The transport over torch.distributed's gloo: point-to-point messages on its own group.
 
-Gloo wants the receiver to know how large a message may be, sends it only once a receive is posted,
-and cannot give up a wait without giving up the whole group. So a thread for each peer receives all
-that comes from it, into buffers that are posted ahead, and puts it into the mailbox where the
-streams wait; it is also how a rank learns at once that a peer left, or died:
+Gloo needs an upper bound for a message's size from the receiver, sends it only once a receive is
+posted, and cannot give up a wait without giving up the whole group. So one thread per peer receives
+everything from it into buffers posted ahead, and puts it into the mailbox where the streams wait.
+The thread also notices at once that a peer has left or died:
 
     header            first piece                   further pieces, if any
     tag    size       up to 256 KiB                 256 KiB each but the last
     i64    i64        u8 [min(size, 256 KiB)]       u8 [...]
 
-There are several small buffers, because the notice that a buffer is posted again queues behind what
-this rank is sending. With one buffer, or one of the whole message, two ranks that swap messages
-over a slow link would send them one after the other.
+Each peer has several small buffers, because the notice that a buffer is posted again queues behind
+outgoing messages. With one buffer, or one for the whole message, two ranks that swap messages over
+a slow link would send them one after the other.
 
-Waiting costs no CPU time. The threads, one for each peer, sleep in gloo.
+Waiting costs no CPU time: the threads sleep in gloo.
 
-Messages are in the hosts' memory, also beside a process group over NCCL; those of GPUs go over gloo
-by the staged transport.
+Messages are in host memory, even beside a process group over NCCL; the staged transport sends GPU
+messages over gloo.
 """
 
 from __future__ import annotations
@@ -57,28 +57,28 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PIECE_BYTES: Final = 1 << 18  # of a message; the first travels with its header
-# From so many bytes a rank on gloo's own allreduce is the faster one, on one host twice: it is a
-# ring, whose 2 (P - 1) messages of a P-th each cost a latency, and no Python runs between them. On
-# 4 and 8 emulated hosts it is level there at 15 ms of latency, and ahead at less.
+PIECE_BYTES: Final = 1 << 18  # of a message; the first one follows its header
+# From this size per rank on, gloo's own allreduce is faster, twice as fast on one host: it is a
+# ring whose 2 (P - 1) messages of 1/P of the array cost a latency each, with no Python in between.
+# On 4 and 8 emulated hosts it is level at this size with 15 ms of latency, and ahead with less.
 NATIVE_BYTES: Final = 1 << 18
 _FULL_SPEED_BYTES: Final = 1 << 23  # 4 MB take 1.1 ns a byte between two ranks, 8 and 16 MB 0.9
 _HEADER: Final = struct.Struct("<qq")
 _PIECES: Final = 0  # gloo's tag
-_POSTED: Final = 4  # buffers for each peer
-_DEPARTURE, _ABORT, _REDUCED = -1, -2, -3  # tags in the header, or of the mailbox, of no stream
+_POSTED: Final = 4  # buffers per peer
+_DEPARTURE, _ABORT, _REDUCED = -1, -2, -3  # tags, in header or mailbox, that no stream has
 _FOREVER: Final = timedelta(days=365)
 _GRACE_SECONDS: Final = 1.0  # for the last messages to be sent
 _NOTHING: Final = np.empty(0, np.uint8)
 
 
 class TorchDistributedTransport(Carrier):
-    """The ranks that meet at a store of torch.distributed.
+    """The ranks that meet at a torch.distributed store.
 
-    Leave it before the process ends, as a world does. A thread that still sleeps in gloo wakes
-    when its peer goes. Where Python is ending by then, CPython before 3.14 answers its wish for
-    the interpreter by unwinding it, which a destructor of torch's turns into std::terminate: the
-    process ends with SIGABRT.
+    Call `leave` before the process ends, as a world does. A thread that sleeps in gloo wakes when
+    its peer goes. If Python is ending by then, CPython before 3.14 unwinds the thread when it asks
+    for the interpreter; a torch destructor turns that into std::terminate, and the process ends
+    with SIGABRT.
     """
 
     name = "torch.distributed"
@@ -94,7 +94,7 @@ class TorchDistributedTransport(Carrier):
         timeout_seconds: float = 600.0,
         start_timeout_seconds: float = 120.0,
     ) -> None:
-        """Connect to the other ranks; hosts: the names of every rank's, in rank order."""
+        """Connect to the other ranks; hosts: every rank's host name, in rank order."""
         torch = import_torch()
         size = len(hosts)
         super().__init__(rank, size)
@@ -103,15 +103,15 @@ class TorchDistributedTransport(Carrier):
         self._hosts = hosts
         self._neighbours = [peer for peer in range(size) if hosts[peer] == hosts[rank]]
         start_timeout = timedelta(seconds=start_timeout_seconds)
-        # This timeout is for connecting: every later wait names its own.
+        # This timeout is only for connecting: every later wait sets its own.
         self._group: Any = torch.distributed.ProcessGroupGloo(store, rank, size, start_timeout)
         self.timeout_seconds = timeout_seconds
         self.mailbox = Mailbox(timeout_seconds)
         self._departing: list[Work] | None = None
-        self._in_flight: dict[int, list[Work]] = {}  # gloo forgets a message whose Work is gone
+        self._in_flight: dict[int, list[Work]] = {}  # gloo drops a message when its Work is freed
         self._posted: dict[int, deque[tuple[Work, Tensor]]] = {}
         self._numbers = itertools.count()
-        self._posting = threading.Lock()  # the pieces of a message go out one behind the other
+        self._posting = threading.Lock()  # keeps the pieces of a message together
         self._listeners = {
             peer: threading.Thread(
                 target=self._listen, args=(peer,), name=f"gtopk-from-{peer}", daemon=True
@@ -127,10 +127,10 @@ class TorchDistributedTransport(Carrier):
         try:
             notice = self._receive_all(source)
         except Exception as error:
-            reason = str(error).split("] ")[-1].split(". ")[0]  # gloo's: without file and advice
+            reason = str(error).split("] ")[-1].split(". ")[0]  # gloo's, without file and advice
             reason = f"its connection is lost: {reason}; host {self._hosts[source]}"
             notice = DepartureNotice({}, reason, lost=True)
-        # Before the wake: a thread that wakes reads the notices.
+        # Before the wake, so that a woken thread finds the notice.
         self.note(source, notice)
         self.mailbox.wake()
 
@@ -141,17 +141,17 @@ class TorchDistributedTransport(Carrier):
             )
             for _ in range(_POSTED)
         )
-        self._posted[source] = posted  # to live as long as the group, which may still fill them
+        self._posted[source] = posted  # keep as long as the group, which may still fill them
         lost: RuntimeError | None = None
         while True:
-            # -1: no header yet. So a message of 0 bytes takes a piece, too.
+            # -1: no header yet, so that a message of 0 bytes also takes a piece.
             message, begin, filled = _NOTHING, _HEADER.size, -1
             while filled < message.size:
                 if not posted and lost:
                     raise lost
                 work, buffer = posted.popleft()
-                # Gloo cannot give up one wait without the whole group; the peer's notice or loss
-                # ends it.
+                # Gloo cannot give up a wait without the whole group; the peer's notice or loss ends
+                # it.
                 work.wait(_FOREVER)
                 inbox: Array = buffer.numpy()
                 if filled < 0:
@@ -161,9 +161,9 @@ class TorchDistributedTransport(Carrier):
                 piece[:] = inbox[begin : begin + piece.size]
                 begin, filled = 0, filled + piece.size
                 try:
-                    # Only now that the bytes are copied out: gloo may fill the buffer at once.
+                    # Only after copying the bytes out: gloo may fill the buffer at once.
                     posted.append(self._post_receive(source, buffer))
-                except RuntimeError as error:  # it is gone; what it has sent is still taken
+                except RuntimeError as error:  # the peer is gone; still take what it has sent
                     lost = error
             if tag == _DEPARTURE:
                 return DepartureNotice.decode(message)
@@ -209,23 +209,23 @@ class TorchDistributedTransport(Carrier):
     def _post(self, tag: int, message: Array, to: int) -> list[Work]:
         first = message[:PIECE_BYTES]
         size = _HEADER.size + first.size
-        # On the CPU by name: the script may have set another default device.
+        # Name the CPU, as the script may have set another default device.
         head = self._torch.empty(size, dtype=self._torch.uint8, device="cpu")
         outbox: Array = head.numpy()
         _HEADER.pack_into(outbox.data, 0, tag, message.size)
         outbox[_HEADER.size :] = first
         pieces = [head]
         if message.size > PIECE_BYTES:
-            writable = message if message.flags.writeable else message.copy()  # torch insists
-            # No copy: the caller leaves the message unchanged until it is sent, as `Endpoint.send`
-            # says.
+            writable = message if message.flags.writeable else message.copy()  # torch requires it
+            # No copy: the caller keeps the message unchanged until it is sent; see
+            # `Endpoint.send`.
             pieces += self._torch.from_numpy(writable[PIECE_BYTES:]).split(PIECE_BYTES)
         with self._posting:
             works = [self._group.send([piece], to, _PIECES) for piece in pieces]
         return works
 
     def _explain(self, stream: Transport, peer: int, error: Exception) -> PeerError:
-        """Return the error about a peer that cannot be reached, with its own reason if it gave one.
+        """Return the error about an unreachable peer, with the peer's own reason if it gave one.
 
         Its notice may still be on the way to the listener.
         """
@@ -233,31 +233,32 @@ class TorchDistributedTransport(Carrier):
         return PeerError(stream.missing(peer) or f"rank {peer} cannot be reached: {error}")
 
     def allreduce(self, array: Array, reduction: str = "sum") -> None:
-        """Reduce in place by gloo's own allreduce where it is the faster one.
+        """Reduce in place with gloo's own allreduce if that is faster.
 
-        Its messages cannot be counted; they count by formula as a bandwidth-optimal allreduce's.
+        Its messages cannot be counted; they count by formula, as those of a bandwidth-optimal
+        allreduce.
         """
         if self.size == 1:
             return
-        # gloo of torch 2.1 has no bfloat16. Its float16 is summed in float32, as ours is.
+        # torch 2.1's gloo lacks bfloat16. It sums float16 in float32, as we do.
         ours = array.dtype not in (np.int32, np.int64, np.float16, np.float32, np.float64)
         ours |= loses_nan(reduction, array.dtype.name)
         if ours or array.nbytes < self.native_bytes():
             super().allreduce(array, reduction)
             return
-        self.barrier()  # all ranks are here: gloo's call cannot be given up when a rank left
+        self.barrier()  # all ranks are here: gloo's call could not be given up if a rank left
         options = self._torch.distributed.AllreduceOptions()
         options.reduceOp = getattr(self._torch.distributed.ReduceOp, reduction.upper())
-        options.timeout = _FOREVER  # the mailbox's ends the wait
+        options.timeout = _FOREVER  # the mailbox's timeout ends the wait
         try:
-            # Gloo's thread puts an empty answer into the mailbox. So this wait, too, has the
-            # mailbox's timeout, and ends when a peer leaves.
+            # Gloo's thread puts an empty reply into the mailbox, so that this wait also has the
+            # mailbox's timeout and ends when a peer leaves.
             work = self._group.allreduce([self._torch.from_numpy(array)], options)
             work.get_future().add_done_callback(
                 lambda done: self.mailbox.put(_REDUCED, self.rank, _NOTHING)
             )
             self.mailbox.pop_reply(self, _REDUCED)
-            # It has ended: this only raises its error.
+            # The call has ended; `wait` only raises its error.
             work.wait()
         except RuntimeError as error:
             if isinstance(error, PeerError):
@@ -280,12 +281,12 @@ class TorchDistributedTransport(Carrier):
             self._departing = self._tell_all(_DEPARTURE, self.departure_notice(reason).encode())
 
     def _tell_all(self, tag: int, message: Array) -> list[Work]:
-        """Send a last message to all peers that are still there."""
+        """Send a last message to all remaining peers."""
         works: list[Work] = []
         for peer in self._listeners:
             try:
                 works += self._post(tag, message, peer)
-            except RuntimeError:  # it is gone
+            except RuntimeError:  # this peer is gone
                 continue
         return works
 
@@ -297,7 +298,7 @@ class TorchDistributedTransport(Carrier):
     def abort(self, exit_code: int, reason: str = "") -> None:
         text = f": it {reason}" if reason else ""
         word = np.frombuffer(bytes([exit_code % 256]) + text.encode(), np.uint8)
-        # The word first: gloo's threads, which send it, end with the process.
+        # Send the reason first: gloo's threads, which send it, end with the process.
         _wait_for_last_sends(self._tell_all(_ABORT, word))
         end_process(exit_code)
 
@@ -316,9 +317,9 @@ def open_torch_distributed(
 ) -> TorchDistributedTransport:
     """Join the ranks of the default process group, or those of torchrun's environment.
 
-    ranks: which of them; None: all.
-    A gloo group of its own is made beside the default one, with any backend, so that the script's
-    messages cannot mix with gtopk's.
+    ranks: a subset of them; None: all.
+    Creates its own gloo group beside the default one, which may have any backend, so that the
+    script's messages cannot mix with gtopk's.
     """
     distributed = import_torch().distributed
     if distributed.is_initialized():
@@ -351,10 +352,10 @@ def join_at(
     start_timeout_seconds: float,
     ranks: Sequence[int] | None = None,
 ) -> TorchDistributedTransport:
-    """Join the ranks that meet at a store, which may serve others, too.
+    """Join the ranks that meet at a store, which may serve others as well.
 
-    ranks: which of them, the same on each; the others need not come. None: all.
-    Other ranks, or these, may have met there before: a roll call gives these a word of their own.
+    ranks: a subset, the same on each of its ranks; the others need not come. None: all.
+    Other ranks, or these, may have met there before: a roll call gives these a token of their own.
     """
     under, prefix = import_torch().distributed.PrefixStore, "gtopk"
     if ranks is not None:
@@ -369,7 +370,7 @@ def join_at(
         )
 
     try:
-        # A request to a store that is frozen, or whose host is gone, waits for ever.
+        # A request to a frozen store, or to a lost host, waits for ever.
         start = call_within(
             start_timeout_seconds + _GRACE_SECONDS,
             lambda: agree_on_start(store, rank, size, start_timeout_seconds),
@@ -380,7 +381,7 @@ def join_at(
 
 
 def _wait_for_last_sends(works: list[Work]) -> None:
-    """Wait a little for the last messages to be sent."""
+    """Wait briefly for the last messages to be sent."""
     deadline = time.monotonic() + _GRACE_SECONDS
     for work in works:
         remaining = deadline - time.monotonic()

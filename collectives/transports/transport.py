@@ -1,11 +1,11 @@
-"""Transport: the operations of the ranks' connection that algorithms use.
+"""Transport: the connection between ranks, and the operations that algorithms use on it.
 
-A transport implements `send`, `receive` and the few facts below; everything else is built here
-from those two, so that every transport counts what it sends and no wait lasts for ever. One
-thread uses a transport at a time, and every rank calls the same operations in the same order.
+A transport implements `send`, `receive` and a few facts below. Everything else is built here from
+those two, so that every transport counts what it sends and every wait ends. Only one thread uses a
+transport at a time, and every rank calls the same operations in the same order.
 
-A view is a transport, too: some of the ranks (`subset`), or a stream of messages beside the others
-(`channel`). Views of a view compose. Each may be used by a thread of its own at the same time.
+A view is also a transport: a subset of the ranks (`subset`), or a separate stream of messages
+(`channel`). Views of views are possible. Each may be used by its own thread at the same time.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from .counters import Counter, NodeMemory, Traffic
 from .departure import DepartureNotice
 from .reductions import Endpoint
 
-STALL_WARNING_SECONDS: Final = 60.0  # how often a rank that waits says so
-# Channels have tags of their own, which cannot collide: so there is a bound on them.
+STALL_WARNING_SECONDS: Final = 60.0  # how often a waiting rank prints a warning
+# Limited, because each channel has a tag of its own, without collisions.
 CHANNELS: Final = 1024
 
-# How a view is made: a subset by the world ranks of its members, a channel by its number. All the
-# steps from the transport of all ranks are its path: equal on all members, another for each view.
+# The step that makes a view: a subset's world ranks, or a channel's number. A view's path is the
+# list of steps from the transport of all ranks: equal on all members, unique for each view.
 Step = tuple[int, ...] | int
 Path = tuple[Step, ...]
 
 
 def print_line(text: str) -> None:
-    """Print a line on stderr, in one write: lines of several ranks share it.
+    """Print a line to stderr in one write, as several ranks share it.
 
-    Where stderr is closed, or its reader is gone, the line is lost: that ends no job.
+    If stderr is closed or its reader is gone, the line is lost, without an error.
     """
     with suppress(OSError, ValueError):
         print(f"gtopk: {text}\n", end="", file=sys.stderr, flush=True)
@@ -59,15 +59,15 @@ def end_process(exit_code: int) -> NoReturn:
 class Transport(Endpoint):
     """The connection between `size` ranks, seen from one of them.
 
-    traffic: counts every message given to `send`, also through a view of this transport; see
-             `allreduce` for the one exception.
-    tag:     a number of this transport's stream of messages, equal on all members; 0 for the
+    traffic: counts every message given to `send`, including through views of this transport; see
+             `allreduce` for the only exception.
+    tag:     a number for this transport's stream of messages, equal on all members; 0 for the
              stream of all ranks.
     counts_allreduce: whether `allreduce` is counted message by message, or by formula.
     timeout_seconds:  the longest a rank waits for a peer.
-    announces_waits: whether a rank that waits for long says so.
-    full_speed_bytes: from so many on an allreduce has its full speed: joining two gains nothing.
-    supports_device_messages: whether messages may be arrays in a GPU's memory.
+    announces_waits: whether a rank that waits long prints a warning.
+    full_speed_bytes: size from which an allreduce runs at full speed, so joining two gains nothing.
+    supports_device_messages: whether messages may be arrays in GPU memory.
     """
 
     name: str
@@ -84,16 +84,16 @@ class Transport(Endpoint):
         self.path = path
         self.tag = tag
         self.traffic = traffic
-        self.completed = 0  # operations
+        self.completed = 0  # number of completed operations
         self._members = frozenset(ranks)
         self._begun = 0
         self._activity = ""
 
     def subset(self, ranks: Sequence[int]) -> Transport:
-        """Return the transport of these ranks, numbered 0, 1, ... in the order given.
+        """Return the transport of these ranks, numbered 0, 1, ... in the given order.
 
-        Only its members may ask for it; nothing is sent to make one. Raises ValueError where this
-        rank is not among them, or the ranks are not distinct ranks of this transport.
+        Only its members may call this; it sends nothing. Raises ValueError if this rank is not
+        among them, or the ranks are not distinct ranks of this transport.
         """
         if len(set(ranks)) != len(ranks) or not all(0 <= rank < self.size for rank in ranks):
             raise ValueError(
@@ -108,53 +108,53 @@ class Transport(Endpoint):
         return self.view(members, members)
 
     def channel(self, number: int) -> Transport:
-        """Return a transport of the same ranks with a stream of messages of its own.
+        """Return a transport of the same ranks with its own stream of messages.
 
-        number: 0..1023, equal on all ranks; nothing is sent to make one.
+        number: 0..1023, equal on all ranks; sends nothing.
         """
         if not 0 <= number < CHANNELS:
             raise ValueError(f"channel must lie in 0..{CHANNELS - 1}, got {number}")
         return self.view(number, self.ranks)
 
     def connect(self, device: int | None = None) -> None:
-        """Prepare for messages in GPU memory, where that is needed; all ranks call it together.
+        """Prepare for messages in GPU memory, if needed. A collective.
 
         A view that was not connected may send them through the hosts.
-        device: the GPU, by its number; None: the current one.
+        device: the GPU's number; None: the current one.
         """
 
     def carries(self, tensor: Any) -> bool:
-        """Tell whether dense collectives take a tensor of torch's in its own memory.
+        """Tell whether dense collectives accept a torch tensor in its own memory.
 
-        Of a GPU where nothing has to travel, or NCCL carries what is there; sends nothing. A tensor
-        that is taken is one-dimensional and contiguous; bool travels as uint8.
+        True for a GPU tensor if nothing has to travel, or NCCL carries it; sends nothing. An
+        accepted tensor is one-dimensional and contiguous; bool travels as uint8.
         """
         return self.size == 1 and tensor.device.type == "cuda"
 
     def carrying(self, on_gpu: bool, what: Hashable = None) -> Transport:
-        """Return the transport for vectors that each rank has on its GPU, or on its host.
+        """Return the transport for vectors that each rank has either on its GPU or on its host.
 
-        All ranks call it together; the first time for a `what` they may exchange a message.
-        what: a key of these vectors, as others may lie elsewhere; equal on all ranks.
+        A collective: the first call for a `what` may exchange a message.
+        what: a key for these vectors, as others may be elsewhere; equal on all ranks.
         """
         return self
 
     @property
     def tensor_place(self) -> str:
-        """torch's name of the device of tensors that `carries` accepts."""
+        """torch's name for the device of tensors that `carries` accepts."""
         return "cuda"
 
     @abstractmethod
     def check_messages(self) -> None:
         """Add a checksum to every message of the world, on all views, from now on.
 
-        All ranks call it at the same place in their messages. Dense collectives are then made of
-        messages, not the library's own. NCCL's messages are not checked.
+        All ranks call it at the same place in their messages. Dense collectives then consist of
+        messages, instead of the library's own calls. NCCL messages are not checked.
         """
 
     @property
     def link(self) -> Link | None:
-        """The link that is emulated for each rank; None: messages are not paced."""
+        """The link emulated for each rank; None: messages are not paced."""
         return None
 
     @property
@@ -169,21 +169,21 @@ class Transport(Endpoint):
     def emulate(self, link: Link) -> None:
         """Pace every message from now on as if each rank had such a link, on all views.
 
-        All ranks call it at the same place in their messages. Dense collectives are then made of
-        messages, not the library's own. NCCL's messages, counters and shared memory are not paced.
-        Raises ValueError where the ranks are on several hosts.
+        All ranks call it at the same place in their messages. Dense collectives then consist of
+        messages, instead of the library's own calls. NCCL messages, counters and shared memory are
+        not paced. Raises ValueError if the ranks are on several hosts.
         """
 
     @property
     def handles_messages(self) -> bool:
-        """Whether every message is checked or paced: none may be a library's own, or a GPU's."""
+        """Whether every message is checked or paced, which excludes a library's own and a GPU's."""
         return self.checks_messages or self.link is not None
 
     @abstractmethod
     def view(self, step: Step, ranks: Sequence[int]) -> Transport:
-        """Return the view one step on from this transport; the same step, the same object.
+        """Return the view one step below this transport; the same step gives the same object.
 
-        ranks: of its members, in the world.
+        ranks: its members, as world ranks.
         """
 
     @abstractmethod
@@ -195,9 +195,9 @@ class Transport(Endpoint):
 
     @abstractmethod
     def leave(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
-        """Announce the departure; return when every peer has, too, or with the ranks that have not.
+        """Announce the departure; wait for every peer's, and return the ranks that have not left.
 
-        leave_timeout_seconds: how long to wait for them; None: for ever, with a word now and then.
+        leave_timeout_seconds: limit for that wait; None: for ever, with a warning now and then.
         """
 
     @abstractmethod
@@ -213,32 +213,32 @@ class Transport(Endpoint):
 
     @abstractmethod
     def abort(self, exit_code: int, reason: str = "") -> None:
-        """End the whole job now, every rank of it; the others say why, where the word arrives."""
+        """End every rank of the whole job now; the others print the reason if they receive it."""
 
     @abstractmethod
     def neighbours(self) -> list[int]:
-        """Return the ranks on this rank's host, itself included, in order; nothing is sent."""
+        """Return the ranks on this rank's host, including itself, in order; sends nothing."""
 
     def node(self) -> list[int]:
-        """Return the ranks that this one reaches without a network, itself included, in order.
+        """Return the ranks that this one reaches without a network, including itself, in order.
 
-        Over an emulated link each rank is by itself.
+        Over an emulated link, that is only this rank.
         """
         return self.neighbours() if self.link is None else [self.rank]
 
     @abstractmethod
     def counter(self) -> Counter:
-        """Return a new number that the ranks share, 0 at first; all of them call this together.
+        """Return a new number that the ranks share, initially 0. A collective.
 
-        Any thread may add to it at any time; the other ranks need take no part.
-        Raises ValueError where the transport has nothing of the kind.
+        Later any thread may add to it at any time, without the other ranks taking part.
+        Raises ValueError if the transport does not support it.
         """
 
     @abstractmethod
     def shared_memory(self, size_bytes: int) -> NodeMemory:
-        """Return new zeros that the ranks map; all of them call this together, and on one host.
+        """Return new zeros that the ranks map. A collective, of ranks on one host.
 
-        Raises OSError, on every rank, where there is no room for them.
+        Raises OSError on every rank if there is no room for them.
         """
 
     @abstractmethod
@@ -246,9 +246,9 @@ class Transport(Endpoint):
         """Return name and version of the library that carries the messages."""
 
     def native_bytes(self) -> int:
-        """Return from how many bytes on an allreduce is the library's own, not made of messages.
+        """Return the size in bytes from which an allreduce is the library's own call.
 
-        sys.maxsize: all are made of messages. Equal on all ranks.
+        sys.maxsize: all consist of messages. Equal on all ranks.
         """
         return sys.maxsize
 
@@ -258,29 +258,29 @@ class Transport(Endpoint):
 
     @property
     def sends_from_device(self) -> bool:
-        """Whether messages in GPU memory travel past the hosts' memory; the same on all ranks."""
+        """Whether messages in GPU memory bypass host memory; the same on all ranks."""
         return False
 
     @property
     def activity(self) -> str:
-        """The name of the operation under way, for an error's text."""
+        """The name of the current operation, for errors."""
         return self._activity or "an exchange"
 
     @property
     def begun(self) -> int:
-        """The number of operations begun on this stream, which is that of the one under way.
+        """The number of operations begun on this stream, including the current one.
 
-        The same on all ranks that are in it.
+        The same on all ranks that take part in it.
         """
         return self._begun
 
     @contextmanager
     def operation(self, activity: str) -> Iterator[None]:
-        """Begin an operation that the ranks do together, and name it.
+        """Begin an operation of all ranks, and name it for errors.
 
-        Errors name it. When a rank leaves before completing it, every peer gets an error at once,
-        not only the one that waits for its message, also in views of this transport that are used
-        inside. An operation within an operation is a part of it.
+        If a rank leaves before completing it, every peer gets an error at once, not only the one
+        that waits for its message; this includes views of this transport used inside. A nested
+        operation is part of the outer one.
         """
         if self._activity:
             yield
@@ -289,10 +289,10 @@ class Transport(Endpoint):
         self._begun += 1
         try:
             yield
-            # Before it counts as completed: from then on peers need nothing more of this rank, if
+            # Before it counts as completed: after that, peers need nothing more from this rank if
             # it leaves.
             self.conclude()
-            self.completed = self._begun  # one that failed is over, too
+            self.completed = self._begun  # a failed one is also over
         finally:
             self._activity = ""
 
@@ -301,9 +301,9 @@ class Transport(Endpoint):
         """Wait until this rank's part of an operation reaches its peers without further calls."""
 
     def missing(self, peer: int | None) -> str | None:
-        """Return the text about a rank that left and is needed: the peer, or any member.
+        """Return the error text about a required rank that has left: the peer, or any member.
 
-        peer: its rank in the world; None: all members are needed.
+        peer: its world rank; None: all members are required.
         """
         found = self.find_missing(peer)
         if found is None:
@@ -315,12 +315,12 @@ class Transport(Endpoint):
         )
 
     def find_missing(self, peer: int | None) -> tuple[int, DepartureNotice] | None:
-        """Return the rank that left and is needed, as in `missing`, and its departure notice.
+        """Return the required rank that has left, as in `missing`, and its departure notice.
 
-        Where a rank left because another had, the first one that left is returned.
+        If a rank left because another one had, return the first one that left.
         """
         for rank, notice in self.departures().items():
-            # The peer counts whatever it has completed: it will never send what is waited for.
+            # However much the peer has completed, it will never send the awaited message.
             if rank == peer or self.misses(rank, notice):
                 cause = notice.missed
                 return cause if cause and self.misses(*cause) else (rank, notice)
@@ -335,7 +335,7 @@ class Transport(Endpoint):
         found = set()
         for rank, notice in self.departures().items():
             link: tuple[int, DepartureNotice] | None = (rank, notice)
-            # Notices nest: a rank that left because another was gone passes that one's notice on.
+            # Notices nest: a rank that left because another was gone passes on its notice.
             while link:
                 rank, notice = link
                 if notice.lost:
@@ -344,7 +344,7 @@ class Transport(Endpoint):
         return sorted(found)
 
     def exchange(self, message: Array, peer: int) -> Array:
-        """Swap messages with a rank that does the same."""
+        """Swap messages with a rank that calls this as well."""
         return next(self.exchange_all([(message, peer)], [peer]))
 
     def exchange_all(
@@ -352,11 +352,11 @@ class Transport(Endpoint):
     ) -> Iterator[Array]:
         """Send messages, each to its rank, and yield the next one of each source, in that order.
 
-        The receivers and the sources call `exchange_all`, too: together the calls are one step, in
-        which no rank waits for a turn. Later messages may be made while the first are sent.
+        The receivers and sources must call `exchange_all` as well: together the calls are one step,
+        in which no rank waits for a turn. `messages` may make later ones while the first are sent.
         """
         sends = [self.send(message, to) for message, to in messages]
-        # Not a generator itself, which would send nothing until its first message is asked for.
+        # Not itself a generator, which would send nothing until its first message is requested.
         if sources:
             return self.receive_each(sources, sends)
         for sent in sends:
@@ -368,8 +368,8 @@ class Transport(Endpoint):
     ) -> Iterator[Array]:
         for source in sources[:-1]:
             yield self.receive(source)
-        # The sends are waited for before the last message is given away: who takes as many messages
-        # as there are sources does not come back to this generator.
+        # Wait for the sends before yielding the last message: a caller that takes only as many
+        # messages as there are sources does not resume this generator.
         last = self.receive(sources[-1])
         for sent in sends:
             sent()
@@ -384,11 +384,11 @@ class Transport(Endpoint):
         return reductions.allgather(self, message)
 
     def broadcast(self, message: Array | None, root: int) -> Array:
-        """Return the root's message (uint8); the others' argument is ignored.
+        """Return the root's message (uint8); other ranks' arguments are ignored.
 
         A binomial tree: round j doubles the ranks that hold the message.
         """
-        # Counted from the root: the tree is that of rank 0, turned.
+        # Places are relative to the root, so any root uses the tree of rank 0.
         place = (self.rank - root) % self.size
         distance = 1
         while distance < self.size:
@@ -405,16 +405,16 @@ class Transport(Endpoint):
         """Reduce a one-dimensional array over the ranks in place; the same bits on every rank.
 
         reduction: "sum", "product", "min" or "max". 2 ceil(log2 P) messages and 2(P-1)/P of the
-        array's bytes per rank; beyond 4 MiB messages go in pieces, and a word answers each piece
-        from 128 KiB on. Up to 4096/(P-1) bytes, half the messages and P-1 times the bytes.
-        float16 and BFLOAT16 (of `kernels.narrow`) are reduced in float32, and rounded per hop.
+        array's bytes per rank. Beyond 4 MiB, messages are sent in pieces; an empty message confirms
+        each piece from 128 KiB on. Up to 4096/(P-1) bytes: half the messages and P-1 times the
+        bytes. float16 and BFLOAT16 (`kernels.narrow`) are reduced in float32, rounded per hop.
         """
         reductions.allreduce(self, array, reduction)
 
     def reduce_scatter(self, array: Array, bounds: Sequence[int], reduction: str = "sum") -> None:
-        """Reduce array[bounds[rank]:bounds[rank+1]], the part this rank owns, in place.
+        """Reduce array[bounds[rank]:bounds[rank+1]], the part that this rank owns, in place.
 
-        The other parts are left with partial results. ceil(log2 P) messages per rank, and the
+        The other parts hold partial results afterwards. ceil(log2 P) messages per rank, and the
         bytes of all parts but one.
         """
         reductions.reduce_scatter(self, array, bounds, reduction)
@@ -427,9 +427,9 @@ class Transport(Endpoint):
         reductions.allgather_into(self, array, bounds)
 
     def broadcast_into(self, array: Array, root: int) -> None:
-        """Fill a one-dimensional array in place with the root's; of one size and dtype everywhere.
+        """Fill a one-dimensional array with the root's, in place; size and dtype must be equal.
 
-        The messages of `broadcast`. Raises MessageError where the root's is of another size.
+        Sends the messages of `broadcast`. Raises MessageError if the root's size differs.
         """
         if self.size == 1:
             return
@@ -446,11 +446,11 @@ class Transport(Endpoint):
     def alltoall(self, array: Array, bounds: Sequence[int]) -> tuple[Array, list[int]]:
         """Send array[bounds[rank]:bounds[rank+1]] to each rank; return what they send here.
 
-        Returns a new array with the ranks' parts in rank order, and its own bounds. In one step:
-        rank + 1, rank + 2, ... get their parts while rank - 1, rank - 2, ... send theirs. Every
-        rank passes the same dtype.
+        Returns a new array with the ranks' parts in rank order, and its bounds. In one step: rank +
+        1, rank + 2, ... get their parts while rank - 1, rank - 2, ... send theirs. The dtype must
+        be equal on all ranks.
         """
-        if self.size == 1:  # of a GPU, too: tensors are cloned, arrays copied
+        if self.size == 1:  # also on a GPU: tensors have clone, arrays have copy
             part: Any = array[bounds[0] : bounds[1]]
             return (part.clone if hasattr(part, "clone") else part.copy)(), [0, len(part)]
         parts = [array[a:b].view(np.uint8) for a, b in itertools.pairwise(bounds)]
@@ -459,7 +459,7 @@ class Transport(Endpoint):
         return np.concatenate(received).view(array.dtype), [0, *itertools.accumulate(sizes)]
 
     def exchange_with_all(self, messages: Sequence[Array]) -> list[Array]:
-        """Send messages[rank] to each rank, in one step; return theirs, in rank order."""
+        """Send messages[rank] to each rank in one step; return theirs, in rank order."""
         others = [(self.rank + shift) % self.size for shift in range(1, self.size)]
         sources = others[::-1]
         received = self.exchange_all([(messages[to], to) for to in others], sources)
@@ -467,17 +467,17 @@ class Transport(Endpoint):
         return [by_source[source] for source in range(self.size)]
 
     def gather_object(self, mine: Any) -> list[Any]:
-        """Return every rank's object, in rank order; every rank calls it.
+        """Return every rank's object, in rank order. A collective.
 
-        An object is what JSON has: numbers (floats to the bit), texts, booleans, None, lists and
-        dicts with texts as keys; tuples arrive as lists. It is for rare, small messages; use
+        An object is anything in JSON: numbers (floats bit for bit), texts, booleans, None, lists
+        and dicts with text keys; tuples arrive as lists. Use it for rare, small messages, and
         `allgather` for vectors. Raises MessageError, which names the rank, for invalid JSON.
         """
         messages = self.allgather(_as_message(mine))
         return [_as_object(m, rank) for m, rank in zip(messages, self.ranks, strict=True)]
 
     def broadcast_object(self, mine: Any, root: int = 0) -> Any:
-        """Return the root's object, of `gather_object`'s types; the others' is ignored."""
+        """Return the root's object, of `gather_object`'s types; others' arguments are ignored."""
         own = _as_message(mine) if self.rank == root else None
         return _as_object(self.broadcast(own, root), self.ranks[root])
 
@@ -493,6 +493,6 @@ def _as_message(obj: Any) -> Array:
 def _as_object(message: Array, sender: int) -> Any:
     try:
         return json.loads(message.tobytes())
-    # RecursionError: of brackets that are nested deeper than Python goes.
+    # RecursionError: brackets nested deeper than Python's limit.
     except (ValueError, RecursionError) as error:
         raise MessageError(f"the object from rank {sender} is malformed: {error}") from error

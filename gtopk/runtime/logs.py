@@ -1,10 +1,10 @@
-"""Logs: the output of the logger "gtopk" where the script configures no logging.
+"""Logs: print the logger "gtopk" where the script has not configured logging.
 
     gtopk: rank 0: compression of 25,557,032 elements begins with gtopk density=0.001 ...
 
-It goes to stderr: level info from rank 0, warnings from the other ranks. GTOPK_LOG, one of debug,
-info, warning, error and off, sets one level for all ranks. Where the script has handlers, on the
-root logger or on "gtopk", only those are used.
+Output goes to stderr: info and above on rank 0, warnings and above on the other ranks. GTOPK_LOG
+(debug, info, warning, error or off) sets one level for all ranks. If the script has installed
+handlers on the root logger or on "gtopk", only those are used.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ _LEVELS: Final = {
 }
 _log = logging.getLogger("gtopk")
 
-# `extra` of messages that are equal on all ranks: without GTOPK_LOG only rank 0 prints them.
+# `extra` of messages that all ranks log alike: without GTOPK_LOG only rank 0 prints them.
 EVERYWHERE: Final = {"everywhere": True}
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to stderr, a line in one write, unless the root logger has handlers.
+    """Writes each record to stderr in one write, unless the root logger has handlers.
 
     set_level: whether `install_handler` has set the logger's level.
     """
 
     def __init__(self, rank: int, all_ranks: bool) -> None:
-        """all_ranks: whether ranks other than 0 print messages that are equal on all ranks."""
+        """all_ranks: whether ranks other than 0 print the messages that all ranks log alike."""
         super().__init__()
         self._whose = f"rank {rank}"
         self._is_echo = rank > 0 and not all_ranks
         self.set_level = False
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line, with the rank in front unless the message begins with it."""
+        """Return the line, prefixed with the rank unless the message already begins with it."""
         said = super().format(record)
         begins = said.startswith((f"{self._whose}:", f"{self._whose} "))
         return said if begins else f"{self._whose}: {said}"
 
     def emit(self, record: logging.LogRecord) -> None:
-        # Looked up at each record: the script may configure logging after `init`.
+        # Checked for each record: the script may configure logging after `init`.
         if logging.getLogger().handlers:
             return
         if self._is_echo and getattr(record, "everywhere", False):
@@ -67,7 +67,7 @@ class _StderrHandler(logging.Handler):
 def install_handler(rank: int, environ: Mapping[str, str] = os.environ) -> None:
     """Add this rank's handler to the logger, unless the script has added one.
 
-    Raises ValueError for a GTOPK_LOG that is no level.
+    Raises ValueError if GTOPK_LOG is not a valid level.
     """
     asked = settings.LOG.read(environ)
     remove_handler()
@@ -75,7 +75,7 @@ def install_handler(rank: int, environ: Mapping[str, str] = os.environ) -> None:
         return
     handler = _StderrHandler(rank, all_ranks=bool(asked))
     _log.addHandler(handler)
-    # A level that the script has set stays.
+    # Keep a level that the script has set.
     if _log.level == logging.NOTSET:
         usual = logging.INFO if rank == 0 else logging.WARNING
         _log.setLevel(_LEVELS[asked] if asked else usual)
@@ -87,7 +87,7 @@ def print_line(
 ) -> None:
     """Print a line of the library's, unless GTOPK_LOG asks for less.
 
-    It works before `init` has called `install_handler`, too.
+    Also works before `init` has called `install_handler`.
     """
     if level >= _LEVELS.get(settings.LOG.text(environ).lower(), logging.INFO):
         transport.print_line(text)

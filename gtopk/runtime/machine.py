@@ -1,4 +1,4 @@
-"""The machine that figures were measured on."""
+"""Description of the machine that a measurement ran on."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from .. import __version__
 
 
 class Machine(TypedDict, total=False):
-    """The machine and the time of a measurement, with versions."""
+    """The machine, software versions and time of a measurement."""
 
     processor: str
-    cores: int  # that this process may use
+    cores: int  # available to this process
     kernels: str
     python: str
     numpy: str
     gtopk: str
     started: str  # ISO 8601
     load_before: float  # load average of the last minute
-    load_after: float  # set by who measures, at the end
+    load_after: float  # set by the benchmark at its end
 
 
 def this_machine() -> Machine:
-    """Return the machine as it is now, without `load_after`."""
+    """Return the current state of this machine, without `load_after`."""
     return Machine(
         processor=processor(),
         cores=usable_cores(),
@@ -45,12 +45,12 @@ def this_machine() -> Machine:
 
 
 def load() -> float:
-    """Return the load average of the last minute."""
+    """Return the load average over the last minute."""
     return round(os.getloadavg()[0], 2)
 
 
 def processor() -> str:
-    """Return the processor's name where the kernel tells it, else its architecture."""
+    """Return the processor's name if the kernel reports it, else its architecture."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -1,4 +1,4 @@
-"""Standard streams, which may be closed (by a daemon), lack characters, or show colours."""
+"""Standard streams: they may be closed (daemons), lack characters, or support colours."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Final, TextIO
 
 _IN_ASCII: Final = {"µ": "u", "μ": "u", "×": "x", "\u2009": " ", "\u202f": " ", "\xa0": " "}  # noqa: RUF001
 _SPELT: Final = "gtopk-spelt"
-_LINE_SECONDS: Final = 1.0  # for the reader of stderr to take a line
+_LINE_SECONDS: Final = 1.0  # how long a write waits for the reader of stderr
 
 
 def spell_in_any_encoding() -> None:
-    """Make stdout and stderr write characters that their encoding lacks in ASCII, without errors.
+    """Make stdout and stderr spell characters that their encoding lacks in ASCII, without errors.
 
-    A few characters have an ASCII spelling ("us" for microseconds), all others are escaped.
+    A few characters have an ASCII spelling ("us" for microseconds); all others are escaped.
     """
     codecs.register_error(_SPELT, _spelt)
     for stream in (sys.stdout, sys.stderr):
@@ -33,7 +33,7 @@ def _spelt(error: UnicodeError) -> tuple[str | bytes, int]:
     first = error.object[error.start]
     if first in _IN_ASCII:
         return _IN_ASCII[first], error.start + 1
-    # One character alone, as the next one may have a spelling.
+    # One character at a time, as the next one may have a spelling.
     one = UnicodeEncodeError(
         error.encoding, error.object, error.start, error.start + 1, error.reason
     )
@@ -41,10 +41,10 @@ def _spelt(error: UnicodeError) -> tuple[str | bytes, int]:
 
 
 def occupy_closed_descriptors() -> None:
-    """Open those of the descriptors 0, 1 and 2 that are closed, on the null device.
+    """Open any closed descriptor among 0, 1 and 2 on the null device.
 
-    Otherwise the next socket or pipe would get such a number, and a child process, whose standard
-    streams have these numbers, would not inherit it.
+    Otherwise the next socket or pipe would get that number, and a child process would not inherit
+    it: these numbers are the child's standard streams.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
@@ -52,42 +52,42 @@ def occupy_closed_descriptors() -> None:
 
 
 def flush() -> None:
-    """Flush stdout and stderr, where this process has them."""
+    """Flush stdout and stderr if this process has them."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            # The reader is gone; closed; or a handler of a signal runs within a write of its own.
+            # The reader is gone, the stream is closed, or a signal handler interrupted a write.
             with contextlib.suppress(OSError, ValueError, RuntimeError):
                 stream.flush()
 
 
 def write_line(text: str) -> None:
-    """Write a line on descriptor 2 in one write, as lines of several ranks share a pipe.
+    """Write a line to descriptor 2 in one write, as several ranks share a pipe.
 
-    Go on after 1 s: a reader that has stopped must hold up neither the end of a job nor the beats.
-    The line follows once it reads on.
+    Give up waiting after 1 s: a blocked reader must hold up neither the end of a job nor the
+    heartbeats. The line is still written once the reader continues.
     """
     line = f"gtopk: {text}\n".encode(errors="replace")
     run_within(lambda: os.write(2, line), _LINE_SECONDS)
 
 
 def run_within(work: Callable[[], object], seconds: float) -> None:
-    """Call a function that may fail or never return, and wait for it for so long."""
+    """Call a function that may fail or never return; wait for it at most `seconds`."""
 
     def attempt() -> None:
         with contextlib.suppress(Exception):
             work()
 
     thread = threading.Thread(target=attempt, daemon=True)
-    with contextlib.suppress(RuntimeError):  # no thread can begin any more
+    with contextlib.suppress(RuntimeError):  # the interpreter can start no more threads
         thread.start()
         thread.join(seconds)
 
 
 def coloured(text: str, code: str) -> str:
-    """Return a text in a terminal's colour: "31" red, "32" green, "1;32" bold green, "2" dim."""
+    """Return text in a terminal colour: "31" red, "32" green, "1;32" bold green, "2" dim."""
     return f"\x1b[{code}m{text}\x1b[0m"
 
 
 def wants_colour(stream: TextIO) -> bool:
-    """Tell whether to write colours: to a terminal, unless NO_COLOR says no (no-color.org)."""
+    """Tell whether to write colours: on a terminal, unless NO_COLOR is set (no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

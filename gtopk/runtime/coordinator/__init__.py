@@ -1,12 +1,12 @@
-"""The engine: operations of all ranks, matched by name, run by one thread that owns the transport.
+"""The engine: matches operations across ranks by name and runs them in one thread.
 
-operation.py         an operation, how ranks announce it, and what observers see of it
-engine.py            the thread: when a cycle begins, and what follows from it
-readiness_table.py   which rank is ready for which operation; the same on every rank
-execution.py         what is run, and in which order; stalls; settings
-fusion.py            small dense arrays reduced as one, on the host or on a GPU
-agreement.py         the texts of errors about what ranks disagree on
-clocks.py            how far this rank's clock is ahead of rank 0's
+operation.py         an operation, its announcement to the other ranks, events for observers
+engine.py            the engine thread, which owns the transport: when a cycle starts
+readiness_table.py   which rank is ready for which operation; the same table on every rank
+execution.py         runs operations in order; stalls; settings
+fusion.py            reduces small dense arrays together, on the host or on a GPU
+agreement.py         error texts about disagreements between ranks
+clocks.py            offset of this rank's clock from rank 0's
 """
 
 from .engine import Engine

@@ -1,14 +1,14 @@
-"""Agreement: the texts of errors about what the ranks disagree on."""
+"""Agreement: error texts about disagreements between ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-_CHECKPOINT: Final = ".checkpoint."  # in the names of all operations of checkpoints
-_GRADIENTS: Final = "gradients."  # how the names of all exchanges of gradients begin
-# How batches may stay uneven, by the beginning of an operation's name: hvd.join() stands in for a
-# rank in none of the first three.
+_CHECKPOINT: Final = ".checkpoint."  # part of every checkpoint operation's name
+_GRADIENTS: Final = "gradients."  # prefix of every gradient exchange's name
+# Advice on uneven batches, by prefix of the operation's name. hvd.join() does not work with the
+# first three.
 _UNEVEN: Final = {
     "local_sgd.": ", or use inner_steps=None, and call outer_step() on all of them",
     "ddp.": ", or train within DDP's `with model.join():`",
@@ -20,17 +20,17 @@ _UNEVEN: Final = {
 def describe_mismatch(specs: Mapping[int, Sequence[str]]) -> str:
     """Return the error text that names the difference between the ranks' specs.
 
-    specs: by rank: the operation's name, then its signature. At least two differ.
+    specs: by rank: the operation's name, then its signature. At least two must differ.
     """
     (name,) = {spec[0] for spec in specs.values()}
     first, *others = specs.values()
     everywhere = set(first).intersection(*others)
-    # Quote each rank's first part that not all ranks share; later differences often follow from it.
+    # Quote the first part on each rank that not all share; later differences often follow from it.
     apart = {
         rank: next((fact for fact in signature if fact not in everywhere), "less")
         for rank, signature in specs.items()
     }
-    if len(set(apart.values())) == 1:  # all ranks have the same parts, in different orders
+    if len(set(apart.values())) == 1:  # all ranks have the same parts in different orders
         places = zip(*specs.values(), strict=True)
         parted = next(place for place in places if len(set(place)) > 1)
         apart = dict(zip(specs, parted, strict=True))
@@ -42,7 +42,7 @@ def describe_mismatch(specs: Mapping[int, Sequence[str]]) -> str:
 
 
 def _differing_options(signature: Mapping[int, str]) -> dict[int, str] | None:
-    """Return each rank's options (`name=value`) that differ; None where other parts differ, too."""
+    """Return each rank's differing options (`name=value`); None if other parts differ, too."""
     words = {rank: fact.split() for rank, fact in signature.items()}
     if not all("=" in word for those in words.values() for word in those[1:]):
         return None
@@ -54,7 +54,7 @@ def _differing_options(signature: Mapping[int, str]) -> dict[int, str] | None:
 
 
 def describe_deadlock(waiting: Mapping[int, str]) -> str:
-    """Return the text about ranks that wait for different operations; waiting: by rank."""
+    """Return the error text for ranks that wait for different operations; waiting: by rank."""
     said = _ranks_by_text(waiting)
     in_a_step = {name.startswith(_GRADIENTS) for name in waiting.values()}
     advice = advice_on(waiting.values()) or advice_on_uneven(_GRADIENTS) * (len(in_a_step) == 2)
@@ -64,7 +64,7 @@ def describe_deadlock(waiting: Mapping[int, str]) -> str:
 
 
 def advice_on(names: Iterable[str]) -> str:
-    """Return advice for operations that some ranks alone have begun; "" where none is known."""
+    """Return advice for operations that only some ranks have begun; "" if none is known."""
     if any(_CHECKPOINT in f".{name}" for name in names):
         return (
             "; gtopk's save_checkpoint and load_latest are for every rank to call, also where rank "
@@ -74,7 +74,7 @@ def advice_on(names: Iterable[str]) -> str:
 
 
 def advice_on_uneven(name: str) -> str:
-    """Return advice where a rank has ended, or gone on, before an operation of this name."""
+    """Return advice for a rank that ended or went on before an operation of this name."""
     more = next(text for start, text in _UNEVEN.items() if name.startswith(start))
     return f"; give all ranks as many batches (drop_last=True, a DistributedSampler){more}"
 
@@ -93,9 +93,9 @@ def name_ranks(ranks: list[int]) -> str:
 
 
 def describe_missing(missing: Mapping[int, list[str]], most: int | None = None) -> str:
-    """Return the text about gradients that some ranks lack and others have.
+    """Return the error text for gradients that some ranks lack and others have.
 
-    missing: by rank, the names of the parameters without a gradient; not the same on all ranks.
+    missing: by rank, the names of parameters without a gradient; differs between ranks.
     most: how many parameters to name; None: all.
     """
     everywhere = set.intersection(*map(set, missing.values()))

@@ -1,11 +1,11 @@
-"""Clocks: how far a rank's clock is ahead of rank 0's, to put ranks' records on one time axis.
+"""Clocks: this rank's offset from rank 0's clock, to put all ranks' records on one time axis.
 
-rank r   |--asks---------------------->  hears |        of several round trips the shortest counts:
-rank 0                | says its time |                 rank 0 is taken to have answered in its
-                                                        middle, with an error of at most half of it
-                                                        (Cristian 1989)
+rank r   |--asks---------------------->  hears |        The shortest of several round trips counts:
+rank 0                | says its time |                 assume that rank 0 answered halfway through.
+                                                        The error is at most half the round trip
+                                                        (Cristian 1989).
 
-Ranks on rank 0's host read the same clock: time.perf_counter counts from the host's start.
+Ranks on rank 0's host read the same clock: time.perf_counter counts from the host's boot.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Offset(NamedTuple):
-    """This rank's time.perf_counter minus rank 0's at the same moment, and the error's bound."""
+    """time.perf_counter of this rank minus that of rank 0 at one moment, and the error bound."""
 
     ahead_seconds: float = 0.0
     uncertain_seconds: float = 0.0
 
 
 def clock_offset(transport: Transport, boot: str | None = None) -> Offset:
-    """Return this rank's offset; every rank must call it, and waits for all others in it.
+    """Return this rank's offset. A collective: every rank must call it.
 
-    boot: equal on ranks that read the same clock; default: the id of the kernel's start.
+    boot: equal on ranks that read the same clock; default: the kernel's boot id.
     """
     boots = transport.gather_object(boot or _this_boot())
     others = [rank for rank, each in enumerate(boots) if each != boots[0]]
     found = Offset()
-    # One rank after the other: a rank 0 that is busy would lengthen the round trips.
+    # One rank at a time: a busy rank 0 would lengthen the round trips.
     for rank in others:
         if transport.rank == 0:
             for _ in range(_ROUND_TRIPS):
@@ -49,7 +49,7 @@ def clock_offset(transport: Transport, boot: str | None = None) -> Offset:
 
 
 def agree_on_now(transport: Transport) -> float:
-    """Return rank 0's time in Unix seconds, the same on all ranks; every rank must call it."""
+    """Return rank 0's time in Unix seconds on all ranks. A collective: every rank must call it."""
     return float(transport.broadcast_object(time.time()))
 
 
@@ -66,7 +66,7 @@ def _this_boot() -> str:
     try:
         return _BOOT.read_text(encoding="ascii").strip()
     except OSError:
-        # Not on Linux: ranks of one host are taken to read one clock.
+        # Not on Linux: assume that ranks on one host read one clock.
         import socket
 
         return socket.gethostname()

@@ -1,23 +1,23 @@
-"""The engine: one thread that owns a transport and runs what all ranks are ready for.
+"""The engine: one thread that owns a transport and runs the operations all ranks are ready for.
 
 It works in cycles. In a cycle every rank announces the operations that became ready on it since the
-last cycle (Announcement), and all ranks enter them in equal tables (ReadinessTable). Operations
-that all ranks are ready for are run at once (Execution). Their order is equal on all ranks; it does
-not depend on the order of submission.
+last cycle (Announcement), and all ranks enter them in identical tables (ReadinessTable). Operations
+that all ranks are ready for run at once (Execution), in the same order on all ranks, whatever the
+order of submission.
 
 A cycle is a collective: it lasts until the last rank takes part. A rank takes part
 
-    with something to announce
-        a caller waits for it      at once
-        nobody does                when no submission came for the cycle time, or a burst of them
-                                   has lasted for 5 cycle times: a burst is one cycle
-    while it is ready for something that others are not
-        others wait for it, too    after a pause that grows
-        nobody does                at once: it has nothing else to do
-    else                           after the idle time, to learn what others wait for
+    when it has something to announce
+        and a caller waits for it   at once
+        and no caller waits         once no submission came for the cycle time, or a burst of
+                                    submissions has lasted 5 cycle times: a burst is one cycle
+    when it is ready for an operation that others are not ready for
+        and others wait for it      after a growing pause
+        and nobody waits for it     at once: it has nothing else to do
+    otherwise                       after the idle time, to learn what others wait for
 
-A rank that others wait for takes part after a pause or the idle time, unless it has something to
-announce. Meanwhile the ranks that wait block in the cycle, and do not spin.
+So a rank that others wait for takes part after a pause or the idle time, unless it has something to
+announce. Meanwhile the waiting ranks block in the cycle without spinning.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from .operation import (
 )
 from .readiness_table import PROGRAM_ENDED, CycleOutcome, ReadinessTable, ReadyOperation
 
-SET_REMOVED: Final = "removed its process set"  # the reason of `close`
+SET_REMOVED: Final = "removed its process set"  # a reason for `close`
 _LEAVE_TIMEOUT_SECONDS: Final = 5.0  # for peers to leave a job that cannot go on
-_LOOK_SECONDS: Final = 0.2  # between two checks of an idle engine whether the program has ended
-_STUCK_SECONDS: Final = 0.5  # a thread that waits for so long is not about to submit anything
-_LONGEST_BURST_CYCLES: Final = 5  # a burst of submissions that goes on is cut after these
+_LOOK_SECONDS: Final = 0.2  # how often an idle engine checks whether the program has ended
+_STUCK_SECONDS: Final = 0.5  # a thread that has waited this long will not submit anything soon
+_LONGEST_BURST_CYCLES: Final = 5  # a longer burst of submissions is split
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 2e-4, 8e-3
 _PAUSE_GROWTH: Final = 1.5
 
@@ -63,17 +63,17 @@ class Engine:
 
     The owner sets these:
 
-    shadow_work: makes the work of a rank that has joined, for operations with a join descriptor.
+    shadow_work: makes a joined rank's work, for operations with a join descriptor.
     departure_notice: takes the reason why this rank leaves; returns it with this rank's step and
-              place, as the peers get it.
-    where: returns at which step this rank is, for errors.
-    ranks_may_leave: whether the ranks go on when one dies, for as long as they run no operation.
-    finishes_later: called when the program has ended, before the rank leaves by itself. True: the
-              rank has work under way whose part here is not done; it stays, and is asked again.
-              False: there is none, or the call has submitted the operations that finish it.
+              place, as sent to the peers.
+    where: returns this rank's current step, for errors.
+    ranks_may_leave: whether the other ranks continue when one dies while no operation runs.
+    finishes_later: called when the program has ended, before the rank leaves by itself. True: this
+              rank still has unfinished work; it stays, and the engine asks again later. False: it
+              has none, or the call has submitted the operations that finish it.
 
-    failure:   the error that stopped the engine, as a rank is gone; None while it runs.
-    failed_in: the operation that failed on this rank, which then runs no other; "": none did.
+    failure:   the error that stopped the engine because a rank is gone; None while it runs.
+    failed_in: the operation that failed on this rank, which then runs no other; "": none.
     """
 
     def __init__(self, transport: Transport, settings: Settings | None = None) -> None:
@@ -87,38 +87,38 @@ class Engine:
         self.cycles = 0
         self.settings = (settings or settings_from()).limit_idle(transport.timeout_seconds)
         self._limits = self.settings.cache_capacity, self.settings.fusion_threshold_bytes
-        # Shared with submitting threads, under the lock.
+        # Shared with submitting threads; guarded by the lock.
         self._changed = threading.Condition()
         self._submitted: list[Operation] = []
         self._pending: dict[str, Operation] = {}
         self._requests: dict[str, Request] = {}
         self._joining: Operation | None = None
-        self._urgent = self._ended = False  # ended: in good order
+        self._urgent = self._ended = False  # ended: without a failure
         self._submitters: set[int] = set()  # threads
-        self._waits: dict[int, str] = {}  # what each thread waited for last
+        self._waits: dict[int, str] = {}  # by thread: the operation that it last waited for
         self._closing: str | None = None
-        self._outlived = False  # the program has ended, threads that never submitted go on
+        self._outlived = False  # the program has ended, but threads that never submitted go on
         self._leave_timeout_seconds: float | None = None
         self._staying: list[int] = []
         self.failure: PeerError | None = None
         self._table = ReadinessTable(transport.ranks, self.settings.cache_capacity)
         self._execution = Execution(transport, self._finish_operations)
         self.stalls = Stalls(self.settings, transport)
-        self._announced: dict[str, Operation] = {}  # announced, not done
+        self._announced: dict[str, Operation] = {}  # announced, but not done
         self._announced_joining = self._announced_leaving = False
-        self._negotiating: set[str] = set()  # names whose "begin negotiate" observers were told
+        self._negotiating: set[str] = set()  # names with a "begin negotiate" event, but no end yet
         self._waiting_in = ""
-        self._broken = False  # an operation failed, and others may not know
+        self._broken = False  # an operation failed, and other ranks may not know
         self._cycle_ended = time.perf_counter()
         self._pause_seconds = _SHORTEST_PAUSE_SECONDS
         self._owner = threading.current_thread()
-        # A daemon thread does not keep the program alive when it ends.
+        # A daemon thread does not keep the process alive after the program ends.
         self._thread = threading.Thread(target=self._run, name="gtopk-engine", daemon=True)
         self._thread.start()
 
     @property
     def activity(self) -> str:
-        """The name of the operation that is run or waited for, for errors; "idle" without one."""
+        """The operation that runs or is waited for, for errors; "idle" if none."""
         return self._execution.activity or self._waiting_in or "idle"
 
     def add_observer(self, observer: Observer) -> None:
@@ -140,16 +140,16 @@ class Engine:
         join_descriptor: bytes | None = None,
         fusion: Sequence[Dense] = (),
     ) -> Operation:
-        """Begin an operation; it is run once every rank has submitted one of this name.
+        """Begin an operation; it runs once every rank has submitted one with this name.
 
-        signature: texts that must be equal on all ranks, as the name must; an error quotes those
-                that differ.
+        signature: texts that must be equal on all ranks, like the name; an error quotes those that
+                differ.
         flags:   int64 that may differ; `work` gets every rank's, and must not change the list.
-        join_descriptor: the bytes from which a rank that has joined makes its part (`shadow_work`),
-                equal on all ranks; None: such a rank cannot take part.
-        fusion: arrays to be reduced before `work` is called; see fusion.py.
-        Raises ValueError when an operation of this name is still in flight, HorovodInternalError
-        after `close`.
+        join_descriptor: bytes from which a joined rank makes its part (`shadow_work`), equal on all
+                ranks; None: joined ranks cannot take part.
+        fusion: arrays to reduce before `work` is called; see fusion.py.
+        Raises ValueError if an operation with this name is in flight, HorovodInternalError after
+        `close`.
         """
         spec = OperationSpec(tuple(signature), join_descriptor, tuple(map(layout_of, fusion)))
         request = Request(name, spec, flags)
@@ -172,16 +172,16 @@ class Engine:
             operation.request = self._intern(request)
             self._pending[name] = operation
             self._submitted.append(operation)
-            # The first of a burst wakes the engine, which then looks itself when the burst is over.
+            # Only the first of a burst wakes the engine, which then waits for the end of it.
             if len(self._submitted) == 1:
                 self._changed.notify()
         return operation
 
     def join(self) -> Operation:
-        """Join: until every rank has, let the engine take part in what the others submit.
+        """Join: until every rank has joined, the engine takes part in what the others submit.
 
-        The operation's result is the rank that joined last, the same on all ranks. Until then
-        `submit` raises ValueError.
+        The operation's result is the last rank to join, the same on all ranks. Until then `submit`
+        raises ValueError.
         """
         request = Request("join", OperationSpec((), None, ()), 0)
         size = self.transport.size
@@ -199,16 +199,16 @@ class Engine:
         return operation
 
     def joined(self) -> list[int]:
-        """Return the ranks, in the world, that have joined as far as is known here."""
+        """Return the ranks known here to have joined, as world ranks."""
         return self._table.joined_ranks()
 
     def close(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
-        """Leave: run what was submitted here and on all ranks, and tell the others.
+        """Leave: run the operations submitted here and on all ranks, and notify the others.
 
-        Where the transport is of all ranks, wait for them to leave, too. Operations of others that
+        On the transport of all ranks, also wait for the others to leave. Their operations that
         need this rank fail.
-        leave_timeout_seconds: how long to wait for the others, whatever happened, without ending
-        the job. Returns the ranks that have not left.
+        leave_timeout_seconds: how long to wait for the others in any case, without ending the job.
+        Returns the ranks that have not left.
         """
         with self._changed:
             self._closing = self._closing or reason
@@ -218,12 +218,12 @@ class Engine:
         return self._staying
 
     def _intern(self, request: Request) -> Request:
-        """Return the earlier object that equals this one, so that comparisons are by identity."""
+        """Return an earlier object equal to this one, so that comparisons can use identity."""
         before = self._requests.get(request.name)
         if before == request:
             return before
         if len(self._requests) > self._limits[0]:
-            self._requests.clear()  # else names that are used once would be kept for ever
+            self._requests.clear()  # names that are used only once would accumulate
         self._requests[request.name] = request
         return request
 
@@ -242,11 +242,11 @@ class Engine:
             )
 
     def _wake_for(self, operation: Operation) -> threading.Event | None:
-        """Begin the next cycle at once; return the event set at the operation's end; None: done."""
+        """Begin the next cycle at once; return the operation's end event, or None if it is done."""
         with self._changed:
             if operation.done:
                 return None
-            # Under the lock, as `finish` looks for it once: an event made later would never be set.
+            # Under the lock: `finish` checks once, and would never set an event made later.
             operation.finished = operation.finished or threading.Event()
             self._waits[threading.get_ident()] = operation.name
             if not self._urgent:
@@ -255,7 +255,7 @@ class Engine:
             return operation.finished
 
     def _at(self) -> str:
-        """Return `where()`; read anew, as its owner sets it after the engine has begun."""
+        """Return `where()`; looked up on each call, as the owner sets it after engine start."""
         return self.where()
 
     def _run(self) -> None:
@@ -263,17 +263,17 @@ class Engine:
             self._cycle()
         self._fail_all(self.failure or PeerError("gtopk has been shut down"))
         with self._changed:
-            # Nothing runs any more; the transport is left when this rank closes or its program
+            # Operations no longer run; leave the transport when this rank closes or its program
             # ends.
             while self._closing is None:
                 self._changed.wait(_LOOK_SECONDS)
                 self._leave_if_program_ended()
             reason = self._closing
-        if self.transport.path == ():  # of all ranks: of the process
+        if self.transport.path == ():  # the transport of all ranks, not of a process set
             self._leave(reason)
 
     def _wait_for_cycle(self) -> bool:
-        """Wait until a cycle is due and return True; return False when there will be none."""
+        """Wait until a cycle is due and return True; return False if none will follow."""
         with self._changed:
             while self.failure is None and not self._ended:
                 wait_seconds = self._due() - time.perf_counter()
@@ -284,7 +284,7 @@ class Engine:
             return False
 
     def _due(self) -> float:
-        """Return when the next cycle is due, as the table at the top says."""
+        """Return when the next cycle is due; see the table at the top."""
         settings, rank = self.settings, self.transport.rank
         if self._submitted:
             if self._urgent or self._closing is not None or self.transport.size == 1:
@@ -305,10 +305,10 @@ class Engine:
         return self._cycle_ended + self._pause_seconds
 
     def _leave_if_program_ended(self) -> None:
-        """Leave when the program has ended while one of its threads keeps the process alive.
+        """Leave if the program has ended but one of its threads keeps the process alive.
 
-        A thread that has submitted operations may submit more, so the rank stays for it; any other
-        may sleep for ever, and is not waited for.
+        The rank stays for threads that have submitted operations, as they may submit more. It does
+        not wait for other threads, which may sleep for ever.
         """
         if self._closing is not None:
             return
@@ -349,7 +349,7 @@ class Engine:
     ) -> Announcement:
         requests = [operation.request for operation in submitted]
         announcement = self._table.announcement_of(requests, self.transport.rank)
-        # A rank that leaves waits for the others without a limit.
+        # A leaving rank waits for the others without a limit.
         waiting: Iterable[Operation] = () if self._announced_leaving else self._announced.values()
         expired = self.stalls.expired(waiting, self._table)
         stuck = None if submitted else self._stuck()
@@ -361,8 +361,8 @@ class Engine:
         )
 
     def _stuck(self) -> str | None:
-        """Return the operation that the one submitting thread has waited in for 0.5 s, if any."""
-        # Where several threads submit, another may submit what the other ranks wait for.
+        """Return the operation that the only submitting thread has awaited for 0.5 s, if any."""
+        # With several threads, another one may submit what the other ranks wait for.
         if len(self._submitters) != 1:
             return None
         (thread,) = self._submitters
@@ -373,8 +373,8 @@ class Engine:
         return operation.name if is_long else None
 
     def _enter(self, announcements: Sequence[Announcement]) -> None:
-        """Enter the announcements in the table, and do what follows."""
-        # Before any slot is given: with unlike capacities ranks would number slots differently.
+        """Enter the announcements in the table, and act on the outcome."""
+        # Before any slot is assigned: unequal capacities would give unequal slot numbers.
         if self.cycles == 0:
             self._limits = tuple(map(min, zip(*(s.limits for s in announcements), strict=True)))
             self._table.capacity = self._limits[0]
@@ -391,7 +391,7 @@ class Engine:
         self._execute(outcome.ready, now)
         if outcome.joined is not None:
             self._finish_joining(outcome.joined)
-        # All ranks raise it in this cycle, when no operation is under way between them.
+        # All ranks raise this in the same cycle, while no operation runs between them.
         if outcome.expired is not None:
             raise PeerError(outcome.expired)
         if outcome.left is not None:
@@ -412,7 +412,7 @@ class Engine:
             self._finish_operations([(operation, None, error)])
 
     def _finish_operations(self, outcomes: Sequence[Finished]) -> None:
-        """Set the outcome of operations, and free their names."""
+        """Set the operations' outcomes, and free their names."""
         with self._changed:
             for operation, result, error in outcomes:
                 del self._announced[operation.name], self._pending[operation.name]
@@ -426,7 +426,7 @@ class Engine:
             self._announced_joining = False
 
     def _end(self, rank: int, reason: str) -> None:
-        """Begin no further cycle, as a rank left in good order; all ranks do so in this cycle."""
+        """Begin no further cycle, as a rank left without failure; all ranks stop in this cycle."""
         with self._changed:
             self._ended = True
             if not self._announced_leaving:
@@ -435,7 +435,7 @@ class Engine:
     def _abandon(self, error: BaseException) -> None:
         """Stop: the peers are inside an operation that this rank did not complete.
 
-        Messages of this rank's next operation would be taken for messages of that one.
+        They would take messages of this rank's next operation for messages of that one.
         """
         cause = error if isinstance(error, PeerError) else None
         self.failed_in = self.activity
@@ -447,9 +447,9 @@ class Engine:
         self.transport.announce_departure(str(error) if cause else self.departure_notice(text))
 
     def _fail_all(self, error: PeerError) -> None:
-        """Fail all pending operations, also those that were submitted while the engine ended."""
+        """Fail all pending operations, including any submitted while the engine ended."""
         with self._changed:
-            # A later `submit` sees it, an earlier one is in `_pending`: nobody waits for ever.
+            # So nobody waits for ever: a later `submit` sees `failure`, earlier ones are pending.
             self.failure = error
             left = [*self._pending.values()]
             left += [] if self._joining is None else [self._joining]
@@ -462,7 +462,7 @@ class Engine:
 
     def _leave(self, reason: str) -> None:
         leave_timeout_seconds = self._leave_timeout_seconds
-        # Where ranks may leave, the others can go on although an operation failed.
+        # Where ranks may leave, the others can go on after a failed operation.
         if leave_timeout_seconds is None and self._broken and not self.ranks_may_leave:
             leave_timeout_seconds = _LEAVE_TIMEOUT_SECONDS
         self._staying = self.transport.leave(reason, leave_timeout_seconds)

@@ -1,11 +1,11 @@
-"""Execution: runs the operations of a cycle, in an order that is equal on all ranks.
+"""Execution: runs a cycle's operations in the same order on all ranks.
 
     ready        a    b    c    d         a, c, d: dense arrays with one key; b: anything else
-    run          a c d     b              a c d reduced as one, then the work of each
+    run          a c d     b              reduce a, c, d together, then the work of each
 
-Arrays that can be reduced as one are, at the place of the first of them.
+Arrays that can be reduced together run at the place of the first of them.
 
-Also: warnings and limits for operations that stall, and the engine's settings.
+Also here: warnings and limits for stalled operations, and the engine's settings.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _SHORTEST_IDLE_SECONDS: Final = 0.02
 class Settings(NamedTuple):
     """The engine's settings.
 
-    cycle_seconds:            a cycle begins when no submission has come for so long.
-    cache_capacity:           cache slots for names; the smallest of all ranks' counts.
-    fusion_threshold_bytes:   most bytes of arrays that are reduced as one; 0: each is reduced
-                              alone; the smallest of all ranks' counts.
-    stall_warning_seconds:    after which a rank that waits for others says so; infinity: never.
-    stall_shutdown_seconds:   after which it ends the job; infinity: never.
-    idle_seconds:             after which a rank with nothing to announce takes part in a cycle.
+    cycle_seconds:            a cycle begins once no submission has come for this long.
+    cache_capacity:           cache slots for names; the smallest value of all ranks counts.
+    fusion_threshold_bytes:   most bytes to reduce together; 0: reduce each array alone; the
+                              smallest value of all ranks counts.
+    stall_warning_seconds:    a rank that waits longer for others prints a warning; infinity: never.
+    stall_shutdown_seconds:   a rank that waits longer ends the job; infinity: never.
+    idle_seconds:             how often a rank with nothing to announce takes part in a cycle.
     """
 
     cycle_seconds: float = 1e-3
@@ -51,15 +51,15 @@ class Settings(NamedTuple):
     idle_seconds: float = 10.0
 
     def limit_idle(self, timeout_seconds: float) -> Settings:
-        """Return the settings with an idle time of at most a quarter of every limit on waits."""
+        """Return settings with an idle time of at most a quarter of the shortest wait limit."""
         limits = self.stall_warning_seconds, self.stall_shutdown_seconds, timeout_seconds
-        # Ranks learn in cycles what the others wait for: several must fit into the shortest limit.
+        # Ranks learn in cycles what others wait for; several must fit into the shortest limit.
         idle = min(self.idle_seconds, min(limits) / 4)
         return self._replace(idle_seconds=max(idle, _SHORTEST_IDLE_SECONDS))
 
 
 def settings_from(environ: Mapping[str, str] = os.environ) -> Settings:
-    """Read the settings; raise ValueError for a text that is no number, or one below 0."""
+    """Read the settings; raise ValueError for anything but a number of at least 0."""
     unchecked = settings.STALL_CHECK_DISABLE.read(environ)
     warning = settings.STALL_CHECK_TIME.read(environ)
     shutdown = settings.STALL_SHUTDOWN_TIME.read(environ)
@@ -67,21 +67,21 @@ def settings_from(environ: Mapping[str, str] = os.environ) -> Settings:
         cycle_seconds=settings.CYCLE_TIME.read(environ) / 1e3,
         cache_capacity=int(settings.CACHE_CAPACITY.read(environ)),
         fusion_threshold_bytes=int(settings.FUSION_THRESHOLD.read(environ)),
-        # 0 s would mean at once; it stands for never.
+        # 0 stands for never, not for at once.
         stall_warning_seconds=math.inf if unchecked else warning or math.inf,
         stall_shutdown_seconds=math.inf if unchecked else shutdown or math.inf,
     )
 
 
 _NAMES_SAID = 3
-# Some ranks alone in a checkpoint are most often a script's fault, and all begin it after one step.
+# All ranks begin a checkpoint after the same step: if only some do, the script is likely wrong.
 _CHECKPOINT_WARNING_SECONDS: Final = 5.0
 
 
 class Stalls:
-    """Warns about operations that wait for other ranks, and tells which wait for too long.
+    """Warns about operations that wait for other ranks, and finds those that wait too long.
 
-    joined: returns the ranks that have joined the engine of all ranks, where this is of a set.
+    joined: on a process set's engine: returns the ranks that have joined the engine of all ranks.
     """
 
     def __init__(self, settings: Settings, transport: Transport) -> None:
@@ -98,7 +98,7 @@ class Stalls:
         self._warned: dict[str, float] = {}
 
     def expired(self, announced: Iterable[Operation], table: ReadinessTable) -> dict[str, str]:
-        """Return the names of operations that have waited too long, each with an error's text."""
+        """Return the names of operations that have waited too long, each with an error text."""
         now = time.perf_counter()
         return {
             operation.name: f"{self._waits(operation, table, now)}; {self._advice}"
@@ -107,12 +107,12 @@ class Stalls:
         }
 
     def warn(self, announced: Iterable[Operation], table: ReadinessTable) -> None:
-        """Print, once a warning interval, operations that wait and the ranks they wait for.
+        """Print waiting operations and the ranks they wait for, once a warning interval.
 
-        A checkpoint's are told of early, once, with advice.
+        Warns about a checkpoint early, once, with advice.
         """
         now = time.perf_counter()
-        # One line for all that wait for the same ranks.
+        # One line for all operations that wait for the same ranks.
         stalled: dict[tuple[int, ...], list[Operation]] = {}
         for operation in announced:
             since = max(self._warned.get(operation.name, 0.0), operation.announced)
@@ -152,7 +152,7 @@ Finished = tuple[Operation, Any, BaseException | None]  # its result, its error
 class Part(NamedTuple):
     """This rank's part in an operation that all ranks run.
 
-    operation: None where this rank has joined and stands in.
+    operation: None if this rank has joined and only stands in.
     """
 
     name: str
@@ -170,14 +170,14 @@ def part_of(
 ) -> Part:
     """Return this rank's part in an operation.
 
-    operation: this rank's own; None: it has joined, and did not submit it.
+    operation: this rank's own; None: it has joined, and did not submit the operation.
     place: the device of the tensors that the transport carries.
-    Raises RuntimeError where nothing stands in for a rank that has joined.
+    Raises RuntimeError if the operation has no stand-in for a joined rank.
     """
     name, spec, all_flags = ready
     if operation is not None:
         return Part(name, all_flags, operation.fusion, operation.work, operation)
-    work: Work = do_nothing  # the reduction of dense arrays is its whole part
+    work: Work = do_nothing  # a joined rank only takes part in the reduction of dense arrays
     if spec.join_descriptor is not None:
         if shadow_work is None:
             raise RuntimeError(
@@ -185,7 +185,7 @@ def part_of(
                 "optimizer on every rank, also where there is nothing to train on"
             )
         work = shadow_work(name, spec.join_descriptor)
-    # Where one rank has its tensors on the host, all reduce there, and so must this one's part.
+    # If one rank has its tensors on the host, all ranks reduce on the host.
     place = place if all_on_gpu(all_flags) else ""
     return Part(
         name, all_flags, [neutral_array(layout, place) for layout in spec.dense], work, None
@@ -193,7 +193,7 @@ def part_of(
 
 
 class FusionGroup(NamedTuple):
-    """What is run at once: one operation, or the arrays of several that are reduced as one."""
+    """A unit of execution: one operation, or arrays of several that are reduced together."""
 
     parts: list[int]  # indices of the operations, each once
     arrays: list[ArrayIndex]
@@ -202,15 +202,15 @@ class FusionGroup(NamedTuple):
 def fusion_groups(
     ready: Sequence[ReadyOperation], threshold_bytes: int, alone_bytes: int
 ) -> list[FusionGroup]:
-    """Return the groups, in the order in which they are run."""
-    # From layouts, flags and sizes alone, which are equal on all ranks: so are the groups and their
-    # order, in which the ranks' messages match.
+    """Return the groups in their order of execution."""
+    # Uses only layouts, flags and sizes, which all ranks share: groups and their order must be the
+    # same everywhere, or messages would not match.
     arrays = [
         ArrayIndex(number, place, layout, all_on_gpu(each.all_flags))
         for number, each in enumerate(ready)
         for place, layout in enumerate(each.spec.dense)
     ]
-    # A step whose gradients are compressed has none.
+    # A step with only compressed gradients has no dense arrays.
     fused = fuse_arrays(arrays, threshold_bytes, alone_bytes) if arrays else []
     groups = [
         FusionGroup(list(dict.fromkeys(array.of for array in members)), members)
@@ -233,7 +233,7 @@ class Execution:
         self.transport = transport
         self.finish = finish
         self.observers: tuple[Observer, ...] = ()
-        self.activity = ""  # the operation that is run now, or failed
+        self.activity = ""  # the operation that runs now, or has failed
         self._fuser = Fuser()
         self._planned: tuple[Sequence[ReadyOperation], list[FusionGroup]] = [], []
 
@@ -244,23 +244,24 @@ class Execution:
         fusion_threshold_bytes: int,
         shadow_work: ShadowWork | None,
     ) -> None:
-        """Run operations that all ranks run now; finish each.
+        """Run and finish operations that all ranks run now.
 
         operations: those that this rank submitted, by name; it stands in for the others.
-        Raises an operation's error after which ranks may be at different messages; operations after
-        it are not finished then. A MismatchError is raised on all ranks alike, and only finished.
+        Raises an operation's error if the ranks' messages may no longer match; later operations
+        then stay unfinished. A MismatchError occurs on all ranks alike, and only ends its own
+        operation.
         """
         place = self.transport.tensor_place
         parts = [part_of(each, operations.get(each.name), shadow_work, place) for each in ready]
-        # An operation's arrays may be in several groups. It begins with the first of them; its work
-        # runs after the last.
+        # An operation's arrays may be in several groups. It begins with its first group; its work
+        # runs after its last.
         left = [len(part.dense) for part in parts]  # arrays to be reduced
         begun: set[int] = set()
         for group in self._groups(ready, fusion_threshold_bytes):
             members = [parts[number] for number in group.parts]
             self.activity = _title(members)
             finished: list[Finished] = []
-            # A sum that overflows is found by its result; NumPy's warning would name this line.
+            # The result shows an overflowing sum; NumPy's warning would name this line.
             quiet = np.errstate(over="ignore", invalid="ignore")
             try:
                 with self.transport.operation(self.activity), quiet:
@@ -284,9 +285,9 @@ class Execution:
     def _groups(
         self, ready: Sequence[ReadyOperation], fusion_threshold_bytes: int
     ) -> list[FusionGroup]:
-        """Return the groups; last time's where the table returned the same list."""
-        # By identity, which costs nothing: the table makes another list where a name, a spec or a
-        # rank's flags have changed.
+        """Return the groups, from the cache if the table returned the same list as last time."""
+        # Compare by identity, which costs nothing: the table makes a new list when a name, a spec
+        # or a rank's flags change.
         if self._planned[0] is not ready:
             alone_bytes = self.transport.full_speed_bytes
             self._planned = ready, fusion_groups(ready, fusion_threshold_bytes, alone_bytes)
@@ -310,14 +311,14 @@ class Execution:
         self._count(members[0])
 
     def _work(self, part: Part) -> list[Finished]:
-        """Run an operation's work; return its outcome, or [] where this rank stands in."""
+        """Run an operation's work; return its outcome, or [] if this rank stands in."""
         result: Any = None
         error: MismatchError | None = None
         try:
             result = part.work(self.transport, part.all_flags)
-        except MismatchError as disagreement:  # on every rank, which thus completes the operation
+        except MismatchError as disagreement:  # raised on every rank, so the operation is complete
             error = disagreement
-        # Only what was sent since the last count: `_reduce` has counted the dense arrays' traffic.
+        # Only count what was sent since: `_reduce` has counted the dense arrays' traffic.
         if self.transport.traffic.sent_messages:
             self._count(part)
         self._notice("end", "execute", [part])

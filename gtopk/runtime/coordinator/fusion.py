@@ -1,15 +1,15 @@
-"""Fusion: small dense arrays that are ready at the same time are reduced as one.
+"""Fusion: reduce small dense arrays together if they are ready at the same time.
 
     engine.submit(name, signature, work, fusion=[Dense(array)])
 
-The engine reduces an operation's dense arrays, in their own memory, before it calls `work`: alone,
-or copied into one buffer with arrays of other operations that became ready in the same cycle and
-have the same key. `work(transport, all_flags)` does the rest (an integer's division, say); its
-result is the operation's. Several arrays in one operation are a group: all are reduced, or none.
+Before it calls `work`, the engine reduces an operation's dense arrays in place: alone, or in one
+buffer with arrays of other operations that became ready in the same cycle and have the same key.
+`work(transport, all_flags)` does the rest (an integer division, say) and returns the operation's
+result. Several arrays in one operation are a group: either all are reduced or none.
 
-Such an operation needs no join descriptor: a rank that has joined takes part with the neutral
-element (zeros in a sum). The engine checks dtype, length, reduction and factors across ranks, after
-the operation's own signature.
+Such an operation needs no join descriptor: a joined rank takes part with the neutral element (zeros
+in a sum). The engine checks dtype, length, reduction and factors across ranks, after the
+operation's own signature.
 
     arrays, in the order all ranks agree on     reduced
     a  float32 sum   1 KB                       a c   in the buffer
@@ -17,15 +17,15 @@ the operation's own signature.
     c  float32 sum   2 KB                       d     alone: no other has its key
     d  float64 sum   1 KB
 
-Tensors on a GPU (`DeferredGpuArray`) are reduced there if every rank has its tensor on a GPU, as
-the flags say; else through the host. The engine's thread works on a CUDA stream of its own:
+GPU tensors (`DeferredGpuArray`) are reduced on the GPU if the flags say that every rank has its
+tensor on one, else through the host. The engine's thread works on its own CUDA stream:
 
     submitter's stream   ... make the tensor | event                           | wait | use it
                                              v                                 ^
     engine's stream                            wait | scale, fuse, NCCL, scale | event
 
-So it does not wait for what backward does on the submitter's stream after that event. Tensors on
-the host, as in tests, have no streams and no events.
+So the engine does not wait for backward work that the submitter's stream runs after that event.
+Tensors on the host, as in tests, have no streams and no events.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from collectives.kernels.narrow import BFLOAT16, is_narrow, multiply, narrow, wi
 from collectives.transports import Transport
 from collectives.transports.gpu import host_copy, tensor_of
 
-# Flags of operations that may be done on a GPU; a rank that has joined has 0.
+# Flags of operations that can run on a GPU; a joined rank has 0.
 ON_HOST, ON_GPU = 1, 2
 
-# Streams of a thread's own: each process set has an engine, and so a thread, of its own.
+# CUDA streams per thread: each process set has its own engine thread.
 _own: Final = threading.local()
 
 Event = Any  # torch.cuda.Event, or None on the host
@@ -55,9 +55,9 @@ Event = Any  # torch.cuda.Event, or None on the host
 
 @dataclass(frozen=True)
 class DeferredGpuArray:
-    """A flat, contiguous tensor that is worked on where it lies.
+    """A flat, contiguous tensor that is reduced where it is.
 
-    made: the event after which it has its values, recorded by the thread that submits it.
+    made: the event after which the values are ready, recorded by the submitting thread.
     """
 
     tensor: torch.Tensor
@@ -65,33 +65,33 @@ class DeferredGpuArray:
 
     @classmethod
     def now(cls, tensor: torch.Tensor) -> DeferredGpuArray:
-        """Wrap a tensor whose values the work given to the current stream so far produces."""
+        """Wrap a tensor whose values come from work already queued on the current stream."""
         return cls(tensor, record_event(tensor.device))
 
     def on_host(self) -> NDArray[Any]:
-        """Return a copy on the host, once it has its values; bfloat16 as BFLOAT16."""
+        """Return a host copy once the values are ready; bfloat16 as BFLOAT16."""
         with on_own_stream(self.tensor.device, [self.made]):
             return host_copy(self.tensor)
 
     def bytes_on_host(self) -> NDArray[np.uint8]:
-        """Return the bytes on the host, uint8 [bytes]; call it where the values are ready."""
+        """Return the bytes on the host, uint8 [bytes]; the values must be ready."""
         return host_copy(self.tensor.view(torch.uint8))
 
     def write(self, array: NDArray[Any]) -> None:
-        """Copy an array as `on_host` returns it into the tensor."""
-        # No event to wait for: `on_host`, before it, has waited for the values.
+        """Copy an array in the format of `on_host` into the tensor."""
+        # No event to wait for: the preceding `on_host` has waited for the values.
         with on_own_stream(self.tensor.device):
             self.tensor.copy_(tensor_of(array, self.tensor))
 
 
 def all_on_gpu(all_flags: Sequence[int]) -> bool:
-    """Tell whether every rank that takes part has its tensors on a GPU."""
+    """Tell whether every participating rank has its tensors on a GPU."""
     those = {flags for flags in all_flags if flags}
     return those == {ON_GPU}
 
 
 def record_event(device: torch.device) -> Event:
-    """Return an event after which a device's current stream has done its work so far."""
+    """Return an event after the work queued so far on a device's current stream."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -107,7 +107,7 @@ def on_own_stream(device: torch.device, events: Sequence[Event] = ()) -> Iterato
         return
     streams: dict[int, torch.cuda.Stream] = _own.__dict__.setdefault("streams", {})
     index = device.index or 0
-    # Around both: at its end torch.cuda.stream alone would open a context on GPU 0.
+    # Needed around both: on exit, torch.cuda.stream alone would open a context on GPU 0.
     with torch.cuda.device(index):
         if index not in streams:
             streams[index] = torch.cuda.Stream(index)
@@ -120,7 +120,7 @@ def on_own_stream(device: torch.device, events: Sequence[Event] = ()) -> Iterato
 
 
 class Finish:
-    """The end of an operation's work on a GPU: `on` records it, `wait` waits for it, if any."""
+    """The end of an operation's GPU work: `on` records it, `wait` waits for it, if any."""
 
     def __init__(self) -> None:
         self._device: torch.device | None = None
@@ -131,14 +131,14 @@ class Finish:
         """Work on this thread's own stream of a device, after `made`; record the end."""
         with on_own_stream(device, made):
             yield
-            # Within the context, so that the event is on this thread's own stream.
+            # Inside the context, so that the event is on this thread's own stream.
             self._device, self._end = device, record_event(device)
 
     def wait(self, results: Iterable[Any] = ()) -> None:
         """Make the current stream wait for the end; the host does not wait.
 
-        results: the operation's, of which tensors are recorded on the current stream. Their memory
-            belongs to the stream that made them: torch would reuse it while this one still reads.
+        results: the operation's; its tensors are recorded on the current stream. Their memory
+            belongs to the stream that made them: torch would reuse it while this stream reads.
         """
         if self._end is None:
             return
@@ -150,7 +150,7 @@ class Finish:
 
 
 def scale_tensor(tensor: torch.Tensor, factor: float) -> None:
-    """Multiply in place; integers in float64, truncated; 16-bit floats in float32."""
+    """Multiply in place: integers in float64, truncated; 16-bit floats in float32."""
     if factor == 1.0:
         return
     if tensor.dtype.is_floating_point:
@@ -167,12 +167,12 @@ def reduce_as_one(
 ) -> None:
     """Reduce tensors of one dtype over the ranks, each in its own memory.
 
-    members: tensors, each with the factor before the reduction; postscale: the factor after it.
+    members: tensors, each with its factor before the reduction; postscale: the factor after it.
     """
     tensors = [each.tensor for each, _ in members]
     prescales = {prescale for _, prescale in members}
     with on_own_stream(tensors[0].device, [each.made for each, _ in members]):
-        if len(prescales) > 1:  # one stands in for a rank that has joined
+        if len(prescales) > 1:  # a stand-in for a joined rank has another factor
             for tensor, (_, prescale) in zip(tensors, members, strict=True):
                 scale_tensor(tensor, prescale)
         whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
@@ -182,21 +182,21 @@ def reduce_as_one(
         scale_tensor(whole, postscale)
         if len(tensors) > 1:
             parts = whole.split([tensor.numel() for tensor in tensors])
-            # One launch for all of them, not one for each.
+            # One kernel launch for all of them.
             torch._foreach_copy_(tensors, list(parts))
 
 
-# Called when a part of a reduction begins and ends.
+# Called at the beginning and end of each phase of a reduction.
 Notice = Callable[[Literal["begin", "end"], Literal["copy-in", "reduce", "copy-out"]], None]
 
 _BFLOAT16: Final = "bfloat16"
 
 
 class Dense(NamedTuple):
-    """An array that is reduced over the ranks in place.
+    """An array to reduce over the ranks in place.
 
-    array:     on the host, or `DeferredGpuArray`; one-dimensional, contiguous, writable; nothing
-               else may read or write it until the operation is done.
+    array:     host array or `DeferredGpuArray`; one-dimensional, contiguous, writable; nothing else
+               may read or write it until the operation is done.
     reduction: "sum", "product", "min" or "max".
     prescale:  factor before the reduction, postscale: after it. Integers are scaled in float64 and
                truncated, 16-bit floats in float32.
@@ -215,7 +215,7 @@ class Dense(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """A dense array's description, without its values: equal on all ranks; the dtype by name."""
+    """A dense array's description without its values, equal on all ranks; dtype by name."""
 
     dtype: str
     length: int
@@ -231,9 +231,9 @@ class Layout(NamedTuple):
 
 
 def layout_of(dense: Dense) -> Layout:
-    """Return the layout of an array; raise ValueError for one that cannot be reduced in place."""
+    """Return an array's layout; raise ValueError if it cannot be reduced in place."""
     array = dense.array
-    # Layouts are announced by msgpack, which takes no scalars of NumPy.
+    # Layouts are announced with msgpack, which does not accept NumPy scalars.
     factors = float(dense.prescale), float(dense.postscale)
     if isinstance(array, DeferredGpuArray):
         name = str(array.tensor.dtype).removeprefix("torch.")
@@ -253,19 +253,19 @@ def layout_of(dense: Dense) -> Layout:
 
 
 def dtype_named(name: str) -> np.dtype[Any]:
-    """Return the dtype that a layout's name stands for."""
+    """Return the dtype of a layout's dtype name."""
     return BFLOAT16 if name == _BFLOAT16 else np.dtype(name)
 
 
 def neutral_array(layout: Layout, place: str = "") -> Dense:
     """Return an array of the reduction's neutral element.
 
-    place: the device of the tensor that it is made as; "": it is an array on the host.
+    place: the device for a tensor; "": an array on the host.
     """
     dtype = dtype_named(layout.dtype)
     wide = widen(np.empty(0, dtype)).dtype
     limits = np.finfo(wide) if wide.kind == "f" else np.iinfo(wide)
-    # Not the largest finite number: a minimum of infinities must remain infinite.
+    # Not the largest finite number: the minimum of infinities must stay infinite.
     infinity = np.inf if wide.kind == "f" else None
     element = {
         "sum": 0,
@@ -282,7 +282,7 @@ def neutral_array(layout: Layout, place: str = "") -> Dense:
 
 
 class ArrayIndex(NamedTuple):
-    """One array of an operation that is ready, by the operation's index and its index in it.
+    """One array of a ready operation: the operation's index, and the array's index in it.
 
     on_gpu: whether it is reduced on the GPU.
     """
@@ -296,11 +296,11 @@ class ArrayIndex(NamedTuple):
 def fuse_arrays(
     arrays: Iterable[ArrayIndex], threshold_bytes: int, alone_bytes: int
 ) -> list[list[ArrayIndex]]:
-    """Group the arrays that are reduced as one; groups are in the order of their first arrays.
+    """Group the arrays to reduce together; groups are in the order of their first arrays.
 
-    threshold_bytes: the most bytes in a group. alone_bytes: from this size on an array is reduced
-    alone, as copying it to the buffer and back takes longer than sharing a reduction saves.
-    The same on every rank that has the same layouts in the same order.
+    threshold_bytes: most bytes in a group. alone_bytes: arrays of at least this size are reduced
+    alone, because copying them to the buffer and back takes longer than sharing saves.
+    The same layouts in the same order give the same groups on every rank.
     """
     bundles: list[list[ArrayIndex]] = []
     growing: dict[object, tuple[list[ArrayIndex], int]] = {}
@@ -321,7 +321,7 @@ def fuse_arrays(
 
 
 def scale(array: NDArray[Any], factor: float) -> None:
-    """Multiply in place; integers in float64, truncated; 16-bit floats in float32."""
+    """Multiply in place: integers in float64, truncated; 16-bit floats in float32."""
     if factor == 1.0:
         return
     if is_narrow(array.dtype):
@@ -333,7 +333,7 @@ def scale(array: NDArray[Any], factor: float) -> None:
 
 
 class Fuser:
-    """Reduces arrays as one; keeps the buffer for the next call."""
+    """Reduces arrays together; keeps the buffer for the next call."""
 
     def __init__(self) -> None:
         self._buffer = np.empty(0, np.uint8)
@@ -346,10 +346,10 @@ class Fuser:
         notice: Notice,
         on_gpu: bool = False,
     ) -> None:
-        """Reduce arrays with one key over the ranks; each changes in its own memory.
+        """Reduce arrays with one key over the ranks, each in its own memory.
 
-        layout: that of any of them.
-        on_gpu: whether they are reduced on the GPU; all of them are `DeferredGpuArray` then.
+        layout: the layout of any of them.
+        on_gpu: whether to reduce on the GPU; all must then be `DeferredGpuArray`.
         """
         if on_gpu:
             tensors = [

@@ -1,13 +1,13 @@
 """Readiness table: which ranks are ready for which operations; the same table on every rank.
 
-Every rank builds it from the announcements of all ranks. A name whose operation was run once gets a
-cache slot: the number of its bit in announcements. Any other name is open for as long as some ranks
-are ready for it and others are not.
+Every rank builds it from the announcements of all ranks. Once an operation has run, its name gets a
+cache slot: the number of its bit in later announcements. A name without a slot is open while some
+ranks are ready for it and others are not.
 
     slot   name             spec        ready on rank 0 1 2
-    0      allreduce.w      float32 [3] ...                1 1 1     all are: it is run now
-    1      allreduce.b      float32 [1] ...                1 0 1     rank 1 is missing
-    open   broadcast.x      {rank 1: uint8 [8] root_rank=0}          ranks 0 and 2 are
+    0      allreduce.w      float32 [3] ...                1 1 1     on all: run now
+    1      allreduce.b      float32 [1] ...                1 0 1     waits for rank 1
+    open   broadcast.x      {rank 1: uint8 [8] root_rank=0}          waits for ranks 0 and 2
 
 Nothing here communicates, waits or reads a clock.
 """
@@ -32,9 +32,9 @@ from .operation import Announcement, OperationSpec, Request
 
 
 class ReadyOperation(NamedTuple):
-    """An operation that is run now; all_flags: every rank's flags, 0 for one that has joined.
+    """An operation to run now; all_flags: every rank's flags, 0 for a rank that has joined.
 
-    When the same operations are run again, the same objects are returned.
+    Repeated runs of the same operations return the same objects.
     """
 
     name: str
@@ -46,10 +46,10 @@ class CycleOutcome(NamedTuple):
     """The result of a cycle, the same on every rank.
 
     ready:   the operations to run now, in this order.
-    refused: names of operations that cannot be run, each with its error.
-    joined:  the rank that joined last, once all have; else None.
-    left:    a rank that has left, and why; None: no rank has. Nothing is run after `ready` then.
-    expired: why the job ends, as a rank has waited for too long; None: none has.
+    refused: names of operations that cannot run, each with its error.
+    joined:  the last rank to join, once all have joined; else None.
+    left:    a rank that has left, and why; else None. After `ready`, nothing else runs.
+    expired: why the job ends, because a rank has waited too long; else None.
     news:    whether an announcement may have changed which operations run (`is_news`).
     """
 
@@ -62,7 +62,7 @@ class CycleOutcome(NamedTuple):
 
 
 class _CacheSlot(NamedTuple):
-    """A name that all ranks know by a number; all_flags: those that each rank announced last."""
+    """A name that all ranks know by number; all_flags: each rank's last announced flags."""
 
     number: int
     name: str
@@ -71,7 +71,7 @@ class _CacheSlot(NamedTuple):
 
 
 class _Open(NamedTuple):
-    """A name that some ranks are ready for and others are not: what each ready rank announced."""
+    """A name that only some ranks are ready for: each ready rank's announcement."""
 
     specs: dict[int, OperationSpec]
     all_flags: dict[int, int]
@@ -80,21 +80,21 @@ class _Open(NamedTuple):
 class ReadinessTable:
     """Open names and cache slots; `enter` adds a cycle's announcements and returns the outcome.
 
-    ranks: the ranks' numbers in the world, which errors name; here they are numbered 0, 1, ...
+    ranks: the ranks' numbers in the world, for errors; this class numbers them 0, 1, ...
     """
 
     def __init__(self, ranks: Sequence[int], capacity: int) -> None:
-        self.capacity = capacity  # number of slots; fixed once the first name has one
+        self.capacity = capacity  # number of slots; fixed once the first slot is assigned
         self.joined: dict[int, None] = {}
         self._ranks = ranks
         self._size = len(ranks)
         self._slots: list[_CacheSlot | None] = []
-        self._named: OrderedDict[str, _CacheSlot] = OrderedDict()  # the least recently used first
+        self._named: OrderedDict[str, _CacheSlot] = OrderedDict()  # least recently used first
         self._vacant: list[int] = []
-        # The slots run last, as bits and as ReadyOperation.
+        # The slots that ran last, as bits and as ReadyOperation.
         self._last: tuple[int, list[ReadyOperation]] = 0, []
-        self._announcements: dict[str, tuple[list[Request], Announcement]] = {}  # by the first name
-        self._bits = [0] * self._size  # by rank: the slots it is ready for
+        self._announcements: dict[str, tuple[list[Request], Announcement]] = {}  # by first name
+        self._bits = [0] * self._size  # by rank: the slots that it is ready for
         self._open: dict[str, _Open] = {}
         self._leaving: dict[int, str] = {}
 
@@ -104,9 +104,9 @@ class ReadinessTable:
         return len(self._slots)
 
     def announcement_of(self, requests: list[Request], rank: int) -> Announcement:
-        """Return a rank's announcement of names that became ready there, for the next `enter`.
+        """Return a rank's announcement of newly ready names, for the next `enter`.
 
-        The announcement of an equal list is reused: quick where the list holds the same objects.
+        Reuses the announcement of an equal list; comparing lists of the same objects is quick.
         """
         first = requests[0].name if requests else ""
         before, announced = self._announcements.get(first, ([], _NOTHING))
@@ -117,7 +117,7 @@ class ReadinessTable:
         changed_flags: dict[int, int] = {}
         for each in requests:
             slot = self._named.get(each.name)
-            # A name with another spec travels in full, and all ranks take its slot away.
+            # A known name with a new spec is announced in full; all ranks then free its slot.
             if slot is None or slot.spec != each.spec:
                 fresh.append(each)
                 continue
@@ -126,23 +126,23 @@ class ReadinessTable:
                 changed_flags[slot.number] = each.flags
         announcement = Announcement(ready, tuple(fresh), changed_flags)
         if changed_flags:
-            self._announcements.clear()  # earlier ones leave out flags that have now changed
+            self._announcements.clear()  # cached ones lack flags that have changed since
         else:
             self._announcements[first] = requests, announcement
         return announcement
 
     def names_in(self, announcement: Announcement) -> list[str]:
-        """Return the names in an announcement; call it before `enter`, which may move slots."""
+        """Return the names in an announcement; call before `enter`, which may move slots."""
         cached = [slot.name for slot in self._cached(announcement.ready)]
         return cached + [name for name, _, _ in announcement.fresh]
 
     def waits(self, rank: int) -> bool:
-        """Tell whether a rank is ready for a name that is not run yet, or has joined."""
+        """Tell whether a rank has joined or is ready for a name that has not run yet."""
         is_open = any(rank in entry.specs for entry in self._open.values())
         return rank in self.joined or self._bits[rank] != 0 or is_open
 
     def is_waited_for(self, rank: int) -> bool:
-        """Tell whether others are ready for something that this rank is not."""
+        """Tell whether other ranks are ready for something that this rank is not."""
         if rank in self.joined:
             return False
         union = functools.reduce(int.__or__, self._bits)
@@ -150,14 +150,14 @@ class ReadinessTable:
         return union & ~self._bits[rank] != 0 or is_open
 
     def missing(self, name: str) -> list[int]:
-        """Return the ranks that a name waits for, by their numbers in the world."""
+        """Return the ranks that a name waits for, as world ranks."""
         there = self._ready_ranks(name)
         lacking = [r for r in range(self._size) if r not in there and r not in self.joined]
         return [self._ranks[rank] for rank in lacking]
 
     def joined_ranks(self) -> list[int]:
-        """Return the ranks that have joined, by their numbers in the world; in any thread."""
-        # `list` copies in one step; the engine's thread may add to it meanwhile.
+        """Return the joined ranks, as world ranks; callable from any thread."""
+        # `list` copies atomically; the engine's thread may add to it meanwhile.
         return [self._ranks[place] for place in list(self.joined)]
 
     def enter(self, announcements: Sequence[Announcement]) -> CycleOutcome:
@@ -165,14 +165,14 @@ class ReadinessTable:
         first = announcements[0]
         if first[1:] != _NOTHING[1:] or any(other != first for other in announcements):
             return self._enter_any(announcements)
-        # The usual case: all ranks became ready for the same cached names. No rank was ready for
-        # one of them before, so no other name changes.
+        # The usual case: all ranks became ready for the same cached names. As no rank was ready
+        # for them before, no other name changes.
         return CycleOutcome(self._run_slots(first.ready), [], None, None, None, first.ready != 0)
 
     def _enter_any(self, announcements: Sequence[Announcement]) -> CycleOutcome:
         for rank, announcement in enumerate(announcements):
-            # Of all ranks before any slot is taken away below: a bit is the number of a slot as it
-            # was when the rank announced it.
+            # Read the bits of all ranks before freeing any slot below: ranks announced them with
+            # the current slot numbers.
             self._bits[rank] |= announcement.ready
             for number, flags in announcement.changed_flags.items():
                 slot = self._slots[number]
@@ -191,14 +191,14 @@ class ReadinessTable:
             if announcement.leaves is not None:
                 self._leaving[rank] = announcement.leaves
         ready, refused = self._complete()
-        # An operation that became ready in this very cycle has not expired.
+        # An operation that became ready in this cycle has not expired.
         expired = next(
             (t for a in announcements for n, t in a.expired.items() if self._ready_ranks(n)), None
         )
-        # After what is ready: a rank that leaves still runs what it has announced.
+        # After collecting the ready ones: a leaving rank still runs what it has announced.
         refused += self._without_those_who_leave()
         news = any(announcement.is_news for announcement in announcements)
-        # A rank that says it is stuck may be freed by another's news in the same cycle.
+        # Another rank's news in the same cycle may free a rank that reports being stuck.
         if not news:
             refused += self._break_deadlock(announcements)
         return CycleOutcome(
@@ -206,10 +206,10 @@ class ReadinessTable:
         )
 
     def _run_slots(self, bits: int) -> list[ReadyOperation]:
-        """Return the operations of these slots, and mark the slots as used most recently."""
-        if not bits:  # an idle cycle must not replace what the next step will ask for again
+        """Return the operations of these slots, and mark the slots as most recently used."""
+        if not bits:  # keep `_last` across an idle cycle: the next step will need it again
             return []
-        # The same objects as before: `Execution` knows by them that its plan still holds.
+        # The same objects as before, so that `Execution` recognises its cached plan.
         if bits == self._last[0]:
             return self._last[1]
         ready = []
@@ -222,17 +222,17 @@ class ReadinessTable:
     def _complete(self) -> tuple[list[ReadyOperation], list[tuple[str, CollectiveError]]]:
         """Take the names that every rank that has not joined is ready for.
 
-        Returns the operations to run, and those that are refused, with their errors.
+        Returns the operations to run, and the refused ones with their errors.
         """
         needed = [rank for rank in range(self._size) if rank not in self.joined]
         waiting = [self._bits[rank] for rank in needed]
         all_of = int.__and__ if needed else int.__or__
-        # Where all ranks have joined, whatever any of them submitted before is run now: nobody will
+        # If all ranks have joined, run everything that any of them submitted before: nobody will
         # submit it later.
         bits = functools.reduce(all_of, waiting or self._bits)
         ready, refused = self._pop_slots(bits)
-        # A dict keeps the order of insertion, by rank and then by announcement. It is equal on all
-        # ranks, and so is the order in which the operations run.
+        # A dict keeps insertion order: by rank, then by announcement. It is the same on all ranks,
+        # and so is the order of execution.
         for name, entry in list(self._open.items()):
             if any(rank not in entry.specs for rank in needed):
                 continue
@@ -244,15 +244,15 @@ class ReadinessTable:
                 continue
             all_flags = [entry.all_flags.get(rank, 0) for rank in range(self._size)]
             ready.append(ReadyOperation(name, spec, all_flags))
-            # A copy: the slot's flags change with announcements, those of the operation must not.
+            # A copy: later announcements change the slot's flags, but not the operation's.
             self._cache(name, spec, all_flags.copy())
         return ready, refused
 
     def _pop_slots(
         self, bits: int
     ) -> tuple[list[ReadyOperation], list[tuple[str, CollectiveError]]]:
-        """Return the operations of these slots: those to run, and those a joined rank prevents."""
-        # Read before the bits are cleared.
+        """Return the operations of these slots: to run, and refused because a rank has joined."""
+        # Read before clearing the bits.
         there = [self._ready_ranks(slot.name) for slot in self._cached(bits)] if self.joined else []
         self._bits = [own & ~bits for own in self._bits]
         if not self.joined:
@@ -262,7 +262,7 @@ class ReadinessTable:
         for run, present in zip(self._run_slots(bits), there, strict=True):
             error = self._join_error(run.name, run.spec, present)
             if error is None:
-                # A slot keeps a joined rank's last flags, which count no more.
+                # A slot still holds a joined rank's last flags, which no longer count.
                 all_flags = [flags if r in present else 0 for r, flags in enumerate(run.all_flags)]
                 ready.append(run._replace(all_flags=all_flags))
             else:
@@ -287,7 +287,7 @@ class ReadinessTable:
     def _join_error(
         self, name: str, spec: OperationSpec, there: Iterable[int]
     ) -> MismatchError | None:
-        """Return the error of an operation in which ranks that joined cannot take part, or None."""
+        """Return an error if joined ranks cannot take part in this operation, else None."""
         lacking = self.joined.keys() - set(there)
         if not lacking or spec.join_descriptor is not None or spec.dense:
             return None
@@ -298,7 +298,7 @@ class ReadinessTable:
         )
 
     def _without_those_who_leave(self) -> list[tuple[str, CollectiveError]]:
-        """Refuse operations that wait for a rank that leaves."""
+        """Refuse operations that wait for a leaving rank."""
         refused: list[tuple[str, CollectiveError]] = []
         for rank, reason in self._leaving.items():
             who = f"rank {self._ranks[rank]} left ({reason}) and was waited for in"
@@ -315,7 +315,7 @@ class ReadinessTable:
     def _break_deadlock(
         self, announcements: Sequence[Announcement]
     ) -> list[tuple[str, CollectiveError]]:
-        """Refuse the ranks' operations where all ranks are stuck: a deadlock."""
+        """If all ranks are stuck (a deadlock), refuse the operations that they wait for."""
         waited = {
             rank: announcement.stuck
             for rank, announcement in enumerate(announcements)
@@ -325,8 +325,8 @@ class ReadinessTable:
         if not all(name in names for name in waited.values()):
             return []
         text = describe_deadlock({self._ranks[rank]: name or "" for rank, name in waited.items()})
-        # Sorted: a set's order differs between processes, and vacant slots are given out by theirs.
-        # A bit would then stand for one operation here, and for another there.
+        # Sorted: a set's order differs between processes and would decide which slot is reused
+        # first. A bit would then stand for different operations on different ranks.
         for name in sorted(names):
             self._uncache(name)
             self._open.pop(name, None)
@@ -336,11 +336,11 @@ class ReadinessTable:
         if len(self.joined) < self._size:
             return None
         self.joined.clear()
-        # Of several in one cycle the highest, so that all ranks name the same one.
+        # If several joined in one cycle, take the highest, so that all ranks return the same one.
         return self._ranks[max(joining)]
 
     def _departed(self) -> tuple[int, str] | None:
-        """Return a rank that leaves and is ready for nothing any more, and why it leaves."""
+        """Return a leaving rank that has no operation left to run, and its reason."""
         for rank, reason in self._leaving.items():
             is_open = any(rank in entry.specs for entry in self._open.values())
             if self._bits[rank] == 0 and not is_open:
@@ -358,7 +358,7 @@ class ReadinessTable:
     def _cache(self, name: str, spec: OperationSpec, all_flags: list[int]) -> None:
         """Give a name a slot: a new one, or that of the least recently used name.
 
-        Names that a rank is ready for keep their slots; where all are, it gets none.
+        Slots of names that a rank is ready for are kept; if all are, the name gets none.
         """
         self._forget()
         if self._vacant:
@@ -368,7 +368,7 @@ class ReadinessTable:
             self._slots.append(None)
         else:
             union = functools.reduce(int.__or__, self._bits)
-            # A slot that a rank is ready for cannot go: its bit would stand for another name.
+            # Keep a slot while a rank is ready for it: its bit would stand for another name.
             unused = (slot for slot in self._named.values() if not union >> slot.number & 1)
             oldest = next(unused, None)
             if oldest is None:
@@ -378,12 +378,12 @@ class ReadinessTable:
         self._slots[number] = self._named[name] = _CacheSlot(number, name, spec, all_flags)
 
     def _forget(self) -> None:
-        """Drop what was remembered of slots, as slots change."""
+        """Drop cached results that depend on slots, because slots change."""
         self._last = 0, []
         self._announcements.clear()
 
     def _uncache(self, name: str) -> None:
-        """Take a name's slot away; the name becomes open for the ranks that are ready for it."""
+        """Free a name's slot; the name becomes open for the ranks that are ready for it."""
         slot = self._named.pop(name, None)
         if slot is None:
             return
@@ -399,13 +399,13 @@ class ReadinessTable:
 
 
 _NOTHING = Announcement()
-PROGRAM_ENDED: Final = "its program ended"  # the reason of a rank that leaves without a failure
+PROGRAM_ENDED: Final = "its program ended"  # reason of a rank that leaves without a failure
 
 
 def _way_out(reason: str, name: str) -> str:
-    """Return advice where a rank ended before the others without a failure; else "".
+    """Return advice if a rank ended early without a failure; else "".
 
-    name: of the operation in which it was waited for.
+    name: the operation that waited for it.
     """
     if not reason.startswith(PROGRAM_ENDED):
         return ""
@@ -414,7 +414,7 @@ def _way_out(reason: str, name: str) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _places(bits: int) -> tuple[int, ...]:
-    """Return the positions of the bits that are set, the lowest first."""
+    """Return the positions of the set bits, lowest first."""
     found = []
     while bits:
         lowest = bits & -bits

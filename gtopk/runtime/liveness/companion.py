@@ -1,18 +1,17 @@
 """Companion: the process beside a rank that sends beats for it, and watches the other ranks.
 
-heartbeat.py starts it with the standard library alone. It and the rank exchange lines:
+heartbeat.py starts it with only the standard library. It and the rank exchange lines:
 
-    rank -> companion    {"rank": 0, "parent": 4711, ...}   first of all: its setting, as JSON
-                         heard                              the rank knows of the losses so far
+    rank -> companion    {"rank": 0, "parent": 4711, ...}   the first line: its setting, as JSON
+                         heard                              the rank knows of all losses so far
                          because TEXT                       why the rank is about to end
-                         leave                              the rank leaves in good order
+                         leave                              the rank leaves without a failure
     companion -> rank    {"lost": 2, "why": "..."}          a rank is lost
 
-It ends a moment after its rank, so that it can tell the others why the rank ended. When the job is
-ending and its rank is stopped, or does not notice, the companion kills the rank, as nothing else
-may do so soon. Where the launcher kills the rank as soon as another one is lost, as MPICH's does,
-the companion reports that loss in the rank's place, and removes the shared memory that MPICH leaves
-behind.
+It ends a moment after its rank, so that it can tell the others why the rank ended. If the job is
+ending and its rank is stopped or does not respond, the companion kills the rank, as nothing else
+may do so soon. Some launchers, such as MPICH's, kill the rank as soon as another one is lost. Then
+the companion reports that loss for the rank, and removes the shared memory that MPICH leaves.
 """
 
 from __future__ import annotations
@@ -34,32 +33,32 @@ from .watchdog import Process, read_process
 
 _LONGEST_PAUSE_SECONDS: Final = 1.0  # between beats
 _BEATS_PER_TIMEOUT: Final = 10
-# The last beat is repeated after these seconds, as UDP may lose one. A rank that leaves waits for
-# its companion, so that interval is shorter.
+# Seconds between repetitions of the last beat, as UDP may lose one. Shorter for LEFT: a leaving
+# rank waits for its companion.
 _AGAIN_SECONDS: Final = {State.ENDED: 0.03, State.LEFT: 0.003}
 _TIMES: Final = 3
-_SURELY_SECONDS: Final = 0.0002  # of two ranks' ends, the one earlier by this was surely first
+_SURELY_SECONDS: Final = 0.0002  # the smallest difference that shows which of two ranks ended first
 WITHOUT_A_WORD: Final = "ended without a word"
-# MPICH's shared memory, which only MPI_Finalize removes; it is mapped at MPI's start, or with a
+# MPICH's shared memory, which only MPI_Finalize removes. MPICH maps it at MPI's start, or for a
 # window.
 _SEGMENTS: Final = "/dev/shm/mpich_shm_"
 _BEATS_PER_LOOK: Final = 10  # beats between two searches for segments
-_NOTE: Final = struct.Struct("<qI")  # the step, and the number of bytes of advice that follow
+_NOTE: Final = struct.Struct("<qI")  # the step, and the length of the advice in bytes
 _ADVICE_BYTES: Final = 2000
-_DATAGRAMS: Final = 1000  # received at most before the next beat, in case of a flood
-_STOPPED_GRACE_SECONDS: Final = 2.0  # for a stopped rank to be continued, once the job is ending
+_DATAGRAMS: Final = 1000  # most datagrams to receive before the next beat, in case of a flood
+_STOPPED_GRACE_SECONDS: Final = 2.0  # for a stopped rank to continue once the job is ending
 _PR_SET_PDEATHSIG: Final = 1  # of prctl(2)
-_LAUNCHER_GRACE_SECONDS: Final = 3.0  # for a rank to end by itself, once its launcher is gone
+_LAUNCHER_GRACE_SECONDS: Final = 3.0  # for a rank to end by itself once its launcher is gone
 
 
 class Setting(NamedTuple):
     """The setting that a companion is started with.
 
-    parent:   the pid of the rank.
-    launcher: the pid of the process that started the rank, if the rank is to end with it; else 0.
-    secret:   the job's, as hexadecimal digits.
+    parent:   the rank's pid.
+    launcher: the pid of the process that started the rank, if the rank must end with it; else 0.
+    secret:   the job's secret, in hexadecimal digits.
     socket:   the descriptor of the bound UDP socket.
-    note:     the descriptor of a file in memory with the rank's step and advice (`read_note`).
+    note:     the descriptor of a memory file with the rank's step and advice (`read_note`).
     """
 
     rank: int
@@ -74,7 +73,7 @@ class Setting(NamedTuple):
 
     @classmethod
     def read(cls, line: bytes) -> Setting:
-        """Parse a line that `line` made."""
+        """Parse a line made by `line`."""
         values = json.loads(line)
         return cls(**{**values, "peers": [Peer(*peer) for peer in values["peers"]]})
 
@@ -84,7 +83,7 @@ class Setting(NamedTuple):
 
 
 def segments_of(pid: int) -> set[str]:
-    """Return the files of MPICH's shared memory that a process has mapped."""
+    """Return the files of MPICH shared memory that a process has mapped."""
     try:
         with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:
             return {line[line.index("/") :].rstrip() for line in maps if _SEGMENTS in line}
@@ -93,20 +92,20 @@ def segments_of(pid: int) -> set[str]:
 
 
 def write_note(file: int, step: int, advice: str) -> None:
-    """Write a rank's step, and how the job can be continued, for `read_note`."""
+    """Write a rank's step, and the advice on how to continue the job, for `read_note`."""
     text = advice.encode(errors="replace")[:_ADVICE_BYTES]
     os.pwrite(file, _NOTE.pack(step, len(text)) + text, 0)
 
 
 def read_note(file: int) -> tuple[int, str]:
-    """Return a rank's step, and how the job can be continued."""
+    """Return a rank's step, and the advice on how to continue the job."""
     content = os.pread(file, _NOTE.size + _ADVICE_BYTES, 0)
     step, size = _NOTE.unpack_from(content)
     return step, content[_NOTE.size :][:size].decode(errors="replace")
 
 
 class Companion:
-    """Sends and receives beats and watches its rank, until the rank leaves or ends."""
+    """Sends and receives beats, and watches its rank until the rank leaves or ends."""
 
     def __init__(self, setting: Setting, orders: int, reports: int) -> None:
         self._setting = setting
@@ -126,9 +125,9 @@ class Companion:
         os.set_blocking(orders, False)
         self._ordered = b""
         self._sequence = 0
-        self._reported_losses = 0  # number of losses that the rank was told of
+        self._reported_losses = 0  # how many losses the rank has been sent
         self._lost_since = 0.0  # time of the first loss
-        self._unheard_since: float | None = None  # time since when the rank has not answered
+        self._unheard_since: float | None = None  # since when the rank has not answered
         self._stopped_since: float | None = None
         self._launcher_gone_since: float | None = None
         self._end_reason = WITHOUT_A_WORD
@@ -140,20 +139,20 @@ class Companion:
         )
 
     def run(self) -> None:
-        """Run until the rank has left or ended, and the others were told."""
+        """Run until the rank has left or ended and the others have been told."""
         with selectors.DefaultSelector() as waking:
             waking.register(self._socket, selectors.EVENT_READ)
             waking.register(self._orders, selectors.EVENT_READ)
-            # Where the system lacks pidfd_open, the rank's end is noticed at the next beat.
+            # Without pidfd_open, the rank's end is noticed at the next beat.
             with contextlib.suppress(OSError, AttributeError):
                 waking.register(os.pidfd_open(self._setting.parent), selectors.EVENT_READ)
             next_beat = 0.0
             while not self._leaving:
                 now = time.monotonic()
                 process = read_process(self._setting.parent)
-                # Adopted by another process, or child of a zombie: either way the rank has ended.
+                # Adopted by another process, or child of a zombie: the rank has ended.
                 if os.getppid() != self._setting.parent or not process.state:
-                    while self._follow_orders():  # its last words
+                    while self._follow_orders():  # its last messages
                         pass
                     self._send_last_beat(State.ENDED, self._everybody, self._end_reason, now)
                     self._print_loss_for_rank(now)
@@ -167,19 +166,19 @@ class Companion:
                 for key, _ in waking.select(max(0.0, next_beat - time.monotonic())):
                     if key.fileobj is self._socket:
                         self._receive_beats()
-                    # A pipe at its end is always readable: `select` would return at once for ever.
+                    # A pipe at end of file is always readable: `select` would spin.
                     elif key.fileobj == self._orders and not self._follow_orders():
                         waking.unregister(self._orders)
         self._send_last_beat(State.LEFT, self._watch.targets, "", time.monotonic())
 
     def _remove_segments(self) -> None:
-        """Remove the names of the shared memory; processes that have it mapped keep it."""
+        """Remove the shared memory's names; processes that have it mapped keep it."""
         for path in self._segments:
             with contextlib.suppress(OSError):  # another rank's companion was first
                 os.unlink(path)
 
     def _beat(self, process: Process, now: float) -> None:
-        # While the rank lives: of one that has ended /proc shows no maps.
+        # While the rank lives: /proc shows no maps of an ended process.
         if self._beats % _BEATS_PER_LOOK == 0:
             self._segments |= segments_of(self._setting.parent)
         self._beats += 1
@@ -197,9 +196,9 @@ class Companion:
         self._check_launcher(process, now)
 
     def _report(self, now: float) -> None:
-        """Print the watch's news, and tell the rank and the other ranks of new losses."""
+        """Print the watch's news, and report new losses to the rank and the other ranks."""
         if news := self._watch.news:
-            write_line("\ngtopk: ".join(news))  # one wait at most, whatever the reader does
+            write_line("\ngtopk: ".join(news))  # one write, so that a blocked reader costs one wait
             news.clear()
         lost = list(self._watch.lost.items())
         for rank, why in lost[self._reported_losses :]:
@@ -208,11 +207,11 @@ class Companion:
             self._unheard_since = self._unheard_since or now
             self._forward_loss(self._everybody, rank, why)
             report = json.dumps({"lost": rank, "why": why}).encode() + b"\n"
-            with contextlib.suppress(OSError):  # it has just ended
+            with contextlib.suppress(OSError):  # the rank has just ended
                 os.write(self._reports, report)
 
     def _kill_unresponsive_rank(self, now: float) -> None:
-        """Kill the rank where the job is ending, and the rank is stopped or does not answer."""
+        """Kill the rank if the job is ending and the rank is stopped or does not answer."""
         if not self._reported_losses:
             return
         stopped, unheard = self._stopped_since, self._unheard_since
@@ -243,7 +242,7 @@ class Companion:
     def _send_beat(
         self, ranks: list[int], about: int, state: State, text: str = "", seconds: float = 0.0
     ) -> None:
-        # By the clock, so that a companion that replaces this one has higher numbers.
+        # From the clock, so that a replacement of this companion has higher numbers.
         self._sequence = max(self._sequence + 1, time.monotonic_ns())
         beat = Beat(self._setting.rank, about, state, self._sequence, seconds, text)
         datagram = beat.encode(self._secret)
@@ -282,9 +281,9 @@ class Companion:
     def _receive_beats(self) -> None:
         for _ in range(_DATAGRAMS):
             try:
-                # A byte more than a beat has, so that a longer datagram is not cut to a beat.
+                # Read one byte more than a beat, so that a longer datagram is not mistaken for one.
                 datagram = self._socket.recv(BEAT_BYTES + 1)
-            except OSError:  # no datagram is left, or one that was sent found no receiver
+            except OSError:  # the socket is empty, or an earlier beat found no receiver
                 return
             if beat := Beat.decode(datagram, self._secret):
                 self._watch.receive(beat, time.monotonic())
@@ -308,20 +307,20 @@ class Companion:
 
 
 def _continue_when_parent_ends() -> None:
-    """Ask the kernel to continue this process, should it be stopped, when its parent ends.
+    """Ask the kernel to continue this process, if it is stopped, when its parent ends.
 
     A stopped companion would keep the launcher's pipes open, and mpirun would never return.
     """
-    with contextlib.suppress(OSError, AttributeError):  # Linux alone has it
+    with contextlib.suppress(OSError, AttributeError):  # only Linux has it
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT))
 
 
 def main() -> None:
     """Run the companion of the process that started this one."""
     _continue_when_parent_ends()
-    # A launcher may signal the whole session: the companion must tell the others before it ends.
+    # A launcher may signal the whole session; the companion must still tell the others.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    with open(0, "rb", buffering=0) as orders:  # what follows the first line stays in the pipe
+    with open(0, "rb", buffering=0) as orders:  # unbuffered: later lines stay in the pipe
         if line := orders.readline():
             Companion(Setting.read(line), orders.fileno(), reports=1).run()

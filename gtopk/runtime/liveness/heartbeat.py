@@ -1,6 +1,6 @@
-"""Heartbeat: a rank's side of its companion: starts it, and learns from it which ranks are lost.
+"""Heartbeat: the rank's side. It starts the companion and receives news of lost ranks from it.
 
-Companions of other hosts reach this one's at the address that `choose` returns.
+Companions on other hosts reach this one at the address that `choose` returns.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from .companion import Setting, write_note
 from .watch import Peer
 from .watchdog import command_of
 
-# `collectives` needs NumPy; `gtopk doctor` chooses an address where NumPy is broken, too.
+# `collectives` needs NumPy; `gtopk doctor` must choose an address even if NumPy is broken.
 if TYPE_CHECKING:
     from collectives.transports import Transport
 
 _LEAVE_SECONDS: Final = 2.0  # for a companion to announce the departure
 _POLL_SECONDS: Final = 0.01
-_STARTS: Final = 3  # how often a companion is started, as one that was killed is replaced
+_STARTS: Final = 3  # how often to start a companion, replacing killed ones
 
 _GET_ADDRESS: Final = 0x8915  # Linux: SIOCGIFADDR
 _NAME_BYTES: Final = 15
 
-# The variables that name a job's network interface: gtopk's first, then those of the transports.
+# Variables that name a job's network interface: gtopk's own, then those of the transports.
 OURS: Final = settings.INTERFACE.name
 THEIRS: Final = ("GLOO_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include", "NCCL_SOCKET_IFNAME")
 
@@ -45,23 +45,23 @@ _ANYWHERE: Final = "192.0.2.1"  # RFC 5737
 
 
 class Choice(NamedTuple):
-    """An IPv4 address of this host, "" where there is none, and a text that says what chose it."""
+    """An IPv4 address of this host ("" if there is none), and a text on how it was chosen."""
 
     address: str
     by: str
 
 
 def own_address(one_host: bool, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the IPv4 address that the other ranks reach this one at; "" where there is none.
+    """Return the IPv4 address at which other ranks reach this one; "" if there is none.
 
-    one_host: whether all ranks are on this host; then it is one that other hosts cannot reach.
-    Raises ValueError for an interface that GTOPK_INTERFACE names and this host does not have.
+    one_host: whether all ranks are on this host; then the address is not reachable from others.
+    Raises ValueError if GTOPK_INTERFACE names an interface that this host does not have.
     """
     return choose(one_host, environ).address
 
 
 def choose(one_host: bool, environ: Mapping[str, str] = os.environ) -> Choice:
-    """Return the address, as `own_address` does, and a text that says what chose it."""
+    """Return the address, as `own_address` does, and a text on how it was chosen."""
     if name := settings.INTERFACE.read(environ):
         address = address_of(name)
         if not address:
@@ -75,13 +75,13 @@ def choose(one_host: bool, environ: Mapping[str, str] = os.environ) -> Choice:
         return Choice("127.0.0.1", "all ranks on one host")
     for variable in THEIRS:
         for name in environ.get(variable, "").split(","):
-            # NCCL writes =eth0 for a name that is to be taken exactly.
+            # NCCL uses the prefix = (as in =eth0) for an exact match.
             if address := address_of(name.lstrip("=")):
                 return Choice(address, variable)
     master = environ.get("MASTER_ADDR", "")
     for other, by in ((master, f"the way to MASTER_ADDR={master}"), (_ANYWHERE, "default route")):
         address = _address_towards(other)
-        # A host's own name may lead to its loopback, which no other host reaches.
+        # A host's own name may resolve to its loopback, which no other host reaches.
         if address and not address.startswith("127."):
             return Choice(address, by)
     found = [each for each in interfaces().values() if not each.startswith("127.")]
@@ -89,14 +89,14 @@ def choose(one_host: bool, environ: Mapping[str, str] = os.environ) -> Choice:
 
 
 def interfaces() -> dict[str, str]:
-    """Return the IPv4 address of each interface that has one, the loopback's included, by name."""
+    """Return the IPv4 address of each interface that has one, loopback included, by name."""
     found = {name: address_of(name) for _, name in socket.if_nameindex()}
     return {name: address for name, address in found.items() if address}
 
 
 def address_of(interface: str) -> str:
-    """Return an interface's IPv4 address; "" where there is no such interface, or no address."""
-    if len(interface) > _NAME_BYTES:  # the system would cut it to the name of another
+    """Return an interface's IPv4 address; "" if it does not exist or has none."""
+    if len(interface) > _NAME_BYTES:  # the system would truncate it to another's name
         return ""
     request = struct.pack("256s", interface.encode(errors="replace"))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
@@ -108,9 +108,9 @@ def address_of(interface: str) -> str:
 
 
 def address_towards(host: str, port: int = 9) -> str:
-    """Return the address under which this host reaches another, and is reached from there.
+    """Return this host's address towards another host, which can reach it there.
 
-    Nothing is sent. Raises OSError where there is no way to it.
+    Sends nothing. Raises OSError if there is no route to it.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
@@ -126,7 +126,7 @@ def _address_towards(host: str) -> str:
 
 
 def _open_note() -> int:
-    """Return the descriptor of an empty file in memory; off Linux, of one without a name."""
+    """Return the descriptor of an empty memory file; off Linux, of an unnamed temporary file."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("gtopk-note")
     file, path = tempfile.mkstemp(prefix="gtopk-note-")
@@ -135,7 +135,7 @@ def _open_note() -> int:
 
 
 class LostRank(NamedTuple):
-    """A rank that is lost, and the reason as errors give it."""
+    """A rank that is lost, and the reason for errors to quote."""
 
     rank: int
     why: str
@@ -144,9 +144,9 @@ class LostRank(NamedTuple):
 class Heartbeat:
     """A rank's companion, from `start` to `close`.
 
-    introduction: the companion's address, and this rank's share of the job's secret, in JSON's
-                  types; ranks exchange theirs before `start`.
-    on_lost: called with each rank that is lost, in the heartbeat's thread.
+    introduction: the companion's address, and this rank's share of the job's secret, in JSON types;
+                  ranks exchange them before `start`.
+    on_lost: called with each lost rank, in the heartbeat's thread.
     """
 
     _setting: Setting  # from `start` on
@@ -154,9 +154,9 @@ class Heartbeat:
     def __init__(
         self, transport: Transport, timeout_seconds: float, warning_seconds: float, launcher: int
     ) -> None:
-        """Open the companion's address; raise ValueError for an interface that this host lacks.
+        """Open the companion's socket; raise ValueError for an interface that this host lacks.
 
-        launcher: as of `Setting`.
+        launcher: as in `Setting`.
         """
         address = own_address(one_host=len(transport.neighbours()) == transport.size)
         self.on_lost: Callable[[LostRank], None] = lambda lost: None
@@ -167,21 +167,21 @@ class Heartbeat:
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         if address:
             self._socket.bind((address, 0))
-        port = self._socket.getsockname()[1]  # 0 of one that is not bound
+        port = self._socket.getsockname()[1]  # 0 if the socket is not bound
         share = secrets.token_hex()
         self.introduction: list[Any] = [socket.gethostname(), os.getpid(), address, port, share]
-        # The companion shares it, and finds there the step of a rank that SIGKILL has ended.
+        # Shared with the companion, which reads the step there if SIGKILL ends the rank.
         self._note_file = _open_note()
         write_note(self._note_file, 0, "")
         self._companion: subprocess.Popen[bytes] | None = None
-        # Reentrant, for a handler of SIGTERM explains, and may run within another order.
+        # Reentrant: a SIGTERM handler calls `explain`, and may interrupt another order.
         self._sending = threading.RLock()
         self._closing = False
         self._lost: list[LostRank] = []
 
     def start(self, introductions: Sequence[Sequence[Any]]) -> None:
         """Start the companion; introductions: every rank's, in rank order."""
-        # Every rank contributes to the secret: none can choose it.
+        # Every rank contributes to the secret, so that none can choose it.
         shares = "".join(share for *_, share in introductions)
         self._setting = Setting(
             rank=self._rank,
@@ -194,14 +194,14 @@ class Heartbeat:
             warning_seconds=self._warning_seconds,
             peers=[Peer(rank, *place) for rank, (*place, _) in enumerate(introductions)],
         )
-        # A daemon thread does not keep the program alive when it ends.
+        # A daemon thread does not keep the process alive after the program ends.
         threading.Thread(
             target=self._receive_losses, args=(self._begin(),), name="gtopk-heartbeat", daemon=True
         ).start()
 
     def lost(self, wait_seconds: float = 0.0) -> LostRank | None:
-        """Return the first rank that was lost, after waiting for news of one for so long."""
-        # No lock, and so no event: a handler of SIGTERM calls this, perhaps within another call.
+        """Return the first lost rank; wait at most `wait_seconds` for news of one."""
+        # No lock or event: a SIGTERM handler calls this, perhaps within another call.
         until = time.monotonic() + wait_seconds
         while not self._lost and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
@@ -209,18 +209,18 @@ class Heartbeat:
 
     def note(self, step: int, advice: str) -> None:
         """Store the step and advice that the companion reports if this rank ends silently."""
-        # A closed descriptor's number may be another file's by now.
+        # Once closed, the descriptor's number may belong to another file.
         if not self._closing:
             write_note(self._note_file, step, advice)
 
     def explain(self, why: str) -> None:
-        """Give the companion the reason that it tells the others when this rank ends."""
+        """Give the companion the reason to report to the others when this rank ends."""
         self._order(f"because {' '.join(why.split())}")
 
     def close(self) -> None:
-        """Tell the others to stop watching this rank, as it leaves in good order."""
-        # Before the order, so that `_receive_losses` does not replace the companion that follows
-        # it; under the lock, within which it replaces one.
+        """Tell the others to stop watching this rank, as it leaves without a failure."""
+        # Set before the order, so that `_receive_losses` does not replace the companion that obeys
+        # it, and under the lock that guards replacement.
         with self._sending:
             self._closing = True
         self._order("leave")
@@ -234,7 +234,7 @@ class Heartbeat:
             companion.wait(_LEAVE_SECONDS)
         companion.kill()
         companion.wait()
-        with self._sending, contextlib.suppress(OSError):  # lines that it did not read
+        with self._sending, contextlib.suppress(OSError):  # unread lines
             assert companion.stdin is not None
             companion.stdin.close()
 
@@ -244,17 +244,17 @@ class Heartbeat:
             self._companion.returncode = 0  # else Popen would wait for it in this process
 
     def _begin(self) -> subprocess.Popen[bytes]:
-        """Start a companion process, and return it."""
+        """Start and return a companion process."""
         companion = subprocess.Popen(
             command_of("companion"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[self._setting.socket, self._setting.note],
-            # A signal to the rank's process group must not end the companion, which reports it.
+            # Signals to the rank's process group must not end the companion, which reports them.
             start_new_session=True,
         )
         assert companion.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # killed already
+        with contextlib.suppress(BrokenPipeError):  # already killed
             companion.stdin.write(self._setting.line())
             companion.stdin.flush()
         self._companion = companion
@@ -265,20 +265,20 @@ class Heartbeat:
         if companion is None or companion.stdin is None:
             return
         with self._sending, contextlib.suppress(OSError, ValueError):  # it was killed, or has left
-            # Past the file's buffer, which refuses a write within another one.
+            # Bypass the file's buffer, which does not allow a nested write.
             rest = f"{line}\n".encode(errors="replace")
             while rest:
                 rest = rest[os.write(companion.stdin.fileno(), rest) :]
 
     def _receive_losses(self, companion: subprocess.Popen[bytes]) -> None:
-        """Receive losses until the companion ends; replace a companion that was killed."""
+        """Receive losses until the companion ends; replace it if it was killed."""
         from collectives.transports.transport import print_line
 
         for left in reversed(range(_STARTS)):
             assert companion.stdout is not None
             with companion.stdout as reports:
                 for line in reports:
-                    # First: handling it may take long, and a rank that does not answer is killed.
+                    # Answer first: handling may take long, and an unresponsive rank is killed.
                     self._order("heard")
                     self._note_loss(json.loads(line))
             if self._closing:
@@ -289,7 +289,7 @@ class Heartbeat:
             print_line(f"{own}: its companion was ended ({companion.returncode}); {next_one}")
             if left:
                 with self._sending:
-                    if self._closing:  # by now: its socket is closed
+                    if self._closing:  # closed meanwhile, with its socket
                         return
                     companion = self._begin()
 

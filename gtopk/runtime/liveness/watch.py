@@ -1,6 +1,6 @@
-"""Watch: decides from the beats that a companion receives, or misses, which ranks are lost.
+"""Watch: decides which ranks are lost, from the beats that a companion receives or misses.
 
-A beat is a datagram with the state of a rank, from one companion to another:
+A beat is a datagram with a rank's state, from one companion to another:
 
     byte 0            8        12      16      20      24         32        40
          +------------+--------+-------+-------+-------+----------+---------+------+-------------+
@@ -8,17 +8,17 @@ A beat is a datagram with the state of a rank, from one companion to another:
          +------------+--------+-------+-------+-------+----------+---------+------+-------------+
                                                of the text                          of all before
 
-Little-endian. A beat is dropped if its HMAC is not made with the job's secret (it is of another
-sender), or if it is no later than the sender's last one (it is a copy).
+Little-endian. A beat is dropped if its HMAC was not made with the job's secret (another sender), or
+if it is not newer than the sender's last one (a copy).
 
 Every rank is watched by log2 of the others:
 
     a rank tells   rank + 1, rank + 2, rank + 4, ...      modulo the number of ranks: each is
     and watches    rank - 1, rank - 2, rank - 4, ...      watched by log2 of them
 
-A rank is watched from its first beat on: where a firewall lets none through, a job still runs. A
-companion that could not look for a while (it was stopped with its rank, or not scheduled) starts
-its peers' timeouts again, as it may have missed their beats.
+Watching starts with a rank's first beat, so a job still runs where a firewall blocks beats. A
+companion that could not check for a while (stopped with its rank, or not scheduled) restarts its
+peers' timeouts, as it may have missed their beats.
 
 Nothing here communicates, waits or reads a clock.
 """
@@ -34,26 +34,26 @@ from typing import Final, NamedTuple
 _FIELDS: Final = struct.Struct("<8sIIIIQd")
 _MAGIC: Final = b"GTKBEAT1"
 _HMAC_BYTES: Final = 32
-_TEXT_BYTES: Final = 600  # a beat fits any link in one packet
+_TEXT_BYTES: Final = 600  # keeps a beat within one packet on any link
 BEAT_BYTES: Final = _FIELDS.size + _TEXT_BYTES + _HMAC_BYTES
 
 
 class State(IntEnum):
-    """The state of a rank; LOST is said about another rank, the rest by a rank's own companion."""
+    """A rank's state. Any rank may report LOST for another; its own companion sends the rest."""
 
     ALIVE = 0
     STOPPED = 1
-    LEFT = 2  # in good order: no rank needs it any more
+    LEFT = 2  # without a failure: no rank needs it any more
     ENDED = 3  # without having left
     LOST = 4  # dead or silent: the job ends
 
 
 class Beat(NamedTuple):
-    """A message of a rank's companion.
+    """A message from a rank's companion.
 
     sequence: grows with each beat of a sender: its monotonic clock in nanoseconds, or the last one
-              plus 1 where the clock has not advanced.
-    seconds:  how long ago the rank was stopped, ended or was lost.
+              plus 1 if the clock has not advanced.
+    seconds:  how long ago the rank was stopped, ended or lost.
     text:     why it ended or is lost.
     """
 
@@ -73,11 +73,11 @@ class Beat(NamedTuple):
 
     @classmethod
     def decode(cls, datagram: bytes, secret: bytes) -> Beat | None:
-        """Parse a datagram; None for one that was not made with the secret."""
+        """Parse a datagram; None if it was not signed with the secret."""
         content, signature = datagram[:-_HMAC_BYTES], datagram[-_HMAC_BYTES:]
         if len(content) < _FIELDS.size or len(datagram) > BEAT_BYTES:
             return None
-        # Before any field is read: anyone can send a datagram to this port.
+        # Verify before reading any field: anyone can send a datagram to this port.
         if not hmac.compare_digest(signature, hmac.digest(secret, content, "sha256")):
             return None
         magic, sender, about, state, size, sequence, seconds = _FIELDS.unpack_from(content)
@@ -87,12 +87,12 @@ class Beat(NamedTuple):
         return cls(sender, about, State(state), sequence, seconds, text.decode(errors="replace"))
 
 
-_LATE_SECONDS: Final = 5.0  # a sequence farther off than this is of another host's clock
-_GAP: Final = 0.25  # share of the timeout: after a longer gap between looks, timeouts start again
+_LATE_SECONDS: Final = 5.0  # a sequence farther off comes from another host's clock
+_GAP: Final = 0.25  # fraction of the timeout: a longer gap between checks restarts timeouts
 
 
 class Peer(NamedTuple):
-    """A rank, its host, and the address of its companion; "" where it receives no beats."""
+    """A rank, its host, and its companion's address; "" if it receives no beats."""
 
     rank: int
     host: str
@@ -113,12 +113,12 @@ def distances(size: int) -> Iterator[int]:
 
 
 class _PeerState:
-    """The last beat of a rank's companion; times are on the caller's clock."""
+    """The last beat from a rank's companion; times are on the caller's clock."""
 
     def __init__(self) -> None:
         self.sequence = -1
         self.heard: float | None = None
-        self.stopped: float | None = None  # the time since when it is stopped
+        self.stopped: float | None = None  # since when it is stopped
         self.warned = False
         self.left = False
 
@@ -126,9 +126,9 @@ class _PeerState:
 class Watch:
     """One companion's view of all ranks.
 
-    news: messages to print; the caller removes those it prints.
-    lost: the ranks that are lost, the first one first, each with its reason; this one may be, too.
-    lost_at: the time of each loss, as far as is known.
+    news: messages to print; the caller removes printed ones.
+    lost: the lost ranks in order of loss, each with its reason; may include this rank.
+    lost_at: the time of each loss, as far as known.
     """
 
     def __init__(
@@ -149,14 +149,14 @@ class Watch:
         self.lost: dict[int, str] = {}
         self.lost_at: dict[int, float] = {}
         self._timeout_seconds = timeout_seconds
-        # A warning is of use only well before the end.
+        # A warning must come well before the timeout to be of use.
         self._warning_seconds = min(warning_seconds, timeout_seconds / 2)
         self._states = [_PeerState() for _ in peers]
         self._begun = self._checked_at = now
         self._warned_of_unwatched = False
 
     def receive(self, beat: Beat, now: float) -> None:
-        """Take in a beat of another companion."""
+        """Process a beat from another companion."""
         if not (beat.sender < len(self.peers) and beat.about < len(self.peers)):
             return
         seen = self._states[beat.sender]
@@ -169,7 +169,7 @@ class Watch:
             return
         seen.heard = now
         if beat.state is State.STOPPED:
-            # From the first of these beats: the companion of a stopped rank goes on beating.
+            # Count from the first such beat: the companion of a stopped rank keeps sending them.
             seen.stopped = now if seen.stopped is None else seen.stopped
         elif beat.state is State.LEFT:
             seen.left = True
@@ -181,7 +181,7 @@ class Watch:
             seen.stopped, seen.warned = None, False
 
     def check_timeouts(self, now: float, own_is_stopped: bool) -> None:
-        """Find ranks whose beats are overdue."""
+        """Find ranks with overdue beats."""
         gap, self._checked_at = now - self._checked_at, now
         if own_is_stopped or gap > _GAP * self._timeout_seconds:
             for seen in self._states:
@@ -210,33 +210,33 @@ class Watch:
             return f"stopped for {now - since:.1f} s (SIGSTOP?)"
         heard = [self._states[other].heard or self._begun for other in self.watches]
         whose = "its host or its network"
-        # Where all are silent at once, it may be this host that nothing reaches.
+        # If all are silent at once, this host itself may be cut off.
         if len(heard) > 1 and max(heard) < now - self._warning_seconds:
             whose += f", or that of {self._own}, which hears no other rank,"
         return f"silent for {now - since:.1f} s: {whose} is down"
 
     def _said_at(self, beat: Beat, now: float) -> float:
-        """Return when a beat was sent: on one host, its sequence is the time.
+        """Return when a beat was sent: on the same host, its sequence is the time.
 
-        The beat may have waited in the socket until this companion had time.
+        It may have waited in the socket until this companion was scheduled.
         """
         said = beat.sequence / 1e9
         ours = self.peers[beat.sender].host == self._own.host
         return said if ours and 0 <= now - said < _LATE_SECONDS else now
 
     def lost_before(self, when: float) -> int | None:
-        """Return the other rank that was lost first, if that was before `when`; else None."""
+        """Return the other rank that was lost first, if before `when`; else None."""
         others = {rank: at for rank, at in self.lost_at.items() if rank != self.rank and at < when}
         return min(others, key=others.__getitem__, default=None)
 
     def _mark_lost(self, rank: int, why: str, when: float) -> None:
-        # What another rank says of it may come after its own departure, and is of no matter then.
+        # A report may arrive after the rank has left, and then no longer matters.
         if not self._states[rank].left:
             self.lost.setdefault(rank, why)
             self.lost_at.setdefault(rank, when)
 
     def _warn_of_unwatched(self) -> None:
-        """Add a message about ranks that are not watched, as no beat came from them."""
+        """Add a message about ranks that are not watched because no beat came from them."""
         unheard = [
             str(self.peers[rank]) for rank in self.watches if self._states[rank].heard is None
         ]

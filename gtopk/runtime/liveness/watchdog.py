@@ -1,13 +1,13 @@
-"""Watchdog: ends a process whose start takes too long, or cannot succeed any more.
+"""Watchdog: ends a process if its start takes too long or cannot succeed any more.
 
     with deadline(WatchdogSettings(120.0, "rank 1 is late")):
         start()
 
-It is a thread, or, where the start holds Python's lock throughout, a process of its own, which ends
-when its stdin does. The process's argument: a `WatchdogSettings` as a list in JSON.
+It is a thread or, if the start holds Python's lock throughout, a separate process that ends when
+its stdin does. The process's argument is a `WatchdogSettings` as a JSON list.
 
-Here is also what /proc tells of processes, and how a process that uses the standard library alone
-is started, for the companion and others.
+Also here: reading processes from /proc, and starting a process with only the standard library, for
+the companion and others.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from typing import Any, Final, NamedTuple
 from ..standard_streams import write_line
 
 _LOOK_SECONDS: Final = 0.3
-_LEAVES_SECONDS: Final = 10.0  # for the watchdog's process to end when it is killed
-_PROC: Final = "/proc"  # off Linux there is none
-# Launchers start their ranks one after the other, and end them all where one of them fails.
+_LEAVES_SECONDS: Final = 10.0  # for the killed watchdog process to end
+_PROC: Final = "/proc"  # does not exist off Linux
+# Launchers start their ranks one after the other, and end them all if one fails.
 _COMES_SECONDS: Final = 3.0  # after one rank's start, for the launcher to start the next
 _ENDS_SECONDS: Final = 1.0  # after a rank's end, for its launcher to report it and end the job
 
 
 class Siblings(NamedTuple):
-    """The ranks that the watched process's parent has started, itself among them.
+    """The ranks that the watched process's parent has started, including that process.
 
-    missed:   the message when some of them have ended; {} stands for which.
+    missed:   the message when some of them have ended; {} stands for their numbers.
     variable: the environment variable of a rank's number; `rank` is the watched process's number.
-    ranks:    how many there are. is_all: whether they are the whole job.
+    ranks:    their number. is_all: whether they are the whole job.
     """
 
     missed: str
@@ -50,14 +50,14 @@ class Siblings(NamedTuple):
 
 
 class WatchdogSettings(NamedTuple):
-    """The watchdog's argument: the conditions to look for, and the message for each.
+    """The watchdog's argument: the conditions to check, and the message for each.
 
-    late:     the message when `seconds` are over.
-    orphaned: the message when the process `launcher` is no longer its parent; launcher 0: that is
-              not checked.
-    siblings: the ranks to look for; None: none.
-    file:     the failure file that gets the message, too, added to `record`; "": none. The launcher
-              that reads a rank's stderr may be gone.
+    late:     the message once `seconds` are over.
+    orphaned: the message when the process `launcher` is no longer its parent; launcher 0: do not
+              check.
+    siblings: the ranks to check; None: none.
+    file:     the failure file that also gets the message, added to `record`; "": none. Useful if
+              the launcher that reads the rank's stderr is gone.
     """
 
     seconds: float
@@ -75,14 +75,14 @@ class SiblingWatch:
     def __init__(self, siblings: Siblings, own: int) -> None:
         self.siblings = siblings
         self._own, self._parent = own, read_process(own).parent
-        self._numbers: dict[int, int] = {}  # by pid, of processes whose environment has one
+        self._numbers: dict[int, int] = {}  # rank by pid, where the environment shows it
         self._since = 0.0
-        self._absent: list[int] | None = None  # ranks missing since `_since`; None: none are
+        self._absent: list[int] | None = None  # ranks missing since `_since`; None: none
 
     def missing(self) -> str:
-        """Return a text that names the ranks that have ended; "": none, or that is unknown."""
+        """Return a text that names the ranks that have ended; "": none, or unknown."""
         here = _children(self._parent)
-        silent = 0  # processes that do not show which rank they are
+        silent = 0  # processes that do not show their rank
         for pid in here - self._numbers.keys():
             number = variable_of(pid, self.siblings.variable)
             if number is None:
@@ -93,7 +93,7 @@ class SiblingWatch:
         present = {number for pid, number in self._numbers.items() if pid in here}
         ranks = here & self._numbers.keys()
         if len(present) < len(ranks) or self._numbers.get(self._own) != self.siblings.rank:
-            self._numbers.clear()  # the variable is not the launcher's, or not yet
+            self._numbers.clear()  # the variable is not the launcher's, or not set yet
             self._absent = None
             return ""
         if self._own not in here or len(present) + silent >= self.siblings.ranks:
@@ -102,7 +102,7 @@ class SiblingWatch:
         if self._absent is None:
             known = range(self.siblings.ranks) if self.siblings.is_all else self._numbers.values()
             self._since, self._absent = time.monotonic(), sorted(set(known) - present)
-        # A watchdog that began late, after a long import, need not wait for further starts.
+        # Check the ranks' age: a watchdog that began late need not wait for further starts.
         still_come = min(map(age_seconds, ranks)) < _COMES_SECONDS
         if still_come or time.monotonic() - self._since < _ENDS_SECONDS:
             return ""
@@ -116,7 +116,7 @@ def _children(pid: int) -> set[int]:
     """Return the pids of a process's living children."""
     found: set[int] = set()
     with contextlib.suppress(OSError):
-        # A launcher with threads: each thread has the children that it has started.
+        # Each thread of a launcher lists only the children that it has started.
         for task in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{task}/children", "rb") as children:
                 found.update(map(int, children.read().split()))
@@ -126,9 +126,9 @@ def _children(pid: int) -> set[int]:
 class Process(NamedTuple):
     """A process as /proc shows it.
 
-    state: a letter; "" for one that has ended, "?" off Linux, which shows none.
-    parent: its pid; 0 where that is not known.
-    started: in ticks since the boot; 0 where that is not known.
+    state: a letter; "" if it has ended, "?" off Linux, where it is unknown.
+    parent: its pid; 0 if unknown.
+    started: in ticks since boot; 0 if unknown.
     """
 
     state: str
@@ -139,7 +139,7 @@ class Process(NamedTuple):
 def read_process(pid: int) -> Process:
     try:
         with open(f"{_PROC}/{pid}/stat", "rb") as stat:
-            # After the last parenthesis: the program's name before it may hold any character.
+            # After the last parenthesis: the program's name may contain any character.
             fields = stat.read().rpartition(b")")[2].split()
     except OSError:
         return Process("" if os.path.exists(f"{_PROC}/self") else "?", 0)
@@ -150,7 +150,7 @@ def read_process(pid: int) -> Process:
 def variable_of(pid: int, name: str) -> str | None:
     """Return a variable's value at a process's start; "": not set, None: it cannot be read.
 
-    A process may have overwritten it with other text (setproctitle).
+    A process may have overwritten its environment with other text (setproctitle).
     """
     try:
         with open(f"/proc/{pid}/environ", "rb") as environ:
@@ -165,7 +165,7 @@ def variable_of(pid: int, name: str) -> str | None:
 
 
 def age_seconds(pid: int) -> float:
-    """Return how many seconds ago a process was started; 0 where that is not known."""
+    """Return how many seconds ago a process was started; 0 if unknown."""
     started = read_process(pid).started
     if not started:
         return 0.0
@@ -173,7 +173,7 @@ def age_seconds(pid: int) -> float:
 
 
 def write_record(path: str, record: Mapping[str, Any]) -> None:
-    """Write a record as JSON by renaming a temporary file; where that fails, no file is left."""
+    """Write a record as JSON atomically (rename); on failure, leave no file."""
     folder, name = os.path.split(path)
     beside = os.path.join(folder, f".{name}.{os.getpid()}")
     try:
@@ -187,9 +187,9 @@ def write_record(path: str, record: Mapping[str, Any]) -> None:
 
 
 def now() -> str:
-    """Return the time of a record: UTC, to the millisecond."""
+    """Return the time for a record: UTC, to the millisecond."""
     seconds, nanoseconds = divmod(time.time_ns(), 10**9)
-    # Not by datetime, whose import the companion would wait for.
+    # Not with datetime, as its import would delay the companion.
     text = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
     return f"{text}.{nanoseconds // 10**6:03}+00:00"
 
@@ -197,7 +197,7 @@ def now() -> str:
 def watch(settings: WatchdogSettings, watched: int, is_over: Callable[[float], bool]) -> None:
     """Watch a process until its start is over; end it when one of its conditions comes true.
 
-    is_over: waits for so many seconds at most; tells whether the start is over.
+    is_over: waits at most the given seconds; tells whether the start is over.
     """
     begun = time.monotonic()
     siblings = SiblingWatch(settings.siblings, watched) if settings.siblings is not None else None
@@ -210,7 +210,7 @@ def watch(settings: WatchdogSettings, watched: int, is_over: Callable[[float], b
             why = siblings.siblings.missed.format(ended)
         if settings.launcher and read_process(watched).parent not in (0, settings.launcher):
             why = settings.orphaned
-        if why and not is_over(0.0):  # to look may have taken long
+        if why and not is_over(0.0):  # the check may have taken long
             write_line(why)
             if settings.file:
                 write_record(settings.file, {**settings.record, "time": now(), "text": why})
@@ -220,9 +220,9 @@ def watch(settings: WatchdogSettings, watched: int, is_over: Callable[[float], b
 
 
 def command_of(module: str) -> list[str]:
-    """Return the command that runs `main` of a module of this folder, without the rest of gtopk.
+    """Return the command that runs `main` of a module in this folder, without the rest of gtopk.
 
-    It starts quickly, without the user's site packages and PYTHONPATH, and runs nothing of theirs.
+    It skips the user's site packages and PYTHONPATH, to start quickly and run none of their code.
     """
     begin = (
         "import sys, types; package = sys.modules['gtopk'] = types.ModuleType('gtopk'); "
@@ -235,10 +235,10 @@ def command_of(module: str) -> list[str]:
 
 @contextlib.contextmanager
 def deadline(settings: WatchdogSettings, *, holds_lock: bool = True) -> Iterator[None]:
-    """Kill this process, and say why, if one of its conditions comes true in the body.
+    """Kill this process with a message if one of the conditions comes true in the body.
 
-    holds_lock: whether the body may hold Python's lock throughout: a process watches then, whose
-        start takes some 20 ms of a core; else a thread.
+    holds_lock: whether the body may hold Python's lock throughout: then a process watches, which
+        takes about 20 ms of a core to start; else a thread.
     """
     if settings.seconds == math.inf and not settings.launcher and settings.siblings is None:
         yield
@@ -256,7 +256,7 @@ def deadline(settings: WatchdogSettings, *, holds_lock: bool = True) -> Iterator
         finally:
             over.set()
         return
-    import subprocess  # which the watchdog's own process does without
+    import subprocess  # imported late: the watchdog's own process does not need it
 
     command = [*command_of("watchdog"), json.dumps(settings)]
     dog = subprocess.Popen(command, stdin=subprocess.PIPE)
@@ -264,15 +264,15 @@ def deadline(settings: WatchdogSettings, *, holds_lock: bool = True) -> Iterator
     try:
         yield
     finally:
-        dog.kill()  # else this process would wait until it has started, and read that stdin ends
+        dog.kill()  # else this process would wait until it has started and read its closed stdin
         dog.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a page fault may hold it up in /proc
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a page fault in /proc may delay it
             dog.wait(_LEAVES_SECONDS)
 
 
 def main() -> None:
     """Watch the process that started this one, until stdin ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the watched process to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the watched process handles Ctrl-C
     settings = WatchdogSettings(*json.loads(sys.argv[1]))
     siblings = Siblings(*settings.siblings) if settings.siblings else None
     watch(

@@ -1,10 +1,10 @@
 """Python objects as bytes that decode to data and run no code: typed msgpack, no pickle unless
 allowed.
 
-The format (drawn in codec.py; its types are in types.py) keeps structure and content apart: one
-loop reads the structure, a tensor is copied once, and no more memory is allocated than the message
-has bytes for.
-`decode` trusts nothing: every defect of a message ends in an ObjectFormatError.
+The format (codec.py draws it, types.py lists its types) separates structure from content. So one
+loop reads the structure, a tensor is copied once, and decoding allocates no more memory than the
+message has bytes.
+`decode` trusts nothing: a defective message always raises ObjectFormatError.
 """
 
 from __future__ import annotations

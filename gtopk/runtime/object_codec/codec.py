@@ -1,22 +1,22 @@
-"""The codec: its writer takes an object apart, its reader trusts nothing about the bytes.
+"""The codec: the writer flattens an object into bytes, the reader validates and rebuilds it.
 
     byte 0        4     6       8            16      24
          +--------+-----+-------+------------+-------+------+------+
          | "GTKO" | ver | flags | head bytes | crc32 | head | bulk |
          +--------+-----+-------+------------+-------+------+------+
-    flags   1 when a pickle is among the content, else 0
-    crc32   of everything behind the header
-    head    the object in prefix notation, one msgpack value after the other
-    bulk    the content of bytes, arrays and tensors, in the order in which the head announces them
+    flags   1 if the content includes a pickle, else 0
+    crc32   of everything after the header
+    head    the object in prefix notation, as consecutive msgpack values
+    bulk    the contents of bytes, arrays and tensors, in the order in which the head lists them
 
-None, bool, int, float and str are msgpack's own. Everything else is an empty msgpack extension
-whose code names the type, then the number of its parts, then the parts. The parts of a leaf are
-plain values, and the number of its bytes in the bulk follows them:
+None, bool, int, float and str are msgpack's own types. Everything else is an empty msgpack
+extension with the type's code, then the number of its parts, then the parts. The parts of a leaf
+are plain values, followed by the number of its bytes in the bulk:
 
     {"lr": (0.5, zeros(3))}    head   DICT 2 "lr" TUPLE 2 0.5 TENSOR 3 "float32" False 3 12
                                bulk   the 12 bytes of the tensor
 
-Objects of other types are pickled, only where GTOPK_ALLOW_PICKLE is 1, since pickles execute.
+Objects of other types are pickled only if GTOPK_ALLOW_PICKLE is 1, since pickles execute code.
 """
 
 from __future__ import annotations
@@ -55,30 +55,30 @@ MAGIC: Final = b"GTKO"
 VERSION: Final = 1
 HEADER: Final = struct.Struct("<4sHHQQ")
 HEADER_BYTES: Final = HEADER.size
-HAS_PICKLE: Final = 1  # the one flag
-MAX_DEPTH: Final = 100  # of nested parts; a larger one comes near Python's recursion limit
+HAS_PICKLE: Final = 1  # the only flag
+MAX_DEPTH: Final = 100  # of nested parts, to stay clear of Python's recursion limit
 
 
 def pickle_allowed() -> bool:
-    """Return whether this process writes and executes pickles: GTOPK_ALLOW_PICKLE=1."""
+    """Return whether this process may write and execute pickles: GTOPK_ALLOW_PICKLE=1."""
     return settings.ALLOW_PICKLE.read()
 
 
 def encode(obj: object, *, allow_pickle: bool | None = None) -> bytes:
     """Return the object as bytes.
 
-    allow_pickle: whether objects of other types are pickled; None: as GTOPK_ALLOW_PICKLE says.
+    allow_pickle: whether to pickle objects of other types; None: as GTOPK_ALLOW_PICKLE says.
 
-    These types come back exactly: None, bool, int of any size, float, complex, str, bytes,
+    These types round-trip exactly: None, bool, int of any size, float, complex, str, bytes,
     bytearray, list, tuple, set, frozenset, dict, OrderedDict, Counter, defaultdict (of list, dict,
     set, int, float or None), slice, range, argparse.Namespace, SimpleNamespace; NumPy scalars and
     arrays of numbers, dates and strings; torch.Tensor and torch.nn.Parameter (dense, from any
-    device), torch.dtype, torch.device and torch.Size. So do objects of dataclasses that are defined
-    at the top of a module which the receiver has imported, too; field by field, without a call of
-    __init__. A part that is in two places of the object comes back as two parts.
+    device), torch.dtype, torch.device and torch.Size. So do dataclass objects, field by field and
+    without calling __init__, if their class is defined at the top of a module that the receiver has
+    imported as well. An object that occurs in two places comes back as two objects.
 
-    Raises TypeError, naming the place in the object, for anything else: subclasses of these types,
-    enums and named tuples among them. Where pickles are allowed, it is pickled instead.
+    Raises TypeError, naming the place in the object, for anything else, including subclasses of
+    these types, enums and named tuples. Where pickles are allowed, it is pickled instead.
     """
     writer = _Writer(pickle_allowed() if allow_pickle is None else allow_pickle)
     writer.write(obj)
@@ -86,11 +86,11 @@ def encode(obj: object, *, allow_pickle: bool | None = None) -> bytes:
 
 
 class _Writer:
-    """Takes one object apart into head and bulk."""
+    """Flattens one object into head and bulk."""
 
     def __init__(self, may_pickle: bool) -> None:
         self._may_pickle = may_pickle
-        # Names of files may hold lone surrogates, which stand for bytes that are no UTF-8.
+        # File names may contain lone surrogates, which stand for bytes that are not valid UTF-8.
         self._packer = msgpack.Packer(unicode_errors="surrogatepass")
         self._head = bytearray()
         self._bulk: list[Buffer] = []
@@ -105,7 +105,7 @@ class _Writer:
         try:
             composite = composite_of(obj)
             if composite:
-                # As a list: the number of parts goes ahead of them.
+                # As a list, because the number of parts precedes them.
                 self._write_composite(composite.code, list(composite.take_apart(obj)))
             else:
                 leaf = leaf_of(obj)
@@ -115,7 +115,7 @@ class _Writer:
 
     def message(self) -> bytes:
         """Return header, head and bulk in one piece."""
-        # Piece by piece: the content is joined, and so copied, only once.
+        # Collect the pieces first, so that the content is copied only once.
         crc = zlib.crc32(self._head)
         for content in self._bulk:
             crc = zlib.crc32(content, crc)
@@ -145,9 +145,9 @@ class _Writer:
         self._bulk.append(content)
 
     def _write_pickle(self, obj: object, trait: str) -> None:
-        """Append an object that has no type code: a pickle where allowed, else raise TypeError.
+        """Append an object that has no type code: pickle it if allowed, else raise TypeError.
 
-        trait: the unsupported trait of this object of a known type; "": its type is unknown.
+        trait: the unsupported trait of an object of a known type; "": its type is unknown.
         """
         what = f"{type_name(type(obj))}{trait and f' ({trait})'} at {self._place()}"
         if not self._may_pickle:
@@ -156,25 +156,25 @@ class _Writer:
                 f"torch tensors and the like, got a {what}; to send it as a pickle, which can "
                 f"execute anything where it is received, set GTOPK_ALLOW_PICKLE=1 on every rank"
             )
-        # cloudpickle, where it is installed, can pickle lambdas and local classes.
+        # cloudpickle, if installed, can pickle lambdas and local classes.
         found = importlib.util.find_spec("cloudpickle")
         module: Any = importlib.import_module("cloudpickle") if found else pickle
         try:
             content: bytes = module.dumps(obj)
-        except Exception as error:  # any class can raise anything when it is pickled
+        except Exception as error:  # pickling may call any code and raise anything
             hint = "; pip install cloudpickle to send functions" if module is pickle else ""
             raise TypeError(f"cannot pickle the {what}: {error}{hint}") from error
         self._flags |= HAS_PICKLE
         self._write_leaf(Code.PICKLE, (), content)
 
     def _place(self) -> str:
-        """Return the current part's place in the object as a Python expression."""
+        """Return the current part's place in the object, as a Python expression."""
         return "".join(step.text.format(reprlib.repr(step.key)) for step in self._path) or "its top"
 
 
 def _is_plain(obj: Any) -> bool:
-    """Return whether this is one of msgpack's own types, ints up to 64 bits among them."""
-    # By the exact type: a subclass would come back as its base.
+    """Return whether the type is one of msgpack's own, including ints of up to 64 bits."""
+    # Compare exact types: a subclass would come back as its base.
     kind = type(obj)
     return obj is None or kind in (bool, float, str) or (kind is int and -(2**63) <= obj < 2**64)
 
@@ -187,15 +187,15 @@ def decode(
 ) -> Any:
     """Return the object in bytes made by `encode`; tensors land on the CPU, contiguous.
 
-    allow_pickle: whether pickles are executed; None: as GTOPK_ALLOW_PICKLE says.
-    imports: whether the modules of dataclasses are imported; only for a sender that may run code
+    allow_pickle: whether to execute pickles; None: as GTOPK_ALLOW_PICKLE says.
+    imports: whether to import the modules of dataclasses; only for a sender that may run code
         here.
-    Raises ObjectFormatError when the bytes are anything else, or when they hold a pickle that is
-    not allowed here. Without a pickle, nothing the sender chose is executed.
+    Raises ObjectFormatError for any other bytes, and for a pickle that is not allowed here. Without
+    a pickle, nothing that the sender chose is executed.
     """
     message = data.data if isinstance(data, np.ndarray) else memoryview(data)
     flags, head, bulk = _open(message)
-    # Before anything of the content is read.
+    # Check before reading any content.
     if flags and not (pickle_allowed() if allow_pickle is None else allow_pickle):
         raise ObjectFormatError(
             "the object holds a pickle, which can execute anything; set GTOPK_ALLOW_PICKLE=1 on "
@@ -207,18 +207,18 @@ def decode(
         reader.finish()
     except ObjectFormatError:
         raise
-    except Exception as error:  # constructors answer hostile parts with errors of many types
+    except Exception as error:  # hostile parts make constructors raise errors of many types
         raise malformed(f"{type(error).__name__}: {str(error)[:200]}") from error
     return obj
 
 
 def holds_pickle(data: bytes) -> bool:
-    """Return whether bytes made by `encode` can be decoded only where pickles are allowed."""
+    """Return whether bytes made by `encode` need pickles to be allowed."""
     return bool(HEADER.unpack_from(data)[2])
 
 
 def _open(message: memoryview) -> tuple[int, memoryview, memoryview]:
-    """Return the flags, head and bulk of a message whose header and checksum are right."""
+    """Return flags, head and bulk of a message, after checking its header and checksum."""
     if message.itemsize != 1 or not message.c_contiguous:
         raise TypeError("decode needs contiguous bytes, or an array of uint8")
     if message.nbytes < HEADER_BYTES:
@@ -234,21 +234,21 @@ def _open(message: memoryview) -> tuple[int, memoryview, memoryview]:
     content = message[HEADER_BYTES:]
     if head_bytes > content.nbytes:
         raise malformed(f"a head of {head_bytes} bytes does not fit into {content.nbytes}")
-    # Against damage, not against forgers, who can compute it as well.
+    # Detects damage, not forgery: a forger can compute the checksum, too.
     if crc != zlib.crc32(content):
         raise malformed("their checksum does not match their content")
     return flags, content[:head_bytes], content[head_bytes:]
 
 
 class _Reader:
-    """Puts one object together again from head and bulk."""
+    """Rebuilds one object from head and bulk."""
 
     def __init__(
         self, head: memoryview, bulk: memoryview, may_unpickle: bool, imports: bool
     ) -> None:
         self._unpacker = msgpack.Unpacker(
-            # Lists and dicts come as extensions; msgpack's own would take memory by a number that
-            # anyone can write.
+            # Lists and dicts are extensions here; msgpack's own types would allocate memory
+            # according to a length that anyone can write.
             max_buffer_size=max(head.nbytes, 1),  # 0 would mean 2 GiB
             max_array_len=0,
             max_map_len=0,
@@ -279,7 +279,7 @@ class _Reader:
         return LEAVES[value.code].put_together(self._take(self._count()), *parts)
 
     def finish(self) -> None:
-        """Raise unless the object took the whole message."""
+        """Raise unless the object used up the whole message."""
         if self._unpacker.tell() != self._head_bytes or self._bulk.nbytes:
             raise malformed("something follows the object")
 
@@ -307,7 +307,7 @@ class _Reader:
 
 
 def _plain(value: object) -> Plain:
-    """Return an unpacked value that must be plain."""
+    """Return an unpacked value; raise unless it is plain."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise malformed(f"a plain value is missing, got a msgpack {type_name(type(value))}")

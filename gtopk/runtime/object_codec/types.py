@@ -1,7 +1,7 @@
-"""The types that travel: the code of each, how it is taken apart, and how it is put together.
+"""The supported types: the code of each, how to take it apart and how to rebuild it.
 
-Leaves are made of plain values and bytes, composites of objects. A dataclass is named in the
-message, looked up among imported modules, and filled field by field: neither its __init__ nor its
+Leaves consist of plain values and bytes, composites of objects. A dataclass is named in the
+message, looked up among imported modules, and filled field by field. Neither its __init__ nor its
 properties run, so a message cannot execute code that its sender chose.
 """
 
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-MAX_DIMENSIONS: Final = 64  # of an array or a tensor: NumPy's own limit
+MAX_DIMENSIONS: Final = 64  # for arrays and tensors: NumPy's own limit
 
 Plain: TypeAlias = bool | int | float | str | None
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -34,7 +34,7 @@ class ObjectFormatError(ValueError):
 
 
 class Code(IntEnum):
-    """The msgpack extension code of each type; part of the format, never renumbered."""
+    """The msgpack extension code of each type; part of the format, so never renumber."""
 
     LIST = 1
     TUPLE = 2
@@ -66,7 +66,7 @@ class Code(IntEnum):
 
 
 def malformed(reason: str) -> ObjectFormatError:
-    """Return the error for bytes that break the format."""
+    """Return the error for malformed bytes."""
     return ObjectFormatError(f"the object's bytes are malformed: {reason}")
 
 
@@ -77,11 +77,11 @@ def type_name(kind: type) -> str:
 
 
 class Leaf(NamedTuple):
-    """The codec of a type made of plain parts and bytes: it takes it apart and puts it together."""
+    """The codec of a type that consists of plain parts and bytes."""
 
     code: Code
     take_apart: Callable[[Any], tuple[Sequence[Plain], Buffer]]
-    put_together: Callable[..., Any]  # of the bytes and the parts
+    put_together: Callable[..., Any]  # takes the bytes, then the parts
 
 
 class UnsupportedError(Exception):
@@ -89,7 +89,7 @@ class UnsupportedError(Exception):
 
 
 def leaf_of(obj: object) -> Leaf:
-    """Return the leaf for an object, or raise UnsupportedError."""
+    """Return the leaf codec for an object, or raise UnsupportedError."""
     leaf = _LEAF_OF.get(type(obj))
     if leaf is not None:
         return leaf
@@ -99,7 +99,7 @@ def leaf_of(obj: object) -> Leaf:
 
 
 def _big_int_parts(number: int) -> tuple[Sequence[Plain], Buffer]:
-    # One bit more than the number has, for its sign.
+    # One extra bit for the sign.
     return (), number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)
 
 
@@ -108,14 +108,14 @@ def _bytes_parts(content: bytes | bytearray) -> tuple[Sequence[Plain], Buffer]:
 
 
 def dimension(value: object) -> int:
-    """Return an unpacked value that must be a dimension of an array."""
+    """Return an unpacked value; raise unless it can be an array dimension."""
     if type(value) is not int or not 0 <= value < 2**63:
         raise malformed("a dimension is missing")
     return value
 
 
 def _shape(dimensions: Sequence[object], itemsize: int, content: memoryview) -> tuple[int, ...]:
-    """Return the shape of an array whose elements take exactly these bytes."""
+    """Return the shape of an array; raise unless its elements take exactly these bytes."""
     shape = tuple(dimension(size) for size in dimensions)
     if len(shape) > MAX_DIMENSIONS:
         raise malformed(f"an array has {len(shape)} dimensions")
@@ -124,7 +124,7 @@ def _shape(dimensions: Sequence[object], itemsize: int, content: memoryview) -> 
     return shape
 
 
-# Not objects, whose bytes are addresses, nor records.
+# Excludes objects, which are stored as addresses, and records.
 _NUMPY_DTYPE: Final = re.compile(
     r"[<>|](b1|[iu][1248]|f(2|4|8|12|16)|c(8|16|24|32)|[mM]8(\[\w+(/\w+)?\])?|[SU]\d{1,9})"
 )
@@ -144,7 +144,7 @@ def _array(content: memoryview, name: str, *dimensions: object) -> NDArray[Any]:
         raise malformed("an array's dtype is unknown")
     dtype = np.dtype(name)
     shape = _shape(dimensions, dtype.itemsize, content)
-    # A copy: it can be written to, and does not keep the whole message in memory.
+    # A copy is writable and does not keep the whole message in memory.
     array: NDArray[Any] = np.ndarray(shape, dtype, bytearray(content))
     if dtype.kind == "b":
         _check_bools(array.view(np.uint8))
@@ -156,7 +156,7 @@ def _array(content: memoryview, name: str, *dimensions: object) -> NDArray[Any]:
 
 
 def _check_bools(elements: NDArray[np.uint8]) -> None:
-    if (elements > 1).any():  # NumPy and torch use bools' bytes unchecked, to count and index
+    if (elements > 1).any():  # NumPy and torch count and index with bools without checking bytes
         raise malformed("a bool is neither 0 nor 1")
 
 
@@ -176,9 +176,9 @@ def _tensor_parts(tensor: torch.Tensor) -> tuple[Sequence[Plain], Buffer]:
         raise UnsupportedError("on the meta device, where nothing has content")
     if tensor.dim() > MAX_DIMENSIONS:
         raise UnsupportedError(f"of {tensor.dim()} dimensions")
-    # A tensor may be negated or conjugated by a mark alone: its values must travel.
+    # Resolve lazy negation and conjugation: the stored values must be the real ones.
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    # Not view(-1): tensors of one or no element may keep odd strides, which other dtypes refuse.
+    # Not view(-1): tensors of at most one element may keep odd strides, which other dtypes refuse.
     content = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().data
     return (dtype_name(tensor.dtype), tensor.requires_grad, *tensor.shape), content
 
@@ -190,7 +190,7 @@ def _tensor(
     if name.startswith("q"):
         raise malformed("a tensor is quantized")
     shape = _shape(dimensions, dtype.itemsize, content)
-    # Filled by a copy: made of the message's bytes it would share them.
+    # Copy into it: a tensor made from the message's bytes would share them.
     tensor = torch.empty(shape, dtype=dtype, device="cpu")
     elements = tensor.view(-1).view(torch.uint8).numpy()
     elements[:] = content
@@ -232,12 +232,12 @@ def name_of(kind: type) -> str:
 
 
 def why_not(obj: Any) -> str:
-    """Return why a dataclass's object cannot be encoded by its fields; "": it can."""
+    """Return why a dataclass's object cannot be encoded by its fields; "" if it can."""
     kind = type(obj)
-    # The receiver will look the class up by its name.
+    # The receiver looks up the class by name.
     if _found(name_of(kind)) is not kind:
         return "of a class that is not defined at the top of a module"
-    # The items of a list or a dict are in no field.
+    # The items of a list or dict base are not fields.
     native = [base for base in kind.__mro__[1:-1] if base.__module__ == "builtins"]
     if native:
         return f"a {native[0].__name__}, too"
@@ -248,9 +248,9 @@ def why_not(obj: Any) -> str:
 
 
 def filled(name: str, values: dict[str, object]) -> Any:
-    """Return an object of the class of this name with these values in its fields.
+    """Return an object of the named class with these values in its fields.
 
-    Raises ObjectFormatError where no such dataclass is imported here, or has other fields.
+    Raises ObjectFormatError if no such dataclass is imported here, or its fields differ.
     """
     kind = _found(name)
     if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
@@ -264,14 +264,14 @@ def filled(name: str, values: dict[str, object]) -> Any:
         raise malformed(f"{type_name(kind)} has no field {', '.join(map(repr, unknown))} here")
     obj = object.__new__(kind)
     for field, value in values.items():
-        object.__setattr__(obj, field, value)  # works for frozen dataclasses, too
+        object.__setattr__(obj, field, value)  # also works for frozen dataclasses
     return obj
 
 
 def _found(name: str) -> object:
-    """Return the object of a name in a module that is imported, or None.
+    """Return the object of this name in an imported module, or None.
 
-    It is looked up in the __dict__s: getattr on a module or a class may call code.
+    Look it up in the __dict__s: getattr on a module or a class may call code.
     """
     module, _, qualname = name.partition(":")
     found: Any = sys.modules.get(module)
@@ -281,7 +281,7 @@ def _found(name: str) -> object:
 
 
 class Step(NamedTuple):
-    """One part of a composite; text.format(repr(key)) is its place there."""
+    """One part of a composite; text.format(repr(key)) gives its place in it."""
 
     text: str
     key: object
@@ -289,7 +289,7 @@ class Step(NamedTuple):
 
 
 class Composite(NamedTuple):
-    """The codec of a type made of objects: it takes it apart and puts it together."""
+    """The codec of a type that consists of objects."""
 
     code: Code
     take_apart: Callable[[Any], Iterable[Step]]
@@ -306,7 +306,7 @@ def _members(members: Iterable[object]) -> Iterator[Step]:
 
 def _pairs(mapping: dict[Any, Any]) -> Iterator[Step]:
     for key, value in mapping.items():
-        # A key is a part, too: it may be a tuple, say.
+        # A key is a part of its own: it may be a tuple, say.
         yield Step(" (key {})", key, key)
         yield Step("[{}]", key, value)
 
@@ -316,7 +316,7 @@ def _attributes(*names: str) -> Callable[[object], Iterator[Step]]:
 
 
 def _ordered_dict_parts(mapping: OrderedDict[Any, Any]) -> Iterator[Step]:
-    """Yield the items and `_metadata`, in which a module's state_dict keeps version numbers."""
+    """Yield the items and `_metadata`, where a module's state_dict keeps version numbers."""
     attributes = vars(mapping)
     if attributes.keys() - {"_metadata"}:
         raise UnsupportedError(f"with attributes {sorted(attributes)}")
@@ -325,7 +325,7 @@ def _ordered_dict_parts(mapping: OrderedDict[Any, Any]) -> Iterator[Step]:
 
 
 def _default_dict_parts(mapping: defaultdict[Any, Any]) -> Iterator[Step]:
-    # The factory is called later on: only harmless ones may come from a message.
+    # The factory will be called later, so a message may only choose harmless ones.
     if mapping.default_factory not in _FACTORY_NAMES:
         raise UnsupportedError(f"of {mapping.default_factory}")
     yield Step(".default_factory", None, _FACTORY_NAMES[mapping.default_factory])
@@ -343,7 +343,7 @@ def _dataclass_parts(obj: Any) -> Iterator[Step]:
         raise UnsupportedError(why)
     yield Step("", None, name_of(type(obj)))
     for field in dataclasses.fields(obj):
-        # A field may have no value yet, as with init=False; the receiver's has none then.
+        # A field may not have a value yet, as with init=False; then the receiver's has none either.
         if hasattr(obj, field.name):
             yield Step("", None, field.name)
             yield Step(f".{field.name}", None, getattr(obj, field.name))
@@ -454,7 +454,7 @@ COMPOSITES: Final = {int(row.code): row for row in (*COMPOSITE_OF.values(), _OF_
 
 
 def composite_of(obj: object) -> Composite | None:
-    """Return the codec of an object's type; None where the type is not made of objects."""
+    """Return the codec of an object's type; None if the type does not consist of objects."""
     own = COMPOSITE_OF.get(type(obj))
     is_dataclass_object = dataclasses.is_dataclass(obj) and not isinstance(obj, type)
     return _OF_DATACLASSES if own is None and is_dataclass_object else own

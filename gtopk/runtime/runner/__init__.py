@@ -1,13 +1,13 @@
-"""`gtopk.run(func, np=4)`: call a function on ranks that are started for it, as horovod.run does.
+"""`gtopk.run(func, np=4)`: call a function on newly started ranks, like horovod.run.
 
     this process                              rank r of np
-    ranks.py       run: checks the arguments, starts ranks by mpirun, srun or torchrun, and ends
+    ranks.py       run: checks arguments, starts ranks with mpirun, srun or torchrun, and ends
                    all their processes before it returns
     call.py        func by name, args ------> worker.py: imports func, calls it
     call_server.py one result a rank <------- its result, or its error with the traceback
 
 Messages are typed msgpack (the object codec) over TCP; both sides first prove that they know the
-secret of this job.
+job's secret.
 """
 
 from __future__ import annotations

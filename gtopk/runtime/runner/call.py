@@ -1,13 +1,13 @@
-"""The call that every rank makes, and the reports that come back.
+"""The call for all ranks, and their reports.
 
-A call holds the function by its name and the arguments as typed msgpack. The name is
-module:qualname. For a function of the script itself it is "__main__:qualname" with the script's
-path, which each rank loads as multiprocessing's spawn does (under the name __mp_main__, so that
-code below `if __name__ == "__main__":` is not run again).
+A call contains the function's name, and the arguments as typed msgpack. The name is
+module:qualname. For a function in the script itself it is "__main__:qualname" with the script's
+path, which each rank loads like multiprocessing's spawn does (under the name __mp_main__, so that
+code below `if __name__ == "__main__":` does not run again).
 
 `collect` waits for every rank's report, and returns the results or raises one error that says which
-rank failed, and how. A rank that lost a peer reports that at once; the lost peer may report the
-cause a little later. `collect` waits for the cause, and raises it.
+rank failed, and how. A rank that lost a peer reports that at once, maybe before the lost peer
+reports the cause. `collect` waits for the cause and raises it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..launch import LaunchError
 from ..launch.job import own_place
 from .call_server import CallServer
 
-# The part of multiprocessing's preparation data that makes imports work in a spawned process.
+# The parts of multiprocessing's preparation data that make imports work in a spawned process.
 _SURROUNDINGS: Final = (
     *("sys_path", "sys_argv", "dir", "init_main_from_name", "init_main_from_path"),
 )
@@ -51,8 +51,8 @@ def pack(
 ) -> tuple[bytes, bytes]:
     """Return the bytes of the preparation, which a rank needs before any import, and of the call.
 
-    to_install: modules whose `install` the ranks call before they import anything else.
-    Raises TypeError for objects that need a pickle, where none is allowed.
+    to_install: modules with an `install` function to call before the ranks import anything else.
+    Raises TypeError for objects that need a pickle, if pickles are not allowed.
     """
     here = spawn.get_preparation_data("gtopk.run")
     surroundings = {name: here[name] for name in _SURROUNDINGS if name in here}
@@ -74,7 +74,7 @@ def pack(
         raise TypeError(
             f"gtopk.run: {error}; for this call alone, allow_pickle=True does"
         ) from None
-    # A rank that needs nothing of the script does not load it: that may take long.
+    # A rank only loads the script if it needs it, as loading may take long.
     needs_script = b"__main__:" in content or objects.holds_pickle(content)
     if not needs_script:
         surroundings = {k: v for k, v in surroundings.items() if not k.startswith("init_main")}
@@ -97,7 +97,7 @@ def reference(func: Callable[..., Any], in_script: bool) -> str | None:
         return None
     where = f"{module}:{name}"
     try:
-        # The name may lead to another object: to a decorator's result, say.
+        # The name may lead to another object, such as a decorator's result.
         return where if resolve(where) is func else None
     except (ImportError, AttributeError):
         return None
@@ -110,8 +110,8 @@ def resolve(where: str) -> Any:
 
 
 def make(content: bytes, allow_pickle: bool) -> Any:
-    """Make the call, and return what it returns."""
-    # The sender decides which code runs here; it has proved that it knows the job's secret.
+    """Make the call, and return its result."""
+    # The sender may choose the code to run here: it has proved that it knows the job's secret.
     call = objects.decode(content, allow_pickle=allow_pickle, imports=True)
     function = call["function"]
     if isinstance(function, str):
@@ -122,7 +122,7 @@ def make(content: bytes, allow_pickle: bool) -> Any:
 class Failure(NamedTuple):
     """An exception on a rank.
 
-    what:        "raised ValueError: ...", or how else it failed.
+    what:        "raised ValueError: ...", or another kind of failure.
     traceback:   as Python prints it.
     consequence: whether another rank's end or failure is the likely cause.
     place:       host and process.
@@ -135,12 +135,12 @@ class Failure(NamedTuple):
 
 
 def of_result(result: Any, allow_pickle: bool) -> bytes:
-    """Return the report of a call that returned; raise TypeError where the result cannot travel."""
+    """Return the report of a successful call; raise TypeError if the result cannot be encoded."""
     return objects.encode({"result": result}, allow_pickle=allow_pickle)
 
 
 def of_error(error: BaseException, own_frames: int) -> bytes:
-    """Return the report of a call that failed, without the `own_frames` outermost frames."""
+    """Return the report of a failed call, without its `own_frames` outermost frames."""
     trace: TracebackType | None = error.__traceback__
     for _ in range(own_frames):
         trace = trace.tb_next if trace is not None else None
@@ -151,24 +151,24 @@ def of_error(error: BaseException, own_frames: int) -> bytes:
         words = " ".join(str(error).split())
         what = f"raised {type(error).__name__}{words and f': {words}'}"
     consequence = isinstance(error, HorovodInternalError)
-    # Texts alone: the caller may not have the exception's class.
+    # Send only texts: the caller may not have the exception's class.
     failure = Failure(what, text, consequence, own_place())
     return objects.encode({"failure": [*failure]}, allow_pickle=False)
 
 
 def read(content: bytes, allow_pickle: bool) -> tuple[Any, Failure | None]:
-    """Return the result, or the failure, of a report."""
+    """Return the result, or the failure, in a report."""
     report = objects.decode(content, allow_pickle=allow_pickle)
     if "failure" in report:
         return None, Failure(*report["failure"])
     return report["result"], None
 
 
-_LOOK_SECONDS: Final = 0.1  # between two checks whether the launcher has ended
-_CAUSE_SECONDS: Final = 5.0  # for the cause to be reported, after a consequence was
-_LEAVE_SECONDS: Final = 2.0  # for ranks to end, after one has failed
-_DRAIN_SECONDS: Final = 2.0  # for reports to arrive, after the launcher has ended
-_END_SECONDS: Final = 30.0  # for ranks to end, after they have reported
+_LOOK_SECONDS: Final = 0.1  # how often to check whether the launcher has ended
+_CAUSE_SECONDS: Final = 5.0  # for the cause to be reported after a consequence
+_LEAVE_SECONDS: Final = 2.0  # for ranks to end after one has failed
+_DRAIN_SECONDS: Final = 2.0  # for reports to arrive after the launcher has ended
+_END_SECONDS: Final = 30.0  # for ranks to end after they have reported
 
 
 def collect(
@@ -178,10 +178,10 @@ def collect(
     start_seconds: float,
     allow_pickle: bool,
 ) -> list[Any]:
-    """Return the results in rank order, when all ranks have reported one and ended.
+    """Return the results in rank order, once all ranks have reported and ended.
 
-    Raises RankError for the first rank that failed or was lost, LaunchError where a rank has not
-    begun start_seconds after the first call, or when the launcher ended without it.
+    Raises RankError for the first rank that failed or was lost, LaunchError if a rank has not begun
+    start_seconds after the first call, or the launcher ended before it began.
     """
     results: dict[int, Any] = {}
     failures: dict[int, Failure] = {}
@@ -211,7 +211,7 @@ def collect(
         if causes:
             _wait_for_end(launcher, _LEAVE_SECONDS)
             raise _of_failure(causes[0], ranks, failures[causes[0]])
-        # Reports may still be on their way, and so may the one that has the cause.
+        # Reports may still be on their way, including one with the cause.
         if (ended and now > ended + _DRAIN_SECONDS) or (failed and now > failed + _CAUSE_SECONDS):
             raise _without_cause(failures, lost, absent, ranks, launcher)
         if absent and now > begun + start_seconds:
@@ -225,7 +225,7 @@ def collect(
 
 
 def _wait_for_end(launcher: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Wait for the ranks to end by themselves, with less output; tell whether they have."""
+    """Let the ranks end by themselves, which prints less than killing them; tell if they did."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         launcher.wait(seconds)
     return launcher.poll() is not None
@@ -244,12 +244,12 @@ def _without_cause(
     ranks: int,
     launcher: subprocess.Popen[bytes],
 ) -> RuntimeError:
-    """Return the error for a job in which no rank reported a cause."""
+    """Return the error for a job if no rank reported a cause."""
     code = launcher.poll()
     end = "its launcher goes on" if code is None else f"its launcher ended with exit code {code}"
     if lost:
         first, *later = lost
-        # Where the launcher ends the others at once, the order may not be that in which they ended.
+        # If the launcher ends the others at once, this may not be the real order.
         others = f", and then {name_ranks(later)}" if later else ""
         return RankError(
             first,

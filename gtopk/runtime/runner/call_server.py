@@ -1,4 +1,4 @@
-"""CallServer: where each rank of gtopk.run gets its call and leaves its report.
+"""CallServer: sends each rank of gtopk.run its call, and receives its report.
 
     rank -> server    its rank           8 bytes
     server -> rank    preparation, call  two messages (call.pack)
@@ -7,12 +7,12 @@
 The connection is authenticated: both ends know the job's secret, and bytes from any other sender
 are an error.
 
-    each     nonce 32                                     random, so that nothing can be replayed
+    each     nonce 32                                     random, to prevent replays
     message  length 8 | mark 32 | content | mark 32
 
-A mark is HMAC-SHA256 of the sender's side, the message's number, and its length or its content,
-under a key made of the secret and both nonces. Memory for the content is allocated only after the
-length's mark was right. Contents are not encrypted.
+A mark is the HMAC-SHA256 of the sending side, the message's number, and its length or content. The
+key is made from the secret and both nonces. Memory for the content is allocated only after the
+length's mark is verified. Contents are not encrypted.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _log = logging.getLogger("gtopk")
 _NONCE_BYTES: Final = 32
 _MARK_BYTES: Final = 32
 _LENGTH: Final = struct.Struct("<Q")
-_WHO: Final = struct.Struct("<?Qs")  # whether the accepting end sends, the number, the part
+_WHO: Final = struct.Struct("<?Qs")  # whether the accepting end sends; message number; part
 _REPLY_SECONDS: Final = 10.0  # for messages that a peer can send at once
 
 
 class UnauthenticatedError(ConnectionError):
-    """The message is not from an end that knows the secret, or it was changed on the way."""
+    """The message is not from an end that knows the secret, or was changed on the way."""
 
 
 class AuthenticatedConnection:
-    """One end of a connection; the other has the same secret.
+    """One end of a connection; the other end has the same secret.
 
     accepted: whether this end accepted the connection, rather than opened it.
-    Raises UnauthenticatedError or TimeoutError, the connection closed, where the other end shows no
-    nonce.
+    Raises UnauthenticatedError or TimeoutError, and closes the connection, if the other end sends
+    no nonce.
     """
 
     def __init__(self, connection: socket.socket, secret: bytes, *, accepted: bool) -> None:
@@ -65,7 +65,7 @@ class AuthenticatedConnection:
         except BaseException:
             connection.close()
             raise
-        # In the same order at both ends.
+        # The same order at both ends.
         nonces = other + mine if accepted else mine + other
         self._key = hmac.digest(secret, b"gtopk channel" + nonces, "sha256")
 
@@ -76,15 +76,15 @@ class AuthenticatedConnection:
             for part, text in ((b"l", length), (b"c", content))
         ]
         self._sent += 1
-        # Without a limit: long arguments take as long as the link needs.
+        # No timeout: long arguments take as long as the link needs.
         self._connection.settimeout(None)
         self._connection.sendall(b"".join([length, marks[0], content, marks[1]]))
 
     def receive(self, most_bytes: int | None = None, *, patiently: bool = True) -> bytes:
         """Return the next message.
 
-        patiently: wait for it as long as it takes; else for 10 seconds.
-        Raises UnauthenticatedError for one that the other end has not sent, or of more bytes.
+        patiently: wait without a limit; else 10 seconds.
+        Raises UnauthenticatedError if the other end did not send it, or if it is too long.
         """
         deadline = None if patiently else time.monotonic() + _REPLY_SECONDS
         length = self._read(_LENGTH.size, deadline)
@@ -102,7 +102,7 @@ class AuthenticatedConnection:
 
     def _check(self, part: bytes, text: bytes, deadline: float | None) -> None:
         expected = self._mark(not self._accepted, self._received, part, text)
-        # In constant time, which tells nothing of the right mark.
+        # Compare in constant time, so that timing does not reveal the right mark.
         if not hmac.compare_digest(self._read(_MARK_BYTES, deadline), expected):
             raise UnauthenticatedError(
                 "the other end does not know the secret, or somebody is between"
@@ -127,14 +127,14 @@ class AuthenticatedConnection:
 
 RANK: Final = struct.Struct("<q")
 _BACKLOG: Final = 4096  # connections that wait to be accepted
-_BREATH_SECONDS: Final = 0.1  # pause before accepting again, after too many open files
+_BREATH_SECONDS: Final = 0.1  # pause before accepting again if too many files are open
 
 
 class CallServer:
-    """Sends the same call to every rank and collects their reports; a thread serves each rank.
+    """Sends the same call to every rank and collects the reports, with one thread per rank.
 
     came, left: the ranks that have connected, and those that have disconnected, in that order.
-    reports: by rank. All three are guarded by `changed`.
+    reports: by rank. `changed` guards all three.
     """
 
     def __init__(self, ranks: int, messages: Sequence[bytes], host: str = "127.0.0.1") -> None:
@@ -144,7 +144,7 @@ class CallServer:
         self.reports: dict[int, bytes] = {}
         self._ranks = ranks
         self._messages = messages
-        self._refused: set[str] = set()  # hosts whose refusal was printed
+        self._refused: set[str] = set()  # hosts with a printed refusal
         self._closed = False
         self._secret = secrets.token_bytes(32)
         self._server = socket.create_server((host, 0), backlog=_BACKLOG)
@@ -153,7 +153,7 @@ class CallServer:
         self._thread.start()
 
     def environment(self) -> dict[str, str]:
-        """Return the variables with which ranks find the call server and authenticate."""
+        """Return the variables that let ranks find the call server and authenticate."""
         return {
             settings.RUN_ADDRESS.name: self._address,
             settings.RUN_SECRET.name: self._secret.hex(),
@@ -163,7 +163,7 @@ class CallServer:
         """Stop accepting connections."""
         self._closed = True
         with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)  # wakes `accept`, which `close` does not
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes `accept`, unlike `close`
         self._thread.join()
         self._server.close()
 
@@ -171,10 +171,10 @@ class CallServer:
         while not self._closed:
             try:
                 visitor, (host, _) = self._server.accept()
-            except OSError:  # closed; or other clients' connections use up the process's files
+            except OSError:  # closed, or out of file descriptors because of other clients
                 time.sleep(0.0 if self._closed else _BREATH_SECONDS)
                 continue
-            # A thread each: a visitor that says nothing must not keep ranks waiting.
+            # One thread each: a silent visitor must not keep ranks waiting.
             threading.Thread(target=self._receive, args=(visitor, host), daemon=True).start()
 
     def _receive(self, visitor: socket.socket, host: str) -> None:
@@ -187,7 +187,7 @@ class CallServer:
         try:
             (number,) = RANK.unpack(connection.receive(RANK.size, patiently=False))
             with self.changed:
-                # A second one of a number gets nothing: the first has the call.
+                # A second connection for a rank gets nothing: the first has the call.
                 if not 0 <= number < self._ranks or number in self.came:
                     return
                 rank = number
@@ -199,7 +199,7 @@ class CallServer:
             with self.changed:
                 self.reports[rank] = report
                 self.changed.notify()
-        except (OSError, struct.error) as error:  # a rank that has died is noted in `left`
+        except (OSError, struct.error) as error:  # `left` records a rank that has died
             if rank is None:
                 self._refuse(host, error)
         finally:
@@ -212,7 +212,7 @@ class CallServer:
     def _refuse(self, host: str, error: Exception) -> None:
         """Print that another client connected, once for each host."""
         with self.changed:
-            # Once a host: somebody who scans ports must not fill the log.
+            # Once for each host: a port scan must not fill the log.
             known = host in self._refused
             self._refused.add(host)
         if not known:
@@ -222,7 +222,7 @@ class CallServer:
 def fetch_call(
     address: str, secret: str, rank: int
 ) -> tuple[AuthenticatedConnection, bytes, bytes]:
-    """Return the connection to the call server, and the two messages that it has for this rank."""
+    """Return the connection to the call server, and the server's two messages for this rank."""
     host, _, port = address.rpartition(":")
     stream = socket.create_connection((host, int(port)))
     connection = AuthenticatedConnection(stream, bytes.fromhex(secret), accepted=False)
@@ -235,7 +235,7 @@ def fetch_call(
 
 
 def own_address(other: str) -> str:
-    """Return the address under which this host is reached from another one."""
+    """Return this host's address as seen from another host."""
     try:
         return address_towards(other)
     except OSError as error:

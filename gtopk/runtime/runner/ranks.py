@@ -1,7 +1,7 @@
-"""run: the function itself, with the arguments of horovod.run.
+"""run: takes the arguments of horovod.run and starts the ranks.
 
-It starts ranks by mpirun here or on other hosts, by srun in its allocation, or by torchrun here.
-Open MPI's mpirun starts ranks on other hosts over ssh, with this process's environment.
+It uses mpirun on this host or others, srun in its allocation, or torchrun on this host. Open MPI's
+mpirun starts ranks on other hosts over ssh, with this process's environment.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..launch.mpirun import Mpi, require_mpirun
 from .call_server import CallServer, own_address
 from .worker import BEGIN
 
-# Variables that belong to this host, this shell or this job, and are not sent to other hosts.
+# Variables for only this host, shell or job, which are not sent to other hosts.
 _STAYS: re.Pattern[str] = re.compile(
     r"(OMPI|PMIX|PMI|PRTE|SLURM|SSH|XDG|BASH_FUNC)_.*|_|DISPLAY|HOME|HOSTNAME|LOGNAME|LS_COLORS|"
     r"OLDPWD|PWD|SHELL|SHLVL|TERM|TMPDIR|USER"
@@ -43,7 +43,7 @@ _STAYS: re.Pattern[str] = re.compile(
 
 
 def refuse_other_than_open_mpi(mpi: Mpi) -> None:
-    """Raise LaunchError for an MPI with which gtopk cannot start ranks on other hosts."""
+    """Raise LaunchError unless gtopk can start ranks on other hosts with this MPI."""
     if mpi.vendor != "Open MPI":
         raise LaunchError(
             f"starting ranks on other hosts needs Open MPI's mpirun, found {mpi}; start the script "
@@ -52,12 +52,12 @@ def refuse_other_than_open_mpi(mpi: Mpi) -> None:
 
 
 def host_options(hosts: Sequence[Host], environ: Mapping[str, str]) -> list[str]:
-    """Return the options with which mpirun starts ranks on these hosts, with this environment."""
+    """Return mpirun's options to start ranks on these hosts with this environment."""
     places = ",".join(f"{host.name}:{host.slots}" for host in hosts)
     names = [
         name
         for name in sorted(environ)
-        # mpirun's -x takes no name such as bash's exported functions have.
+        # mpirun's -x does not accept names like those of bash's exported functions.
         if re.fullmatch(r"[A-Za-z_]\w*", name) and not _STAYS.fullmatch(name)
     ]
     return ["--host", places, *(word for name in names for word in ("-x", name))]
@@ -77,7 +77,7 @@ def ssh_environment(port: int | None, identity_file: str | None) -> dict[str, st
 
 
 def interface_environment(interfaces: str) -> dict[str, str]:
-    """Return the variables that keep MPI, NCCL and gloo to these interfaces ("eth0,eth1")."""
+    """Return the variables that restrict MPI, NCCL and gloo to these interfaces ("eth0,eth1")."""
     return {
         "OMPI_MCA_btl_tcp_if_include": interfaces,
         "OMPI_MCA_oob_tcp_if_include": interfaces,
@@ -92,7 +92,7 @@ LAUNCHERS: Final = ("mpirun", "torchrun", "srun")
 
 @dataclass(frozen=True)
 class Places:
-    """Hosts and launcher to start ranks with; empty, None: this host, the launcher found here."""
+    """Hosts and launcher for the ranks; empty or None: this host, the launcher found here."""
 
     ranks: int
     hosts: Sequence[Host] = ()
@@ -106,7 +106,7 @@ class Places:
 
     @property
     def elsewhere(self) -> str | None:
-        """Return the name of a host that is not this one, if there is one."""
+        """Return the name of a host other than this one, if any."""
         return next((host.name for host in self.hosts if not host.is_this_one), None)
 
 
@@ -118,10 +118,9 @@ class Start(NamedTuple):
 
 
 def start_program(places: Places, program: list[str], needed: Mapping[str, str]) -> Start:
-    """Return how to start ranks of a program, its executable first, with these variables.
+    """Return how to start ranks of a program (its executable first) with these variables.
 
-    Raises LaunchError where there is nothing to start them with, ValueError where the hosts have
-    too few slots.
+    Raises LaunchError if no launcher is available, ValueError if the hosts have too few slots.
     """
     variables = {**needed}
     if places.output_folder is not None:
@@ -139,14 +138,14 @@ def start_program(places: Places, program: list[str], needed: Mapping[str, str])
 
 
 def launcher_at_hand(hosts: Sequence[Host] = ()) -> str:
-    """Return the launcher to use: mpirun, or torchrun for ranks here where MPI is incomplete."""
-    # mpirun alone is not enough: the ranks join by mpi4py.
+    """Return the launcher to use: mpirun, or torchrun for local ranks if MPI is incomplete."""
+    # mpirun alone is not enough: the ranks join with mpi4py.
     complete = find_mpirun() is not None and importlib.util.find_spec("mpi4py") is not None
     return "torchrun" if not complete and all(host.is_this_one for host in hosts) else "mpirun"
 
 
 def _by_srun(places: Places, program: list[str], variables: dict[str, str]) -> Start:
-    from collectives.environment import whole_number  # which needs NumPy
+    from collectives.environment import whole_number  # imported late, as it needs NumPy
 
     if shutil.which("srun") is None:
         raise LaunchError(
@@ -156,7 +155,7 @@ def _by_srun(places: Places, program: list[str], variables: dict[str, str]) -> S
     if places.hosts or places.mpi_args is not None:
         raise ValueError("srun starts ranks where the allocation is: give it no hosts and mpi_args")
     options = [f"--ntasks={places.ranks}"]
-    cores = whole_number("SLURM_CPUS_PER_TASK", 0)  # since 22.05 srun does not inherit it
+    cores = whole_number("SLURM_CPUS_PER_TASK", 0)  # srun does not inherit it since 22.05
     tasks = whole_number("SLURM_NTASKS", whole_number("SLURM_JOB_NUM_NODES", 1))
     if cores and places.ranks <= tasks:  # more ranks than tasks share the cores
         options.append(f"--cpus-per-task={cores}")
@@ -171,7 +170,7 @@ def _by_torchrun(places: Places, program: list[str], variables: dict[str, str]) 
         )
     if places.mpi_args is not None:
         raise ValueError(f"mpi_args={places.mpi_args!r} is for mpirun; the ranks start by torchrun")
-    # The rest is for mpirun; without this one torchrun would give each rank a single thread.
+    # The other variables are for mpirun; without this one torchrun gives each rank one thread.
     if threads := rank_environment(places.ranks).get("OMP_NUM_THREADS"):
         variables = {"OMP_NUM_THREADS": threads, **variables}
     return Start(torchrun_command(places.ranks, program, places.python), variables)
@@ -181,7 +180,7 @@ def _by_mpirun(places: Places, program: list[str], variables: dict[str, str]) ->
     mpirun = require_mpirun()
     try:
         options = shlex.split(places.mpi_args or "")
-    except ValueError as error:  # a quotation without its end
+    except ValueError as error:  # an unclosed quotation
         raise ValueError(
             f"mpi_args must be words of a shell, got {places.mpi_args!r}: {error}"
         ) from None
@@ -189,7 +188,7 @@ def _by_mpirun(places: Places, program: list[str], variables: dict[str, str]) ->
         refuse_other_than_open_mpi(identify(mpirun))
         variables |= ssh_environment(places.ssh_port, places.ssh_identity_file)
     ranks_here = None if places.elsewhere else places.ranks
-    # What the caller asks for comes last, and counts.
+    # The caller's settings come last and override.
     variables = {**rank_environment(ranks_here), **variables}
     if places.elsewhere:
         options = [*host_options(places.hosts, {**os.environ, **variables}), *options]
@@ -233,27 +232,28 @@ def run(
     *,
     allow_pickle: bool | None = None,
 ) -> list[Any]:
-    """Call func(*args, **kwargs) on ranks that are started for it; return the results by rank.
+    """Call func(*args, **kwargs) on newly started ranks; return the results by rank.
 
-    func:              by its name: one that other processes can import, the script's own included.
-    num_proc, np:      how many ranks.
+    func:              passed by name, so other processes must be able to import it; a function in
+                       the script itself works, too.
+    num_proc, np:      number of ranks.
     hosts, hostfile:   "one:4,two:2", or a file with lines "one slots=4"; default: this host. With
-                       other hosts OMP_NUM_THREADS is yours to set, and goes along.
-    use_mpi, use_gloo: start them by mpirun, or by torchrun; default: mpirun where there is one.
-    mpi_args:          further options of mpirun.
-    start_timeout:     the seconds that all ranks get to begin (GTOPK_START_TIMEOUT, 120).
+                       other hosts, set OMP_NUM_THREADS yourself; it is passed on.
+    use_mpi, use_gloo: start with mpirun, or with torchrun; default: mpirun if available.
+    mpi_args:          further options for mpirun.
+    start_timeout:     seconds for all ranks to begin (GTOPK_START_TIMEOUT, 120).
     output_filename:   a folder; rank r prints to rank.r/stdout and rank.r/stderr in it.
     executable:        the Python to run; default: this one.
-    allow_pickle:      whether what is neither plain data nor a function with a name travels as a
-                       pickle, both ways; default: as GTOPK_ALLOW_PICKLE says.
-    disable_cache:     accepted: nothing is cached.
-    The arguments of elastic jobs are refused: the number of ranks is fixed here.
+    allow_pickle:      whether to pickle anything but plain data and named functions, in both
+                       directions; default: as GTOPK_ALLOW_PICKLE says.
+    disable_cache:     accepted but ignored: nothing is cached.
+    Arguments for elastic jobs are refused: the number of ranks is fixed here.
 
-    Raises RankError when a rank fails, with its number and traceback; LaunchError when ranks cannot
-    be started; TypeError for what cannot travel, or is of a wrong type; ValueError for arguments
-    that make no sense. When it returns or raises, every process that it started has ended.
+    Raises RankError if a rank fails, with its number and traceback; LaunchError if ranks cannot be
+    started; TypeError for values that cannot be encoded or have a wrong type; ValueError for
+    invalid arguments. When it returns or raises, every process that it started has ended.
     """
-    # First of all, as long as the arguments are the only local names.
+    # First, while the arguments are the only local names.
     given = {name: value for name, value in locals().items() if name in _ELASTIC}
     _refuse_elastic({name: value for name, value in given.items() if value is not None})
     if use_gloo and use_mpi:
@@ -268,11 +268,11 @@ def run(
     _check_words(**words, network_interfaces=network_interfaces)
     if start_timeout:
         _check_seconds(start_timeout)
-    if allow_pickle not in (None, True, False):  # "no" is true
+    if allow_pickle not in (None, True, False):  # rejects "no", which is truthy
         raise TypeError(f"allow_pickle must be True, False or None, got {allow_pickle!r}")
     refuse_inside_a_job()
 
-    # These import torch or collectives, which `import gtopk` needs not.
+    # Imported late: these import torch or collectives, which `import gtopk` does not need.
     from ..object_codec import pickle_allowed
     from .call import collect, pack
 
@@ -290,12 +290,12 @@ def run(
         executable or sys.executable,
         output_filename,
     )
-    # Where all ranks are here, no other host can connect.
+    # If all ranks are on this host, other hosts cannot connect.
     server = CallServer(
         ranks, messages, own_address(places.elsewhere) if places.elsewhere else "127.0.0.1"
     )
     try:
-        seconds = start_timeout or settings.START_TIMEOUT.read()  # 0 as None, as Horovod has it
+        seconds = start_timeout or settings.START_TIMEOUT.read()  # 0 means None, as in Horovod
         variables = {**server.environment(), settings.START_TIMEOUT.name: str(seconds)}
         root = Path(__file__).parents[3]
         start = start_program(places, [places.python, "-c", BEGIN, str(root)], variables)
@@ -320,7 +320,7 @@ def _whole_number(ranks: object) -> int:
 
 
 def _check_call(args: object, kwargs: object) -> None:
-    """Raise TypeError for what `func(*args, **kwargs)` takes apart, or only fails over there."""
+    """Raise TypeError for arguments that `func(*args, **kwargs)` would misread or reject later."""
     if not isinstance(args, Iterable) or isinstance(args, str | bytes | Mapping):
         raise TypeError(
             f"args must be a list or tuple of arguments, got {args!r:.100}; for a single one write "
@@ -356,5 +356,5 @@ def _refuse_elastic(given: Mapping[str, Any]) -> None:
 
 
 def _to_install() -> list[str]:
-    """Return the modules that installed import finders here: ranks install the same ones."""
+    """Return the modules that installed import finders here, for the ranks to install as well."""
     return [finder.installed_by for finder in sys.meta_path if hasattr(finder, "installed_by")]

@@ -1,4 +1,4 @@
-"""A rank of gtopk.run: fetch the call, make it, report."""
+"""A rank of gtopk.run: fetches the call, makes it and reports the outcome."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from .. import standard_streams
 from ..launch import launched_by
 from .call_server import fetch_call
 
-# Starts a rank from any place of gtopk: argv is [-c, the folder that holds gtopk].
+# Starts a rank without gtopk on its path: argv is [-c, the folder that contains gtopk].
 BEGIN: Final = (
     "import sys; sys.path.insert(0, sys.argv.pop()); "
     "from gtopk.runtime.runner.worker import main; main()"
 )
-_FRAMES: Final = 2  # frames of main and call.make, above those of the function
+_FRAMES: Final = 2  # frames of main and call.make, above the function's own
 
 
 def main() -> None:
-    """Fetch the call from the server that the environment names, make it, report the outcome."""
+    """Fetch the call from the server in the environment, make it, and report the outcome."""
     job = launched_by()
     rank, ranks = (job.rank, job.size) if job else (0, 1)
-    # Out of the environment, too: programs that the function starts must not have the secret.
+    # Also removes them: programs that the function starts must not see the secret.
     address, secret = settings.RUN_ADDRESS.take(), settings.RUN_SECRET.take()
     if folder := settings.RUN_OUTPUT.take():
         _print_into(Path(folder) / f"rank.{rank:0{len(str(ranks - 1))}}")
     connection, preparation, content = fetch_call(address, secret, rank)
 
-    # torch is first imported here: by now the call server knows that this rank has come.
+    # This imports torch: by now the call server knows that this rank has started.
     from multiprocessing import spawn
 
     from ... import __version__
@@ -47,19 +47,19 @@ def main() -> None:
             )
         for module in prepared["to_install"]:
             importlib.import_module(module).install()
-        # From here on imports work as they do in the process that sent the call.
+        # From here on, imports work as in the process that sent the call.
         spawn.prepare(prepared["surroundings"])
         said = call.of_result(call.make(content, allow_pickle), allow_pickle)
     except BaseException as error:
         said = call.of_error(error, _FRAMES)
-    # First: after the report the caller may end this process.
+    # Flush first: after the report the caller may end this process.
     standard_streams.flush()
     connection.send(said)
     connection.close()
 
 
 def _print_into(folder: Path) -> None:
-    """Redirect the output of this process and its children into files, away from the launcher."""
+    """Redirect output of this process and its children into files, bypassing the launcher."""
     folder.mkdir(parents=True, exist_ok=True)
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)

@@ -1,9 +1,9 @@
-"""The world: this process's place among the ranks, from joining them to leaving them.
+"""The world: this process's place among the ranks, from init to shutdown.
 
-joining.py            from the launcher's variables, or mpi4py's communicators, to a transport
-membership.py         World: a rank's transport, engine and place; what carries its GPU's messages
-world.py              the World of this process, from init to shutdown
-process_sets.py       some of the ranks, with operations of their own
-guard.py              when one rank fails, the job ends with its number, step and error
-preemption.py         SIGTERM on one rank: all know after the same step
+joining.py            connects the ranks: from launcher variables or mpi4py to a transport
+membership.py         World: a rank's transport, engine and place; which transport serves its GPU
+world.py              this process's World, from init to shutdown
+process_sets.py       subsets of the ranks with operations of their own
+guard.py              when a rank fails, ends the job with that rank's number, step and error
+preemption.py         SIGTERM on one rank: all ranks learn of it after the same step
 """

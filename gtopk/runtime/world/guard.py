@@ -1,35 +1,35 @@
-"""Guard: when one rank fails, the job ends, and an error says which rank failed at which step.
+"""Guard: when one rank fails, end the job with an error that names the rank and its step.
 
-an exception (any thread)   it is printed with rank and step, then the job is aborted
+an exception (any thread)   print it with rank and step, then abort the job
 the program ends, or calls sys.exit, while its peers go on
                             their next operation fails and names this rank (Engine, Transport)
-a signal kills the rank     the launcher ends the others; each says at which step it was stopped
+a signal kills the rank     the launcher ends the others; each prints the step it was stopped at
 the rank freezes, or its host or link is gone
                             its heartbeats stop: ranks that wait for it fail and name it (liveness/)
 
-Messages go to stderr, into the run's record and into the failure file, where these are asked for.
+Messages go to stderr, and into the run's record and the failure file where these are enabled.
 Where ranks may leave (hogbatch, with that option), a failure ends its own rank only.
 
-torchrun's error file gets the error and its time: torchrun names the earliest as the root cause.
+torchrun's error file gets the error and its time: torchrun reports the earliest as the root cause.
 
-The failure file keeps a rank's error when the job's output is lost:
+The failure file keeps a rank's error in case the job's output is lost:
 
-    GTOPK_FAILURE_DIR=DIR    DIR/failure_rank2.json, of each rank that failed
+    GTOPK_FAILURE_DIR=DIR    DIR/failure_rank2.json, for each rank that failed
     GTOPK_RUN=DIR            the same, beside the run's record
 
-Without either nothing is written. When a rank joins a world it removes its own file, and files of
-ranks that are not in the world: in a folder that all hosts share they are left from an earlier run.
-A rank that cannot join writes one, too: where mpirun is gone, nobody reads what its ranks print.
+Without either, nothing is written. A rank that joins a world removes its own file and those of
+ranks outside the world: in a folder that all hosts share, they are left from an earlier run. A rank
+that cannot join also writes one: if mpirun is gone, nobody reads what the ranks print.
 
-    rank, size, host, pid    of the rank; as launched, where it could not join
-    time                     when it was written, UTC
+    rank, size, host, pid    of the rank; as launched, if it could not join
+    time                     time of writing, UTC
     gtopk                    the version
-    step                     that the rank was in
-    operation                that it was in, or that failed; null: it computed
+    step                     the rank's step
+    operation                the operation that ran or failed; null: the rank was computing
     error, text              the exception's type and text; or null, and how the rank was ended
-    lost                     the ranks known here to have died, each with rank and why; the first
-                             that the heartbeat found comes first
-    traceback                null where another rank is the cause
+    lost                     ranks known here to have died, each with rank and why; the first loss
+                             that the heartbeat detected comes first
+    traceback                null if another rank is the cause
 
 The file holds no environment variables.
 """
@@ -69,7 +69,7 @@ _NAME: Final = re.compile(r"failure_rank(\d+)\.json")
 
 
 def folder_from(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the folder of failure files; "": none are written."""
+    """Return the folder for failure files; "": write none."""
     return settings.FAILURE_DIR.read(environ) or settings.RUN.read(environ)
 
 
@@ -78,10 +78,10 @@ def path_of(folder: str | Path, rank: int) -> Path:
 
 
 def remove_earlier(folder: str, rank: int, size: int) -> None:
-    """Remove this rank's file of an earlier run, and those of ranks that this run lacks."""
+    """Remove this rank's file from an earlier run, and files of ranks outside this run."""
     if not folder:
         return
-    with contextlib.suppress(OSError):  # a rank that cannot delete there cannot write there either
+    with contextlib.suppress(OSError):  # if it cannot delete there, it cannot write there either
         path_of(folder, rank).unlink(missing_ok=True)
         for path in Path(folder).iterdir():
             found = _NAME.fullmatch(path.name)
@@ -100,12 +100,12 @@ def write(
     how: str = "",
     lost: Sequence[LostRank] = (),
 ) -> None:
-    """Write a rank's failure file, by renaming a temporary one; errors of the disk are ignored.
+    """Write a rank's failure file atomically (rename); ignore disk errors.
 
-    error: its exception; None: it was ended. operation: "": it computed. how: how it ended.
-    The defaults are those of a rank that could not join the others; its number is the launcher's.
+    error: its exception; None: it was ended. operation: "": it was computing. how: how it ended.
+    The defaults fit a rank that could not join the others; `rank` is then the launcher's number.
     """
-    # The traceback of a consequence shows where this rank waited, not what went wrong.
+    # If another rank is the cause, the traceback only shows where this rank waited.
     is_own = error is not None and not isinstance(error, HorovodInternalError | PeerError)
     content = {
         **record_of(rank, size),
@@ -120,9 +120,9 @@ def write(
 
 
 def record_of(rank: int, size: int) -> dict[str, Any]:
-    """Return the failure file's entries for a rank at its start, still without an error.
+    """Return the failure file's entries for a rank at its start, without an error yet.
 
-    JSON keeps the order: it is that of the list above.
+    JSON keeps the order, which is that of the list above.
     """
     return {
         "rank": rank,
@@ -149,9 +149,9 @@ def write_error_file(
 ) -> None:
     """Write torchrun's error file for this rank; without torchrun, do nothing.
 
-    error: with its traceback; None: another rank is the cause. Then the file's time is later than
-    now: torchrun calls the earliest failure the root cause, and gives a killed rank, which has no
-    file, the time at which it notices.
+    error: with its traceback; None: another rank is the cause. The file then gets a time in the
+    future: torchrun reports the earliest failure as the root cause, and gives a killed rank, which
+    has no file, the time at which it notices the death.
     """
     path = environ.get(_PATH)
     if not path:
@@ -161,38 +161,38 @@ def write_error_file(
     if error is not None:
         stack = "".join(traceback.format_exception(error))
         extra = {"py_callstack": f"{text}\n{stack}", "timestamp": str(when)}
-    with contextlib.suppress(OSError):  # it ends anyway, and has said why
+    with contextlib.suppress(OSError):  # the rank ends anyway, and has printed its error
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 
-_WORD_SECONDS: Final = 0.3  # a rank that is stopped waits so long for news of a lost rank
-_KNOWN_SECONDS: Final = 0.1  # and so long before it records its end without such news
-_STUCK_SECONDS: Final = 3.0  # an operation has so long to notice that a rank is lost
+_WORD_SECONDS: Final = 0.3  # how long a stopped rank waits for news of a lost rank
+_KNOWN_SECONDS: Final = 0.1  # how long it waits before it records its end without such news
+_STUCK_SECONDS: Final = 3.0  # for an operation to notice a lost rank
 _LOOK_SECONDS: Final = 0.1
 _LAST_WORD_SECONDS: Final = 1.0  # for other ranks to print their errors before an abort
-_DISK_SECONDS: Final = 1.0  # for writes to a disk, which may belong to the host that is lost
+_DISK_SECONDS: Final = 1.0  # for writes to a disk, which may be on the lost host
 
 
 def is_needed(transport: Transport) -> bool:
-    """Tell whether there are other processes that a failure of this one concerns."""
+    """Tell whether a failure of this process affects other processes."""
     return transport.name != "local" and transport.size > 1
 
 
 class Guard:
-    """Reports how this process ends, and ends the job; only a world of several processes needs it.
+    """Reports how this process ends, and ends the job; only needed with several processes.
 
-    `install` begins to watch; `remove` ends that after a `shutdown`.
+    Call `install` to begin watching, and `remove` after a `shutdown`.
     """
 
-    _installed: ClassVar[Guard | None] = None  # the one that watches now
+    _installed: ClassVar[Guard | None] = None  # the active guard
 
     def __init__(
         self, world: World, heartbeat: Heartbeat | None = None, failures: str = ""
     ) -> None:
-        """heartbeat: whose introduction the world has; None: a silent rank is never lost.
+        """heartbeat: the one introduced to this world; None: silent ranks go undetected.
 
-        failures: the folder of failure files; "": none are written.
+        failures: the folder for failure files; "": write none.
         """
         self.world = world
         self.needed = is_needed(world.transport)
@@ -208,14 +208,14 @@ class Guard:
         self._heartbeat = heartbeat
 
     def install(self) -> None:
-        """Set the exception hooks, and SIGTERM's handler where there is none; start beating."""
+        """Set the exception hooks, and SIGTERM's handler unless the script has one; start beats."""
         self.world.engine.departure_notice = self.departure_notice
         if not self.needed:
             return
         sys.excepthook = self._on_exception
         threading.excepthook = self._on_thread_exception
         Guard._installed = self
-        # A script's own handler stays, as it may save. Only the main thread can set one.
+        # Keep a script's own handler, which may save. Only the main thread can set one.
         in_main_thread = threading.current_thread() is threading.main_thread()
         if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -227,27 +227,27 @@ class Guard:
             heartbeat.note(self.world.step, self.world.advice)
 
     def close(self) -> None:
-        """Stop the heartbeat: this rank and the others have left."""
+        """Stop the heartbeat, once this rank and the others have left."""
         if self._heartbeat:
             self._heartbeat.close()
-            # This also ends the thread of `_end_if_stuck`, which would abort a job that goes on.
+            # Also ends the thread of `_end_if_stuck`, which would abort a job that goes on.
             self._heartbeat = None
 
     def release_after_fork(self) -> None:
-        """Remove the guard from a forked process, and leave the companion to the parent."""
+        """Remove the guard from a forked process; the companion stays with the parent."""
         if self._heartbeat:
             self._heartbeat.release_after_fork()
             self._heartbeat = None
         self.remove()
 
     def remove(self) -> None:
-        """Close, and restore hooks that are still ours; SIGTERM's needs the main thread."""
+        """Close, and restore our hooks; SIGTERM's only from the main thread."""
         self.retire()
         if self._handles_sigterm and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def retire(self) -> None:
-        """Close, and ignore exceptions and SIGTERM, as this process is no rank; in any thread."""
+        """Close, and ignore exceptions and SIGTERM: this process is no rank now. Any thread."""
         self.close()
         self._retired = True
         if Guard._installed is self:
@@ -258,35 +258,35 @@ class Guard:
             threading.excepthook = self._threading_excepthook
 
     def has_lost_rank(self) -> bool:
-        """Tell whether a rank is lost, waiting 0.3 s for news of one."""
+        """Tell whether a rank is lost; waits up to 0.3 s for news of one."""
         return self._heartbeat is not None and self._heartbeat.lost(_WORD_SECONDS) is not None
 
     def departure_notice(self, how: str) -> str:
-        """Return the text that the peers get when this rank leaves."""
+        """Return the text that peers get when this rank leaves."""
         return f"{how} at step {self.world.step}; {self.place}"
 
     def _print(self, what: str) -> None:
-        # In a thread: a handler of SIGTERM may run within the main thread's print, which holds the
-        # stream's lock, and another thread's print may wait for its reader for ever.
+        # In a thread: a SIGTERM handler may interrupt a print of the main thread, which holds the
+        # stream's lock, and another thread's print may block on its reader for ever.
         standard_streams.run_within(standard_streams.flush, _DISK_SECONDS)
         standard_streams.write_line(f"{self.name} ({self.place}) {what}")
 
     def report(self, error: BaseException) -> None:
-        """Report this rank's error: on stderr, to torchrun, and through the companion."""
+        """Report this rank's error: to stderr, to torchrun, and through the companion."""
         if self.needed:
             self._has_reported = True
             failed = self._failed(error)
             advice = "" if self.world.advice in failed else f"; {self.world.advice}"
             if self._heartbeat:
                 self._heartbeat.explain(failed)
-            # A HorovodInternalError has its cause on another rank.
+            # A HorovodInternalError is caused by another rank.
             cause = None if isinstance(error, HorovodInternalError) else error
             write_error_file(f"{self.name} ({self.place}) {failed}", cause)
             then = "the others go on" if self.world.engine.ranks_may_leave else "ending the job"
             self._print(f"{failed}; {then}{advice}")
 
     def _failed(self, error: BaseException, place: str = "") -> str:
-        """Return the text of a failure; place: text to put behind the step."""
+        """Return the text of a failure; place: text to add after the step."""
         where = self.world.where()
         return f"failed {where}{place}: {describe(error, where)}"
 
@@ -296,13 +296,13 @@ class Guard:
         error: BaseException,
         traceback: TracebackType | None,
     ) -> None:
-        # The traceback first: afterwards the process ends.
+        # Print the traceback before the process ends.
         self._excepthook(kind, error, traceback)
         self._fail(error)
 
     def _on_thread_exception(self, arguments: threading.ExceptHookArgs) -> None:
         self._threading_excepthook(arguments)
-        # A thread that exits so ends itself alone, as without gtopk.
+        # SystemExit in a thread only ends that thread, as without gtopk.
         if arguments.exc_type is not SystemExit:
             self._fail(arguments.exc_value or arguments.exc_type())
 
@@ -330,8 +330,8 @@ class Guard:
     def _announce_and_wait(self, how: str) -> None:
         """Announce the departure, and wait 1 s: an abort would cut off the others' messages.
 
-        Departures of all ranks do not shorten that: a rank whose operation failed departs before it
-        prints. The announcement is made in a thread, as a failed transport may never return.
+        Always wait the full second, even if all ranks have departed: a rank whose operation failed
+        departs before it prints. Announce in a thread, as a failed transport may never return.
         """
         until = time.monotonic() + _LAST_WORD_SECONDS
         standard_streams.run_within(
@@ -340,26 +340,26 @@ class Guard:
         time.sleep(max(0.0, until - time.monotonic()))
 
     def _end_alone(self, error: BaseException) -> None:
-        """Leave and end this process at once, with exit code 1; the others notice its absence."""
+        """Leave and end this process at once with exit code 1; the others notice its absence."""
         how = self.departure_notice(f"raised {describe(error, self.world.where())}")
         self.world.transport.leave(how, _LAST_WORD_SECONDS)
-        # No exit handlers: MPI's end among them would wait for the other ranks, which go on.
+        # Skip exit handlers: MPI's would wait for the other ranks, which go on.
         end_process(1)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         if self._retired and (later := Guard._installed) is not None:
-            # After a recovery within `termination`, which puts this handler back at its end.
+            # A recovery happened within `termination`, which restores this old handler at its end.
             later._on_sigterm(number, frame)
             return
         if self._speaks:
             self._stopped_meanwhile = True
             return
         if self._is_stopping:
-            return  # launchers send it to a process, and then to its group
+            return  # launchers send it to a process, then to its group
         self._is_stopping = True
-        if not self._retired and not self._has_reported:  # else its error is printed already
+        if not self._retired and not self._has_reported:  # else its error has been printed
             self._announce_stop()
-        # By the default handler, so that the launcher sees a rank that the signal has ended.
+        # Use the default handler, so that the launcher sees that the signal ended this rank.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -369,35 +369,35 @@ class Guard:
         if self._heartbeat:
             lost = self._heartbeat.lost(_KNOWN_SECONDS)
             if lost is None:
-                # Ctrl-C, mostly. Open MPI kills a rank 0.24 s after SIGTERM: before that its end
-                # must be in the run's record, where the first reason counts.
+                # Usually Ctrl-C. Open MPI kills a rank 0.24 s after SIGTERM: its end must be in the
+                # run's record before that; the record keeps the first reason.
                 self._record_end(stopped)
                 lost = self._heartbeat.lost(_WORD_SECONDS)
             stopped += f", as rank {lost.rank} is lost ({lost.why})" if lost else ""
             self._heartbeat.explain(stopped)
-            # Else SIGTERM is a scheduler's or a user's, and no failure.
+            # Without a lost rank, SIGTERM comes from a scheduler or a user, and is no failure.
             if lost:
                 write_error_file(f"{self.name} ({self.place}) {stopped}", None)
         self._print(f"{stopped}{advice}")
         self._record_end(stopped)
 
     def _on_lost(self, lost: LostRank) -> None:
-        # First: operations that wait for it fail by this, and the script may catch that.
+        # First: this makes operations that wait for it fail, and the script may catch the error.
         self.world.transport.lose(lost.rank, lost.why)
         if self.world.engine.ranks_may_leave:
             return
-        if self.world.termination_requested:  # the step that all need to learn of it never ends
+        if self.world.termination_requested:  # the step that would tell all ranks never ends
             os.kill(os.getpid(), signal.SIGTERM)
         threading.Thread(target=self._end_if_stuck, args=(lost,), daemon=True).start()
 
     def _end_if_stuck(self, lost: LostRank) -> None:
-        """End the job where an operation does not notice a loss, such as one inside MPI or gloo."""
+        """End the job if an operation does not notice a loss, say because it is in MPI or gloo."""
         engine = self.world.engine
         since, cycles = time.monotonic(), engine.cycles
         while self._heartbeat is not None:
             time.sleep(_LOOK_SECONDS)
             now = time.monotonic()
-            # An engine whose operations still end meets the loss, and raises it in the script.
+            # If operations still complete, the engine meets the loss and raises it in the script.
             if engine.activity == "idle" or engine.cycles != cycles:
                 since, cycles = now, engine.cycles
             elif now - since > _STUCK_SECONDS:
@@ -410,7 +410,7 @@ class Guard:
                 self.world.transport.abort(1, f"was {why}")
 
     def _record_end(self, how: str, error: BaseException | None = None) -> None:
-        """Write how this rank ends into the run's record, and on a failure the failure file.
+        """Write how this rank ends into the run's record and, on a failure, the failure file.
 
         error: this rank's; None: it was ended from outside.
         """
@@ -418,7 +418,7 @@ class Guard:
 
     def _write(self, how: str, error: BaseException | None) -> None:
         lost = self._lost()
-        # A rank that is stopped while none is lost has not failed.
+        # A rank that is stopped while no rank is lost has not failed.
         if self._failures and (error is not None or (lost and not self._has_reported)):
             write(
                 self._failures,
@@ -433,15 +433,15 @@ class Guard:
         self.world.note_end(how, in_order=False)
 
     def _operation(self, error: BaseException | None) -> str:
-        """Return the name of the operation that failed, or is running; "": this rank computes."""
+        """Return the operation that failed or is running; "": this rank is computing."""
         failed = error.operation if isinstance(error, HorovodInternalError) else ""
         activity = self.world.engine.activity
         return failed or self.world.engine.failed_in or ("" if activity == "idle" else activity)
 
     def _lost(self) -> list[LostRank]:
-        """Return the ranks known here to have died; the first that the heartbeat found comes first.
+        """Return the ranks known here to have died; the first that the heartbeat detected is first.
 
-        Others may be among them that the launcher has ended since.
+        It may include ranks that the launcher has ended since.
         """
         transport = self.world.transport
         said = transport.departures()
@@ -462,7 +462,7 @@ class Guard:
 def describe(error: BaseException, where: str = "") -> str:
     """Return an exception's type and text on one line.
 
-    where: the step's text, which is cut off the end, as the caller says it already.
+    where: the step's text, which is cut off the end, as the caller already prints it.
     """
     text = " ".join(str(error).split()).removesuffix(f"; {where}")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,24 +1,24 @@
-"""Joining: from the launcher's variables, or mpi4py's communicators, to the transport of the ranks.
+"""Joining: connect the ranks; from launcher variables or mpi4py communicators to a transport.
 
-Of `init` only: `hvd.join`, by which a rank says that it has no more data, is `Engine.join`.
+Only for `init`. `hvd.join`, which announces that a rank has no more data, is `Engine.join`.
 
     launcher                             transport
     mpirun, srun with PMI or PMIx        mpi
     torchrun, horovodrun, plain srun     torch.distributed (gloo)
     none                                 torch.distributed within a process group, else local
 
-GTOPK_TRANSPORT names another one. Two of them lie over the launcher's: "nccl" sends GPUs' messages
-over NCCL, "staged" through pinned host memory. Where none is named, membership.py lays NCCL over
-the launcher's, if every rank has a GPU.
+GTOPK_TRANSPORT selects another one. Two run on top of the launcher's: "nccl" sends GPU messages
+over NCCL, "staged" through pinned host memory. Without it, membership.py puts NCCL on top of the
+launcher's if every rank has a GPU.
 
 A watchdog ends a start that Python code cannot interrupt: MPI's start waits for ever for a rank
 that has ended.
 
-Ranks whose launcher brings no MPI meet at torch.distributed's store, which rank 0 serves:
+Without MPI, ranks rendezvous at torch.distributed's store, served by rank 0:
 
-MASTER_ADDR, MASTER_PORT    at this address where both are set (by torchrun or anyone)
-horovodrun                  where rank 0 says on horovodrun's own key-value server (HTTP)
-srun                        on the step's first node, at port 20000 + (16 job + step) mod 10000
+MASTER_ADDR, MASTER_PORT    at this address, if both are set (by torchrun or anyone)
+horovodrun                  where rank 0 publishes on horovodrun's key-value server (HTTP)
+srun                        on the step's first node, port 20000 + (16 job + step) mod 10000
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ T = TypeVar("T")
 _KEY: Final = "/gtopk/store"
 _ASK_SECONDS: Final = 0.1  # between two requests for rank 0's address
 _REQUEST_SECONDS: Final = 5.0
-_ADDRESS_BYTES: Final = 300  # a name has 255 at most
+_ADDRESS_BYTES: Final = 300  # a host name has at most 255
 
 
 class Address(NamedTuple):
-    """A host, and a port on it."""
+    """A host and a port."""
 
     host: str
     port: int
@@ -71,9 +71,9 @@ class Address(NamedTuple):
 
 
 def master(environ: Mapping[str, str]) -> Address | None:
-    """Return the address that MASTER_ADDR and MASTER_PORT name; None without them.
+    """Return the address in MASTER_ADDR and MASTER_PORT; None if they are not set.
 
-    Raises ValueError for a port that is no number.
+    Raises ValueError if the port is not a number.
     """
     if not environ.get("MASTER_ADDR") or not environ.get("MASTER_PORT"):
         return None
@@ -82,14 +82,14 @@ def master(environ: Mapping[str, str]) -> Address | None:
 
 
 def srun_address(environ: Mapping[str, str]) -> Address:
-    """Return where the ranks of a Slurm step meet; every rank derives it from Slurm's variables.
+    """Return the rendezvous address of a Slurm step, which every rank derives from its variables.
 
-    Raises RuntimeError when Slurm's variables do not say it.
+    Raises RuntimeError if Slurm's variables are not sufficient.
     """
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     try:
         job, step = int(environ["SLURM_JOB_ID"]), int(environ.get("SLURM_STEP_ID", "0"))
-        # Another port for each step of a job, and for jobs side by side.
+        # A different port for each step of a job, and for concurrent jobs.
         return Address(first_node(nodes), 20000 + (16 * job + step) % 10000)
     except (KeyError, ValueError) as error:
         raise RuntimeError(
@@ -101,7 +101,7 @@ def srun_address(environ: Mapping[str, str]) -> Address:
 def first_node(nodes: str) -> str:
     """Return the first host of Slurm's list, e.g. n007 of "n[007-012,30],m1".
 
-    Raises ValueError for a text that is no such list.
+    Raises ValueError if the text is not such a list.
     """
     match = re.match(r"([^\s,\[\]]*)(?:\[([^\],-]+)[^\]]*\])?([^\s,\[\]]*)(?:,|$)", nodes)
     if match is None or not match.group(0).strip(","):
@@ -110,22 +110,22 @@ def first_node(nodes: str) -> str:
 
 
 class HorovodrunServer:
-    """horovodrun's key-value server, at which Horovod's own gloo ranks find each other."""
+    """horovodrun's key-value server, which Horovod's own gloo ranks use for rendezvous."""
 
     def __init__(self, address: Address) -> None:
         self.address = address
         self._url = f"http://{address}{_KEY}"
-        # The environment's HTTP proxy is for hosts outside the cluster.
+        # Bypass the environment's HTTP proxy, which is for hosts outside the cluster.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def publish(self, address: Address, timeout_seconds: float) -> None:
-        """Publish where the ranks meet, as rank 0; raises as `fetch`."""
+        """Publish the rendezvous address, as rank 0; raises the same errors as `fetch`."""
         self._answer(0, "PUT", str(address).encode(), timeout_seconds, bytes)
 
     def fetch(self, rank: int, timeout_seconds: float) -> Address:
-        """Wait until rank 0 has published where the ranks meet; rank: this one, for an error.
+        """Wait until rank 0 has published the rendezvous address; rank: this one, for an error.
 
-        Raises PeerTimeoutError after the timeout, HTTPError where the server refuses.
+        Raises PeerTimeoutError after the timeout, HTTPError if the server refuses.
         """
         return self._answer(rank, "GET", None, timeout_seconds, _read_address)
 
@@ -137,7 +137,7 @@ class HorovodrunServer:
         timeout_seconds: float,
         read: Callable[[bytes], T],
     ) -> T:
-        """Return `read(answer)`; a server that is busy, or cut off, is asked again."""
+        """Return `read(answer)`; retry while the server is busy or drops the connection."""
         request = urllib.request.Request(self._url, body, method=method)
         deadline = time.monotonic() + timeout_seconds
         while True:
@@ -145,10 +145,10 @@ class HorovodrunServer:
                 with self._opener.open(request, timeout=_REQUEST_SECONDS) as response:
                     return read(response.read(_ADDRESS_BYTES))
             except (OSError, http.client.HTTPException, ValueError) as error:
-                # A server that many ranks ask at once refuses, resets, or answers too late.
+                # Under many simultaneous requests a server refuses, resets, or answers too late.
                 code = error.code if isinstance(error, urllib.error.HTTPError) else 0
                 is_said_later = (method, code) == ("GET", 404)
-                # An error of the request is final, but for this one: rank 0 has not published yet.
+                # Client errors are final, except this one: rank 0 has not published yet.
                 if 400 <= code < 500 and not is_said_later:
                     raise
                 if time.monotonic() > deadline:
@@ -165,13 +165,13 @@ class HorovodrunServer:
 
 
 def _read_address(answer: bytes) -> Address:
-    """Parse an answer; raise ValueError for bytes that are no address."""
+    """Parse an answer; raise ValueError if it is not an address."""
     host, port = answer.decode().rsplit(":", 1)
     return Address(host, int(port))
 
 
 def horovodrun_server(environ: Mapping[str, str]) -> HorovodrunServer | None:
-    """Return horovodrun's server, if the environment names one."""
+    """Return horovodrun's server if the environment names one."""
     try:
         host = environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
         port = int(environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
@@ -186,9 +186,9 @@ def is_communicator(comm: object) -> bool:
 
 
 def ranks_of(comm: MPI.Intracomm, transport: Transport) -> list[int]:
-    """Return a communicator's ranks, as ranks of a transport; all of the transport call this.
+    """Return a communicator's ranks as ranks of a transport. A collective on the transport.
 
-    Ranks may pass different communicators, as MPI's Split returns to different ranks.
+    Ranks may pass different communicators, such as MPI's Split returns.
     """
     from mpi4py import MPI
 
@@ -210,17 +210,17 @@ def join(
 ) -> Transport:
     """Return the transport of the ranks that were launched with this one.
 
-    comm: an mpi4py communicator of the ranks to join, or a list of those launched that join.
+    comm: an mpi4py communicator of the ranks to join, or a list of launched ranks that join.
     over, timeout_seconds: override GTOPK_TRANSPORT and GTOPK_TIMEOUT.
-    Raises ValueError for another comm, ImportError when the transport lacks a package, RuntimeError
-    when the launcher does not say enough, PeerTimeoutError (or, inside MPI's start, ends the
-    process) when a rank is missing, PeerError (or ends the process) when the launcher is gone. Ends
-    the process when a rank that was started on this host has ended.
+    Raises ValueError for an invalid comm, ImportError if the transport lacks a package,
+    RuntimeError if the launcher's variables are not sufficient, PeerTimeoutError (or, inside MPI's
+    start, ends the process) if a rank is missing, PeerError (or ends the process) if the launcher
+    is gone. Ends the process if a rank that was started on this host has ended.
     """
     timeouts = _timeouts_seconds()
     if timeout_seconds is not None:
         timeouts = timeout_seconds, timeouts[1]
-    # Before any socket is opened: it would get the number of a stream that is closed.
+    # Before opening any socket, which would get the number of a closed stream.
     occupy_closed_descriptors()
     require_sound_ranks()
     those = comm if is_communicator(comm) else _ranks(comm)
@@ -238,9 +238,9 @@ def join(
 def missing_ranks_warning(size: int, environ: Mapping[str, str] = os.environ) -> str | None:
     """Return, on rank 0, a warning if fewer ranks have joined than were launched; else None.
 
-    size: that of the world this rank has joined.
-    Raises RuntimeError, on every rank, where each rank is alone: each would train a model of its
-    own. GTOPK_TRANSPORT=local allows that.
+    size: the size of the world that this rank has joined.
+    Raises RuntimeError on every rank if each rank is alone, since each would train its own model.
+    GTOPK_TRANSPORT=local allows that.
     """
     job = launched_by(environ)
     if job is None or job.size <= size:
@@ -262,7 +262,7 @@ def missing_ranks_warning(size: int, environ: Mapping[str, str] = os.environ) ->
 
 
 def join_over(name: str) -> Transport:
-    """Return the transport of this name, whatever the launcher and the environment say."""
+    """Return the named transport, regardless of launcher and environment."""
     return open_transport(name, *_timeouts_seconds())
 
 
@@ -271,18 +271,18 @@ def _join(comm: Any, job: Launched | None, name: str, timeouts: tuple[float, flo
         with _watched(job, timeouts[1], all_join=comm is None, holds_lock=True):
             return _join_mpi(comm, timeouts[0])
     if name == "torch.distributed" and (job or comm):
-        # Without a limit on seconds: torch's store has a timeout of its own, MPI's start has none.
-        # A process group of the script's own may be of some of those launched.
+        # No watchdog limit: torch's store has its own timeout, unlike MPI's start.
+        # The script's own process group may contain only some of the launched ranks.
         with _watched(job, all_join=not comm and not _has_process_group()):
             return _join_torch(job, comm, *timeouts)
-    # This process is alone: a list can only be of rank 0.
+    # This process is alone, so a list can only contain rank 0.
     if comm:
         _check(comm, 0, 1)
     return open_transport(name, *timeouts)
 
 
 def _ranks(comm: object) -> list[int] | None:
-    """Return the ranks that `comm` lists; None where it means all."""
+    """Return the ranks that `comm` lists; None for all ranks."""
     if comm is None:
         return None
     numbers: list[Any] = list(comm) if isinstance(comm, Iterable) else [None]
@@ -294,7 +294,7 @@ def _ranks(comm: object) -> list[int] | None:
 
 
 def _check(ranks: Sequence[int], rank: int, size: int) -> None:
-    """Raise ValueError where these ranks cannot join: out of range, or this one is not listed."""
+    """Raise ValueError if ranks are out of range, or this one is not listed."""
     if len(set(ranks)) != len(ranks) or not all(0 <= number < size for number in ranks):
         raise ValueError(f"comm must be distinct ranks of 0..{size - 1}, got {list(ranks)}")
     if rank not in ranks:
@@ -305,7 +305,7 @@ def _check(ranks: Sequence[int], rank: int, size: int) -> None:
 
 
 def transport_for(job: Launched | None, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the name of the transport that joins the ranks of a job; None: one rank alone."""
+    """Return the name of the transport for a job's ranks; job None: a single rank."""
     wanted = settings.TRANSPORT.read(environ)
     if wanted and wanted not in TRANSPORTS:
         raise ValueError(f"GTOPK_TRANSPORT must be one of {TRANSPORTS}, got {wanted!r}")
@@ -315,7 +315,7 @@ def transport_for(job: Launched | None, environ: Mapping[str, str] = os.environ)
 
 
 def _has_process_group() -> bool:
-    """Tell whether this program has made a torch.distributed process group."""
+    """Tell whether this program has created a torch.distributed process group."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
@@ -328,7 +328,7 @@ def _join_mpi(comm: Any, timeout_seconds: float) -> Transport:
         from mpi4py import MPI
 
         _check(comm, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
-        # Create would be a call of all ranks; this one is of the group's alone.
+        # Create is a collective of all ranks; Create_group only of the group.
         comm = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.group.Incl(comm))
     return open_mpi(comm, timeout_seconds)
 
@@ -340,11 +340,11 @@ def _watched(
     all_join: bool,
     holds_lock: bool = False,
 ) -> AbstractContextManager[None]:
-    """Return a context in which a watchdog ends this process when joining has become hopeless.
+    """Return a context in which a watchdog ends this process if joining cannot succeed.
 
-    That is: its launcher has ended; or, where all ranks join, a rank that the launcher started on
-    this host has; or MPI's start takes longer than `seconds`. Afterwards companions watch the
-    launcher. Raises PeerError where the launcher is gone already.
+    That is when the launcher has ended, when MPI's start takes longer than `seconds`, or, if all
+    ranks join, when a rank that the launcher started on this host has ended. Later, companions
+    watch the launcher. Raises PeerError if the launcher is already gone.
     """
     who = f"rank {job.rank} of {job.size}" if job else f"process {os.getpid()}"
     which = f"{who} ({own_place()})"
@@ -385,7 +385,7 @@ def _join_torch(
         _check(ranks, job.rank, job.size)
     elif ranks:
         _check(ranks, torch.distributed.get_rank(), torch.distributed.get_world_size())
-    # A process group, torchrun, or a launcher that sets torchrun's variables.
+    # A process group, torchrun, or another launcher that sets torchrun's variables.
     if job is None or (os.environ.get("RANK") and os.environ.get("WORLD_SIZE")):
         return open_torch_distributed(timeout_seconds, start_timeout_seconds, ranks)
     store = _open_store(job, start_timeout_seconds)
@@ -393,14 +393,14 @@ def _join_torch(
 
 
 def _open_store(job: Launched, start_timeout_seconds: float) -> TCPStore:
-    """Return the store where the ranks meet; rank 0 serves it."""
+    """Return the rendezvous store; rank 0 serves it."""
     from collectives.transports.rendezvous import connect
 
     address = master(os.environ)
     server = horovodrun_server(os.environ)
     if address is None and server is not None:
         if job.rank == 0:
-            # Port 0: the system chooses a free one, and the server passes it on.
+            # Port 0: the system chooses a free one, which the server then publishes.
             host = address_towards(*server.address)
             store = connect(host, 0, 0, start_timeout_seconds)
             server.publish(Address(host, store.port), start_timeout_seconds)
@@ -418,5 +418,5 @@ def _open_store(job: Launched, start_timeout_seconds: float) -> TCPStore:
 
 
 def _timeouts_seconds() -> tuple[float, float]:
-    """Return how long a rank waits for a peer in an operation, and for all at the start."""
+    """Return how long a rank waits for a peer in an operation, and for all ranks at the start."""
     return settings.TIMEOUT.read(), settings.START_TIMEOUT.read()

@@ -1,17 +1,16 @@
-"""World: a rank's part of the job: its transport, its engine, its place on its host, its records.
+"""World: a rank's part of the job: its transport, engine, place on its host, and records.
 
-Which transport carries messages of tensors on GPUs:
+The transport for messages of GPU tensors:
 
-    every rank sees a GPU             NCCL, if at the first tensor on a GPU each rank turns out to
-                                      have one of its own and NCCL works (`device_choice`)
-    some do, or GTOPK_TRANSPORT=...   the ranks' own transport, through the hosts' memory
+    every rank sees a GPU             NCCL, if at the first GPU tensor each rank turns out to have
+                                      its own GPU and NCCL works (`device_choice`)
+    some do, or GTOPK_TRANSPORT=...   the ranks' own transport, through host memory
     none does                         there are no such messages
 
 Rank 0 logs the choice once, with its reason.
 
-GTOPK_LINK paces the messages between ranks of one host as a slow network would; with
-GTOPK_CHECK_MESSAGES every message has a checksum. Operations that are unfinished on all ranks are
-finished before they leave.
+GTOPK_LINK paces messages between ranks on one host like a slow network; GTOPK_CHECK_MESSAGES adds
+a checksum to every message. Work that is unfinished on all ranks is completed before they leave.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ from ..logs import EVERYWHERE
 class Members:
     """All ranks, or those of a process set, as one rank sees them.
 
-    ranks:   their ranks in the world, in order.
-    engine:  runs their operations; None where this rank is none of them.
+    ranks:   their world ranks, in order.
+    engine:  runs their operations; None if this rank is not one of them.
     unnamed: counts their operations without a name.
     """
 
@@ -59,10 +58,10 @@ _log = logging.getLogger("gtopk")
 
 
 def emulate_on(transport: Transport, environ: Mapping[str, str] = os.environ) -> None:
-    """Pace the messages of a transport as GTOPK_LINK asks for; every rank calls it.
+    """Pace a transport's messages as GTOPK_LINK says. A collective.
 
-    Raises ValueError, on every rank, for a text that is no link, for texts that differ, for ranks
-    on several hosts, and for NCCL, whose messages cannot be paced.
+    Raises ValueError on every rank for an invalid or differing GTOPK_LINK, for ranks on several
+    hosts, and for NCCL, whose messages cannot be paced.
     """
     emulate_as_said(transport, transport.gather_object(settings.LINK.text(environ)), environ)
 
@@ -70,8 +69,8 @@ def emulate_on(transport: Transport, environ: Mapping[str, str] = os.environ) ->
 def emulate_as_said(
     transport: Transport, texts: Sequence[str], environ: Mapping[str, str] = os.environ
 ) -> None:
-    """Pace messages as `emulate_on` does; texts: every rank's GTOPK_LINK."""
-    # As texts, and before any is read: all ranks raise the same, or none does.
+    """Pace messages like `emulate_on`; texts: every rank's GTOPK_LINK."""
+    # Compare the texts before parsing any: all ranks raise the same error, or none does.
     for rank, text in enumerate(texts):
         if text != texts[0]:
             raise ValueError(
@@ -100,14 +99,14 @@ def emulate_as_said(
 
 
 def visible_gpus() -> int:
-    """Return how many GPUs torch can use here, without opening one."""
+    """Return the number of GPUs that torch can use here, without opening one."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def over_gpus(
     transport: Transport, gpus_of_ranks: Sequence[int], environ: Mapping[str, str] = os.environ
 ) -> Transport:
-    """Return the transport for tensors on hosts and on GPUs; sends nothing.
+    """Return the transport for tensors on hosts and GPUs; sends nothing.
 
     gpus_of_ranks: how many GPUs each rank sees, the same on all ranks.
     """
@@ -117,7 +116,7 @@ def over_gpus(
     if choice is not None:
         _log_choice(transport, choice)
         return transport
-    # It may choose again, for vectors that lie elsewhere: each choice is logged once.
+    # It may choose again for vectors on other devices: log each choice once.
     log_once = functools.cache(functools.partial(_log_choice, transport))
     return NcclTransport(
         transport, timeout_seconds=transport.timeout_seconds, automatic=True, on_choice=log_once
@@ -127,7 +126,7 @@ def over_gpus(
 def configured_choice(
     transport: Transport, gpus_of_ranks: Sequence[int], environ: Mapping[str, str] = os.environ
 ) -> RouteChoice | None:
-    """Return how GPUs' messages are carried; None: that is chosen at the first of them."""
+    """Return the route for GPU messages; None: choose at the first such message."""
     if isinstance(transport, NcclTransport):
         return transport.choice
     if settings.LINK.text(environ):
@@ -141,9 +140,9 @@ def configured_choice(
 
 
 def choose_gpu_route(transport: Transport, environ: Mapping[str, str] = os.environ) -> str:
-    """Choose, by a trial of all ranks together, how GPUs' messages are carried; return its text.
+    """Choose the route for GPU messages in a trial of all ranks; return the log text.
 
-    Each rank takes the GPU of its local rank. Returns "" where no rank has a GPU.
+    Each rank uses the GPU of its local rank. Returns "" if no rank has a GPU.
     """
     gpus_of_ranks = transport.gather_object(visible_gpus())
     if transport.size == 1 or not any(gpus_of_ranks):
@@ -152,7 +151,7 @@ def choose_gpu_route(transport: Transport, environ: Mapping[str, str] = os.envir
     if choice is None:
         place = transport.neighbours().index(transport.rank)
         nccl = NcclTransport(transport, timeout_seconds=transport.timeout_seconds, automatic=True)
-        # A launcher may let each rank see a single GPU, its own.
+        # A launcher may show each rank only its own GPU.
         nccl.connect(0 if gpus_of_ranks[transport.rank] == 1 else place)
         choice = nccl.choice
         nccl.disconnect("it was tried")
@@ -166,27 +165,27 @@ def _log_choice(transport: Transport, choice: RouteChoice) -> None:
 
 
 def describe(choice: RouteChoice, name: str) -> str:
-    """Return the log's line about a choice; name: that of the transport between hosts."""
+    """Return the log line about a choice; name: the transport between hosts."""
     if choice.route is GpuRoute.STAGED:
         return f"messages of GPUs go through host memory, over {name}: {choice.reason}"
     return f"messages of GPUs go over NCCL: {choice.reason}"
 
 
 class Unfinished(Protocol):
-    """Work that all ranks have under way, such as a checkpoint being saved."""
+    """Work in progress on all ranks, such as saving a checkpoint."""
 
     def is_ready(self) -> bool:
-        """Tell whether this rank's part is done, so that `begin` would not wait."""
+        """Tell whether this rank's part is done, so that `begin` does not wait."""
 
     def begin(self, engine: Engine) -> Callable[[], None]:
-        """Submit the operations that finish it; return a function that ends it.
+        """Submit the operations that finish the work; return a function that ends it.
 
-        That function is called once this rank has left, and raises the error of the work.
+        That function is called once this rank has left, and raises the work's error.
         """
 
 
 def checks_messages_on(transport: Transport, environ: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether GTOPK_CHECK_MESSAGES is on; raise ValueError where invalid, or over NCCL."""
+    """Tell whether GTOPK_CHECK_MESSAGES is on; raise ValueError if invalid, or with NCCL."""
     is_wanted = settings.CHECK_MESSAGES.read(environ)
     if is_wanted and transport.name == "nccl":
         raise ValueError(
@@ -196,36 +195,36 @@ def checks_messages_on(transport: Transport, environ: Mapping[str, str] = os.env
     return is_wanted
 
 
-FAILED_SECONDS: Final = 2.0  # for the others to leave, too, where init() has failed
+FAILED_SECONDS: Final = 2.0  # for the others to leave after a failed init()
 
 
 class WorldObserver:
-    """Receives the events of a world, in this order; each is called on the rank's own thread.
+    """Receives a world's events, in this order, each on the rank's own thread.
 
-    A class that derives defines those that it needs.
+    Override only the methods that you need.
     """
 
     def join(self, world: World, before: World | None) -> bool:
-        """Begin to observe; tell whether it needs the ranks' clocks compared.
+        """Begin to observe; tell whether the ranks' clocks must be compared.
 
         before: the world that the same ranks have left for this one.
         """
         return False
 
     def start(self, world: World) -> None:
-        """The world is set up: its clock is known."""
+        """The world is set up, and its clock is known."""
 
     def open_set(self, world: World, number: int) -> None:
         """A process set was added."""
 
     def resume(self, world: World) -> None:
-        """The world goes on from a step of an earlier run."""
+        """The world continues from a step of an earlier run."""
 
     def leave(self, world: World) -> None:
         """Every operation is over."""
 
     def pause(self, world: World) -> None:
-        """The run goes on in another world."""
+        """The run continues in another world."""
 
     def end(self, world: World, how: str, in_order: bool) -> None:
         """The rank ends; how: a text for the record. Further calls change nothing."""
@@ -235,31 +234,31 @@ _observers: Final[list[WorldObserver]] = []
 
 
 def register(observer: WorldObserver) -> None:
-    """Add an observer of every world that is made from now on."""
+    """Add an observer to every world created from now on."""
     _observers.append(observer)
 
 
 class World:
     """A rank's view of all ranks.
 
-    step:       how many optimizer steps this rank has finished; errors name it.
+    step:       number of optimizer steps this rank has finished; errors name it.
     resumed:    whether it continues an earlier run.
-    clock:      how far this rank's clock is ahead of rank 0's; known where something is recorded.
-    began_unix_seconds: when it began, by rank 0's clock, the same on every rank; known where clock
-                is.
-    advice:     how the job can be continued when it ends early; errors end with it.
+    clock:      this rank's clock offset from rank 0; known if something is recorded.
+    began_unix_seconds: its start, by rank 0's clock, the same on every rank; known if clock is.
+    advice:     how to continue the job if it ends early; added to errors.
     advised:    whether the log has said how much compression saves.
-    termination_requested: whether this rank had SIGTERM.
-    preempted:  the ranks that had it, as all ranks know after the same step. See `preemption`.
+    termination_requested: whether this rank received SIGTERM.
+    preempted:  the ranks that received it; all ranks learn of it after the same step. See
+                `preemption`.
     optimizers: how many distributed optimizers it has made, by the name of a parameter.
-    sets:       the process sets by their number; 0 is all ranks. A new world numbers them, and
-                their operations without a name, from the start: ranks that left the last one at
+    sets:       the process sets by number; 0 is all ranks. A new world numbers its sets and its
+                unnamed operations from the start, so that ranks that left the last world at
                 different operations agree again.
-    sets_made:  how many further sets were made, including those that were refused or removed.
-    is_homogeneous: whether all nodes have equally many ranks.
-    unfinished: work that all ranks have under way, to be finished before they leave.
+    sets_made:  how many further sets were made, including refused and removed ones.
+    is_homogeneous: whether all nodes have the same number of ranks.
+    unfinished: work in progress on all ranks, to be finished before they leave.
     failures:   the errors of that work; known once this rank has left.
-    introductions: of every rank's `Heartbeat`, in rank order; None where a rank has none.
+    introductions: every rank's `Heartbeat` introduction, in rank order; None if a rank has none.
     """
 
     def __init__(
@@ -269,13 +268,14 @@ class World:
         signature: Sequence[str] = (),
         introduction: object = None,
     ) -> None:
-        """Meet the other ranks; raise HorovodInternalError, on all alike, where they disagree.
+        """Meet the other ranks; raise HorovodInternalError, on all ranks, if they disagree.
 
         before: the world that the same ranks have left for this one.
-        signature: texts that must be equal on all ranks. introduction: this rank's heartbeat's.
+        signature: texts that must be equal on all ranks. introduction: that of this rank's
+            heartbeat.
         """
         self.rank, self.size = transport.rank, transport.size
-        # Called with both where step or advice changes.
+        # Called with both when step or advice changes.
         self.on_change: Callable[[int, str], None] = lambda step, advice: None
         self._step = 0
         self._advice = ""
@@ -284,13 +284,13 @@ class World:
         self.termination_requested = False
         self.preempted: list[int] = []
         self.optimizers: Counter[str] = Counter()
-        # Those of now: an observer follows a world from its beginning, or not at all.
+        # Fixed now: an observer follows a world from its beginning, or not at all.
         self._observers = tuple(_observers)
         node = transport.neighbours()
         self.local_rank, self.local_size = node.index(self.rank), len(node)
         checks_messages = checks_messages_on(transport)
         needs_clock = [each.join(self, before) for each in self._observers]
-        # Ranks of different versions may differ in anything: they are refused first.
+        # Check versions first: ranks of different versions may differ in anything.
         facts = {
             "signature": [
                 f"gtopk {__version__}",
@@ -303,7 +303,7 @@ class World:
             "needs clock": any(needs_clock),
             "introduction": introduction,
         }
-        # All in one message: a start takes as long as its round trips.
+        # All in one message, as round trips dominate the start time.
         with transport.operation("init"):
             said = transport.gather_object(facts)
         signatures = {rank: ("init", *each["signature"]) for rank, each in enumerate(said)}
@@ -312,11 +312,11 @@ class World:
         self.introductions = [each["introduction"] for each in said]
         places = [each["place"] for each in said]
         self.is_homogeneous = len(set(Counter(first for first, _ in places).values())) == 1
-        # The nodes that have a process with this local rank, in order of their first rank.
+        # The nodes with a process of this local rank, in order of their first rank.
         nodes = sorted(first for first, local_rank in places if local_rank == self.local_rank)
         self.cross_rank, self.cross_size = nodes.index(node[0]), len(nodes)
         transport = self.transport = over_gpus(transport, [each["gpus"] for each in said])
-        if checks_messages_on(transport):  # equal on all ranks, as was compared
+        if checks_messages_on(transport):  # equal on all ranks: compared above
             transport.check_messages()
         emulate_as_said(transport, [each["link"] for each in said])
         self.clock, self.began_unix_seconds = Offset(), 0.0
@@ -332,19 +332,19 @@ class World:
         self.engine.where = self.where
         self.sets = {0: Members(range(self.size), self.engine)}
         self.sets_made = 0
-        self.carried: set[int] = set()  # sets of the world before that were not added again yet
+        self.carried: set[int] = set()  # sets of the previous world, not added again yet
 
     def where(self) -> str:
-        """Return the text of errors about this rank's step."""
+        """Return the text about this rank's step, for errors."""
         return f"at step {self.step}"
 
     def name_optimizer(self, names: Iterable[str], ranks: Sequence[int] | None = None) -> str:
         """Return a name for an optimizer of parameters with these names.
 
-        Optimizers with the same names are numbered in the order in which they are made. Those of
-        some ranks (None: of all) are counted apart, as other ranks may not have them.
+        Optimizers with the same names are numbered in order of creation. Those of a subset of ranks
+        (None: all ranks) have their own counter, as other ranks may not have them.
         """
-        # The least, which is the same in whatever order a rank has its parameter groups.
+        # The smallest name does not depend on the order of a rank's parameter groups.
         first = min(names)
         if ranks is not None and len(ranks) < self.size:
             first += f".of.{'.'.join(map(str, ranks))}"
@@ -353,10 +353,10 @@ class World:
         return first if number == 1 else f"{first}.{number}"
 
     def open_set(self, number: int, ranks: Sequence[int]) -> None:
-        """Give some of the ranks operations of their own; every rank calls it, nothing is sent."""
+        """Give a subset of ranks its own operations; every rank calls it, nothing is sent."""
         engine = None
         if self.rank in ranks:
-            # A channel of its own makes the set independent of the ranks' other messages.
+            # Its own channel makes the set independent of the ranks' other messages.
             engine = Engine(self.transport.subset(ranks).channel(number % CHANNELS))
             engine.where = self.where
             engine.stalls.joined = self.engine.joined
@@ -365,16 +365,16 @@ class World:
             each.open_set(self, number)
 
     def reopen_sets(self, sets: Mapping[int, Members], made: int) -> None:
-        """Open the sets of the world before, under the same numbers; every rank calls it.
+        """Open the previous world's sets again under the same numbers. A collective.
 
-        made: how many were made there. A set that not every rank has, because adding or removing it
-        failed, is forgotten.
+        made: how many were made there. Forget a set that some ranks lack because adding or removing
+        it failed.
         """
 
         def compare(transport: Transport, all_flags: Sequence[int]) -> tuple[int, list[int]]:
             said = transport.gather_object([made, *sets])
             numbers = set(sets).intersection(*(numbers for _, *numbers in said))
-            # The highest count, so that the next set has the same unused number on all ranks.
+            # Take the highest count, so that the next set gets the same unused number everywhere.
             return max(made for made, *_ in said), sorted(numbers - {0})
 
         self.sets_made, numbers = self.engine.submit("process sets", [], compare).wait()
@@ -383,7 +383,7 @@ class World:
         self.carried = set(numbers)
 
     def close_set(self, number: int, reason: str) -> None:
-        """Run the operations that the set's members have submitted, and forget the set."""
+        """Run the operations that the set's members have submitted, then forget the set."""
         engine = self.sets.pop(number).engine
         if engine is not None:
             engine.close(reason)
@@ -397,13 +397,13 @@ class World:
         self.pause()
 
     def leave(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
-        """Leave the world; returns when every rank has left, or the job ends anyway.
+        """Leave the world; return when every rank has left, or the job ends anyway.
 
-        Unfinished work is finished first; its errors go to `failures`.
+        First finishes unfinished work; its errors go to `failures`.
         leave_timeout_seconds: the longest wait for the others. Returns the ranks that stay.
         """
         self._begin_to_finish()
-        # Sets first: their channels lie on the world's transport, which is left last.
+        # Close sets first: their channels use the world's transport, which is left last.
         for number in [number for number in self.sets if number]:
             self.close_set(number, reason)
         staying = self.engine.close(reason, leave_timeout_seconds)
@@ -412,7 +412,7 @@ class World:
         for end in self._endings:
             try:
                 end()
-            except Exception as error:  # of any kind: raised once the rank has left
+            except Exception as error:  # any error is raised once the rank has left
                 self.failures.append(error)
         return staying
 
@@ -421,7 +421,7 @@ class World:
         self._endings += [each.begin(self.engine) for each in unfinished]
 
     def _finishes_later(self) -> bool:
-        # The engine's thread asks: to wait here would stop the operations that are waited for.
+        # Called on the engine's thread: waiting here would block the operations awaited.
         if not all(each.is_ready() for each in self.unfinished):
             return True
         self._begin_to_finish()
@@ -429,7 +429,7 @@ class World:
 
     @property
     def step(self) -> int:
-        """Return how many optimizer steps this rank has made."""
+        """The number of optimizer steps this rank has finished."""
         return self._step
 
     @step.setter
@@ -439,7 +439,7 @@ class World:
 
     @property
     def advice(self) -> str:
-        """Return how the job can be continued when it ends early."""
+        """How to continue the job if it ends early."""
         return self._advice
 
     @advice.setter
@@ -454,11 +454,11 @@ class World:
             each.resume(self)
 
     def note_preempted(self, ranks: Sequence[int]) -> None:
-        """Note the ranks that are preempted; all ranks do so in the same step."""
+        """Note which ranks are preempted; all ranks do so in the same step."""
         self.preempted = sorted({*self.preempted, *ranks})
 
     def note_end(self, how: str, in_order: bool) -> None:
-        """Tell the observers how this rank ends, before it does."""
+        """Tell the observers how this rank will end."""
         for each in self._observers:
             each.end(self, how, in_order)
 
@@ -468,6 +468,6 @@ class World:
             each.start(self)
 
     def pause(self) -> None:
-        """Let the observers write their data: the run ends, or goes on in another world."""
+        """Let the observers write their data: the run ends, or continues in another world."""
         for each in self._observers:
             each.pause(self)

@@ -1,10 +1,10 @@
-"""Preemption: after SIGTERM on any rank, all ranks know of it after the same step.
+"""Preemption: after SIGTERM on any rank, all ranks learn of it after the same step.
 
     rank 0   | step 41 | step 42 | save | exit 143
-    rank 1   | step 41 x step 42 | save | exit 143      x: SIGTERM; a flag of step 42 says so
+    rank 1   | step 41 x step 42 | save | exit 143      x: SIGTERM; a flag of step 42 announces it
 
-Schedulers send SIGTERM to one rank, or to all but not at one time, some seconds before a host goes.
-Without `termination` it ends the rank, and so the job, at once.
+Schedulers send SIGTERM some seconds before a host goes away: to one rank, or to all at different
+times. Without `termination` it ends the rank, and so the job, at once.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from . import world
 from .guard import Guard
 from .membership import World
 
-# As shells report a program that SIGTERM has ended.
+# The exit code that shells report for a program ended by SIGTERM.
 EXIT_CODE: Final = 128 + signal.SIGTERM
 
 
 def termination() -> Termination:
-    """Return an object that turns true on all ranks after the same step, once one had SIGTERM.
+    """Return an object that turns true on all ranks after the same step, once one got SIGTERM.
 
         with gtopk.termination() as preempted:
             for inputs, targets in loader:
@@ -38,16 +38,15 @@ def termination() -> Termination:
                     gtopk.save_checkpoint(folder, model, optimizer, loader, step)
                     break
 
-    On leaving the block after that, every rank ends with exit code 143. The request travels with
-    the flags of DistributedOptimizer's steps, of the steps of `gtopk.ddp`'s hook and of LocalSGD's
-    outer steps; elsewhere call `ask`. A second SIGTERM ends its rank at once, as the first does
-    without the block.
+    When the block then ends, every rank exits with code 143. The request travels with the flags of
+    DistributedOptimizer's steps, of `gtopk.ddp`'s hook and of LocalSGD's outer steps; elsewhere
+    call `ask`. A second SIGTERM ends its rank at once, as does the first one without the block.
     """
     return Termination()
 
 
 class Termination:
-    """True once all ranks know that one of them had SIGTERM."""
+    """True once all ranks know that one of them received SIGTERM."""
 
     def __init__(self) -> None:
         self._world = world.current()
@@ -55,16 +54,17 @@ class Termination:
 
     @property
     def ranks(self) -> list[int]:
-        """Return the ranks that had SIGTERM, as all ranks know after the same step."""
+        """Return the ranks that received SIGTERM; all ranks learn of them after the same step."""
         return list(self._world_or_last().preempted)
 
     def __bool__(self) -> bool:
         return bool(self._world_or_last().preempted)
 
     def ask(self) -> bool:
-        """Ask all ranks now, in a small exchange of its own; all call it at the same place.
+        """Ask all ranks now, in a small exchange; all ranks must call it at the same place.
 
-        Needed where steps carry no flags: FSDP's replicas, Adasum, `adapt`'s modes but "balanced".
+        Needed where steps carry no flags: FSDP replicas, Adasum, and all `adapt` modes but
+        "balanced".
         """
         here = self._world_or_last()
         all_flags = here.engine.submit(
@@ -77,13 +77,13 @@ class Termination:
         return bool(self)
 
     def __enter__(self) -> Termination:
-        """Handle SIGTERM from now on; raise ValueError in another than the main thread."""
+        """Handle SIGTERM from now on; raise ValueError outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             raise ValueError(
                 "gtopk.termination() must be entered in the main thread, the only one that Python "
                 f"tells of signals, got thread '{threading.current_thread().name}'"
             )
-        # None stands for a handler that was not set by Python, and cannot be set by it again.
+        # None: a handler that was not set from Python, which Python cannot restore.
         self._before = signal.signal(signal.SIGTERM, self._on_sigterm) or signal.SIG_DFL
         return self
 
@@ -93,8 +93,8 @@ class Termination:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Restore the handler of SIGTERM; end the program where a rank was preempted."""
-        # Not where the script, or another block, has set a handler since.
+        """Restore the SIGTERM handler; end the program if a rank was preempted."""
+        # Skip if the script, or another block, has set a handler since.
         if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
             signal.signal(signal.SIGTERM, self._before)
         if error is None and not self and self._world_or_last().termination_requested:
@@ -113,11 +113,11 @@ class Termination:
         sys.exit(EXIT_CODE)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        # First: a second SIGTERM ends this rank at once, also while the first is dealt with.
+        # First: a second SIGTERM must end this rank at once, even during this handler.
         signal.signal(signal.SIGTERM, self._before)
         here = self._world_or_last()
-        here.termination_requested = True  # a rank that is lost later ends this one
-        if world.has_lost_rank():  # the launcher ends those that are left: nothing can be saved
+        here.termination_requested = True  # a rank lost later also ends this one
+        if world.has_lost_rank():  # the launcher ends the remaining ranks: no time to save
             os.kill(os.getpid(), signal.SIGTERM)
             return
         self._print(
@@ -132,14 +132,14 @@ class Termination:
         return self._world
 
     def _print(self, what: str) -> None:
-        """Write a line on stderr past the stream, whose lock a signal's handler may wait for."""
+        """Write a line to stderr without the stream, whose lock a signal handler could wait for."""
         write_line(f"rank {self._world.rank} of {self._world.size} ({own_place()}) {what}")
 
 
 def _after_fork() -> None:
-    """Let SIGTERM end a forked child (a worker of a Pool, say), which is no rank."""
+    """Let SIGTERM end a forked child (a worker of a Pool, say), which is not a rank."""
     handler = first = signal.getsignal(signal.SIGTERM)
-    while isinstance(outer := getattr(handler, "__self__", None), Termination):  # one in another
+    while isinstance(outer := getattr(handler, "__self__", None), Termination):  # nested blocks
         handler = outer._before
     if handler is not first:
         of_guard = isinstance(getattr(handler, "__self__", None), Guard)

@@ -1,4 +1,4 @@
-"""Process sets: some of the ranks, with operations of their own, independent of the others'."""
+"""Process sets: subsets of the ranks with independent operations of their own."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class ProcessSet:
-    """Some of the ranks; every rank makes the object, and all register it together.
+    """A subset of the ranks; every rank creates the object, and all register it together.
 
-    ranks_or_comm: ranks of the world, or an mpi4py communicator. With communicators ranks may pass
+    ranks_or_comm: world ranks, or an mpi4py communicator. With communicators, ranks may pass
         different sets: each registers the one it is in.
-    process_set_id: None until it is registered, by `init` or `add_process_set`.
+    process_set_id: None until `init` or `add_process_set` registers the set.
     """
 
     process_set_id: int | None = None
@@ -52,12 +52,12 @@ class ProcessSet:
     @property
     def ranks(self) -> list[int] | None:
         """The ranks, in order; those of a communicator are known once the set is registered."""
-        # Also before init(): errors show a set by its ranks.
+        # Works before init(), too: errors show a set by its ranks.
         members = self._find() if world.is_initialized() else None
         return list(members.ranks) if members else self._ranks
 
     def size(self) -> int | None:
-        """Return how many ranks are in the set; None while it is not registered."""
+        """Return the number of ranks in the set; None while it is not registered."""
         members = self._find()
         return None if members is None else len(members.ranks)
 
@@ -84,7 +84,7 @@ class ProcessSet:
         return members
 
     def registered(self) -> Members:
-        """The set's ranks, on any rank; raises ValueError while the set is not registered."""
+        """The set's members, on any rank; raises ValueError while the set is not registered."""
         members = self._find()
         if members is None:
             raise ValueError(
@@ -95,7 +95,7 @@ class ProcessSet:
 
     @property
     def engine(self) -> Engine:
-        """The engine of the set's operations; raises ValueError as `members` does."""
+        """The engine for the set's operations; raises ValueError like `members`."""
         engine = self.members.engine
         assert engine is not None
         return engine
@@ -104,7 +104,7 @@ class ProcessSet:
         if self.process_set_id is None:
             return None
         members = world.current().sets.get(self.process_set_id)
-        # The number may be another set's: after shutdown() and init(), numbers begin anew.
+        # The number may be another set's: after shutdown() and init(), numbering restarts.
         same = members and (self.process_set_id == 0 or list(members.ranks) == self._ranks)
         return members if same else None
 
@@ -121,7 +121,7 @@ class ProcessSet:
 
 
 def require_process_set(process_set: object) -> None:
-    """Raise TypeError for what is no process set, such as the list of its ranks."""
+    """Raise TypeError for anything but a process set, such as a list of ranks."""
     if not isinstance(process_set, ProcessSet):
         raise TypeError(
             "process_set must be a ProcessSet, such as add_process_set returns, got "
@@ -134,14 +134,14 @@ global_process_set.process_set_id = 0
 
 
 def requested_sets(process_sets: object) -> list[ProcessSet]:
-    """Return the sets that init's argument asks for; "dynamic" allows to add some later.
+    """Return the sets in init's argument; "dynamic" allows sets to be added later.
 
     Raises ValueError for anything but a list of different process sets.
     """
     if process_sets is None:
         return []
     if isinstance(process_sets, str) and process_sets.lower() == "dynamic":
-        # As if the user had set it: `add_process_set` looks there.
+        # As if the user had set it: `add_process_set` reads it there.
         os.environ[settings.DYNAMIC_PROCESS_SETS.name] = "1"
         return []
     sets: list[Any] = list(process_sets) if isinstance(process_sets, Iterable) else [None]
@@ -157,11 +157,11 @@ def requested_sets(process_sets: object) -> list[ProcessSet]:
 
 
 def register(process_set: ProcessSet) -> None:
-    """Give a process set operations of its own; every rank of the world calls it.
+    """Give a process set operations of its own. A collective on the world.
 
-    A set that a recovery has carried over is used again.
-    Raises ValueError when there is a set of these ranks, or they are no ranks, and
-    HorovodInternalError, on every rank, when the ranks disagree.
+    A set carried over by a recovery is reused.
+    Raises ValueError if a set of these ranks exists or the ranks are invalid, and
+    HorovodInternalError on every rank if the ranks disagree.
     """
     here = world.current()
     given = process_set._ranks if process_set.mpi_comm is None else None
@@ -174,7 +174,7 @@ def register(process_set: ProcessSet) -> None:
         return given or _ranks_of_all(process_set.mpi_comm, transport)[transport.rank]
 
     signature = "an mpi4py communicator" if given is None else f"ranks {given}"
-    # Also where the set is refused: the next name is then a new one on all ranks.
+    # Also if the set is refused: the next name is then new on all ranks.
     here.sets_made += 1
     name = f"add_process_set.{here.sets_made}"
     ranks: list[int] = here.engine.submit(name, [signature], find_ranks).wait()
@@ -182,7 +182,7 @@ def register(process_set: ProcessSet) -> None:
         if list(members.ranks) == ranks:
             if number not in here.carried:
                 raise ValueError(f"process set {number} has the ranks {ranks} already")
-            # A function under elastic.run adds its sets again when it restarts after a recovery.
+            # A function under elastic.run adds its sets again after a recovery.
             here.carried.discard(number)
             break
     else:
@@ -193,7 +193,7 @@ def register(process_set: ProcessSet) -> None:
 
 
 def find_or_register(ranks: list[int]) -> ProcessSet:
-    """Return the process set of these ranks, registering it if needed; all ranks call it."""
+    """Return the process set of these ranks; register it if needed. A collective."""
     for number, members in world.current().sets.items():
         if list(members.ranks) == ranks:
             found = ProcessSet(ranks)
@@ -205,7 +205,7 @@ def find_or_register(ranks: list[int]) -> ProcessSet:
 
 
 def _ranks_of_all(comm: Any, transport: Transport) -> list[list[int]]:
-    """Return the ranks of every rank's communicator; raise MismatchError where they overlap."""
+    """Return the ranks of every rank's communicator; raise MismatchError if they overlap."""
     sets = transport.gather_object(ranks_of(comm, transport))
     for rank, ranks in enumerate(sets):
         for other in ranks:
@@ -219,9 +219,9 @@ def _ranks_of_all(comm: Any, transport: Transport) -> list[list[int]]:
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Register a process set after `init`, and return it; every rank of the world calls it.
+    """Register a process set after `init`, and return it. A collective on the world.
 
-    Raises ValueError where sets are not dynamic, or there is one of these ranks already.
+    Raises ValueError if sets are not dynamic, or a set of these ranks exists.
     """
     _must_be_dynamic()
     if not isinstance(process_set, ProcessSet):
@@ -231,10 +231,10 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Forget a process set, and tell whether there was one; every rank of the world calls it.
+    """Forget a process set; tell whether it existed. A collective on the world.
 
     Operations that its members have submitted run first. The set of all ranks cannot be removed.
-    Raises ValueError where sets are not dynamic.
+    Raises ValueError if sets are not dynamic.
     """
     _must_be_dynamic()
     require_process_set(process_set)
@@ -243,7 +243,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if not number or process_set._find() is None:  # 0 is all ranks
         return False
     here.close_set(number, SET_REMOVED)
-    # All ranks meet, those outside the set, too: afterwards none of them has it.
+    # All ranks meet, including those outside the set: afterwards none of them has it.
     process_set.process_set_id = None
     signature = [f"number {number}"]
     name = f"remove_process_set.{number}"
@@ -252,7 +252,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def _must_be_dynamic() -> None:
-    # First: before init() the error is that there is no world, not that sets are fixed.
+    # First: before init() the error should be that there is no world.
     world.current()
     if not settings.DYNAMIC_PROCESS_SETS.read():
         raise ValueError(

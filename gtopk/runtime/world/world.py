@@ -1,8 +1,8 @@
-"""The world of this process: joined by `init`, left by `shutdown` or when the program ends.
+"""This process's world: joined with `init`, left with `shutdown` or when the program ends.
 
-When `shutdown` is called while an exception is handled, it is open whether the exception will end
-the program. In a `finally` it goes on, and the guard ends the job; in an `except` the program goes
-on. So the rank leaves a moment later (`Leaving`).
+If `shutdown` is called while an exception is handled, it is not known yet whether the exception
+will end the program. From a `finally` the exception propagates, and the guard ends the job; from an
+`except` the program continues. So the rank leaves a moment later (`Leaving`).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-_EXCEPTION_SECONDS: Final = 1.0  # for an exception to end the program, before the rank leaves
+_EXCEPTION_SECONDS: Final = 1.0  # for an exception to end the program before the rank leaves
 
 
 class Leaving:
-    """A rank that leaves the world in 1 s, or at `finish`, while its program goes on.
+    """Leaves the world after 1 s, or at `finish`, while the program continues.
 
-    close: leaves in good order; returns when every rank has left.
-    guard: stays until then, to end the job if the exception ends the program.
+    close: leaves without a failure; returns when every rank has left.
+    guard: stays active until then, to end the job if the exception ends the program.
     """
 
     def __init__(self, close: Callable[[], object], guard: Guard) -> None:
@@ -64,7 +64,7 @@ class Leaving:
     def _leave(self) -> None:
         self._now.wait(_EXCEPTION_SECONDS)
         self._close()
-        # Not `remove`: a signal's handler can be set in the main thread only.
+        # Not `remove`, as signal handlers can only be set in the main thread.
         self.guard.retire()
 
 
@@ -75,28 +75,28 @@ _MOMENT_SECONDS: Final = 5.0
 _process: World | None = None
 _communicator: MPI.Intracomm | Sequence[int] | None = None  # init's argument
 _guard: Guard | None = None
-# Marks the exception that was handled while `init` was called, which is no reason to end the job. A
+# Marks the exception that was being handled when `init` was called, which must not end the job. A
 # reference to the exception itself would keep its frames' variables alive.
 _handled: object = None
 _MARK: Final = "_gtopk_handled"
-_leaving: Leaving | None = None  # of the last world
-_left_guard: Guard | None = None  # of a left world in which ranks may leave, and one had died
+_leaving: Leaving | None = None  # for the last world
+_left_guard: Guard | None = None  # of a left world where ranks may leave, and one had died
 _forked_from: int | None = None
-_unreported: list[Exception] = []  # errors of leaving that no caller has received
+_unreported: list[Exception] = []  # errors from leaving that no caller has received
 _of_thread = threading.local()
 
 
 def init(comm: MPI.Intracomm | Sequence[int] | None = None) -> None:
     """Join the world that a launcher started, or be a world of one.
 
-    comm: an mpi4py communicator to use in place of MPI.COMM_WORLD, or a list of those launched
-        ranks that form the world; only they call this. Over MPI the other ranks must start MPI, too
-        (`import mpi4py.MPI`): it begins on all or none. Without torchrun and a process group, rank
-        0 of those launched must be among them: the others meet at it.
+    comm: an mpi4py communicator to use instead of MPI.COMM_WORLD, or a list of the launched ranks
+        that form the world; only they call this. With MPI, the other ranks must start MPI as well
+        (`import mpi4py.MPI`): it starts on all ranks or none. Without torchrun and a process group,
+        the list must include launched rank 0, which serves the rendezvous.
     Works under mpirun, torchrun, horovodrun and srun; see `joining`. Calling it again does nothing
-    until `shutdown`. Raises ImportError when a package is missing, RuntimeError when the launcher
-    does not say enough, a rank does not come or the transport leaves each of them alone, ValueError
-    for another comm.
+    until `shutdown`. Raises ImportError if a package is missing, RuntimeError if the launcher's
+    variables are not sufficient, a rank does not come or the transport leaves each rank alone,
+    ValueError for an invalid comm.
     """
     if _process is None:
         _init(comm)
@@ -122,7 +122,7 @@ def _init(comm: MPI.Intracomm | Sequence[int] | None, before: World | None = Non
 def _join(
     comm: MPI.Intracomm | Sequence[int] | None, job: Launched | None, failures: str
 ) -> Transport:
-    """Return the transport that `join` returns; write a failure file where it raises."""
+    """Return the transport from `join`; write a failure file if it raises."""
     if job is None or not failures:
         return join(comm)
     remove_earlier(failures, job.rank, job.size)
@@ -134,7 +134,7 @@ def _join(
 
 
 def init_on(transport: Transport, before: World | None = None) -> None:
-    """Make a transport the world of this process, until `shutdown`; before: as of World."""
+    """Make a transport this process's world, until `shutdown`; before: as in World."""
     global _process, _guard, _handled
     failures = folder_from()
     remove_earlier(failures, transport.rank, transport.size)
@@ -146,12 +146,12 @@ def init_on(transport: Transport, before: World | None = None) -> None:
             _warn_of_slow_kernels()
         if heartbeat_seconds > 0 and is_needed(transport):
             warning_seconds = settings_from().stall_warning_seconds
-            # Before the ranks meet: its introduction is a part of the one message by which they do.
-            # Not of Open MPI's, which ends its ranks itself.
+            # Before the ranks meet: their one message then carries its introduction.
+            # No launcher pid for Open MPI, which ends its ranks itself.
             launcher = torchrun_agent()
             heartbeat = Heartbeat(transport, heartbeat_seconds, warning_seconds, launcher)
         introduction = None if heartbeat is None else heartbeat.introduction
-        # Compared also where the heartbeat is off here: it may be on elsewhere.
+        # Compared even if the heartbeat is off here: it may be on elsewhere.
         signature = [f"{settings.HEARTBEAT_TIMEOUT.name}={heartbeat_seconds:g}"]
         here = World(transport, before, signature, introduction)
     except BaseException as amiss:
@@ -169,7 +169,7 @@ def init_on(transport: Transport, before: World | None = None) -> None:
         here.engine.close("its init() failed", FAILED_SECONDS)
         guard.remove()
         raise
-    # Only now: an init() that fails leaves no world behind.
+    # Only now: a failed init() leaves no world behind.
     _process, _guard = here, guard
     _handled = object()
     if (error := sys.exc_info()[1]) is not None:
@@ -180,7 +180,7 @@ def init_on(transport: Transport, before: World | None = None) -> None:
 
 
 def _warn_of_slow_kernels() -> None:
-    """Log which kernels run where they are not the compiled ones."""
+    """Log which kernels run if they are not the compiled ones."""
     if reason := why_not_compiled():
         _log.warning(
             "the NumPy kernels run, which are slower than the C++ core: %s; `gtopk doctor` says "
@@ -192,10 +192,10 @@ def _warn_of_slow_kernels() -> None:
 def shutdown() -> None:
     """Leave the world; operations that other ranks begin afterwards fail on them.
 
-    Returns when every rank has called it, or has ended its program. While an exception is handled
-    that was raised after `init`, it returns at once: where the exception ends the program, it ends
-    the job; else this rank leaves a moment later, and waits for the others when its program ends.
-    Raises the error of work that all ranks had under way, such as a CheckpointError.
+    Returns when every rank has called it, or has ended its program. While an exception raised after
+    `init` is being handled, it returns at once: if that exception ends the program, it ends the
+    job; else this rank leaves a moment later, and waits for the others when its program ends.
+    Raises the error of unfinished work of all ranks, such as a CheckpointError.
     """
     global _process, _guard, _handled, _leaving
     if _process is None:
@@ -219,13 +219,13 @@ def shutdown() -> None:
     logs.remove_handler()
     settings.JOINED.take()
     _process = _guard = _handled = None
-    # Only now: whatever failed, the world is left.
+    # Only now: whatever failed, the world has been left.
     for failure in failures:
         raise failure
 
 
 def finish_leaving() -> None:
-    """Wait for the others where this rank is still leaving the last world."""
+    """Wait for the others if this rank is still leaving the last world."""
     global _leaving
     if _leaving is not None:
         _leaving.finish()
@@ -235,25 +235,25 @@ def finish_leaving() -> None:
 
 
 def has_lost_rank() -> bool:
-    """Tell whether a rank is lost, so that the job is at its end."""
+    """Tell whether a rank is lost, so that the job must end."""
     return _guard is not None and _guard.has_lost_rank()
 
 
 def rejoin() -> None:
-    """Leave the world and join it anew; every rank must call it, also those that did not fail.
+    """Leave the world and join it again. Every rank must call it, including those without failure.
 
     Process sets stay registered.
-    It waits for ranks that still compute as long as for a rank in an operation.
-    Raises HorovodInternalError when a rank has died or stays silent: the job is at its end.
+    Ranks that still compute get the same timeout as in an operation.
+    Raises HorovodInternalError if a rank has died or stays silent: the job must end.
     """
     global _process, _guard
     here, guard = current(), _guard
     if guard is None:
         raise ValueError("a world of threads cannot be joined anew")
-    # A rank that has been silent for that long already gets 5 s more.
+    # A rank that was already silent for that long gets only 5 s more.
     silent = isinstance(here.engine.failure, PeerTimeoutError)
     leave_timeout_seconds = _MOMENT_SECONDS if silent else here.transport.timeout_seconds
-    # A copy, as leaving closes the sets and forgets them.
+    # A copy, as leaving closes and forgets the sets.
     sets = here.sets.copy()
     staying = here.leave(guard.departure_notice("begins anew"), leave_timeout_seconds)
     if gone := sorted({*staying, *here.transport.lost()}):
@@ -277,13 +277,13 @@ def rejoin() -> None:
     current().reopen_sets(sets, here.sets_made)
     current().resume(here.step)
     current().advice = here.advice
-    # Not overwritten: SIGTERM may have come since the new world was made.
+    # Combine, as SIGTERM may have come since the new world was made.
     current().termination_requested |= here.termination_requested
     current().preempted = here.preempted
 
 
 def _remove_exit_handler(guard: Guard) -> None:
-    """Remove the exit handler of a world that was left, unless MPI could not end after it."""
+    """Remove the exit handler of a left world, unless MPI could not end after it."""
     global _left_guard
     if _has_dead_rank(guard):
         _left_guard = guard
@@ -292,7 +292,7 @@ def _remove_exit_handler(guard: Guard) -> None:
 
 
 def _has_dead_rank(guard: Guard) -> bool:
-    """Tell whether a rank has died where ranks may leave; MPI's own end would wait for it."""
+    """Tell whether a rank has died where ranks may leave; MPI_Finalize would wait for it."""
     return guard.world.engine.ranks_may_leave and bool(guard.world.transport.lost())
 
 
@@ -315,13 +315,13 @@ def _at_exit() -> None:
 
 
 def _what_ended_the_program() -> BaseException | None:
-    # Set by Python once it has printed the exception that ends the program.
+    # Python sets it once it has printed the exception that ends the program.
     error: BaseException | None = getattr(sys, "last_value", None)
     return error
 
 
 def _end_by_what_went_wrong() -> None:
-    """Print errors that no caller has received, and end with exit code 1, not Python's 0."""
+    """Print errors that no caller has received, and exit with code 1 instead of Python's 0."""
     if not _unreported:
         return
     for failure in _unreported:
@@ -353,13 +353,13 @@ def current() -> World:
 
 
 def _after_fork() -> None:
-    """Make a forked child (a DataLoader's worker) no rank: its parent's engine is not in it."""
+    """Stop a forked child (a DataLoader worker) being a rank: it has no engine thread."""
     global _process, _guard, _leaving, _left_guard, _forked_from
     guard = _leaving.guard if _leaving is not None else _guard or _left_guard
     if guard is None:
         return
     guard.release_after_fork()
-    # Else a forked process that ends would leave the world in its parent's name.
+    # Otherwise a forked process would leave the world in its parent's name when it ends.
     atexit.unregister(_at_exit)
     _unreported.clear()
     _forked_from = guard.world.transport.rank
@@ -370,13 +370,13 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _find() -> World | None:
-    # A thread's own world first: ranks may be threads of one process.
+    # A thread's own world comes first: ranks may be threads of one process.
     return getattr(_of_thread, "world", None) or _process
 
 
 @contextmanager
 def entered(transport: Transport) -> Iterator[World]:
-    """Make a transport this thread's world: several ranks in one process, each in a thread."""
+    """Make a transport this thread's world, for several ranks in one process, one per thread."""
     _of_thread.world = World(transport)
     try:
         yield _of_thread.world
