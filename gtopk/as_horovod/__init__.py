@@ -4,12 +4,12 @@
     torchrun --nproc-per-node 4 -m gtopk.as_horovod train.py --epochs 3
     python -m gtopk.as_horovod -m package.train
 
-The script says `import horovod.torch as hvd` and is not changed; an installed Horovod is neither
-changed nor imported. Objects may be sent as pickles, as with Horovod, unless GTOPK_ALLOW_PICKLE
-forbids it.
+The script still says `import horovod.torch as hvd` and needs no change. An installed Horovod is
+neither changed nor imported. Objects may be sent as pickles, as with Horovod, unless
+GTOPK_ALLOW_PICKLE forbids it.
 
-Here is the finder that answers every import of horovod with a module of gtopk, in processes that
-multiprocessing spawns, too; __main__.py is the command.
+This module's finder answers every import of horovod with a module of gtopk, also in processes that
+multiprocessing spawns. __main__.py is the command.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _STANDS_FOR: Final = (
 def install() -> None:
     """Make every later import of horovod in this process return gtopk's modules.
 
-    Raises RuntimeError when it has imported Horovod already, or uses Horovod as its transport.
+    Raises RuntimeError if this process has already imported Horovod, or uses it as its transport.
     """
     if any(isinstance(finder, Finder) for finder in sys.meta_path):
         return
-    # Before anything is installed: a refusal must leave the process as it was.
+    # Checked before anything is installed: a refusal must leave the process unchanged.
     if settings.TRANSPORT.read() == "horovod":
         raise RuntimeError(
             "GTOPK_TRANSPORT must not be 'horovod' where gtopk stands for Horovod: the real one "
@@ -60,21 +60,21 @@ def install() -> None:
         raise RuntimeError(
             f"horovod must not be imported before gtopk stands for it, and was, from {where}"
         )
-    # First: the finders behind it would find an installed Horovod.
+    # First in the list: the other finders would find an installed Horovod.
     sys.meta_path.insert(0, Finder())
 
 
 def follow() -> None:
-    """Make processes that multiprocessing spawns from now on run __main__.py as their script."""
-    # Here, not in __main__.py, whose names a spawned process replaces by those of the script.
+    """Make all processes that multiprocessing spawns later run __main__.py as their script."""
+    # Not in __main__.py: a spawned process replaces that module's names with the script's.
     prepare = spawn.get_preparation_data
 
     def get_preparation_data(name: str) -> dict[str, Any]:
         told = prepare(name)
-        # Both are taken out: else the child would run the script before gtopk stands for Horovod.
+        # With these left in, the child would run the script before gtopk replaces Horovod.
         path, module = told.pop("init_main_from_path", None), told.pop("init_main_from_name", None)
         if path or module:
-            # Preparation data has no place for it, and a spawned process inherits the environment.
+            # Preparation data has no field for this; a spawned process inherits the environment.
             os.environ[settings.AS_HOROVOD_MAIN.name] = json.dumps([path, module])
             told["init_main_from_name"] = __name__
         return told
@@ -94,14 +94,14 @@ def stands_for(name: str) -> str | None:
 def _exists(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # its parent is no package
+    except ModuleNotFoundError:  # its parent is not a package
         return False
 
 
 class Finder(MetaPathFinder):
-    """Finds gtopk's modules under Horovod's names, and never Horovod's; first in sys.meta_path.
+    """Finds gtopk's modules under Horovod's names, never Horovod's own; first in sys.meta_path.
 
-    installed_by: the module whose `install` adds it in another process; gtopk.run uses that.
+    installed_by: the module with the `install` that adds it in another process; for gtopk.run.
     """
 
     installed_by = "gtopk.as_horovod"
@@ -125,7 +125,7 @@ class Finder(MetaPathFinder):
 
 
 class _Alias(Loader):
-    """Loads a module that exists under another name: both names mean one object."""
+    """Loads an existing module under a second name; both names refer to the same object."""
 
     def __init__(self, module: str) -> None:
         self._module = module
@@ -134,17 +134,16 @@ class _Alias(Loader):
         """Return None: the import system makes a module, which `exec_module` replaces."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Replace the new module by gtopk's in sys.modules."""
-        # The import system returns what is in sys.modules after this, not the module that it has
-        # made.
+        """Replace the new module with gtopk's in sys.modules."""
+        # The import system returns the entry in sys.modules, not the module that it created.
         sys.modules[module.__name__] = importlib.import_module(self._module)
 
 
 class _Made(Loader):
-    """Makes the two modules that have no counterpart in gtopk: horovod, and the old horovod.run."""
+    """Creates the two modules without a counterpart in gtopk: horovod, and the old horovod.run."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return an empty module; horovod.run is a function, and was once a package."""
+        """Return an empty module; a callable one for horovod.run, which was once a package."""
         return _CallableModule(spec.name) if spec.name == "horovod.run" else ModuleType(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
@@ -156,7 +155,7 @@ class _Made(Loader):
 
 
 class _CallableModule(ModuleType):
-    """`horovod.run` after `import horovod.run.runner`: still to be called."""
+    """`horovod.run` after `import horovod.run.runner`; it can still be called."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__["run"](*args, **kwargs)

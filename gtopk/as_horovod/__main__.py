@@ -1,9 +1,10 @@
 """The command `python -m gtopk.as_horovod`: runs a script or a module as Python itself does.
 
-The script sees the argv, __main__ and tracebacks that it would see under Python. Processes that it
-spawns by multiprocessing load it anew, and find gtopk in Horovod's place, too: they run this module
-as their script. A DataLoader's workers with multiprocessing_context="forkserver" are such
-processes, and Horovod's own examples use them. Forked processes need nothing.
+The script sees the same argv, __main__ and tracebacks as under Python. Processes that it spawns
+with multiprocessing load the script again; they run this module as their script, so that they, too,
+import gtopk in place of Horovod. The workers of a DataLoader with
+multiprocessing_context="forkserver", as in Horovod's own examples, are such processes. Forked
+processes need nothing.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ def main() -> None:
         print(_USAGE, file=sys.stderr)
         sys.exit(2)
     name = settings.ALLOW_PICKLE.name
-    # Horovod's scripts send any object, as pickles. In the environment, so that children do, too.
+    # Horovod's scripts send any object as a pickle. Children inherit the environment.
     os.environ[name] = os.environ.get(name) or "1"
     install()
     follow()
     if is_module:
         sys.argv[:] = ["-m", *words[2:]]
         _become_main()
-        # What `python -m` itself calls: runpy.run_module would put sys.argv and __main__ back at
+        # `python -m` itself calls this; runpy.run_module would restore sys.argv and __main__ at
         # the end.
         runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
     else:
@@ -53,7 +54,7 @@ def main() -> None:
 
 
 def run_script(path: str, arguments: Sequence[str]) -> None:
-    """Run a file, or a folder or archive that holds a __main__.py."""
+    """Run a file, or a folder or archive with a __main__.py."""
     sys.argv[:] = [path, *arguments]
     if os.path.isdir(path) or (path.endswith((".zip", ".pyz")) and os.path.isfile(path)):
         _begin_path_with(os.path.abspath(path))
@@ -61,7 +62,7 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
         return
     try:
-        # As Python opens scripts: audit hooks see it.
+        # Python opens scripts like this, and audit hooks expect it.
         with io.open_code(os.path.abspath(path)) as file:
             source = file.read()
     except OSError as error:
@@ -76,12 +77,12 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
         __cached__=None,
         __loader__=SourceFileLoader("__main__", path),
     )
-    # dont_inherit: else this file's `from __future__` would hold for the script.
+    # Without dont_inherit, this file's `from __future__` would apply to the script.
     exec(compile(source, os.path.abspath(path), "exec", dont_inherit=True), main.__dict__)
 
 
 def _become_main() -> ModuleType:
-    """Make a new module the process's __main__, and return it."""
+    """Replace the process's __main__ with a new module, and return it."""
     main = ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
     if sys.version_info < (3, 14):
@@ -92,16 +93,16 @@ def _become_main() -> ModuleType:
 
 
 def _begin_path_with(folder: str) -> None:
-    """Put a script's folder first in sys.path, in place of the one that -m has put there."""
-    # With `python -P` there is no such entry.
+    """Put a script's folder first in sys.path, in place of the entry that -m added."""
+    # `python -P` adds no such entry.
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = folder
-    if importlib.util.find_spec("collectives") is None:  # gtopk was found in that other folder
+    if importlib.util.find_spec("collectives") is None:  # the old entry had led to gtopk
         sys.path.append(str(Path(__file__).parents[2]))
 
 
 def _show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """Print an uncaught exception from the script's first frame on, which follows our last one."""
+    """Print an uncaught exception without this file's frames, as Python would for the script."""
     trace, own = traceback, None
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == __file__:
@@ -122,6 +123,5 @@ elif __name__ == "__mp_main__":
         if _path
         else runpy.run_module(_module, run_name=__name__, alter_sys=True)
     )
-    # The child's __main__ gets these names: pickles of the parent look the script's classes up
-    # there.
+    # Pickles from the parent look up the script's classes in the child's __main__.
     globals().update(_script)

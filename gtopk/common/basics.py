@@ -1,4 +1,4 @@
-"""Horovod's import path for `HorovodBasics`, from which some clients take ranks and builds."""
+"""Horovod's import path for `HorovodBasics`, which some clients query for ranks and builds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ __all__ = ["HorovodBasics", "ProcessSet", "global_process_set"]
 class HorovodBasics:
     """The functions of `horovod.torch` other than operations on tensors, as methods.
 
-    The arguments, which name the place of Horovod's library, are ignored: it is not needed.
+    The arguments name the location of Horovod's library, which gtopk does not need: they are
+    ignored.
     """
 
     Average, Sum, Adasum, Min, Max, Product = Average, Sum, Adasum, Min, Max, Product

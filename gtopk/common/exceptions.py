@@ -16,9 +16,9 @@ def get_version_mismatch_message(name: str, version: str, installed_version: str
 
 
 class HorovodVersionMismatchError(ImportError):
-    """Horovod's error for a framework of another version than it was built against.
+    """Horovod's error for a framework version that differs from the one it was built against.
 
-    gtopk never raises it, as it is built against none; scripts may catch or raise it.
+    gtopk is built against no framework, so it never raises this; scripts may catch or raise it.
     """
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:

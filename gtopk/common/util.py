@@ -1,4 +1,4 @@
-"""The functions of `horovod.common.util` that clients use; those about a build answer for torch."""
+"""The functions of `horovod.common.util` that clients use; build queries answer for torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXTENSIONS: Final = ("torch",)  # of Horovod's three frameworks
 
 @contextmanager
 def env(**variables: str | None) -> Iterator[None]:
-    """Set environment variables within the context; those that are None stay as they are."""
+    """Set environment variables within the context; a value of None leaves its variable alone."""
     given = {name: value for name, value in variables.items() if value is not None}
     before = {name: os.environ.get(name) for name in given}
     try:
@@ -37,14 +37,14 @@ def env(**variables: str | None) -> Iterator[None]:
 
 
 def split_list(items: Sequence[T], parts: int) -> list[Sequence[T]]:
-    """Return `parts` slices of a list, in order; the first len(items) % parts have one more."""
+    """Split a list into `parts` slices, in order; the first len(items) % parts have one more."""
     each, more = divmod(len(items), parts)
     ends = [number * each + min(number, more) for number in range(parts + 1)]
     return [items[a:b] for a, b in itertools.pairwise(ends)]
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Tell whether a number of ranks is a power of two. Adasum takes any number here."""
+    """Tell whether a number of ranks is a power of two. gtopk's Adasum accepts any number."""
     return num_rank > 0 and num_rank.bit_count() == 1
 
 
@@ -60,7 +60,7 @@ def is_iterable(x: object) -> bool:
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
     """Tell whether a version is the target, "major.minor.patch", or a later one.
 
-    Raises ValueError for a target of another form, and for a value that is no text.
+    Raises ValueError for a target in another form, and for a value that is not a string.
     """
     if not isinstance(ver, str) or not isinstance(target, str):
         raise ValueError(f"versions must be strings, got {ver!r} and {target!r}")
@@ -73,17 +73,17 @@ def is_version_greater_equal_than(ver: str, target: str) -> bool:
 def get_average_backwards_compatibility_fun(
     reduce_ops: Any,
 ) -> Callable[[int | None, bool | None], int]:
-    """Return a function of (op, average) that returns the op that Horovod's arguments mean.
+    """Return a function that maps Horovod's (op, average) arguments to an op.
 
-    reduce_ops: an object with the ops' numbers as Average and Sum, such as horovod.torch.mpi_ops.
+    reduce_ops: has the ops' numbers as Average and Sum, as horovod.torch.mpi_ops does.
     """
     return lambda op, average: op_of(op, average, reduce_ops.Average, reduce_ops.Sum)
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
-    """Raise ImportError for another framework than torch, for which nothing needs to be built.
+    """Raise ImportError unless the extension is torch's, which needs no build.
 
-    ext_name: "horovod.torch", "horovod.tensorflow", ... The other arguments are Horovod's.
+    ext_name: "horovod.torch", "horovod.tensorflow", ... The other arguments are ignored.
     """
     if ext_name.rpartition(".")[2] not in EXTENSIONS:
         raise ImportError(
@@ -95,7 +95,7 @@ def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) 
 def check_installed_version(
     name: str, version: str, exception: BaseException | None = None
 ) -> None:
-    """Do nothing: gtopk is built against no version of a framework."""
+    """Do nothing: gtopk is not built against a framework version."""
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
@@ -104,7 +104,7 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Tell whether torch sees a GPU; of another framework, False."""
+    """Tell whether torch sees a GPU; False for other frameworks."""
     return extension_available(ext_base_name) and torch.cuda.is_available()
 
 
@@ -119,7 +119,7 @@ def gloo_built(verbose: bool = False) -> bool:
 
 
 def nccl_built(verbose: bool = False) -> int:
-    """Return the version of the NCCL that can be used here; 0 for none."""
+    """Return the version of the usable NCCL; 0 for none."""
     return builds.nccl_built()
 
 
@@ -134,11 +134,14 @@ def ccl_built(verbose: bool = False) -> bool:
 
 
 def get_ext_suffix() -> str:
-    """Return how the file names of compiled modules end for this Python."""
+    """Return the file name suffix of compiled modules for this Python."""
     return sysconfig.get_config_var("EXT_SUFFIX") or ".so"
 
 
 def get_extension_full_path(pkg_path: str, *args: str) -> str:
-    """Return the path of a compiled module with the last name, beside a module's file."""
+    """Return the path of a compiled module; the last of `args` is its name, the others folders.
+
+    pkg_path: the path is relative to this file's folder.
+    """
     *folders, name = args
     return os.path.join(os.path.dirname(pkg_path), *folders, name + get_ext_suffix())

@@ -1,5 +1,5 @@
-"""Planning: predicts, before the first step, whether compression pays.
+"""Planning: predicts before the first step whether compression pays.
 
-comparison.py    every method's step on a given cluster, and which one pays
-advice.py        the line that a job logs first, and the seconds that its buckets should take
+comparison.py    predicts each method's step time on a given cluster, and which method pays
+advice.py        the advice that a job logs first, and the predicted seconds of its buckets
 """

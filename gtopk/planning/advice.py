@@ -1,9 +1,9 @@
-"""Advice: one sentence at the start of a run about the time that compression saves, with details.
+"""Advice: logs at the start of a run how much time compression saves, with details on request.
 
-It rests on links and rates that are measured once and kept for a week (collectives.cost_model):
-about three seconds the first time, on all ranks together. GTOPK_ADVICE=off turns it off.
+The prediction uses link and rate measurements that are cached for a week (collectives.cost_model).
+Measuring takes about three seconds, on all ranks together. GTOPK_ADVICE=off turns the advice off.
 
-Also here: the seconds that a step's exchange should take, by the model and the measured links.
+Also predicts the seconds of a step's exchange, from the cost model and the measured links.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ def expected(
 ) -> Prediction | None:
     """Return the prediction for the exchange of a gradient of `length` values.
 
-    None for a compression that chooses by itself, and for cases beyond the model: across nodes all
-    algorithms but gtopk, dense gradients inside nodes, nodes given by number that share their
-    hosts' links with others or stretch over several hosts, and nodes of different numbers of ranks.
+    Returns None for a compression that chooses its own algorithm, and for hierarchical cases that
+    the model does not cover: any algorithm but gtopk across nodes; dense gradients inside nodes;
+    a node_size that makes nodes share a host's link or span several hosts; nodes with unequal
+    numbers of ranks.
     """
     network, rates = calibration.network, calibration.rates
     if isinstance(compression, Hierarchical):
@@ -54,7 +55,7 @@ def expected(
             predict(compression.candidate(format), length, network, rates, value_bytes)
             for format in compression.formats()
         ]
-        # The run itself takes the quickest of the formats that it may send.
+        # The run itself uses the quickest of its allowed formats.
         return min(found, key=lambda each: each.seconds)
     if isinstance(compression, ErrorFeedback):
         return None
@@ -62,21 +63,21 @@ def expected(
 
 
 class Sized(Protocol):
-    """A bucket of which at least the size is known: a BucketExchange, or another."""
+    """Any bucket with a known size, such as a BucketExchange."""
 
     @property
     def elements(self) -> int: ...
 
 
 def _way_of(bucket_exchange: Sized) -> Exchange | None:
-    """Return how a bucket is exchanged, but for what is sent along once; None: as it is, sparse."""
+    """Return the exchange that a bucket uses, ignoring a one-time drain; None for other buckets."""
     exchange = bucket_exchange.exchange if isinstance(bucket_exchange, BucketExchange) else None
-    # Draining is a single step's: a prediction for it would be wrong from the next step on.
+    # Draining lasts one step; a prediction for it would be wrong from the next step on.
     return exchange.next_exchange if isinstance(exchange, DrainingExchange) else exchange
 
 
 def expected_seconds(bucket_exchanges: Sequence[Sized], calibration: Calibration) -> float | None:
-    """Return the seconds predicted for all buckets; None where one is beyond the model."""
+    """Return the seconds predicted for all buckets; None if the model does not cover one."""
     seconds = 0.0
     for bucket_exchange in bucket_exchanges:
         exchange = _way_of(bucket_exchange)
@@ -95,7 +96,7 @@ def expected_seconds(bucket_exchanges: Sequence[Sized], calibration: Calibration
 def in_question(bucket_exchanges: Sequence[Sized]) -> tuple[list[BucketExchange], bool]:
     """Return the buckets that could be compressed, and whether they are.
 
-    If any are compressed, these are the ones: buckets that are dense beside them always are.
+    If some are compressed, only those are returned: the dense buckets beside them stay dense.
     """
     dense, compressed = [], []
     for bucket_exchange in bucket_exchanges:
@@ -110,11 +111,11 @@ def in_question(bucket_exchanges: Sequence[Sized]) -> tuple[list[BucketExchange]
 
 
 def value_bytes_of(asked: Sequence[BucketExchange]) -> tuple[int, int]:
-    """Return the bytes of a value of these buckets, and of one where they travel whole."""
+    """Return the bytes of one value in these buckets, and of one value when sent dense."""
     in_bucket = max((each.bucket.dtype.itemsize for each in asked), default=4)
     ways = map(_way_of, asked)
     compressors = {way.compressor for way in ways if isinstance(way, CompressorExchange)}
-    # Those of the user send what nobody knows: they count as the bucket's values.
+    # The size that a user's own compressor sends is unknown; assume the bucket's.
     in_16_bits = compressors and all(issubclass(each, FP16Compressor) for each in compressors)
     return in_bucket, 2 if in_16_bits else in_bucket
 
@@ -123,19 +124,19 @@ _log = logging.getLogger("gtopk")
 
 
 class Advice(NamedTuple):
-    """The sentence that is logged, and how to work out its grounds, for GTOPK_LOG=debug."""
+    """The sentence that is logged, and a function that returns details for GTOPK_LOG=debug."""
 
     sentence: str
-    # str() is "": there are no details.
+    # str() returns "", which means no details.
     explain: Callable[[], str] = str
 
 
 def say_once(here: World, said: Advice) -> None:
-    """Log the advice on rank 0, unless this world has logged one."""
+    """Log the advice on rank 0, once in a world."""
     if here.rank == 0 and not here.advised:
         here.advised = True
         _log.info("%s", said.sentence)
-        # Only where they are shown: the details search for a bandwidth, and the first step waits.
+        # The details take a bandwidth search while the first step waits, so only on request.
         if _log.isEnabledFor(logging.DEBUG) and (details := said.explain()):
             _log.debug("%s", details)
 
@@ -154,21 +155,21 @@ def advice(
 ) -> Advice:
     """Return the advice.
 
-    lengths: by bucket, the number of values that could be compressed; others: the number of values
-        that are sent uncompressed in any case.
-    per: the unit that an exchange ends, as the text names it.
-    beyond: the name of an exchange that the model does not cover, and that runs here; "": none.
-    other_buckets: the number of buckets in the other case: if compressed values were sent whole, or
-                   uncompressed ones compressed; None: the same.
+    lengths: for each bucket, the number of values that could be compressed; others: the number of
+        values that are always sent dense.
+    per: the text's name for the unit of work between two exchanges.
+    beyond: the name of a running exchange that the model does not cover; "" for none.
+    other_buckets: the number of buckets in the alternative: dense for a compressed run, compressed
+                   for a dense one; None for the same number.
     over: the name of the transport.
     value_bytes, dense_value_bytes: as in `Cluster`.
     """
-    # Dense has no density: it is compared with sparse methods at the one to begin with.
+    # A dense run has no density; compare it with sparse methods at the usual density.
     density = getattr(compression, "density", None) or usual_density(sum(lengths))
     rates = calibration.rates
-    # Methods are compared at exact values: what fewer bits would save is a choice of its own.
+    # Compare methods with exact values only: using fewer bits is a separate choice.
     exact = {format: rate for format, rate in rates.coding.items() if format.values == "exact"}
-    # The compressed case first, whichever of the two runs.
+    # Put the compressed case first, even if the run is dense.
     buckets = [len(lengths), other_buckets or len(lengths)]
     if not isinstance(compression, ErrorFeedback):
         buckets.reverse()
@@ -245,7 +246,7 @@ def _verdict(found: Prediction, dense: Prediction, runs: Prediction | None, beyo
 
 
 def _outcome(sparse: Prediction, dense_seconds: float, compressed: bool) -> str:
-    """Return what the exchange of a sparse method comes to; "" where it makes no difference."""
+    """Return the outcome of a sparse exchange as text; "" if it makes no difference."""
     if sparse.seconds * SAME < dense_seconds:
         verb = "saves" if compressed else "would save"
         return f"{verb} up to {seconds_text(dense_seconds - sparse.seconds)}"
@@ -255,14 +256,14 @@ def _outcome(sparse: Prediction, dense_seconds: float, compressed: bool) -> str:
 
 
 def _amount(way: Candidate) -> str:
-    """Return the option that sets how much a candidate sends in a step, as a text."""
+    """Return, as text, the option that sets how much a candidate sends in a step."""
     if way.algorithm == "shards":
         return f"period {1.0 / way.density:.0f}"
     return f"density {way.density:g}"
 
 
 def _options(way: Candidate, runs: Prediction | None) -> str:
-    """Return a candidate's options, with those that differ from the running prediction `runs`."""
+    """Return a candidate's options as text, including those that differ from `runs`."""
     options = [_amount(way), way.wider.strip()]
     if runs is not None and runs.candidate.algorithm == way.algorithm:
         is_other = runs.candidate.format.indices != way.format.indices
@@ -290,7 +291,7 @@ def _edge_of(compression: object, comparison: Comparison, rates: Rates) -> Break
 
 
 def _reduced(compression: object, cluster: Cluster, rates: Rates) -> Prediction | None:
-    """Return the compression's prediction on a cluster; None beyond the model."""
+    """Return the compression's prediction on a cluster; None if the model does not cover it."""
     calibration = Calibration(cluster.network, rates, "")
     if not isinstance(compression, ErrorFeedback):
         return cluster.reduced(DENSE, rates)

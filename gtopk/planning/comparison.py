@@ -1,4 +1,4 @@
-"""Comparison: the predicted time of every method on a cluster, and which one pays."""
+"""Comparison: predicts the time of every method on a cluster, and which method pays."""
 
 from __future__ import annotations
 
@@ -43,14 +43,15 @@ _OFF = f"{100 * ERROR:.0f}{SPACE}% off"
 
 @dataclass(frozen=True)
 class Cluster:
-    """The cluster and the neural network that a comparison is about.
+    """The cluster and the neural network to compare methods for.
 
-    length:           values of the gradient.
-    buckets:          number of buckets, equally large, that are reduced one after the other.
-    dense_buckets:    their number where the gradient is sent whole; None: the same.
-    value_bytes:      of a value before it is encoded; dense_value_bytes: of one that is sent whole.
-    backward_seconds: of the backward pass; dense is sent bucket by bucket while it runs, the sparse
-                      methods, which select from the whole gradient, when it has ended.
+    length:            number of values in the gradient.
+    buckets:           number of equally large buckets, which are reduced one after the other.
+    dense_buckets:     number of buckets when the gradient is sent dense; None for the same.
+    value_bytes:       bytes of a value before encoding.
+    dense_value_bytes: bytes of a value that is sent dense.
+    backward_seconds:  duration of the backward pass. Dense buckets are sent while it runs. Sparse
+                       methods select from the whole gradient, so they start when it has ended.
     """
 
     length: int
@@ -63,11 +64,12 @@ class Cluster:
     dense_value_bytes: int = 4
 
     def on(self, link: Link) -> Cluster:
-        """Return the cluster with another link between its nodes, or inside the only one.
+        """Return the cluster with another link between its nodes, or inside its only node.
 
-        The library's own allreduce may take more time for a byte than the link. That time may be
-        processors' work, which stays (1 ns on emulated links, docs/measured/forecasts.md), or due
-        to its algorithm, in proportion to the link's. Of both, the quicker one is assumed.
+        The communication library's allreduce may take more time per byte than the link. If that is
+        processor work, it stays the same on another link (1 ns on emulated links,
+        docs/measured/forecasts.md). If it is due to the algorithm, it scales with the link's. The
+        quicker of the two is assumed.
         """
         here, allreduce = self.network.farthest, self.network.allreduce
         longer = _over(link.latency_seconds, here.latency_seconds)
@@ -93,11 +95,11 @@ class Cluster:
 
     @property
     def bucket_length(self) -> int:
-        """Return how many values a compressed bucket has."""
+        """Return the number of values in a compressed bucket."""
         return -(-self.length // self.buckets)
 
     def reduced(self, candidate: Candidate, rates: Rates) -> Prediction:
-        """Return the prediction for reducing the gradient by a candidate."""
+        """Return the prediction for reducing the gradient with a candidate."""
         buckets, value_bytes = self.buckets, self.value_bytes
         if candidate == DENSE:
             buckets, value_bytes = self.dense_buckets or buckets, self.dense_value_bytes
@@ -105,14 +107,14 @@ class Cluster:
         return in_a_step(found.times(buckets), self.network, buckets)
 
     def exposed_seconds(self, found: Prediction) -> float:
-        """Return the seconds of a method that the backward pass does not hide."""
+        """Return how many seconds of the exchange the backward pass does not hide."""
         if found.candidate.algorithm == "dense":
             return max(0.0, found.seconds - self.backward_seconds)
         return found.seconds
 
 
 def _over(new: float, old: float) -> float:
-    # A link without latency, or on which bytes take no time, has no proportion to keep.
+    # A zero latency, or zero time per byte, cannot be scaled.
     return new / old if old else 1.0
 
 
@@ -121,9 +123,9 @@ class Comparison:
     """The predictions for all methods, and which one pays.
 
     dense, sparse:    predictions; each sparse method in its quickest format.
-    equal_bytes:      the sparse methods at the density at which they send as many bytes as gtopk.
-    shards:           its prediction, at any density; None where its values were not measured.
-    rates, formats:   what the predictions rest on, and the formats that sparse methods may send.
+    equal_bytes:      the sparse methods, each at the density that sends as many bytes as gtopk.
+    shards:           its prediction, at any density; None if its value format was not measured.
+    rates, formats:   the rates used, and the formats that sparse methods may send.
     """
 
     cluster: Cluster
@@ -137,12 +139,12 @@ class Comparison:
     @cached_property
     def break_even(self) -> BreakEven:
         """The bandwidth at which the quickest sparse method and dense take equal times."""
-        # Not one of the fields: the search predicts some hundred clusters, which takes tens of
-        # milliseconds, and the first step of a run asks for no more than the times.
+        # Computed on demand: the search predicts some hundred clusters, which takes tens of
+        # milliseconds, and the first step of a run needs only the times.
         on, rates, formats = self.cluster.on, self.rates, self.formats
         return break_even(
             lambda link: on(link).reduced(DENSE, rates).seconds,
-            # Added to sparse, not subtracted from dense, whose whole time the margin scales.
+            # Add backward to sparse; do not subtract it from dense: the margin scales all of that.
             lambda link: (
                 self.cluster.backward_seconds
                 + min(
@@ -161,11 +163,11 @@ class Comparison:
         return [self.dense, *self.sparse, *shards]
 
     def exposed_seconds(self, found: Prediction) -> float:
-        """Return by how much a method lengthens a step."""
+        """Return how many seconds a method adds to a step."""
         return self.cluster.exposed_seconds(found)
 
     def speedup(self, found: Prediction) -> float:
-        """Return dense's time over this method's: of the backward pass and the exchange."""
+        """Return dense's time divided by this method's; both are of backward and exchange."""
         backward = self.cluster.backward_seconds
         mine = backward + self.exposed_seconds(found)
         return (backward + self.exposed_seconds(self.dense)) / mine if mine else 1.0
@@ -178,7 +180,7 @@ class Comparison:
 
     @cached_property
     def cheapest(self) -> Prediction:
-        """The cheapest of dense and those; the tree and shards are there to compare only."""
+        """The cheapest of dense and the offered methods; excludes the tree and shards."""
         return min(self.dense, self.cheapest_sparse, key=self.exposed_seconds)
 
     @property
@@ -188,9 +190,9 @@ class Comparison:
 
 
 def pays_clearly(cluster: Cluster, rates: Rates, formats: Sequence[Format]) -> bool | None:
-    """Tell whether to compress; None where the two times differ by less than the model's error.
+    """Tell whether to compress; None if the two times differ by less than the model's error.
 
-    formats: those that sparse methods may send; rates may be of others, too.
+    formats: the formats that sparse methods may send; `rates` may have others, too.
     """
     backward = cluster.backward_seconds
     dense = cluster.exposed_seconds(cluster.reduced(DENSE, rates))
@@ -198,14 +200,14 @@ def pays_clearly(cluster: Cluster, rates: Rates, formats: Sequence[Format]) -> b
         _in_quickest_format(name, cluster, rates, formats).seconds
         for name in offered(cluster.network)
     )
-    # The margin is of whole steps: of an exchange that backward hides, an error changes nothing.
+    # Apply the margin to whole steps: an error in the part that backward hides changes nothing.
     if backward + dense > (1 + ERROR) * (backward + sparse):
         return True
     return None if sparse < dense else False
 
 
 def deciding(cluster: Cluster, rates: Rates, formats: Sequence[Format]) -> list[str]:
-    """Return the inputs of which halving or doubling one alone changes `pays_clearly`'s verdict."""
+    """Return the inputs that change `pays_clearly`'s verdict if one alone is halved or doubled."""
     link, now = cluster.network.farthest, pays_clearly(cluster, rates, formats)
     found = []
     for factor, words in ((0.5, "half"), (2.0, "twice")):
@@ -229,10 +231,10 @@ def deciding(cluster: Cluster, rates: Rates, formats: Sequence[Format]) -> list[
 
 
 def in_a_step(found: Prediction, network: Network, buckets: int) -> Prediction:
-    """Return the prediction for a step of `buckets` reductions, with the ranks' agreements.
+    """Return the prediction for a step of `buckets` reductions, including the ranks' agreements.
 
-    Ranks agree once before the last bucket, and once before all others, which are ready together
-    unless backward delays them.
+    Ranks agree once for the last bucket and once for all others together, which are ready at the
+    same time unless backward delays them.
     """
     return replace(found, agreement_seconds=min(2, buckets) * network.expected_agreement_seconds)
 
@@ -240,7 +242,7 @@ def in_a_step(found: Prediction, network: Network, buckets: int) -> Prediction:
 def compare(cluster: Cluster, rates: Rates, formats: Sequence[Format] | None = None) -> Comparison:
     """Return the comparison of all methods on a cluster.
 
-    formats: those that sparse methods may send; None: all that have a measured rate.
+    formats: the formats that sparse methods may send; None for all with a measured rate.
     """
     formats = list(rates.coding) if formats is None else formats
     has_shards = rates.coding_of(SHARDS.format) is not None
@@ -249,7 +251,7 @@ def compare(cluster: Cluster, rates: Rates, formats: Sequence[Format] | None = N
     gtopk = next(each for each in sparse if each.candidate.algorithm == "gtopk")
     on = Calibration(cluster.network, rates, "")
     budget = Budget(bytes_per_step=gtopk.sent.most_bytes)
-    # In one format: at equal bytes a shorter index must not pass for a better method.
+    # One format for all: a shorter index must not make a method look better at equal bytes.
     one = [gtopk.candidate.format]
     equal = choose(cluster.length, on, budget, one, value_bytes=cluster.value_bytes)
     return Comparison(
@@ -268,7 +270,7 @@ def compare(cluster: Cluster, rates: Rates, formats: Sequence[Format] | None = N
 
 
 def _sparse(cluster: Cluster, rates: Rates, formats: Sequence[Format]) -> list[Prediction]:
-    """Return the predictions of all sparse methods; the tree only for comparison."""
+    """Return the predictions of all sparse methods; the tree is included only for comparison."""
     names = ["gtopk-tree", *offered(cluster.network)]
     return [_in_quickest_format(name, cluster, rates, formats) for name in names]
 
@@ -289,9 +291,9 @@ def _in_quickest_format(
 
 
 def where_it_pays(edge: BreakEven) -> str:
-    """Return a text: "below about 7.3 Gbit/s (6 to 8.9 Gbit/s if a time is 20 % off)", or above.
+    """Return a text: "below about 7.3 Gbit/s (6 to 8.9 Gbit/s if a time is 20 % off)", or "above".
 
-    Only the bounds are given where the bandwidth is not known to a fifth.
+    The text gives only the bounds if the bandwidth is uncertain by more than a fifth.
     """
     none, every = "at most, perhaps at no bandwidth", "at least, perhaps at every bandwidth"
     side, at_slow, at_fast = ("above", every, none) if edge.above else ("below", none, every)
@@ -307,7 +309,7 @@ def where_it_pays(edge: BreakEven) -> str:
             return f"{side} {highest} {at_slow}: a time may be {_OFF}"
         case _, math.inf:
             return f"{side} {lowest} {at_fast}: a time may be {_OFF}"
-    # The unit once, where both have the same: "6 to 8.9 Gbit/s".
+    # Give a common unit once: "6 to 8.9 Gbit/s".
     bounds = f"{lowest.removesuffix(SPACE + highest.rpartition(SPACE)[2])} to {highest}"
     if not edge.is_a_number or edge.bits_per_second is None:
         return f"{side} a bandwidth of {bounds}: a time may be {_OFF}"

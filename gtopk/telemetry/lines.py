@@ -1,23 +1,23 @@
-"""The lines of a run's record, each a JSON object whose kind is in "what".
+"""The lines of a run's record: JSON objects, with their kind in "what".
 
-    begin     which rank this is, where and when: the first line, and again where ranks meet anew;
-              "every": N, if it writes every Nth step;
-              "again": it continues the run of the "begin" before it, in the same world
-    resumed   the run goes on from this step; the lines before belong to it, too
+    begin     the rank, its host and the time: the first line, and again when the ranks rejoin;
+              "every": N, if only every Nth step is written;
+              "again": it continues the run of the previous "begin", in the same world
+    resumed   the run resumes from this step; the lines before belong to it, too
     step      a StepReport
-    withheld  now and then, the norm of the residual, and how many steps it is worth
-    parted    parameters that were not the same on all ranks, and whether they were healed
-    score     now and then, how fast this rank computes relative to the fastest
+    withheld  at some steps: the norm of the residual, and its age in steps
+    parted    parameters that differed between ranks, and whether they were repaired
+    score     at some steps: this rank's computing speed relative to the fastest rank's
     values    values that the script has logged; null for one that was not finite
     message   a log message of the library
     end       how this rank left, and whether "in_order"
 
-Each has "step", as the library counts them, and each but "begin" has "seconds" since its "begin",
-on rank 0's clock; a "begin" has "began_unix_seconds", the same on all ranks that began together. A
-file whose writer was killed may end in the middle of a line.
+Each line has "step", the library's count of steps. Each but "begin" has "seconds" since its
+"begin", on rank 0's clock. A "begin" has "began_unix_seconds", the same on all ranks that began
+together. If the writer was killed, a file may end in the middle of a line.
 
-A record may be damaged, or written by another program: `sound` checks each line once, where it is
-read. Readers get the lines that gtopk writes, and the number of the others.
+A record may be damaged, or written by another program. `sound` checks each line once, on reading.
+Readers get the valid lines, and the number of invalid ones.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _FIELDS: Final = {field.name: field.default for field in dataclasses.fields(Step
 
 
 def path_of(folder: str | Path, rank: int) -> Path:
-    """Return a rank's file in a run's folder."""
+    """Return the path of a rank's file in a run's folder."""
     return Path(folder, f"rank-{rank:05d}.jsonl")
 
 
 def rank_of(path: Path) -> int | None:
-    """Return the rank whose file in a run's folder this is; None for any other file."""
+    """Return the rank that a file in a run's folder belongs to; None for other files."""
     digits = path.name.removeprefix("rank-").removesuffix(".jsonl")
     return (
         int(digits) if digits.isdecimal() and path.name == path_of("", int(digits)).name else None
@@ -55,14 +55,14 @@ def rank_of(path: Path) -> int | None:
 
 
 def step_line(report: StepReport, seconds: float, bytes_so_far: int, samples_so_far: int) -> Line:
-    """Return a step as a line; ..._so_far: totals of this rank, with steps without a line."""
+    """Return a step as a line; ..._so_far: this rank's totals, including steps without a line."""
     counted = {"bytes_so_far": bytes_so_far, "samples_so_far": samples_so_far}
     fields = {name: getattr(report, name) for name in _FIELDS}
     return {"what": "step", "seconds": seconds, **counted, **fields}
 
 
 def report_of(line: Line) -> StepReport:
-    """Return the step of a line; raise KeyError where a field is missing.
+    """Return the step of a line; raise KeyError if a field is missing.
 
     Fields that earlier versions did not write get their defaults.
     """
@@ -75,18 +75,18 @@ def report_of(line: Line) -> StepReport:
 
 
 def left_in_order(end: Line) -> bool:
-    """Tell whether a rank left in order; earlier versions wrote only the words for it."""
+    """Tell whether a rank left in order; earlier versions wrote only a text about it."""
     in_order = "failed" not in end["how"] and "stopped" not in end["how"]
     return bool(end.get("in_order", in_order))
 
 
 def as_text(line: Line) -> str:
-    """Return the text of a line in a file."""
+    """Return a line as the text that is written to a file."""
     return json.dumps({name: _short(value) for name, value in line.items()}) + "\n"
 
 
 def _short(value: Any) -> Any:
-    """Return a value without insignificant digits, and with null for what JSON cannot hold."""
+    """Return a value without insignificant digits, and with null for floats that JSON lacks."""
     if isinstance(value, dict):
         return {name: _short(each) for name, each in value.items()}
     if not isinstance(value, float):
@@ -96,14 +96,14 @@ def _short(value: Any) -> Any:
     return round(value, _DIGITS) if abs(value) >= 1 else float(f"{value:.{_DIGITS}g}")
 
 
-# As many as the files' names have digits for.
+# The files' names have five digits for the rank.
 MOST_RANKS: Final = 100_000
 _MOST: Final = 10**18  # bytes, steps, entries
 _LONGEST_SECONDS: Final = 1e12
 _LAST_DATE: Final = 250e9  # seconds since 1970: in the year 9892
-# Larger values overflow where they are added up: they are treated as not finite.
+# Sums of larger values overflow, so they are treated as not finite.
 LARGEST_VALUE: Final = 1e300
-# Controls of terminals and of text direction, and surrogates, which no encoding takes.
+# Control characters of terminals and of text direction, and surrogates, which cannot be encoded.
 _STEERING: Final = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
@@ -111,9 +111,9 @@ _STEERING: Final = re.compile(
 Check = Callable[[Any], bool]
 
 
-# By `type`, not isinstance: True would pass for a count of 1.
+# Uses `type`, not isinstance: True must not pass for a count of 1.
 def _is_count(value: Any) -> bool:
-    # Bounded, as Python's whole numbers are not: later arithmetic in floats would overflow.
+    # Python's integers are unbounded, and large ones would overflow in float arithmetic.
     return type(value) is int and 0 <= value <= _MOST
 
 
@@ -138,7 +138,7 @@ def _or_none(check: Check) -> Check:
 
 
 def _is_value(value: Any) -> bool:
-    """Tell whether this is a number of any size, or None: a training that diverges has such."""
+    """Tell whether this is a number of any size, or None; diverging runs log such values."""
     return type(value) in (int, float, type(None))
 
 
@@ -157,7 +157,7 @@ _OF_TYPES: Final[Mapping[str, Check]] = {
 
 
 def _of_report(required: bool) -> dict[str, Check]:
-    """Return the checks of a StepReport's fields: of those without a default, or of the others."""
+    """Return the checks of a StepReport's required fields, or of the optional ones."""
     return {
         each.name: _OF_TYPES[str(each.type)]
         for each in dataclasses.fields(StepReport)
@@ -165,7 +165,7 @@ def _of_report(required: bool) -> dict[str, Check]:
     }
 
 
-# By the kind of line: the fields that it must have, and those that it may have.
+# By kind of line: the required fields and the optional ones.
 _HOLDS: Final[Mapping[str, tuple[Mapping[str, Check], Mapping[str, Check]]]] = {
     "begin": (
         {
@@ -204,10 +204,10 @@ _HOLDS: Final[Mapping[str, tuple[Mapping[str, Check], Mapping[str, Check]]]] = {
 
 
 def sound(line: Line, rank: int | None) -> Line | None:
-    """Return a line that is safe to show, or None for one that gtopk has not written.
+    """Return a line that is safe to show, or None for one that gtopk cannot have written.
 
-    rank: the rank whose file it is in. Texts are made safe by `shown`. A line of a kind that this
-    version does not know keeps its fields.
+    Texts are made safe with `shown`. A line of an unknown kind keeps its fields.
+    rank: the rank that the file belongs to.
     """
     what = line["what"]
     if not isinstance(what, str):
@@ -216,12 +216,12 @@ def sound(line: Line, rank: int | None) -> Line | None:
     holds, may_hold = _HOLDS.get(what, ({}, {}))
     if what != "begin" and not _is_number(line.get("seconds")):
         return None
-    # An unknown kind has no fields here, and passes: a record of a later version is shown in part.
+    # An unknown kind has no checks here and passes: a later version's record is shown in part.
     if not all(name in line and check(line[name]) for name, check in holds.items()):
         return None
     if not all(check(line[name]) for name, check in may_hold.items() if name in line):
         return None
-    # A file that was copied to another rank's name would count its steps twice.
+    # Reject a copy under another rank's name, which would count its steps twice.
     if what == "begin" and not line["rank"] == rank < line["ranks"]:
         return None
     if what == "values":
@@ -238,9 +238,9 @@ def _within(value: float | None) -> float | None:
 
 
 def shown(value: Any) -> Any:
-    """Return a value whose texts are single lines and cannot control a terminal or a page.
+    """Make a value's texts single lines that cannot control a terminal or a page.
 
-    Tabs and ends of lines become spaces; other control characters are escaped.
+    Tabs and line ends become spaces; other control characters are escaped.
     """
     if isinstance(value, str):
         return _steady(value)
@@ -249,7 +249,7 @@ def shown(value: Any) -> Any:
     return [shown(each) for each in value] if isinstance(value, list) else value
 
 
-# All lines share a few names: this keeps one text for each.
+# Lines share a few names: the cache keeps one string for each.
 @lru_cache(1 << 12)
 def _steady(text: str) -> str:
     return _STEERING.sub(_spelt, text)

@@ -1,6 +1,6 @@
-"""Reads a run's record, also while ranks still write it.
+"""Reads a run's record, even while ranks still write it.
 
-RankFile: a rank's file, read to its end, and continued there once the rank has written more.
+RankFile reads a rank's file to its end, and continues from there once the rank has written more.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _SKIPPED: Final = b'"skipped": true'
 class RankFile:
     """A rank's file, which may hold several runs, one after the other.
 
-    attempts: the lines from each "begin" on, of the last run and the runs that it resumed.
-    earlier_runs: the number of runs in the file before them.
-    unsound: the number of lines passed over because gtopk has not written them.
-    recent_steps: None: keep all lines. Else keep this many last steps of an attempt, skipped ones,
-                  and the last line of each other kind, with all values.
+    attempts: for each "begin" its lines, of the last run and the runs that it resumed.
+    earlier_runs: the number of runs in the file before those.
+    unsound: the number of invalid lines that were ignored.
+    recent_steps: None keeps all lines. A number keeps that many last steps of an attempt, all
+                  skipped ones, and the last line of each other kind, with all logged names.
     """
 
     def __init__(self, path: Path, recent_steps: int | None = None) -> None:
@@ -43,17 +43,17 @@ class RankFile:
     def read_on(self) -> list[list[Line]]:
         """Read new lines, and return the attempts; raise ValueError for another version's file.
 
-        An incomplete line, which a killed rank leaves, is passed over.
+        An incomplete line, as a killed rank leaves, is ignored.
         """
         with self._path.open("rb") as file:
             status = os.fstat(file.fileno())
-            # Another file, or a shorter one, has taken its place: what was read is of neither.
+            # The file was replaced or truncated: discard the lines read so far.
             if status.st_ino != self._inode or status.st_size < self._read_bytes:
                 self.attempts, self._before, self.earlier_runs, self.unsound = [], [], 0, 0
                 self._inode, self._read_bytes = status.st_ino, 0
             file.seek(self._read_bytes)
             while texts := file.readlines(_BLOCK_BYTES):
-                # Its rest may follow: it is read again, from its beginning, the next time.
+                # The rest of the line may follow: read it again from its beginning next time.
                 is_cut = not texts[-1].endswith(b"\n") and _parsed(texts[-1]) is None
                 if is_cut:
                     texts.pop()
@@ -90,26 +90,26 @@ class RankFile:
             ]
 
     def _begin(self, line: Line) -> None:
-        # In earlier versions a "begin" at another step than 0 always resumed a run.
+        # In earlier versions a "begin" at any step but 0 resumed a run.
         if not line.get("again", line["step"] > 0):
             self._before, self.attempts = self._before + self.attempts, []
         self.attempts.append([line])
 
     def _decide(self, what: str) -> None:
-        """Decide by a line whether the last attempt resumes those before it."""
+        """Decide from a line whether the last attempt resumes those before it."""
         if what == "resumed":
             self.attempts = self._before + self.attempts
-        # A first step without "resumed" before it shows that the run is a new one.
+        # A first step without "resumed" before it shows that the run is new.
         if what in ("resumed", "step"):
             self.earlier_runs += what == "step" and bool(self._before)
             self._before = []
 
 
 def has_ended(path: Path) -> bool:
-    """Tell whether the last run in a rank's file has an "end"; without a run, no."""
+    """Tell whether the last run in a rank's file has an "end"; False without a run."""
     try:
         with path.open("rb") as file:
-            # The end alone: a long run's file has hundreds of megabytes, and a job waits here.
+            # Read only the end: the file may have hundreds of megabytes, and a job waits here.
             file.seek(max(0, path.stat().st_size - _BLOCK_BYTES))
             texts = file.read().splitlines()
     except OSError:
@@ -122,17 +122,17 @@ def _parsed(text: bytes) -> Line | None:
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):
-        # Half a line of a killed rank; or nonsense.
+        # Part of a line from a killed rank, or garbage.
         return None
     return line if isinstance(line, dict) and "what" in line else None
 
 
 def _without_old_steps(texts: Sequence[bytes], count: int) -> list[bytes]:
-    """Leave out steps before the last of each attempt, unread: most of a file, slow to parse."""
+    """Drop all but the last steps of each attempt unparsed: they are most of a file."""
     kept = []
     left = count
     for text in reversed(texts):
-        # By the bytes that `as_text` writes; a line written otherwise is kept, and parsed.
+        # Compare the bytes that `as_text` writes; a line in any other form is kept and parsed.
         is_step = text.startswith(_STEP) and _SKIPPED not in text
         left = count if text.startswith(_BEGIN) else left - is_step
         if not is_step or left >= 0:
@@ -141,7 +141,7 @@ def _without_old_steps(texts: Sequence[bytes], count: int) -> list[bytes]:
 
 
 def _latest(lines: Sequence[Line], count: int) -> list[Line]:
-    """Return lines without those that later ones replace; logged values are joined in the last."""
+    """Return lines without those that later ones replace; merge logged values into the last."""
     kept: list[Line] = []
     last: dict[str, Line] = {}
     for line in reversed(lines):
@@ -160,7 +160,7 @@ def _latest(lines: Sequence[Line], count: int) -> list[Line]:
 
 _PATTERN: Final = "rank-*.jsonl"
 
-# A rank's attempts, in order, by the time at which all ranks began, which they have agreed on.
+# A rank's attempts, in order, by the start time that all ranks agreed on.
 Attempts: TypeAlias = dict[float, list[Line]]
 
 
@@ -168,8 +168,8 @@ class Step(NamedTuple):
     """A step of a rank.
 
     seconds: since the run began, on rank 0's clock.
-    bytes_so_far, samples_so_far: bytes sent and samples used by the rank since then, those of lost
-                                  and repeated steps included.
+    bytes_so_far, samples_so_far: bytes sent and samples used by the rank since then, including lost
+                                  and repeated steps.
     """
 
     seconds: float
@@ -191,13 +191,14 @@ class RankRecord:
     """One rank's record.
 
     begin:   the fields of its last "begin".
-    steps:   each step once: where the run went back to a checkpoint, the steps that were repeated,
-             and notes in them, are left out.
-    begins:  indices in `steps` at which it began or resumed from a checkpoint.
+    steps:   each step once. If the run went back to a checkpoint, the first attempts of repeated
+             steps, and the notes in them, are left out.
+    begins:  indices in `steps` at which the rank began or resumed from a checkpoint.
     earlier: the number of steps before the last of these.
     from_step: the step at which the record begins.
     began_seconds: seconds from the run's begin to this rank's.
-    end:     how it left; None: it goes on, or was killed. in_order: whether it left in order.
+    end:     how it left; None if it still runs, or was killed.
+    in_order: whether it left in order.
     """
 
     begin: Line
@@ -220,19 +221,19 @@ class RankRecord:
 
     @property
     def taken(self) -> int:
-        """Return the number of its steps, those without a line included."""
+        """Return the number of its steps, including those without a line."""
         return self.steps[-1].report.step + 1 - self.from_step if self.steps else 0
 
     def discard_from(self, step: int) -> None:
-        """Remove the steps and notes from this step on, which are repeated."""
+        """Remove the steps and notes from this step on, which will be repeated."""
         self.steps = [each for each in self.steps if each.report.step < step]
         self.earlier = len(self.steps)
         self.begins = [place for place in self.begins if place < self.earlier] + [self.earlier]
         if not self.steps:
             self.from_step = step
-        # Messages stay: a warning of a step that was repeated was given nevertheless.
+        # Keep messages: a warning from a repeated step was still given.
         for notes in (self.residuals, self.scores, self.values):
-            # A note of a step comes before the step.
+            # A note precedes the step that it belongs to.
             notes[:] = [note for note in notes if note.step <= step]
 
 
@@ -240,10 +241,10 @@ class RankRecord:
 class Run:
     """A run, as read from its record.
 
-    ranks: those that wrote something, in order.
+    ranks: the ranks with a record, in order.
     began_unix_seconds: when the run began.
     earlier_runs: the number of other runs in the folder.
-    unsound: the number of lines passed over because gtopk has not written them.
+    unsound: the number of invalid lines that were ignored.
     """
 
     ranks: list[RankRecord]
@@ -263,12 +264,12 @@ class Run:
 
     @property
     def missing(self) -> list[int]:
-        """Return the ranks of the run that have no record."""
+        """Return the run's ranks without a record."""
         read = {each.rank for each in self.ranks}
         return [rank for rank in range(int(self.first.begin["ranks"])) if rank not in read]
 
     def lacks(self) -> tuple[str, str] | None:
-        """Return which ranks have no record, and what that means; None if all have one."""
+        """Return which ranks have no record, and a text about it; None if all have one."""
         missing = self.missing
         if not missing:
             return None
@@ -276,7 +277,7 @@ class Run:
         return who, "no record is here: the file is missing, or without a whole first line"
 
     def unread(self) -> tuple[str, str] | None:
-        """Return in which files lines were passed over, and how many; None without any."""
+        """Return a subject and a text about ignored lines; None if there are none."""
         if not self.unsound:
             return None
         lines = "a line" if self.unsound == 1 else f"{self.unsound} lines"
@@ -284,13 +285,13 @@ class Run:
 
 
 class NoRunError(ValueError):
-    """Raised where a folder holds no run's record, or none yet."""
+    """Raised if a folder holds no record of a run, or none yet."""
 
 
 class Reader:
     """Reads a run's record; each further `read` reads only new lines.
 
-    recent_steps: which of each rank's lines are kept, see RankFile; None: all of them.
+    recent_steps: the steps of each rank to keep, see RankFile; None keeps all lines.
     """
 
     def __init__(self, folder: Path, recent_steps: int | None = None) -> None:
@@ -298,11 +299,11 @@ class Reader:
         self._files: dict[Path, RankFile] = {}
 
     def read(self) -> Run:
-        """Return the run; raise NoRunError where there is none, ValueError for another version's.
+        """Return the run; raise NoRunError if there is none, ValueError for another version's.
 
-        If a folder holds several runs, one after the other, it is the last, with those it resumed.
+        If the folder holds several runs, return the last one, with those that it resumed.
         """
-        # Known files go on where they were read; those that are gone are forgotten.
+        # Known files resume where reading stopped; removed files are dropped.
         self._files = {
             path: self._files.get(path) or RankFile(path, self._recent_steps)
             for path in sorted(self._folder.glob(_PATTERN))
@@ -326,25 +327,25 @@ class Reader:
 
 
 def read_run(folder: Path) -> Run:
-    """Return a run's whole record; raises as `Reader.read`."""
+    """Return a run's whole record; raise the errors of `Reader.read`."""
     return Reader(folder).read()
 
 
 def accuracy_and_loss_first(names: Iterable[str]) -> list[str]:
-    """Return names of logged values: accuracy and loss first, then the others, each in order."""
+    """Sort the names of logged values: accuracy and loss first, then the others, each in order."""
     return sorted(
         names, key=lambda name: ("accuracy" not in name.lower(), "loss" not in name.lower(), name)
     )
 
 
 def _put_together(found: Iterable[Sequence[list[Line]]]) -> Run:
-    """Return the last run, put together from all ranks' attempts."""
+    """Return the last run, assembled from all ranks' attempts."""
     files = {attempts[-1][0]["rank"]: _attempts_by_start(attempts) for attempts in found}
     newest = max(files.values(), key=lambda each: _when(_last(each)))
-    # By the newest begin of all files: a folder may hold files of ranks that only earlier runs had.
+    # Use the newest "begin" of all files: some may be of ranks that only earlier runs had.
     ranks, met = _last(newest)["ranks"], [*newest][-1]
-    # A world has the ranks from 0 on: the lowest one was in all of the run, and what others did
-    # without it was another; as was what ranks beyond this world's did.
+    # A world's ranks count from 0, so the lowest rank took part in the whole run. Attempts without
+    # it, and those of ranks beyond this world's, belong to other runs.
     lead = files[min(rank for rank, attempts in files.items() if met in attempts)]
     began = next(iter(lead.values()))[0]["unix_seconds"]
     current = [
@@ -356,7 +357,7 @@ def _put_together(found: Iterable[Sequence[list[Line]]]) -> Run:
 
 
 def _attempts_by_start(attempts: Sequence[list[Line]]) -> Attempts:
-    """Return attempts by the time their ranks met; in earlier versions, by index from the end."""
+    """Return attempts by the time their ranks met, or by index from the end in older records."""
     places = range(-len(attempts), 0)
     return {
         lines[0].get("began_unix_seconds", place): lines
@@ -369,7 +370,7 @@ def _last(attempts: Attempts) -> Line:
 
 
 def _when(begin: Line) -> float:
-    """Return the time when the ranks met; in earlier versions, by this rank's own clock."""
+    """Return the time when the ranks met; in older records, on this rank's own clock."""
     return float(begin.get("began_unix_seconds") or begin["unix_seconds"])
 
 
@@ -378,12 +379,12 @@ def _record(attempts: Attempts, lead: Attempts, began: float) -> RankRecord:
     bytes_before = samples_before = 0
     for met, (begin, *lines) in attempts.items():
         reference = lead[met][0]
-        # On rank 0's clock, and from there by its calendar: attempts share no other clock.
+        # Convert to rank 0's clock, then to its calendar time, the only clock that attempts share.
         start = reference["unix_seconds"] + begin["seconds"] - reference["seconds"] - began
-        # A rank may have joined the run late: elastic's new hosts.
+        # A rank may have joined the run late, on a new host of an elastic job.
         if met == next(iter(attempts)):
             record.began_seconds = start
-        # It says why this attempt was needed.
+        # The previous attempt's end says why this one was needed.
         if record.end is not None and not record.in_order:
             step = record.steps[-1].report.step if record.steps else 0
             record.messages.append(Note(record.last_seconds, step, {"text": record.end}))
@@ -401,7 +402,7 @@ def _record(attempts: Attempts, lead: Attempts, began: float) -> RankRecord:
     return record
 
 
-# Of a RankRecord, by the kind of the lines.
+# The fields of a RankRecord, by kind of line.
 _NOTES: Final = {
     "withheld": "residuals",
     "score": "scores",
@@ -419,7 +420,7 @@ def _add(
         sent, report = bytes_before + line["bytes_so_far"], report_of(line)
         if "samples_so_far" in line:
             taken = samples_before + line["samples_so_far"]
-        else:  # of an earlier version: those of the steps that were written
+        else:  # an earlier version's record: count the samples of the written steps
             taken = (record.steps[-1].samples_so_far if record.steps else 0) + (report.samples or 0)
         record.steps.append(Step(seconds, sent, taken, report))
         record.end = None

@@ -1,6 +1,6 @@
-"""Recorder: notes a rank's steps and events, which a thread of its own writes to sinks.
+"""Recorder: collects a rank's steps and events, and writes them to sinks from its own thread.
 
-Residual sampling: at some steps the norm of the residual is noted; that reads all of it.
+Residual sampling: records the residual's norm at some steps only, because it reads all of it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .step_report import StepReport
 
 _log = logging.getLogger("gtopk")
 
-Noted = tuple[StepReport, float, int, int]  # what step_line makes a line of
-# Between two writes; a killed rank may lose as much.
+Noted = tuple[StepReport, float, int, int]  # the arguments of step_line
+# Between two writes; a killed rank may lose the lines of this time.
 _PAUSE_SECONDS: Final = 0.2
 
 
@@ -30,26 +30,26 @@ class Sink(Protocol):
     """A destination of lines: a file, a tracker, or a script's own, for `gtopk.record(sinks=)`.
 
     name: its name in messages.
-    Lines are dicts of plain values, as `gtopk.telemetry.lines` describes; `scalars_of` yields names
-    and numbers of one. The recorder's thread calls `take` five times a second. A sink that raises
-    is dropped with a warning; training goes on.
+    Lines are dicts of plain values, described in `gtopk.telemetry.lines`; `scalars_of` yields the
+    names and numbers of a line. The recorder's thread calls `take` five times a second. A sink that
+    raises is dropped with a warning; training goes on.
     """
 
     name: str
 
     def take(self, lines: Sequence[Line]) -> None:
-        """Take lines, in chronological order."""
+        """Receive lines, in chronological order."""
 
     def close(self) -> None:
-        """Finish: no more lines come."""
+        """Finish; no more lines follow."""
 
 
 class Recorder:
-    """Notes events from any thread of the program; its own thread writes them to the sinks.
+    """Collects events from any thread of the program; its own thread writes them to the sinks.
 
-    began: by time.perf_counter; notes have seconds since then.
-    every: write one of this many steps.
-    step:  returns how many steps this rank has finished.
+    began: a time of time.perf_counter; events are timed in seconds since then.
+    every: write only every Nth step.
+    step:  returns the number of steps that this rank has finished.
     """
 
     def __init__(
@@ -57,13 +57,12 @@ class Recorder:
     ) -> None:
         self._sinks = list(sinks)
         self._began, self._every, self._step = began, every, step
-        # Appending to a deque, and taking from it, is atomic: a note takes no lock from training.
+        # Appends and pops of a deque are atomic, so training needs no lock to record.
         self._noted: deque[Line | Noted] = deque([begin])
         self._bytes = self._samples = self._steps = 0
-        self._samples_said: int | None = None  # by the script, for the current step
-        self._left_out: Noted | None = None  # the last step, if `every` leaves it out
-        # Reentrant: a handler of SIGTERM may end the record, and run within another write of its
-        # thread.
+        self._samples_said: int | None = None  # logged by the script for the current step
+        self._left_out: Noted | None = None  # the last step, if `every` skips it
+        # Reentrant: a SIGTERM handler may end the record while its own thread is in another write.
         self._writing = threading.RLock()
         self._closing = threading.Event()
         self._ended = False
@@ -73,7 +72,7 @@ class Recorder:
         self._thread.start()
 
     def note_step(self, report: StepReport) -> None:
-        """Note a step, with the script's number of samples where the report has none."""
+        """Record a step, with the script's number of samples if the report has none."""
         if report.samples is None:
             report = replace(report, samples=self._samples_said)
         self._samples_said = None
@@ -81,7 +80,7 @@ class Recorder:
         self._samples += report.samples or 0
         self._steps += 1
         noted = (report, self._now(), self._bytes, self._samples)
-        # Skipped steps are rare and wanted; the first one shows that the record works.
+        # Always write skipped steps, which are rare, and the first, to show that the record works.
         if self._steps % self._every == 0 or report.skipped or self._steps == 1:
             self._left_out = None
             self._noted.append(noted)
@@ -89,18 +88,18 @@ class Recorder:
             self._left_out = noted
 
     def note_samples(self, count: int) -> None:
-        """Add samples to those of the current step."""
+        """Add to the samples of the current step."""
         self._samples_said = (self._samples_said or 0) + count
 
     def note(self, what: str, **content: Any) -> None:
-        """Note a line of this kind; `lines` describes them, and what each holds."""
+        """Record a line of this kind; `lines` describes the kinds and their fields."""
         line = {"what": what, "seconds": self._now(), "step": self._step(), **content}
         self._noted.append(line)
 
     def end(self, how: str, in_order: bool = True) -> None:
-        """Write the last step, all notes and how this rank leaves, now.
+        """Write the last step, all pending lines and how this rank leaves, now.
 
-        Only the first call's reason counts.
+        Only the first call's reason is recorded.
         """
         if not self._ended:
             self._ended = True
@@ -109,7 +108,7 @@ class Recorder:
         self.flush()
 
     def flush(self) -> None:
-        """Write all notes now."""
+        """Write all pending lines now."""
         with self._writing:
             lines: list[Line] = []
             while self._noted:
@@ -121,21 +120,21 @@ class Recorder:
                         sink.take(lines)
 
     def close(self) -> list[Sink]:
-        """Write the last step and all notes, and stop.
+        """Write the last step and all pending lines, and stop.
 
-        Returns the sinks left open for a run that goes on in another world (`goes_on`).
+        Returns the sinks left open for a run that continues in another world (`goes_on`).
         """
         if self._closing.is_set():
             return []
         if not self._ended:
             self._note_left_out()
-        # Before the thread is waited for, and then the last flush: nothing may be noted in between.
+        # Stop collecting before the join and the last flush: nothing may be added in between.
         self._closing.set()
         _log.removeHandler(self._handler)
         self._thread.join()
         self.flush()
         with self._writing:
-            # Only without an end: after one, the run of such a sink is over, too.
+            # Keep sinks open only without an end, which also ends their run.
             open_still = [
                 s for s in self._sinks if not self._ended and getattr(s, "goes_on", False)
             ]
@@ -159,7 +158,7 @@ class Recorder:
 
     @contextmanager
     def _drop_on_error(self, sink: Sink) -> Iterator[None]:
-        """Drop a sink that raises anything, as not all sinks are gtopk's; the others go on."""
+        """Drop a sink that raises anything; scripts bring their own sinks. The others continue."""
         try:
             yield
         except Exception as error:
@@ -179,31 +178,31 @@ class _MessageHandler(logging.Handler):
         self._recorder.note("message", level=record.levelname, text=record.getMessage())
 
 
-# Steps: a sample takes about twice the time of a step's selection.
+# In steps: a sample takes about twice as long as a step's selection.
 _SAMPLED_EVERY: Final = 50
 
 
 def is_sampling_due(steps: int) -> bool:
-    """Tell whether to sample the residual: after 1, 2, 4, ... 32 steps, and then every 50."""
+    """Tell whether to sample the residual: after 1, 2, 4, ... 32 steps, then every 50 steps."""
     return steps % _SAMPLED_EVERY == 0 or (steps < _SAMPLED_EVERY and steps & (steps - 1) == 0)
 
 
 def note_residual(
     recorder: Recorder | None, steps: int | None, bucket_exchanges: Sequence[AnyBucketExchange]
 ) -> None:
-    """Sample these buckets' residual, where there is a record and it is time.
+    """Sample these buckets' residual if the run is recorded and a sample is due.
 
-    steps: how many steps counted so far; None: the last one does not count.
+    steps: the number of steps so far; None if the last one does not count.
     """
     if recorder is not None and steps is not None and is_sampling_due(steps):
         sample_residual(recorder, bucket_exchanges)
 
 
 def sample_residual(recorder: Recorder, bucket_exchanges: Sequence[AnyBucketExchange]) -> None:
-    """Note the norm of this rank's whole residual, and its age.
+    """Record the norm of this rank's whole residual, and its age.
 
-    The age is how many steps like the last would send as much: sum |residual| / sum |sent|. By
-    Little's law that is how many steps sent entries have waited on average, if nothing cancels out.
+    The age is the number of steps like the last that would send it: sum |residual| / sum |sent|. By
+    Little's law, sent entries have waited this many steps on average, if nothing cancels out.
     """
     found = [
         each

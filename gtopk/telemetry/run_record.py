@@ -1,7 +1,7 @@
 """The record of a run: `gtopk.record`, `gtopk.log` and `gtopk.log_samples`, and their settings.
 
-A world's recording starts and ends here. The loss that a script logs is watched, too: if that of a
-compressed run rises, rank 0 warns, once.
+This module starts and ends a world's recording. It also watches the logged loss: if it rises in a
+compressed run, rank 0 warns once.
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ _log = logging.getLogger("gtopk")
 
 
 class Settings(NamedTuple):
-    """The sinks that a rank records to; empty: nothing is recorded.
+    """The sinks that a rank records to; nothing is recorded if all are empty.
 
     run:         the folder of the run's record.
-    every:       write one of this many steps.
-    tensorboard: the folder for its scalars.
-    wandb:       the project for them; mlflow: the experiment.
-    prometheus:  the address of local rank 0's endpoint; the others' ports follow.
+    every:       write only every Nth step.
+    tensorboard: the folder for TensorBoard's scalars.
+    wandb:       the project at Weights & Biases.
+    mlflow:      the experiment at MLflow.
+    prometheus:  the address of local rank 0's endpoint; the other local ranks use the next ports.
     """
 
     run: str = ""
@@ -64,12 +65,12 @@ class Settings(NamedTuple):
 
     @property
     def asked(self) -> bool:
-        """Tell whether anything is to be recorded."""
+        """Tell whether to record anything."""
         return any(self._replace(every=0))
 
 
 def settings_from(environ: Mapping[str, str] = os.environ) -> Settings:
-    """Return the settings in the environment; raise ValueError for invalid ones."""
+    """Return the settings from the environment; raise ValueError for invalid ones."""
     return Settings(
         RUN.read(environ),
         RUN_EVERY.read(environ),
@@ -81,7 +82,7 @@ def settings_from(environ: Mapping[str, str] = os.environ) -> Settings:
 
 
 class LineFile:
-    """Appends lines to a file; each call is one write, so that readers see whole lines."""
+    """Appends lines to a file, with one write per call, so that readers see whole lines."""
 
     name = "the record"
 
@@ -89,7 +90,7 @@ class LineFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         length = os.fstat(self._file).st_size
-        # An earlier writer was killed within a line: ours would become a part of it.
+        # End the line of a killed writer: ours must not become part of it.
         if length and os.pread(self._file, 1, length - 1) != b"\n":
             os.write(self._file, b"\n")
 
@@ -109,11 +110,11 @@ _written: Final[set[Path]] = set()
 class _Records:
     """The recording of a world.
 
-    settings:    the settings of the environment or the script.
-    recorder:    the recorder of its steps, while there is one.
+    settings:    from the environment or the script.
+    recorder:    the recorder of its steps; None if nothing is recorded.
     recorded_to: the folders that it was recorded to so far.
     balance:     the cost of compression so far, compared with dense gradients.
-    open_still:  sinks of the world before, whose runs go on in this one.
+    open_still:  sinks of the previous world with runs that continue in this one.
     """
 
     settings: Settings
@@ -128,14 +129,14 @@ _records: Final[WeakKeyDictionary[World, _Records]] = WeakKeyDictionary()
 
 def _records_of(world: World) -> _Records:
     found = _records.get(world)
-    # The world was made before this module was imported, and registered.
+    # The world was created before this module was imported and registered its observer.
     if found is None:
         found = _records[world] = _Records(settings_from())
     return found
 
 
 def recorder_of(world: World) -> Recorder | None:
-    """Return the recorder of a world's steps; None without one."""
+    """Return the recorder of a world's steps; None if they are not recorded."""
     return _records_of(world).recorder
 
 
@@ -150,7 +151,7 @@ def note_step(
     steps: int | None = None,
     bucket_exchanges: Sequence[AnyBucketExchange] = (),
 ) -> None:
-    """Count a step in the balance and record it; the rest is as of `note_residual`."""
+    """Count a step in the balance, and record it; see `note_residual` for the other arguments."""
     balance_of(world).note(step)
     if (recorder := recorder_of(world)) is not None:
         recorder.note_step(step)
@@ -163,17 +164,17 @@ def settings_of(world: World) -> Settings:
 
 
 def start(world: World, settings: Settings, own: Sequence[Sink] = ()) -> None:
-    """Record this rank from now on; a recording under way ends.
+    """Start to record this rank; a recording under way ends.
 
     own: the script's sinks.
-    Raises OSError where a file or an endpoint cannot be opened, ImportError where a package that is
-    asked for is not installed.
+    Raises OSError if a file or an endpoint cannot be opened, ImportError if a requested package is
+    not installed.
     """
     if (recorder := recorder_of(world)) is not None:
         recorder.end("it is recorded elsewhere from now on")
     _pause(world)
     _log_earlier_run(world, settings)
-    # Where a later one cannot be opened, the earlier ones are closed.
+    # If one cannot be opened, close the earlier ones.
     with ExitStack() as opened:
         sinks = []
         for opening in _openings(world, settings).values():
@@ -185,7 +186,7 @@ def start(world: World, settings: Settings, own: Sequence[Sink] = ()) -> None:
 
 
 class _WorldRecords(WorldObserver):
-    """Starts the recording that the environment or the world before asks for."""
+    """Starts the recording that the environment or the previous world requests."""
 
     def join(self, world: World, before: World | None) -> bool:
         settings = settings_from() if before is None else settings_of(before)
@@ -194,23 +195,23 @@ class _WorldRecords(WorldObserver):
         return settings.asked
 
     def start(self, world: World) -> None:
-        """Start the recording that is asked for; if that fails, warn and let the training go on."""
+        """Start the requested recording; if that fails, warn and let training go on."""
         settings = settings_of(world)
         _log_earlier_run(world, settings)
         records = _records_of(world)
         open_still = [*records.open_still]
-        # The list is that of the world before, which would close what goes on here.
+        # The previous world shares this list, and would close the sinks that continue here.
         records.open_still.clear()
         sinks: list[Sink] = []
         for variable, opening in _openings(world, settings).items():
             goes_on = [sink for sink in open_still if type(sink) is opening.func]
-            # Only where rank 0 is the same process: another one has begun a run of its own.
+            # Only if rank 0 is the same process: a different one has begun its own run.
             if goes_on and world.rank == 0:
                 sinks += goes_on[:1]
                 continue
             try:
                 sinks.append(opening())
-            except Exception as error:  # of whatever kind theirs raise
+            except Exception as error:  # a tracker may raise anything
                 _log.warning(
                     "rank %d trains without what %s asks for: %s", world.rank, variable, error
                 )
@@ -230,27 +231,27 @@ class _WorldRecords(WorldObserver):
         link = world.transport.link_text
         if in_order and world.rank == 0 and (verdict := records.balance.verdict(link)):
             _log.info("%s", verdict)
-            records.balance = Balance()  # it is said once
+            records.balance = Balance()  # log the verdict only once
         if (recorder := recorder_of(world)) is not None:
             recorder.end(how, in_order)
-        # The next world, in which they were to go on, was never set up.
+        # Sinks remain here if the next world, which was to continue them, was never set up.
         while records.open_still:
             end = {"what": "end", "seconds": 0.0, "step": world.step}
             _close(records.open_still.pop(), [{**end, "how": how, "in_order": in_order}])
 
 
 def _close(sink: Sink, lines: Sequence[Line] = ()) -> None:
-    """Close a sink outside a recorder, after these lines; warn of errors."""
+    """Write these lines to a sink and close it, outside a recorder; warn of errors."""
     try:
         if lines:
             sink.take(lines)
         sink.close()
-    except Exception as error:  # of whatever kind theirs raise
+    except Exception as error:  # a tracker may raise anything
         _log.warning("%s could not be closed (%s); training goes on", sink.name, error)
 
 
 def _openings(world: World, settings: Settings) -> dict[str, partial[Any]]:
-    """Return functions that open the sinks asked for, by the environment variable of each."""
+    """Return functions that open the requested sinks, by each one's environment variable."""
     found: dict[str, partial[Any]] = {}
     if settings.run:
         found[RUN.name] = partial(LineFile, path_of(settings.run, world.rank))
@@ -270,7 +271,7 @@ def _openings(world: World, settings: Settings) -> dict[str, partial[Any]]:
 
 
 def _log_earlier_run(world: World, settings: Settings) -> None:
-    """Log, on rank 0, that a folder holds a finished run, unless this process wrote it."""
+    """Log on rank 0 that a folder holds a finished run, unless this process wrote it."""
     path = path_of(settings.run, world.rank) if settings.run else None
     if world.rank or world.resumed or path is None or path in _written:
         return
@@ -295,7 +296,7 @@ def _record(world: World, sinks: list[Sink]) -> None:
 
 
 def _pause(world: World) -> None:
-    """Write all notes without an end: the run goes on in another world."""
+    """Write all pending lines without an end: the run continues in another world."""
     records = _records_of(world)
     if records.recorder is not None:
         records.open_still = records.recorder.close()
@@ -315,7 +316,7 @@ def _begin(world: World, began: float) -> Line:
         "again": records.settings.run in records.recorded_to,
         "seconds": began - world.clock.ahead_seconds,  # on rank 0's clock
         "clock_uncertain_seconds": world.clock.uncertain_seconds,
-        "began_unix_seconds": world.began_unix_seconds,  # as all ranks have agreed
+        "began_unix_seconds": world.began_unix_seconds,  # equal on all ranks
         "unix_seconds": time.time(),
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -330,17 +331,17 @@ def _begin(world: World, began: float) -> Line:
     }
 
 
-# Both, whoever imports what records: every world is observed.
+# Importing any module that records registers both, so that every world is observed.
 register(timeline.WorldTimelines())
 register(_WorldRecords())
 
 
-WINDOW: Final = 20  # values of the loss that are taken together
-# Only the beginning of a run is so fragile.
+WINDOW: Final = 20  # values of the loss that are averaged
+# Watch only the beginning of a run, when compression is most likely to make it diverge.
 _WINDOWS: Final = 100
-# Standard errors: noise does not explain a larger rise.
+# In standard errors: noise does not explain a larger rise.
 _ERRORS: Final = 4.0
-_SHARE: Final = 0.05  # of the lowest mean: a rise that matters
+_SHARE: Final = 0.05  # of the lowest mean; smaller rises are ignored
 
 
 def record(
@@ -353,24 +354,24 @@ def record(
     mlflow: str = "",
     sinks: Sequence[Sink] = (),
 ) -> None:
-    """Record this run from now on, as GTOPK_RUN and its like do; every rank must call it.
+    """Start to record this run, as GTOPK_RUN and related variables do; every rank must call it.
 
-    folder: gets a file for each rank, for `gtopk report` and `gtopk top`; "": none.
-    every: write one of this many steps.
+    folder: for a file of each rank, which `gtopk report` and `gtopk top` read; "" for none.
+    every: write only every Nth step.
     tensorboard: the folder for TensorBoard's scalars of rank 0.
-    wandb, mlflow: the project at Weights & Biases, the experiment at MLflow for the same; in the
-        run that rank 0's script has begun, or in a new one.
-    prometheus: "PORT" on this host alone, or "HOST:PORT"; local rank r has the r-th port from it.
-    sinks: the script's own sinks for this rank's lines: see `gtopk.telemetry.Sink`.
-    Raises OSError where a sink cannot be opened, ImportError where a package is not installed,
-    ValueError for an invalid address or number.
+    wandb, mlflow: the project at Weights & Biases and the experiment at MLflow for the same
+        scalars. They go to the run that rank 0's script has begun, or to a new one.
+    prometheus: "PORT" on this host only, or "HOST:PORT"; local rank r uses PORT + r.
+    sinks: the script's own sinks for this rank's lines, see `gtopk.telemetry.Sink`.
+    Raises OSError if a sink cannot be opened, ImportError if a package is not installed, ValueError
+    for an invalid address or number.
     """
     if every < 1:
         raise ValueError(f"every must be at least 1 step, got {every}")
     address = parse_address(prometheus, "prometheus")
     settings = Settings(folder, every, tensorboard, address, wandb, mlflow)
     here = world.current()
-    # Anew, and by all ranks: their clocks may have drifted since `init`, or were never compared.
+    # All ranks compare clocks again: they may have drifted since `init`, or were never compared.
     here.clock, here.began_unix_seconds = here.engine.submit(
         "clocks", [], lambda t, all_flags: (clock_offset(t), agree_on_now(t))
     ).wait()
@@ -380,18 +381,18 @@ def record(
 def log(**values: Any) -> None:
     """Log values of the last step, such as loss=0.31, accuracy=0.92, to the run's record.
 
-    Values are numbers or tensors of one element, of this rank; those of rank 0 are drawn and go to
-    TensorBoard. Without a record nothing is written. A tensor on a GPU makes the program wait for
-    it. Values that are not finite, or beyond 1e300, are noted as such. Raises ValueError for a name
-    of "", TypeError for what is no number.
+    Pass this rank's numbers, or tensors with one element. Plots and TensorBoard show those of rank
+    0. Without a record nothing is written. A tensor on a GPU makes the program wait for it. Values
+    that are not finite, or beyond 1e300, are recorded as not finite. Raises ValueError for an empty
+    name, TypeError for anything but a number.
 
-    With a record or without, rank 0 warns, once, if `loss` rises within its first 2,000 logged
-    values in a compressed run.
+    Even without a record, rank 0 warns once if `loss` rises within its first 2,000 logged values in
+    a compressed run.
     """
     if "" in values:
         raise ValueError('values are logged by name, got the name "": log(loss=0.31), say')
     for name, value in values.items():
-        # Not converted: that would wait for a GPU.
+        # Do not convert it to a float here, which would wait for a GPU.
         size = value.numel() if isinstance(value, torch.Tensor) else np.size(value)
         if size != 1 or not hasattr(value, "__float__"):
             raise TypeError(
@@ -410,12 +411,12 @@ def log(**values: Any) -> None:
 
 
 def log_samples(count: int) -> None:
-    """Add samples (or tokens) to those of this rank's current step, for the run's record.
+    """Add to the samples (or tokens) of this rank's current step, for the run's record.
 
-    Call it before the batch's backward pass. The samples of several backward passes add up, and so
-    do those of the steps between two exchanges of LocalSGD. They do not weigh gradients, and
-    numbers from `adapt` and `set_num_samples` have precedence. Without a record this does nothing.
-    Raises ValueError for a negative number, TypeError for one that is not whole.
+    Call it before the batch's backward pass. Samples add up over several backward passes, and over
+    the steps between two exchanges of LocalSGD. They do not weight gradients, and the numbers from
+    `adapt` and `set_num_samples` take precedence. Without a record this does nothing. Raises
+    ValueError for a negative number, TypeError for one that is not an integer.
     """
     samples = operator.index(count)
     if samples < 0:
@@ -430,12 +431,12 @@ def log_samples(count: int) -> None:
 def _number(value: Any) -> float:
     try:
         return float(value.detach() if isinstance(value, torch.Tensor) else value)
-    except OverflowError:  # a whole number beyond all floats
+    except OverflowError:  # an integer too large for a float
         return math.inf
 
 
 class _Window(NamedTuple):
-    """Consecutive values of the loss: their mean, its standard error, and the step of the last."""
+    """Consecutive values of the loss: mean, standard error, and the step of the last value."""
 
     mean: float
     error: float
@@ -443,33 +444,33 @@ class _Window(NamedTuple):
 
 
 class LossWatch:
-    """Detects a rising loss: two windows in a row that lie above the lowest one beyond noise."""
+    """Detects a rising loss: two consecutive windows exceed the lowest one by more than noise."""
 
     def __init__(self) -> None:
         self._values: list[Any] = []
         self._windows = 0
         self._lowest: _Window | None = None
-        self._higher = 0  # windows in a row
-        self.is_over = False  # it has warned, or all windows were watched
+        self._higher = 0  # consecutive higher windows
+        self.is_over = False  # it has warned, or has watched all windows
 
     def note(self, value: Any, step: int) -> str:
-        """Take a number, or a tensor of one element; return a warning, or "".
+        """Add a number, or a tensor with one element; return a warning, or "".
 
-        Tensors are read when a window is full, so that a GPU is waited for once in 20 steps.
+        Tensors are read when a window is full, to wait for a GPU only once in 20 steps.
         """
         if self.is_over:
             return ""
-        # Detached: a loss that is kept would keep its graph, and with it all activations.
+        # Detached, or the loss would keep its graph and all activations alive.
         self._values.append(value.detach() if isinstance(value, torch.Tensor) else value)
         if len(self._values) < WINDOW:
             return ""
-        # Values that `log` notes as not finite: sums of larger ones overflow.
+        # Drop values that `log` records as not finite: their sums may overflow.
         values = [each for each in map(_number, self._values) if abs(each) <= LARGEST_VALUE]
         self._values = []
         self._windows += 1
         self.is_over = self._windows >= _WINDOWS
         if len(values) < WINDOW // 2:
-            return ""  # steps that are skipped have warnings of their own
+            return ""  # skipped steps have their own warnings
         error = statistics.stdev(values) / math.sqrt(len(values))
         now = _Window(statistics.fmean(values), error, step)
         lowest = self._lowest

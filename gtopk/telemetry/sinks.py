@@ -1,12 +1,12 @@
-"""Sinks of a record beside its file: Prometheus, TensorBoard, Weights & Biases, MLflow.
+"""Sinks of a record besides its file: Prometheus, TensorBoard, Weights & Biases, MLflow.
 
-A rank's Prometheus endpoint serves its last step, as text that a Prometheus server collects. It is
-off unless asked for, and bound to this host alone unless another address is given: it has no
-password.
-One thread serves all visitors, at a cost that none can raise: a visit ends after some seconds, and
-when there are too many at once, the first that came is dropped.
+A rank's Prometheus endpoint serves the metrics of its last step. It is off by default. It has no
+password, so it listens on this host only, unless another address is given. One thread serves all
+connections, at a bounded cost: a connection is closed after some seconds, and if too many are open,
+the oldest is dropped.
 
-The others take scalars of rank 0. Weights & Biases and MLflow use the script's run, or a new one.
+The other sinks get scalars of rank 0. Weights & Biases and MLflow use the script's run, or a new
+one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .lines import Line, left_in_order, report_of
 from .step_report import StepReport, batch, density, parts
 
 _VISITS: Final = 16  # open connections at once
-_CALLS: Final = 1024  # connections that wait to be accepted
+_CALLS: Final = 1024  # backlog of connections to accept
 _VISIT_SECONDS: Final = 5.0
 _REQUEST_BYTES: Final = 8192
 _PATHS: Final = "/", "/metrics"
@@ -42,41 +42,41 @@ class Address(NamedTuple):
 
 
 def parse_address(text: str, said_by: str) -> Address | None:
-    """Return the address of "9400" (this host alone), or of "HOST:9400"; None of "".
+    """Parse "9400" (this host only) or "HOST:9400"; return None for "".
 
-    said_by: the variable or the argument that holds it, for the ValueError of another text.
+    said_by: the variable or argument with the text, named in the ValueError for invalid text.
     """
     if not text:
         return None
     host, _, port = text.rpartition(":")
     if not port.isdecimal() or not 0 <= int(port) < 65536:
         raise ValueError(f"{said_by} must be PORT or HOST:PORT, as 9400, got {text!r}")
-    # IPv6 addresses stand in brackets, as in URLs.
+    # IPv6 addresses are in brackets, as in URLs.
     return Address(host.strip("[]") or _LOOPBACK, int(port))
 
 
 class Endpoint:
-    """A sink that answers GET /metrics with the metrics of the lines that it took, until `close`.
+    """A sink that serves its lines as metrics at GET /metrics, until `close`.
 
-    address: where it listens; of port 0, the port that was free.
-    Raises OSError where it cannot listen.
+    address: where it listens, with the actual port if 0 was given.
+    Raises OSError if it cannot listen.
     """
 
     name = "the Prometheus endpoint"
 
     def __init__(self, address: Address, rank: int) -> None:
         self._metrics = Metrics(rank)
-        # Bound in the program's thread, so that a port in use is an error of whoever asked for it.
+        # Bound in the program's thread, so that the caller gets the error for a port in use.
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         try:
             self._socket = socket.create_server(address, family=family, backlog=_CALLS)
-        # OverflowError of ports beyond 65535: local ranks count up from the port that was given.
+        # OverflowError for ports beyond 65535: local ranks count up from the given port.
         except (OSError, OverflowError) as error:
             raise OSError(
                 f"no Prometheus endpoint can be at {address.host}:{address.port}: {error}"
             ) from error
         self.address = Address(address.host, self._socket.getsockname()[1])
-        self._visits: dict[asyncio.StreamWriter, None] = {}  # who came first is first
+        self._visits: dict[asyncio.StreamWriter, None] = {}  # oldest first
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="gtopk-page", daemon=True)
@@ -86,7 +86,7 @@ class Endpoint:
         self._metrics.take(lines)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join()
 
@@ -98,10 +98,10 @@ class Endpoint:
         server = await asyncio.start_server(
             self._receive, sock=self._socket, limit=_REQUEST_BYTES, backlog=_VISITS
         )
-        # Again, as asyncio's backlog is also how many it accepts at a time.
+        # Restore the backlog: asyncio sets it to the number that it accepts at a time.
         self._socket.listen(_CALLS)
         await self._closing.wait()
-        # First accept connections under way: a closed server would leave their sockets open.
+        # First finish accepted connections: a closed server would leave their sockets open.
         self._loop.remove_reader(self._socket)
         while len(asyncio.all_tasks()) > 1:
             for visit in self._visits:
@@ -118,14 +118,14 @@ class Endpoint:
         try:
             await asyncio.wait_for(self._answer(reader, writer), _VISIT_SECONDS)
         except (OSError, EOFError, asyncio.LimitOverrunError, asyncio.TimeoutError):
-            pass  # it went, sent no request, or took too long
+            pass  # the client left, sent no request, or took too long
         finally:
             writer.transport.abort()
             self._visits.pop(writer, None)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         request = await reader.readuntil(b"\r\n\r\n")
-        # Padded: a request line may have fewer words.
+        # Pad with "": a malformed request line may have fewer words.
         method, path, *_ = [*request.decode("latin-1").split("\r\n")[0].split(" "), "", ""]
         if method != "GET":
             status, text = HTTPStatus.METHOD_NOT_ALLOWED, f"GET {_PATHS[-1]}\n"
@@ -140,7 +140,7 @@ class Endpoint:
         )
         writer.write(head.encode() + body)
         writer.close()
-        # Until the visitor has taken all: the caller aborts the connection.
+        # Wait until the client has received everything: the caller aborts the connection.
         await writer.wait_closed()
 
 
@@ -169,7 +169,7 @@ _PARTED: Final = "gtopk_divergences_total", ""
 
 
 class Metrics:
-    """A rank's metrics, by name and label; threads may use it at once."""
+    """A rank's metrics, by name and label; safe to use from several threads."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -180,7 +180,7 @@ class Metrics:
         with self._lock:
             for line in lines:
                 for metric, value in _metrics_of(line).items():
-                    # Not in this step: an old value would be taken for a new one.
+                    # Drop a metric that this step lacks: its old value would look new.
                     if value is None:
                         self._values.pop(metric, None)
                     else:
@@ -191,8 +191,8 @@ class Metrics:
                 self._values[_PARTED] += line["what"] == "parted"
 
     def text(self) -> str:
-        """Return all of it in Prometheus's text format."""
-        # A copy, as making the text takes longer than the recorder's thread should wait.
+        """Return all metrics in Prometheus's text format."""
+        # Copy first: formatting takes longer than the recorder's thread should wait.
         with self._lock:
             values = dict(self._values)
         said = []
@@ -203,14 +203,14 @@ class Metrics:
             said += [f"# HELP {name} {about}", f"# TYPE {name} {kind}"]
             for label, value in found.items():
                 more = f",{label}" if label else ""
-                # As Prometheus's format spells them.
+                # Prometheus's spelling.
                 number = f"{value}".replace("nan", "NaN").replace("inf", "Inf")
                 said.append(f'{name}{{rank="{self._rank}"{more}}} {number}')
         return "\n".join(said) + "\n"
 
 
 def _metrics_of(line: Line) -> dict[tuple[str, str], float | None]:
-    """Return the values in a line, by metric and label; None for one that it has no value for."""
+    """Return a line's values by metric and label; None for a metric without a value in it."""
     if line["what"] == "values":
         return {("gtopk_value", f'name="{_quoted(k)}"'): v for k, v in line["values"].items()}
     if line["what"] == "withheld":
@@ -239,15 +239,15 @@ def _metrics_of(line: Line) -> dict[tuple[str, str], float | None]:
 
 
 def _quoted(text: str) -> str:
-    # Backslashes first: those that quotes and line ends get must stay.
+    # Backslashes first: the other replacements add backslashes that must stay.
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 class _Tracker:
-    """What sinks of scalars have in common: they go on in the next world, after a recovery.
+    """Base of the sinks of scalars, which continue in the next world after a recovery.
 
-    A rank's bytes are added up over all worlds of a run: each world's lines begin at 0.
-    Each raises ImportError where its package is not installed.
+    Adds up a rank's bytes over all worlds of a run, because each world's lines begin at 0. Raises
+    ImportError if the tracker's package is not installed.
     """
 
     name = ""
@@ -255,10 +255,10 @@ class _Tracker:
 
     def __init__(self) -> None:
         self._bytes_before = self._bytes_here = 0
-        self._has_failed = False  # this rank has left out of order
+        self._has_failed = False  # this rank did not leave in order
 
     def _imported(self, module: str, package: str) -> Any:
-        """Return a module of the tracker's package."""
+        """Import and return a module of the tracker's package."""
         try:
             return import_module(module)
         except ImportError as error:
@@ -279,7 +279,7 @@ class _Tracker:
 
 
 class Scalars(_Tracker):
-    """Writes lines as TensorBoard's scalars."""
+    """Writes lines as TensorBoard scalars."""
 
     name = "TensorBoard's record"
 
@@ -332,15 +332,15 @@ def scalars_of_step(step: StepReport) -> Iterator[tuple[str, float]]:
         yield "gtopk/exchange, measured seconds", step.exchange_seconds
 
 
-# MLflow raises for names with other characters, and then drops all values of the call.
+# MLflow raises for names with these characters, and then drops all values of the call.
 _NO_METRIC_NAME: Final = re.compile(r"[^\w.\- :/]")
 
 
 class Wandb(_Tracker):
     """Logs to Weights & Biases.
 
-    project: for a new run, which ends with the record; a run that the script began stays open.
-    Steps are gtopk's, on an axis of their own: the script may log by others.
+    project: for a new run, which ends with the record. A run that the script began stays open.
+    gtopk's steps have their own axis: the script may log with other step numbers.
     """
 
     name = "the record at Weights & Biases"
@@ -359,7 +359,7 @@ class Wandb(_Tracker):
                 self._run.log({**values, "gtopk/step": line["step"]})
 
     def close(self) -> None:
-        """End the run, if it was begun here."""
+        """End the run if this sink began it."""
         if self._is_ours:
             self._run.finish(exit_code=int(self._has_failed))
 
@@ -367,7 +367,7 @@ class Wandb(_Tracker):
 class MLflow(_Tracker):
     """Logs to MLflow.
 
-    experiment: for a new run, which ends with the record; the script's active run stays open.
+    experiment: for a new run, which ends with the record. The script's active run stays open.
     """
 
     name = "the record at MLflow"
@@ -375,7 +375,7 @@ class MLflow(_Tracker):
     def __init__(self, experiment: str) -> None:
         super().__init__()
         mlflow = self._imported("mlflow", "mlflow")
-        # An active run belongs to a thread, and lines are taken in the recorder's thread.
+        # An active run belongs to one thread, but the recorder's thread delivers the lines.
         self._client = mlflow.MlflowClient()
         self._metric = self._imported("mlflow.entities", "mlflow").Metric
         active = mlflow.active_run()
@@ -392,18 +392,18 @@ class MLflow(_Tracker):
             for line in lines
             for name, value in self._scalars(line)
         ]
-        # MLflow refuses a batch of more.
+        # MLflow rejects larger batches.
         for begin in range(0, len(metrics), 1000):
             self._client.log_batch(self._run, metrics[begin : begin + 1000])
 
     def close(self) -> None:
-        """End the run, if it was begun here."""
+        """End the run if this sink began it."""
         if self._is_ours:
             self._client.set_terminated(self._run, "FAILED" if self._has_failed else "FINISHED")
 
 
 def _metric_name(name: str) -> str:
     """Return a name that MLflow accepts: "acc@1" becomes "acc_1"."""
-    # MLflow raises for a name that is no normal path, too.
+    # MLflow also raises for a name that is not a normalized path.
     plain = _NO_METRIC_NAME.sub("_", name.replace(",", ""))
     return posixpath.normpath(f"/{plain}").lstrip("/") or "_"

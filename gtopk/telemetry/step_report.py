@@ -17,50 +17,52 @@ if TYPE_CHECKING:
 class StepReport:
     """One optimizer step of this rank, or several steps reported as one: see `covers`.
 
-    step:                its number, from 0 on; that of the last step if it covers several.
+    step:                its number, counted from 0; that of the last step if it covers several.
     algorithm:           the algorithm that reduced the gradients; "" if none did.
     compute_seconds:     since the last exchange ended: forward, backward, the optimizer's own step.
-    synchronize_seconds: all waiting for the update; together with compute, the whole step.
+    synchronize_seconds: all time spent waiting; with compute_seconds, the whole step.
     select_seconds:      gradients in and out of the bucket, accumulate, select, apply.
-    apply_seconds:       of select_seconds: putting the update in place, after all else.
-    communicate_seconds: agree, encode, exchange, merge and decode; waiting for others included.
+    apply_seconds:       of select_seconds: apply the update, after everything else.
+    communicate_seconds: agree, encode, exchange, merge and decode; includes waiting for others.
     agree_seconds:       of communicate_seconds: until all ranks were known to be ready.
-    merge_seconds:       of communicate_seconds: encode, merge and decode here; neither waiting nor
-                         the wire. 0 for dense, whose adding is inside its allreduce.
+    merge_seconds:       of communicate_seconds: encode, merge and decode on this rank, without
+                         waiting or sending. 0 for dense, which adds inside its allreduce.
     code_seconds:        of merge_seconds: encode and decode.
-    hidden_seconds:      of working_seconds: the part during which the program did not wait, as in
-                         backward.
-    working_seconds:     the time of the engine's thread for the step: accumulate, select and
-                         communicate; the share 1 - hidden/working was waited for.
+    hidden_seconds:      of working_seconds: the part during which the program did not wait, such as
+                         in backward.
+    working_seconds:     the engine thread's time for the step: accumulate, select and communicate.
+                         The program waited for a share of 1 - hidden/working.
     buckets:             number of buckets.
-    exchange_seconds:    accumulate, select, encode to decode, apply: what the cost model predicts.
-    predicted_seconds:   the cost model's prediction of exchange_seconds; None without one.
-    dense_seconds:       its prediction for a dense allreduce of the same gradients; None where
-                         nothing is compressed, or nothing was predicted.
+    exchange_seconds:    accumulate, select, encode to decode, apply. The cost model predicts this.
+    predicted_seconds:   the cost model's prediction of exchange_seconds; None if it made none.
+    dense_seconds:       its prediction for a dense allreduce of the same gradients; None if nothing
+                         is compressed, or nothing was predicted.
     sent_bytes:          by this rank, with headers.
     sent_messages:       by this rank.
-    bytes_counted:       whether all of these were counted, or a dense allreduce's by formula.
-    coded_entries, coded_bytes: of the sparse messages that this rank wrote, headers included.
-    elements:            values of all gradients that were exchanged.
-    model_elements:      values of the model, where parts of it are exchanged in turn, as fragments
-                         of LocalSGD are; 0: all are exchanged at once.
-    ranks:               number of ranks that exchanged; 0: none, or written by an earlier version.
-    samples:             number of samples behind this rank's gradients; None if unknown.
-    selected:            entries this rank picked (dense: all).
-    updated:             coordinates that the agreed update holds.
-    skipped:             a gradient, or a sum, was not finite: nothing was applied on any rank. In a
-                         "period": some of this rank's own updates were not finite, and left out.
-    local_steps:         steps of this rank's optimizer that are covered; 0 if all were skipped.
-    covers:              "step". In mode "abs" a "round": its micro-batches, and their reduction,
-                         which goes on while the next round computes. In LocalSGD an "outer step",
-                         with the steps before it. In mode "adaptive-sgd" a "mega-batch": this
-                         rank's batches in it, and the merge that ends it. In the hogbatch modes a
-                         "period": this worker's batches in a quarter of a second, at least one; the
-                         rest of an epoch is one, too.
-    gradient_norm:       of the mean gradient before clipping, where Adam's steps are made of it
-                         before the selection; estimated from one of 60 coordinates, so it scatters
-                         from step to step, the more the smaller the model. None elsewhere, and
-                         where the step was skipped.
+    bytes_counted:       True if all bytes and messages were counted; False if those of a dense
+                         allreduce were computed with a formula.
+    coded_entries, coded_bytes: of this rank's own sparse messages, with headers.
+    elements:            number of values in all gradients that were exchanged.
+    model_elements:      number of values in the model, if parts of it are exchanged in turn, such
+                         as LocalSGD's fragments; 0 if all are exchanged at once.
+    ranks:               number of ranks that exchanged; 0 for none, or in older records.
+    samples:             number of samples in this rank's gradients; None if unknown.
+    selected:            number of entries that this rank picked (all for dense).
+    updated:             number of coordinates in the agreed update.
+    skipped:             a gradient, or a sum, was not finite, so no rank applied the update. In a
+                         "period": some of this rank's own updates were not finite and left out.
+    local_steps:         number of this rank's optimizer steps covered; 0 if all were skipped.
+    covers:              "step", or in some modes several steps:
+                         "round" (mode "abs"): its micro-batches and their reduction, which runs
+                         while the next round computes.
+                         "outer step" (LocalSGD): with the steps before it.
+                         "mega-batch" (mode "adaptive-sgd"): this rank's batches in it, and the
+                         merge that ends it.
+                         "period" (the hogbatch modes): this worker's batches in a quarter of a
+                         second, at least one; or the rest of an epoch.
+    gradient_norm:       of the mean gradient before clipping, if Adam's step is computed from it
+                         before the selection. Estimated from one in 60 coordinates, so it is noisy,
+                         most for small models. None otherwise, and for a skipped step.
     """
 
     step: int
@@ -88,7 +90,7 @@ class StepReport:
     selected: int
     updated: int
     skipped: bool
-    # With defaults: records of earlier versions lack these.
+    # Fields with defaults are missing in records of earlier versions.
     local_steps: int = 1
     covers: str = "step"
     ranks: int = 0
@@ -101,10 +103,10 @@ PARTS: Final = ("compute", "wait", "select", "pack", "exchange", "merge")
 
 
 def parts(step: StepReport) -> dict[str, float]:
-    """Return the seconds of a step by PARTS, which add up to its wall clock.
+    """Return the seconds of a step for each of PARTS, which add up to its wall-clock time.
 
-    Of the engine's work only the part counts that backward did not hide. The rest of the waiting
-    for the update is "wait": for other ranks to be ready, and for the engine's turn.
+    The engine's work counts only as far as backward did not hide it. The rest of the time that the
+    program waited for the update is "wait": for other ranks, and for the engine's turn.
     """
     shown = _exposed(step)
     busy = {
@@ -117,7 +119,7 @@ def parts(step: StepReport) -> dict[str, float]:
     applied = min(waited, max(0.0, step.apply_seconds))
     room = waited - applied
     seconds = {part: max(0.0, shown * each) for part, each in busy.items()}
-    # Both threads measure by themselves: the engine's parts may exceed what the program has waited.
+    # The threads measure independently: the engine's parts may exceed the program's wait.
     total = sum(seconds.values())
     fits = min(1.0, room / total) if total else 1.0
     seconds = {part: fits * each for part, each in seconds.items()}
@@ -133,12 +135,12 @@ def _exposed(step: StepReport) -> float:
 
 
 def density(step: StepReport) -> float | None:
-    """Return the share of the values that this rank selected; None where none were exchanged."""
+    """Return the share of the values that this rank selected; None if none were exchanged."""
     return step.selected / step.elements if step.elements else None
 
 
 def batch(step: StepReport) -> float | None:
-    """Return the samples of one step of this rank's optimizer; None if unknown, or without one."""
+    """Return the samples per step of this rank's optimizer; None if unknown, or without a step."""
     if step.samples is None or not step.local_steps:
         return None
     return step.samples / step.local_steps
@@ -150,33 +152,33 @@ class Balance:
 
     seconds: float = 0.0
     exchange_seconds: float = 0.0
-    exposed_seconds: float = 0.0  # of the compressed exchanges: those that the program waited for
-    expected_steps: int = 0  # steps whose exchange was predicted
+    exposed_seconds: float = 0.0  # of the compressed exchanges, the time that the program waited
+    expected_steps: int = 0  # steps with a predicted exchange
     expected_seconds: float = 0.0
-    then_seconds: float = 0.0  # of the exchanges that were expected to take some
+    then_seconds: float = 0.0  # of the exchanges with a prediction
     then_dense_seconds: float = 0.0
     dense_seconds: float = 0.0
     selected: int = 0
     elements: int = 0
     coded_entries: int = 0
     coded_bytes: int = 0
-    algorithm: str = ""  # of the last step that did not send all
-    compresses: bool = False  # whether any step did, with a prediction or without
+    algorithm: str = ""  # of the last compressed step
+    compresses: bool = False  # whether any step was compressed, with a prediction or without
 
     def note(self, step: StepReport, count: int = 1) -> None:
-        """Count a step, `count` times, if a dense one was predicted."""
+        """Count a step `count` times if it has a prediction for dense."""
         is_dense = step.algorithm == "dense"
         self.compresses |= step.algorithm not in ("", "dense")
         if step.dense_seconds is None or step.skipped:
             return
-        # Where Compression.auto has run dense, dense's time was measured: nothing saved or lost.
+        # If Compression.auto ran dense, use the measured time: nothing was saved or lost.
         dense_seconds = step.exchange_seconds if is_dense else step.dense_seconds
         self.seconds += count * (step.compute_seconds + step.synchronize_seconds)
         self.exchange_seconds += count * step.exchange_seconds
         if not is_dense:
             self.exposed_seconds += count * _exposed(step) * step.exchange_seconds
         self.dense_seconds += count * dense_seconds
-        # None while the density warms up.
+        # predicted_seconds is None while the density warms up.
         if step.predicted_seconds is not None:
             self.expected_steps += count
             self.expected_seconds += count * step.predicted_seconds
@@ -189,14 +191,14 @@ class Balance:
         self.algorithm = self.algorithm if is_dense else step.algorithm
 
     def verdict(self, link: str = "") -> str:
-        """Return a sentence on whether compression has paid; "" where unknown, or none has run.
+        """Return a sentence on whether compression paid; "" if unknown, or if none ran.
 
-        link: the emulated link of the run, as text; "": the real links.
-        For dense the model predicts the exchange, but not how much of it backward would hide.
+        link: the run's emulated link, as text; "" for the real links.
+        For dense, the model predicts the exchange, but not how much of it backward would hide.
         """
         if not self.elements or not self.compresses:
             return ""
-        # An exchange that was hidden has cost nothing, whatever dense would have taken.
+        # A loss cannot exceed the exposed time: a hidden exchange costs nothing.
         saved = max(self.dense_seconds - self.exchange_seconds, -self.exposed_seconds)
         run = f"{duration_text(self.seconds + max(0.0, saved))} against dense (by estimate)"
         if abs(saved) < _CLOSE * self.seconds:
@@ -227,52 +229,52 @@ class Balance:
         )
 
     def _is_unlike_expected(self, saved: float) -> bool:
-        """Tell whether the prediction at the start named the other one as faster.
+        """Tell whether the prediction at the start named the other method as faster.
 
-        A prediction so wrong for the exchanges that ran tells nothing of those that did not.
+        If it was wrong for the exchanges that ran, it says nothing about those that did not run.
         """
         expected, dense = self.expected_seconds, self.then_dense_seconds
-        # Steps without a prediction, a warm-up's, have decided.
+        # Warm-up steps, which have no prediction, decided the outcome.
         if (dense > self.then_seconds) != (saved > 0):
             return False
         return dense * SAME < expected if saved > 0 else expected * SAME < dense
 
 
-_CLOSE: Final = 0.01  # share of a run: a smaller difference counts as none
-SAME: Final = 1.1  # exchanges whose times differ by a smaller factor count as equal
+_CLOSE: Final = 0.01  # share of a run; a smaller difference counts as none
+SAME: Final = 1.1  # two exchange times that differ by a smaller factor count as equal
 
 
 class Prediction:
-    """The seconds that the cost model expects of a step's exchange, and of a dense one.
+    """The cost model's predictions for a step's exchange, and for a dense one, in seconds.
 
-    usual_seconds: of the exchange, once the density has warmed up; None: unknown.
-    dense_seconds: None where nothing is compressed, or unknown.
+    usual_seconds: for the exchange, once the density has warmed up; None if unknown.
+    dense_seconds: for dense; None if unknown, or if nothing is compressed.
     """
 
     def __init__(self, progress: Progress, warmup_steps: int) -> None:
-        """progress: counts the steps; warmup_steps: those that begin with another density."""
+        """progress: counts the steps; warmup_steps: the number of steps with another density."""
         self._progress, self._warmup_steps = progress, warmup_steps
         self.usual_seconds: float | None = None
         self.dense_seconds: float | None = None
 
     @property
     def seconds(self) -> float | None:
-        """Return the expected seconds of the exchange that has ended; None where they are unknown.
+        """Return the expected seconds of the exchange that has just ended; None if unknown.
 
-        They are not known while the density warms up.
+        They are unknown while the density warms up.
         """
-        # The report of the last warm-up step is made once that step is counted (but for FSDP's).
+        # The last warm-up step is counted before its report is made (except with FSDP).
         warmed_up = self._warmup_steps == 0 or self._progress.steps > self._warmup_steps
         return self.usual_seconds if warmed_up else None
 
 
 @dataclass(eq=False)
 class RecordedStep:
-    """A step, or a pass, with the fields that a report is made from.
+    """A step, or a backward pass: the inputs of a report.
 
     bucket_exchanges: its buckets.
-    operations, exchanged: by the bucket's number.
-    spans: begin and end of the engine's work on each bucket, by time.perf_counter.
+    operations, exchanged: by bucket number.
+    spans: begin and end of the engine's work on each bucket, from time.perf_counter.
     """
 
     bucket_exchanges: list[Any] = field(default_factory=list)
@@ -300,9 +302,9 @@ def report(
     """Return the report of a step that has ended.
 
     waits: begin and end of each time that the program waited, without overlaps.
-    waited_seconds: of these; None: all of them.
-    apply_seconds: after the exchanges; 0 where the engine's thread applies, within them.
-    expected: for the step, where the exchanges themselves predict nothing.
+    waited_seconds: the part of these to report; None for all.
+    apply_seconds: time after the exchanges; 0 if the engine's thread applies within them.
+    expected: the step's prediction, for exchanges that make none themselves.
     """
     operations, exchanged = recorded.operations.values(), list(recorded.exchanged.values())
     select_seconds = sum(each.select_seconds for each in exchanged)
@@ -314,7 +316,7 @@ def report(
         predictions = [each.predicted_seconds for each in exchanged]
         if expected is not None:
             predicted_seconds, dense_seconds = expected.seconds, expected.dense_seconds
-        # Exchanges that choose by themselves, as of Compression.auto, know better than the step.
+        # Prefer the predictions of exchanges that choose their algorithm, as Compression.auto does.
         if None not in predictions:
             predicted_seconds = sum(filter(None, predictions))
     if waited_seconds is None:
@@ -355,7 +357,7 @@ def report(
 
 
 def seconds_outside(span: tuple[float, float], waits: Sequence[tuple[float, float]]) -> float:
-    """Return the seconds of a span in which the program did not wait."""
+    """Return the seconds of a span during which the program did not wait."""
     begun, ended = span
     waited = sum(max(0.0, min(ended, until) - max(begun, since)) for since, until in waits)
     return max(0.0, ended - begun - waited)

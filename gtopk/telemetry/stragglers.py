@@ -1,14 +1,14 @@
-"""Stragglers: compares how fast the ranks compute; all of them exchange their times now and then.
+"""Stragglers: compares the ranks' computing speeds; all ranks exchange times every six steps.
 
     step     1 ... 6 | 7 ... 12 |          seconds from a step's end until this rank was ready for
     scores           m          m          the next exchange; m: the median of its last five
 
-    score = the least of all ranks' medians / this rank's
+    score = the smallest of all ranks' medians / this rank's
 
-So 1 is the fastest, and a rank of score 0.25 takes four times as long: the others wait for it. The
-scores are exchanged by an operation beside the steps, which waits for nothing and sends no arrays.
-A rank may be slow at times where programs share cores. So a warning needs three scores in a row,
-comes once a minute at most, and never where the ranks of its host outnumber their cores.
+The fastest rank has score 1. A rank with score 0.25 takes four times as long, and the others wait
+for it. A separate operation exchanges the times; it waits for nothing and sends no arrays. Programs
+that share cores may slow a rank down for a while. So a rank is reported after three low scores in a
+row, at most once a minute, and never if its host has more ranks than cores.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ if TYPE_CHECKING:
     from ..runtime.world.membership import World
 
 _log = logging.getLogger("gtopk")
-# Steps: longer than a window, so that no two share one.
+# In steps: longer than a window, so that windows do not overlap.
 _EVERY: Final = 6
-# A single step that evaluates or saves does not move the median.
+# In steps: a single one that evaluates or saves does not affect the median.
 _WINDOW: Final = 5
-# Scores: a rank that slows down is reported within 22 steps.
+# In scores: a rank that slows down is reported within 22 steps.
 _IN_A_ROW: Final = 3
 SLOW: Final = 0.25
 CAUGHT_UP: Final = 0.5
 # Shorter steps are too noisy to compare.
 _LEAST_SECONDS: Final = 0.01
-QUIET_SECONDS: Final = 60.0  # after a warning
+QUIET_SECONDS: Final = 60.0  # without another warning of the same rank
 
 
 class StragglerState(NamedTuple):
-    """The state of stragglers after an exchange of flags, known to all ranks.
+    """The state of stragglers after an exchange of flags, equal on all ranks.
 
-    seconds: by place among the ranks; 0 where a rank had none.
-    slow:    the places of the ranks that were slow in several scores in a row.
+    seconds: each rank's median; 0 if it had none.
+    slow:    the indices of the ranks that were slow in several scores in a row.
     hosts:   the hosts of all ranks, if `slow` has changed.
-    oversubscribed: the hosts whose ranks outnumber the cores.
+    oversubscribed: the hosts with more ranks than cores.
     """
 
     seconds: list[float]
@@ -64,54 +64,54 @@ class StragglerState(NamedTuple):
 
 
 class Stragglers:
-    """One rank's part in the comparison, for steps that all ranks take alike: call `note` for each.
+    """One rank's side of the comparison: call `note` after each step that all ranks take together.
 
-    scores: the last scores of all ranks, by their place; None before the first.
+    scores: the latest score of each rank; None before the first.
     """
 
     def __init__(self, here: World, engine: Engine, name: str) -> None:
-        """name: of the operation, equal on all ranks."""
+        """name: the operation's name, equal on all ranks."""
         self.scores: list[float | None] | None = None
         self._world, self._engine = here, engine
         self._name = f"{name}.speed"
         self._recent: deque[float] = deque(maxlen=_WINDOW)
         self._operation: Operation | None = None
-        # The engine's thread's own; equal on all ranks.
+        # Used by the engine's thread only; equal on all ranks.
         self._slow: list[int] = []
-        self._in_a_row: Counter[int] = Counter()  # scores that found a rank slow, by its place
+        self._in_a_row: Counter[int] = Counter()  # consecutive low scores, by rank index
         self._hosts: list[str] = []
         self._oversubscribed: set[str] = set()
-        self._warned: set[int] = set()  # ranks warned of that have not caught up yet
+        self._warned: set[int] = set()  # ranks with a warning that have not caught up yet
         self._quiet_until: dict[int, float] = {}
 
     def note(self, steps: int, seconds: float | None) -> None:
-        """Note a step; when due, start the exchange of scores.
+        """Record a step; when due, start the exchange of times.
 
-        steps: the number of steps that all ranks have applied, equal on all of them.
-        seconds: from the end of the step before until this rank was ready; None: not known.
+        steps: the number of steps applied, equal on all ranks.
+        seconds: from the end of the previous step until this rank was ready; None if unknown.
         """
         if self._engine.transport.size == 1:
             return
         if seconds is not None:
             self._recent.append(seconds)
         if self._operation is not None and self._operation.done:
-            # With an error a rank has joined, or left: there are no scores.
+            # On an error, because a rank has joined or left, there are no scores.
             if self._operation.error is None:
                 self._receive(self._operation.result)
             self._operation = None
-        # All ranks submit alike: the last exchange of flags was announced before those of the steps
-        # since, which have ended on every rank, and so has it.
+        # The condition is equal on all ranks: the last exchange of flags was announced before the
+        # exchanges of later steps. Those have ended on every rank, so it has ended, too.
         if steps % _EVERY == 0 and self._operation is None:
-            # As flags, in microseconds: they ride on the announcement, and nothing else is sent.
+            # Sent as flags, in microseconds, within the announcement: no other message is needed.
             median = statistics.median(self._recent) if self._recent else 0.0
             self._operation = self._engine.submit(
                 self._name, [], self._take, flags=round(1e6 * median)
             )
 
     def _take(self, transport: Transport, all_flags: Sequence[int]) -> StragglerState:
-        """Run on the engine's thread, on all ranks alike."""
+        """Compute the new state on the engine's thread, equal on all ranks."""
         told = StragglerState([flags / 1e6 for flags in all_flags], [], [], set())
-        # Slow below a fourth, caught up above half: between the two a rank stays what it is.
+        # Hysteresis: slow below a quarter, caught up above half, unchanged in between.
         for place, score in enumerate(told.scores()):
             is_slow = place in self._slow
             if score is not None and is_slow:
@@ -125,7 +125,7 @@ class Stragglers:
             if is_slow:
                 self._in_a_row[place] = 0
                 told.slow.append(place)
-        # Both lists follow from all ranks' flags: all ranks gather here, or none does.
+        # Both lists depend only on all ranks' flags, so all ranks gather here, or none does.
         if told.slow != self._slow:
             mine = [socket.gethostname(), str(usable_cores()), *allowed_cores()]
             said = transport.gather_object(mine)
@@ -145,7 +145,7 @@ class Stragglers:
             self._log_changes(told)
 
     def _log_changes(self, told: StragglerState) -> None:
-        """Warn of ranks that are slow, and report those that are slow no more."""
+        """Warn of slow ranks, and report those that have caught up."""
         ranks, scores, now = self._engine.transport.ranks, told.scores(), time.monotonic()
         fastest = 1e3 * min((each for each in told.seconds if each), default=0.0)
 
@@ -179,16 +179,16 @@ class Stragglers:
 
 
 def oversubscribed_hosts(said: Sequence[Sequence[str]]) -> set[str]:
-    """Return the hosts whose ranks outnumber the cores that they may use.
+    """Return the hosts with more ranks than cores that these may use.
 
-    said: for each rank, its host, how many cores it may use, and their names.
+    said: for each rank its host, the number of cores that it may use, and their names.
     """
     ranks = Counter(host for host, *_ in said)
     found = set()
     for host in ranks:
         theirs = [(int(usable), names) for h, usable, *names in said if h == host]
         cores = set().union(*(names for _, names in theirs))
-        # Ranks that share all of them may have a container's share of their time only.
+        # Ranks that share all cores may be limited by a container to a part of their time.
         share = min(usable if len(names) == len(cores) else len(cores) for usable, names in theirs)
         if share < ranks[host]:
             found.add(host)

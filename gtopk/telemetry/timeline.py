@@ -1,29 +1,30 @@
 """The timeline: a trace of a rank's engine, for Chrome and Perfetto.
 
-    HOROVOD_TIMELINE=FILE       of rank 0, from init on; DYNAMIC: when the program says so
+    HOROVOD_TIMELINE=FILE       traces rank 0, from init on; DYNAMIC: from start_timeline on
     HOROVOD_TIMELINE_MARK_CYCLES=1
     hvd.start_timeline(FILE), hvd.stop_timeline()
-    GTOPK_TIMELINE=DIR          of every rank, DIR/timeline-00000.json; `gtopk timeline DIR` puts
-                                them together on rank 0's clock
+    GTOPK_TIMELINE=DIR          traces every rank, DIR/timeline-00000.json; `gtopk timeline DIR`
+                                merges the files on rank 0's clock
 
-A row for each operation:
+Each operation has a row:
 
     allreduce.weight   |NEGOTIATE_ALLREDUCE........|ALLREDUCE                                      |
                           0        2         1     |MEMCPY_IN_..|MPI_ALLREDUCE..|MEMCPY_OUT_...|
                           the rank that became ready
 
-and one for the steps of each optimizer, with a counter of the exchange's time that backward hid:
+Each optimizer has a row for its steps, and a counter of the exchange time that backward hid:
 
     steps of weight    |BACKWARD........................|     |SYNCHRONIZE|
     hidden ms, exposed ms
 
-In the modes of `adapt` whose optimizers step as they can, for each round, mega-batch or period:
+In the modes of `adapt` where ranks step independently, the row shows rounds, mega-batches or
+periods:
 
     each round of weight   |ROUND..........................|ROUND................|
                            |COMPUTE........|WAIT|COMPUTE...|COMPUTE.........|WAIT|
 
-The file is complete JSON after every write, also when the job dies: new records are written over
-the closing bracket, and end with another one. A full disk ends the trace, not the job.
+The file is valid JSON after every write, even if the job dies: new records overwrite the closing
+bracket and end with another one. A full disk ends the trace, not the job.
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ from ..runtime.world.membership import World, WorldObserver
 _log = logging.getLogger("gtopk")
 _LIBRARY: Final = {"mpi": "MPI", "torch.distributed": "GLOO", "nccl": "NCCL"}
 _END: Final = b"\n]\n"
-RANK: Final = "gtopk_rank"  # the record that tells whose trace it is
+RANK: Final = "gtopk_rank"  # the record with the trace's rank and run
 
 
 class Span(NamedTuple):
-    """A named time span of a rank, by time.perf_counter.
+    """A named time span of a rank; times are from time.perf_counter.
 
-    said: values shown beside it.
+    said: values that the viewer shows with it.
     """
 
     what: str
@@ -68,12 +69,12 @@ class Span(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A rank's step of an optimizer on the timeline, or several reported as one.
+    """An optimizer step of a rank on the timeline, or several steps reported as one.
 
-    name:    of the optimizer's operations.
-    spans:   side by side, or one within another.
-    working: of the engine's thread; hidden: of that, while the program was at work, too.
-    kind:    of its row: "steps", "each round".
+    name:    the name of the optimizer's operations.
+    spans:   disjoint or nested.
+    working: the engine thread's time; hidden: its part while the program was working, too.
+    kind:    for the row's name: "steps", "each round".
     """
 
     name: str
@@ -86,7 +87,7 @@ class Step(NamedTuple):
 class TraceSource(NamedTuple):
     """The rank and run of a trace.
 
-    run: when the run began, in seconds of Unix: the same on all its ranks, and on no other run's.
+    run: the run's begin in Unix seconds, equal on all its ranks; it identifies the run.
     """
 
     rank: int
@@ -96,21 +97,21 @@ class TraceSource(NamedTuple):
 
 
 class Timeline:
-    """Writes the events of engines, by a thread of its own."""
+    """Writes the events of engines from its own thread."""
 
     def __init__(
         self, path: str, transport: str, mark_cycles: bool, whose: TraceSource | None = None
     ) -> None:
-        """whose: for a trace that is to be merged with those of other ranks."""
+        """whose: the rank and run, for a trace to merge with those of other ranks."""
         self._library = _LIBRARY.get(transport, transport.upper())
         self._mark_cycles = mark_cycles
         self._begun = time.perf_counter()
         self._rows: dict[str, int] = {}
-        self._open: Counter[int] = Counter()  # by row: spans that have begun and not ended
-        self._is_over = False  # the disk is full, say
+        self._open: Counter[int] = Counter()  # by row: spans that have begun but not ended
+        self._is_over = False  # after an error, such as a full disk
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        # Without the closing bracket, over which the next records are written. The empty record
-        # first lets each of them begin with a comma.
+        # The length excludes the closing bracket, which the next records overwrite. After the empty
+        # record, each of them can begin with a comma.
         self._length = os.pwrite(self._file, b"[\n{}" + _END, 0) - len(_END)
         if whose is not None:
             told = {
@@ -128,7 +129,7 @@ class Timeline:
         self._thread.start()
 
     def watch(self, engine: Engine, of: str = "") -> None:
-        """Write an engine's events from now on; its rows are named by its operations, and `of`.
+        """Start to write an engine's events; rows are named after its operations and `of`.
 
         Operations that are unfinished when the timeline ends have no end in it.
         """
@@ -137,18 +138,18 @@ class Timeline:
         self._watched.append((engine, observer))
 
     def note(self, of: str, event: Event) -> None:
-        """Note an event of an engine; quick, as the engine's thread calls it."""
+        """Record an event of an engine; must be fast, because the engine's thread calls it."""
         if not self._is_over:
             self._events.put((of, event))
 
     def note_step(self, step: Step) -> None:
-        """Note a step of an optimizer."""
+        """Record a step of an optimizer."""
         if not self._is_over:
             self._events.put(step)
 
     def close(self) -> None:
-        """Write all noted events, and stop."""
-        # Before the None, behind which nothing is read.
+        """Write all recorded events, and stop."""
+        # Before the None is queued: the writer reads nothing behind it.
         for engine, observer in self._watched:
             engine.remove_observer(observer)
         self._events.put(None)
@@ -157,7 +158,7 @@ class Timeline:
     def _write(self) -> None:
         goes_on = True
         while goes_on:
-            # All that waits at once: a burst of events is one write to the file.
+            # Take everything that is queued, to write a burst of events at once.
             heard = [self._events.get()]
             while not self._events.empty():
                 heard.append(self._events.get())
@@ -182,7 +183,7 @@ class Timeline:
         except OSError as error:
             self._is_over = True
             _log.warning("the timeline ends here, as %s; training goes on", error)
-            # Drop the part that fitted, and restore the end: what was written before stays JSON.
+            # Drop the partial write and restore the end, so that the file stays valid JSON.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._length)
                 os.pwrite(self._file, _END, self._length)
@@ -193,7 +194,7 @@ class Timeline:
             yield from self._new_row(name)
         place = {"pid": self._rows[name], "tid": self._rows[name]}
         for span in step.spans:
-            # Both ends are rounded, so that spans within another, or after it, stay so.
+            # Round both ends, so that nested and consecutive spans stay so.
             began, ended = self._microseconds(span.began), self._microseconds(span.ended)
             at = {"ts": began, "dur": round(ended - began, 1)}
             yield {"ph": "X", "name": span.what, **at, **place, "args": dict(span.said)}
@@ -201,15 +202,16 @@ class Timeline:
             exposed_seconds = step.working_seconds - step.hidden_seconds
             shown = {"hidden ms": step.hidden_seconds * 1e3, "exposed ms": exposed_seconds * 1e3}
             at = {"ts": self._microseconds(max(span.ended for span in step.spans))}
-            # Counters of one name and process are one; in a trace of all ranks a rank is a process.
+            # Viewers merge counters with the same name and process. In a merged trace each rank is
+            # a process.
             yield {"ph": "C", "name": f"exchange in {name}", **at, **place, "args": shown}
 
     def _microseconds(self, seconds: float) -> float:
-        """Return a time of time.perf_counter as one since the timeline began."""
+        """Convert a time from time.perf_counter to microseconds since the timeline began."""
         return round((seconds - self._begun) * 1e6, 1)
 
     def _records(self, of: str, event: Event) -> Iterator[dict[str, Any]]:
-        """Yield the records of Chrome's format for an event."""
+        """Yield an event's records in Chrome's format."""
         at = {"ts": self._microseconds(event.seconds)}
         if event.what == "cycle":
             if self._mark_cycles:
@@ -225,7 +227,7 @@ class Timeline:
         elif event.phase == "begin":
             self._open[row] += 1
             yield {"ph": "B", "name": self._label(event), **at, **place}
-        # Else the span began before the timeline: an end without a begin would close another one.
+        # Skip the end of a span that began before the timeline: it would close another span.
         elif self._open[row]:
             self._open[row] -= 1
             yield {"ph": "E", **at, **place}
@@ -237,7 +239,7 @@ class Timeline:
         yield {"ph": "M", "name": "process_sort_index", **place, "args": {"sort_index": row}}
 
     def _label(self, event: Event) -> str:
-        """Return Horovod's name for the activity that has begun."""
+        """Return Horovod's name for the activity that begins."""
         kind = event.name.partition(".")[0].upper()
         return {
             "negotiate": f"NEGOTIATE_{kind}",
@@ -248,12 +250,12 @@ class Timeline:
         }[event.what]
 
 
-# Of each world whose operations have one.
+# The timeline of each world that is recorded.
 timelines: Final[WeakKeyDictionary[World, Timeline]] = WeakKeyDictionary()
 
 
 def start(world: World, path: str, mark_cycles: bool = False) -> None:
-    """Start a timeline in a file, on rank 0; one under way ends."""
+    """Start a timeline in a file, on rank 0; end one under way."""
     if world.rank == 0:
         _start(world, Timeline(path, world.transport.name, mark_cycles))
 
@@ -266,14 +268,14 @@ def _start(world: World, timeline: Timeline) -> None:
 
 
 def _watch(world: World, number: int) -> None:
-    """Record a process set, too, if the world is recorded and this rank is in it."""
+    """Also record a process set, if the world is recorded and this rank is in the set."""
     engine, timeline = world.sets[number].engine, timelines.get(world)
     if timeline is not None and engine is not None:
         timeline.watch(engine, f" (process set {number})" if number else "")
 
 
 def stop(world: World) -> None:
-    """Finish the timeline under way, if there is one."""
+    """End the timeline under way, if any."""
     timeline = timelines.pop(world, None)
     if timeline is not None:
         timeline.close()

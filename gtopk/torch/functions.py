@@ -1,8 +1,8 @@
-"""Broadcasts at a script's start: all ranks get the root's parameters, state and objects.
+"""Broadcasts for the start of a script: all ranks get the root's parameters, state and objects.
 
-Every rank must call each of these, in the same order. No pickle is involved unless it is allowed
-(see `runtime.object_codec`). Objects are encoded before anything is sent, so that one that cannot
-be sent is the same TypeError on every rank, and no rank waits for it.
+Every rank must call these functions in the same order. They use pickle only if it is allowed (see
+`runtime.object_codec`). Objects are encoded before anything is sent. If one cannot be encoded,
+every rank raises the same TypeError, and no rank waits for the object.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ Named: TypeAlias = tuple[str | None, torch.Tensor]
 def broadcast_parameters(
     params: Mapping[str, torch.Tensor] | Iterable[torch.Tensor | Named], root_rank: int
 ) -> None:
-    """Overwrite the parameters by the root's, in place.
+    """Overwrite the parameters with the root's, in place.
 
     params: model.state_dict(), model.named_parameters(), model.parameters(), or a list of tensors
-        or (name, tensor) pairs. A dict goes in the order of its keys, the rest in its own.
-    Raises ValueError when it is none of these; HorovodInternalError, on every rank, when the ranks
-    disagree about a name, dtype or shape, or a tensor cannot be sent: a sparse or quantized one.
+        or (name, tensor) pairs. A dict is sent in the order of its sorted keys, anything else in
+        its own order.
+    Raises ValueError for any other `params`. Raises HorovodInternalError, on every rank, if the
+    ranks disagree on a name, dtype or shape, or a tensor (sparse, quantized) cannot be sent.
     """
     named = _named(params)
     restore_centers(tensor for _, tensor in named)
@@ -76,18 +77,20 @@ def _named(params: object) -> list[Named]:
 
 
 def _broadcast_in_place(named: Iterable[Named], root_rank: int) -> None:
-    """Overwrite tensors of any layout and dtype by the root's; raise the first error at the end."""
-    # All are begun before any is waited for, so that they share cycles of the engine.
+    """Overwrite tensors of any strides and dtype with the root's; raise the first error at the end.
+
+    Broadcasts are all begun before the first is waited for, so that they share engine cycles.
+    """
     flights = [_begin_in_place(name, tensor, root_rank) for name, tensor in named]
     errors = []
     for target, dense, handle in flights:
         try:
             synchronize(handle)
         except HorovodInternalError as error:
-            # Raised at the end: the tensors behind it are to be received, too.
+            # Raised at the end: the remaining tensors must be received, too.
             errors.append(error)
         else:
-            # Only now: a broadcast that failed must leave the tensor as it was.
+            # Not earlier: a failed broadcast must leave the tensor unchanged.
             if dense is not target:
                 target.copy_(dense)
     if errors:
@@ -99,8 +102,8 @@ def _begin_in_place(
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Begin to broadcast a tensor; return the tensor to copy to, the received one, and the handle.
 
-    A tensor that cannot be sent makes the operation fail on all ranks, with its name: other ranks
-    may be able to send theirs, and would wait.
+    If this rank cannot send its tensor, the operation fails on all ranks with the tensor's name.
+    Otherwise ranks that can send theirs would wait.
     """
     if why := why_unsendable(tensor):
         return tensor, tensor, begin_refused(why, root_rank, name)
@@ -108,16 +111,16 @@ def _begin_in_place(
         target, signature = _unexpanded(tensor.detach())
         dense = target.resolve_conj().resolve_neg().contiguous()
         message = check(_transferable(dense))
-    except Exception as error:  # of a subclass of tensors, say
+    except Exception as error:  # a tensor subclass may raise anything
         return tensor, tensor, begin_refused(f"{type(error).__name__}: {error}", root_rank, name)
     return target, dense, begin_broadcast(message, message, root_rank, name, signature=signature)
 
 
 def _unexpanded(tensor: torch.Tensor) -> tuple[torch.Tensor, list[str]]:
-    """Return a tensor without repeated elements, and texts about the dimensions left out.
+    """Return a view without repeated elements, and signature texts about the expanded dimensions.
 
-    `expand` makes such tensors, in rotary tables and masks, say. All ranks must have expanded it
-    alike: another rank's tensor would not fit.
+    `expand` creates such tensors, for example in rotary tables and masks. All ranks must have
+    expanded the same dimensions, or their tensors would not fit each other.
     """
     if not is_expanded(tensor):
         return tensor, []
@@ -130,16 +133,16 @@ def _unexpanded(tensor: torch.Tensor) -> tuple[torch.Tensor, list[str]]:
 
 
 def _transferable(dense: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself, or a view of it in a dtype that collectives know."""
+    """Return the tensor itself, or a view of it in a dtype that collectives support."""
     if dense.is_complex():
-        # A view, not a copy: what is received lies in the complex tensor itself.
+        # A view, not a copy: the broadcast then writes into the complex tensor itself.
         return torch.view_as_real(dense)
     is_float8 = dense.dtype.is_floating_point and dense.dtype.itemsize == 1
     return dense.view(torch.uint8) if is_float8 else dense
 
 
 class _EncodedObject(NamedTuple):
-    """An encoded object, or the error's text where it could not be encoded."""
+    """An encoded object, or the error's text if it could not be encoded."""
 
     content: bytes
     has_pickle: bool = False
@@ -147,7 +150,7 @@ class _EncodedObject(NamedTuple):
 
 
 class _ObjectHeader(NamedTuple):
-    """What all ranks learn of a rank before any content travels."""
+    """Metadata about one rank's object, gathered by all ranks before any content is sent."""
 
     content_bytes: int
     failed: bool
@@ -159,7 +162,7 @@ def _try_to_encode(obj: object) -> _EncodedObject:
     try:
         content = encode(obj)
     except Exception as error:  # of any kind: no rank may wait for an object that never comes
-        # The error's text travels in the object's place, so that all ranks raise the same.
+        # Send the error's text in place of the object, so that all ranks raise the same error.
         text = str(error) if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
         return _EncodedObject(text.encode(errors="replace"), error=error)
     return _EncodedObject(content, holds_pickle(content))
@@ -168,11 +171,11 @@ def _try_to_encode(obj: object) -> _EncodedObject:
 def _gather_headers(
     own: _EncodedObject, name: str, process_set: ProcessSet = global_process_set
 ) -> list[_ObjectHeader]:
-    """Return the headers in rank order; raise TypeError where a pickle would not be taken."""
+    """Return the headers in rank order; raise TypeError if a rank would refuse a pickle."""
     header = _ObjectHeader(
         len(own.content), own.error is not None, own.has_pickle, pickle_allowed()
     )
-    # On the host, whatever the default device: the transport may not carry that one.
+    # On the host: the transport may not support the default device.
     row = torch.tensor([header], dtype=torch.int64, device="cpu")
     rows = allgather(row, f"{name}.label", process_set)
     headers = [_ObjectHeader(size, *map(bool, flags)) for size, *flags in rows.tolist()]
@@ -197,18 +200,18 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the root's object; what the other ranks pass does not matter.
+    """Return the root's object; the other ranks' `obj` is ignored.
 
-    root_rank: in the world, also with a process set.
+    root_rank: the root's rank in the world, also with a process set.
     The root gets its own object back, the others a copy (`object_codec.encode` lists the types).
-    Raises TypeError, on every rank, when the root's object cannot be sent.
+    Raises TypeError, on every rank, if the root's object cannot be sent.
     """
     ranks = check_root(root_rank, process_set)
     name = name or "broadcast_object"
     is_root = rank() == root_rank
     own = _try_to_encode(obj) if is_root else _EncodedObject(b"")
     header = _gather_headers(own, name, process_set)[ranks.index(root_rank)]
-    # As long as the root's: a broadcast needs equal shapes on all ranks.
+    # Placeholders have the root's length: a broadcast needs equal shapes on all ranks.
     content = _as_tensor(own.content if is_root else bytes(header.content_bytes))
     received = broadcast_(content, root_rank, f"{name}.content", process_set).numpy()
     if header.failed:
@@ -220,7 +223,7 @@ def broadcast_object(
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """Return copies of every rank's object, in rank order.
 
-    Raises TypeError, on every rank, when a rank's object cannot be sent; it names the rank.
+    Raises TypeError, on every rank, if a rank's object cannot be sent; it names the rank.
     """
     name = name or "allgather_object"
     own = _try_to_encode(obj)
@@ -243,16 +246,17 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give every rank's optimizer the root's options (lr, betas, ...) and state.
 
-    A tensor that a rank has already is overwritten in place, a missing one is made, and state that
-    the root lacks is dropped. The parameter groups stay the same objects, so schedulers keep
-    working. Unlike Horovod, no step with zero gradients is taken to make state: weight decay and
-    momentum would move the parameters, and the root tells what its state consists of.
+    Existing tensors are overwritten in place, missing ones are created, and state that the root
+    lacks is dropped. The parameter groups stay the same objects, so schedulers keep working.
+    Unlike Horovod, this takes no step with zero gradients to create state: weight decay and
+    momentum would move the parameters. The root sends the structure of its state instead.
 
-    optimizer: plain or distributed; of a LocalSGD the outer one's is given, too, and where it is in
-        its round: with the root's parameters every rank is in the middle of it as the root is.
-    model: accepted for Horovod's scripts, not needed.
-    Raises ValueError for LBFGS and, on every rank, when a rank's optimizer is of another class or
-    has other parameters; TypeError, on every rank, when the root's state cannot be sent.
+    optimizer: plain or distributed. For LocalSGD the outer optimizer's state and the position in
+        the round are sent, too: once it also has the root's parameters, a rank continues the round
+        from the root's position.
+    model: accepted for Horovod's scripts, not used.
+    Raises ValueError for LBFGS. Raises ValueError, on every rank, if a rank's optimizer is of
+    another class or has other parameters, and TypeError if the root's state cannot be sent.
     """
     require_optimizer(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -273,8 +277,7 @@ def broadcast_optimizer_state(
         }
     message = broadcast_object(message, root_rank, name)
     difference = optimizer_tree.difference(layout, message["layout"])
-    # All compare, and all hear of the differences: one that raised alone would leave the rest
-    # waiting.
+    # Gather the differences: a rank that raised alone would leave the others waiting.
     complaints = allgather_object(difference, f"{name}.layout")
     if any(complaints):
         raise ValueError(
@@ -290,7 +293,7 @@ def broadcast_optimizer_state(
         tensors = {slot.path: optimizer_tree.at(own, slot.path) for slot in slots}
     else:
         tensors = optimizer_tree.make_tensors(slots, own, optimizer)
-    # Small tensors came with the skeleton; these travel one by one, in place.
+    # Small tensors came with the skeleton; broadcast the large ones one by one, in place.
     large = [slot.path for slot in slots if slot.value is None]
     _broadcast_in_place(
         [(f"{name}.{'.'.join(map(str, path))}", tensors[path]) for path in large], root_rank

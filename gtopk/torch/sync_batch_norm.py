@@ -1,14 +1,14 @@
-"""SyncBatchNorm: batch normalization by the mean and variance of all ranks' batches together.
+"""SyncBatchNorm: batch normalization with the mean and variance of all ranks' batches together.
 
     forward     count, mean, invstd of this rank -> allgather -> those of all rows -> normalize
     backward    sum_dy, sum_dy_xmu of this rank  -> allreduce -> those of all rows -> gradient
 
-A few float64 numbers a channel are sent, for any dtype of the input.
+Each sends a few float64 numbers per channel, for any dtype of the input.
 
-Where ranks have different weights (`set_num_samples`, `adapt`), the total loss is the sum of
-w_j * loss_j, and the optimizer multiplies rank i's gradient by w_i. So the gradient that rank j's
-loss gives to rank i's rows needs a factor w_j / w_i: each rank multiplies its sums by its weight
-before they are added, and divides the total by its weight afterwards.
+If ranks have different weights (`set_num_samples`, `adapt`), the total loss is the sum of
+w_j * loss_j, and the optimizer multiplies rank i's gradient by w_i. So rank j's loss must enter the
+gradient of rank i's rows with a factor w_j / w_i. Each rank therefore multiplies its sums by its
+weight before the allreduce, and divides the total by its weight afterwards.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from . import mpi_ops
 
 
 class SyncBatchNorm(_BatchNorm):
-    """BatchNorm1d, 2d and 3d over all ranks' rows, with the result of one rank that has them all.
+    """BatchNorm1d, 2d and 3d over all ranks' rows; the result is that of one rank with all rows.
 
-    In training, every rank calls it equally often, with any number of rows, also none. Each row has
-    the same weight in the statistics; rows of a placeholder batch, on a rank without data, have
-    none. Gradients are those of the weighted loss of all ranks: the weights are the optimizer's of
-    this layer's weight, as set before the forward pass (`set_num_samples`, `adapt`); without a
-    weight (affine=False) all ranks weigh the same. Layers run one after the other and share the
-    names of their operations: do not run two at a time, in threads. In eval mode, and in a world of
-    one rank, it is BatchNorm. The gradients of weight and bias are of this rank's rows, as those of
-    any layer are.
+    In training, all ranks must call it equally often, with any number of rows, including zero. Each
+    row has the same weight in the statistics. The placeholder batch of a rank without data does not
+    count. Do not run two layers concurrently in threads: all layers use the same operation names.
+    In eval mode, and in a world of one rank, it behaves as BatchNorm.
 
-    Input in float16 or bfloat16 is normalized in float32. Raises ValueError, on all ranks alike,
-    where they have one row or none together.
+    The input's gradient is that of the weighted loss of all ranks. The rank's weight is the one
+    that the optimizer uses for this layer's parameter `weight`; set it before the forward pass
+    (`set_num_samples`, `adapt`). With affine=False all ranks weigh the same. The gradients of
+    weight and bias cover this rank's rows only, as in any other layer.
+
+    float16 and bfloat16 input is normalized in float32. Raises ValueError, on all ranks, if they
+    have fewer than two values per channel together.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _track(self, batch: _Statistics) -> None:
-        """Move the running statistics towards those of a batch."""
+        """Update the running statistics with those of a batch."""
         if (
             self.num_batches_tracked is None
             or self.running_mean is None
@@ -94,10 +95,10 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module) -> torch.nn.Module:
-        """Return the module with every BatchNorm in it replaced by a SyncBatchNorm.
+        """Replace every BatchNorm in a module with a SyncBatchNorm, and return the module.
 
-        Parameters and running statistics stay the same tensors, so an optimizer that was made
-        before steps them still.
+        Parameters and running statistics stay the same tensors, so an existing optimizer keeps
+        working.
         """
         converted = module
         if isinstance(module, _BatchNorm):
@@ -118,10 +119,10 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Statistics(NamedTuple):
-    """The statistics of all ranks' rows; float64 [channels], on the host.
+    """The statistics of all ranks' rows; mean and variance are float64 [channels], on the host.
 
-    total: the number of values in a channel.
-    variance: the biased one.
+    total: the number of values per channel.
+    variance: biased.
     """
 
     total: int
@@ -130,12 +131,12 @@ class _Statistics(NamedTuple):
 
 
 def _statistics_of_all(input: torch.Tensor, eps: float, counts: bool) -> _Statistics:
-    """Return the statistics of all ranks' inputs, the same on each.
+    """Return the statistics of all ranks' inputs, the same on each rank.
 
     counts: whether this rank's rows count.
     """
     wide = _widened(input.detach())
-    # A placeholder's rows are other ranks' samples: counted, they would count twice.
+    # The rows of a placeholder are samples of other ranks, which count them already.
     count = input.shape[0] * math.prod(input.shape[2:]) if counts else 0
     mean = variance = torch.zeros(input.shape[1], dtype=torch.float64, device="cpu")
     if count:
@@ -144,21 +145,21 @@ def _statistics_of_all(input: torch.Tensor, eps: float, counts: bool) -> _Statis
     of_this_rank = {
         "count": torch.tensor([count], device="cpu"),
         "mean": mean[None],
-        # The standard deviation's inverse, as in torch's own SyncBatchNorm; its square gives the
-        # variance back.
+        # The inverse standard deviation, as in torch's own SyncBatchNorm; turned back into a
+        # variance below.
         "invstd": (variance + eps).rsqrt()[None],
     }
-    # All are begun before any is waited for, so that they share a cycle of the engine.
+    # Begin all before waiting for the first, so that they share an engine cycle.
     handles = [
         mpi_ops.allgather_async(tensor, f"sync_batch_norm.{name}")
         for name, tensor in of_this_rank.items()
     ]
     rows, means, invstds = map(mpi_ops.synchronize, handles)
     total = int(rows.sum())
-    # At least 1: without any rows `forward` raises its own error, and no NaN is made.
+    # At least 1, to avoid NaN: `forward` raises its own error if no rank has rows.
     shares = (rows.double() / max(total, 1))[:, None]
     mean = (shares * means).sum(0)
-    # Chan et al. 1979: the variance within the ranks, and between them.
+    # Chan et al. 1979: add the variance within the ranks and the variance between them.
     spreads = (invstds**-2 - eps).clamp(min=0) + (means - mean) ** 2
     return _Statistics(total, mean, (shares * spreads).sum(0))
 
@@ -179,7 +180,7 @@ class _Normalize(torch.autograd.Function):
         mean, invstd = _spread_out(input, batch.mean, (batch.variance + eps).rsqrt())
         ctx.save_for_backward(input, weight, mean, invstd)
         ctx.total, ctx.rank_weight = batch.total, rank_weight
-        # Its dtype alone: no gradient depends on the bias itself.
+        # The dtype is enough: no gradient depends on the bias itself.
         ctx.bias_dtype = None if bias is None else bias.dtype
         output = (_widened(input) - mean) * invstd
         if weight is not None:
@@ -198,7 +199,7 @@ class _Normalize(torch.autograd.Function):
         sum_dy, sum_dy_xmu = dy.sum(dims), (dy * xmu).sum(dims)
         gradients: list[torch.Tensor | None] = [None] * 6
         if of_weight:
-            # From this rank's rows only: the optimizer exchanges it, as any parameter's gradient.
+            # From this rank's rows only: the optimizer exchanges it like any parameter's gradient.
             gradients[1] = (sum_dy_xmu * invstd.flatten()).to(weight.dtype)
         if of_bias:
             gradients[2] = sum_dy.to(ctx.bias_dtype)
@@ -211,8 +212,7 @@ class _Normalize(torch.autograd.Function):
                 )
                 for name, tensor in (("sum_dy", sum_dy), ("sum_dy_xmu", sum_dy_xmu))
             ]
-            # A rank without weight gets a gradient that its optimizer multiplies by 0; it must be
-            # finite.
+            # With weight 0 the optimizer multiplies this gradient by 0, so it must be finite.
             total = ctx.total * max(ctx.rank_weight, 1)
             sums = [mpi_ops.synchronize(handle) / total for handle in handles]
             mean_dy, mean_dy_xmu = _spread_out(input, *sums)
@@ -224,12 +224,12 @@ class _Normalize(torch.autograd.Function):
 
 
 def _weighed(sums: torch.Tensor, weight: int) -> torch.Tensor:
-    """Return the sums times a weight; zeros for weight 0, also where a sum is NaN."""
+    """Return the sums times a weight; zeros for weight 0, even if a sum is NaN."""
     return sums * weight if weight else torch.zeros_like(sums)
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in the dtype to compute in: its own, but float32 at least."""
+    """Return a tensor in the dtype to compute in: its own, or float32 if that is wider."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -238,7 +238,7 @@ def _all_but_channels(tensor: torch.Tensor) -> list[int]:
 
 
 def _spread_out(like: torch.Tensor, *vectors: torch.Tensor) -> list[torch.Tensor]:
-    """Return vectors over channels in a shape that broadcasts over an input's rows."""
+    """Reshape vectors over channels so that they broadcast over an input's rows."""
     shape = [1, like.shape[1]] + [1] * (like.dim() - 2)
     dtype = torch.promote_types(like.dtype, torch.float32)
     return [vector.to(like.device, dtype).view(shape) for vector in vectors]

@@ -1,13 +1,14 @@
-"""Checkpoints of a training run on all ranks: safetensors and JSON, whole or not there at all.
+"""Atomic checkpoints of a training run on all ranks, as safetensors and JSON.
 
-save.py         what a script calls: `save_checkpoint`, `load_latest`
-state.py        the state, taken from models, optimizers and loaders, and put back
-archive.py      the checkpoints in a folder: numbers, which is whole, which go
-files.py        their files, with checksums; tree.py: objects as JSON and named tensors
-validation.py   checks before anything is put back; all ranks fail, or none does
-dcp.py          torch.distributed.checkpoint reads and writes them, too
+save.py         `save_checkpoint` and `load_latest`, the functions that a script calls
+state.py        collects the state of models, optimizers and loaders, and restores it
+archive.py      the checkpoints in a folder: numbers them, finds whole ones, removes old ones
+files.py        the files, with checksums
+tree.py         objects as JSON and named tensors
+validation.py   checks a state before it is restored; all ranks fail, or none does
+dcp.py          reads and writes the same checkpoints with torch.distributed.checkpoint
 
-Which residual a rank gets on another number of ranks is in optim/wrapped/checkpoint.py.
+optim/wrapped/checkpoint.py assigns residuals when the number of ranks has changed.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Archive: the checkpoints in a folder, written and found by all ranks together.
+"""Archive: the checkpoints in a folder, which all ranks write and find together.
 
-The folder may be one that all hosts share, or each host's own.
+All hosts may share one folder, or each host may have its own.
 
-    write    every rank writes its part, rank 0 also the state that is equal on all
-             -> all learn who failed
-    find     all list the parts they see -> the newest whole checkpoint is read
-             -> all learn which parts are damaged
+    write    every rank writes its part, rank 0 also the state that is equal on all ranks
+             -> exchange who failed
+    find     all ranks list the parts that they see -> read the newest whole checkpoint
+             -> exchange which parts are damaged
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _APART: Final = (
 
 
 class Snapshot(NamedTuple):
-    """A rank's part to write: its own values, and on rank 0 those that are equal on all ranks."""
+    """The values that a rank writes: its own and, on rank 0, those that are equal on all ranks."""
 
     step: int
     replicated: Taken
@@ -73,13 +73,13 @@ class OwnValues(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A checkpoint that was found whole.
+    """A checkpoint that was found and read.
 
-    tree: the state that was equal on all ranks, on every rank; tensors: those of it, on rank 0 at
-           least.
-    owned: the own values of that job's ranks, each on one rank of this job. Where the number of
-           ranks is the same, a rank that sees its own part has it.
-    missing: the ranks of that job whose own values are lost.
+    tree: the state that was equal on all ranks; every rank gets it.
+    tensors: the tensors of `tree`, at least on rank 0.
+    owned: the saving ranks' own values, each on one rank of this job. If the number of ranks is the
+           same, a rank that sees its own part reads that.
+    missing: the saving ranks whose own values are lost.
     """
 
     path: Path
@@ -92,12 +92,12 @@ class Found(NamedTuple):
     missing: list[int]
 
 
-# Runs a rank's own writing: at once, or in a thread.
+# Runs the function that writes a rank's files: immediately, or in a thread.
 Run = Callable[[Callable[[], str]], "Future[str]"]
 
 
 class PendingWrite(NamedTuple):
-    """A rank's part being written; outcome: the error that kept this rank from writing, or ""."""
+    """A rank's part being written; outcome: the error if this rank could not write it, or ""."""
 
     path: Path
     number: int
@@ -105,7 +105,7 @@ class PendingWrite(NamedTuple):
 
 
 class Saving:
-    """A checkpoint under way; `wait` returns its folder."""
+    """A checkpoint being written; call `wait` to finish it and get its folder."""
 
     def __init__(self, archive: Archive, writing: PendingWrite) -> None:
         self._archive = archive
@@ -114,11 +114,11 @@ class Saving:
         self.is_concluded = False  # whether the ranks know each other's outcomes
 
     def wait(self) -> Path:
-        """Return its folder when it is whole; all ranks call it together.
+        """Wait until the checkpoint is whole, and return its folder; all ranks call it together.
 
-        Raises CheckpointError, on every rank alike, when a rank could not write its part.
+        Raises CheckpointError, on every rank, if a rank could not write its part.
         """
-        # Else `conclude` was called before, as the ranks left: nothing is to be gathered any more.
+        # If the ranks have left, `conclude` was already called, and nothing can be gathered.
         if not self.is_concluded:
             (problems,) = gather_outcomes(world.current().engine, [self]).wait()
             self.conclude(problems)
@@ -127,7 +127,7 @@ class Saving:
         return self.path
 
     def conclude(self, problems: Sequence[str]) -> CheckpointError | None:
-        """Finish; return the error that `wait` raises, if any. problems: as of Archive.conclude."""
+        """Finish; return the error for `wait` to raise, if any. problems: see Archive.conclude."""
         self.is_concluded = True
         try:
             self._archive.conclude(self, problems)
@@ -137,24 +137,24 @@ class Saving:
 
 
 class Archive:
-    """The checkpoints in a folder; every rank calls the same methods in the same order.
+    """The checkpoints in a folder; all ranks must call the same methods in the same order.
 
-    number: of the last one that is known to be whole; 0: none.
-    kept:   how many are kept; the older ones are removed once a new one is whole.
-    under_way: the one that a thread writes, until a caller has waited for it.
+    number: of the newest checkpoint known to be whole; 0 if there is none.
+    kept:   how many checkpoints to keep; older ones are removed once a new one is whole.
+    under_way: the checkpoint that a thread is writing, until a caller has waited for it.
     """
 
     def __init__(self, folder: Path, kept: int) -> None:
-        self.folder = folder  # made by `look`, where an error of one rank is raised on all
+        self.folder = folder  # created in `_list`, where one rank's error is raised on all
         self.number = 0
         self.kept = kept
         self.under_way: Saving | None = None
         self.scan()
 
     def scan(self) -> None:
-        """List the parts that every rank sees; later checkpoints get higher numbers.
+        """List the parts that every rank sees; new checkpoints get higher numbers.
 
-        No number is used twice: parts of two attempts under one number would look like a whole
+        A number is never reused: parts of two attempts under one number could look like a whole
         checkpoint.
         """
         self._parts = self._list()
@@ -164,12 +164,12 @@ class Archive:
                 f"{self.folder} has a checkpoint {last}, after which there is no number: remove it"
             )
         self._next = 1 + last
-        # One text for all ranks' parts, so that parts of two attempts under one number are told
-        # apart.
+        # All ranks' parts get the same text, which distinguishes attempts that use the same
+        # number.
         self._attempt: str = broadcast_object(secrets.token_hex(8), name="checkpoint.attempt")
         self._whole = sorted(whole.number for whole, absent in self._candidates() if not absent)
-        # These are never removed: where nothing is whole, lost files may be restored, and files
-        # that cannot be read now may be readable later.
+        # Never removed: if nothing is whole, lost files may be restored, and unreadable files may
+        # be readable later.
         self._protected = set() if self._whole else self._numbers()
 
     def _list(self) -> dict[Part, list[int]]:
@@ -178,8 +178,7 @@ class Archive:
             f"{self.folder} cannot be made or listed",
         )
         holders: dict[Part, list[int]] = {}
-        # Each host may have a folder of its own: which rank can read a part is known only by
-        # asking.
+        # Each host may have its own folder, so ask every rank which parts it can read.
         for holder, parts in enumerate(allgather_object(mine, "checkpoint.parts")):
             for part in parts:
                 holders.setdefault(Part(*part), []).append(holder)
@@ -189,28 +188,28 @@ class Archive:
         return {part.number for part in self._parts}
 
     def _candidates(self) -> list[tuple[Part, list[Part]]]:
-        """Return the common part, perhaps absent, and the absent parts of all, the newest first."""
+        """Return each checkpoint's common part and its absent parts, newest checkpoint first."""
         wholes = sorted({part._replace(name=ALL) for part in self._parts}, reverse=True)
         return [(whole, missing_parts(*whole[:3], self._parts)) for whole in wholes]
 
     def find(
         self, *takes: Callable[[Any], Any], missing_ranks: str = "error", way_out: str = ""
     ) -> Any | None:
-        """Return what `takes` make of the newest whole checkpoint; None: none was ever finished.
+        """Load the newest whole checkpoint through `takes`; return None if none was ever finished.
 
-        takes: the first gets a Found, each other one the result of the one before; without any, the
-            Found itself is returned. All ranks call them together. One that raises DamagedError,
-            perhaps not on every rank, rejects the checkpoint as a damaged one: no rank calls the
-            next, and an older checkpoint is tried.
-        missing_ranks: "report": where none is whole, find the one that lacks the fewest ranks' own
-            parts, of several the newest.
-        way_out: the end of the error's text where "report" would find one.
-        Rank 0 logs the one that is returned. Raises CheckpointError, on every rank alike, where all
-        finished ones are damaged, or lack files.
+        takes: functions that all ranks call together. The first gets a Found, each other one the
+            result of the one before; the last result (or the Found) is returned. If one raises
+            DamagedError on any rank, the checkpoint is rejected as damaged: no rank calls the next
+            function, and an older checkpoint is tried.
+        missing_ranks: "report": if none is whole, take the one that lacks the fewest ranks' own
+            parts, and the newest of several.
+        way_out: ends the error's text if "report" would find a checkpoint.
+        Rank 0 logs which checkpoint is used. Raises CheckpointError, on every rank, if all finished
+        checkpoints are damaged or lack files.
         """
         newest, problems = self._newest(takes)
-        # Both lists are those of all ranks: all look again, or none does. A running job may have
-        # finished newer ones, and removed these.
+        # A running job may have finished newer checkpoints and removed these. Both lists are equal
+        # on all ranks, so that all scan again, or none does.
         while newest is None and self._list() != self._parts:
             self.scan()
             newest, problems = self._newest(takes)
@@ -238,7 +237,7 @@ class Archive:
         return None
 
     def _most_of_one(self, takes: Sequence[Callable[[Any], Any]]) -> tuple[Found, Any] | None:
-        """Read the checkpoint that lacks the fewest ranks' parts, where none is whole."""
+        """Read the checkpoint that lacks the fewest ranks' parts, for when none is whole."""
         for whole in self._without_some():
             newest, problem = self._read_and(takes, whole, without_some=True)
             if newest is not None:
@@ -247,8 +246,8 @@ class Archive:
         return None
 
     def _without_some(self) -> list[Part]:
-        """Return the common parts that are there, those of the best checkpoints first."""
-        # Counts the common part, too: every candidate has it, so the order stays the same.
+        """Return the existing common parts, most complete checkpoint first."""
+        # The count includes the common part, which every candidate has: the order is the same.
         owned = Counter(part[:3] for part in self._parts)
         shared = sorted((part for part in self._parts if part.name == ALL), reverse=True)
         return sorted(shared, key=lambda whole: whole.ranks - owned[whole[:3]])
@@ -256,7 +255,7 @@ class Archive:
     def protect(self, number: int) -> None:
         """Never remove a checkpoint, and do not count it in `kept`; all ranks call it together.
 
-        It is for one that could not be loaded: another version, host or script may load it.
+        Use it for a checkpoint that failed to load: another version, host or script may load it.
         """
         self._whole = [each for each in self._whole if each != number]
         self._protected.add(number)
@@ -264,7 +263,7 @@ class Archive:
     def _newest(
         self, takes: Sequence[Callable[[Any], Any]]
     ) -> tuple[tuple[Found, Any] | None, list[str]]:
-        """Return the newest that is whole; or the damages of those that have all parts."""
+        """Return the newest whole checkpoint, or why those with all parts could not be loaded."""
         damaged: list[str] = []
         for whole, absent in self._candidates():
             if absent:
@@ -275,23 +274,23 @@ class Archive:
             if newest is not None:
                 return newest, []
             self._warn_of_incomplete(whole, problem)
-            # Not counted in `kept`: else damaged ones would crowd out those that can be loaded.
+            # Not counted in `kept`: damaged checkpoints must not crowd out loadable ones.
             self._whole = [each for each in self._whole if each != whole.number]
             damaged.append(problem)
         return None, damaged
 
     def _lost(self) -> list[str]:
-        """Return texts about checkpoints that have lost files, where nothing is whole.
+        """Return texts about checkpoints that have lost files, for when nothing is whole.
 
-        A part records whether a checkpoint was whole before it. That one is removed only once a
-        newer one is whole, so files of one of them are gone. If none was whole before, writing was
-        interrupted each time, and nothing is lost.
+        A part records the newest checkpoint that was whole before it. That one is removed only once
+        a newer one is whole, so one of the two has lost files. If no part records any, each save
+        was interrupted, and nothing is lost.
         """
         lacking = {whole[:3]: absent for whole, absent in self._candidates() if absent}
         before, problem = 0, ""
         try:
             for part, holders in self._parts.items():
-                # One reader for each part: the others learn the number below.
+                # One rank reads each part; the others receive the number below.
                 if part[:3] in lacking and holders[0] == rank():
                     before = max(before, read_json(self.folder, part)[0].before)
         except (OSError, DamagedError, FormatError) as error:
@@ -314,7 +313,7 @@ class Archive:
     def _read_and(
         self, takes: Sequence[Callable[[Any], Any]], whole: Part, without_some: bool = False
     ) -> tuple[tuple[Found, Any] | None, str]:
-        """Return a checkpoint and the result of `takes`; or the text about its damage."""
+        """Return a checkpoint and the result of `takes`, or a text about its damage."""
         found, problem = self._read(whole, without_some)
         if found is None:
             return None, problem
@@ -322,18 +321,18 @@ class Archive:
         for take in takes:
             try:
                 taken, problem = take_on_all(take, taken, f"{found.path} cannot be loaded")
-            except Exception:  # of the script; loading an older checkpoint would hide it
+            except Exception:  # the script's; loading an older checkpoint would hide it
                 self.protect(whole.number)
                 raise
-            if problem:  # the cause may be the script, or another version: keep the checkpoint
+            if problem:  # perhaps due to the script, or to another version: keep the checkpoint
                 self._protected.add(whole.number)
                 return None, problem
         return (found, taken), ""
 
     def _read(self, whole: Part, without_some: bool) -> tuple[Found | None, str]:
-        """Read a checkpoint, each part on one rank that sees it; or return a text of its damage.
+        """Read a checkpoint, each part on one rank that sees it, or return a text about its damage.
 
-        without_some: whether damaged parts of ranks' own are accepted.
+        without_some: whether to accept that ranks' own parts are damaged.
         """
         number, step, ranks, _ = whole
         everything, *owns = parts_of(number, step, ranks)
@@ -367,11 +366,11 @@ class Archive:
                     continue
                 problem, unread = str(error), isinstance(error, OSError)
             if refusal or problem:
-                # Enough for this checkpoint: the other ranks are waiting for the outcome.
+                # One error rejects the checkpoint, and the other ranks wait for the outcome.
                 break
         attempts = {content.attempt for content in contents.values()}
-        # Reached by every rank, whatever it could read: one that raised before would leave the
-        # others waiting here.
+        # Every rank must get here, whatever it could read: raising earlier would leave the others
+        # waiting.
         told = allgather_object(
             (problem_text(problem), problem_text(refusal), unread, sorted(attempts), absent),
             "checkpoint.read",
@@ -385,55 +384,55 @@ class Archive:
             return None, problems
         if len({attempt for *_, attempts, _ in told for attempt in attempts}) > 1:
             return None, f"the files of checkpoint {number} are of several attempts"
-        # Sent as text: it may be nested deeper than the object codec allows.
+        # Sent as text, because it may be nested deeper than the object codec allows.
         tree = json.loads(broadcast_object(text, source, "checkpoint.tree"))
         tensors = contents[everything].state.tensors if everything in contents else {}
-        if source != 0:  # each host has a folder of its own, and rank 0 sits on another than then
+        if source != 0:  # each host has its own folder, and rank 0 is now on another host
             tensors = broadcast_tensors(tensors, source)
         path = self.folder / everything.folder
         missing = sorted({place for *_, absent in told for place in absent})
         return Found(path, number, step, ranks, tree, tensors, owned, missing), ""
 
     def write(self, snapshot: Snapshot, run: Run | None = None) -> Saving:
-        """Begin to write a checkpoint; all ranks then wait for it.
+        """Begin to write a checkpoint; all ranks call it together, and later `wait` on the result.
 
-        run: runs the part of it that needs no other rank; default: at once.
+        run: runs the part that needs no other rank, such as in a thread; default: immediately.
         """
         path = self.folder / parts_of(self._next, snapshot.step, size())[0].folder
-        # Used up at once, even if the write fails: no number is used twice.
+        # Used up even if the write fails: a number is never reused.
         number, self._next = self._next, self._next + 1
         parts = [(name_of(rank()), snapshot.own)]
         if rank() == 0:
             parts.append((ALL, snapshot.replicated))
-        # Read now: `write_own` may run later, in another thread, when the ranks are another
-        # world's.
+        # Read now: `write_own` may run in another thread when the ranks already form another
+        # world.
         ranks, step, attempt, folder = size(), snapshot.step, self._attempt, self.folder
         rank_name = parts[0][0]
         before = max(self._whole, default=0)
 
         def write_own() -> str:
             try:
-                # A user who frees disk space may have removed the folder while the job runs.
+                # A user may have removed the folder to free disk space while the job runs.
                 if problem := _others_in(made(folder), number, step, ranks, rank_name):
                     return problem
                 for name, state in parts:
                     part, content = Part(number, step, ranks, name), Content(attempt, state, before)
                     write_part(folder, part, content)
-            except Exception as error:  # whatever it is, the other ranks must hear of it
+            except Exception as error:  # of any kind: the other ranks must get the error
                 return str(error) or type(error).__name__
             return ""
 
         return Saving(self, PendingWrite(path, number, (run or _at_once)(write_own)))
 
     def conclude(self, writing: Saving, problems: Sequence[str]) -> None:
-        """End a checkpoint that is whole, or failed; remove the oldest, and incomplete ones.
+        """Finish a checkpoint that is whole or has failed; remove old and incomplete ones.
 
-        problems: by rank, why it could not write its part, or "".
-        Raises CheckpointError, on every rank alike, when a rank could not write its part, or where
-        another job writes to the folder; the other ranks' parts are then removed.
+        problems: for each rank, why it could not write its part, or "".
+        Raises CheckpointError, on every rank, if a rank could not write its part (the other parts
+        are then removed), or if another job writes to the folder.
         """
         if any(_OTHERS in problem for problem in problems):
-            # The files there may be the other job's, whose numbers must not be used.
+            # The files with this number may be the other job's: remove none of them.
             self._next = writing.number
             raise CheckpointError(
                 f"checkpoint {writing.number} is not written to {self.folder}, and nothing there "
@@ -441,11 +440,11 @@ class Archive:
             )
         if not any(problems):
             self.number = writing.number
-            # Only now that a newer one is whole may the older ones go.
+            # Remove older checkpoints only now that a newer one is whole.
             self._whole = [*self._whole, writing.number][-self.kept :]
         stay = {*self._whole, *self._protected}
-        # Where the disk fails, raise the same error as the other ranks; a later save removes.
-        # Numbers from `_next` on are another job's: this one begins none before it ends the last.
+        # Ignore disk errors, to raise the same error as the other ranks; a later save removes.
+        # Numbers from `_next` on are another job's: this one writes one checkpoint at a time.
         with contextlib.suppress(OSError):
             remove_checkpoints(
                 self.folder, lambda number: number < self._next and number not in stay
@@ -459,11 +458,11 @@ class Archive:
 
 
 def gather_outcomes(engine: Engine, writings: Sequence[Saving]) -> Operation:
-    """Begin to gather the outcomes of these once they are known here; all ranks call it together.
+    """Wait for this rank's outcomes, and begin to gather those of all; all ranks call it together.
 
-    The result: for each, by rank, the error that kept the rank from writing, or "".
+    The operation's result: for each checkpoint, each rank's error, or "" if it wrote its part.
     """
-    # Waits for this rank's writer here, in the script's thread: the engine's must not wait for a
+    # Wait for the writer here, in the script's thread: the engine's thread must not wait for a
     # disk.
     mine = [problem_text(writing.outcome.result()) for writing in writings]
 
@@ -474,10 +473,10 @@ def gather_outcomes(engine: Engine, writings: Sequence[Saving]) -> Operation:
 
 
 def _others_in(folder: Path, number: int, step: int, ranks: int, name: str) -> str:
-    """Return a text about a checkpoint that another job has made since `scan`; "": there is none.
+    """Return a text if another job has written a checkpoint since `scan`; "" if not.
 
-    Two jobs in one folder would each take the other's checkpoint for an incomplete one: a job
-    removes, and numbers on from, only what was there at its `scan`.
+    Two jobs in one folder would take each other's checkpoints for incomplete ones. So a job counts
+    on from, and removes, only the checkpoints that its `scan` found.
     """
     for part in list_parts(folder):
         is_of_another = part[:3] != (number, step, ranks) or part.name == name
@@ -487,7 +486,7 @@ def _others_in(folder: Path, number: int, step: int, ranks: int, name: str) -> s
 
 
 def _reader(place: int, holders: Sequence[int]) -> int:
-    """Return the rank that reads a part: `place` modulo the number of ranks, else a holder."""
+    """Return the rank that reads a part: `place` modulo the number of ranks, or else a holder."""
     wanted = place % size()
     return wanted if wanted in holders else holders[0]
 

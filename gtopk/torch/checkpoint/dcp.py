@@ -1,22 +1,23 @@
-"""Lets torch.distributed.checkpoint (DCP) read and write gtopk's checkpoints.
+"""Storage reader and writer of gtopk's checkpoints for torch.distributed.checkpoint (DCP).
 
     from torch.distributed import checkpoint as dcp
     dcp.load({"model": model.state_dict()}, storage_reader=Reader(folder))
     dcp.save({"model": model.state_dict(), "epoch": 3}, storage_writer=Writer(folder, step))
 
-Names at the top are `save_checkpoint`'s: "model", "optimizer", "loader", and those of the others.
-Sharded tensors are cut on reading, and put together on writing: `load_latest` finds them whole.
-The ranks' residuals are written where they are in the state of an optimizer of ours, as every rank
-has its own there; of what `save_checkpoint` wrote, the reader has none: take "gtopk" out of that
-state.
-DCP loads only entries that a state has already, and an optimizer has no residuals before its first
-step: `load_latest` restores them, from any number of ranks.
-Of any other tensor that several ranks have, DCP saves one rank's. So the state of LocalSGD and of
-Adasum's optimizer, whose inner state is each rank's own, is refused where ranks save it together;
-and do not save a model in the middle of LocalSGD's round. `save_checkpoint` saves each rank's own.
+Use the top-level names of `save_checkpoint`: "model", "optimizer", "loader", and those of the
+others. Sharded tensors are cut on reading and joined on writing, so `load_latest` finds them whole.
 
-DCP writes the keys of dicts as text, and leaves out empty dicts. `load_latest` restores the keys of
-everything with a state_dict(); plain data comes back as it was written.
+Residuals: Writer stores each rank's residuals as part of an optimizer's state. Reader finds no
+residuals in a checkpoint from `save_checkpoint`: remove "gtopk" from the optimizer's state before
+loading one. DCP only loads entries that a state already has, and an optimizer has no residuals
+before its first step. `load_latest` restores them, for any number of ranks.
+
+DCP saves any other tensor from one rank only. The inner state of LocalSGD and of Adasum's optimizer
+differs between ranks, so Writer refuses it if several ranks save together. Do not save a model in
+the middle of LocalSGD's round. `save_checkpoint` saves each rank's own state.
+
+DCP writes the keys of dicts as text, and omits empty dicts. `load_latest` restores the keys of
+everything with a state_dict(); plain data is returned as DCP wrote it.
 """
 
 from __future__ import annotations
@@ -70,17 +71,17 @@ from .tree import put_together, take_apart
 
 _log = logging.getLogger("gtopk")
 _OF_OURS: Final = ("model", "optimizer", "loader")
-_OF_A_RANK: Final = re.compile(r"\.held\.(\d+)\.")  # the rank whose residual a name belongs to
-_STEPS: Final = f".{KEY}.steps"  # a name that every optimizer of gtopk has ends with it
+_OF_A_RANK: Final = re.compile(r"\.held\.(\d+)\.")  # the rank in the name of a residual
+_STEPS: Final = f".{KEY}.steps"  # every optimizer of gtopk has one name that ends like this
 
-# Ends of names in the state of optimizers whose inner state is each rank's own; what errors say.
+# For optimizers with a different inner state on each rank: the end of one name, and the error text.
 _EACH_RANKS_OWN: Final = {"local_sgd.format": "LocalSGD", "adasum.format": "op=Adasum"}
 
 
 class Reader(StorageReader):
-    """Reads the newest checkpoint of a folder that is whole; a job may be writing to it.
+    """Reads the newest whole checkpoint in a folder, even while a job is writing to the folder.
 
-    path: the checkpoint's folder, the same on all ranks; known once DCP has read the metadata.
+    path: the checkpoint's folder, the same on all ranks; set once DCP has read the metadata.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -100,10 +101,10 @@ class Reader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return Path(checkpoint_id).is_dir()
 
-    # No parameter is named "kwargs": DCP looks for that name, and a rank on which this fails would
-    # then try again, as if it had metadata of its own, and go on without the others.
+    # No parameter may be named "kwargs": DCP looks for that name. A rank on which this fails would
+    # then retry as if it had its own metadata, and continue without the others.
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """Return the newest whole checkpoint's metadata; raise CheckpointError where none is."""
+        """Return the newest whole checkpoint's metadata; raise CheckpointError if none is whole."""
         self._part, self._values = self._newest()
         self._warn_of_other_ranks()
         layout: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
@@ -117,7 +118,7 @@ class Reader(StorageReader):
         return Metadata(layout)
 
     def _warn_of_other_ranks(self) -> None:
-        """Warn where more ranks load than saved: DCP may miss keys of the new ranks' residuals."""
+        """Warn if more ranks load than saved: DCP may miss keys of the new ranks' residuals."""
         found = [_OF_A_RANK.search(name) for name in self._values]
         saved = 1 + max((int(rank[1]) for rank in found if rank), default=-1)
         ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
@@ -139,19 +140,19 @@ class Reader(StorageReader):
             except (OSError, DamagedError) as error:
                 problems.append(str(error))
         if {*list_parts(self._folder)} != {*there}:
-            return self._newest()  # a running job has finished newer ones, and removed these
+            return self._newest()  # a running job has finished newer ones and removed these
         raise CheckpointError(
             f"no checkpoint in {self._folder} is whole: {'; '.join(problems) or 'none is there'}"
         )
 
     def _read(self, part: Part) -> dict[str, Any]:
-        """Return the values of a part by DCP's names."""
+        """Return a dict from DCP's names to the values of a part."""
         content = read_part(self._folder, part)
         state = put_together(content.state.tree, content.state.tensors)
         if not isinstance(state, dict) or not isinstance(state.get("others"), dict):
             raise DamagedError(f"{part.file}: it holds what no save writes")
         ours = {name: state[name] for name in _OF_OURS if name in state}
-        # DCP's own names for nested state: the planner that loads has flattened its state the same
+        # Let DCP name nested state: the loading planner has flattened its own state in the same
         # way.
         flattening = DefaultSavePlanner()
         flattening.set_up_planner({**ours, **state["others"]})
@@ -163,12 +164,12 @@ class Reader(StorageReader):
         pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        # The plan carries it to rank 0, which chooses one for all.
+        # The plan carries this rank's choice to rank 0, which chooses one checkpoint for all.
         return replace(plan, storage_data=self._part)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Make all ranks read one checkpoint: a job may finish another while they look."""
-        # Parts compare by their numbers first.
+        """Make all ranks read the same checkpoint: a job may finish another one meanwhile."""
+        # A Part's first field is the checkpoint's number, so the newest is the largest.
         newest = max(plan.storage_data for plan in plans)
         self._open_part(newest)
         self._warn_of_what_is_lost({item.storage_index.fqn for p in plans for item in p.items})
@@ -179,7 +180,7 @@ class Reader(StorageReader):
             self._part, self._values = part, self._read(part)
 
     def _warn_of_what_is_lost(self, asked: Collection[str]) -> None:
-        """Warn of optimizers that are loaded without all of the residual.
+        """Warn of optimizers that are loaded without part of their residuals.
 
         asked: the names that any rank loads.
         """
@@ -206,8 +207,8 @@ class Reader(StorageReader):
         for item in plan.items:
             value = self._values[item.storage_index.fqn]
             if item.type == LoadItemType.BYTE_IO:
-                # DCP's planners take objects only as bytes of torch.save. These bytes are made
-                # here: none was read from a file.
+                # DCP's planners accept objects only as bytes of torch.save. These bytes are created
+                # here, not read from a file.
                 stream = io.BytesIO()
                 torch.save(value, stream)
                 stream.seek(0)
@@ -226,9 +227,9 @@ class Reader(StorageReader):
 
 
 class Writer(StorageWriter):
-    """Writes a checkpoint into a folder, which all ranks must share; the older ones stay.
+    """Writes a checkpoint into a folder, which all ranks must share; older checkpoints stay.
 
-    step: how far the training is: an integer, 0 or more.
+    step: the training step, an integer of 0 or more.
     """
 
     def __init__(self, folder: str | os.PathLike[str], step: SupportsIndex = 0) -> None:
@@ -251,9 +252,9 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Assign every rank a file, in a checkpoint with a new number.
+        """Assign every rank a file in a checkpoint with a new number.
 
-        Raises ValueError where several ranks save an optimizer whose state is each rank's own.
+        Raises ValueError if several ranks save an optimizer with a different state on each rank.
         """
         if len(plans) > 1:
             _refuse_each_ranks_own(item.index.fqn for plan in plans for item in plan.items)
@@ -281,15 +282,15 @@ class Writer(StorageWriter):
                 size = value.nbytes
             pieces.append((item.index.fqn, at, value))
             results.append(WriteResult(item.index, size, plan.storage_data))
-        # A shard's name is none of a checkpoint's parts: no reader takes an unfinished save for
-        # one.
+        # A shard's name is not that of a part, so no reader takes an unfinished save for a
+        # checkpoint.
         write_part(self._folder, plan.storage_data, Content("", take_apart(pieces)))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Make one whole checkpoint of the files of all ranks."""
+        """Join the files of all ranks into one whole checkpoint."""
         shards = sorted({result.storage_data for each in results for result in each})
         if not shards:
             raise ValueError("there is nothing to save: the state is empty on every rank")
@@ -307,7 +308,7 @@ class Writer(StorageWriter):
                 for dimension, start in enumerate(offsets):
                     target = target.narrow(dimension, start, value.shape[dimension])
                 target.copy_(value)
-        # None of a planner that does not flatten: its names are the state's own, at the top.
+        # A planner that does not flatten has no planner_data; its names are top-level keys.
         paths: dict[str, tuple[str | int, ...]] = metadata.planner_data or {}
         tops = _nested({paths.get(name, (name,)): value for name, value in values.items()})
         saved = {name: value for name, value in tops.items() if name in _OF_OURS}
@@ -317,15 +318,15 @@ class Writer(StorageWriter):
         whole = Part(shards[0].number, self._step, 1, ALL)
         own = Content(attempt, take_apart(NOTHING_OWN), before)
         write_part(self._folder, whole._replace(name=name_of(0)), own)
-        # Last: with the part "all" the checkpoint is whole, and any reader may take it.
+        # Written last: the part "all" completes the checkpoint, and any reader may then use it.
         write_part(self._folder, whole, Content(attempt, take_apart(saved), before))
-        # After the whole is on the disk: until then the shards are the only copy.
+        # Only after the joined files are on the disk: until then the shards are the only copy.
         for path in (self._folder / whole.folder).glob("shard-*"):
             path.unlink()
 
 
 def _refuse_each_ranks_own(names: Iterable[str]) -> None:
-    """Raise ValueError for state that is each rank's own: DCP would mix several ranks' tensors."""
+    """Raise ValueError for state that differs between ranks: DCP would mix the ranks' tensors."""
     for name in names:
         if kind := _EACH_RANKS_OWN.get(".".join(name.split(".")[-2:])):
             raise ValueError(
@@ -336,7 +337,7 @@ def _refuse_each_ranks_own(names: Iterable[str]) -> None:
 
 
 def _nested(values: dict[tuple[str | int, ...], Any]) -> dict[str, Any]:
-    """Rebuild the dicts and lists of values from the values' paths."""
+    """Rebuild nested dicts and lists from the paths of their values."""
     top: dict[Any, Any] = {}
     for path, value in values.items():
         inner = top
@@ -347,9 +348,9 @@ def _nested(values: dict[tuple[str | int, ...], Any]) -> dict[str, Any]:
 
 
 def _with_lists(part: Any) -> Any:
-    """Return dicts with integer keys as lists: DCP writes every key of a real dict as text.
+    """Turn dicts with integer keys into lists: DCP writes every key of a real dict as text.
 
-    DCP leaves out empty dicts, also those in a list.
+    DCP omits empty dicts, also within a list.
     """
     if type(part) is not dict:
         return part

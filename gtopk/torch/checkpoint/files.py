@@ -1,12 +1,12 @@
-"""The files of checkpoints: written under a temporary name, synced, renamed, with checksums.
+"""Checkpoint files: each is written under a temporary name, synced and renamed.
 
     checkpoint-00000042-step-1200/
-        all-of-2.safetensors      all-of-2.json       state equal on every rank, by rank 0
+        all-of-2.safetensors      all-of-2.json       state equal on every rank; rank 0 writes it
         rank-0-of-2.safetensors   rank-0-of-2.json    a rank's own state: residuals, generators
-        rank-1-of-2.safetensors   rank-1-of-2.json    with the last of the three it is whole
+        rank-1-of-2.safetensors   rank-1-of-2.json
 
-A part is there when its JSON file is. That file holds the size and the SHA-256 of the tensors'
-file, and a checksum of itself.
+A part exists if its JSON file exists, and a checkpoint is whole if all its parts exist. The JSON
+file holds the size and the SHA-256 of the tensors' file, and a checksum of itself.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from .tree import DTYPES, Json, Taken
 
 ALL: Final = "all"
 FORMAT: Final = 1
-# Limits for names in a folder, which anybody may have made: a number has at most as many digits as
-# gtopk's; no job has as many ranks.
+# Limits for names in a folder, which anybody may have created: gtopk writes no longer numbers, and
+# no job has that many ranks.
 LAST_NUMBER: Final = 10**18 - 1
 LAST_STEP: Final = 2**63 - 1
 _FOLDER: Final = re.compile(r"checkpoint-([0-9]{8,18})-step-([0-9]{1,19})")
 _FILE: Final = re.compile(r"(all|rank-[0-9]{1,6})-of-([0-9]{1,6})\.json")
 _MOST_ABSENT: Final = 3  # absent parts that an error lists
 _BESIDE: Final = ".part"  # suffix of a file that is being written
-# The largest JSON file that is read, so also written: a sparse file may be of any size.
+# The largest JSON file that is read, and thus written: a sparse file may have any size.
 _MOST_JSON_BYTES: Final = 1 << 30
-_MOST_HEADER_BYTES: Final = 100_000_000  # safetensors reads no longer header
+_MOST_HEADER_BYTES: Final = 100_000_000  # the longest header that safetensors reads
 _SEALED: Final = re.compile(rb'\{"sha256": "([0-9a-f]{64})", "part":\n(.*)\}\n', re.DOTALL)
 
 
 class Part(NamedTuple):
-    """One part of the checkpoint that was the `number`th in its folder; name: "all", "rank-3"."""
+    """One part of checkpoint `number` in a folder; name: "all" or, for example, "rank-3"."""
 
     number: int
     step: int
@@ -63,7 +63,7 @@ class Part(NamedTuple):
 
     @property
     def file(self) -> str:
-        """Return the name of its JSON file, in the folder of all checkpoints."""
+        """Return the path of its JSON file, relative to the folder of all checkpoints."""
         return f"{self.folder}/{self.name}-of-{self.ranks}.json"
 
 
@@ -71,7 +71,7 @@ class Content(NamedTuple):
     """The content of a checkpoint's part.
 
     attempt: a text that is equal in all parts of one checkpoint.
-    before: the number of the newest checkpoint that was whole when this one was begun; 0: none was.
+    before: the number of the newest checkpoint that was whole when this one was begun; 0 for none.
     """
 
     attempt: str
@@ -80,10 +80,10 @@ class Content(NamedTuple):
 
 
 def whole_number(name: str, value: SupportsIndex, least: int) -> int:
-    """Return an integer of Python, NumPy or torch as an int, whose digits a folder's name gets.
+    """Return an integer from Python, NumPy or torch as an int that fits into a folder's name.
 
-    Raises TypeError for anything else, also floats and bools; ValueError below `least`, or above
-    the largest number of a folder.
+    Raises TypeError for anything else, including floats and bools. Raises ValueError for a number
+    below `least`, or one that is too large for a folder's name.
     """
     is_truth = isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool
     try:
@@ -102,7 +102,7 @@ def whole_number(name: str, value: SupportsIndex, least: int) -> int:
 
 
 def name_of(rank: int) -> str:
-    """Return the name of the part that is a rank's own."""
+    """Return the name of a rank's own part."""
     return f"rank-{rank}"
 
 
@@ -112,7 +112,7 @@ def parts_of(number: int, step: int, ranks: int) -> list[Part]:
 
 
 def missing_parts(number: int, step: int, ranks: int, there: Container[Part]) -> list[Part]:
-    """Return the first absent parts, not all: a file's name may claim any number of ranks."""
+    """Return the first few absent parts: a file's name may claim any number of ranks."""
     return [*islice((p for p in _each_part(number, step, ranks) if p not in there), _MOST_ABSENT)]
 
 
@@ -123,13 +123,13 @@ def _each_part(number: int, step: int, ranks: int) -> Iterator[Part]:
 
 
 def made(folder: Path) -> Path:
-    """Return a folder of checkpoints; make it where it does not exist (any more)."""
+    """Return a folder of checkpoints; create it if it does not exist (any more)."""
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def list_parts(folder: Path) -> list[Part]:
-    """Return the parts that are there; a job may be writing to the folder."""
+    """Return the existing parts, also while a job is writing to the folder."""
     parts = []
     for path, of in _checkpoints(folder):
         try:
@@ -153,14 +153,14 @@ def complete_checkpoints(parts: Iterable[Part]) -> list[Part]:
 
 
 def remove_checkpoints(folder: Path, unwanted: Callable[[int], bool]) -> None:
-    """Remove the checkpoints whose numbers are unwanted; other ranks may do so meanwhile."""
+    """Remove the checkpoints with unwanted numbers; other ranks may do so at the same time."""
     for path, match in _checkpoints(folder):
         if unwanted(int(match[1])):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def _checkpoints(folder: Path) -> Iterator[tuple[Path, re.Match[str]]]:
-    # A list: checkpoints are removed while this is walked through.
+    # A list: callers remove checkpoints during the iteration.
     for path in list(folder.iterdir()):
         match = _FOLDER.fullmatch(path.name)
         is_ours = match and Part(int(match[1]), int(match[2]), 0, ALL).folder == path.name
@@ -169,14 +169,14 @@ def _checkpoints(folder: Path) -> Iterator[tuple[Path, re.Match[str]]]:
 
 
 def write_part(folder: Path, part: Part, content: Content) -> None:
-    """Write a part atomically: it is whole or absent, even if process or machine end meanwhile.
+    """Write a part atomically: it is whole or absent, even if the process or machine crashes.
 
-    Raises OSError where the disk refuses it, and removes what was written; ValueError for content
-    that `read_part` would refuse.
+    Raises OSError on a disk error, after removing the temporary file. Raises ValueError for content
+    that `read_part` would reject.
     """
     path = folder / part.file
     path.parent.mkdir(exist_ok=True)
-    # The new folder's name, too: else a crash could lose a checkpoint that was finished in it.
+    # Sync the new folder's name: without it, a crash could lose a finished checkpoint.
     sync(folder)
     tensors = content.state.tensors
     record = {
@@ -189,7 +189,7 @@ def write_part(folder: Path, part: Part, content: Content) -> None:
         "tensors": write_tensors(path.with_suffix(".safetensors"), tensors) if tensors else None,
         "state": content.state.tree,
     }
-    # Last: with the JSON file the part is there.
+    # Written last: the JSON file makes the part exist.
     sealed = encode_with_checksum(record)
     if len(sealed) > _MOST_JSON_BYTES:
         raise ValueError(
@@ -201,15 +201,15 @@ def write_part(folder: Path, part: Part, content: Content) -> None:
 
 
 def encode_with_checksum(record: Json) -> bytes:
-    """Return a record as JSON that holds its own checksum."""
-    # NaN is no JSON: `tree` has a mark for it, so that one here is a mistake.
+    """Return a record as JSON, wrapped together with its checksum."""
+    # JSON has no NaN, and `tree` marks it as "$float": a NaN here is a bug.
     body = json.dumps(record, indent=1, allow_nan=False).encode()
     digest = hashlib.sha256(body).hexdigest().encode()
     return b'{"sha256": "%b", "part":\n%b}\n' % (digest, body)
 
 
 def decode_with_checksum(content: bytes) -> Json:
-    """Return the record; raise DamagedError where the checksum does not match."""
+    """Return the record; raise DamagedError if the checksum does not match."""
     sealed = _SEALED.fullmatch(content)
     if sealed is None:
         raise DamagedError("it is cut short, or no part of a checkpoint")
@@ -224,9 +224,9 @@ def decode_with_checksum(content: bytes) -> Json:
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Write a .safetensors file, and return its "bytes" and "sha256".
 
-    The bytes are hashed as they are written, in one pass, without a copy.
+    The bytes are hashed while they are written, in one pass, without a copy.
     """
-    # The widest dtypes first, so that each tensor begins at a multiple of its element size.
+    # Widest dtypes first, so that each tensor begins at a multiple of its element size.
     names = sorted(tensors, key=lambda name: -tensors[name].itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -235,7 +235,7 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any
         dtype, shape = DTYPES[tensors[name].dtype], list(tensors[name].shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    # So that the tensors begin at a multiple of 8, as safetensors' own files do.
+    # Pad, so that the tensors begin at a multiple of 8, as in safetensors' own files.
     text += b" " * (-len(text) % 8)
     if len(text) > _MOST_HEADER_BYTES:
         raise ValueError(
@@ -266,7 +266,7 @@ def temporary_path(path: Path) -> Iterator[Path]:
     unfinished = path.with_name(path.name + _BESIDE)
     try:
         yield unfinished
-        # Before the rename: else the name could outlive a crash, and the content not.
+        # Sync before the rename: a crash must not keep the name and lose the content.
         sync(unfinished)
         os.replace(unfinished, path)
     except BaseException as error:
@@ -275,7 +275,7 @@ def temporary_path(path: Path) -> Iterator[Path]:
         if isinstance(error, OSError) and error.filename is None:
             raise OSError(error.errno, error.strerror, str(path)) from None
         raise
-    # The new name, too, is durable only with its folder.
+    # The new name is durable only once its folder is synced, too.
     sync(path.parent)
 
 
@@ -285,7 +285,7 @@ def sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems cannot sync a folder; they keep its names without that.
+        # Some network file systems cannot sync a folder, and keep its names without it.
         if error.errno not in (errno.EINVAL, errno.EBADF) or not path.is_dir():
             raise
     finally:
@@ -295,7 +295,7 @@ def sync(path: Path) -> None:
 def read_part(folder: Path, part: Part) -> Content:
     """Return a part's content.
 
-    Raises OSError, DamagedError or FormatError; the latter two name the file.
+    Raises OSError, DamagedError or FormatError; the last two name the file.
     """
     content, told = read_json(folder, part)
     if told is None:
@@ -308,7 +308,7 @@ def read_part(folder: Path, part: Part) -> Content:
 def read_json(folder: Path, part: Part) -> tuple[Content, Json]:
     """Return a part's content without its tensors, and the JSON entry about the tensors' file.
 
-    Raises as `read_part` does.
+    Raises the errors of `read_part`.
     """
     path = folder / part.file
     with naming(path):
@@ -319,7 +319,7 @@ def read_json(folder: Path, part: Part) -> tuple[Content, Json]:
         if type(before) is not int:
             raise DamagedError(f"its 'before' must be an integer, got {before!r}")
         try:
-            # A bool is an int to Python, and 1.0 equals 1: neither was ever written.
+            # Reject True and 1.0, which equal 1 but were never written.
             if type(record["format"]) is not int:
                 raise DamagedError(f"its format is {record['format']!r}")
             if record["format"] != FORMAT:
@@ -331,7 +331,7 @@ def read_json(folder: Path, part: Part) -> tuple[Content, Json]:
             of = Part(part.number, record["step"], record["ranks"], record["name"])
         except KeyError as error:
             raise DamagedError(f"it lacks {error}") from None
-        # A file that was renamed or copied is another checkpoint's, with a right checksum.
+        # A renamed or copied file has a correct checksum, but belongs to another checkpoint.
         if of != part:
             raise DamagedError(f"it is {of.file}")
     return content, told
@@ -340,14 +340,14 @@ def read_json(folder: Path, part: Part) -> tuple[Content, Json]:
 def read_tensors(path: Path, told: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return the tensors of a file; told: its expected size and SHA-256.
 
-    The file is read once, so the bytes that are checked are those that are used.
+    The file is read once, so that the checked bytes are those that are used.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load
 
     if not isinstance(told, dict) or type(told.get("bytes")) is not int:
         raise DamagedError("its size is not told")
-    # Before reading: one that was cut short need not be hashed.
+    # Checked before reading: a truncated file need not be hashed.
     if path.stat().st_size != told["bytes"]:
         raise DamagedError(f"it has {path.stat().st_size} bytes of {told['bytes']}")
     content = read_file(path, told["bytes"])
@@ -364,8 +364,8 @@ def read_tensors(path: Path, told: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def read_file(path: Path, most_bytes: int) -> bytes:
-    """Return a file's content; raise DamagedError where it is too long, or no regular file."""
-    # Without O_NONBLOCK, opening a pipe of this name would wait for a writer.
+    """Return a file's content; raise DamagedError if it is too long, or not a regular file."""
+    # Without O_NONBLOCK, opening a pipe with this name would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with open(descriptor, "rb") as stream:
         status = os.fstat(descriptor)
@@ -374,16 +374,16 @@ def read_file(path: Path, most_bytes: int) -> bytes:
         if status.st_size > most_bytes:
             raise DamagedError(f"it is longer than {most_bytes} bytes")
         if status.st_size > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
-            raise MemoryError  # with overcommitted memory, reading would get this process killed
-        # A byte more: a file that grows meanwhile must not pass for one of this size.
+            raise MemoryError  # with overcommitted memory, reading could get this process killed
+        # Read one byte more, to detect a file that has grown since.
         return stream.read(status.st_size + 1)
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add a file's name to errors about its content; a MemoryError becomes an OSError.
+    """Add a file's name to errors about its content; turn a MemoryError into an OSError.
 
-    On another host the memory may be enough, so the file does not count as damaged.
+    Another host may have enough memory, so the file does not count as damaged.
     """
     try:
         yield

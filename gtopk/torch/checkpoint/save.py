@@ -1,4 +1,4 @@
-"""Saving and loading: the functions that a training script calls, on every rank."""
+"""Saving and loading checkpoints: a training script calls these functions on every rank."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _log = logging.getLogger("gtopk")
 
 
 class Loaded(NamedTuple):
-    """A loaded checkpoint: its folder, the step it was saved at, by how many ranks, and plain data.
+    """A loaded checkpoint: its folder, step, number of saving ranks, and plain data.
 
-    missing: the ranks whose own part was lost, with their residuals.
+    missing: the saving ranks whose own parts, including their residuals, were lost.
     """
 
     path: Path
@@ -41,9 +41,9 @@ class Loaded(NamedTuple):
 
 
 class _Folders(dict[Path, Archive]):
-    """The checkpoint folders that a world has opened, by real path, so that numbers go on in each.
+    """The archives of the folders that a world has opened, by real path.
 
-    A checkpoint under way is finished before the ranks leave.
+    Each archive keeps counting checkpoints. One under way is finished before the ranks leave.
     """
 
     def is_ready(self) -> bool:
@@ -65,7 +65,7 @@ class _Folders(dict[Path, Archive]):
 
 
 def _end(under_way: Sequence[Saving], told: Operation) -> None:
-    """Conclude the checkpoints under way as this rank left; raise CheckpointError for a failure."""
+    """Conclude the checkpoints under way as this rank leaves; raise CheckpointError on failure."""
     try:
         outcomes = told.wait()
     except HorovodInternalError as error:  # a rank is lost
@@ -76,7 +76,7 @@ def _end(under_way: Sequence[Saving], told: Operation) -> None:
 
 
 def _end_alone(under_way: Sequence[Saving], why: HorovodInternalError) -> None:
-    """Finish this rank's parts where the outcomes of the other ranks stay unknown."""
+    """Finish this rank's parts if the outcomes of the other ranks cannot be known."""
     for saving in under_way:
         _log.warning("whether all ranks have written %s is not known: %s", saving.path, why)
     told = ((saving.path, saving.outcome.result()) for saving in under_way)
@@ -91,7 +91,7 @@ def _raise_all(failures: Iterable[str]) -> None:
 _opened: WeakKeyDictionary[World, _Folders] = WeakKeyDictionary()
 
 
-# Errors that load_state_dict()s raise for state of another shape than they expect.
+# Errors that load_state_dict()s raise for state with an unexpected shape.
 _UNFIT: Final = (
     DamagedError,
     TypeError,
@@ -106,7 +106,7 @@ _WAY_OUT: Final = (
     'load_latest(..., missing_ranks="report")'
 )
 
-# One thread: files are written one after the other.
+# One thread, to write files one after the other.
 _writer = ThreadPoolExecutor(1, thread_name_prefix="gtopk-checkpoint")
 
 
@@ -121,32 +121,32 @@ def save_checkpoint(
     asynchronous: bool = False,
     **others: Any,
 ) -> Saving:
-    """Save a training run in a folder; every rank calls it, at the same place.
+    """Save a training run in a folder; every rank must call it at the same point.
 
-    It is saved between two steps: after `optimizer.step()`, before the next backward pass. A loader
-    that has drain() is drained first.
+    Call it between two steps: after `optimizer.step()`, before the next backward pass. A loader
+    with a drain() method is drained first.
 
-    loader: one with state_dict(): the result of `gtopk.torch.adapt`, an ElasticSampler, ...; None:
-        the next run begins its epoch anew.
-    step: how far the training is, for `load_latest` to return; an integer, the same on all ranks.
-    keep: how many checkpoints stay in the folder; at least 1.
+    loader: any with state_dict(): the result of `gtopk.torch.adapt`, an ElasticSampler, ...; with
+        None the next run restarts its epoch.
+    step: the training step, which `load_latest` returns; an integer, the same on all ranks.
+    keep: the number of checkpoints to keep in the folder; at least 1.
     asynchronous: return once the state is copied, and write while training goes on. A failure is
-        logged at once. It is raised by `wait()` of the returned object, by the next save once that
-        is written, or when the rank leaves: by `shutdown`, else it sets the exit code.
-    others: further things by name: with state_dict() (schedulers, a GradScaler), or plain data.
+        logged immediately. It is raised by `wait()` of the returned object, by the next save once
+        that is written, or by `shutdown`; a rank that leaves otherwise sets the exit code.
+    others: more objects by name: with state_dict() (schedulers, a GradScaler), or plain data.
 
-    The generators of torch, NumPy and Python are saved, too. A folder may be shared by all hosts,
-    or each host's own. No pickle is written unless GTOPK_ALLOW_PICKLE=1 and there is plain data of
-    a type that the object codec does not know.
-    Raises CheckpointError, on every rank alike, when one cannot write: the checkpoint before is
-    still there, and training may go on. It is also raised, after this checkpoint is written, where
-    an earlier asynchronous save failed and `wait()` has not raised that. TypeError for a keep or
-    step that is no integer, ValueError for one out of its range, or a step that is not the same on
-    all ranks.
+    Also saves the generators of torch, NumPy and Python. All hosts may share the folder, or each
+    host may have its own. Writes no pickle, unless GTOPK_ALLOW_PICKLE=1 and the object codec does
+    not support a type in the plain data.
+    Raises CheckpointError, on every rank, if one cannot write; the previous checkpoint is then
+    intact, and training may go on. Also raises it, after writing this checkpoint, if an earlier
+    asynchronous save failed and `wait()` has not raised that error. Raises TypeError for a keep or
+    step that is not an integer, ValueError for one out of range, or for a step that differs between
+    ranks.
     """
     step, keep = whole_number("step", step, least=0), whole_number("keep", keep, least=1)
     if hasattr(loader, "drain"):
-        loader.drain()  # first: other ranks may be in the loader until they drain, too
+        loader.drain()  # first: other ranks may run the loader until they drain, too
     archive = _open(Path(folder), keep)
     parts = Parts(model, optimizer, loader, others)
 
@@ -167,7 +167,7 @@ def save_checkpoint(
 
     try:
         _wait_for_save(archive)
-    except CheckpointError as earlier:  # raised after this one is written, which may be the last
+    except CheckpointError as earlier:  # raised only after this save, which may be the last one
         now = f"{save().path.name} is {'under way' if asynchronous else 'whole'} now"
         raise CheckpointError(f"{earlier}; {now}") from earlier
     return save()
@@ -183,22 +183,24 @@ def load_latest(
     missing_ranks: Literal["error", "report"] = "error",
     **others: Any,
 ) -> Loaded | None:
-    """Go on from the newest checkpoint that is whole; None: there is none, begin at the beginning.
+    """Resume from the newest whole checkpoint; return None to begin afresh if there is none.
 
-    Every rank calls it, with the objects that were saved, before its first step. All ranks load the
-    same checkpoint: where a rank's part is damaged, all pass it over, and log which file and why.
+    Every rank must call it before its first step, with the objects that were saved. All ranks load
+    the same checkpoint. If a rank's part is damaged, all ranks skip that checkpoint, and log the
+    file and the reason.
 
-    generators: whether random numbers go on as they would have.
-    missing_ranks: "report": where none is whole, as a host is lost for good whose folder was its
-        own, go on from the one that lacks the fewest ranks' own parts, of several the newest. The
-        residuals of those ranks are lost: a warning and `missing` of what is returned name them.
-    On as many ranks as saved it, the run goes on to the bit, but for what is chosen by measurement
-    (`Compression.auto`, values="auto", batch sizes). On others every rank gets rank 0's
-    state, and the sum over the ranks of their optimizers' residuals stays; the log says what
-    this one has of it, and generators go on where there is a rank of the same number.
-    Raises CheckpointError, on every rank alike, where checkpoints were finished and all of them are
-    damaged, lack files, or hold state of a shape that a load_state_dict does not expect (its error
-    is the cause); ValueError where one does not hold what is asked for.
+    generators: whether to restore the random number generators.
+    missing_ranks: "report": if no checkpoint is whole, for example because a host was lost with its
+        own folder, resume from the one that lacks the fewest ranks' own parts, and from the newest
+        of several. Those ranks' residuals are lost; a warning and the result's `missing` name them.
+
+    On the same number of ranks the run resumes bit for bit, except for choices that depend on
+    measurements (`Compression.auto`, values="auto", batch sizes). On another number every rank gets
+    rank 0's state. The sum of the ranks' optimizer residuals is preserved, and the log says how
+    much of it this rank gets. A rank's generators resume if a rank with its number saved.
+    Raises CheckpointError, on every rank, if checkpoints were finished but all are damaged, lack
+    files, or hold state that a load_state_dict rejects (its error is the cause). Raises ValueError
+    if the checkpoint lacks a requested object.
     """
     if missing_ranks not in ("error", "report"):
         raise ValueError(f"missing_ranks must be 'error' or 'report', got {missing_ranks!r}")
@@ -208,9 +210,9 @@ def load_latest(
         _wait_for_save(archive)
     except CheckpointError as error:
         _log.warning("%s; the newest that is whole is loaded", error, extra=EVERYWHERE)
-    # Again, also in an open folder: other jobs, or people, may have changed it since.
+    # Scan an open folder again: other jobs or users may have changed it.
     archive.scan()
-    # For the cause of the error at the end: between ranks only texts travel.
+    # The cause for the final error; ranks exchange only its text.
     unfit: list[Exception] = []
 
     def sound(assembled: Assembled) -> Assembled:
@@ -229,7 +231,7 @@ def load_latest(
             unfit.append(error)
             raise DamagedError(f"{found.path.name} cannot be loaded: {error!r:.300}") from error
         except (ValueError, RuntimeError) as error:
-            # A subclass may need other arguments to be made again.
+            # The constructor of a subclass may need other arguments.
             if type(error) in (ValueError, RuntimeError) and str(found.path) not in str(error):
                 raise type(error)(f"{found.path}: {error}") from error
             raise
@@ -259,12 +261,12 @@ def _open(folder: Path, keep: int | None = None) -> Archive:
     here = world.current()
     if here not in _opened:
         _opened[here] = _Folders()
-        # So that the world waits for checkpoints under way before its ranks leave.
+        # The world then waits for checkpoints under way before its ranks leave.
         here.unfinished.append(_opened[here])
     folders = _opened[here]
-    folder = Path(os.path.realpath(folder))  # Path.resolve raises where links go round in a circle
+    folder = Path(os.path.realpath(folder))  # Path.resolve raises for a cycle of links
     if folder not in folders:
-        # One Archive for each folder: two would give one number to two checkpoints.
+        # One Archive per folder: two would use the same number for two checkpoints.
         folders[folder] = Archive(folder, keep or 1)
     if keep is not None:
         folders[folder].kept = keep
@@ -274,10 +276,10 @@ def _open(folder: Path, keep: int | None = None) -> Archive:
 def _wait_for_save(archive: Archive) -> None:
     """Wait until nothing is under way; all ranks call it together.
 
-    Raises CheckpointError, on every rank alike, when a rank could not write its part; not again
-    where `wait` has.
+    Raises CheckpointError, on every rank, if a rank could not write its part, unless `wait` has
+    raised it.
     """
-    # Taken out first: its error is raised once, and not by every later save.
+    # Cleared first, so that its error is raised once, not by every later save.
     saving, archive.under_way = archive.under_way, None
     if saving is not None and not saving.is_concluded:
         saving.wait()

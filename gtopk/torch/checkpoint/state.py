@@ -1,20 +1,20 @@
-"""The state of a training run: taken from models, optimizers and loaders, and put back into them.
+"""The state of a training run: collects it from models, optimizers and loaders, and restores it.
 
-    replicated   rank 0's model, optimizer, loader, others, and its count of steps
+    replicated   rank 0's model, optimizer, loader, others, and number of steps
     own          each rank's optimizer residual, its generators (torch's, NumPy's and Python's),
-                 and everything of the above that differs from rank 0's (running means, a loader's
-                 place in its own data)
+                 and any of the above state that differs from rank 0's (running means, a loader's
+                 position in its own data)
 
-A run on the same number of ranks gets everything back. On another number every rank gets rank 0's
-state, and the residuals are dealt out: their sum stays.
+On the same number of ranks everything is restored. On another number every rank gets rank 0's
+state, and the residuals are redistributed so that their sum stays the same.
 
-torch.distributed.checkpoint writes all keys of dicts as text, and no empty dicts:
+torch.distributed.checkpoint writes all keys of dicts as text, and omits empty dicts:
 
     {"milestones": Counter({3: 1, 5: 1}), "state": {}}    as saved
     {"milestones": {"3": 1, "5": 1}}                      as written
 
-The original keys are taken from the state of the object that is loaded into, where that has them;
-in an optimizer's state also from its parameters' names; in residuals from the ranks.
+The original keys are taken from the present state of the object to load into, if it has them; for
+an optimizer's state also from its parameters' names, and for residuals from the ranks' numbers.
 """
 
 from __future__ import annotations
@@ -56,39 +56,38 @@ _log = logging.getLogger("gtopk")
 def residual_share(
     parts_of: Mapping[str, Mapping[int, Any]], saved: int, is_missing: bool = False
 ) -> dict[str, Any | None]:
-    """Return, by name, the residual state that this rank's optimizer loads; None: it has none.
+    """Return, by optimizer name, the residual state that this rank loads; None for no residual.
 
-    parts_of: by the optimizers' names, the residual states that this rank takes over, by the rank
-        that saved each. Ranks may have other names.
-    saved: how many ranks saved.
-    is_missing: whether this rank's part is lost; its residual is then zero, in the others' buckets.
-    All ranks call it together: one that has no part learns from the others which buckets there
-    were.
+    parts_of: by optimizer name, then by saving rank, the residual states that this rank takes over.
+        Ranks may have different names.
+    saved: the number of saving ranks.
+    is_missing: whether this rank's part is lost. Its residual is then zero, in the others' buckets.
+    All ranks call it together: a rank without a part learns the buckets from the others.
     """
-    # Without the residual: the rest is equal on every rank.
+    # Drop the residual; the rest is equal on every rank.
     mine = {
         name: {**part, "held": {}}
         for name, parts in parts_of.items()
         for part in islice(parts.values(), 1)
     }
-    # One operation for all names, and before any sum, which may fail on this rank alone: the
-    # others would wait for it in the next one.
+    # One operation for all names, before any sum: a sum may fail on this rank alone, and the others
+    # would then wait for it in the next operation.
     frames = [mine, *allgather_object(mine, "checkpoint.frames")]
     shares: dict[str, Any | None] = {}
     for name, parts in parts_of.items():
         frame = next((frame[name] for frame in frames if name in frame), None)
         if frame is None or (not parts and saved == size() and not is_missing):
-            shares[name] = None  # of a plain optimizer, or one of a process set without this rank
+            shares[name] = None  # a plain optimizer, or one of a process set without this rank
         else:
             shares[name] = optimizer_checkpoint.summed(frame, parts, rank(), size())
     return shares
 
 
 def keyed(written: Any, like: Any) -> Any:
-    """Return a state with the keys, types of dicts, and empty dicts that were saved.
+    """Return a state from DCP with the original keys, dict types, and empty dicts.
 
-    like: the present state of the object that it is loaded into; anything else where there is none.
-    A key that `like` lacks becomes an integer where all keys of `like` are; else it stays text.
+    like: the present state of the object to load into; anything else if it has none.
+    A key that `like` lacks becomes an integer if all keys of `like` are integers, or stays text.
     """
     if type(written) is list:
         items = like if isinstance(like, list) else []
@@ -109,9 +108,9 @@ def keyed(written: Any, like: Any) -> Any:
 
 
 def _add_known_keys(written: dict[Any, Any], like: dict[Any, Any]) -> dict[Any, Any]:
-    """Return an optimizer's state, or a part of residuals, with the empty dicts that DCP left out.
+    """Add the empty dicts that DCP omitted to an optimizer's state, or to a part of residuals.
 
-    Keys that must have been in it are added to `like`.
+    Adds to `like` the keys that must have been in the saved state.
     """
     groups = written.get("param_groups")
     if isinstance(groups, list) and all(isinstance(g, dict) and "params" in g for g in groups):
@@ -121,7 +120,7 @@ def _add_known_keys(written: dict[Any, Any], like: dict[Any, Any]) -> dict[Any, 
     if optimizer_checkpoint.is_part({"held": {}, **written}):
         ranks = range(written["ranks"])
         like["held"] = dict.fromkeys(ranks) | like.get("held", {})
-        return {"held": {rank: {} for rank in ranks}, **written}  # none has a residual
+        return {"held": {rank: {} for rank in ranks}, **written}  # no rank has a residual
     return written
 
 
@@ -133,8 +132,8 @@ def _integer(text: Any) -> Any:
 
 
 def take_generators() -> dict[str, Any]:
-    """Return the state of this rank's generators; of GPUs, only the current one's."""
-    # 625 words as an array, not as a tuple: they go among the tensors, not into the JSON.
+    """Return the state of this rank's generators; for GPUs, only the current one's."""
+    # The 625 words as an array, not a tuple: it is stored with the tensors, not in the JSON.
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -147,8 +146,8 @@ def take_generators() -> dict[str, Any]:
 
 
 def check_generators(state: dict[str, Any]) -> None:
-    """Raise an error for a state that `put_generators` could not set; nothing is changed."""
-    # On generators of its own, so that a bad state raises before the process's are touched.
+    """Raise an error for a state that `put_generators` could not set; change nothing."""
+    # Use temporary generators, so that a bad state raises before the process's are changed.
     torch.Generator().set_state(state["torch"])
     np.random.RandomState().set_state(state["numpy"])
     version, words, gauss = state["python"]
@@ -158,7 +157,7 @@ def check_generators(state: dict[str, Any]) -> None:
 
 
 def put_generators(state: dict[str, Any]) -> None:
-    """Make the generators go on from a state."""
+    """Restore the generators from a state."""
     torch.set_rng_state(state["torch"])
     np.random.set_state(state["numpy"])
     version, words, gauss = state["python"]
@@ -167,10 +166,10 @@ def put_generators(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-# A loader's residuals (mode "abs"): each rank's own, and summed over ranks as the optimizer's are.
+# A loader's residuals (mode "abs") differ between ranks and are summed like the optimizer's.
 _HELD_BY_LOADERS: Final = ("loader.residual", "loader.velocity")
 
-# The own part of a rank that has nothing of its own.
+# The own part of a rank without any state of its own.
 NOTHING_OWN: Final[dict[str, Any]] = {
     "generators": None,
     "held": {},
@@ -180,7 +179,7 @@ NOTHING_OWN: Final[dict[str, Any]] = {
 
 
 class Parts(NamedTuple):
-    """The objects of a training run that are saved and loaded; None, or no name: there is none."""
+    """The objects of a training run to save and load; None for absent ones."""
 
     model: torch.nn.Module | None
     optimizer: torch.optim.Optimizer | None
@@ -189,10 +188,10 @@ class Parts(NamedTuple):
 
 
 def take_state(parts: Parts, *, copy: bool) -> tuple[Taken, dict[str, Any]]:
-    """Return this rank's state, and the part that is always its own; nothing is sent.
+    """Return this rank's state, and the part that always differs between ranks; send nothing.
 
-    copy: whether training may go on before it is written.
-    Raises TypeError for an object without a state that could be saved.
+    copy: copy tensors, so that training may go on before they are written.
+    Raises TypeError for an object without a state that can be saved.
     """
     model, optimizer, loader, others = parts
     state: dict[str, Any] = {}
@@ -201,8 +200,8 @@ def take_state(parts: Parts, *, copy: bool) -> tuple[Taken, dict[str, Any]]:
         state["model"] = model.state_dict()
     if optimizer is not None:
         state["optimizer"] = optimizer.state_dict()
-        # Apart from the rest: the residual differs on every rank, and is summed on other numbers of
-        # ranks.
+        # Stored separately: the residual differs on every rank, and is summed if the number of
+        # ranks changes.
         own["held"]["optimizer"] = state["optimizer"].pop(optimizer_checkpoint.KEY, None)
     if loader is not None:
         if not hasattr(loader, "state_dict"):
@@ -218,7 +217,7 @@ def take_state(parts: Parts, *, copy: bool) -> tuple[Taken, dict[str, Any]]:
         if optimizer_checkpoint.is_part(saved):
             own["held"][name] = saved
             continue
-        if isinstance(value, torch.optim.Optimizer):  # also before its first step
+        if isinstance(value, torch.optim.Optimizer):  # even before its first step
             saved = dict(saved)
             own["held"][name] = saved.pop(optimizer_checkpoint.KEY, None)
         state["others"][name] = saved
@@ -228,9 +227,9 @@ def take_state(parts: Parts, *, copy: bool) -> tuple[Taken, dict[str, Any]]:
 
 
 def should_agree(parts: Parts) -> dict[str, bool]:
-    """Return for each parameter, by its name in a checkpoint, whether it should be equal on all.
+    """Return, by name in a checkpoint, whether a parameter should be equal on all ranks.
 
-    gtopk's optimizers name the parameters that may differ between ranks.
+    gtopk's optimizers list the parameters that may differ between ranks.
     """
     diverging = {
         p
@@ -247,13 +246,13 @@ def snapshot(
 ) -> Snapshot:
     """Return this rank's Snapshot to write; all ranks call it together.
 
-    alike: of each parameter, whether it should not differ; where it does, a warning names it.
-    Raises ValueError, on every rank alike, where they are not at the same step: their parts would
-    never make a whole checkpoint.
+    alike: for each parameter, whether it should be equal on all ranks; a warning names it if not.
+    Raises ValueError, on every rank, if the ranks are at different steps: their parts would never
+    form a whole checkpoint.
     """
-    # As text: the tree may be nested deeper than the object codec allows.
+    # Sent as text, because the tree may be nested deeper than the object codec allows.
     tree = json.dumps(taken.tree)
-    # Only hashes travel: each rank writes what differs from rank 0's, and nothing twice.
+    # Send only hashes: each rank then writes only the tensors that differ from rank 0's.
     digests = {name: _digest(tensor) for name, tensor in taken.tensors.items()}
     first_tree, first, first_alike = broadcast_object(
         (tree, digests, alike), 0, "checkpoint.digests"
@@ -272,7 +271,7 @@ def snapshot(
             "parameters are not the same on all ranks, and each rank's are saved: %s", where
         )
     own = {**own, "tree": None if tree == first_tree else tree, "differing": differing}
-    # On all: the copy may take more memory than this rank has.
+    # The copy may fail for lack of memory: then fail on all ranks.
     return run_on_all(
         lambda: Snapshot(step, taken, take_apart(own, copy=copy)),
         f"the own part of a rank cannot be taken at step {step}",
@@ -280,15 +279,15 @@ def snapshot(
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
-    """Return a hash of a tensor's bits, dtype and shape: zeros of any shape have the same bits."""
+    """Return a hash of a tensor's bits, dtype and shape; the bits alone do not tell these apart."""
     digest = hashlib.sha256(repr((tensor.dtype, [*tensor.shape])).encode())
     digest.update(bits_of(tensor))
-    # 128 bits are enough against chance, and half as many to send.
+    # 128 bits exclude chance collisions, and halve the bytes to send.
     return digest.digest()[:16]
 
 
 class Assembled(NamedTuple):
-    """A checkpoint's state as this rank loads it; own: this rank's own part."""
+    """The state that this rank loads from a checkpoint; own: this rank's own part."""
 
     found: Found
     state: dict[str, Any]
@@ -298,7 +297,7 @@ class Assembled(NamedTuple):
 def assemble(found: Found) -> Assembled:
     """Return the state that this rank loads; all ranks call it together.
 
-    Raises DamagedError for a state that `snapshot` does not make.
+    Raises DamagedError for a state that `snapshot` cannot have written.
     """
     tensors = broadcast_tensors(found.tensors, 0)
     own = next((each.state for each in found.owned if each.rank == rank()), None)
@@ -312,10 +311,10 @@ def assemble(found: Found) -> Assembled:
         }
         if own is not None and found.ranks == size():
             tree = tree if own["tree"] is None else json.loads(own["tree"])
-            # Over rank 0's, by name: what was equal is in its part only.
+            # Overlay this rank's tensors on rank 0's: only those that differ are in its own part.
             tensors |= own["differing"]
-        # A rank may have the parts of several: where each host has its own folder, its ranks read
-        # all parts in it, also when there are fewer of them now.
+        # A rank may have read several ranks' parts: if each host has its own folder, its ranks read
+        # all parts in it, even if they are fewer than before.
         tensors |= residuals
         state = put_together(tree, tensors)
         _check(state)
@@ -326,7 +325,7 @@ def assemble(found: Found) -> Assembled:
 
 
 def _check(state: Any) -> None:
-    """Raise an error for a state that `take_state` does not return."""
+    """Raise an error for a state that `take_state` cannot have returned."""
     if not isinstance(state["others"], dict):
         raise DamagedError("its others are no dict")
     if not all(type(name) is str for name in state.get("held", [])):
@@ -335,7 +334,7 @@ def _check(state: Any) -> None:
 
 
 def _check_own(own: Any) -> None:
-    """Raise an error for anything that is no rank's own part."""
+    """Raise an error unless this is a valid own part of a rank."""
     if lacking := NOTHING_OWN.keys() - own.keys():
         raise DamagedError(f"a rank's own part lacks {', '.join(sorted(lacking))}")
     if own["tree"] is not None:
@@ -352,9 +351,9 @@ def _check_own(own: Any) -> None:
 
 
 def check(assembled: Assembled, parts: Parts) -> Assembled:
-    """Return `assembled`; raise DamagedError where a state does not fit the object it is for.
+    """Return `assembled`; raise DamagedError if a state does not fit its object.
 
-    A script's own objects and data are not checked: only the script knows their states.
+    A script's own objects and data are not checked: only the script knows what they hold.
     """
     state = assembled.state
     if "held" not in state:  # torch.distributed.checkpoint wrote it, without gtopk's checks
@@ -375,13 +374,13 @@ def check(assembled: Assembled, parts: Parts) -> Assembled:
 
 
 def put_state(assembled: Assembled, parts: Parts, generators: bool) -> dict[str, Any]:
-    """Put a checkpoint's state in; all ranks call it together. Return the others that are data.
+    """Restore a checkpoint's state, and return its plain data; all ranks call it together.
 
     Raises ValueError for an object that the checkpoint lacks, and load_state_dict's errors.
     """
     found, state, own = assembled
     model, optimizer, loader, others = parts
-    # Collective, so before anything that may raise on this rank alone.
+    # A collective, so it comes before anything that may raise on this rank alone.
     residuals = _residuals_of(found, state.get("held", ["optimizer"]))
     if "held" not in state:  # torch.distributed.checkpoint wrote it
         targets = {"model": model, "optimizer": optimizer, "loader": loader}
@@ -407,7 +406,7 @@ def put_state(assembled: Assembled, parts: Parts, generators: bool) -> dict[str,
         loader.load_state_dict(_of(state, "loader", found))
     ours = {"optimizer", *state["others"]}
     values = {name: part for name, part in residuals.items() if name not in ours}
-    # What load_state_dict takes is popped below: the rest is plain data for the script.
+    # The loop below pops all that a load_state_dict takes; the rest is plain data.
     values |= {name: _with(residuals.get(name), other) for name, other in state["others"].items()}
     for name, target in others.items():
         if hasattr(target, "load_state_dict") and values.get(name) is not None:
@@ -417,10 +416,10 @@ def put_state(assembled: Assembled, parts: Parts, generators: bool) -> dict[str,
     for each in (optimizer, *others.values()):
         if isinstance(each, torch.optim.Optimizer):
             lay_out_as_parameters(each)
-    # Last: what was loaded may have drawn random numbers.
+    # Generators last: loading may have drawn random numbers.
     if generators and own is not None and own["generators"] is not None:
         put_generators(own["generators"])
-    if "steps" in state:  # else the count is unknown: DCP or an earlier version wrote it
+    if "steps" in state:  # absent if DCP or an earlier version wrote the checkpoint
         world.current().resume(state["steps"])
     return values
 
@@ -430,7 +429,7 @@ def _state_of(target: Any) -> Any:
 
 
 def _residuals_of(found: Found, names: Iterable[str]) -> dict[str, Any | None]:
-    """Return the residuals for this rank's optimizers, or hooks, of these names."""
+    """Return the residuals for this rank's optimizers, or hooks, with these names."""
     parts_of = {
         name: {
             each.rank: part
@@ -456,13 +455,13 @@ def _of(state: Mapping[str, Any], name: str, found: Found) -> Any:
 
 
 def _held_by_loader(found: Found, name: str, of_rank_0: torch.Tensor) -> torch.Tensor:
-    """Return the residual of this rank's loader: the sum of those that it takes over."""
+    """Return the residual for this rank's loader: the sum of the residuals that it takes over."""
     parts: list[torch.Tensor] = [
         each.state["differing"].get(name, of_rank_0) for each in found.owned
     ]
     if not parts:
         return torch.zeros_like(of_rank_0)
-    total = parts[0].clone()  # a sum that begins with zero would turn -0.0 into 0.0
+    total = parts[0].clone()  # a sum that starts with zero would turn -0.0 into 0.0
     for part in parts[1:]:
         total += part
     return total

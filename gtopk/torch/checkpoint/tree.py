@@ -1,4 +1,4 @@
-"""Objects as JSON and named tensors, and back: the content of a checkpoint's files.
+"""Converts objects to JSON and named tensors, and back, for a checkpoint's files.
 
     {"model": {"weight": tensor}, "betas": (0.9, inf), "state": {0: "x"}}
 
@@ -7,13 +7,13 @@
               "state": {"$dict": [[0, "x"]]}}
     tensors  model.weight
 
-A type that JSON lacks is an object whose first key begins with "$":
+A type that JSON lacks becomes an object with a first key that begins with "$":
 
-    $tensor $array      the name of a tensor; $array: it was a NumPy array
-    $tuple $dict        a tuple's items; a dict's pairs, where a key is no plain text
+    $tensor $array      the name of a tensor; $array if it was a NumPy array
+    $tuple $dict        a tuple's items; the pairs of a dict with other keys than plain text
     $ordered $metadata  an OrderedDict, and the versions that a module's state_dict keeps in it
     $float              a float that is not finite
-    $object             any other type that the object codec knows: its bytes in base64
+    $object             any other type that the object codec supports: its bytes in base64
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ...runtime.object_codec import MAX_DEPTH, decode, encode
 
 Json: TypeAlias = Any
 
-# Dtypes that torch and every release of safetensors know, and their names there.
+# Dtypes that torch and every release of safetensors support, with safetensors' names.
 DTYPES: Final = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -50,7 +50,7 @@ _ARRAYS_AS: Final = {"uint32": "int32", "uint64": "int64", "uint16": "int16"}  #
 
 
 class Taken(NamedTuple):
-    """An object taken apart; tensors: dense, on the host, perhaps in the object's own memory."""
+    """An object as JSON and tensors; these are dense, on the host, and may share its memory."""
 
     tree: Json
     tensors: dict[str, torch.Tensor]
@@ -59,15 +59,15 @@ class Taken(NamedTuple):
 def take_apart(obj: object, *, copy: bool = False) -> Taken:
     """Return the object as JSON and tensors.
 
-    copy: whether tensors on the host are copied, so that they may change afterwards.
-    Raises TypeError, naming the place, for what the object codec cannot encode either.
+    copy: copy tensors on the host, so that the originals may change afterwards.
+    Raises TypeError for anything that the object codec cannot encode either; it names the path.
     """
     taker = _Flattener(copy)
     return Taken(taker.take(obj, ()), taker.tensors)
 
 
 class _Flattener:
-    """Takes one object apart; a tensor that is in several places is stored once."""
+    """Converts one object; a tensor that occurs several times is stored once."""
 
     def __init__(self, copy: bool) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -105,7 +105,7 @@ class _Flattener:
         return [self.take(item, (*path, str(place))) for place, item in enumerate(items)]
 
     def _mapping(self, mapping: Mapping[Any, Any], path: tuple[str, ...]) -> Json:
-        # A key that begins with "$" would be read as a mark.
+        # On reading, a key that begins with "$" would be taken for a type mark.
         if all(type(key) is str and not key.startswith("$") for key in mapping):
             return {key: self.take(value, (*path, key)) for key, value in mapping.items()}
         pairs = [
@@ -115,13 +115,14 @@ class _Flattener:
         return {"$dict": pairs}
 
     def _keep(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
-        """Store the tensor, unless it is stored; return its name."""
-        # By place, not by object: state_dict() makes a new tensor of tied weights at every key.
+        """Store the tensor unless it is stored already; return its name."""
+        # Compare memory, not objects: state_dict() returns a new tensor object for each key of
+        # tied weights.
         storage = tensor.device, tensor.untyped_storage().data_ptr()
         bits = tensor.is_conj(), tensor.is_neg()
         place = tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
         view = (*storage, *bits, *place)
-        # Empty tensors have no address of their own: they would all look like one.
+        # Empty tensors have no distinct address and would all look the same.
         if tensor.numel() and view in self._names:
             return self._names[view]
         dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
@@ -131,12 +132,12 @@ class _Flattener:
         return name
 
     def _add(self, dense: torch.Tensor, path: tuple[str, ...]) -> str:
-        """Store a tensor that shares no memory, under a new name; return that."""
-        # A lone surrogate, as in the name of a file whose bytes are no UTF-8, is no text for
-        # safetensors. The key itself is in the JSON, so that another name does no harm.
+        """Store a tensor under a new name, and return the name."""
+        # safetensors rejects a lone surrogate, as Python makes from a file name that is not UTF-8.
+        # The JSON holds the original key, so an escaped name does no harm.
         name = base = ".".join(path).encode(errors="backslashreplace").decode()
         number = 1
-        while name in self.tensors:  # keys "a.b", "c" and keys "a", "b.c" give one name
+        while name in self.tensors:  # keys "a.b", "c" and keys "a", "b.c" give the same name
             number += 1
             name = f"{base}~{number}"
         self.tensors[name] = dense
@@ -154,11 +155,11 @@ def _fits(obj: object) -> bool:
 
 
 def _as_tensor(array: np.ndarray) -> torch.Tensor | None:
-    """Return a copy of an array; None where torch lacks its dtype."""
+    """Return a copy of an array as a tensor; None if torch lacks its dtype."""
     name = array.dtype.name
     if not array.dtype.isnative or not (name in _ARRAYS or name in _ARRAYS_AS):
         return None
-    # safetensors lacks some unsigned dtypes in earlier releases: their bits travel as signed ones.
+    # Earlier releases of safetensors lack some unsigned dtypes: store their bits as signed ones.
     return torch.from_numpy(np.array(array, order="C").view(_ARRAYS_AS.get(name, name)))
 
 
@@ -167,15 +168,15 @@ def _place(path: tuple[str, ...]) -> str:
 
 
 def put_together(tree: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the object that was taken apart; the tensors are used without a copy.
+    """Reverse `take_apart`; the tensors are used without a copy.
 
-    Raises DamagedError for a tree that `take_apart` does not return.
+    Raises DamagedError for a tree that `take_apart` cannot have returned.
     """
     try:
         return _put(tree, tensors)
     except DamagedError:
         raise
-    # A checksum shows that the file is unchanged, not that gtopk wrote it.
+    # A correct checksum shows that the file is unchanged, not that gtopk wrote it.
     except RecursionError:
         raise DamagedError("it is nested too deep") from None
     except (ArithmeticError, KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -187,7 +188,7 @@ def _put(tree: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
         return [_put(item, tensors) for item in tree]
     if not isinstance(tree, dict):
         return tree
-    # By the first key alone: `take` writes no plain dict with a key that begins with "$".
+    # The first key is enough: `take` writes no plain dict with a key that begins with "$".
     mark = next(iter(tree), "")
     if not mark.startswith("$"):
         return {key: _put(value, tensors) for key, value in tree.items()}

@@ -1,7 +1,7 @@
-"""Checks of a loaded state before any of it is put in; all ranks fail, or none does.
+"""Checks a loaded state before any of it is restored; all ranks fail, or none does.
 
-A right checksum shows that a file is unchanged, not who wrote it. Most load_state_dict()s accept
-anything: a text for a momentum fails in the next step, a NaN for a batch size never ends.
+A correct checksum shows that a file is unchanged, not who wrote it. Most load_state_dict()s accept
+anything: a string as momentum fails in the next step, and a NaN as batch size loops forever.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ T = TypeVar("T")
 def run_on_all(take: Callable[[], T], what: str) -> T:
     """Return `take()`; all ranks call it together.
 
-    Raises CheckpointError, on every rank alike, where one of them fails, so that none waits for it.
+    Raises CheckpointError on every rank if one of them fails, so that none waits for it.
     """
     problem, taken = "", None
     try:
         taken = take()
     except Exception as error:  # of any kind
-        # Kept, not raised: the other ranks are on their way to the gather below.
+        # Not raised here: the other ranks wait in the gather below.
         problem = f"{type(error).__name__}: {error}"
     if problems := by_rank(allgather_object(problem_text(problem), "checkpoint.problem")):
         raise CheckpointError(f"{what}: {problems}")
@@ -43,20 +43,21 @@ def run_on_all(take: Callable[[], T], what: str) -> T:
 
 
 def take_on_all(take: Callable[[Any], Any], given: Any, what: str) -> tuple[Any | None, str]:
-    """Return `take(given)`, None where it raises DamagedError, and the damages on all ranks.
+    """Return `take(given)` and all ranks' DamagedErrors as text; all ranks call it together.
 
-    Raises any other error of `take`, and CheckpointError on the ranks where there is none of it.
+    The first is None if `take` raises DamagedError here. If it raises any other error, that error
+    is raised on its rank, and CheckpointError on the others.
     """
     damage, refusal, taken = "", None, None
     try:
         taken = take(given)
     except DamagedError as error:
         damage = str(error)
-    except Exception as error:  # of any kind: the other ranks would wait for this one
+    except Exception as error:  # of any kind: raising here would leave the other ranks waiting
         refusal = error
     mine = problem_text(damage), problem_text("" if refusal is None else f"{refusal!r:.300}")
     damages, refusals = zip(*allgather_object(mine, "checkpoint.taken"), strict=True)
-    # After the gather: every rank has to take part in it, the failed one, too.
+    # Raised after the gather, in which the failed rank must take part, too.
     if refusal is not None:
         raise refusal
     if refused := by_rank(refusals):
@@ -66,7 +67,7 @@ def take_on_all(take: Callable[[Any], Any], given: Any, what: str) -> tuple[Any 
 
 def broadcast_tensors(tensors: dict[str, torch.Tensor], source: int) -> dict[str, torch.Tensor]:
     """Return one rank's tensors on every rank; all ranks call it together."""
-    # First the shapes: the receivers have to make room before a broadcast.
+    # Send the layout first: receivers must allocate memory before a broadcast.
     layout = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     layout = broadcast_object(layout, source, "checkpoint.layout")
     if rank() != source:
@@ -85,17 +86,17 @@ def broadcast_tensors(tensors: dict[str, torch.Tensor], source: int) -> dict[str
 
 
 def by_rank(problems: Sequence[str]) -> str:
-    """Return all ranks' problems in one text, each after its rank; "": there are none."""
+    """Join all ranks' problems into one text, each after its rank; "" if there are none."""
     return "; ".join(f"{name_ranks([r])} {text}" for r, text in enumerate(problems) if text)
 
 
 def problem_text(problem: str) -> str:
-    """Return this rank's host and problem as a text for the others; "" where there is none."""
+    """Return this rank's host and problem as a text for the others; "" without a problem."""
     return f"(host {socket.gethostname()}): {problem}" if problem else ""
 
 
 def check_model(saved: Any, like: Mapping[str, Any]) -> None:
-    """Raise DamagedError unless a tensor is saved for each tensor of a model's state."""
+    """Raise DamagedError unless the checkpoint has a tensor for each tensor of a model's state."""
     if not isinstance(saved, Mapping):
         raise DamagedError(f"its model is no dict, but {_kind(saved)}")
     for name, tensor in like.items():
@@ -104,20 +105,20 @@ def check_model(saved: Any, like: Mapping[str, Any]) -> None:
 
 
 def check_optimizer(name: str, saved: Any, like: Mapping[str, Any]) -> None:
-    """Raise DamagedError for anything that is no state_dict of a torch optimizer.
+    """Raise DamagedError unless `saved` is a state_dict of a torch optimizer.
 
-    like: the state_dict of the optimizer that it is loaded into, perhaps before its first step.
+    like: the state_dict of the optimizer to load into, perhaps before its first step.
     """
     if not isinstance(saved, Mapping):
         raise DamagedError(f"its {name} is no dict, but {_kind(saved)}")
     state, groups = saved.get("state"), saved.get("param_groups")
     if not isinstance(state, Mapping) or any(type(number) is bool for number in state):
         raise DamagedError(f"{name}.state must hold a dict for each parameter")
-    # Under other keys than parameters' numbers an optimizer may keep anything, such as a count.
+    # Keys that are not parameter numbers may hold anything, such as a counter.
     state = {number: each for number, each in state.items() if type(number) is int}
     if not all(isinstance(each, Mapping) for each in state.values()):
         raise DamagedError(f"{name}.state must hold a dict for each parameter")
-    # An entry is a tensor for all parameters or for none, except that it may still be None.
+    # An entry must be a tensor for all parameters or for none; it may still be None for some.
     are_tensors = {
         what
         for each in state.values()
@@ -139,10 +140,10 @@ def check_optimizer(name: str, saved: Any, like: Mapping[str, Any]) -> None:
 
 
 def check_residual(residuals: Any, *, is_of_shards: bool) -> None:
-    """Raise DamagedError for anything that is no rank's residual state, by parameter.
+    """Raise DamagedError unless this is a rank's residual state, by parameter.
 
-    Without it gradients could be lost unnoticed.
-    is_of_shards: each is a vector, of a shard whose rows only the model knows.
+    Without this check gradients could be lost unnoticed.
+    is_of_shards: each residual is the vector of a shard; only the model knows the shard's rows.
     """
     for name, tensors in residuals.items():
         if "residual" not in tensors:
@@ -158,12 +159,12 @@ def check_residual(residuals: Any, *, is_of_shards: bool) -> None:
 
 
 def check_alike(place: str, saved: Any, like: Any) -> None:
-    """Raise DamagedError where a state is of another kind than the one that it replaces.
+    """Raise DamagedError if a state has other types than the one that it replaces.
 
-    None may stand for anything, on either side; an integer for a float; lists may be of any length,
-    and dicts may lack keys, or have more.
+    None matches anything, on either side. An integer matches a float. Lists may have any length,
+    and dicts may lack keys or have more.
     """
-    # First: a None in `like` lets anything else pass, and a NaN for a size is an endless loop.
+    # Check NaN first: a None in `like` accepts anything else, and a NaN as size loops forever.
     if isinstance(saved, float) and math.isnan(saved) and not _is_nan(like):
         raise DamagedError(f"{place} is not a number")
     if saved is None or like is None or isinstance(saved, torch.Tensor):
@@ -171,9 +172,9 @@ def check_alike(place: str, saved: Any, like: Any) -> None:
     if isinstance(like, bool | np.bool_):
         fits = isinstance(saved, bool | np.bool_)
     elif isinstance(like, torch.Tensor):
-        fits = isinstance(saved, Real) and not isinstance(saved, bool)  # a rate, now a tensor
+        fits = isinstance(saved, Real) and not isinstance(saved, bool)  # a rate may now be a tensor
     elif isinstance(like, Real):
-        # A bool is a number to Python.
+        # Python counts a bool as a number.
         fits = isinstance(saved, Real) and not isinstance(saved, bool)
         if fits and not math.isfinite(saved) and math.isfinite(like):
             raise DamagedError(f"{place} is {saved}")

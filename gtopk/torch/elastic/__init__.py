@@ -1,4 +1,4 @@
-"""Elastic training: after a failure it goes on from its last commit, also if processes died.
+"""Elastic training: resumes from the last commit after a failure, even if processes died.
 
     @hvd.elastic.run
     def train(state):
@@ -12,8 +12,8 @@
 
     train(hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0))
 
-With GTOPK_ELASTIC_DIR=folder every commit is also on the disk, and a job that is started again with
-the same folder goes on from there, on as many ranks as it has then.
+With GTOPK_ELASTIC_DIR=folder every commit is also written to disk. A job that is restarted with the
+same folder resumes from there, on any number of ranks.
 """
 
 from .base import ObjectState, State, run, run_fn

@@ -1,20 +1,20 @@
 r"""State: the base of all elastic states, with commits, changes of hosts and plain objects.
 
-`State` and `StateHandler` are Horovod's base classes; as in Horovod, their abstract methods raise
-when they are called, not when an object is made.
+`State` and `StateHandler` are Horovod's base classes. As in Horovod, their abstract methods raise
+when called, not when an object is created.
 
-`run` runs a function again from the last commit, as long as every rank is alive:
+`run` restarts a function from the last commit, as long as every rank is alive:
 
     sync -> function -> done
       ^        |
       |        |-- HorovodInternalError    restore \
-      |        `-- HostsUpdatedInterrupt            > join anew -> on_reset -.
+      |        `-- HostsUpdatedInterrupt            > rejoin ----> on_reset -.
       `----------- (unless skip_sync) --------------------------------------'
 
-A rank that has died cannot be replaced within the job. The other ranks then end, and with them the
-job. When it is started again (by torchrun --max-restarts, or a person), it goes on from the newest
-whole commit in the folder that GTOPK_ELASTIC_DIR names, on as many ranks as it has. The commits
-there are checkpoints (see `..checkpoint`).
+A dead rank cannot be replaced within the job: the other ranks end, and with them the job. When it
+is restarted (by torchrun --max-restarts, or by hand), it resumes from the newest whole commit in
+the folder GTOPK_ELASTIC_DIR, on any number of ranks. The commits there are checkpoints (see
+`..checkpoint`).
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ WHERE_KEPT: Final = " for GTOPK_ELASTIC_DIR, where commits are written to disk"
 
 
 def left_out(of: object, method: str, why: str = "") -> NotImplementedError:
-    """Return the error about a method that a class does not implement."""
+    """Return the error for a method that a class does not implement."""
     return NotImplementedError(f"{type(of).__name__} must define {method}(){why}")
 
 
 class Commit(NamedTuple):
-    """A commit: the values that are equal on every rank, and this rank's own, by name."""
+    """A commit: by name, the values that are equal on every rank, and this rank's own."""
 
     replicated: Mapping[str, Any]
     own: Mapping[str, Any]
@@ -64,9 +64,9 @@ class Commit(NamedTuple):
 def write_commit(archive: Archive, commit: Commit) -> None:
     """Write a commit, and wait until it is whole; all ranks call it together.
 
-    Raises CheckpointError, on every rank alike, when a rank cannot write its part.
+    Raises CheckpointError, on every rank, if a rank cannot write its part.
     """
-    # Ranks that ran out of batches, or step independently, have counted fewer.
+    # The maximum: ranks that ran out of batches, or step independently, have counted fewer.
     step = max(allgather_object(world.current().step, "elastic.step"))
     snapshot = run_on_all(
         lambda: Snapshot(step, take_apart({**commit.replicated}), take_apart({**commit.own})),
@@ -76,7 +76,7 @@ def write_commit(archive: Archive, commit: Commit) -> None:
 
 
 def advice_of(archive: Archive) -> str:
-    """Return how the job can be continued when it ends early."""
+    """Return advice on how to continue the job if it ends early."""
     if not archive.number:
         return f"start it again; nothing is committed to {archive.folder} yet"
     return (
@@ -85,23 +85,23 @@ def advice_of(archive: Archive) -> str:
     )
 
 
-# The archive that a state of this rank uses, by world.
+# By world, the archive that a state of this rank uses.
 _open: weakref.WeakKeyDictionary[World, weakref.ref[Archive]] = weakref.WeakKeyDictionary()
 
 
 def open_archive(before: Archive | None = None) -> Archive | None:
-    """Return the archive that the environment asks for; None: commits stay in memory.
+    """Return the archive that the environment asks for; None if commits stay in memory.
 
-    before: an earlier one of the same state, which is not used any more.
-    Raises ValueError, on every rank alike, when the ranks are asked for different things, or
-    another state on one of them uses the folder; CheckpointError, when one cannot list it.
+    before: an earlier archive of the same state, which is no longer used.
+    Raises ValueError, on every rank, if the ranks' settings differ, or if another state on a rank
+    uses the folder; CheckpointError if a rank cannot list it.
     """
     folder = settings.ELASTIC_DIR.read()
-    # As text, and checked only after the ranks have compared: a bad number must be an error on all.
+    # Kept as text until the ranks have compared it: a bad number must be an error on all ranks.
     kept = settings.ELASTIC_KEEP.text() or settings.ELASTIC_KEEP.shown
     here = world.current()
     other = _open[here]() if here in _open else None
-    # A path that stays right when the script changes its directory.
+    # An absolute path, which stays valid if the script changes its directory.
     path = Path(os.path.realpath(folder))
     is_second = other is not None and other is not before and other.folder == path
     told = allgather_object((bool(folder), kept, is_second), "elastic.asked")
@@ -114,7 +114,7 @@ def open_archive(before: Archive | None = None) -> Archive | None:
     if not folder:
         return None
     newest = settings.ELASTIC_KEEP.read()
-    # On all ranks: on some the garbage collector may have removed the other state.
+    # Fail on all ranks: on some the garbage collector may have removed the other state.
     if seconds := [number for number, (*_, second) in enumerate(told) if second]:
         raise ValueError(
             f"{FOLDER}={folder} keeps one state, and this is the second on {name_ranks(seconds)}; "
@@ -122,13 +122,13 @@ def open_archive(before: Archive | None = None) -> Archive | None:
             "choice"
         )
     archive = Archive(path, newest)
-    # Weak: a state that the script has dropped frees its folder.
+    # A weak reference: a state that the script has dropped frees its folder.
     _open[here] = weakref.ref(archive)
     return archive
 
 
 class HostUpdateResult(IntFlag):
-    """A change of the hosts, as Horovod's launcher numbers it."""
+    """A change of the hosts, with the numbers of Horovod's launcher."""
 
     no_update = 0
     removed = 1
@@ -137,7 +137,7 @@ class HostUpdateResult(IntFlag):
 
 
 class State:
-    """The state that a training process must not lose; a subclass says how it is saved.
+    """The state that a training process must not lose; subclass it to define how to save it.
 
     bcast_object: broadcasts an object from rank 0.
     get_rank: returns this process's rank.
@@ -150,19 +150,19 @@ class State:
     ) -> None:
         self._bcast_object = bcast_object
         self._rank = get_rank
-        # Its put is reentrant: the handler of a signal may call `on_hosts_updated`.
+        # SimpleQueue.put is reentrant: a signal handler may call `on_hosts_updated`.
         self._host_messages: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
         self._last_updated_timestamp = 0.0
         self._reset_callbacks: list[Callable[[], object]] = []
-        self._commits = 0  # number of commits, by which `run` sees that training advances
-        self._saved_step: int | None = None  # the world's step at the last save; None: not known
+        self._commits = 0  # lets `run` see whether training advances
+        self._saved_step: int | None = None  # the world's step at the last save; None if unknown
         self._went_back = False  # restored to that step, and not synchronized since
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
-        """Add functions to call when the ranks have joined anew, perhaps in another number.
+        """Add functions to call when the ranks have rejoined; their number may have changed.
 
-        They may scale a learning rate, say. They run on every rank, before the state is
-        synchronized.
+        For example, a callback may rescale the learning rate. Callbacks run on every rank, before
+        the state is synchronized.
         """
         self._reset_callbacks.extend(callbacks)
 
@@ -174,36 +174,36 @@ class State:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int = HostUpdateResult.mixed) -> None:
-        """Note that the hosts have changed or are about to; may be called in any thread or handler.
+        """Note a change of the hosts, past or imminent; call it in any thread or signal handler.
 
-        timestamp: greater than that of the last change that was acted on.
+        timestamp: must be greater than that of the last handled change.
         """
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Save the state, and raise HostsUpdatedInterrupt when a rank knows of changed hosts.
+        """Save the state; raise HostsUpdatedInterrupt if a rank knows of changed hosts.
 
-        Every rank must call it at the same place. Progress since the last commit is lost in a
-        failure.
+        Every rank must call it at the same point. A failure loses the progress since the last
+        commit.
         """
         self.save()
         self._saved_step = world.current().step
         self._keep()
-        # Before the interrupt, which may leave: this commit is whole.
+        # Counted before the interrupt is raised: this commit is whole.
         self._commits += 1
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raise HostsUpdatedInterrupt, on every rank alike, when a rank knows of changed hosts.
+        """Raise HostsUpdatedInterrupt, on every rank, if a rank knows of changed hosts.
 
-        Every rank must call it at the same place.
+        Every rank must call it at the same point.
         """
         timestamp, update = self._last_updated_timestamp, 0
         while not self._host_messages.empty():
             told, what = self._host_messages.get()
             if told > self._last_updated_timestamp:
                 timestamp, update = max(told, timestamp), update | what
-        # One allreduce of the maximum: the flags of all ranks and the newest time come together.
+        # One allreduce of the maximum combines the flags of all ranks and the newest timestamp.
         mine = torch.tensor(
             [timestamp, bool(update & HostUpdateResult.removed), update & HostUpdateResult.added],
             dtype=torch.float64,
@@ -212,17 +212,17 @@ class State:
         latest, removed, added = allreduce(mine, op=Max, name="elastic.host_updates").tolist()
         if latest > self._last_updated_timestamp:
             self._last_updated_timestamp = latest
-            # Without new ranks all have the same state already, and there is nobody to send it to.
+            # Without new ranks all have the same state already, so sync can be skipped.
             raise HostsUpdatedInterrupt(skip_sync=bool(removed and not added))
 
     def _go_back(self) -> None:
-        """Set a new world's step to the restored one: the steps after it are repeated."""
+        """Set a new world's step to the restored one: the steps after it will be repeated."""
         if self._saved_step is not None:
             world.current().resume(self._saved_step)
             self._went_back = True
 
     def _keep(self) -> None:
-        """Write the saved state to the disk, in subclasses that do."""
+        """Write the saved state to disk; only some subclasses do."""
 
     def save(self) -> None:
         """Copy the state, for `restore`."""
@@ -233,20 +233,20 @@ class State:
         raise left_out(self, "restore")
 
     def sync(self) -> None:
-        """Make the state that of rank 0, on every rank."""
+        """Give every rank the state of rank 0."""
         raise left_out(self, "sync")
 
     def reset(self) -> None:
-        """Reset what depends on the ranks, which have come together anew."""
+        """Reset what depends on the ranks, after they have rejoined."""
 
 
 class ObjectState(State):
     """A state of plain objects: each keyword becomes an attribute.
 
-    Objects are sent and kept in the object codec's form: without pickle, unless it is allowed.
+    Objects are encoded with the object codec: without pickle, unless it is allowed.
 
-    With GTOPK_ELASTIC_DIR=folder, `commit` also writes to that folder, and the first `sync` takes
-    over the newest commit there. The folder is one state's, whose names stay the same.
+    With GTOPK_ELASTIC_DIR=folder, `commit` also writes to that folder, and the first `sync` resumes
+    from the newest commit there. Use a folder for one state only, and keep the keywords the same.
     """
 
     def __init__(
@@ -257,13 +257,13 @@ class ObjectState(State):
     ) -> None:
         super().__init__(bcast_object, get_rank)
         self._archive: Archive | None = None
-        # Whether the state is an earlier job's newest commit, or has one of its own after that.
+        # Whether the state has loaded an earlier job's newest commit, or has since made its own.
         self._is_resumed = False
         for name, value in kwargs.items():
             setattr(self, name, value)
-        # Its keys are the state's names: `save` reads the attributes of these.
+        # Its keys are the names of the attributes that `save` reads.
         self._saved_state = kwargs
-        # By the class: a subclass's `save` may need what its constructor sets later.
+        # Not self.save(): a subclass's `save` may need what its constructor sets later.
         ObjectState.save(self)
 
     def save(self) -> None:
@@ -275,25 +275,24 @@ class ObjectState(State):
             setattr(self, name, value)
 
     def sync(self) -> None:
-        """Make the state that of rank 0, on every rank; the first time, that of an earlier job.
+        """Give every rank the state of rank 0; the first time, resume an earlier job's commit.
 
-        Raises CheckpointError, on every rank alike, where that job's newest commit cannot be
-        loaded.
+        Raises CheckpointError, on every rank, if that job's newest commit cannot be loaded.
         """
         found = None
-        # All ranks together: a failure in the first `sync` may have come when some had ended it.
-        # Without another look the state from before it would be committed over the earlier job's.
+        # Ask all ranks: a failure in the first `sync` may have hit after some had finished it. If
+        # they did not load again, their initial state would be committed over the earlier job's.
         if not all(allgather_object(self._is_resumed, "elastic.resumed")):
             self._is_resumed = False
             self._archive = open_archive(self._archive)
             found = self._archive and self._archive.find()
         elif self._archive:
-            # Not in `on_reset`: after a failure in the first `sync` some ranks may have no archive.
+            # Not in `on_reset`: after a failure in the first `sync` some ranks may lack an archive.
             self._archive.scan()
         if found:
             self._check_names(found)
             run_on_all(partial(self._load, found), f"{found.path} cannot be loaded")
-            # Samplers and learning rates are of that job's number of ranks.
+            # The commit's samplers and learning rates fit that job's number of ranks.
             if found.ranks != size():
                 self.on_reset()
         self._share()
@@ -305,7 +304,7 @@ class ObjectState(State):
         self._advise()
 
     def _load(self, found: Found) -> None:
-        """Load, on rank 0, what `_share` then sends."""
+        """Load on rank 0 the values that `_share` then sends."""
         if self._rank() == 0:
             self._resume(put_together(found.tree, found.tensors))
 
@@ -318,11 +317,11 @@ class ObjectState(State):
             self._advise()
 
     def _advise(self) -> None:
-        """Set the advice, which errors end with, about how the job can be continued."""
+        """Set the advice on how to continue the job, which errors end with."""
         world.current().advice = advice_of(self._archive) if self._archive else ADVICE
 
     def _check_names(self, found: Found) -> None:
-        """Raise ValueError, on every rank, when the commit is not of this state."""
+        """Raise ValueError, on every rank, if the commit is from another state."""
         names, there = sorted(self._committed().replicated), sorted(found.tree)
         if names != there:
             raise ValueError(
@@ -331,16 +330,16 @@ class ObjectState(State):
             )
 
     def _committed(self) -> Commit:
-        """Return the last saved state, for the disk."""
+        """Return the last saved state, to write to disk."""
         return Commit(self._saved_state, {})
 
     def _share(self) -> None:
-        """Make the state that of rank 0, on every rank."""
+        """Give every rank the state of rank 0."""
         ObjectState.save(self)
         if self._saved_state:
             self._saved_state = self._bcast_object(self._saved_state)
             ObjectState.restore(self)
-        # A rank may be one commit ahead, if the failure came during a commit.
+        # A rank may be one commit ahead if the failure hit during a commit.
         step = broadcast_object(self._saved_step, name="elastic.step")
         if self._went_back and step != self._saved_step:
             self._saved_step = step
@@ -348,29 +347,29 @@ class ObjectState(State):
         self._went_back = False
 
     def _resume(self, replicated: Mapping[str, Any]) -> None:
-        """Load, on rank 0, the values that were equal on all ranks of an earlier job."""
+        """Load on rank 0 the values that were equal on all ranks of an earlier job."""
         self._saved_state = {name: replicated[name] for name in self._saved_state}
         ObjectState.restore(self)
 
     def _resume_here(self, found: Found) -> None:
-        """Load, on every rank, the own values of an earlier job's ranks."""
+        """Load on every rank the own values of an earlier job's ranks."""
 
 
 S = TypeVar("S", bound=State)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# After so many attempts from one commit the error is raised: it will not go away.
+# After this many attempts from one commit, raise the error: it is not transient.
 _ATTEMPTS: Final = 10
 
 
 def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Decorate a training function, whose first argument is a State, to survive failures.
+    """Decorate a training function to survive failures; its first argument must be a State.
 
-    Needs no elastic launcher: any that starts gtopk's ranks will do. When an operation fails on
-    ranks that all live (they disagreed, or one raised HorovodInternalError), every rank returns to
-    its last commit and calls the function again. When a rank has died or stays silent, the others
-    raise HorovodInternalError, which names it and says how the job can go on.
+    Any launcher of gtopk's ranks will do; no elastic launcher is needed. If an operation fails
+    while all ranks are alive (they disagreed, or one raised HorovodInternalError), every rank
+    returns to its last commit and calls the function again. If a rank has died or does not respond,
+    the others raise HorovodInternalError, which names the rank and says how to continue the job.
     """
     return run_fn(func, world.rejoin)
 
@@ -378,7 +377,7 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
 def run_fn(
     func: Callable[Concatenate[S, P], T], reset: Callable[[], object]
 ) -> Callable[Concatenate[S, P], T]:
-    """Decorate as `run` does; reset: called in place of `rejoin` for the ranks to join anew."""
+    """Decorate as `run` does, but with `reset` in place of `rejoin` to make the ranks rejoin."""
 
     @functools.wraps(func)
     def recovering(state: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -391,7 +390,7 @@ def run_fn(
                     state.sync()
                 return func(state, *args, **kwargs)
             except HorovodInternalError:
-                # A commit since is progress: only failures without one count as the same failure.
+                # A commit since the last failure is progress, and restarts the count.
                 attempts = 1 if state._commits > commits else attempts + 1
                 commits = state._commits
                 if attempts > _ATTEMPTS:
@@ -400,9 +399,9 @@ def run_fn(
                 restored, skip_sync = True, False
             except HostsUpdatedInterrupt as interrupt:
                 skip_sync = interrupt.skip_sync
-            # Outside the handlers: where it fails, nothing is left to go back to.
+            # Outside the handlers: if the reset fails, the error must end the function.
             reset()
-            # After the reset, which carries the step of the failure over to the new world.
+            # After the reset, which sets the new world's step to that of the failure.
             if restored:
                 state._go_back()
             state.on_reset()

@@ -1,6 +1,6 @@
 """TorchState: models, optimizers, samplers and plain objects, committed and restored together.
 
-A handler saves, restores, synchronizes and commits to disk the values of one type.
+A handler saves, restores, synchronizes, and commits to disk the values of one type.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .sampler import ElasticSampler
 
 
 class StateHandler:
-    """Handle one value of a state; register a subclass for a type of your own.
+    """Handles one value of a state; register a subclass for your own type.
 
-    The last four methods are for commits to disk only (GTOPK_ELASTIC_DIR).
+    The last four methods are only used for commits to disk (GTOPK_ELASTIC_DIR).
     """
 
     def __init__(self, value: Any) -> None:
@@ -35,11 +35,11 @@ class StateHandler:
         raise left_out(self, "save")
 
     def restore(self) -> None:
-        """Return the value to what was saved last."""
+        """Return the value to its last saved state."""
         raise left_out(self, "restore")
 
     def sync(self) -> None:
-        """Make the value that of rank 0, on every rank."""
+        """Give every rank the value of rank 0."""
         raise left_out(self, "sync")
 
     def set_value(self, value: Any) -> None:
@@ -48,25 +48,26 @@ class StateHandler:
         self.save()
 
     def reset(self) -> None:
-        """Reset what depends on the ranks, which have come together anew."""
+        """Reset what depends on the ranks, after they have rejoined."""
 
     def saved(self) -> Any:
-        """Return the saved part that is the same on all ranks, in types of the object codec."""
+        """Return the saved part that is equal on all ranks, in types that the codec supports."""
         raise left_out(self, "saved() and resume", WHERE_KEPT)
 
     def saved_here(self) -> Any:
-        """Return the saved part that is this rank's own; None: there is none."""
+        """Return the saved part that is this rank's own; None for none."""
         return None
 
     def resume(self, saved: Any) -> None:
-        """Load the part that `saved` returned in a job that ended."""
+        """Load the part that `saved` returned in an earlier job."""
         raise left_out(self, "saved() and resume", WHERE_KEPT)
 
     def resume_here(self, owned: Sequence[OwnValues], ranks: int) -> None:
-        """Load the parts that `saved_here` returned on none, one or more ranks of that job.
+        """Load the parts that `saved_here` returned on zero, one or more ranks of that job.
 
-        ranks: how many that job had. Called on every rank, after `sync`; over all ranks each part
-        comes once, and on the same number of ranks each gets its own.
+        Called on every rank, after `sync`. Each part is loaded on exactly one rank; with the same
+        number of ranks as before, every rank gets its own part.
+        ranks: the number of ranks in that job.
         """
 
 
@@ -81,7 +82,7 @@ class StateDictHandler(StateHandler):
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        # A copy: an optimizer changes the tensors that it loads.
+        # A copy: an optimizer later changes the tensors that it has loaded.
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
@@ -96,7 +97,7 @@ class StateDictHandler(StateHandler):
 
 
 class ModelStateHandler(StateDictHandler):
-    """Handles a module: parameters and buffers."""
+    """Handles a module's parameters and buffers."""
 
     def sync(self) -> None:
         broadcast_parameters(self.value.state_dict(), root_rank=0)
@@ -104,9 +105,9 @@ class ModelStateHandler(StateDictHandler):
 
 
 class OptimizerStateHandler(StateDictHandler):
-    """Handles an optimizer: its options and state are every rank's, a residual each rank's own.
+    """Handles an optimizer: options and state are equal on every rank, residuals each rank's own.
 
-    Within a round of LocalSGD all ranks become rank 0 as it was, by this and the model's handler.
+    Within a round of LocalSGD, this and the model's handler give all ranks the state of rank 0.
     """
 
     def sync(self) -> None:
@@ -115,8 +116,7 @@ class OptimizerStateHandler(StateDictHandler):
 
     def restore(self) -> None:
         super().restore()
-        # Saved before the first step: there is no residual to load, so that the present one has to
-        # go.
+        # Saved before the first step: without a residual to load, discard the present one.
         if KEY not in self._saved and hasattr(self.value, "forget_steps"):
             self.value.forget_steps()
 
@@ -127,24 +127,24 @@ class OptimizerStateHandler(StateDictHandler):
         return self._saved.get(KEY)
 
     def resume_here(self, owned: Sequence[OwnValues], ranks: int) -> None:
-        """Keep the sum of those ranks' residuals: on fewer ranks nothing of it is lost."""
+        """Load residuals so that the sum of those ranks' is preserved, also on fewer ranks."""
         residual = residual_share({KEY: dict(owned)}, ranks)[KEY]
         if residual is not None:
             self.value.load_state_dict({**self.value.state_dict(), KEY: residual})
 
 
 class SamplerStateHandler(StateDictHandler):
-    """Handles an ElasticSampler: how far the epoch is."""
+    """Handles an ElasticSampler: its position in the epoch."""
 
     def reset(self) -> None:
         self.value.reset()
 
 
 class LoaderStateHandler(StateDictHandler):
-    """Handles a loader of `adapt` in mode "balanced": how far the epoch is, and its sizes."""
+    """Handles a loader of `adapt` in mode "balanced": position in the epoch, and batch sizes."""
 
     def reset(self) -> None:
-        # After an interrupt `restore` is not called, and `sync` may not be.
+        # Reload: after an interrupt `restore` is not called, and `sync` may be skipped.
         self.value.load_state_dict(self.value.state_dict())
 
 
@@ -164,12 +164,12 @@ _registry: Registry = [
 
 
 def get_handler_registry() -> Registry:
-    """Return the pairs of a type and its handler; the first that fits a value is used."""
+    """Return the pairs of a type and its handler; the first match for a value is used."""
     return _registry
 
 
 def set_handler_registry(registry: Registry) -> None:
-    """Use these pairs for the states made from now on."""
+    """Use these pairs for states that are created later."""
     global _registry
     _registry = registry
 
@@ -178,29 +178,29 @@ def _handler_of(value: Any) -> StateHandler | None:
     found = (handler for kind, handler in _registry if isinstance(value, kind))
     handler = next(found, None)
     if handler is None and isinstance(value, LoaderBase):
-        # `sync` would make rank 0's of the residual that each rank has in its loader.
+        # `sync` would overwrite the residual in each rank's loader with rank 0's.
         raise ValueError(
             "of the loaders of hvd.adapt only those of mode 'balanced' can be in an elastic state: "
             "create another mode's loader, and its DistributedOptimizer, within the function that "
             "hvd.elastic.run decorates"
         )
     if handler is None and hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-        handler = StateDictHandler  # a GradScaler, say
+        handler = StateDictHandler  # for example, of a GradScaler
     return handler(value) if handler else None
 
 
 class TorchState(ObjectState):
     """The state of a PyTorch training process: each keyword becomes an attribute.
 
-    model, optimizer: most scripts have one of each; more go as keywords.
+    model, optimizer: one of each; pass more as keywords.
     kwargs: modules, optimizers, learning rate schedulers, ElasticSamplers and the loaders of
-        hvd.adapt in mode "balanced" are handled as what they are (see `get_handler_registry`), what
-        else has state_dict() and load_state_dict(), as a GradScaler has, by these, and anything
-        else as a plain object.
-    Raises ValueError for a loader of hvd.adapt in another mode: none goes on after a recovery.
+        hvd.adapt in mode "balanced" have their own handlers (see `get_handler_registry`). Other
+        objects with state_dict() and load_state_dict(), such as a GradScaler, are handled through
+        these, and anything else as a plain object.
+    Raises ValueError for a loader of hvd.adapt in another mode, which cannot resume.
     """
 
-    # On the class: `__setattr__` reads it before the constructor has set one.
+    # A class attribute: `__setattr__` reads it before the constructor has set one.
     _handlers: Mapping[str, StateHandler] = {}
 
     def __init__(
@@ -213,9 +213,9 @@ class TorchState(ObjectState):
         found = {name: _handler_of(value) for name, value in kwargs.items()}
         self._handlers = {name: handler for name, handler in found.items() if handler}
         for name, handler in self._handlers.items():
-            # Past this class's own, which would save the value that its handler has just saved.
+            # Bypass this class's __setattr__: the handler has just saved the value.
             super().__setattr__(name, handler.value)
-        # None, where a script passes no model, is a plain value, too.
+        # None, for a script without a model, is a plain value, too.
         plain = {name: kwargs[name] for name, handler in found.items() if handler is None}
         super().__init__(**plain)
 
@@ -257,7 +257,7 @@ class TorchState(ObjectState):
 
     def _resume_here(self, found: Found) -> None:
         for name, handler in self._handlers.items():
-            # A commit's own part has a name only where its rank had something to keep.
+            # A rank's own part has a name only if the rank had something to save.
             owned = [
                 OwnValues(each.rank, each.state[name]) for each in found.owned if name in each.state
             ]

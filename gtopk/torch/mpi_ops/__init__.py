@@ -1,14 +1,14 @@
 """Horovod's operations on tensors, and its queries: `horovod.torch.mpi_ops`.
 
 lifecycle.py     init, ranks and sizes, barrier, join, the timeline; `mpi_built` and the like
-tensors.py       which tensors are taken, how they travel, and handles of operations in flight
-reduction.py     allreduce and its forms, Adasum, reductions and Horovod's compressors
-gathering.py     allgather and its forms, allreduce of sparse tensors, alltoall
-broadcasting.py  broadcast and its forms
-scattering.py    reducescatter and its forms
+tensors.py       checks tensors, converts them to messages, keeps handles of operations in flight
+reduction.py     the allreduce functions, Adasum, reductions and Horovod's compressors
+gathering.py     the allgather functions, allreduce of sparse tensors, alltoall
+broadcasting.py  the broadcast functions
+scattering.py    the reducescatter functions
 
-Operations are matched across ranks by name, and checked before data moves. Names are optional:
-without one, an operation is named by a counter.
+Operations are matched across ranks by name, and their signatures are compared before data moves. An
+operation without a name gets the next number of a counter.
 """
 
 from ...compression import Compression

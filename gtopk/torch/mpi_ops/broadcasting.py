@@ -40,7 +40,7 @@ def broadcast(
 ) -> torch.Tensor:
     """Return the root's tensor; differentiable.
 
-    root_rank: in the world, also with a process set.
+    root_rank: the root's rank in the world, also with a process set.
     """
     require_tensor(tensor, "broadcast")
     output: torch.Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]
@@ -53,7 +53,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Overwrite the tensor by the root's, and return it."""
+    """Overwrite the tensor with the root's, and return it."""
     require_tensor(tensor, "broadcast_")
     output: torch.Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
     return output
@@ -76,13 +76,13 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to overwrite the tensor by the root's; it changes when the handle is synchronized."""
+    """Begin to overwrite the tensor with the root's; it changes when the handle is synchronized."""
     require_tensor(tensor, "broadcast_async_")
     return begin_broadcast(check_in_place(tensor), tensor, root_rank, name, process_set)
 
 
 def check_root(root_rank: int, process_set: ProcessSet) -> Sequence[int]:
-    """Return the ranks of the set; raise ValueError where the root is none of them."""
+    """Return the ranks of the set; raise ValueError if the root is not one of them."""
     ranks = process_set.members.ranks
     if root_rank not in ranks:
         known = f"lie in 0..{len(ranks) - 1}" if isinstance(ranks, range) else f"be one of {ranks}"
@@ -91,13 +91,13 @@ def check_root(root_rank: int, process_set: ProcessSet) -> Sequence[int]:
 
 
 def begin_refused(why: str, root_rank: int, name: str | None) -> int:
-    """Begin a broadcast that fails on every rank, also where it could work; return a handle."""
+    """Begin a broadcast that fails on every rank because of this rank's tensor; return a handle."""
     check_root(root_rank, global_process_set)
 
     def work(transport: Transport, all_flags: list[int]) -> Any:
         raise MismatchError(f"the tensor cannot be broadcast: {why}")
 
-    # Other ranks, whose tensor is in order, have another signature: they hear why by the mismatch.
+    # Ranks with a valid tensor have another signature, so the mismatch error tells them why.
     signature = [f"a tensor that cannot be broadcast: {why}"]
     return submit("broadcast", name, global_process_set, signature, work, lambda result: result)
 
@@ -113,15 +113,15 @@ def begin_broadcast(
 ) -> int:
     """Begin to write the root's tensor into the output; return a handle.
 
-    signature: further texts that must be equal on all ranks.
+    signature: additional texts that must be equal on all ranks.
     """
-    # The transport counts within the set, Horovod's argument in the world.
+    # The transport numbers ranks within the set; Horovod's root_rank is a rank in the world.
     root = check_root(root_rank, process_set).index(root_rank)
     check(tensor)
     is_root = current().rank == root_rank
     on_gpu = accepted_by([tensor], process_set.engine.transport)
     mine = DeferredGpuArray.now(memory_of(output, tensor, on_gpu=True).elements) if on_gpu else None
-    # A copy: the script may change the tensor before the operation is run.
+    # A copy: the script may change the tensor before the operation runs.
     message = np.array(view_bytes(tensor)) if is_root and not on_gpu else None
     finished = Finish()
 
@@ -138,7 +138,7 @@ def begin_broadcast(
     def finish(result: NDArray[np.uint8] | torch.Tensor) -> torch.Tensor:
         finished.wait([result])
         if isinstance(result, torch.Tensor):
-            # Received in place: copying it onto itself would be a second pass over it.
+            # Received in place; no copy needed.
             if result.data_ptr() == output.data_ptr():
                 return mark_written(output)
             result = result.view(tensor.dtype).reshape(tensor.shape)
@@ -169,6 +169,6 @@ class _Broadcast(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         root_rank, process_set = ctx.arguments
         reduced = allreduce(gradients[0], op=Average, process_set=process_set)
-        # Zeros computed from it, so that its own gradient is reduced on all ranks or on none.
+        # Compute the zeros from `reduced`, so that a second backward pass reduces on every rank.
         elsewhere = torch.full((), current().rank != root_rank, device=reduced.device)
         return reduced.masked_fill(elsewhere, 0), None, None, None

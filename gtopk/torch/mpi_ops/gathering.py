@@ -1,11 +1,12 @@
-"""Allgather and alltoall: a rank gets all rows of the ranks' tensors, or those meant for it.
+"""Allgather, alltoall and sparse allreduce.
 
-For an allgather of n tensors a rank sends:
+Allgather gives every rank all rows of the ranks' tensors. For n tensors a rank sends:
 
     rows             elements
     i64 [n]          of the first tensor, of the second, ...
 
-Sparse allreduce: the entries of all ranks' sparse tensors, side by side.
+Alltoall gives every rank the rows that the ranks address to it. Sparse allreduce concatenates the
+entries of all ranks' sparse tensors.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ def allgather(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Return the ranks' tensors concatenated along dimension 0 (it may differ); differentiable."""
+    """Return the ranks' tensors concatenated along dimension 0; differentiable.
+
+    The ranks' sizes in dimension 0 may differ.
+    """
     require_tensor(tensor, "allgather")
     outputs: tuple[torch.Tensor] = _Allgather.apply(False, name, process_set, tensor)  # type: ignore[no-untyped-call]
     return outputs[0]
@@ -68,7 +72,7 @@ def grouped_allgather(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the tensors, each as `allgather` would, all or none; differentiable."""
+    """Gather each tensor as `allgather` does, all of them or none; differentiable."""
     tensors = require_tensors(tensors, "grouped_allgather")
     return tuple(_Allgather.apply(True, name, process_set, *tensors))  # type: ignore[no-untyped-call]
 
@@ -78,7 +82,7 @@ def grouped_allgather_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to concatenate the ranks' lists, tensor by tensor; return one handle."""
+    """Begin to gather each tensor, all of them or none; return one handle."""
     tensors = require_tensors(tensors, "grouped_allgather_async")
     return begin_allgather(
         tensors, name, process_set, lambda gathered: tuple(g.rows for g in gathered), group=True
@@ -103,14 +107,14 @@ def begin_allgather(
 ) -> int:
     """Begin to gather tensors; return a handle for the result of `finish`.
 
-    signature: further texts that must be equal on all ranks.
+    signature: additional texts that must be equal on all ranks.
     """
     transport = process_set.engine.transport
     rank = transport.rank
     scalar = any(check(tensor).dim() == 0 for tensor in tensors)
     # Detached: the operation must not keep the script's graph alive.
     likes = [tensor.detach() for tensor in tensors]
-    # A scalar goes on to the operation: raising here would leave the other ranks waiting for it.
+    # A scalar fails in the operation: raising here would leave the other ranks waiting.
     row_counts = np.array([0 if scalar else len(tensor) for tensor in tensors], np.int64)
     on_gpu = not scalar and accepted_by(tensors, transport)
     mine = (
@@ -131,8 +135,7 @@ def begin_allgather(
             if all_on_gpu(all_flags):
                 return gather_on_gpu(transport)
             own = [each.bytes_on_host() for each in mine]
-            # The operation must be the same on all ranks: one without a GPU sends every rank
-            # through the host.
+            # All ranks must run the same operation: one rank without a GPU makes all use the host.
             return gather(transport, np.concatenate([message, *own]))
 
     def gather(transport: Transport, message: NDArray[np.uint8]) -> list[tuple[Any, list[int]]]:
@@ -158,7 +161,7 @@ def begin_allgather(
             rows = [int(count[number]) for count in counts]
             in_row = math.prod(like.shape[1:])
             bounds = [end * in_row for end in itertools.accumulate(rows, initial=0)]
-            # Made at once for all rows, with this rank's in their place: NCCL gathers into it
+            # One buffer for all rows, with this rank's rows in position: NCCL gathers into it
             # without a copy.
             whole = own.tensor.new_empty(bounds[-1])
             whole[bounds[rank] : bounds[rank + 1]] = own.tensor
@@ -182,7 +185,7 @@ def begin_allgather(
 
 
 def _shaped(elements: Any, like: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return gathered elements as a tensor of the kind of `like`, with `rows` rows."""
+    """Return gathered elements as a tensor like `like`, with `rows` rows."""
     shape = [rows, *like.shape[1:]]
     if isinstance(elements, torch.Tensor):
         return elements.to(like.dtype).reshape(shape)
@@ -190,7 +193,7 @@ def _shaped(elements: Any, like: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 class _Allgather(torch.autograd.Function):
-    """Differentiable allgather; the gradient is averaged, and this rank's rows cut out."""
+    """Differentiable allgather; the gradient is this rank's rows of the averaged gradients."""
 
     @staticmethod
     def forward(
@@ -198,7 +201,7 @@ class _Allgather(torch.autograd.Function):
     ) -> Any:
         gathered = synchronize(begin_allgather(tensors, name, process_set, list, group=group))
         ctx.process_set = process_set
-        # The tensors themselves need not be saved: their gradients are rows of the whole.
+        # Positions are enough, without the tensors: the gradients are slices of the whole.
         ctx.places = [
             (each.begin, len(tensor)) for each, tensor in zip(gathered, tensors, strict=True)
         ]
@@ -222,20 +225,20 @@ def sparse_allreduce_async(
 ) -> Callable[[], torch.Tensor]:
     """Begin to add a sparse COO tensor over the ranks; return a function that waits for the result.
 
-    Where several ranks have entries at one index, the result has several: it is not coalesced.
-    Raises ValueError for a dense tensor, and for another op than Average and Sum.
+    The result is not coalesced: it keeps one entry for each rank that has one at an index. Raises
+    ValueError for a dense tensor, and for any op but Average and Sum.
     """
     require_tensor(tensor, "sparse_allreduce_async", sparse=True)
     if op not in (Average, Sum):
         raise ValueError(f"sparse tensors take op=Average or op=Sum, got {NAMES.get(op, op)}")
     if tensor.layout != torch.sparse_coo:
         raise ValueError(f"a sparse COO tensor is needed, got one of layout {tensor.layout}")
-    # Before the indices are on their way: they would be left in flight.
+    # Checked before the indices are sent: an error afterwards would leave them in flight.
     check(tensor)
     shape = tensor.shape
     signature = [f"{tensor.dtype} {list(shape)}"]
     size = process_set.engine.transport.size
-    # Not coalesced first: the entries are gathered as they are, and added where the result is used.
+    # No need to coalesce here: duplicates are added when the result is used.
     indices, values = tensor._indices().t(), tensor._values()
     in_flight_indices, in_flight_values = (
         begin_allgather(
@@ -251,7 +254,7 @@ def sparse_allreduce_async(
             values = synchronize(in_flight_values)
         if op == Average:
             values = (values / size).to(values.dtype)
-        # They were valid on their ranks; a check would read them back from a GPU.
+        # The indices were valid on their ranks; checking them would copy them from the GPU.
         return torch.sparse_coo_tensor(
             indices.t(), values, shape, device=values.device, check_invariants=False
         )
@@ -267,9 +270,10 @@ def alltoall(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Return the rows that the ranks send to this one, in rank order; differentiable.
 
-    splits: how many rows go to each rank, int32; None: equally many. Rows beyond them are not sent.
-    With splits, returns a pair: the rows, and how many of them each rank sent, int32 [size].
-    Raises ValueError for splits that do not fit.
+    splits: the number of rows for each rank, int32 [size]; None for equal numbers. Rows beyond the
+        sum of the splits are not sent.
+    With splits, returns a pair: the rows, and the number of rows from each rank, int32 [size].
+    Raises ValueError for invalid splits.
     """
     require_tensor(tensor, "alltoall")
     output, received_splits = _Alltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
@@ -290,7 +294,7 @@ def alltoall_async(
     scalar = tensor.dim() == 0
     sizes = [0] * size if scalar else _splits(tensor, splits, size)
     like = tensor.detach()
-    # A row without elements travels as a byte: the receiver counts rows by their bytes.
+    # Send a row without elements as one byte: the receiver derives the number of rows from bytes.
     bytes_of_a_row = row_bytes(tensor) or 1
     ends = [end * bytes_of_a_row for end in itertools.accumulate(sizes, initial=0)]
     # Rows without elements have no memory for NCCL to send.
@@ -299,7 +303,7 @@ def alltoall_async(
     if on_gpu:
         mine = DeferredGpuArray.now(as_bytes(tensor))
     elif row_bytes(tensor):
-        # A copy: the script may change the tensor before the operation is run.
+        # A copy: the script may change the tensor before the operation runs.
         content = np.array(view_bytes(tensor))
     finished = Finish()
 
@@ -331,7 +335,7 @@ def alltoall_async(
 def _splits(
     tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None, size: int
 ) -> list[int]:
-    """Return how many rows go to each rank."""
+    """Return the number of rows for each rank."""
     rows = len(tensor)
     if splits is None:
         if rows % size:
@@ -376,7 +380,7 @@ class _Alltoall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         received_splits, process_set = ctx.arguments
-        # Back as it came: each rank sends as many rows as it got from there.
+        # The reverse exchange: send each rank as many rows as came from it.
         returned, _ = alltoall(gradients[0], received_splits, process_set=process_set)
-        stayed = returned.new_zeros([ctx.shape[0] - len(returned), *ctx.shape[1:]])  # has none
+        stayed = returned.new_zeros([ctx.shape[0] - len(returned), *ctx.shape[1:]])  # rows not sent
         return torch.cat([returned, stayed]), None, None, None

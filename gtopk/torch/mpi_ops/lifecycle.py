@@ -1,7 +1,7 @@
 """Lifecycle: init with process sets, queries, barrier and join, and the timeline.
 
-Queries tell which libraries this installation can use, how many ranks there are, and which is this
-one. The timeline records the ranks' operations while they run.
+Queries return the usable libraries, this process's rank, and the numbers of ranks and hosts. The
+timeline records the ranks' operations while they run.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 
 def mpi_enabled() -> bool:
-    """Tell whether the ranks are joined by MPI now."""
+    """Tell whether the ranks are connected by MPI now."""
     return current().transport.name == "mpi"
 
 
 def gloo_enabled() -> bool:
-    """Tell whether the ranks are joined by gloo now."""
+    """Tell whether the ranks are connected by gloo now."""
     return current().transport.name == "torch.distributed"
 
 
 def mpi_threads_supported() -> bool:
-    """Tell whether several threads may call MPI at once; ValueError where MPI is not in use."""
+    """Tell whether several threads may call MPI at once; raise ValueError if MPI is not in use."""
     if not mpi_enabled():
         raise ValueError(
             f"MPI is not enabled: the ranks are joined by {current().transport.name}; "
@@ -64,9 +64,10 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """Return the version of the NCCL that can be used here, such as 22703; 0 for none.
+    """Return the version of the usable NCCL, such as 22703; 0 for none.
 
-    It is CuPy's; without that, torch's, which can carry dense reductions only.
+    This is CuPy's NCCL, or torch's if CuPy is not installed; torch's only supports dense
+    reductions.
     """
     try:
         return int(load_nccl().get_version())
@@ -97,11 +98,11 @@ def ccl_built() -> bool:
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Begin to record, on rank 0, into a file in Chrome's trace format.
 
-    mark_cycles: whether to mark when the ranks agreed on the next operations.
-    Raises ValueError where HOROVOD_TIMELINE is neither DYNAMIC nor a file.
+    mark_cycles: whether to mark the times when the ranks agreed on the next operations.
+    Raises ValueError if HOROVOD_TIMELINE is neither DYNAMIC nor a file.
     """
     here = current()
-    # As in Horovod, whose scripts expect the refusal.
+    # Horovod's scripts expect this error.
     if not settings.HOROVOD_TIMELINE.read():
         raise ValueError(
             "start_timeline needs HOROVOD_TIMELINE in the environment: DYNAMIC, or a file"
@@ -116,9 +117,8 @@ def stop_timeline() -> None:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until every rank of the set has called it, but not for operations in flight."""
-    # Numbered: two barriers in a row are two operations, also where a rank is at the second
-    # already.
+    """Wait until every rank of the set has called this; operations in flight may go on."""
+    # Numbered, because one rank may reach the next barrier while another is in this one.
     name = f"barrier.noname.{next(process_set.members.unnamed)}"
     # Agreeing on the operation is the barrier.
     process_set.engine.submit(name, [], lambda transport, all_flags: None).wait()
@@ -127,27 +127,28 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def join(device: int = -1) -> int:
     """Announce that this rank has no more data; wait for all, return the rank that joined last.
 
-    Until all have, this one contributes zeros to the others' allreduces; averages are still over
-    all ranks. Other operations are an error while a rank has joined. Joining is of all ranks, as
-    Horovod's: an operation of a process set that this rank is in waits for it, and fails when
-    GTOPK_TIMEOUT is over; call this after the last one of the set. If this rank has called
-    `backward()` without `step()`, that step is undone here: the others take it without this rank's
-    gradients, and its residual is as before.
+    Until all ranks have joined, this one contributes zeros to the others' allreduces. Averages are
+    still over all ranks. Any other operation raises an error while a rank has joined.
 
-    device: accepted for Horovod's scripts, not needed.
+    As in Horovod, join covers all ranks, not a process set. Call it after the set's last operation:
+    a later one waits for this rank and fails after GTOPK_TIMEOUT. If this rank has called
+    `backward()` without `step()`, join undoes that step here: the others take it without this
+    rank's gradients, and its residual is restored.
+
+    device: accepted for Horovod's scripts, not used.
     """
     everyone = global_process_set.members
     engine = global_process_set.engine
-    # First: the others must know that the step this rank is in is void before it joins. Else its
-    # shadow would run that step's other buckets, and the ranks' messages would part.
+    # Abort first: the others must know that this rank's current step is void before it joins. If
+    # not, its join shadow would run that step's other buckets, and messages would be mismatched.
     abort_steps(engine)
     last: int = engine.join().wait()
-    # A rank that joined early has counted fewer unnamed operations than the others.
+    # A rank that joined early has counted fewer unnamed operations.
     count = next(everyone.unnamed)
     counts = engine.submit(
         "join.unnamed", [], lambda transport, all_flags: all_flags, flags=count
     ).wait()
-    # All go on from the largest: names of operations without one must match again.
+    # Continue from the largest count, so that names of unnamed operations match again.
     everyone.unnamed = itertools.count(max(counts))
     return last
 
@@ -178,12 +179,12 @@ def cross_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return the index of this host among the hosts that have a rank with this local rank."""
+    """Return this host's index among the hosts that have a rank with this local rank."""
     return current().cross_rank
 
 
 def is_homogeneous() -> bool:
-    """Tell whether all hosts have equally many ranks."""
+    """Tell whether all hosts have the same number of ranks."""
     return current().is_homogeneous
 
 
@@ -191,17 +192,17 @@ def init(
     comm: MPI.Intracomm | Sequence[int] | None = None,
     process_sets: Sequence[ProcessSet] | str | None = None,
 ) -> None:
-    """Join the world that a launcher started, or be a world of one; see `world.init`.
+    """Join the world that a launcher started, or form a world of one; see `world.init`.
 
-    comm: a list of those launched ranks that form the world, or an mpi4py communicator. Only they
-        call this; over MPI the other ranks must `import mpi4py.MPI`, which starts MPI.
-    process_sets: the sets to register at once; "dynamic" allows to add and remove some later.
+    comm: an mpi4py communicator, or the list of the launched ranks that form the world. Only those
+        ranks call this. With MPI the other ranks must `import mpi4py.MPI`, which starts MPI.
+    process_sets: the sets to register now; "dynamic" allows adding and removing sets later.
     """
-    # Before the ranks join: a bad argument must not leave a world behind.
+    # Checked before the ranks join: a bad argument must not leave a world behind.
     wanted = sets.requested_sets(process_sets)
     if world.is_initialized():
         return
-    # Handles of a world that is gone: their numbers must not answer for the next one's operations.
+    # Handles of an earlier world are invalid in this one.
     forget_all()
     world.init(comm)
     for process_set in wanted:

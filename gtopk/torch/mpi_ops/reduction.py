@@ -1,6 +1,6 @@
-"""Reductions, and allreduce: every rank gets the reduction of the ranks' tensors, or lists of them.
+"""Allreduce, and the reductions: every rank gets the reduction of the ranks' tensors or lists.
 
-Tensors are sent in the forms of Horovod's compressors. Adasum combines each tensor by itself;
+Horovod's compressors may convert tensors for sending. Adasum combines each tensor separately, but
 tensors of one dtype share messages.
 """
 
@@ -48,21 +48,21 @@ _EXCHANGES: Final = {
     Max: "max",
     Product: "product",
 }
-# For bools: Sum and Max give true where any rank's is, the others where every rank's is.
+# For bools: Sum and Max are true if any rank's is, the others if every rank's is.
 _BOOL_EXCHANGES: Final = {Average: "min", Sum: "max", Min: "min", Max: "max", Product: "min"}
-# The dtype of an average's sum, by item size: it has room for 2^15 ranks and more.
+# The dtype of an integer average's sum, by item size: wide enough for at least 2^15 ranks.
 _WIDE: Final[dict[int, Any]] = {1: np.dtype(np.int32), 2: np.dtype(np.int32), 4: np.dtype(np.int64)}
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """A reduction of the elements at one place on all ranks.
+    """An elementwise reduction over the ranks.
 
-    Integers are averaged, and multiplied by a factor (in float64), truncating toward zero; an
-    average with a postscale_factor is truncated once, when both are done. float16 and bfloat16
-    are added in float32, and rounded to 16 bits at each hop; float16 is divided before it is
-    summed for an average, as the sum could overflow. A bool is true after Sum and Max where any
-    rank's is, after Average, Min and Product where every rank's is; factors do not change it.
+    Integers: averages and factors (applied in float64) truncate toward zero; an average with a
+    postscale_factor truncates once, after both. float16 and bfloat16: added in float32, rounded to
+    16 bits at each hop; for an average float16 is divided before the sum, which could overflow.
+    Bools: after Sum and Max true if any rank's is, after Average, Min and Product true if every
+    rank's is; factors have no effect.
     """
 
     op: int
@@ -76,16 +76,16 @@ class Reduction:
         )
 
     def begin(self, array: NDArray[Any] | torch.Tensor, dtype: torch.dtype, size: int) -> Dense:
-        """Return the array that `size` ranks reduce for the elements of tensors of a dtype.
+        """Return the array that `size` ranks reduce for tensors of a dtype.
 
-        array: those elements, on the host or on a GPU.
+        array: the tensors' elements, on the host or on a GPU.
 
-        Raises ValueError for a dtype that Adasum does not combine.
+        Raises ValueError for a dtype that Adasum does not support.
         """
         if self.op == Adasum and not dtype.is_floating_point:
             raise ValueError(f"Tensor type {dtype} is not supported by op=Adasum; floats are.")
         if self._divides_last(dtype):
-            # The average's division and the postscale factor follow in `end`.
+            # `end` does the average's division and the postscale factor.
             return Dense(_ready(_widened(array)), _EXCHANGES[Average], self.prescale_factor)
         elements = _ready(array)
         if dtype == torch.bool:
@@ -95,11 +95,11 @@ class Reduction:
             return Dense(elements, exchange, self.prescale_factor, self.postscale_factor)
         if dtype == torch.float16:
             return Dense(elements, exchange, self.prescale_factor / size, self.postscale_factor)
-        # After the sum, rounded once with the factor: only float16 could overflow by then.
+        # Divide after the sum, to round once with the factor: only float16 could overflow in it.
         return Dense(elements, exchange, self.prescale_factor, self.postscale_factor / size)
 
     def end(self, elements: Any, dtype: torch.dtype, size: int) -> Any:
-        """Return the elements of tensors of a dtype, once they are reduced.
+        """Return the final elements of tensors of a dtype from the reduced ones.
 
         elements: an array on the host, or a tensor on a GPU.
         """
@@ -110,7 +110,7 @@ class Reduction:
             return elements
         if isinstance(elements, torch.Tensor):
             return elements.div(size, rounding_mode="trunc")
-        # As torch truncates: exact, also beyond float64's integers.
+        # Truncates as torch does, exactly, even beyond float64's integers.
         return elements // size + ((elements < 0) & (elements % size != 0))
 
     def _divides_last(self, dtype: torch.dtype) -> bool:
@@ -143,18 +143,17 @@ def reduction_of(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Reduction:
-    """Return the reduction that Horovod's arguments mean; by default the average.
+    """Return the reduction for Horovod's arguments; by default the average.
 
-    Warns the caller's caller of the deprecated `average`. Raises ValueError where both are given,
-    InvalidCallError for an unknown op, and for a factor that is NaN.
+    Warns if the deprecated `average` is used. Raises ValueError if both `op` and `average` are
+    given, InvalidCallError for an unknown op or a factor that is NaN.
     """
-    # Four frames: the warning is to name the script's line, behind `reduction_of` and the public
-    # function.
+    # 4: the warning names the script's line, two calls above `reduction_of`.
     op = op_of(op, average, stacklevel=4)
     if op not in _EXCHANGES:
         raise InvalidCallError(f"op must be one of {', '.join(NAMES.values())}, got {op!r}")
     for factor in (prescale_factor, postscale_factor):
-        if math.isnan(factor):  # which equals no rank's, not even this one's
+        if math.isnan(factor):  # NaN never equals another rank's factor, so ranks would disagree
             raise InvalidCallError("prescale_factor and postscale_factor must be numbers, got nan")
     return Reduction(op, prescale_factor, postscale_factor)
 
@@ -166,7 +165,7 @@ def op_of(
     of_sum: int = Sum,
     stacklevel: int = 3,
 ) -> int:
-    """Return the op that `op` and the deprecated `average` mean, which is warned of."""
+    """Return the op for `op` and `average`; warn that `average` is deprecated."""
     if average is None:
         return of_average if op is None else op
     if op is not None:
@@ -184,9 +183,9 @@ def compress(
 ) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]]:
     """Return the compressed tensors, and the function that decompresses the reduced ones.
 
-    Raises TypeError for a compression that is none of Horovod's kind.
+    Raises TypeError unless the compression has Horovod's compressor interface.
     """
-    # By its methods, as in Horovod: scripts bring compressors of their own.
+    # Duck typing, as in Horovod: scripts bring their own compressors.
     if not hasattr(compression, "compress"):
         raise TypeError(
             f"compression must be Compression.none, .fp16, .bf16 or a Compressor class, got "
@@ -202,16 +201,16 @@ def compress(
 
 
 def combine(denses: Sequence[Dense], transport: Transport) -> None:
-    """Combine arrays of floats over the ranks, in their own memory."""
-    # dict.fromkeys, not a set: all ranks must go through the dtypes in one order.
+    """Combine float arrays over the ranks with Adasum, in place."""
+    # dict.fromkeys, not a set: all ranks must visit the dtypes in the same order.
     for dtype in dict.fromkeys(dense.on_host.dtype for dense in denses):
         alike = [dense for dense in denses if dense.on_host.dtype == dtype]
         for dense in alike:
-            # Here, not by the engine, which scales only what it fuses.
+            # The engine scales only the arrays that it fuses.
             scale(dense.on_host, dense.prescale)
         lengths = [dense.on_host.size for dense in alike]
         whole = np.concatenate([dense.on_host for dense in alike])
-        # The lengths keep tensors apart: Adasum's factors are of each tensor's own dot products.
+        # The lengths separate the tensors: Adasum's factors are from each one's own dot products.
         adasum.allreduce(transport, whole, lengths)
         for dense, part in zip(alike, np.split(whole, np.cumsum(lengths)[:-1]), strict=True):
             dense.on_host[...] = part
@@ -230,7 +229,7 @@ def allreduce(
 ) -> torch.Tensor:
     """Return the tensor reduced over the ranks (default: the average); differentiable.
 
-    `Reduction` describes the treatment of each dtype.
+    `Reduction` describes how each dtype is handled.
     """
     require_tensor(tensor, "allreduce")
     reduction = reduction_of(op, average, prescale_factor, postscale_factor)
@@ -281,7 +280,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to reduce a tensor in place; leave it alone until the handle is synchronized."""
+    """Begin to reduce a tensor in place; do not use it until the handle is synchronized."""
     require_tensor(tensor, "allreduce_async_")
     reduction = reduction_of(op, average, prescale_factor, postscale_factor)
     return _begin([tensor], name, reduction, process_set, in_place=True)
@@ -297,7 +296,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Return the tensors, each reduced over the ranks, all or none; differentiable."""
+    """Return each tensor reduced over the ranks, all of them or none; differentiable."""
     tensors = require_tensors(tensors, "grouped_allreduce")
     reduction = reduction_of(op, average, prescale_factor, postscale_factor)
     compressed, decompress = compress(compression, tensors)
@@ -330,7 +329,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to reduce tensors over the ranks, all or none; return one handle."""
+    """Begin to reduce tensors over the ranks, all of them or none; return one handle."""
     tensors = require_tensors(tensors, "grouped_allreduce_async")
     reduction = reduction_of(op, average, prescale_factor, postscale_factor)
     return _begin(tensors, name, reduction, process_set, group=True)
@@ -345,7 +344,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to reduce tensors in place; leave them alone until the handle is synchronized."""
+    """Begin to reduce tensors in place; do not use them until the handle is synchronized."""
     tensors = require_tensors(tensors, "grouped_allreduce_async_")
     reduction = reduction_of(op, average, prescale_factor, postscale_factor)
     return _begin(tensors, name, reduction, process_set, group=True, in_place=True)
@@ -360,18 +359,18 @@ def _begin(
     group: bool = False,
     in_place: bool = False,
 ) -> int:
-    """Begin to reduce a tensor, or a group; return a handle for the output, or a tuple of them."""
+    """Begin to reduce a tensor, or a group; return a handle for the output or the tuple of them."""
     for tensor in tensors if in_place else ():
         check_in_place(tensor)
     outputs = tensors if in_place else [torch.empty_like(tensor) for tensor in tensors]
     transport = process_set.engine.transport
     size = transport.size
     dtypes = [check(tensor).dtype for tensor in tensors]
-    combines = reduction.op == Adasum  # not element by element, so the engine cannot fuse it
+    combines = reduction.op == Adasum  # not elementwise, so the engine cannot fuse it
     on_gpu = not combines and accepted_by(tensors, transport)
-    # Where possible in the outputs: reduced there, they need no copy back.
+    # In the outputs' memory if possible, which saves the copy back.
     memories = [memory_of(o, t, on_gpu) for o, t in zip(outputs, tensors, strict=True)]
-    # One wait for all copies, which go on side by side.
+    # One wait for all copies, which run concurrently.
     if not on_gpu:
         await_copies(tensors)
     denses = [
@@ -405,7 +404,7 @@ def _begin(
 
 
 class _Allreduce(torch.autograd.Function):
-    """Differentiable allreduce; the gradient is reduced in the same way, to any order."""
+    """Differentiable allreduce; gradients of any order are reduced in the same way."""
 
     @staticmethod
     def forward(
@@ -421,7 +420,7 @@ class _Allreduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        # By the function itself, so that the gradient has one, too; without a name, which may be in
-        # use.
+        # Apply the function itself, so that the gradient is differentiable, too. Unnamed: the name
+        # may be in use.
         reduced = _Allreduce.apply(ctx.group, None, *ctx.arguments, *gradients)  # type: ignore[no-untyped-call]
         return None, None, None, None, *(reduced if ctx.group else [reduced])

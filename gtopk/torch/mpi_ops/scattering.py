@@ -44,8 +44,8 @@ def reducescatter(
 ) -> torch.Tensor:
     """Return this rank's rows of the average (or sum) of the ranks' tensors; differentiable.
 
-    The rows are dealt out in rank order; the first rows % size ranks get one more. Raises
-    InvalidCallError for another op.
+    Rows are assigned in rank order; the first rows % size ranks get one more. Raises
+    InvalidCallError for any other op.
     """
     require_tensor(tensor, "reducescatter")
     reduction = _reduction(op, prescale_factor, postscale_factor)
@@ -61,7 +61,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Begin to reduce the ranks' tensors and deal out the rows; return a handle."""
+    """Begin to reduce the ranks' tensors and scatter the rows; return a handle."""
     require_tensor(tensor, "reducescatter_async")
     reduction = _reduction(op, prescale_factor, postscale_factor)
     return _begin([tensor], name, reduction, process_set)
@@ -76,7 +76,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Return this rank's rows of each tensor, as `reducescatter`, all or none; differentiable."""
+    """Run `reducescatter` on each tensor, all of them or none; differentiable."""
     tensors = require_tensors(tensors, "grouped_reducescatter")
     reduction = _reduction(op, prescale_factor, postscale_factor)
     compressed, decompress = compress(compression, tensors)
@@ -91,7 +91,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Begin to reduce the ranks' lists, and deal out the rows of each tensor; return one handle."""
+    """Begin to reduce the ranks' lists and scatter the rows of each tensor; return one handle."""
     tensors = require_tensors(tensors, "grouped_reducescatter_async")
     reduction = _reduction(op, prescale_factor, postscale_factor)
     return _begin(tensors, name, reduction, process_set, group=True)
@@ -116,7 +116,7 @@ def _begin(
     scalar = any(check(tensor).dim() == 0 for tensor in tensors)
     likes = [tensor.detach() for tensor in tensors]
     on_gpu = not scalar and accepted_by(tensors, transport)
-    # Copies: the reduction works in place, and the script keeps its tensor.
+    # Copies: the reduction works in place, and must not change the script's tensor.
     memories: list[Any] = [
         flattened(tensor).clone() if on_gpu else to_array(tensor) for tensor in tensors
     ]
@@ -131,7 +131,7 @@ def _begin(
             raise MismatchError(
                 "reducescatter needs tensors with at least one dimension, got a scalar"
             )
-        # By whole rows: a rank's part is a tensor of the same row shape.
+        # Split between rows: a rank's part is a tensor with the same row shape.
         bounds = [
             [row * math.prod(like.shape[1:]) for row in _first_rows(like, size)] for like in likes
         ]
@@ -145,11 +145,11 @@ def _begin(
 
     def scatter(bounds: list[list[int]], arrays: list[Any], transport: Transport) -> list[Any]:
         parts = list(arrays)
-        # One message for each dtype and reduction, not for each tensor.
+        # One message for each dtype and reduction, not one for each tensor.
         kinds = [
             (array.dtype, dense.reduction) for array, dense in zip(arrays, denses, strict=True)
         ]
-        # dict.fromkeys, not a set: all ranks must go through the kinds in one order.
+        # dict.fromkeys, not a set: all ranks must visit the kinds in the same order.
         for kind in dict.fromkeys(kinds):
             alike = [n for n, other in enumerate(kinds) if other == kind]
             reduced = _reduce_scatter(
@@ -169,7 +169,7 @@ def _begin(
             begin, end = _first_rows(like, size)[rank : rank + 2]
             tensor = part if isinstance(part, torch.Tensor) else view_tensor(part)
             shape = [end - begin, *like.shape[1:]]
-            # The sum of small integers is wider than their dtype: see `Reduction`.
+            # Small integers were summed in a wider dtype: see `Reduction`.
             outputs.append(to_device(tensor, like.device).to(like.dtype).reshape(shape))
         return tuple(outputs) if group else outputs[0]
 
@@ -179,7 +179,7 @@ def _begin(
 
 
 def _first_rows(tensor: torch.Tensor, size: int) -> list[int]:
-    """Return the index of each rank's first row, and the end of the last rank's rows."""
+    """Return the index of each rank's first row, then the end of the last rank's rows."""
     each, more = divmod(len(tensor), size)
     return [rank * each + min(rank, more) for rank in range(size + 1)]
 
@@ -190,11 +190,11 @@ def _reduce_scatter(
     bounds: Sequence[Sequence[int]],
     transport: Transport,
 ) -> list[Any]:
-    """Reduce arrays of one kind as one, and return this rank's part of each.
+    """Reduce arrays of one kind in a single message, and return this rank's part of each.
 
     arrays: the elements, on the host or on a GPU; denses: their reductions.
 
-    Here three arrays a, b, c on two ranks; rank 0 gets the first half of the message:
+    Example: three arrays a, b, c on two ranks. Rank 0 gets the first half of the message:
 
         a0 b0 c0 | a1 b1 c1
     """
@@ -205,28 +205,28 @@ def _reduce_scatter(
         [array[ends[rank] : ends[rank + 1]] for array, ends in zip(arrays, bounds, strict=True)]
         for rank in range(transport.size)
     ]
-    # By rank, then by tensor: what a rank gets is one stretch of the message.
+    # Ordered by rank, then by tensor, so that each rank's part is contiguous.
     whole = join([part for of_a_rank in parts for part in of_a_rank])
     sizes = [sum(map(len, of_a_rank)) for of_a_rank in parts]
     ends = list(itertools.accumulate(sizes, initial=0))
     transport.reduce_scatter(whole, ends, denses[0].reduction)
-    # One more than parts: the last is the end of this rank's stretch.
+    # One more than the parts: the last is the end of this rank's range.
     begins = itertools.accumulate(map(len, parts[transport.rank]), initial=ends[transport.rank])
     own = [
         whole[begin : begin + len(part)]
         for begin, part in zip(begins, parts[transport.rank], strict=False)
     ]
-    # Only this rank's part: the others scale theirs.
+    # Scale only this rank's part; the others scale theirs.
     for dense, part in zip(denses, own, strict=True):
         multiply(part, dense.postscale)
     return own
 
 
 class _Reducescatter(torch.autograd.Function):
-    """Differentiable reducescatter; every rank gets the gradients of all rows.
+    """Differentiable reducescatter; the backward pass gathers the gradients of all rows.
 
-    As in Horovod, the gradients are averaged for op=Average, and `size` times the average for
-    op=Sum.
+    As in Horovod, the gradients are averaged for op=Average; for op=Sum they are `size` times the
+    average.
     """
 
     @staticmethod

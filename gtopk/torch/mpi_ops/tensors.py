@@ -1,4 +1,4 @@
-"""Tensors as messages: which ones collectives take, and how they are sent and received.
+"""Tensors as messages: check which tensors collectives accept, and convert them for sending.
 
 A script refers to an asynchronous operation by its handle, a number.
 """
@@ -33,7 +33,7 @@ from ...runtime.coordinator.fusion import ON_GPU, ON_HOST, Dense
 from ...runtime.world.process_sets import ProcessSet
 
 _handles: Final[dict[int, tuple[Operation, Callable[[Any], Any]]]] = {}
-_next_handle: Final = itertools.count(1)  # a handle is never false
+_next_handle: Final = itertools.count(1)  # from 1: a handle is never false
 
 
 def submit(
@@ -49,12 +49,12 @@ def submit(
 ) -> int:
     """Queue an operation of a process set's ranks, and return its handle.
 
-    finish: makes the output from the result of `work`, in the thread that synchronizes.
-    on_gpu: whether this rank has its tensors on a GPU, as the flags tell the other ranks.
-    Raises ValueError on a rank outside the set, and while an operation of this name is in flight.
+    finish: turns the result of `work` into the output, in the thread that synchronizes.
+    on_gpu: whether this rank's tensors are on a GPU; sent to the other ranks in the flags.
+    Raises ValueError on a rank outside the set, and if an operation of this name is in flight.
     """
     members = process_set.members
-    # The kind is a part: an allreduce and a broadcast may have one name, as in Horovod.
+    # Includes the kind: an allreduce and a broadcast may have the same name, as in Horovod.
     full_name = f"{kind}.{name or f'noname.{next(members.unnamed)}'}"
     flags = ON_GPU if on_gpu else ON_HOST
     operation = process_set.engine.submit(full_name, signature, work, flags, fusion=fusion)
@@ -66,12 +66,12 @@ def submit(
 def synchronize(handle: int) -> Any:
     """Wait for an asynchronous operation and return its output; None for an unknown handle.
 
-    The output of a group is a tuple, that of alltoall the pair of its rows and their numbers.
-    Raises HorovodInternalError when the ranks disagreed or one is gone.
+    A grouped operation returns a tuple. alltoall returns a pair: the rows, and the number of rows
+    from each rank. Raises HorovodInternalError if the ranks disagreed or one is gone.
     """
     if handle not in _handles:
         return None
-    # Before the wait: a handle whose operation failed is used up, too.
+    # Removed before the wait: the handle of a failed operation is used up, too.
     operation, finish = _handles.pop(handle)
     return finish(operation.wait())
 
@@ -79,7 +79,7 @@ def synchronize(handle: int) -> Any:
 def poll(handle: int) -> bool:
     """Tell whether `synchronize` would return at once.
 
-    Raises ValueError for an unknown handle, also for one that was synchronized.
+    Raises ValueError for a handle that is unknown or was synchronized.
     """
     if handle not in _handles:
         raise ValueError(f"Handle {handle} was not created or has been cleared.")
@@ -92,10 +92,11 @@ def forget_all() -> None:
 
 
 def require_tensor(tensor: object, what: str, *, sparse: bool = False) -> None:
-    """Raise TypeError for anything but a tensor; what: the operation's name.
+    """Raise TypeError for anything but a tensor, ValueError for one that cannot be sent.
 
-    Raises ValueError for a tensor that has no elements of its own in memory; see `why_unsendable`.
-    sparse: whether the operation takes sparse tensors.
+    `why_unsendable` defines the latter.
+    what: the operation's name.
+    sparse: whether the operation accepts sparse tensors.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(
@@ -112,7 +113,7 @@ def _require_fit(tensor: torch.Tensor, what: str) -> None:
 
 
 def why_unsendable(tensor: torch.Tensor) -> str:
-    """Return why a tensor cannot be sent, apart from its dtype; "" where it can."""
+    """Return why a tensor cannot be sent, ignoring its dtype; "" if it can."""
     if is_lazy(tensor):
         return "it has no size yet: have a batch pass through the model's lazy modules first"
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
@@ -122,7 +123,7 @@ def why_unsendable(tensor: torch.Tensor) -> str:
 
 
 def require_tensors(tensors: Iterable[torch.Tensor], what: str) -> list[torch.Tensor]:
-    """Return the tensors as a list; raise as `require_tensor` where they are anything else."""
+    """Return the tensors as a list; raise the errors of `require_tensor` for anything else."""
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Iterable):
         raise TypeError(f"{what} needs a list of torch tensors, got {_kind(tensors)}")
     listed = list(tensors)
@@ -136,14 +137,14 @@ def require_tensors(tensors: Iterable[torch.Tensor], what: str) -> list[torch.Te
 
 
 def _kind(value: object) -> str:
-    """Return a type's name, with its package where that is no built-in one: numpy.ndarray."""
+    """Return a type's name, with the package unless it is built in: numpy.ndarray."""
     kind = type(value)
     package = kind.__module__.partition(".")[0]
     return kind.__name__ if package == "builtins" else f"{package}.{kind.__name__}"
 
 
 def check(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor; raise ValueError for a dtype that collectives do not take."""
+    """Return the tensor; raise ValueError for a dtype that collectives do not support."""
     is_float8 = tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
     if tensor.dtype.is_complex or is_float8:
         raise ValueError(f"Tensor type {tensor.type()} is not supported.")
@@ -151,19 +152,19 @@ def check(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_in_place(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor; raise ValueError for one that cannot be overwritten as a whole."""
+    """Return the tensor; raise ValueError if it is not contiguous, or as `check` does."""
     if not check(tensor).is_contiguous():
         raise ValueError("Tensor is required to be contiguous.")
     return tensor
 
 
 def describe(tensor: torch.Tensor) -> str:
-    """Return a text of dtype and shape, which must be equal on all ranks."""
+    """Return dtype and shape as text, which must be equal on all ranks."""
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
 def describe_rows(tensor: torch.Tensor) -> str:
-    """Return a text of dtype and row shape, for ranks whose numbers of rows may differ."""
+    """Return dtype and row shape as text, for operations where the number of rows may differ."""
     if tensor.dim() == 0:
         return f"{tensor.dtype} scalar"
     return f"{tensor.dtype} [{', '.join(['*', *map(str, tensor.shape[1:])])}]"
@@ -175,7 +176,10 @@ def describe_each(
     group: bool,
     common: str = "",
 ) -> list[str]:
-    """Return the texts that must be equal; of a group: `common`, then one for each tensor."""
+    """Return the texts that must be equal on all ranks.
+
+    For a group these are the number of tensors with `common`, then one text for each tensor.
+    """
     if not group:
         return [f"{describe(tensor)} {common}".strip() for tensor in tensors]
     numbered = [f"tensor {number}: {describe(tensor)}" for number, tensor in enumerate(tensors)]
@@ -188,17 +192,17 @@ def row_bytes(tensor: torch.Tensor) -> int:
 
 
 def accepted_by(tensors: Sequence[torch.Tensor], transport: Transport) -> bool:
-    """Tell whether a transport may work on all of these where they lie, on a GPU."""
-    # All or none: one operation has one place, which its flags tell the others.
+    """Tell whether a transport can work on all of these tensors in GPU memory."""
+    # All or none: an operation's flags give one location for all its tensors.
     return bool(tensors) and all(map(transport.carries, tensors))
 
 
 def view_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    """Return the tensor's bytes, uint8 [numel * element_size]: its own memory, else a copy."""
+    """Return the tensor's bytes, uint8 [numel * element_size]; a copy only if necessary."""
     flat = as_bytes(tensor)
     if flat.is_cuda:
         copy = begin_copy(flat)
-        # The copy is begun on the current stream, behind what makes the tensor.
+        # The copy was queued on the current stream, behind the kernels that write the tensor.
         await_copies([flat])
         flat = copy
     array: NDArray[np.uint8] = flat.cpu().numpy()
@@ -208,18 +212,18 @@ def view_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
 def from_bytes(
     message: NDArray[np.uint8], like: torch.Tensor, shape: Sequence[int]
 ) -> torch.Tensor:
-    """Return bytes of `view_bytes` as a tensor of the dtype and device of `like`."""
-    # torch cannot view an array without bytes as another dtype.
+    """Return bytes from `view_bytes` as a tensor with the dtype and device of `like`."""
+    # torch cannot view an empty array as another dtype.
     if not message.size:
         return like.new_empty(shape)
     return to_device(torch.from_numpy(message).view(like.dtype).reshape(shape), like.device)
 
 
 class Memory(NamedTuple):
-    """A tensor's elements as ranks can reduce them, [numel].
+    """A tensor's elements in a form that ranks can reduce, [numel].
 
     elements: an array on the host, or a tensor on a GPU.
-    pinned:   the page-locked tensor that holds the array, if it is in page-locked memory.
+    pinned:   the tensor behind the array, if that is in page-locked memory.
     """
 
     elements: Any
@@ -227,15 +231,15 @@ class Memory(NamedTuple):
 
 
 def memory_of(output: torch.Tensor, tensor: torch.Tensor, on_gpu: bool = False) -> Memory:
-    """Return the elements of a tensor, to be reduced: in the output's memory, if possible.
+    """Return the elements of a tensor to reduce, in the output's memory if possible.
 
-    output: the tensor itself, or one of its kind.
-    on_gpu: whether they stay on the GPU; else elements copied from a GPU are there after
-            `await_copies`.
+    output: the tensor itself, or one with the same dtype, shape and device.
+    on_gpu: whether the elements stay on the GPU. If not, and the tensor is on a GPU, they are valid
+            after `await_copies`.
     """
     # A bool is reduced as uint8, and the bits of a negated view are not its values.
     as_it_is = output.dtype != torch.bool and not output.is_neg() and output.is_contiguous()
-    # In the output's own memory the result needs no copy back.
+    # A result in the output's own memory needs no copy back.
     if on_gpu and as_it_is:
         if output is not tensor:
             output.copy_(tensor.detach())
@@ -253,24 +257,24 @@ def memory_of(output: torch.Tensor, tensor: torch.Tensor, on_gpu: bool = False) 
 
 
 def mark_written(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose memory was written past torch, after telling autograd of the write."""
-    # Inference tensors have no version to count.
+    """Notify autograd that a tensor's memory was written outside torch; return the tensor."""
+    # Inference tensors have no version counter.
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
     return tensor
 
 
 def write(reduced: Any, output: torch.Tensor, memory: Memory) -> torch.Tensor:
-    """Write the reduced elements of a memory into `output`, and return that."""
+    """Write the reduced elements of a memory into `output`, and return `output`."""
     if isinstance(reduced, torch.Tensor):
         if reduced.data_ptr() == output.data_ptr():
             return mark_written(output)
         written = reduced
-    # By address: the engine may have reduced it in place, or brought another array.
+    # Compare addresses: the engine may have reduced in place, or returned another array.
     elif is_host_array(output) and reduced.ctypes.data == output.data_ptr():
         return mark_written(output)
     elif memory.pinned is not None and reduced.ctypes.data == memory.pinned.data_ptr():
-        written = memory.pinned  # torch keeps page-locked memory until the copy has ended
+        written = memory.pinned  # torch keeps page-locked memory until the copy has finished
     else:
         written = from_array(reduced, output)
     with torch.no_grad():
