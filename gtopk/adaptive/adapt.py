@@ -1,4 +1,4 @@
-"""`hvd.adapt` makes a DataLoader's batches follow the ranks' speeds; MODES names the ways to."""
+"""`hvd.adapt` makes a DataLoader's batches follow the ranks' speeds; MODES holds its modes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .throughput import Timer
 
 
 class Adapted(Protocol):
-    """A loader of any mode, which the script uses in place of its DataLoader.
+    """A loader of any mode; the script uses it in place of its DataLoader.
 
     num_samples: this rank's samples in the current batch.
     """
@@ -41,7 +41,7 @@ class Adapted(Protocol):
         """Yield an epoch's batches."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration this epoch, in its shuffled order."""
+        """Make the next iteration this epoch, with its shuffled order."""
 
     def drain(self) -> None:
         """Apply all pending work; call it before an evaluation, a checkpoint and the end."""
@@ -54,7 +54,7 @@ class Adapted(Protocol):
 
 
 class Mode(NamedTuple):
-    """A mode: its options, its loader's constructor, and whether it takes iterable data sets."""
+    """A mode: its options, its loader's constructor, and whether it accepts iterable data sets."""
 
     options: type[Options]
     open: Callable[[Job[Any]], Adapted]
@@ -132,15 +132,16 @@ def adapt(
     timer: Timer | None = None,
     **options: Any,
 ) -> Adapted:
-    """Return a loader in place of `loader`, whose batches follow the ranks' speeds.
+    """Return a loader to use in place of `loader`; its batches follow the ranks' speeds.
 
-    The ranks' batches are disjoint, and together they hold every sample once an epoch, whichever
-    sampler the loader had. The optimizer weighs each rank's gradients by its samples. Call it after
-    DistributedOptimizer, on every rank, with equal arguments but for a rank's own (`Options.own`).
+    The ranks' batches are disjoint, and together they hold every sample once an epoch, for any
+    sampler of the loader. The optimizer weights each rank's gradients by its samples. Call it after
+    DistributedOptimizer, on every rank, with the same arguments except a rank's own
+    (`Options.own`).
 
-    mode: "balanced": synchronous steps of one global batch, divided by speed. "abs": as many
-        micro-batches as a rank has time for while the step before is reduced; see
-        `delayed_sync.rounds`. "adaptive-sgd": each rank steps its own replica on batches that it
+    mode: "balanced": synchronous steps of one global batch, divided by speed. "abs": each rank
+        computes as many micro-batches as it can while the step before is reduced; see
+        `delayed_sync.rounds`. "adaptive-sgd": each rank trains its own replica on batches that it
         takes when it is free, and replicas are merged after every mega-batch; see
         `model_averaging.loader`. "hogbatch", "adaptive-hogbatch": the ranks of a node update one
         model in shared memory, each at its own pace; see `hogbatch`.
@@ -159,15 +160,15 @@ def adapt(
         The hogbatch modes have min_batch=1, lr_scaling="linear", device_class=None, sizes=None,
         alpha=2.0, beta=1.0, merge_every=None, nodes=None, lock_step=False, ranks_may_leave=False,
         audit=False: see `hogbatch.options`.
-    Raises ValueError for an argument out of its range; for a loader whose batches or samples the
-    mode cannot choose; for an optimizer that is already adapted in a mode other than "balanced";
-    and, in such a mode, for one that has made Adam's steps before the exchange. Raises TypeError
-    for an option that the mode does not have, for a number that is not whole where it must be, for
-    a loader that is not a DataLoader, and for an optimizer that is not distributed. Raises
-    HorovodInternalError on every rank where the ranks' arguments differ.
+    Raises ValueError for an argument out of its range; for a loader if the mode cannot choose its
+    batches or samples; for an optimizer that is already adapted in a mode other than "balanced";
+    and, in such a mode, for one that has taken Adam's steps before the exchange. Raises TypeError
+    for an option that the mode does not have, for a number that must be whole and is not, for a
+    loader that is not a DataLoader, and for an optimizer that is not distributed. Raises
+    HorovodInternalError on every rank if the ranks' arguments differ.
     """
     check_choice("mode", mode, MODES)
-    # Before the check of the class: op=Adasum gives an optimizer of another class, whose error
+    # Before the check of the class: op=Adasum gives an optimizer of another class, and that error
     # would not help.
     if getattr(optimizer, "op", None) == Adasum:
         raise ValueError(
@@ -184,7 +185,7 @@ def adapt(
     if optimizer.process_set is not global_process_set:
         raise ValueError("adapt divides the batches of all ranks: it takes no process_set")
     require_not_taken(optimizer)
-    # A loader that `adapt` made comes here, too, where a script adapts what it has adapted already.
+    # A script that adapts a loader twice passes one that `adapt` has returned.
     if not isinstance(loader, DataLoader):
         raise TypeError(
             f"adapt needs a torch.utils.data.DataLoader, got {type(loader).__name__}; to adapt "
@@ -192,7 +193,8 @@ def adapt(
         )
     here = world.current()
     if mode != "balanced":
-        # In the other modes the wrapped optimizer steps: it cannot go on from such steps' moments.
+        # These modes step the wrapped optimizer, which cannot continue from the moments of such
+        # steps.
         require_plain(optimizer.state.values(), here.rank)
         if hides_behind_backward(optimizer.step_policy.options.compression):
             raise ValueError(
@@ -211,10 +213,10 @@ def adapt(
             f"set of a length that is no IterableDataset, got {type(loader.dataset).__name__}"
         )
     known = [field.name for field in fields(MODES[mode].options)]
-    # Here, not by the record's constructor: its TypeError would not name the mode.
+    # Not left to the constructor: its TypeError would not name the mode.
     if unknown := [name for name in options if name not in known]:
         raise TypeError(f"mode {mode!r} has no option {unknown[0]!r}; it has {', '.join(known)}")
-    # As many samples a step as the script has had, when each rank had a batch of its own.
+    # The script's samples a step before, with one batch on each rank.
     if global_batch is None:
         global_batch = loader.batch_size * here.size
     chosen = MODES[mode].options(global_batch, **options)

@@ -1,8 +1,8 @@
-"""Mode "balanced": synchronous steps of one global batch, divided so that all ranks end together.
+"""Mode "balanced": synchronous steps; one global batch is divided so that all ranks end together.
 
-rank 0  |==== 128 ====| exchange |==== 128 ====| exchange |      sizes differ, their sum does
-rank 1  |==== 64 =====| exchange |==== 64 =====| exchange |      not: the training is that of
-rank 2  |==== 32 =====| exchange |==== 32 =====| exchange |      equal batches
+rank 0  |==== 128 ====| exchange |==== 128 ====| exchange |      sizes differ, but their sum is
+rank 1  |==== 64 =====| exchange |==== 64 =====| exchange |      fixed, so the training is the same
+rank 2  |==== 32 =====| exchange |==== 32 =====| exchange |      as with equal batches
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _NO_BOUND: Final = 1 << 40  # samples
 
 
 class Decision(NamedTuple):
-    """A change of the sizes by rank.
+    """A change of the ranks' sizes.
 
     step: the first step with these sizes.
-    seconds: of a batch of each rank in the window before, with the earlier sizes.
+    seconds: each rank's seconds per batch in the window before, with the earlier sizes.
     """
 
     step: int
@@ -54,7 +54,11 @@ class Decision(NamedTuple):
 
 
 class BalancedLoader(LoaderBase[BalancedOptions]):
-    """An iterable of this rank's batches, which tells the optimizer the size of each.
+    """Yields this rank's batches, and gives the optimizer the size of each.
+
+    Take one step with each batch. Compute it with `backward` if it may not fit into memory, and
+    call `drain` on every rank before a `state_dict` in the middle of an epoch. See
+    `BalancedOptions` to tune it.
 
     decisions: every change of the sizes so far.
     """
@@ -63,7 +67,8 @@ class BalancedLoader(LoaderBase[BalancedOptions]):
         options, world = job.options, job.world
         super().__init__(job, "balanced")
         self._require_one_pass()
-        # Equal sizes for now: the bounds are known only when all ranks have told theirs, below.
+        # Equal sizes for now: the bounds are known only after all ranks have exchanged theirs,
+        # below.
         self._plan = Plan(self._equal(options.global_batch))
         self._source = open_source(job.loader, self._plan, world.rank, job.order, options.seed)
         self._memory = Memory(world.rank)
@@ -74,20 +79,20 @@ class BalancedLoader(LoaderBase[BalancedOptions]):
         self._targets_goodput = options.policy == "goodput"
         needed = self._targets_goodput or options.lr_scaling == "adascale"
         probes = options.noise_every or (100 if needed else 0)
-        # One rank's gradient alone does not show its noise: see `noise_scale.estimate`.
+        # The gradient of a single rank does not show its noise: see `noise_scale.estimate`.
         self._noise_every = probes if world.size > 1 else 0
         self._copy = GradientCopy(trained_by(job.optimizer)) if self._noise_every else None
-        self._lead, self._most = self._gather_limits()  # every rank's largest size, for its memory
+        self._lead, self._most = self._gather_limits()  # _most: each rank's largest size
         self._limits = self._limits_of(options.global_batch)
         self._limits.check()
         sizes = round_sizes([float(size) for size in self._plan.at(0)], self._limits)
         self._plan.change(0, sizes)
         self._controller = Controller(sizes, self._limits, options.interval)
-        self.step = 0  # batches handed out and finished, through all epochs
+        self.step = 0  # finished batches, over all epochs
         self._seconds: list[float] = []  # of each batch in the open window
-        self._exchanges: list[float] = []  # seconds of its steps' exchanges, with "goodput"
+        self._exchanges: list[float] = []  # seconds of its steps' exchanges; "goodput" only
         self._cut: Cut | None = None  # of the current batch
-        self._has_warned = False  # that ranks may read unlike streams
+        self._has_warned = False  # that ranks may read different streams
         self.decisions: list[Decision] = []
 
     def _require_one_pass(self) -> None:
@@ -99,7 +104,7 @@ class BalancedLoader(LoaderBase[BalancedOptions]):
         )
 
     def _gather_limits(self) -> tuple[int, list[int]]:
-        """Return the most that any rank prefetches, and every rank's largest size."""
+        """Return the most steps that a rank prefetches, and every rank's largest size."""
         mine = [self._source.lead, self._options.max_batch or _NO_BOUND]
         records = self._meet(
             [self._source.signature], lambda transport, all_flags: transport.gather_object(mine)
@@ -107,10 +112,10 @@ class BalancedLoader(LoaderBase[BalancedOptions]):
         return max(lead for lead, _ in records), [most for _, most in records]
 
     def _enter(self) -> None:
-        """Join the next world where the last one is over, with rank 0's sizes.
+        """Join the next world, with rank 0's sizes, if this loader's world has ended.
 
-        An epoch that was cut off starts again, unless a state is loaded that holds its place.
-        Raises RuntimeError where this rank or the number of ranks has changed.
+        An interrupted epoch starts again, unless a state is loaded that holds its position. Raises
+        RuntimeError if this rank or the number of ranks has changed.
         """
         here = self._next_world()
         if here is None:
@@ -120,7 +125,7 @@ class BalancedLoader(LoaderBase[BalancedOptions]):
         self._world = here
         self._lead, self._most = self._gather_limits()
         self._epochs.start = 0
-        # Some ranks may have been a step ahead when it failed.
+        # Some ranks may have been a step ahead when the last world failed.
         mine = self._state()
         state = self._run(
             "state", [], lambda transport, all_flags: transport.broadcast_object(mine)
@@ -141,14 +146,14 @@ class BalancedLoader(LoaderBase[BalancedOptions]):
         # A grain that does not fit into memory is computed in parts.
         most = [min(max(each // grain, 1) * grain, samples) for each in self._most]
         equal, least = self._equal(samples), self._options.min_batch
-        # A least size above an equal share, or above a rank's memory, would leave no sizes.
+        # A least size above an equal share, or above a rank's memory, could not be met.
         low = [min(least, *each) for each in zip(equal, most, strict=True)]
         return Limits(samples, low, most, grain)
 
     def _compare(self, columns: Array) -> None:
-        """Raise HorovodInternalError, on every rank, where ranks read unlike streams.
+        """Raise HorovodInternalError, on every rank, if ranks read different streams.
 
-        Warns once, on rank 0, where the columns do not tell.
+        Warns once, on rank 0, if the columns do not show it.
         """
 
         is_known = self._run(
@@ -168,12 +173,12 @@ class BalancedLoader(LoaderBase[BalancedOptions]):
 
     @property
     def sizes(self) -> list[int]:
-        """Return the ranks' sizes in the current batch, or else in the next one."""
+        """Return the ranks' sizes in the current batch; between batches, those in the next one."""
         return list(self._cut.sizes if self._cut else self._plan.at(self.step))
 
     @property
     def noise(self) -> Noise | None:
-        """Return the averaged noise of the gradient; None before the first probe."""
+        """Return the averaged gradient noise; None before the first probe."""
         return self._noise.value
 
     def __len__(self) -> int:
@@ -185,20 +190,20 @@ class BalancedLoader(LoaderBase[BalancedOptions]):
 
     def _batches(self) -> Generator[Any, None, None]:
         self._enter()
-        # Again: a script may have called set_backward_passes_per_step since the loader was made.
+        # Again: a script may have called set_backward_passes_per_step in the meantime.
         self._require_one_pass()
         if self._cut is not None:
             self._abandon()
         with self._epochs.iterate() as (epoch, start):
             signature = [f"sample {start} of epoch {epoch}, at step {self.step}"]
             self._run("epoch", [*signature, *self._source.open(epoch)])
-            # Workers may have cut ahead in an iteration that was left: those steps are cut anew.
+            # Workers may have prefetched in an unfinished iteration; those steps are cut again.
             self._plan.drawn = self.step
             for cut, batch in self._source.begin(epoch, self.step, start, self._compare):
                 self._begin_batch(cut)
                 try:
                     yield batch
-                except GeneratorExit:  # the script has broken it off
+                except GeneratorExit:  # the script has left the loop
                     self._current_batch.leave(cut)
                     raise
                 self._current_batch.finish(cut)
@@ -206,20 +211,21 @@ class BalancedLoader(LoaderBase[BalancedOptions]):
 
     def _begin_batch(self, cut: Cut) -> None:
         self._cut = cut
-        # Before the batch is out: a state taken in the loop's body counts it, as `_state` does.
+        # Before the batch is handed out: a state taken in the loop's body counts it, as `_state`
+        # does.
         self._epochs.reach(cut.start + cut.total)
         self.num_samples = cut.sizes[self._world.rank]
         reduction = self._options.loss_reduction
         self._current_batch.make_current(cut, self.num_samples, reduction, self._world)
         self._rate.scale(cut.total, self._noise.value)
-        # Every rank is at the same step, so all probe or none does: a probe is a collective.
+        # A probe is a collective. All ranks are at the same step, so either all probe or none does.
         if self._copy is not None and self.step % self._noise_every == 0:
             self._copy.arm(trained_by(self._optimizer), loss_scale(self._optimizer.scaler))
-        # Last: none of the above is the batch's own time.
+        # Last, so that the batch's time includes none of the above.
         self._timer.start(self.num_samples)
 
     def _abandon(self) -> None:
-        """Drop the batch that was current when a script broke off an iteration."""
+        """Drop the batch that was current when a script left the loop."""
         self._timer.elapsed_seconds()
         if self._copy is not None:
             self._copy.disarm()
@@ -245,30 +251,29 @@ class BalancedLoader(LoaderBase[BalancedOptions]):
             for size, (seconds, most, _) in zip(before, records, strict=True)
         ]
         if any(window.size and not window.seconds for window in windows):
-            # A rank computed no gradients, or only a partial step: another whole window, not a
-            # decision in each step from now on.
+            # A rank computed no gradients, or only a partial step. Measure another whole window, or
+            # every step from now on would decide.
             self._controller.measuring_from = self.step
             return
-        # Workers prefetch: the steps before that are cut already, on some rank at least.
+        # At least one rank has prefetched the steps before that, so they are cut already.
         takes_effect = self.step + self._lead
         sizes = self._controller.decide(windows, self.step, takes_effect)
-        # A bound never rises again: what did not fit once is not tried a second time.
+        # A bound never rises again: a size that did not fit once is not tried again.
         self._most = [min(a, window.most) for a, window in zip(self._most, windows, strict=True)]
         if self._targets_goodput and self._noise.is_sure:
-            # The last rank waited for nobody: the least is the time of the exchange alone.
+            # The least is the exchange alone: the rank that came last waited for nobody.
             sizes = self._goodput_sizes(min(each for *_, each in records), takes_effect)
         if tuple(sizes) != before:
             self._change(takes_effect, sizes, [window.seconds for window in windows])
 
     def _goodput_sizes(self, exchange_seconds: float, takes_effect: int) -> list[int]:
-        """Return the sizes from a step on, in the global batch that policy "goodput" chooses."""
+        """Return the sizes from a step on, for the global batch that policy "goodput" chooses."""
         assert self._noise.value is not None
         costs, now = self._controller.costs(), self._limits.total
         reference = self._options.global_batch
         seen = Measurements(costs, exchange_seconds, self._noise.value.scale, reference)
         totals = self._options.totals()
-        # Where the ranks' memory together holds less than max_global_batch, larger totals have no
-        # sizes.
+        # Totals beyond the memory of all ranks have no sizes, even below max_global_batch.
         feasible = sum(self._limits_of(totals[-1]).highest())
         totals = range(totals.start, min(totals.stop, feasible + 1), totals.step)
         total = next_total(seen, self._limits_of, totals, now)
@@ -299,34 +304,35 @@ class BalancedLoader(LoaderBase[BalancedOptions]):
             gradient = gradient / max(size, 1)
         weight = size / cut.total
         square = weight * float(gradient @ gradient)
-        # L rides along as one more element, so that one allreduce gives both sums.
+        # L is appended, so that one allreduce gives both sums.
         mine = np.append(weight * gradient.numpy(), square)
         signature = [f"gradients of {mine.size - 1} values"]
         self._run("noise", signature, lambda transport, all_flags: transport.allreduce(mine))
         if np.isfinite(mine).all() and sum(size > 0 for size in cut.sizes) > 1:
-            # By the kernels: all ranks must get the same bits, as their rates depend on it.
+            # With the kernels' sum: learning rates depend on it, so all ranks must get the same
+            # bits.
             square_of_mean = squared_norm(mine[:-1])
             self._noise.add(estimate(float(mine[-1]), square_of_mean, cut.sizes))
 
     def set_global_batch(self, samples: int) -> None:
-        """Set the samples of a step, from the first step that is not cut yet.
+        """Set the samples of a step, from the first step on that is not cut yet.
 
-        Every rank must call it with the same number. Raises ValueError where the ranks' bounds do
-        not allow it, TypeError for a number that is not whole, and HorovodInternalError on every
-        rank where the ranks' numbers differ.
+        Every rank must call it with the same number. Raises ValueError if the ranks' bounds do not
+        allow it, TypeError for a number that is not whole, and HorovodInternalError on every rank
+        if the ranks' numbers differ.
         """
         self._enter()
         samples = whole_number("a global batch", samples)
-        # Before the range is checked: ranks with unlike numbers must all raise the same error.
+        # Before the range check: ranks with different numbers must all raise the same error.
         self._run("global_batch", [f"a global batch of {samples} samples"])
         if samples < 1:
             raise ValueError(f"a global batch must have at least 1 sample, got {samples}")
         limits = self._limits_of(samples)
         scale = samples / self._limits.total
         sizes = round_sizes([scale * size for size in self._controller.sizes], limits)
-        # The batch in hand is cut already, and so are those that workers prefetch.
+        # The current batch and the batches that workers prefetch are cut already.
         step = self.step + (self._cut is not None) + self._lead
-        # Only now: `round_sizes` has raised where the bounds do not allow the number.
+        # Only now: `round_sizes` has raised if the bounds do not allow the number.
         self._limits = limits
         self._controller.resize(limits, sizes, step)
         self._seconds.clear()
@@ -334,17 +340,17 @@ class BalancedLoader(LoaderBase[BalancedOptions]):
         self._plan.change(step, sizes)
 
     def backward(self, loss_of: Callable[[Any], torch.Tensor], batch: Any) -> torch.Tensor:
-        """Compute a batch's loss and gradients, in parts where the memory is too small.
+        """Compute a batch's loss and gradients, in parts if the memory is too small.
 
-        Call it in place of `loss_of(batch).backward()`. A size that did not fit bounds this rank
-        from the next window on.
+        Call it in place of `loss_of(batch).backward()`. A size that did not fit bounds this rank's
+        sizes from the next window on.
         """
-        # A placeholder's samples do not count, and it is computed as one, whole.
+        # A placeholder's samples do not count; it is computed whole.
         size = max(self.num_samples, 1)
         return self._memory.backward(loss_of, batch, size, self._options.loss_reduction == "sum")
 
     def drain(self) -> None:
-        """Finish the current batch, whose step has been taken; every rank must call it.
+        """Finish the current batch after its step; every rank must call it.
 
         Call it before `state_dict` in the middle of an epoch, so that the state is complete.
         """
@@ -354,28 +360,29 @@ class BalancedLoader(LoaderBase[BalancedOptions]):
         seconds = self._timer.elapsed_seconds()
         if self._copy is not None and (gradient := self._copy.disarm()) is not None:
             self._probe(gradient, self._cut)
-        # An epoch's last step may be smaller than planned, and would pass for a faster rank.
+        # An epoch's last step may be smaller than planned, which would look like a faster rank.
         regular = self._cut.sizes == self._plan.at(self._cut.step)
         if seconds is not None and regular and self._controller.counts(self.step):
             self._seconds.append(seconds)
             if self._targets_goodput and (step := self._optimizer.last_step) is not None:
                 self._exchanges.append(self._timer.exchanged(step))
         self._finish_batch()
-        # By the step alone, whatever this rank measured: all gather their windows, or none does.
+        # Depends on the step alone, not on this rank's times: either all ranks gather or none does.
         if self._controller.is_due(self.step):
             self._decide()
 
     def _state(self) -> dict[str, Any]:
-        """Return the place of the next batch, and the state that sizes depend on.
+        """Return the position of the next batch, and the state that sizes depend on.
 
         It is the same on all ranks, except for this rank's seconds in the open window. An epoch
-        that was left is over, unless its world has ended too: then it can go on in the next one.
+        that the script left counts as over, unless its world has ended too: the next world can
+        continue it.
         """
         done = self.step + (self._cut is not None)
         return {
             "ranks": self._world.size,
             "global_batch": self._limits.total,
-            "global_batch_given": self._options.global_batch,  # what it was at first
+            "global_batch_given": self._options.global_batch,  # the initial one
             "step": done,
             "epochs": self._epochs.state_dict(is_of_before=is_over(self._world)),
             "plan": self._plan.state_dict(done),
@@ -389,11 +396,11 @@ class BalancedLoader(LoaderBase[BalancedOptions]):
         """Resume where another loader stopped.
 
         Sizes start equal if the number of ranks or the global_batch given to this loader differs.
-        If bounds such as max_batch differ, the sizes are cut to them. Raises ValueError where this
+        If bounds such as max_batch differ, the sizes are cut to them. Raises ValueError if this
         loader's bounds do not allow the state's global batch.
         """
         self._epochs.close()
-        self._enter()  # joining a next world later would lose the loaded state
+        self._enter()  # joining the next world later would lose the loaded state
         if self._cut is not None:
             self._abandon()  # this batch belongs to the earlier state
         given = self._options.global_batch
@@ -403,7 +410,7 @@ class BalancedLoader(LoaderBase[BalancedOptions]):
 
     def _load_sizes(self, state: dict[str, Any]) -> None:
         """Resume with another loader's sizes, cut to the bounds of this one."""
-        # Checked first: a state that does not fit must change nothing.
+        # Checked first: a state that does not fit must not change anything.
         limits = self._limits_of(state["global_batch"])
         limits.check()
         planned = state["plan"]["sizes"]

@@ -6,16 +6,16 @@
                 |   +---above: SOLVE----------------------------> SETTLE --+
                 +----------------------------------------------------------+
 
-    HOLD ends with two windows whose spread is 0.10 or more, or one above 0.30. After SOLVE only
-    FINE is allowed for two windows, unless a rank's speed has changed. One window is too noisy to
-    show a spread of a few per cent; 16 windows of HOLD together may move sizes once more. A size
-    that a rank's memory does not hold is cut in HOLD, too.
+        Two windows with a spread of 0.10 or more end HOLD, and so does one above 0.30. After SOLVE
+        only FINE is allowed for two windows, unless a rank's speed has changed. One window is too
+        noisy to show a spread of a few per cent, so 16 windows of HOLD are averaged and may move
+        sizes once more. HOLD also cuts a size that does not fit into a rank's memory.
 
-    All three bounds are higher where the machine is noisy. A spread of less than half a millisecond
-    counts as none: that is noise of the operating system.
+        All three bounds are raised on a noisy machine. A spread of less than half a millisecond
+        counts as zero: it is noise of the operating system.
 
-spread: (max - min) / mean of the ranks' median seconds a batch. Every rank gets the same records
-in the same order and computes the same sizes: there is no coordinator.
+spread: (max - min) / mean of the ranks' median seconds per batch. Every rank gets the same records
+in the same order and computes the same sizes, so no coordinator is needed.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from .partitioning.cuts import Limits, round_sizes
 from .throughput import Cost, SpeedModel, equal_finish, spread_of
 
 WARMUP_STEPS: Final = 5
-SETTLING_STEPS: Final = 2  # after the prefetched ones
-# Two bounds, EVEN to begin a HOLD and STILL_EVEN to leave it: a spread near one of them would else
-# go in and out.
+SETTLING_STEPS: Final = 2  # after the prefetched steps
+# Two bounds, EVEN to enter HOLD and STILL_EVEN to leave it: with a single bound, a spread close to
+# it would enter and leave HOLD all the time.
 EVEN: Final = 0.05
 STILL_EVEN: Final = 0.10
 APART: Final = 0.30
 FINE_SHARE: Final = 0.10
-LEAST_SECONDS: Final = 5e-4  # between the ranks' ends: less is noise of the operating system
+LEAST_SECONDS: Final = 5e-4  # a smaller spread is noise of the operating system
 # The spread of equal ranks is usually below this many times the noise of one rank's windows.
 NOISE_IN_SPREAD: Final = 2.0
 NOISE_WINDOWS: Final = 4
 LEAST_GAIN: Final = 0.02
 FINE_WINDOWS: Final = 2
-# The mean of 16 windows is four times as certain as one window, so half the gain is worth a change.
+# The mean of 16 windows has a quarter of one window's error, so half the gain is worth a change.
 HELD_WINDOWS: Final = 16
 LEAST_GAIN_HELD: Final = 0.01
 
-_MOST_SAMPLES: Final = 1 << 40  # of a rank in a step: more than any memory holds
+_MOST_SAMPLES: Final = 1 << 40  # of a rank in a step; more than any memory holds
 
 
 class Window(NamedTuple):
-    """One rank's window: its size, the median of its seconds, the most samples that fit."""
+    """One rank's window: its size, its median seconds, the most samples that fit into memory."""
 
     size: int
     seconds: float
@@ -60,8 +60,11 @@ class Window(NamedTuple):
 class Controller:
     """Decides the sizes of the ranks' batches, window by window.
 
+    Count a step in the window if `counts(step)`; when `is_due(step)`, call `decide` on every rank
+    with the windows of all ranks.
+
     sizes: the sizes decided last.
-    measuring_from: the first step whose time counts in the open window.
+    measuring_from: the first step that counts in the open window.
     """
 
     def __init__(
@@ -82,18 +85,18 @@ class Controller:
         self._fine_left = 0
         self._last_moves = [0] * len(sizes)
         self._damping = [1.0] * len(sizes)
-        self._surprises: list[list[float]] = []  # each rank's, in the last windows
+        self._surprises: list[list[float]] = []  # of each rank, in the last windows
 
     def counts(self, step: int) -> bool:
-        """Tell whether the time of this step belongs to the window."""
+        """Tell whether the time of this step counts in the window."""
         return step >= self.measuring_from
 
     def is_due(self, step: int) -> bool:
-        """Tell whether the window is full when this many steps are finished."""
+        """Tell whether the window is full after this many steps."""
         return step >= self.measuring_from + self.interval
 
     def decide(self, windows: Sequence[Window], step: int, takes_effect: int) -> list[int]:
-        """Return the sizes from step `takes_effect` on, from every rank's window.
+        """Return the sizes from step `takes_effect` on, given every rank's window.
 
         step: the number of finished steps.
         """
@@ -106,13 +109,13 @@ class Controller:
     def _choose(self, windows: Sequence[Window]) -> list[int]:
         now = [window.size for window in windows]
         seconds = [window.seconds if window.size else 0.0 for window in windows]
-        # Before the models see these seconds, which they would then predict too well.
+        # Before the models learn these seconds, which they would then predict too well.
         self._note_surprises(now, seconds)
         changed = [
             model.observe(size, each)
             for model, size, each in zip(self._models, now, seconds, strict=True)
         ]
-        # A rank of another speed may need a large move at once.
+        # A rank whose speed has changed may need a large move at once.
         if any(changed):
             self._fine_left = 0
         spread = spread_of(seconds)
@@ -127,30 +130,30 @@ class Controller:
         wanted = equal_finish(costs, limits)
         if spread > self._above(APART) and not self._fine_left:
             self._fine_left = FINE_WINDOWS
-            # The sizes jump: earlier moves, and the damping that follows from them, do not count.
+            # The sizes jump, so earlier moves and their damping no longer apply.
             self._last_moves = [0] * len(now)
             self._damping = [1.0] * len(now)
             sizes = wanted
         else:
             self._fine_left = max(0, self._fine_left - 1)
             sizes = self._damped(now, wanted, limits)
-        # Each change costs a window's begin: the steps until it takes effect, and those to settle.
+        # Each change costs the start of a window: the steps until it takes effect and until they
+        # settle.
         if self._gain(now, sizes, costs) < LEAST_GAIN:
             self._hold()
             return round_sizes([float(size) for size in now], limits)
         return sizes
 
     def _refined(self, now: list[int], seconds: Sequence[float], limits: Limits) -> list[int]:
-        """Return the sizes by all windows of this HOLD together, if the gain is large enough."""
+        """Return sizes from the mean of all windows in this HOLD, if the gain is large enough."""
         if (bounded := round_sizes([float(size) for size in now], limits)) != now:
-            self._held.clear()  # memory has run out: they were measured with too large sizes
+            self._held.clear()  # memory has run out: these windows had sizes that are too large
             return bounded
         self._held.append(list(seconds))
         if len(self._held) < HELD_WINDOWS:
             return now
         of_ranks = [*zip(*self._held, strict=True)]
-        # The mean here: HOLD's windows are medians already, and their mean is surer than any of
-        # them.
+        # The windows' seconds are medians already, so outliers are gone and the mean is more exact.
         means = [statistics.fmean(each) for each in of_ranks]
         unsure = max(
             statistics.stdev(each) / mean if mean else 0.0
@@ -158,7 +161,7 @@ class Controller:
         ) / math.sqrt(HELD_WINDOWS)
         self._held.clear()
         costs = [
-            # The fixed part is the model's: with one size the windows of a HOLD cannot tell it.
+            # From the model: windows of one size cannot show the fixed part.
             Cost(cost.fixed, (mean - cost.fixed) / size) if size and mean > cost.fixed else cost
             for cost, mean, size in zip(self.costs(), means, now, strict=True)
         ]
@@ -167,9 +170,9 @@ class Controller:
         return sizes if gain >= max(LEAST_GAIN_HELD, NOISE_IN_SPREAD * unsure) else now
 
     def _stays(self, spread: float) -> bool:
-        """Tell whether the ranks end close enough to each other, with hysteresis."""
+        """Tell whether the ranks end close enough to each other; uses hysteresis."""
         still_even, apart = self._above(STILL_EVEN), self._above(APART)
-        # Between the bounds it takes two windows: one may be noise.
+        # Between the bounds, wait for a second window: the first may be noise.
         if self._holding and still_even <= spread <= apart:
             self._uneven_windows += 1
             self._holding = self._uneven_windows < 2
@@ -181,7 +184,7 @@ class Controller:
         return self._holding
 
     def _note_surprises(self, now: Sequence[int], seconds: Sequence[float]) -> None:
-        """Record by which share each rank's seconds differ from its model's prediction."""
+        """Record how far each rank's seconds are from its model's prediction, as a share."""
         surprises = [
             abs(math.log(each / model.cost.seconds(size)))
             for model, size, each in zip(self._models, now, seconds, strict=True)
@@ -194,8 +197,8 @@ class Controller:
     def _above(self, bound: float) -> float:
         """Return a bound of the spread, raised by the noise.
 
-        The noise is the median of the models' errors: one rank whose speed has changed hardly moves
-        the median.
+        The noise is the median of the models' errors, and a single rank that
+        changed speed hardly moves it.
         """
         missed = [each for window in self._surprises for each in window]
         return bound + NOISE_IN_SPREAD * (statistics.median(missed) if missed else 0.0)
@@ -205,10 +208,10 @@ class Controller:
         self._uneven_windows = 0
 
     def _damped(self, now: Sequence[int], wanted: Sequence[int], limits: Limits) -> list[int]:
-        """Return a step towards `wanted`: at most a tenth of a size, halved where it turns round.
+        """Return a step towards `wanted`: at most a tenth of a size, halved at each reversal.
 
-        The rest that is then missing from the total, or too much, goes to the ranks that still have
-        to move that way, in proportion to their distance: no size moves away from `wanted`, or
+        The total must stay the same. Ranks that still have to move in the needed direction share
+        the difference in proportion to their distance, so no size moves away from `wanted` or
         beyond it.
         """
         low, high = limits.lowest(), limits.highest()
@@ -229,17 +232,16 @@ class Controller:
         return round_sizes(targets, limits)
 
     def costs(self) -> list[Cost]:
-        """Return every rank's cost; a rank without samples so far counts as the slowest known."""
+        """Return every rank's cost; a rank without samples so far gets the slowest known one."""
         known = [model.cost for model in self._models if model.known]
-        # The slowest: a rank that turns out faster gets more soon, one that is slower would hold up
-        # all.
+        # A rank that turns out faster soon gets more; one given too much would delay all ranks.
         slowest = max(known, key=lambda cost: cost.per_sample)
         return [model.cost if model.known else slowest for model in self._models]
 
     def _limits(self, windows: Sequence[Window]) -> Limits:
         """Return the limits, tightened by each rank's memory if they still allow the total."""
         high = [
-            # Not below a grain, or its least size: a batch that does not fit is computed in parts.
+            # At least a grain, or its least size: a batch that does not fit is computed in parts.
             max(min(most, max(window.most, self.limits.grain)), low)
             for most, window, low in zip(
                 self.limits.high, windows, self.limits.lowest(), strict=True
@@ -250,19 +252,19 @@ class Controller:
 
     @staticmethod
     def _gain(now: Sequence[int], sizes: Sequence[int], costs: Sequence[Cost]) -> float:
-        """Return the share by which the models expect a step to shorten."""
+        """Return the share of its time that a step is expected to save."""
         slowest = max(cost.seconds(size) for cost, size in zip(costs, now, strict=True) if size)
         expected = max(cost.seconds(size) for cost, size in zip(costs, sizes, strict=True) if size)
         return 1.0 - expected / slowest
 
     def resize(self, limits: Limits, sizes: Sequence[int], takes_effect: int) -> None:
-        """Set another total and its sizes, and restart the window."""
+        """Set another total with its sizes, and restart the window."""
         self.limits, self.sizes = limits, list(sizes)
         self._held.clear()
         self.measuring_from = takes_effect + SETTLING_STEPS
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that later decisions depend on; equal on all ranks."""
+        """Return everything that later decisions depend on; it is equal on all ranks."""
         state: dict[str, Any] = {
             "sizes": self.sizes,
             "measuring_from": self.measuring_from,
@@ -279,7 +281,7 @@ class Controller:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume where another controller of equally many ranks stopped.
+        """Resume where another controller with equally many ranks stopped.
 
         Raises TypeError for sizes that no controller can have.
         """

@@ -2,12 +2,12 @@
 
 hand-over   this rank's gradients are weighted by the batch's samples; the factor is set
 step        the learning rates are multiplied by the factor, and restored after the step
-over        all ranks weigh the same, and the factor is 1
+over        all ranks have equal weights again, and the factor is 1
 
 LearningRate: sets the factor from the size of the batch.
 Memory: computes a batch that does not fit in parts, and bounds the rank's batch size.
 
-Only the rate is changed, never the residual: an old gradient's rest is applied at today's rate.
+Only the rate changes, never the residual: the rest of an old gradient is applied at today's rate.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _log = logging.getLogger("gtopk")
 
 
 class CurrentBatch(StepListener):
-    """The batch of an optimizer's next step; an optimizer has one CurrentBatch for all its loaders.
+    """The batch of an optimizer's next step; all loaders of an optimizer share one CurrentBatch.
 
     The batch handed out last counts. If each loader multiplied the rates by itself, one would
     restore rates that another had multiplied.
 
     factor: multiplies the next step's rates; 1 again after the step if no batch is current.
-    The optimizer keeps this object, which refers to the optimizer only weakly.
+    The optimizer holds this object, which in turn holds only a weak reference to the optimizer.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -47,9 +47,9 @@ class CurrentBatch(StepListener):
         self.factor = 1.0
         self._rates: list[Any] | None = None  # to restore after the step
         self._batch: object = None
-        self._world: World | None = None  # in which the batch was handed out
-        self._step_before: object = None  # the last step when the batch was handed out
-        self._left_samples: Samples | None = None  # of a batch whose loop was left before its step
+        self._world: World | None = None  # the world in which the batch was handed out
+        self._step_before: object = None  # the last step's report when the batch was handed out
+        self._left_samples: Samples | None = None  # of a batch if the loop was left before its step
         optimizer.register_step_pre_hook(weak_hook(self._multiply))
         optimizer.register_step_post_hook(weak_hook(self._put_back))
 
@@ -65,12 +65,12 @@ class CurrentBatch(StepListener):
     @factor.setter
     def factor(self, factor: float) -> None:
         self._factor = factor
-        if self._adam is not None:  # computes Adam's steps before the optimizer applies them
+        if self._adam is not None:  # it computes Adam's steps before the optimizer applies them
             self._adam.factor = factor
 
     @classmethod
     def of(cls, optimizer: Any) -> CurrentBatch:
-        """Return the optimizer's CurrentBatch; make it where there is none."""
+        """Return the optimizer's CurrentBatch; create it if there is none."""
         known = optimizer.step_policy.listener()
         if not isinstance(known, cls):
             known = cls(optimizer)
@@ -78,31 +78,30 @@ class CurrentBatch(StepListener):
         return known
 
     def make_current(self, batch: object, samples: int, loss_reduction: Any, here: World) -> None:
-        """Make a batch the current one, with this number of samples on this rank; 0: no weight."""
-        self._restore_rates()  # a step that has failed called no hook behind it
+        """Make the batch current, with this number of samples on this rank; 0: no weight."""
+        self._restore_rates()  # a failed step has not called its post hook
         self._batch, self._left_samples, self._world = batch, None, here
-        # Each step, also a skipped one, makes a report of its own: another object means a step
-        # since.
+        # Each step, even a skipped one, makes its own report: another object means another step.
         self._step_before = self._optimizer.last_step
         self._optimizer.step_policy.set_weightless(samples == 0)
         self._optimizer.set_num_samples(samples, loss_reduction)
 
     def finish(self, batch: object) -> None:
-        """Finish a batch, unless another one is current."""
+        """Finish a batch if it is the current one."""
         if batch is not self._batch:
             return
         said, self._batch, self._left_samples = self._left_samples, None, None
         self.factor = 1.0
         self._optimizer.step_policy.set_weightless(False)
-        # Else the script has set another number since, for a step of its own.
+        # If they differ, the script has set another number for a step of its own.
         if said is None or said is self._optimizer.step_policy.samples():
             self._optimizer.set_num_samples(None)
 
     def leave(self, batch: object) -> None:
-        """Finish a batch whose loop was left, once its step has been taken.
+        """Finish a batch after its loop was left and its step taken.
 
-        Sample counts that the script sets from now on belong to its own steps. Nothing is done
-        where the optimizer has been collected.
+        Sample counts that the script sets from now on belong to its own steps. Does nothing if the
+        optimizer has been collected.
         """
         if batch is not self._batch or self._optimizer is None:
             return
@@ -113,25 +112,25 @@ class CurrentBatch(StepListener):
             self._left_samples = self._optimizer.step_policy.samples()
 
     def enter(self, here: World) -> None:
-        """Finish a batch that was left in an earlier world: its step failed, or never came."""
+        """Finish a batch that was left in an earlier world: its step failed or never came."""
         if self._left_samples is not None and self._world is not here:
             self.finish(self._batch)
 
     def end_step(self) -> None:
-        """Finish a batch whose loop was left before this step."""
+        """Finish a batch if its loop was left before this step."""
         if self._left_samples is not None:
             self.finish(self._batch)
         elif self._batch is None:
             self.factor = 1.0
 
     def drop(self) -> None:
-        """Finish a batch whose loop was left, and whose gradients a GradScaler did not apply."""
+        """Finish a batch if its loop was left and a GradScaler skipped its gradients."""
         if self._left_samples is not None and self._optimizer.last_step is not self._step_before:
             self.finish(self._batch)
 
     def _multiply(self, optimizer: Any, *step: Any) -> None:
         # The plain optimizer and its other wrappers share these hooks. A step that calls its base
-        # class's step comes here twice.
+        # class's step gets here twice.
         if optimizer is not self._optimizer or self.factor == 1.0 or self._rates is not None:
             return
         self._rates = []
@@ -145,9 +144,9 @@ class CurrentBatch(StepListener):
             self._restore_rates()
 
     def _restore_rates(self) -> None:
-        """Undo the multiplication, but of rates that were set since, by a schedule or a state."""
+        """Undo the multiplication, except for rates that a schedule or a state has set since."""
         for group, rate, multiplied in self._rates or ():
-            # By identity: a schedule may have set an equal number, which is to stay.
+            # By identity: a schedule may have set an equal number, which must stay.
             if group["lr"] is multiplied:
                 group["lr"] = rate
         self._rates = None
@@ -157,7 +156,7 @@ Factor = Callable[[float, Noise | None, float], float]
 
 
 def adascale(s: float, noise: Noise | None, reference: float) -> float:
-    """Return AdaScale's gain (V + M) / (V/s + M), between 1 and s; 1 where both are 0 or unknown.
+    """Return AdaScale's gain (V + M) / (V/s + M), between 1 and s; 1 if both are 0 or unknown.
 
     V is the variance of the reference batch's gradient, M the square of its mean. Johnson et al.
     2020, arXiv 2007.05105, section 3.
@@ -177,7 +176,7 @@ FACTORS: Final[Mapping[str, Factor]] = {
 
 
 class LearningRate:
-    """Scales an optimizer's learning rates with the samples of its batches.
+    """Scales an optimizer's learning rates with its batches' samples; call `scale` for each batch.
 
     reference: the samples of a step for which the rates were chosen.
     """
@@ -188,14 +187,14 @@ class LearningRate:
         self._current_batch = CurrentBatch.of(optimizer)
 
     def scale(self, samples: int, noise: Noise | None) -> None:
-        """Set the factor for a batch of this many samples over all ranks."""
+        """Set the factor for a batch with this many samples over all ranks."""
         self._current_batch.factor = self._factor(samples / self._reference, noise, self._reference)
 
 
 class Memory:
-    """The most samples this rank can compute on at once.
+    """Computes batches that may not fit into memory, with `backward`.
 
-    most: None until the memory has run out once.
+    most: the most samples to compute at once; None until the memory has run out once.
     """
 
     def __init__(self, rank: int) -> None:
@@ -208,9 +207,9 @@ class Memory:
         """Compute a batch's loss, add its gradients to all leaves it depends on, return the loss.
 
         loss_of: maps a batch, or a part of it, to its loss: a mean over samples, or a sum.
-        The gradients reach the parameters all at once, when they are complete: an attempt that
-        runs out of memory leaves nothing behind, and every hook of a parameter is called once.
-        Raises RuntimeError where the loss depends on nothing that is trained.
+        All gradients reach the parameters at the end: an attempt that runs out of memory leaves
+        nothing behind, and every hook of a parameter is called once. Raises RuntimeError if the
+        loss depends on no trained parameter.
         """
         while True:
             try:
@@ -219,9 +218,9 @@ class Memory:
             except RuntimeError as error:  # torch.cuda.OutOfMemoryError is one
                 if size == 1 or self.most == 1 or not ran_out(error):
                     raise
-                # A batch may be smaller than the bound: then it is the batch that did not fit.
+                # The batch may be smaller than the bound; then the batch is what did not fit.
                 before = min(self.most or size, size)
-            # Outside the handler: the traceback refers to the memory that is to be freed.
+            # Outside the handler: its traceback holds the memory that must be freed.
             self.most = -(-before // 2)
             _log.warning(
                 "rank %d: a batch of %d samples does not fit into memory; from now on at most %d "
@@ -242,14 +241,14 @@ class Memory:
         self, loss_of: Callable[[Any], torch.Tensor], batch: Any, size: int, summed: bool
     ) -> tuple[torch.Tensor, MutableMapping[torch.Tensor, torch.Tensor]]:
         """Return the loss of the whole batch and its gradients."""
-        # The bound of an earlier batch holds here, too: another try would run out once more.
+        # An earlier batch's bound applies here too: more would run out of memory again.
         most = size if self.most is None else min(size, self.most)
         loss = torch.zeros((), device="cpu")
-        gradients = WeakTensorKeyDictionary()  # drops leaves that a part has made for itself
+        gradients = WeakTensorKeyDictionary()  # drops leaves that only one part uses
         for first in range(0, size, most):
             last = min(first + most, size)
             part = batch if last - first == size else slice_of(batch, size, first, last)
-            # A mean of the whole is the parts' means, weighted by their samples.
+            # The whole mean is the mean of the parts, weighted by their samples.
             share = 1.0 if summed else (last - first) / size
             of_part = loss_of(part) * share
             loss = loss.to(of_part.device) + of_part.detach()
@@ -260,13 +259,13 @@ class Memory:
                 found = torch.autograd.grad(of_part, leaves, allow_unused=True)
             for leaf, new in zip(leaves, found, strict=True):
                 if new is not None:
-                    # Not in place: two leaves may share a gradient's memory.
+                    # Not in place: two leaves may share the memory of a gradient.
                     gradients[leaf] = gradients[leaf] + new if leaf in gradients else new
         return loss, gradients
 
 
 def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
-    """Return all leaves to which `backward` would add gradients, of whichever optimizer."""
+    """Return all leaves to which `backward` would add gradients, of any optimizer."""
     found = []
     # A list, not recursion: a graph may be deeper than Python's stack.
     left: list[Any] = [loss.grad_fn] if loss.grad_fn else []
@@ -284,7 +283,7 @@ def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
 
 @contextmanager
 def without_hooks(leaves: Collection[torch.Tensor]) -> Iterator[None]:
-    """Switch off the leaves' own hooks meanwhile: they expect whole gradients."""
+    """Disable the leaves' own hooks in this context: they expect whole gradients."""
     hooks = [(leaf, leaf._backward_hooks) for leaf in leaves if leaf._backward_hooks]
     for leaf, _ in hooks:
         leaf._backward_hooks = None
@@ -296,8 +295,8 @@ def without_hooks(leaves: Collection[torch.Tensor]) -> Iterator[None]:
 
 
 def ran_out(error: BaseException) -> bool:
-    """Tell whether an error means that memory has run out, on a GPU or on the host."""
-    # The host's allocator raises a plain RuntimeError, known by its text alone.
+    """Tell whether an error means that a GPU or the host is out of memory."""
+    # The host's allocator raises a plain RuntimeError that only its text identifies.
     return isinstance(error, torch.cuda.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
@@ -313,7 +312,7 @@ def slice_of(batch: Any, size: int, first: int, last: int) -> Any:
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(slice_of(value, size, first, last) for value in batch))
     if isinstance(batch, (list, tuple)):
-        # A list of tensors is one of columns, even where it is as long as the batch.
+        # A list of tensors holds columns, even if it is as long as the batch.
         if len(batch) == size and not any(isinstance(value, torch.Tensor) for value in batch):
             return batch[first:last]
         return type(batch)(slice_of(value, size, first, last) for value in batch)

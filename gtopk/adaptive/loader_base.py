@@ -1,9 +1,9 @@
-"""LoaderBase: the part that the loaders of all adaptive modes share; Epochs counts their epochs.
+"""LoaderBase: the common part of the loaders of all adaptive modes; Epochs counts their epochs.
 
 A state names the mode that it was saved with, and other modes refuse it. Ranks that drain within an
 epoch wait until all ranks drain. After elastic's recovery, or `shutdown` and `init`, mode
-"balanced" goes on in the next world, as only the current batch is under way. The other modes'
-gradients, replicas and shared models end with their world.
+"balanced" continues in the next world, because only its current batch is pending. The gradients,
+replicas and shared models of the other modes end with their world.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .sources import order_of
 
 
 class LoaderBase(ABC, Generic[O_co]):
-    """An iterable of this rank's batches, one optimizer step for each.
+    """Yields this rank's batches, with one optimizer step for each.
 
     A mode derives from it and implements its iteration (`_batches`), its state (`_state`, `_load`),
     and how ranks finish pending work (`drain`).
 
-    way_out:      advice to go on where the loader's world is over.
+    way_out:      advice in the message when the loader's world is over.
     num_samples:  this rank's samples in the current batch; 0 for a placeholder without weight.
-    drain_wanted: other ranks drain, and wait for this one to do so.
+    drain_wanted: other ranks drain, and wait until this one does.
     """
 
     way_out: ClassVar[str] = (
@@ -62,7 +62,7 @@ class LoaderBase(ABC, Generic[O_co]):
 
     @abstractmethod
     def _load(self, state: dict[str, Any]) -> None:
-        """Close the open iteration, and resume from a state; the epoch's place follows."""
+        """Close the open iteration, and resume from a state; the epoch is loaded after it."""
 
     def _indexed(self, job: Job[Any]) -> int:
         """Set the order of the data set's samples, and return their number."""
@@ -73,10 +73,10 @@ class LoaderBase(ABC, Generic[O_co]):
     def _meet(self, signature: Sequence[str], work: Work = do_nothing, flags: int = 0) -> Any:
         """Name this loader's operations, and run the first of them, as `_run` does.
 
-        Raises HorovodInternalError, on every rank, where modes or options differ, too.
+        Also raises HorovodInternalError, on every rank, if modes or options differ.
         """
-        # By the counter of unnamed operations: ranks that make their loaders in one order get equal
-        # names.
+        # From the counter of unnamed operations: ranks that create their loaders in the same order
+        # get the same names.
         self._name = f"adapt.{next(self._world.sets[0].unnamed)}"
         signature = [f"mode={self._mode!r}", *signature, *self._options.signature()]
         return self._world.engine.submit(self._name, signature, work, flags=flags).wait()
@@ -86,30 +86,30 @@ class LoaderBase(ABC, Generic[O_co]):
     ) -> Any:
         """Run `work` on all ranks together; return its result.
 
-        what: ends the operation's name. signature: what must be equal on all ranks, in words.
+        what: ends the operation's name. signature: words that must be equal on all ranks.
         """
         name = f"{self._name}.{what}"
         return self._world.engine.submit(name, signature, work, flags=flags).wait()
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this rank's batches until every sample was in a batch of one rank."""
+        """Yield this rank's batches until every sample has been in a batch of one rank."""
         return self._epochs.loop(self._batches(), self._world.rank)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration this epoch; without a call epochs count on by themselves."""
+        """Make the next iteration this epoch; without a call, each iteration is the next epoch."""
         self._epochs.set(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place of the next batch, and the state that later ones depend on.
+        """Return the position of the next batch, and the state that later ones depend on.
 
-        Raises RuntimeError where work is under way that a state would lose: call drain() first.
+        Raises RuntimeError if a state would lose pending work: call drain() first.
         """
         return {"mode": self._mode, **self._state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume where another loader stopped: the same samples are left, in the same order.
 
-        Raises ValueError for a state of another mode, or one that this loader cannot go on from.
+        Raises ValueError for a state of another mode, or one that does not fit this loader.
         """
         if state["mode"] != self._mode:
             raise ValueError(
@@ -121,11 +121,11 @@ class LoaderBase(ABC, Generic[O_co]):
         self._epochs.load_state_dict(state["epochs"])
 
     def _settle_drains(self, said: Sequence[int], counted: str, number: int) -> bool:
-        """Return whether all ranks drain or all go on; else ask those that go on to drain.
+        """Return whether all ranks drain or all continue; if they differ, ask the others to drain.
 
         said: for every rank, whether it drains.
-        counted, number: the name and value of the loader's counter by which scripts drain.
-        Raises RuntimeError, on every rank, where one goes on although it was asked to drain.
+        counted, number: name and value of the loader's counter that decides when scripts drain.
+        Raises RuntimeError, on every rank, if a rank continues although it was asked to drain.
         """
         alike = len(set(said)) == 1
         # They differ a second time although all were asked. Every rank has the same `said` and was
@@ -143,9 +143,9 @@ class LoaderBase(ABC, Generic[O_co]):
         return alike
 
     def _next_world(self) -> World | None:
-        """Return the current world where it has replaced this loader's; else None.
+        """Return the current world if it has replaced this loader's; else None.
 
-        Raises RuntimeError where this rank or the number of ranks has changed.
+        Raises RuntimeError if this rank or the number of ranks has changed.
         """
         here = self._world
         if not is_over(here):
@@ -159,7 +159,7 @@ class LoaderBase(ABC, Generic[O_co]):
         return now
 
     def _require_its_world(self) -> None:
-        """Raise RuntimeError where the loader's world is over; elastic does not recover from it."""
+        """Raise RuntimeError if the loader's world is over; elastic does not recover from it."""
         if is_over(self._world):
             raise RuntimeError(
                 f"rank {self._world.rank}: the loader that hvd.adapt made in mode {self._mode!r} "
@@ -169,14 +169,14 @@ class LoaderBase(ABC, Generic[O_co]):
 
 
 def is_over(here: World) -> bool:
-    """Tell whether another world has replaced this one; without any, operations raise."""
+    """Tell whether another world has replaced this one; if none has, operations raise."""
     return world.is_initialized() and world.current() is not here
 
 
 class Epochs:
-    """Counts epochs, follows a DistributedSampler's set_epoch, and resumes in the middle of one.
+    """Counts epochs, follows a DistributedSampler's set_epoch, and resumes within an epoch.
 
-    epoch, start: the place of the batch after the last one handed out.
+    epoch, start: position of the batch after the last one handed out.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -185,17 +185,17 @@ class Epochs:
         self._followed = self._sampler.epoch if self._sampler else 0
         self.epoch = self._followed
         self.start = 0
-        self._iteration: object = None  # None: the next one begins at epoch and start
-        self._is_left = False  # a script left the iteration half-way, which ends the epoch
-        # Refers to the generator whose batches are handed out.
+        self._iteration: object = None  # None: the next iteration starts at epoch and start
+        self._is_left = False  # the script left the iteration early, which ends the epoch
+        # The generator that hands out batches.
         self._loop: weakref.ref[Generator[Any, None, None]] | None = None
 
     def loop(self, batches: Generator[Any, None, None], rank: int) -> Iterator[Any]:
         """Close an unfinished iteration, and yield the batches of this one.
 
-        Raises RuntimeError in a loop that goes on after another one has closed it.
+        Raises RuntimeError in a loop that continues after another one has closed it.
         """
-        # One iteration at a time: two would both move the epoch's place and the optimizer's batch.
+        # One iteration at a time: both would move the epoch's position and the optimizer's batch.
         self.close()
         own = self._loop = weakref.ref(batches)
         try:
@@ -211,7 +211,7 @@ class Epochs:
             batches.close()
 
     def close(self) -> None:
-        """End the iteration whose batches are handed out, if any, as a break would."""
+        """End the iteration that hands out batches, if any, as a break would."""
         batches = None if self._loop is None else self._loop()
         self._loop = None
         if batches is not None:
@@ -219,23 +219,24 @@ class Epochs:
 
     @contextmanager
     def iterate(self) -> Iterator[tuple[int, int]]:
-        """Call `begin`, and note whether the iteration ends with the epoch or is left half-way."""
+        """Call `begin`, and note whether the iteration ends with the epoch or is left early."""
         place = self.begin()
         iteration = self._iteration
         try:
             yield place
         except BaseException:
-            # A generator may end when another has begun, an epoch was set, or a state loaded.
+            # This generator may end after another has begun, an epoch was set, or a state was
+            # loaded.
             self._is_left |= iteration is self._iteration
             raise
         if iteration is self._iteration:
             self.finish()
 
     def begin(self) -> tuple[int, int]:
-        """Return the epoch and place at which to iterate; an epoch left half-way counts as over."""
+        """Return the epoch and position to iterate from; an epoch left early counts as over."""
         if self._iteration is not None and self.start:
             self.finish()
-        # Scripts go on calling set_epoch of their DistributedSampler, which draws nothing any more.
+        # Scripts still call set_epoch of their DistributedSampler, although nothing draws from it.
         if self._sampler is not None and self._sampler.epoch != self._followed:
             self._followed = self._sampler.epoch
             self.set(self._followed)
@@ -243,17 +244,17 @@ class Epochs:
         return self.epoch, self.start
 
     def set(self, epoch: int) -> None:
-        """Make the next iteration this epoch; from its start where the last one was left."""
+        """Make the next iteration this epoch; start it from 0 if it is new or was left early."""
         if epoch != self.epoch or self._is_left:
             self._go_to(epoch, 0)
 
     def reach(self, start: int) -> None:
-        """Note how far the iteration has come, even one left; ignored once an epoch is set."""
+        """Note how far the iteration has come, even if left; ignored once an epoch is set."""
         if self._iteration is not None:
             self.start = start
 
     def finish(self) -> None:
-        """Go on to the next epoch."""
+        """Move to the next epoch."""
         self._go_to(self.epoch + 1, 0)
 
     def _go_to(self, epoch: int, start: int) -> None:
@@ -261,9 +262,9 @@ class Epochs:
         self._iteration, self._is_left = None, False
 
     def state_dict(self, is_of_before: bool = False) -> dict[str, Any]:
-        """Return the place of the next batch: in the next epoch, once this one was left half-way.
+        """Return the position of the next batch; in the next epoch if this one was left early.
 
-        is_of_before: return the place that held before the epoch was left.
+        is_of_before: return the position before the epoch was left.
         """
         if self._is_left and self.start and not is_of_before:
             return {"epoch": self.epoch + 1, "start": 0}
@@ -272,5 +273,5 @@ class Epochs:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume where another loader stopped."""
         self._go_to(state["epoch"], state["start"])
-        # The sampler's epoch of now is from before the state: only a later set_epoch counts.
+        # The sampler's current epoch is older than the state: only a later set_epoch counts.
         self._followed = self.epoch if self._sampler is None else self._sampler.epoch

@@ -1,14 +1,14 @@
-"""LocalSteps: the step reports of a mode whose optimizer does not exchange gradients in each step.
+"""LocalSteps: step reports for modes whose optimizer does not exchange gradients in each step.
 
 WallClock measures where a rank's time goes:
 
 |-- computed --|waits|----- computed -----|waits|-- computed --   all of the wall clock, once
 
-Every second of the wall clock is in one step, as computed or waited, and so is every byte of the
-mode's operations. The `Counter` by which ranks take samples counts its own bytes, which are not
-included here.
+Every second of the wall clock is counted in one step, as computed or as waited. So is every byte of
+the mode's operations, except the bytes of the `Counter` with which ranks take samples: it counts
+its own.
 
-`replace_step` puts a mode's own step in the place of the distributed optimizer's.
+`replace_step` replaces the distributed optimizer's step with the mode's.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from ..telemetry.step_report import RecordedStep, StepReport, report
 from ..telemetry.timeline import Span, Step, timelines
 from .replica import RoundExchange
 
-Bounds = tuple[float, float]  # begin and end, by time.perf_counter
+Bounds = tuple[float, float]  # begin and end, from time.perf_counter
 
 
 class WallClock:
-    """Splits the wall clock into waiting for others, and all else, which counts as computing.
+    """Splits the wall clock into waiting for other ranks and computing, which is all other time.
 
-    Law: all times taken add up to the time from `begin` to the last `pop_computed`, or wait.
+    All times taken add up to the time from `begin` to the last `pop_computed` or wait.
     """
 
     def __init__(self) -> None:
-        self._since: float | None = None  # all time before it is accounted for
+        self._since: float | None = None  # time before it has been counted
         self._computed: list[Bounds] = []
         self._waits: list[Bounds] = []
 
     def begin(self) -> None:
-        """Count from now on, unless counting has begun already."""
+        """Start counting, unless counting has started already."""
         if self._since is None:
             self._since = time.perf_counter()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time meanwhile as waiting for others; do not nest it."""
-        # The time until here was computed: `_pass` closes that span.
+        """Count the time in this context as waiting for others; do not nest it."""
+        # The time until here was computed; `_pass` closes that span.
         began = self._pass()
         try:
             yield
@@ -64,7 +64,7 @@ class WallClock:
                 self._waits.append((began, self._since))
 
     def pop_computed(self) -> list[Bounds]:
-        """Return the spans without waiting since the last call."""
+        """Return the spans of computing since the last call."""
         self._pass()
         computed, self._computed = self._computed, []
         return computed
@@ -83,7 +83,7 @@ class WallClock:
 
 
 class TimedOperation:
-    """An operation; the time spent in `wait` is counted as waiting."""
+    """An operation that counts the time in `wait` as waiting."""
 
     def __init__(self, operation: Operation, spent: WallClock) -> None:
         self._operation, self._spent = operation, spent
@@ -103,7 +103,7 @@ class LocalSteps:
     """Reports each step as the optimizer's `last_step`, and to the run's record.
 
     covers: the kind of step; see `StepReport`.
-    spent:  splits this rank's time.
+    spent:  the wall clock that splits this rank's time.
     """
 
     def __init__(self, world: World, optimizer: Any, covers: str) -> None:
@@ -114,9 +114,9 @@ class LocalSteps:
         self.spent = WallClock()
 
     def expect(self, exchange: RoundExchange, name: str) -> None:
-        """Predict the time of this exchange between all ranks, which call it together.
+        """Predict the time of this exchange; all ranks must call it together.
 
-        name: prefix of the operations for it, equal on all ranks.
+        name: prefix of the measuring operations' names; the same on all ranks.
         """
         policy = self._optimizer.step_policy
         policy.log_compression()
@@ -127,31 +127,31 @@ class LocalSteps:
             self._expected.measure([exchange.bucket_exchange], peers)
 
     def note_submit(self, operation: Operation) -> TimedOperation:
-        """Attribute an operation's messages to the current step; return it, to be waited for."""
+        """Count an operation's messages in the current step; return the operation to wait for."""
         self._seen.operations[len(self._seen.operations)] = operation
         return TimedOperation(operation, self.spent)
 
     def computed(self) -> None:
-        """Attribute computing time up to now to the current step, and later time to the next."""
+        """Attribute computing time so far to the current step, and later time to the next."""
         self._computed += self.spent.pop_computed()
 
     def note_exchange(self, exchange: RoundExchange) -> None:
-        """Record an exchange whose operation is over, and the residual after it."""
+        """Record an exchange that has ended, and the residual after it."""
         seen, ran = self._seen, exchange.pop_reduction()
         seen.bucket_exchanges.append(exchange.bucket_exchange)
         if ran is not None:
             seen.exchanged[len(seen.exchanged)] = ran.exchanged
             seen.spans.append((ran.began, ran.ended))
-            # Here, as the next exchange may be under way when the step is closed.
+            # Sampled now: the next exchange may be running when the step is closed.
             steps = exchange.progress.steps if ran.exchanged.finite else None
             note_residual(recorder_of(self._world), steps, [exchange.bucket_exchange])
 
     def close(self, step: int, samples: int, local_steps: int = 1, skipped: bool = False) -> None:
-        """Report the step, with the time computed until `computed`, and begin another."""
+        """Report the step, with the time computed until `computed`, and open the next one."""
         seen, self._seen = self._seen, RecordedStep()
         computed, self._computed = self._computed, []
         waits = self.spent.pop_waits()
-        # In the optimizer's place, where scripts and observers look for every mode's steps.
+        # Scripts and observers look there for the steps of every mode.
         self._optimizer.last_step = done = report(
             seen,
             step=max(0, step),  # -1: this rank has had no batch so far
@@ -179,10 +179,10 @@ class LocalSteps:
 
 
 def replace_step(optimizer: Any, mode: str, step: Callable[[], None]) -> Callable[..., Any]:
-    """Replace `optimizer.step` by a mode's, which gets the gradients; return the one before."""
+    """Replace `optimizer.step` with a mode's step; return the replaced one."""
     before: Callable[..., Any] = optimizer.step
 
-    @wraps(before)  # copies the mark by which an earlier scheduler knows its step
+    @wraps(before)  # copies the mark with which an earlier scheduler recognizes its step
     def own_step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
         optimizer.step_policy.note_step()
         loss = None
@@ -192,14 +192,14 @@ def replace_step(optimizer: Any, mode: str, step: Callable[[], None]) -> Callabl
         step()
         return loss
 
-    # Bound to the optimizer: a learning-rate scheduler made later wraps it once more.
+    # A bound method: a learning-rate scheduler that is made later can wrap it again.
     optimizer.step = MethodType(own_step, optimizer)
     optimizer.step_policy.stop_exchanging(mode)
     return before
 
 
 def require_batch(batch: object, rank: int, mode: str) -> None:
-    """Raise RuntimeError in a step without a current batch."""
+    """Raise RuntimeError if a step is called without a current batch."""
     if not batch:
         raise RuntimeError(
             f"rank {rank}: optimizer.step() without a batch in hand; mode {mode!r} takes one step "
@@ -209,7 +209,7 @@ def require_batch(batch: object, rank: int, mode: str) -> None:
 
 
 def require_one_pass(optimizer: Any, why: str, way_out: str = "") -> None:
-    """Raise ValueError where backward passes add up; why: this is not for them."""
+    """Raise ValueError if backward passes are accumulated; why: the reason in the message."""
     if optimizer.backward_passes_per_step != 1:
         raise ValueError(
             f"{why}: use backward_passes_per_step=1, got {optimizer.backward_passes_per_step}"
@@ -218,7 +218,7 @@ def require_one_pass(optimizer: Any, why: str, way_out: str = "") -> None:
 
 
 def require_not_taken(optimizer: Any) -> None:
-    """Raise ValueError for an optimizer whose step a mode has taken over."""
+    """Raise ValueError for an optimizer that a mode has already adapted."""
     if mode := optimizer.step_policy.mode():
         raise ValueError(
             f"the optimizer is adapted already, in mode {mode!r}, and exchanges no gradients of "
@@ -229,9 +229,9 @@ def require_not_taken(optimizer: Any) -> None:
 
 
 def require_no_common_step(optimizer: Any, why: str) -> None:
-    """Raise ValueError for options that need a common step of all ranks; why: there is none."""
+    """Raise ValueError for options that need a common step of all ranks; why: the mode has none."""
     asked = optimizer.step_policy.options
-    # Each needs one update that all ranks share, or one decision of all ranks about it.
+    # Each needs an update or a decision that all ranks share.
     for name, value in (
         ("local_clip_norm", asked.local_clip_norm),
         ("global_clip_norm", asked.global_clip_norm),

@@ -5,8 +5,8 @@ With weights w_i = b_i/B and mean gradients g_i of the P ranks that had samples,
     L = sum w_i |g_i|^2,   N = |sum w_i g_i|^2,
     variance = (L - N) B / (P - 1),   square = (P N - L) / (P - 1)
 
-are unbiased for the trace of one sample's covariance and the square of the true gradient, whatever
-the b_i; with equal ones they are McCandlish et al. 2018 (arXiv 1812.06162), appendix A.
+are unbiased for the trace of one sample's covariance and the square of the true gradient, for any
+b_i. With equal b_i they are the estimates of McCandlish et al. 2018 (arXiv 1812.06162), appendix A.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 
 from .throughput import weak_hook
 
-REMEMBERED: Final = 0.8  # weight of the old averages at every new probe
-SURE: Final = 0.6  # weight of the averages to rely on: reached after five probes
+REMEMBERED: Final = 0.8  # weight of the old averages at each new probe
+SURE: Final = 0.6  # weight from which the averages are reliable: reached after five probes
 
 
 class Noise(NamedTuple):
-    """The gradient noise: how much the gradients of samples differ.
+    """The gradient noise: how much the gradients of single samples differ.
 
     variance: the trace of one sample's covariance.
     square:   |G|^2 of the true gradient.
@@ -35,12 +35,12 @@ class Noise(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """Return B_simple: the batch beyond which more samples buy little."""
+        """Return B_simple: the batch size beyond which more samples help little."""
         return self.variance / self.square if self.square > 0 else float("inf")
 
 
 def estimate(weighted_squares: float, square_of_mean: float, sizes: Sequence[int]) -> Noise:
-    """Return the unbiased estimate, from L and N; raise ValueError for fewer than two ranks."""
+    """Return the unbiased estimate from L and N; raise ValueError for fewer than two ranks."""
     ranks = sum(size > 0 for size in sizes)
     if ranks < 2:
         raise ValueError(f"the noise is told from two ranks with samples or more, got {ranks}")
@@ -51,44 +51,50 @@ def estimate(weighted_squares: float, square_of_mean: float, sizes: Sequence[int
 
 
 class NoiseAverage:
-    """Averages variance and square separately: an average of their quotients would be biased."""
+    """Running averages of the noise: `add` each probe, read `value`, rely on it if `is_sure`.
+
+    Variance and square are averaged separately: an average of their quotients would be biased.
+    """
 
     def __init__(self) -> None:
         self._variance = self._square = self._weight = 0.0
 
     def add(self, noise: Noise) -> None:
         """Add one more estimate."""
-        # The weight is averaged, too: dividing by it takes out the zeros that averages begin with.
+        # The weight is averaged too: dividing by it corrects for the zeros that averages start
+        # with.
         for name, value in (("variance", noise.variance), ("square", noise.square), ("weight", 1)):
             old = getattr(self, f"_{name}")
             setattr(self, f"_{name}", REMEMBERED * old + (1 - REMEMBERED) * value)
 
     @property
     def value(self) -> Noise | None:
-        """Return the averages, neither below zero; None before the first estimate."""
+        """Return the averages, clamped at zero; None before the first estimate."""
         if not self._weight:
             return None
-        # Unbiased estimates of something small are below zero now and then.
+        # Unbiased estimates of a small number are sometimes negative.
         return Noise(max(self._variance / self._weight, 0.0), max(self._square / self._weight, 0.0))
 
     @property
     def is_sure(self) -> bool:
-        """Tell whether there were enough estimates to rely on."""
+        """Tell whether the averages are reliable after enough estimates."""
         return self._weight >= SURE
 
     def state_dict(self) -> dict[str, Any]:
         return {"variance": self._variance, "square": self._square, "weight": self._weight}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Adopt another object's averages."""
+        """Continue with another object's averages."""
         self._variance, self._square = state["variance"], state["square"]
         self._weight = state["weight"]
 
 
 class GradientCopy:
-    """A copy of one backward pass's gradients, before anything is added to or made of them.
+    """A copy of one backward pass's gradients, before other hooks and the optimizer use them.
 
-    parameters: those trained at the start; one that is frozen later still counts.
+    Call `arm` before the pass and `disarm` after it.
+
+    parameters: the ones trained at the start; one that is frozen later still counts.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -100,7 +106,7 @@ class GradientCopy:
     def arm(self, parameters: Iterable[torch.Tensor], scale: float = 1.0) -> None:
         """Copy the next backward pass.
 
-        parameters: those trained by now. scale: the factor of the loss.
+        parameters: the ones trained now. scale: the factor of the loss.
         """
         self._watch(parameters)
         self._scale, self._copies = scale, {}
@@ -115,14 +121,14 @@ class GradientCopy:
 
     def _take(self, place: int, gradient: torch.Tensor) -> None:
         if self._copies is not None:
-            # In float64: the variance is the difference of two sums that are nearly equal.
+            # In float64: the variance is a difference of two nearly equal sums.
             copy = gradient.detach().to("cpu", torch.float64, copy=True)
             self._copies[place] = copy.to_dense()  # an embedding's may be sparse
 
     def disarm(self) -> torch.Tensor | None:
-        """Return the copy, float64 [n], of all parameters ever trained; None where not armed.
+        """Return the copy, float64 [n], of all parameters ever trained; None if not armed.
 
-        It holds zeros where there was no gradient.
+        Parameters without a gradient are zeros.
         """
         copies, self._copies = self._copies, None
         if copies is None:

@@ -23,8 +23,8 @@ class Options:
     """Options of every mode; equal on all ranks, except those named in `own`.
 
     global_batch:   samples of all ranks in a step.
-    min_batch:      least samples of a rank; lowered to an equal share where that is less.
-    max_batch:      most samples of this rank, for its memory; at least a grain.
+    min_batch:      least samples of a rank; lowered to an equal share if that is less.
+    max_batch:      most samples of this rank, to fit into its memory; at least a grain.
     grain:          sizes are multiples of it: larger => whole tiles of a GPU, coarser balance.
     """
 
@@ -41,9 +41,9 @@ class Options:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            # Types are texts here, by `from __future__ import annotations`.
+            # Types are texts here, because of `from __future__ import annotations`.
             if field.type == "int" or (field.type == "int | None" and value is not None):
-                # Whole numbers of NumPy become ints: ranks compare options by their repr.
+                # NumPy's whole numbers become ints: ranks compare options by their repr.
                 object.__setattr__(self, field.name, whole_number(field.name, value))
 
     def check(self) -> None:
@@ -72,8 +72,8 @@ class BalancedOptions(Options):
     """Further options of mode "balanced".
 
     interval:       steps in a window: more => steadier, slower to follow.
-    noise_every:    steps between probes of the gradient noise; 0: never, or 100 where it is
-                    needed. A probe costs a dense allreduce.
+    noise_every:    steps between probes of the gradient noise; 0: no probes, or every 100 steps if
+                    policy or lr_scaling need the noise. A probe costs a dense allreduce.
     min_global_batch, max_global_batch: the range for policy "goodput"; 0: global_batch.
     """
 
@@ -97,14 +97,14 @@ class BalancedOptions(Options):
                     f"{self.policy!r}; another keeps global_batch as it is"
                 )
             return
-        # The given batch is the reference of the efficiency and where the search begins: it must be
-        # in the range.
+        # The given batch is the reference of the efficiency and the start of the search, so it must
+        # be in the range.
         if not (least or self.global_batch) <= self.global_batch < most:
             raise ValueError(
                 "policy 'goodput' needs min_global_batch <= global_batch < max_global_batch, got "
                 f"{least}, {self.global_batch} and {most}"
             )
-        # A larger batch makes fewer steps an epoch: at the same rate it would learn less.
+        # A larger batch means fewer steps an epoch, which learn less at the same rate.
         if self.lr_scaling == "none":
             raise ValueError(
                 "policy 'goodput' changes the global batch, and the learning rate has to follow: "
@@ -115,7 +115,7 @@ class BalancedOptions(Options):
         """Return the global batches that may be chosen."""
         low = self.min_global_batch or self.global_batch
         high = self.max_global_batch or self.global_batch
-        # Upwards: a total below min_global_batch is not to be chosen.
+        # Rounded up: a total below min_global_batch must not be chosen.
         return range(-(-low // self.grain) * self.grain, high + 1, self.grain)
 
 
@@ -123,7 +123,7 @@ class BalancedOptions(Options):
 class RoundOptions(Options):
     """Further options of mode "abs".
 
-    micro_batch: smaller => waits less for a round's end, more kernel launches; less memory.
+    micro_batch: smaller => waits less for a round's end, less memory, more kernel launches.
     All micro-batches have this size: min_batch, max_batch and grain are refused.
     """
 
@@ -144,7 +144,7 @@ class RoundOptions(Options):
 
 @dataclass(frozen=True)
 class Job(Generic[O_co]):
-    """The arguments that a mode is opened with.
+    """The arguments for a mode's loader.
 
     optimizer: a DistributedOptimizer.
     timer: measures a batch's seconds in place of the clock, in simulations of "balanced".

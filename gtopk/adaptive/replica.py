@@ -1,6 +1,6 @@
 """Replica: one rank's own model, the center that all ranks agree on, and the merge of both.
 
-    x_i = z + o_i        replica i: the center z, and the offset it has come from there
+    x_i = z + o_i        replica i: the center z, and its offset from there
 
 Normalized merging, dense (T keeps all) or compressed by top-k:
 
@@ -8,21 +8,21 @@ Normalized merging, dense (T keeps all) or compressed by top-k:
     z' = z + S           o_i' = (w_i o_i - s_i + r_i) / w_i
 
 Entries that are not sent stay in the replica, as its offset: the local gradient sees them, so
-nothing is applied twice. Kept outside the replica and added at the next merge, like residuals of
-gradients, they diverge at rates where this is stable. Law: z' + sum w_i o_i' = z + sum w_i o_i.
-Where all is sent, every replica becomes the weighted mean. Weights that change between merges also
-change the weight of an old offset.
+nothing is applied twice. If they were kept outside the replica and added at the next merge, like
+residuals of gradients, training would diverge at rates at which this is stable. Conserved:
+z' + sum w_i o_i' = z + sum w_i o_i. If everything is sent, every replica becomes the weighted
+mean. When weights change between merges, the weight of an old offset changes too.
 
 Elastic merging (EASGD, Zhang, Choromanska and LeCun 2015, arXiv 1412.6651; SMA of CROSSBOW,
 Koliousis et al. 2019) pulls replica and center towards each other:
 
     s_i = T(f o_i)       S, r_i = reduce(s_i)          f: the force
-    z' = z + S           x_i' = x_i - (s_i - r_i)      law: z' + sum x_i' = z + sum x_i
+    z' = z + S           x_i' = x_i - (s_i - r_i)      conserved: z' + sum x_i' = z + sum x_i
 
-Either may give the center momentum: z' gains m (z - the center before it), and so do the replicas
+Either can give the center momentum: z' gains m (z - the center before it), and so do the replicas
 that follow it.
 
-RoundExchange: reduces a round's sums by the optimizer's compression, with a residual.
+RoundExchange: reduces a round's sums with the optimizer's compression, with a residual.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from ..optim.samples import LocalClip, norm_of
 
 
 class TimedReduction(NamedTuple):
-    """A reduction's result, apply included, and when it began and ended, by time.perf_counter."""
+    """A reduction's result, and when it began and was applied, from time.perf_counter."""
 
     exchanged: Exchanged
     began: float
@@ -58,8 +58,8 @@ class RoundExchange:
 
     bucket_exchange: holds the sums, in a bucket, and reduces them.
     progress: counts reductions that had an update.
-    Raises ValueError for adam_correction, as sums and offsets are reduced here, not gradients of
-    single steps, and for shards.
+    Raises ValueError for shards, and for adam_correction, because it reduces sums and offsets, not
+    gradients of single steps.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], compression: Any) -> None:
@@ -91,7 +91,8 @@ class RoundExchange:
     def state_dict(self) -> dict[str, Any]:
         """Return copies of residual and velocity, [n] on the host, and the exchange's progress.
 
-        They are None where everything is sent, and without momentum correction.
+        Residual and velocity are None if everything is sent; velocity also without momentum
+        correction.
         """
         residuals = self._residuals
         return {
@@ -104,13 +105,13 @@ class RoundExchange:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the residual of another exchange of as many elements, and resume from its steps.
+        """Load the residual of another exchange with as many elements, and resume from its steps.
 
-        All ranks do so before the next reduction. Raises ValueError for a residual where this
+        All ranks must load before the next reduction. Raises ValueError for a residual if this
         compression keeps none.
         """
         residuals = self._residuals
-        # Before anything is changed: a state that does not fit must leave the residual as it is.
+        # Checked first: a state that does not fit must leave the residual unchanged.
         for name in ("residual", "velocity"):
             if state[name] is not None and name not in residuals:
                 raise ValueError(
@@ -121,21 +122,21 @@ class RoundExchange:
             tensor.zero_() if state[name] is None else tensor.copy_(state[name])
         if (residual := self.bucket_exchange.residual) is not None:
             residual.is_empty = state["residual"] is None
-            # Entries may be here now that another rank is to go on with; all ranks load together.
+            # Entries may now be here that belong on another rank; all ranks load together.
             residual.may_be_misplaced = True
         self.progress.steps = state["steps"]
         self.bucket_exchange.resume(state)
 
     @property
     def residual_views(self) -> list[torch.Tensor] | None:
-        """Return the residual by parameter, as views of its memory; None where it is empty."""
+        """Return the residual by parameter, as views of its memory; None if it is empty."""
         residual = self.bucket_exchange.residual
         if residual is None or residual.is_empty:
             return None
         return self.bucket_exchange.bucket.split(view_tensor(residual.values))
 
     def clear_residual(self) -> None:
-        """Clear the residual, which its caller has taken over."""
+        """Clear the residual after the caller has taken it over."""
         if (residual := self.bucket_exchange.residual) is not None:
             residual.clear()
 
@@ -144,7 +145,7 @@ class RoundExchange:
     ) -> bool:
         """Capture a rank's sums, one for each parameter; return whether they are finite.
 
-        allowed_norm: this rank's part of the update is shortened to its share of this norm.
+        allowed_norm: clip this rank's part of the update to its share of this norm.
         """
         self._clip = LocalClip(sums, allowed_norm)
         self.bucket_exchange.capture_gradients(1.0, 1.0, sums)
@@ -153,16 +154,17 @@ class RoundExchange:
     def reduce(
         self, transport: Transport, weight: float, share: float = 1.0
     ) -> list[torch.Tensor] | None:
-        """Return the update, the sum over ranks of weight * sums; None where it overflows.
+        """Return the update, the sum over ranks of weight * sums; None if it overflows.
 
-        Then the residual is as it was before. share: this rank's share of the update, for clipping.
+        After an overflow the residual is restored. share: this rank's share of the update, for
+        clipping.
         """
         bucket = self.bucket_exchange.bucket
-        # Not when the sums were captured: weight and share follow from all ranks' counts, known
-        # only now.
+        # Only now: weight and share depend on all ranks' counts, which were unknown when the sums
+        # were captured.
         bucket.weight = weight * self._clip.factor(weight, share)
         began = time.perf_counter()
-        # Before the exchange adds this round's sums: an overflow is known only at its end.
+        # Before the exchange adds this round's sums: an overflow shows only at its end.
         self.bucket_exchange.snapshot()
         exchanged = self.bucket_exchange.reduce(transport)
         reduced = time.perf_counter()
@@ -173,7 +175,7 @@ class RoundExchange:
         # In both cases: a stale snapshot would bring back an earlier round.
         self.bucket_exchange.commit()
         ended = time.perf_counter()
-        # Applying reads and writes what was selected, and is reported with it.
+        # Applying reads and writes the selected entries, so it is reported with the selection.
         select_seconds = exchanged.select_seconds + ended - reduced
         self._last_reduction = TimedReduction(
             replace(exchanged, select_seconds=select_seconds), began, ended
@@ -193,7 +195,7 @@ class Replica:
     """A rank's parameters between merges: `prepare`, `exchange`, then `merge` or `pull`.
 
     center: z, by parameter; the same bits on every rank.
-    was_center: whether it was the center after the last merge; else it keeps an offset.
+    was_center: whether the replica was the center after the last merge; else it has an offset.
     reduction: reduces offsets to S.
     """
 
@@ -202,7 +204,7 @@ class Replica:
     ) -> None:
         """momentum: the center's momentum m."""
         self.parameters = list(parameters)
-        self._own: Sequence[torch.Tensor] = self.parameters  # a copy of them, while `at_center`
+        self._own: Sequence[torch.Tensor] = self.parameters  # in `at_center`: a copy of them
         self.center = self._copy()
         self.was_center = True
         self._momentum = momentum
@@ -214,21 +216,21 @@ class Replica:
 
     @property
     def is_at_center(self) -> bool:
-        """Tell whether the parameters show the center at the moment."""
+        """Tell whether the parameters show the center now."""
         return self._own is not self.parameters
 
     def norm(self) -> float:
-        """Return |w|_2 / n of its n parameters; not finite where one is not."""
+        """Return |w|_2 / n of its n parameters; not finite if one of them is not."""
         return norm_of(self._own) / sum(tensor.numel() for tensor in self._own)
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Set the replica to the center: its own offset is lost."""
+        """Set the replica to the center; its own offset is lost."""
         torch._foreach_copy_(list(self._own), self.center)
         self._show_center()
 
     def _show_center(self) -> None:
-        """Copy the current center into the parameters, within `at_center`."""
+        """In `at_center`, copy the current center into the parameters."""
         if self.is_at_center:
             torch._foreach_copy_(list(self.parameters), self.center)
 
@@ -237,23 +239,23 @@ class Replica:
         return list(torch._foreach_sub([tensor.detach() for tensor in self._own], self.center))
 
     def prepare(self) -> bool:
-        """Take the offsets for a merge; return whether they are finite, else reset the replica."""
+        """Capture the offsets; return whether they are finite; if not, reset the replica."""
         finite = self.reduction.capture_sums(self.offsets())
         if not finite:
             self.reset()
-            # Again, of zeros now: the other ranks reduce, and this one has to take part.
+            # Again, now of zeros: the other ranks reduce, so this one must take part.
             self.reduction.capture_sums(self.offsets())
         return finite
 
     def exchange(self, transport: Transport, weight: float) -> list[torch.Tensor] | None:
-        """Return S, reduced from all ranks' weighted offsets; None where it is not finite."""
+        """Return S, reduced from all ranks' weighted offsets; None if it is not finite."""
         return self.reduction.reduce(transport, weight)
 
     @torch.no_grad()
     def merge(self, update: list[torch.Tensor] | None, weight: float) -> None:
         """Move the center by S, and the replica to the center plus the offset that it did not send.
 
-        update: None, on all ranks: every replica becomes the center as it was.
+        update: None, on all ranks: every replica is reset to the old center.
         weight: 0: this replica becomes the center, too.
         """
         if update is not None:
@@ -262,7 +264,7 @@ class Replica:
         unsent = self.reduction.residual_views
         self.was_center = update is None or unsent is None or not weight
         if unsent is not None and not self.was_center:
-            # The residual is of weighted offsets: o' = (w o - s + r) / w.
+            # The residual holds weighted offsets: o' = (w o - s + r) / w.
             torch._foreach_add_(list(self._own), _like(unsent, self.center), alpha=1 / weight)
         self.reduction.clear_residual()
 
@@ -270,7 +272,7 @@ class Replica:
     def pull(self, update: list[torch.Tensor] | None, force: float) -> None:
         """Move the center by S, and the replica towards the center by the part that it has sent.
 
-        update: None, on all ranks: every replica becomes the center as it was.
+        update: None, on all ranks: every replica is reset to the old center.
         force: 0: this replica becomes the center, too.
         """
         self.was_center = update is None or not force
@@ -278,7 +280,7 @@ class Replica:
             self.reduction.clear_residual()
             self.reset()
             return
-        # Before the center moves: what was reduced are offsets from where it is now.
+        # Before the center moves: the reduced offsets are relative to its current position.
         moved = torch._foreach_mul(self.offsets(), force)
         unsent = self.reduction.residual_views
         if unsent is not None:
@@ -296,7 +298,7 @@ class Replica:
             torch._foreach_add_(self.center, _like(update, self.center))
             return
         step = torch._foreach_sub(self.center, self._before)
-        # Before the center moves: the next momentum is from here.
+        # Before the center moves: the next momentum starts here.
         torch._foreach_copy_(self._before, self.center)
         torch._foreach_mul_(step, self._momentum)
         torch._foreach_add_(step, _like(update, self.center))
@@ -304,7 +306,7 @@ class Replica:
 
     @contextmanager
     def at_center(self) -> Iterator[None]:
-        """Show the center in the parameters meanwhile; other methods use the replica's own copy."""
+        """Show the center in the parameters; meanwhile, other methods use a copy of the replica."""
         # May be nested: `drain` within `merged` works on the copy that the outer context shows.
         outer = self._own
         self._own = self._copy()
@@ -314,7 +316,7 @@ class Replica:
             yield
         finally:
             with torch.no_grad():
-                # Also what a drain or a loaded state has changed meanwhile.
+                # Includes changes that a drain or a loaded state has made meanwhile.
                 torch._foreach_copy_(list(outer), self._own)
             self._own = outer
 
@@ -337,7 +339,7 @@ class Replica:
     def state_dict(self) -> dict[str, Any]:
         """Return the replica's state: the center, the one before, and its own parameters.
 
-        Call it before steps after a merge, unless the replica was the center after it.
+        Call it after a merge, before any step, unless the replica was the center after the merge.
         """
         return {
             "center": [tensor.clone() for tensor in self.center],

@@ -1,15 +1,16 @@
-"""Sources of a rank's batches, which are cut by the plan from a data set or from a stream.
+"""Sources of a rank's batches: the plan cuts them from a data set or from a stream.
 
-All ranks must read the same stream. They compare the samples that an iteration begins with:
+All ranks must read the same stream. They compare the first samples of an iteration, column by
+column:
 
-    rank 0   (image, 3)    rank 1   (image', 3)     the same: one of the columns that tell samples
-             (image, 5)             (image', 5)     apart is equal on all ranks
+    rank 0   (image, 3)    rank 1   (image', 3)     the same: a column that varies between samples
+             (image, 5)             (image', 5)     is equal on all ranks
 
-    rank 0   (image, 3)    rank 1   (image', 3)     unknown: the columns that are equal are so
-             (image, 3)             (image', 3)     in all samples
+    rank 0   (image, 3)    rank 1   (image', 3)     unknown: the equal column has one value in all
+             (image, 3)             (image', 3)     samples
 
-Random augmentation may make columns differ. Where each rank reads its own part of a stream, all
-columns that tell samples apart differ. The order of a data set's samples must be equal as a whole.
+Random augmentation may make columns differ. If each rank reads its own part of a stream, all
+columns that vary differ between ranks. The order of a data set's samples is compared as a whole.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ from .partitioning.cuts import Cut, Plan, cut_epoch, shuffled
 def columns_of(block: Sequence[Any]) -> Array:
     """Return the number of samples, and two values for each column of the block.
 
-    The values are whether the column tells samples apart, and its checksum; 0 and 0 for a column
-    without a checksum. uint32 [1 + 2 columns].
+    The values are whether the column varies between samples, and its checksum; both are 0 for a
+    column without a checksum. uint32 [1 + 2 columns].
     """
     rows = [[checksum(part) for part in _parts(sample)] for sample in block]
-    if len({len(row) for row in rows}) > 1:  # lists of unlike length, say
+    if len({len(row) for row in rows}) > 1:  # lists of different lengths, say
         rows = [[checksum(sample)] for sample in block]
     told = [len(block)]
     for column in zip(*rows, strict=True):
         known = any(column)
-        # A single sample cannot show whether its column tells samples apart: it is taken to.
+        # A single sample cannot show whether its column varies; assume that it does.
         told.append(known and (len(set(column)) > 1 or len(column) == 1))
         told.append(known and zlib.crc32(np.array(column, np.uint32).data))
     return np.array(told, np.uint32)
@@ -55,8 +56,8 @@ def columns_of(block: Sequence[Any]) -> Array:
 def checksum(value: Any, before: int = 0) -> int:
     """Return a checksum of tensors, arrays, numbers, strings, and mappings and lists of them.
 
-    before: the checksum so far. Values without a checksum add nothing: objects of other classes,
-        tensors that are meta, sparse, nested or quantized.
+    before: the checksum so far. Values without a checksum do not change it: objects of other
+        classes, and meta, sparse, nested or quantized tensors.
     """
     if isinstance(value, torch.Tensor):
         has_values = value.layout is torch.strided and not (
@@ -68,7 +69,7 @@ def checksum(value: Any, before: int = 0) -> int:
     if isinstance(value, (bytes, bytearray)):
         return zlib.crc32(value, before)
     if isinstance(value, (str, int, float, complex, np.generic)):
-        # Not hash(): Python salts that of a text anew in every process.
+        # Not hash(): Python salts the hash of a text differently in every process.
         return zlib.crc32(repr(value).encode(), before)
     if isinstance(value, (Mapping, list, tuple)):
         for part in _parts(value):
@@ -77,8 +78,8 @@ def checksum(value: Any, before: int = 0) -> int:
 
 
 def order_in_words(order: Sequence[Any]) -> str:
-    """Return a short text for an epoch's order, which must be equal on all ranks."""
-    if isinstance(order, range):  # may be too long to be read
+    """Return a short text for an epoch's order; it must be equal on all ranks."""
+    if isinstance(order, range):  # may be too long to read
         return repr(order)
     try:
         if isinstance(order, torch.Tensor | np.ndarray):
@@ -92,16 +93,16 @@ def order_in_words(order: Sequence[Any]) -> str:
 
 
 def _parts(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):  # sorted, as ranks may have inserted keys in unlike orders
+    if isinstance(value, Mapping):  # sorted: ranks may have inserted keys in different orders
         return [value[key] for key in sorted(value, key=repr)]
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def require_the_same(transport: Transport, own: Array) -> bool:
-    """Return whether ranks have read the same samples; False where the columns do not tell.
+    """Return whether ranks have read the same samples; False if the columns cannot show it.
 
     own: this rank's `columns_of`. The result is the same on all ranks. Raises MismatchError, on
-    every rank, where the samples differ.
+    every rank, if the samples differ.
     """
     said = [row.view(np.uint32).tolist() for row in transport.allgather(own.view(np.uint8))]
     if len({(len(row), row[0]) for row in said}) == 1:
@@ -131,9 +132,9 @@ T = TypeVar("T")
 
 
 class BatchSampler(Sampler[list[int]]):
-    """The indices of this rank's batches; `cuts` holds the place of each batch that was drawn.
+    """Yields the indices of this rank's batches; `cuts` holds the cut of each batch drawn.
 
-    A rank without samples in a step gets some of the step's samples, to be weighted with zero.
+    A rank without samples in a step gets some of the step's samples, which are weighted with zero.
     """
 
     def __init__(self, plan: Plan, rank: int, length: int, drop_last: bool) -> None:
@@ -142,14 +143,14 @@ class BatchSampler(Sampler[list[int]]):
         self.length = length
         self.drop_last = drop_last
         self.order: Sequence[int] = ()  # of the epoch
-        self.step = self.start = 0  # where the next iteration begins
+        self.step = self.start = 0  # where the next iteration starts
         self.cuts: deque[Cut] = deque()
 
     def __iter__(self) -> Iterator[list[int]]:
-        # An iteration that was left may have drawn more than was handed out.
+        # An iteration that was left may have drawn more batches than it handed out.
         self.cuts.clear()
         for cut in cut_epoch(self.plan, self.step, self.start, self.length, self.drop_last):
-            # DataLoader draws ahead for its workers: the places wait here, in the order of the
+            # DataLoader draws ahead for its workers, so the cuts wait here in the order of the
             # batches.
             self.cuts.append(cut)
             yield [self.order[place] for place in cut.batch(self.rank)]
@@ -158,7 +159,7 @@ class BatchSampler(Sampler[list[int]]):
 class DatasetSource:
     """A data set with a length: DataLoader workers get the indices of this rank's share.
 
-    lead: how many steps are cut before they are handed out: workers prefetch them.
+    lead: number of steps that are cut before they are handed out, because workers prefetch them.
     signature: text that must be equal on all ranks.
     """
 
@@ -167,7 +168,7 @@ class DatasetSource:
     ) -> None:
         length = len(loader.dataset)  # type: ignore[arg-type]
         self._order = order or order_of(loader, length, seed)
-        # By the order's length, not the data set's: order= may leave samples out.
+        # The order's length, not the data set's: order= may leave samples out.
         self._sampler = BatchSampler(plan, rank, len(self._order(0)), loader.drop_last)
         self._loader = rebuilt(loader, batch_sampler=self._sampler)
         self._seeds = WorkerSeeds(self._loader, rank)
@@ -177,7 +178,7 @@ class DatasetSource:
     def open(self, epoch: int) -> list[str]:
         """Set the epoch's order, before `begin`; return texts that must be equal on all ranks.
 
-        Raises ValueError where the order's length is not that of the first.
+        Raises ValueError if the order is not as long as the first one.
         """
         order, length = self._order(epoch), self._sampler.length
         if len(order) != length:
@@ -190,7 +191,7 @@ class DatasetSource:
     def begin(
         self, epoch: int, step: int, start: int, compare: Compare
     ) -> Iterator[tuple[Cut, Any]]:
-        """Yield the rest of an epoch, from a step and a place in its order on."""
+        """Yield the rest of an epoch, from a step and a position in its order."""
         sampler = self._sampler
         sampler.step, sampler.start = step, start
         self._seeds.begin(epoch)
@@ -198,7 +199,7 @@ class DatasetSource:
             yield sampler.cuts.popleft(), batch
 
     def steps(self, start: int) -> int:
-        """Return how many steps are left if the global batch stays as it is."""
+        """Return how many steps are left with the current global batch."""
         sampler = self._sampler
         left, total = sampler.length - start, sum(sampler.plan.at(sampler.plan.drawn))
         return left // total if sampler.drop_last else -(-left // total)
@@ -208,14 +209,15 @@ class StreamSource:
     """An iterable data set, which must yield the same samples on every rank.
 
     Every rank reads all of it, and keeps its share of each step.
-    seed: equal on all ranks, so that their workers draw alike; the script's seeds may differ.
+    seed: equal on all ranks, so that their workers draw the same numbers even if the scripts' seeds
+        differ.
     """
 
     lead = 0
 
     def __init__(self, loader: DataLoader[Any], plan: Plan, rank: int, seed: int) -> None:
-        # Samples come one by one, as the plan makes the batches. Without a collate_fn torch would
-        # turn arrays into tensors first.
+        # Single samples: the plan makes the batches. Without a collate_fn torch would turn arrays
+        # into tensors first.
         self._loader = rebuilt(loader, batch_size=None, collate_fn=as_it_is)
         self._seeds = WorkerSeeds(self._loader, seed=seed)
         self._collate = loader.collate_fn
@@ -227,7 +229,7 @@ class StreamSource:
         )
 
     def open(self, epoch: int) -> list[str]:
-        """Return nothing: the stream's samples are compared as they come."""
+        """Return nothing: the stream's samples are compared when they are read."""
         return []
 
     def begin(
@@ -250,11 +252,11 @@ class StreamSource:
             block = self._block(samples, step)
 
     def _block(self, samples: Iterator[Any], step: int) -> list[Any]:
-        """Return all ranks' samples of a step."""
+        """Return the samples of a step, those of all ranks."""
         return list(islice(samples, sum(self._plan.at(step))))
 
     def steps(self, start: int) -> None:
-        """Return None: a stream does not say when it ends."""
+        """Return None: the length of a stream is not known."""
 
 
 Source = DatasetSource | StreamSource
@@ -265,7 +267,7 @@ def open_source(
 ) -> Source:
     """Return the source for a DataLoader's data set.
 
-    Raises ValueError for a loader whose sampler has no order to divide, see `order_of`.
+    Raises ValueError if the order of the loader's sampler cannot be read, see `order_of`.
     """
     if isinstance(loader.dataset, IterableDataset):
         return StreamSource(loader, plan, rank, seed)
@@ -273,18 +275,18 @@ def open_source(
 
 
 def is_indexed(dataset: Any) -> bool:
-    """Tell whether a data set hands out samples by their indices, and has a length."""
+    """Tell whether a data set is indexed and has a length."""
     return hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)
 
 
 def order_of(loader: DataLoader[Any], length: int, seed: int) -> Order:
-    """Return the order of all samples that a loader's sampler implies: in sequence, or shuffled.
+    """Return the order of all samples that a loader's sampler implies: sequential or shuffled.
 
-    Raises ValueError for samplers other than torch's, for subclasses that draw by themselves, and
+    Raises ValueError for samplers other than torch's, for subclasses with their own `__iter__`, and
     for a sampler that does not draw every sample once.
     """
     sampler = loader.sampler
-    # By the method, not the class: a subclass that draws by itself has another order.
+    # The method, not the class: a subclass with its own `__iter__` has another order.
     draws = type(sampler).__iter__
     if isinstance(sampler, (RandomSampler, SequentialSampler)) and len(sampler) != length:
         raise ValueError(
@@ -310,9 +312,9 @@ def order_of(loader: DataLoader[Any], length: int, seed: int) -> Order:
 
 
 def rebuilt(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
-    """Return a DataLoader with the options of another one, but for those that are `changed`.
+    """Return a DataLoader with the options of another one, except those in `changed`.
 
-    Raises ValueError for a loader whose batches may overtake each other.
+    Raises ValueError for a loader that may return batches out of order.
     """
     require_in_order(loader)
     kept = {
@@ -333,7 +335,7 @@ def rebuilt(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
 
 
 def require_in_order(loader: DataLoader[Any]) -> None:
-    """Raise ValueError for a DataLoader whose batches may overtake each other."""
+    """Raise ValueError for a DataLoader that may return batches out of order."""
     if not getattr(loader, "in_order", True):
         raise ValueError(
             "adapt notes which samples are done, batch by batch in their order: use a DataLoader "
@@ -342,10 +344,10 @@ def require_in_order(loader: DataLoader[Any]) -> None:
 
 
 class WorkerSeeds:
-    """Seeds a loader's workers by a new generator for every epoch, unless the loader has one.
+    """Seeds a loader's workers with a new generator for every epoch, unless the loader has one.
 
     Without one, a DataLoader's iteration draws from torch's generator, and the script would draw
-    other numbers after resuming an epoch in its middle.
+    other numbers after resuming in the middle of an epoch.
     seed: None: the script's seed (`torch.initial_seed`) when an epoch begins.
     """
 
@@ -354,17 +356,18 @@ class WorkerSeeds:
         self._rank, self._seed = rank, seed
 
     def begin(self, epoch: int, part: int = 0) -> None:
-        """Seed the loader's generator by the seed, the epoch, the part of it, and the rank."""
+        """Seed the loader's generator from the seed, the epoch, its part, and the rank."""
         if self._loader is None:
             return
         seed = torch.initial_seed() if self._seed is None else self._seed
-        # Primes far apart, so that no two of epoch, rank and part give one seed.
+        # Large primes, so that different epochs, ranks and parts get different seeds.
         seed += 1_000_003 * epoch + 7_919 * self._rank + 15_485_863 * part
-        # A DataLoader draws into a tensor on the default device, which takes no other generator.
+        # A DataLoader draws into a tensor on the default device, which accepts only its own
+        # generator.
         generator = torch.Generator(torch.empty(()).device)
         self._loader.generator = generator.manual_seed(seed % 2**63)
 
 
 def as_it_is(sample: T) -> T:
-    """Return the sample unchanged: it is collated with others later."""
+    """Return the sample unchanged; it is collated with others later."""
     return sample

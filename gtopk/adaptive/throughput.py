@@ -1,18 +1,19 @@
 """Throughput: the seconds of every rank's last batches, and the next sizes that follow from them.
 
-The policies are pure functions: the same measurements give the same sizes, so that every rank
-computes them for itself.
+The policies are pure functions: the same measurements give the same sizes, so every rank computes
+them on its own.
 
-Goodput: the progress a second of a global batch, throughput times efficiency; the best is chosen.
+Goodput: the training progress a second, throughput times efficiency; the global batch with the
+best goodput is chosen.
 
-Pollux (Qiao et al. 2021, OSDI, arXiv 2008.12260, section 3); of M samples in a step:
+Pollux (Qiao et al. 2021, OSDI, arXiv 2008.12260, section 3), with M samples in a step:
 
     throughput    M / (compute(M) + exchange)        compute(M): until all ranks have ended, which
                                                      they do together (`equal_finish`)
     efficiency    (noise + M0) / (noise + M)         of a sample; it is 1 in the reference batch M0
 
-    goodput |     .-----.          more samples a step hide the exchange, and teach less and less,
-            |   .'       '--.      the less the smaller the gradient's noise is; where
+    goodput |     .-----.          more samples a step hide the exchange but teach less and less,
+            |   .'       '--.      and even less if the noise is small; with
             |  '             '     compute(M) = a + c M, best is M = sqrt(noise (a + exchange) / c)
             +------------------- M
 
@@ -22,7 +23,7 @@ GradientTimer: measures a rank's seconds from a batch's hand-over to its last gr
 
 fetch        hand-over                    last gradient      step: select, exchange, apply
 ---------------|------ forward, backward -------|---------------------------------------------
-  waited       |           computed             |   the optimizer's report tells these
+  waited       |           computed             |   measured by the optimizer's report
 
 SpeedModel: a batch of b samples takes a + c b seconds on a rank.
 """
@@ -45,13 +46,13 @@ from .partitioning.cuts import Limits
 
 
 class Timer(Protocol):
-    """Tells the seconds of batches; simulations use a modelled one."""
+    """Measures the seconds of batches; simulations use a model of them."""
 
     def start(self, samples: int) -> None:
-        """Begin to measure: the script gets the batch now."""
+        """Start measuring: the script gets the batch now."""
 
     def elapsed_seconds(self) -> float | None:
-        """Return the seconds from the hand-over to the last gradient; None where none came."""
+        """Return the seconds from the hand-over to the last gradient; None if none came."""
 
     def exchanged(self, step: StepReport) -> float:
         """Return the seconds that this rank waited for a step's exchange, and for other ranks."""
@@ -60,8 +61,8 @@ class Timer(Protocol):
 def weak_hook(method: Callable[..., None]) -> Callable[..., None]:
     """Return a hook that calls a bound method as long as its object lives.
 
-    A distributed optimizer shares its hooks with the plain one, which outlives it. A hook whose
-    object is gone stays registered: the object may go while a step iterates over its hooks.
+    A distributed optimizer shares its hooks with the plain one, which outlives it. The hook stays
+    registered when its object is gone: that may happen while a step iterates over its hooks.
     """
     known = weakref.WeakMethod(method)
 
@@ -73,10 +74,10 @@ def weak_hook(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class GradientTimer:
-    """Notes the time of every gradient; the last one before `elapsed_seconds` is the batch's last.
+    """Times batches: `start` at the hand-over, `elapsed_seconds` after the last gradient.
 
-    On a GPU it records events on the stream, which are read when the batch is long over. With
-    several GPUs it uses that of the first parameter on one.
+    On a GPU it records events on the stream, and reads them long after the batch. With several
+    GPUs it uses the device of the first parameter on a GPU.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -88,13 +89,13 @@ class GradientTimer:
         self._watch()
 
     def start(self, samples: int) -> None:
-        """Begin to measure."""
+        """Start measuring."""
         self._watch()
         self._began, self._ended = Timestamp(self._device), None
 
     def _watch(self) -> None:
-        """Add hooks to all parameters trained by now: layers are thawed, and groups added."""
-        # Weak: the parameter keeps its hooks, and must not keep the timer of a loader that is gone.
+        """Add hooks to all parameters trained now: layers may be thawed, and groups added."""
+        # Weak: the parameter keeps its hooks, which must not keep the timer of a deleted loader.
         stop = weak_hook(self._stop)
         for parameter in trained_by(self._optimizer):
             if parameter not in self._watched:
@@ -107,7 +108,7 @@ class GradientTimer:
         self._ended = Timestamp(self._device)
 
     def elapsed_seconds(self) -> float | None:
-        """Return the seconds from the hand-over to the last gradient; None where none came."""
+        """Return the seconds from the hand-over to the last gradient; None if none came."""
         began, ended = self._began, self._ended
         self._began = self._ended = None
         return None if began is None or ended is None else began.seconds_until(ended)
@@ -117,10 +118,10 @@ class GradientTimer:
         return step.synchronize_seconds
 
 
-FORGETTING: Final = 0.5  # the weight of a window against the one after it
+FORGETTING: Final = 0.5  # the weight of a window relative to the next one
 REMEMBERED: Final = 4  # windows
-VARIED: Final = 0.05  # sizes that differ by more than this share of their mean can be fitted
-REGIME: Final = 0.3  # the speed of a rank this far from its model has changed
+VARIED: Final = 0.05  # fit sizes only if they differ by more than this share of their mean
+REGIME: Final = 0.3  # a deviation from the model by this share means that the speed has changed
 LEAST_SLOPE: Final = 0.25  # of seconds / b: noise must not make samples look free
 
 
@@ -136,21 +137,24 @@ class Cost(NamedTuple):
 
 
 class SpeedModel:
-    """The cost of one rank's batches, fitted to windows of (size, seconds); old ones fade."""
+    """The cost of one rank's batches, fitted to windows of (size, seconds).
+
+    Call `observe` for each window, then read `cost`. Old windows weigh less.
+    """
 
     def __init__(self) -> None:
         self._seen: list[tuple[int, float]] = []
 
     @property
     def cost(self) -> Cost:
-        """Return the affine fit where the size varied, and proportional cost otherwise.
+        """Return the affine fit if the size varied, and a proportional cost otherwise.
 
         Raises ValueError before the first observation.
         """
         if not self._seen:
             raise ValueError("a speed model needs an observation first")
         size, seconds = self._seen[-1]
-        # One size cannot tell the fixed part from the part of the samples.
+        # A single size cannot separate the fixed cost from the cost of the samples.
         return fit(self._seen) or Cost(0.0, seconds / size)
 
     @property
@@ -165,8 +169,8 @@ class SpeedModel:
     def observe(self, size: int, seconds: float) -> bool:
         """Take a window's size and median seconds; return whether the rank's speed has changed.
 
-        It has where the seconds are far from the model: then all earlier windows are forgotten. A
-        batch without samples is ignored.
+        It has changed if the seconds are far from the model; then all earlier windows are
+        forgotten. A batch without samples is ignored.
         """
         if size <= 0:
             return False
@@ -185,7 +189,7 @@ class SpeedModel:
         if cost is None:
             last, before = self._seen[-1]
             if abs(size - last) > VARIED * last:
-                return False  # a proportional cost may be this far off by itself
+                return False  # a proportional cost may be this wrong at another size
             cost = Cost(0.0, before / last)
         expected = cost.seconds(size)
         return abs(seconds - expected) > REGIME * expected
@@ -201,10 +205,10 @@ class SpeedModel:
 def summarise(seconds: Sequence[float]) -> float:
     """Return the median of a window, or of its second half if the rank's speed changed within it.
 
-    The lower median is one of the values, never the mean of two from before and after a change.
+    The lower median is one of the values, never the mean of one before and one after a change.
     """
     half = len(seconds) // 2
-    # Not the mean: a few steps that the system has held up would move that.
+    # Not the mean, which a few steps delayed by the system would move.
     median = statistics.median_low(seconds)
     if half < 2:
         return median
@@ -215,7 +219,7 @@ def summarise(seconds: Sequence[float]) -> float:
 def fit(seen: Sequence[tuple[int, float]]) -> Cost | None:
     """Return the weighted least-squares line through (size, seconds); later ones weigh more.
 
-    Neither part is negative. None where the sizes do not vary enough.
+    Neither coefficient is negative. Returns None if the sizes do not vary enough.
     """
     sizes = [size for size, _ in seen]
     if len(seen) < 2 or max(sizes) - min(sizes) <= VARIED * sum(sizes) / len(sizes):
@@ -230,7 +234,7 @@ def fit(seen: Sequence[tuple[int, float]]) -> Cost | None:
     )
     slope = above / sum(w * (b - mean_size) ** 2 for w, (b, _) in zip(weights, seen, strict=True))
     proportional = mean_seconds / mean_size
-    # Up to `proportional`: above it the fixed part would be negative.
+    # At most `proportional`: above it the fixed part would be negative.
     slope = min(max(slope, LEAST_SLOPE * proportional), proportional)
     return Cost(mean_seconds - slope * mean_size, slope)
 
@@ -238,18 +242,17 @@ def fit(seen: Sequence[tuple[int, float]]) -> Cost | None:
 def equal_finish(costs: Sequence[Cost], limits: Limits) -> list[int]:
     """Return the sizes with which the slowest rank ends its batch soonest.
 
-    The time at which all ranks end together is found by filling (ranks at a bound are set aside).
-    Sizes are rounded down to grains; the last grains go, one by one, to the rank that would end
-    first.
+    Bisection finds the time at which all ranks end together, except those at a bound. Sizes are
+    rounded down to grains; the last grains go, one by one, to the rank that would end first.
 
         seconds   level T  - - - - - - - - -   a_i + c_i b_i = T,  sum of b_i = total
                   |  c1 b1 |  c2 b2  | c3 b3
-                  |________|   a2    |  a3     where b_i is cut off at its bounds
+                  |________|   a2    |  a3     with b_i cut off at its bounds
     """
     limits.check()
     low, high, grain = limits.lowest(), limits.highest(), limits.grain
     exact = _filled(costs, limits)
-    # Never too much in all: `_filled` stays below the total, so that grains are only added.
+    # Never too many: `_filled` stays below the total, so grains are only added.
     sizes = [max(math.floor(size / grain) * grain, a) for size, a in zip(exact, low, strict=True)]
     for _ in range((limits.total - sum(sizes)) // grain):
         open_ranks = [rank for rank, size in enumerate(sizes) if size + grain <= high[rank]]
@@ -259,7 +262,7 @@ def equal_finish(costs: Sequence[Cost], limits: Limits) -> list[int]:
 
 
 def _filled(costs: Sequence[Cost], limits: Limits) -> list[float]:
-    """Return the sizes of the latest common end at which their sum is still below the total."""
+    """Return the sizes for the latest common end at which their sum is still below the total."""
     low, high = limits.lowest(), limits.highest()
 
     def at(level: float) -> list[float]:
@@ -272,14 +275,14 @@ def _filled(costs: Sequence[Cost], limits: Limits) -> list[float]:
     below, above = 0.0, max(cost.seconds(b) for cost, b in zip(costs, high, strict=True))
     while above - below > 1e-15 * above:
         middle = (below + above) / 2
-        # Between neighbouring floats the middle is one of them, and the loop would not end.
+        # Between neighbouring floats the middle is one of them, and the loop would never end.
         if middle in (below, above):
             break
         if math.fsum(at(middle)) < limits.total:
             below = middle
         else:
             above = middle
-    # From below: `equal_finish` can add what is missing, and takes nothing away.
+    # From below: `equal_finish` only adds what is missing.
     return at(below)
 
 
@@ -291,8 +294,8 @@ def spread_of(seconds: Sequence[float]) -> float:
     return (max(busy) - min(busy)) * len(busy) / math.fsum(busy)
 
 
-LEAST_GAIN: Final = 0.05  # more => quieter, further from the best
-MOST_CHANGE: Final = 2.0  # of the global batch at once
+LEAST_GAIN: Final = 0.05  # more => fewer changes, further from the best
+MOST_CHANGE: Final = 2.0  # largest factor between one global batch and the next
 
 
 @dataclass(frozen=True)
@@ -300,9 +303,9 @@ class Measurements:
     """The measurements from which a global batch is chosen; equal on all ranks.
 
     costs:            the ranks' speed models.
-    exchange_seconds: the seconds that a step waits for its exchange.
+    exchange_seconds: how long a step waits for its exchange.
     noise_scale:      the gradient noise scale; see `noise_scale`.
-    reference:        the batch M0, whose samples have efficiency 1.
+    reference:        the batch M0, in which a sample has efficiency 1.
     """
 
     costs: Sequence[Cost]
@@ -312,8 +315,8 @@ class Measurements:
 
 
 def efficiency(total: int, noise_scale: float, reference: int) -> float:
-    """Return the efficiency of a sample in a batch of `total`; in the reference batch it is 1."""
-    # The limit: the quotient of two infinities would be NaN.
+    """Return the efficiency of a sample in a batch of `total`; it is 1 in the reference batch."""
+    # The limit; computed, it would be infinity / infinity, which is NaN.
     if math.isinf(noise_scale):
         return 1.0
     return (noise_scale + reference) / (noise_scale + total)
@@ -321,7 +324,7 @@ def efficiency(total: int, noise_scale: float, reference: int) -> float:
 
 def goodput(seen: Measurements, limits: Limits) -> float:
     """Return the progress a second with batches of limits.total, in samples of the reference."""
-    # The least after which the slowest rank ends its batch, with real sizes.
+    # Real sizes: the shortest time in which all ranks can end the batch.
     sizes = zip(seen.costs, _filled(seen.costs, limits), strict=True)
     seconds = max(cost.seconds(size) for cost, size in sizes) + seen.exchange_seconds
     total = limits.total
@@ -329,9 +332,9 @@ def goodput(seen: Measurements, limits: Limits) -> float:
 
 
 def best_total(seen: Measurements, limits_of: Callable[[int], Limits], totals: range) -> int:
-    """Return the one of `totals` with the highest goodput; of two equal ones, the smaller.
+    """Return the total with the highest goodput; the smaller of two equal ones.
 
-    limits_of: maps a global batch to its limits. Goodput rises, then falls:
+    limits_of: maps a global batch to its limits. Bisection works because goodput rises, then falls:
     1/goodput ~ (1 + noise/M) seconds(M), and seconds(M) is convex.
     """
     low, high = 0, len(totals) - 1
@@ -350,7 +353,7 @@ def next_total(
 ) -> int:
     """Return the next global batch: `now`, unless another one has LEAST_GAIN more goodput.
 
-    It changes by at most a factor MOST_CHANGE: measurements of this batch say less of distant ones.
+    It changes by at most a factor MOST_CHANGE: measurements say less about more distant batches.
     """
     first = math.ceil((now / MOST_CHANGE - totals.start) / totals.step)
     last = math.floor((now * MOST_CHANGE - totals.start) / totals.step)

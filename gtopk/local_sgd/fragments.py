@@ -1,12 +1,12 @@
-"""Fragments: parts of the model whose rounds end in turn, each with an exchange of its own.
+"""Fragments: parts of the model with rounds that end in turn, each with its own exchange.
 
     fragment 0   x x|x x x x x x x x|x x x    x: a step; |: the end of a round of this fragment
     fragment 1   x x x x|x x x x x x x x|x
     fragment 2   x x x x x x|x x x x x x x
-    fragment 3   x x x x x x x x|x x x x x    here of 8 steps, the first ones shorter
+    fragment 3   x x x x x x x x|x x x x x    here rounds of 8 steps; the first ones are shorter
 
 Streaming DiLoCo's partial synchronization (Douillard et al. 2025, arXiv 2501.18512): each parameter
-is exchanged as often as with one fragment, and the longest exchange is that of one part.
+is exchanged as often as with one fragment, but the longest exchange is that of one part.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..runtime.world.membership import World
 from ..runtime.world.process_sets import ProcessSet
 from .outer_exchange import OuterExchange, Round, options_by_group, preserve_gradients
 
-# A fragment of whole layers may have so many times the values of one that cuts layers up.
+# Largest size of a fragment of whole layers, relative to one that may split layers.
 _UNEVEN: Final = 1.1
 
 
@@ -38,7 +38,7 @@ def check_rounds(
     residual_decay: float,
     compression: Any,
 ) -> None:
-    """Raise ValueError or TypeError for options of `LocalSGD` that no rounds can have."""
+    """Raise ValueError or TypeError for options of `LocalSGD` that do not fit together."""
     if inner_steps is not None:
         check_count("inner_steps", inner_steps)
         if inner_steps == 0:
@@ -51,7 +51,7 @@ def check_rounds(
             + (", and without inner_steps outer_step() waits for it" if inner_steps is None else "")
         )
     check_count("fragments", fragments)
-    # One fragment needs no turns, so that it may go without inner_steps.
+    # A single fragment needs no turns, so it works without inner_steps.
     if fragments < 1 or fragments > max(1, inner_steps or 0):
         raise ValueError(
             f"fragments must lie in 1..inner_steps={inner_steps}, got {fragments}: "
@@ -74,11 +74,11 @@ def check_rounds(
 def assign_parameters(names: Mapping[torch.nn.Parameter, str], fragments: int) -> list[list[int]]:
     """Return the places of each fragment's parameters among all, in order.
 
-    Layers are dealt from the largest to the smallest, each to the fragment that has the fewest
-    values: so the blocks of a transformer, which are alike, go round in order of depth (the paper's
-    strided fragments), and the rest levels them. A layer is what has one name up to its first
-    number, as `blocks.3.`, or else one module. Where fragments would be more than a tenth larger
-    for it, or one would be empty, parameters are dealt one by one.
+    Layers are dealt from the largest to the smallest, each to the fragment with the fewest values.
+    So the equal blocks of a transformer go round in order of depth (the paper's strided fragments),
+    and the other layers balance the sizes. A layer is all parameters with the same name up to the
+    first number, such as `blocks.3.`, or else of the same module. Parameters are dealt one by one
+    if whole layers make a fragment more than a tenth larger, or leave one empty.
     Raises ValueError for more fragments than parameters with values.
     """
     parameters = list(names)
@@ -97,18 +97,18 @@ def assign_parameters(names: Mapping[torch.nn.Parameter, str], fragments: int) -
             f"fragments must be at most the number of parameters with values, "
             f"{sum(map(bool, sizes))}, got {fragments}"
         )
-    # By their first parameters: the turns then follow the depth of the model.
+    # By their first parameters, so that the turns follow the depth of the model.
     return sorted(dealt)
 
 
 def _assign(
     items: Sequence[Sequence[int]], sizes: Sequence[int], fragments: int
 ) -> list[list[int]]:
-    """Return places: each item's go to the fragment that has the fewest values by then."""
+    """Deal items in order of size, each to the fragment with the fewest values so far."""
     totals = [0] * fragments
     dealt: list[list[int]] = [[] for _ in range(fragments)]
     weights = [sum(sizes[place] for place in item) for item in items]
-    # The sort is stable: layers of one size stay in the order of their depth.
+    # The sort is stable: layers of equal size stay in order of depth.
     for number in sorted(range(len(items)), key=lambda number: -weights[number]):
         fragment = totals.index(min(totals))
         totals[fragment] += weights[number]
@@ -129,9 +129,9 @@ def center_in_place(
     outer: torch.optim.Optimizer,
     options: Sequence[Mapping[str, Any]],
 ) -> Iterator[None]:
-    """Let the outer optimizer step the center, by these options, while the replica stays.
+    """Let the outer optimizer step the center, with these options, while the replica stays.
 
-    By `data`, and unseen by autograd: a backward pass under way may need the replica.
+    Swaps `data`, unseen by autograd: a running backward pass may need the replica.
     """
     known, groups = list(parameters), outer.param_groups
     replica = [parameter.data for parameter in known]
@@ -142,8 +142,8 @@ def center_in_place(
         for group, of in zip(groups, options, strict=True):
             group.update(of)
         with ExitStack() as versions:
-            # A step in place counts up the parameters' versions, and a backward pass under way
-            # would refuse them.
+            # An in-place step increments the parameters' versions, which a running backward pass
+            # would refuse.
             for parameter in known:
                 versions.enter_context(preserve(parameter))
             yield
@@ -155,13 +155,13 @@ def center_in_place(
 
 
 class Fragment:
-    """A part of the parameters, the place of this rank in its round, and its exchange.
+    """A part of the parameters, this rank's place in its round, and its exchange.
 
     places:     of the parameters, among all that are exchanged.
     others:     the parameters of other fragments.
-    center:     z, while a round goes on.
-    before:     the round before, while its exchange goes on.
-    steps_made: by this rank, in this round; wasted: those of them by a replica that was lost.
+    center:     z, while a round is open.
+    before:     the round before, until its exchange has moved the replica.
+    steps_made: by this rank, in this round; wasted: the part of them made by a lost replica.
     early:      by how many steps this round is shorter than others; below 0: longer.
     """
 
@@ -181,19 +181,19 @@ class Fragment:
 
     @torch.no_grad()
     def receive(self, outer: torch.optim.Optimizer, rank: int) -> None:
-        """Wait for the exchange of the previous round, and make the outer step.
+        """Wait for the exchange of the previous round, and take the outer step.
 
         With overlap the replica does not move yet: a rank may receive earlier than others.
         """
         before = self.before
-        # A checkpoint may have received it already; then only the replica is still to move.
+        # A checkpoint may have received it already; then only the replica must still move.
         if before is None or before.has_ended:
             return
         with before.waiting():
             try:
                 with preserve_gradients(self.others), self.exchange.ended() as outcome:
                     for parameter in self.others:
-                        parameter.grad = None  # so that the outer optimizer passes over it
+                        parameter.grad = None  # so that the outer optimizer skips it
                     if not before.sent:
                         # The rank has waited, so nothing needs the replica: the outer optimizer
                         # steps in its place.
@@ -205,7 +205,7 @@ class Fragment:
                         with center_in_place(own, self.center, outer, options):
                             outer.step()
             except HorovodInternalError as error:
-                before.error = error  # for all ranks to raise it in the same step
+                before.error = error  # so that all ranks raise it in the same step
             except BaseException:
                 self.give_back(before)
                 raise
@@ -213,7 +213,7 @@ class Fragment:
                 before.outcome, before.is_lost = outcome, rank in outcome.lost
 
     def give_back(self, before: Round) -> None:
-        """Count the steps of a round whose exchange has failed to this one."""
+        """Add the steps of a round with a failed exchange to this one."""
         # Its changes were never summed: they are still in the replica, and the next exchange sends
         # them.
         self.before = None
@@ -222,24 +222,24 @@ class Fragment:
         self.early += before.early
 
     def show_center(self, before: Round) -> None:
-        """Let the replica be the center, and the steps that it has made since."""
-        # Whoever waits has made no steps since: the parameters are the center now.
+        """Move the replica to the center, and keep the steps that it has made since."""
+        # A rank that has waited has made no steps since: its parameters are the center now.
         if not before.sent:
             self.center = []
         elif before.is_lost or not self.steps_made:
             torch._foreach_copy_([*self.parameters], self.center)
         else:
             for p, z, sent in zip(self.parameters, self.center, before.sent, strict=True):
-                # To the bit, where nothing was changed: what is frozen is not to seem to move.
+                # Exact for unchanged values: a frozen parameter must not seem to move.
                 p.copy_(torch.where(p == sent, z, p + (z - sent)))
         if before.is_lost:
             self.wasted = self.steps_made
 
     @torch.no_grad()
     def go_back(self, outer: torch.optim.Optimizer, rank: int) -> None:
-        """Be the center again: this rank's replica was lost, as another fragment's exchange found.
+        """Reset to the center: another fragment's exchange found this rank's replica lost.
 
-        What was sent before counts; the steps since do not.
+        Changes sent before count; the steps since do not.
         """
         self.receive(outer, rank)
         if not self.center:
@@ -247,16 +247,16 @@ class Fragment:
         torch._foreach_copy_([*self.parameters], self.center)
         self.wasted = self.steps_made
         if self.before is not None and self.before.error is not None:
-            # Its changes go with the replica: none of its steps is in the next sum.
+            # Its changes are lost with the replica: the next sum contains none of its steps.
             self.before.made = 0
         elif self.before is not None:
-            # `show_center` then moves the replica by nothing but the center's own move until then,
-            # and keeps the steps since.
+            # `show_center` then moves the replica only by the center's own move, and keeps later
+            # steps.
             self.before.sent = [z.clone() for z in self.center]
             self.before.is_lost = False
 
     def state(self) -> dict[str, Any]:
-        """Return where this rank is in its round; call `receive` first."""
+        """Return this rank's place in its round; call `receive` first."""
         before = self.before
         has_failed = before is not None and before.error is not None
         state = {
@@ -268,7 +268,7 @@ class Fragment:
             "sent": [],
             "is_lost": False,
         }
-        # A loader of this state cannot raise the error any more: it begins as after `give_back`.
+        # A loader of this state cannot raise the error, so it starts as after `give_back`.
         if before is not None and has_failed:
             state["steps_made"] = self.steps_made + before.steps
             state["wasted"] = self.wasted + before.steps - before.made
@@ -280,12 +280,12 @@ class Fragment:
 
     @property
     def is_uncounted(self) -> bool:
-        """Tell whether the exchange that has ended is not among the outer steps yet."""
+        """Tell whether an exchange has ended that is not counted in the outer steps yet."""
         outcome = self.before.outcome if self.before is not None else None
         return outcome is not None and not outcome.empty
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Resume from a state."""
         self.steps_made, self.wasted = state["steps_made"], state.get("wasted", 0)
         self.early = state.get("early", 0)
         self.center, self.before = self._in_layout(state["center"]), None
@@ -293,13 +293,13 @@ class Fragment:
             self.before = Round(sent=sent, is_lost=state["is_lost"], is_loaded=True)
 
     def _in_layout(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return copies in the parameters' memory layout; of an empty list an empty one."""
+        """Return copies in the parameters' memory layout; an empty list for an empty one."""
         pairs = zip(self.parameters, tensors, strict=True) if tensors else ()
         return [torch.empty_like(p).copy_(tensor) for p, tensor in pairs]
 
 
 class Fragments:
-    """All fragments, in the order in which they take turns; the owner of their residuals."""
+    """All fragments, in the order of their turns; the owner of their residuals."""
 
     residual_of: ClassVar[str] = CHANGES
 
@@ -326,25 +326,25 @@ class Fragments:
                     process_set,
                     here,
                     residual_decay,
-                    # Its share of bytes_per_step is that of its elements.
+                    # bytes_per_step is divided in proportion to elements.
                     sum(every[place].numel() for place in places) / elements,
                 ),
             )
             for number, places in enumerate(assign_parameters(names, fragments))
         ]
-        # Of names that no parameter has; saved again.
+        # For names that no parameter has; kept to be saved again.
         self._unmatched: dict[str, ResidualState] = {}
-        self._spaced_for: int | None = None  # inner_steps by which the rounds end in turn
+        self._spaced_for: int | None = None  # the inner_steps that the rounds are spaced for
         self.turn = 0  # of the next exchange
 
     def enter(self, here: World) -> None:
-        """Enter the next world; `meet` of each before its exchange."""
+        """Enter the next world; call each exchange's `meet` before it."""
         self._name = self._name_in(here)
         for number, each in enumerate(self):
             each.exchange.enter(here, f"{self._name}.{number}")
 
     def _name_in(self, here: World) -> str:
-        # Of all parameters: it is the same on ranks with other fragments, which so hear of them.
+        # From all parameters: ranks with other fragments get the same name, so the mismatch shows.
         ranks = self._process_set.members.ranks
         return f"local_sgd.{here.name_optimizer(self._names.values(), ranks)}"
 
@@ -360,7 +360,7 @@ class Fragments:
         return self._fragments[0].exchange
 
     def layout(self) -> list[str]:
-        """Return how many there are, and which parameter is in which."""
+        """Return the number of fragments, and the fragment of each parameter."""
         placed = {place: number for number, each in enumerate(self) for place in each.places}
         return [
             f"fragments={len(self)}",
@@ -368,20 +368,20 @@ class Fragments:
         ]
 
     def begin_anew(self, inner_steps: int | None) -> None:
-        """Begin a round of each, so long that they end in turn; what goes on is forgotten."""
+        """Begin a round of each fragment, spaced so that they end in turn; drop open rounds."""
         for fragment in self:
             fragment.load({"steps_made": 0, "center": ()})
         self._spaced_for = None
         self.space(inner_steps)
 
     def space(self, inner_steps: int | None) -> None:
-        """Let the rounds that go on end in turn, where they were spaced for other inner_steps.
+        """Space the open rounds so that they end in turn, if they are spaced for other inner_steps.
 
         All ranks call it in the same step: the order in which rounds would have ended is kept.
         """
         steps, count = inner_steps or 0, len(self)
         if count > 1 and inner_steps != self._spaced_for:
-            # The one that is furthest in its round first, as it would have been anyway.
+            # The fragment furthest in its round first, as it would have ended first anyway.
             in_order = sorted(self, key=lambda each: -(each.steps_made + each.early))
             for number, fragment in enumerate(in_order, 1):
                 steps_left = -(-steps * number // count)
@@ -389,22 +389,23 @@ class Fragments:
         self._spaced_for = inner_steps
 
     def state(self, outer_steps: int) -> dict[str, Any]:
-        """Return where this rank is in all rounds; call `receive` of each first.
+        """Return this rank's place in all rounds; call `receive` of each first.
 
-        outer_steps: how many have been counted; the state counts those that have ended since.
+        outer_steps: the number counted so far; the state also counts exchanges that have ended
+        since.
         """
-        # The first one's keys lie at the top: so states had them before there were fragments.
+        # The first one's keys are at the top level, as in states from before fragments existed.
         first, *others = (fragment.state() for fragment in self)
         outer_steps += sum(fragment.is_uncounted for fragment in self)
         spaced = {"outer_steps": outer_steps, "inner_steps": self._spaced_for}
         return {**spaced, **first, "other_fragments": others}
 
     def matches(self, state: Mapping[str, Any]) -> bool:
-        """Tell whether a state is of the same fragments."""
+        """Tell whether a state has the same fragments."""
         return [places for places, _ in self._rounds(state)] == [each.places for each in self]
 
     def load(self, state: Mapping[str, Any]) -> int:
-        """Go on from a state of the same fragments; return how many outer steps it counts."""
+        """Resume from a state with the same fragments; return the number of its outer steps."""
         for fragment, (_, own) in zip(self, self._rounds(state), strict=True):
             fragment.load(own)
         self._spaced_for = state.get("inner_steps", self._spaced_for)
@@ -412,7 +413,7 @@ class Fragments:
         return outer_steps
 
     def restore_centers(self, state: Mapping[str, Any]) -> bool:
-        """Let the model be the centers of a state of any fragments; tell whether there are any."""
+        """Set the model to the centers of a state with any fragments; tell whether it has any."""
         every = list(self._names)
         rounds = [(places, own["center"]) for places, own in self._rounds(state) if own["center"]]
         for places, center in rounds:
@@ -420,7 +421,7 @@ class Fragments:
         return bool(rounds)
 
     def _rounds(self, state: Mapping[str, Any]) -> list[tuple[list[int], Mapping[str, Any]]]:
-        every = range(len(self._names))  # before there were fragments
+        every = range(len(self._names))  # for states from before fragments existed
         states = [state, *state.get("other_fragments", ())]
         return [([*own.get("places", every)], own) for own in states]
 
@@ -431,14 +432,14 @@ class Fragments:
         outer: torch.optim.Optimizer | None,
         preempted: bool,
     ) -> None:
-        """End a fragment's round, and begin to exchange what this rank has changed in it.
+        """End a fragment's round, and start to exchange this rank's changes in it.
 
-        outer: to step the center by its options of now, later; None: the rank waits.
-        The exchange is named by its turn: where ranks do not exchange the same fragment, all hear
-        of it, and none waits.
+        outer: steps the center later, with its current options; None: the rank waits.
+        The exchange is named by its turn: if ranks exchange different fragments, all see the
+        mismatch, and none waits.
         """
         name, count = f"{self._name}.outer", len(self)
-        # With fewer inner_steps since a failure turns are not in order: a name may still be in use.
+        # After a failure with fewer inner_steps turns are out of order: a name may still be in use.
         under_way = {each.before.turn for each in self if each.before is not None}
         turns = (turn % count for turn in range(self.turn, self.turn + count))
         turn = next(turn for turn in turns if turn not in under_way)
@@ -447,13 +448,14 @@ class Fragments:
             signature = [*signature, f"fragment {self._fragments.index(fragment)} of {count}"]
         made = fragment.steps_made - fragment.wasted
         before = Round(fragment.steps_made, made, fragment.early, turn)
-        # Since the latest end of any round, so that no step is in two reports. A lost replica's
-        # steps are in no sum, and so in no report.
+        # Since the last end of any round, so that no step is in two reports. No sum contains a lost
+        # replica's steps, so no report does.
         before.covered = min(made, *(each.steps_made for each in self))
         with before.waiting():
             fragment.exchange.begin(name, fragment.center, signature, made, preempted)
             if outer is not None:
-                # What the rank changes during the exchange is told from what was sent by this copy.
+                # A copy, to separate the changes made during the exchange from those that were
+                # sent.
                 before.sent = [p.detach().clone() for p in fragment.parameters]
                 before.options = options_by_group(outer)
         fragment.before = before
@@ -486,7 +488,7 @@ class Fragments:
     def import_state(
         self, residuals: Mapping[str, ResidualState], records: list[dict[str, Any]], steps: int
     ) -> None:
-        """Replace the residuals, and go on from the records; `meet` before an exchange."""
+        """Replace the residuals, and resume from the records; call `meet` before an exchange."""
         for each in self:
             each.exchange.import_state(residuals, records, steps)
         self._unmatched = unmatched(

@@ -7,19 +7,19 @@
     s_i = T(a_i)                  S, r_i = reduce(s_i)
     e_i = a_i - s_i + r_i         z' = the outer optimizer's step from z, with S for its gradient
 
-Law: S + sum e_i(new) = sum e_i(old) + sum w_i (z - x_i). With rounds of one step, all entries sent
-and plain descent of rate 1 outside, z' is the mean of the ranks' models. Dense with Nesterov
-momentum outside it is DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1).
+Conserved: S + sum e_i(new) = sum e_i(old) + sum w_i (z - x_i). With rounds of one step, all entries
+sent, and plain descent of rate 1 as the outer optimizer, z' is the mean of the ranks' models. Dense
+with Nesterov momentum outside it is DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1).
 
-With overlap_steps a rank goes on while changes are exchanged, as in Streaming DiLoCo (Douillard et
-al. 2025, arXiv 2501.18512). Then it moves by z' - x_i, and keeps its own steps:
+With overlap_steps a rank continues while changes are exchanged, as in Streaming DiLoCo (Douillard
+et al. 2025, arXiv 2501.18512). Then it moves by z' - x_i, and keeps its own steps:
 
     rank 0    z  x x x x y y x x y y x x      y: a step while the engine's thread exchanges z - x_i
     wire                 ---     ---
 
-With fragments each part of the model has rounds of its own, which end in turn (fragments.py).
-With residual_decay, d, e_i is d times as much in a_i: SparseLoCo (Sarfi et al. 2025, arXiv
-2508.15706). The law has that leak: S + sum e_i(new) = d sum e_i(old) + sum w_i (z - x_i).
+With fragments each part of the model has its own rounds, which end in turn (fragments.py). With
+residual_decay d, e_i is multiplied by d in a_i: SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706).
+The conservation then leaks: S + sum e_i(new) = d sum e_i(old) + sum w_i (z - x_i).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _log = logging.getLogger("gtopk")
 _KEY: Final = "local_sgd"
 _FORMAT: Final = 1
 
-# Makes the outer optimizer for these parameters: the model's own, which are z when it steps.
+# Makes the outer optimizer for these parameters: the model's own, which hold z when it steps.
 Outer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -64,21 +64,21 @@ def nesterov(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def averaging(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Return plain descent of rate 1: dense, z' is the mean of the models."""
+    """Return plain descent of rate 1: if dense, z' is the mean of the models."""
     return torch.optim.SGD(parameters, lr=1.0)
 
 
 class _LocalSGD(Wrapping):
-    """The result of `LocalSGD`: a mixin, which `wrap` combines with the user's optimizer class.
+    """The result of `LocalSGD`: a mixin that `wrap` combines with the user's optimizer class.
 
-    outer:         the outer optimizer; a scheduler may set its rate, on all ranks alike.
-    inner_steps:   at least so many in a round; None: rounds end where `outer_step` is called. May
-                   be set, on all ranks alike.
-    overlap_steps: how many are made while changes are exchanged.
-    steps_made:    by this rank, in this round; with fragments in the longest that goes on.
-    outer_steps:   so far, with skipped ones; with fragments each exchange of one counts.
-    skipped_steps: how many outer steps changed nothing.
-    lost_replicas: how often a rank's replica was not finite, and became the others'.
+    outer:         the outer optimizer; a scheduler may set its rate, the same on all ranks.
+    inner_steps:   steps of a round, at least; None: `outer_step` ends rounds. May be set, to the
+                   same value on all ranks.
+    overlap_steps: steps made while changes are exchanged.
+    steps_made:    by this rank, in this round; with fragments in the longest open round.
+    outer_steps:   so far, with skipped ones; with fragments the exchange of each counts.
+    skipped_steps: outer steps that changed nothing.
+    lost_replicas: how often a rank's replica was not finite and was replaced with the others'.
     last_step:     the report of the last outer step; None before the first.
     """
 
@@ -103,29 +103,29 @@ class _LocalSGD(Wrapping):
         self.outer = make_outer(outer, self._names)
         set_aside_optimizers_of(self._names)
         if isinstance(compression, ErrorFeedback):
-            # momentum_correction is a momentum already: with the outer optimizer's a change would
-            # count by both.
+            # momentum_correction is a momentum already; with the outer optimizer's, too, a change
+            # would get both.
             require_one_momentum(self.outer, compression, outer=True)
         self.outer_steps = self.skipped_steps = 0
         self.last_step: StepReport | None = None
         self._lost = LostReplicas(max_skipped_steps)
-        self._good = 0  # outer steps since the last that was amiss
+        self._good = 0  # outer steps since the last one with a lost replica or an overflow
         self._world = here = world.current()
         self._fragments = Fragments(
             self._names, fragments, compression, process_set, here, residual_decay
         )
         self._fragments.begin_anew(inner_steps)
-        self._are_alike = False  # whether the ranks' models were found to be the same
+        self._are_alike = False  # whether the ranks' models have been compared and are the same
         self._ended = time.perf_counter()
 
     @property
     def steps_made(self) -> int:
-        """How many steps this rank has made in this round; in the longest of all fragments."""
+        """How many steps this rank has made in this round; with fragments, in the longest one."""
         return max(fragment.steps_made for fragment in self._fragments)
 
     @property
     def lost_replicas(self) -> int:
-        """How often a rank's replica was not finite, and became the others'."""
+        """How often a rank's replica was not finite and was replaced with the others'."""
         return self._lost.count
 
     @property
@@ -140,8 +140,8 @@ class _LocalSGD(Wrapping):
         return self._fragments.layout()
 
     def load_shared_state(self, common: dict[str, Any]) -> None:
-        """Go to where another rank is in its round; broadcast_parameters brings its replica."""
-        self._receive()  # this rank's residual goes by it, as the others' do
+        """Adopt another rank's place in its round; broadcast_parameters brings its replica."""
+        self._receive()  # it changes this rank's residual, as on the other ranks
         for fragment in self._fragments:
             if fragment.before is not None and (outcome := fragment.before.outcome) is not None:
                 self._world.note_preempted(outcome.preempted)
@@ -150,11 +150,11 @@ class _LocalSGD(Wrapping):
         self._are_alike = False
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step this rank's replica with its own gradients; end the round where it is time.
+        """Step this rank's replica with its own gradients; end the round when it is due.
 
-        closure: called once, before, to compute the loss and the gradients.
+        closure: called once, before the step, to compute the loss and the gradients.
         """
-        # Before the closure and the step: the center is the model that all ranks begin from.
+        # Before the closure and the step: the center is the model that all ranks start from.
         self._begin_round()
         loss = None
         if closure is not None:
@@ -163,15 +163,15 @@ class _LocalSGD(Wrapping):
         self._step_wrapped()
         self._world.step += 1
         self._fragments.space(self.inner_steps)
-        # All count first: a move may send other fragments back, and with them this step.
+        # All count first: a move may reset other fragments to their centers, which drops this step.
         for fragment in self._fragments:
             fragment.steps_made += 1
         for fragment in self._fragments:
-            # Not earlier, although the exchange may have ended: all ranks move at the same step.
+            # Not earlier, even if the exchange has ended: all ranks must move at the same step.
             if fragment.before is not None and fragment.steps_made >= self.overlap_steps:
                 self._move(fragment)
         for fragment in self._fragments:
-            # steps_made is larger where inner_steps was lowered, or an exchange has failed.
+            # steps_made may exceed inner_steps if that was lowered, or after a failed exchange.
             made = fragment.steps_made + fragment.early
             if self.inner_steps is not None and made >= self.inner_steps:
                 self._end_round(
@@ -184,7 +184,7 @@ class _LocalSGD(Wrapping):
         return loss
 
     def _begin_round(self) -> None:
-        """Keep the center where a round begins; in a world's first compare it with all ranks'."""
+        """Keep the center when a round begins; in a new world first compare it with all ranks'."""
         if (here := world.current()) is not self._world:  # after elastic's recovery, say
             for fragment in self._fragments:
                 with contextlib.suppress(HorovodInternalError):  # its ranks may be gone
@@ -206,12 +206,12 @@ class _LocalSGD(Wrapping):
                         fragment.center, signature, self.outer_steps
                     )
             except BaseException:
-                for fragment in begins:  # the model may be broadcast before the next try
+                for fragment in begins:  # the model may be broadcast before the next attempt
                     fragment.center = []
                 raise
-            self._fragments.turn = 0  # nothing goes on
+            self._fragments.turn = 0  # no exchange is running
             self._are_alike = True
-            self._ended += time.perf_counter() - begun  # links may be measured: no round's time
+            self._ended += time.perf_counter() - begun  # measuring links belongs to no round
 
     def _require_known(self) -> None:
         require_known(
@@ -222,30 +222,30 @@ class _LocalSGD(Wrapping):
         )
 
     def _signature(self) -> list[str]:
-        """Return the options that must be equal on all ranks, in words."""
+        """Return words for the options that must be equal on all ranks."""
         steps = f"inner_steps={self.inner_steps}, overlap_steps={self.overlap_steps}"
         more = f"fragments={len(self._fragments)}, residual_decay={self._residual_decay}"
         return [f"{steps}, {more}", options_of(self.outer)]
 
     def outer_step(self) -> bool:
-        """End the round: combine the changes of all ranks in the model. All ranks call it alike.
+        """End the round: combine the changes of all ranks in the model. All ranks must call it.
 
-        With fragments those of all, one after the other; their turns begin anew.
+        With fragments it ends the rounds of all, one after the other; their turns start again.
 
-        Returns whether the model has moved. Where no rank has made a step, nothing is done or
-        counted. Ranks may have made different numbers of steps, which are their replicas' weights.
-        A replica that is not finite is lost: it becomes the others' model, and the wrapped
-        optimizer begins anew on its rank.
-        Raises HorovodInternalError, on every rank alike, when the ranks disagree or one is gone:
-        replicas and residuals are then as before, but those of fragments that were exchanged by
-        then. FloatingPointError when replicas were lost, or a
-        sum was not finite, in more outer steps in a row than max_skipped_steps.
+        Returns whether the model has moved. If no rank has made a step, nothing is done or counted.
+        Ranks may have made different numbers of steps, which weight their replicas. A replica that
+        is not finite is lost: it becomes the others' model, and the wrapped optimizer starts again
+        on its rank.
+        Raises HorovodInternalError, on every rank, if the ranks disagree or one is gone: replicas
+        and residuals are then restored, except those of fragments that have been exchanged by then.
+        Raises FloatingPointError if more outer steps in a row than max_skipped_steps have lost
+        replicas or a sum that is not finite.
         """
         self._begin_round()
         moved = False
         for fragment in self._fragments:
             if fragment.before is not None:
-                # `or` last: each fragment has to move, whatever the others did.
+                # `or` last: each fragment must move, even if others have.
                 moved = self._move(fragment) or moved
         for fragment in self._fragments:
             moved = self._end_round(fragment, "the script called outer_step()") or moved
@@ -255,10 +255,10 @@ class _LocalSGD(Wrapping):
     def _end_round(self, fragment: Fragment, why: str, overlap: bool = False) -> bool:
         """End a fragment's round; tell whether the model has moved.
 
-        why: the reason, compared between ranks: with another one they would end different rounds.
-        overlap: do not wait for the exchange; returns False then.
+        why: the reason; ranks compare it, because with different reasons they end different rounds.
+        overlap: do not wait for the exchange; then return False.
         """
-        # Where inner_steps was set below overlap_steps, the exchange before is still under way.
+        # If inner_steps was set below overlap_steps, the exchange before is still running.
         moved = fragment.before is not None and self._move(fragment)
         self._require_known()
         self._fragments.begin(
@@ -270,15 +270,15 @@ class _LocalSGD(Wrapping):
         return False if overlap else self._move(fragment) or moved
 
     def _receive(self) -> None:
-        """Wait for the exchanges of the previous rounds, and make the outer steps."""
+        """Wait for the exchanges of the previous rounds, and take the outer steps."""
         for fragment in self._fragments:
             fragment.receive(self.outer, self._world.rank)
 
     @torch.no_grad()
     def _move(self, fragment: Fragment) -> bool:
-        """Move the replica by all ranks' changes in the previous round; tell whether there are any.
+        """Move the replica by all ranks' changes in the previous round; tell whether it has moved.
 
-        The steps that it has made since stay: they are changes of this round.
+        Steps that it has made since are kept: they are changes of this round.
         """
         fragment.receive(self.outer, self._world.rank)
         before = fragment.before
@@ -290,7 +290,7 @@ class _LocalSGD(Wrapping):
         with before.waiting():
             fragment.show_center(before)
         if before.is_lost:
-            # Its moments are of the replica that was lost.
+            # Its moments belong to the replica that was lost.
             self.state.clear()
             for other in self._fragments:
                 if other is not fragment:
@@ -300,7 +300,7 @@ class _LocalSGD(Wrapping):
             return True
         self._world.note_preempted(outcome.preempted)
         if outcome.empty:
-            self._ended += before.waited  # no round's time
+            self._ended += before.waited  # belongs to no round
             return False
         self.outer_steps += 1
         self.skipped_steps += not outcome.moves
@@ -312,7 +312,7 @@ class _LocalSGD(Wrapping):
             compute_seconds=self._ended - began - before.waited,
             model_elements=sum(p.numel() for p in self._names),
         )
-        # A replica lost in one fragment shows in the others' exchanges, too: it counts once.
+        # A replica lost in one fragment shows in the others' exchanges, too; count it once.
         lost = {rank: n for rank, n in outcome.lost.items() if rank not in before.gone_back}
         for other in self._fragments:
             if other.before is not None:
@@ -322,24 +322,24 @@ class _LocalSGD(Wrapping):
             self._lost.note(self._world.rank, self.outer_steps, lost, outcome.moves)
         elif not outcome.lost:
             self._good += 1
-            if self._good >= len(self._fragments):  # one fragment may be amiss in every turn
+            if self._good >= len(self._fragments):  # one bad fragment may fail in every turn
                 self._lost.end_row()
         return outcome.moves
 
     def shared_state(self) -> dict[str, Any]:
-        """Return where this rank is in its rounds, and wait for the exchanges of those before."""
+        """Return this rank's place in its rounds; wait for the exchanges of the rounds before."""
         self._receive()
         return self._fragments.state(self.outer_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state, the outer one's, and this rank's residual.
+        """Return the wrapped optimizer's state, the outer optimizer's, and this rank's residual.
 
-        In the middle of a round it holds the center, too: the model's own state is this rank's
-        replica then. With fragments some are always in the middle of theirs, but after
+        In the middle of a round it also holds the center, because the model's own state is then
+        this rank's replica. With fragments some are always in the middle of a round, except after
         `outer_step()`. Save it on every rank, as `gtopk.save_checkpoint` does. Waits for exchanges
-        that have begun.
+        that have started.
         """
-        # First: it waits for exchanges under way, which change residuals and centers.
+        # First: it waits for running exchanges, which change residuals and centers.
         round_state = self.shared_state()
         return {
             **super().state_dict(),
@@ -354,22 +354,22 @@ class _LocalSGD(Wrapping):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Go on from a state; load the model's first.
+        """Resume from a state; load the model's first.
 
         On another number of ranks, or with other fragments, the steps of unfinished rounds are
         lost: all ranks go back to their centers. The sum of the residuals stays. The state of a
-        plain optimizer is fine, also of a distributed one, whose residual is not loaded; a warning
+        plain or a distributed optimizer is fine, too, but its residual is not loaded; a warning
         says that it has no state for the outer optimizer.
         Raises ValueError for a state of another format.
         """
         own = state_dict.get(_KEY)
-        # Before anything changes: a state of another version must leave this optimizer as it is.
+        # Before any change: a state of another version must leave this optimizer unchanged.
         if own is not None and own.get("format") != _FORMAT:
             raise ValueError(
                 f"the state of LocalSGD must be of format {_FORMAT}, got {own.get('format')!r}; "
                 "load it with the version of gtopk that saved it"
             )
-        self._receive()  # what goes on must end, and is forgotten
+        self._receive()  # running exchanges must end; their results are dropped
         super().load_state_dict(state_dict, *args, **kwargs)
         self._lost.end_row()
         self._are_alike = False
@@ -386,8 +386,8 @@ class _LocalSGD(Wrapping):
             self.outer.load_state_dict(own["outer"])
             lay_out_as_parameters(self.outer)
             self.outer_steps = own["outer_steps"]
-            # Replicas belong to ranks and fragments: else only the centers, which all ranks share,
-            # can be used.
+            # Replicas belong to ranks and fragments. If either differs, only the centers can be
+            # used, which all ranks share.
             if own["ranks"] == len(self._fragments.ranks) and self._fragments.matches(own):
                 self._fragments.load(own)
             elif self._fragments.restore_centers(own):
@@ -400,7 +400,7 @@ class _LocalSGD(Wrapping):
                     "" if self._fragments.matches(own) else ", with other fragments",
                 )
         if (part := state_dict.get(optimizer_checkpoint.KEY)) is not None:
-            if own is not None:  # before parts said what they hold, LocalSGD's were changes, too
+            if own is not None:  # older states lack "holds"; LocalSGD's held changes, too
                 part = {"holds": optimizer_checkpoint.CHANGES, **part}
             optimizer_checkpoint.load(self._fragments, part)
 
@@ -420,40 +420,42 @@ def LocalSGD(
 ) -> _LocalSGD:
     """Return the optimizer: each rank steps by itself, and all combine their changes at intervals.
 
-    The result is of a class derived from the optimizer's own, and shares its parameter groups and
-    state, which stay each rank's own. All ranks begin with the same model (broadcast_parameters):
-    the first step checks. Their models are the same to the bit between two rounds, and with
-    overlap_steps or fragments only after `outer_step()`: call it before an evaluation. What the
-    ranks agree on meanwhile is the center of every round, which `state_dict()` holds.
+    The result's class is derived from the optimizer's, and shares its parameter groups and state,
+    which stay each rank's own. All ranks must start with the same model (broadcast_parameters); the
+    first step checks. Between two rounds their models are the same to the bit, but with
+    overlap_steps or fragments only after `outer_step()`: call it before an evaluation. Otherwise
+    the ranks agree on the center of every round, which `state_dict()` holds.
 
-    inner_steps: between two exchanges; None: the script calls `outer_step()`, on all ranks alike.
+    inner_steps: steps between two exchanges; None: the script calls `outer_step()`, on all ranks.
         Ranks that make different numbers of steps need None: with a number, one rank's round would
-        end while another calls `outer_step()` at its epoch's end, an error on all.
-    outer: makes, of a list of parameters, the optimizer that steps with the exchanged change.
-        None: `nesterov`, as in DiLoCo; where a residual delays changes, `averaging`: momentum on
-        top of late changes overshoots (docs/local_sgd.md).
-    compression: as DistributedOptimizer's; what is not sent of a change waits in a residual. With
-        momentum_correction the outer optimizer's own momentum must be 0: another is refused.
-        bytes_per_step is for an exchange of all fragments: each has its share of the elements.
-    overlap_steps: how many a rank makes while changes are exchanged, at most inner_steps: about the
-        seconds of an exchange over those of a step. It then moves by all ranks' changes, as many
-        steps late, and keeps its own steps. `outer_step()` waits. 0: steps wait for every exchange.
-    fragments: into how many parts the model is cut, at most inner_steps. Each is exchanged every
-        inner_steps steps, and they take turns: the longest exchange, and a wait for it, becomes as
-        many times shorter, while a step sends as many bytes on average. Parts are whole layers,
-        dealt in turn by depth and levelled by size (`local_sgd.fragments`). Just after its exchange
-        a part is the same on all ranks, while others are apart: without overlap_steps until the
-        next step.
-    residual_decay: what the residual is multiplied by before a round's changes are added, 0 to 1,
-        as in SparseLoCo: what has waited for many rounds is forgotten, not sent late. So much is
-        lost; 1: nothing is. Owners' rounding errors, of `shards`, are not multiplied.
+        end while another calls `outer_step()` at its epoch's end, which is an error on all ranks.
+    outer: makes the optimizer that steps with the exchanged change, from a list of parameters.
+        None: `nesterov`, as in DiLoCo; with a residual, which delays changes, `averaging`: momentum
+        on top of late changes overshoots (docs/local_sgd.md).
+    compression: as for DistributedOptimizer; a residual keeps the part of a change that is not
+        sent. With momentum_correction the outer optimizer's own momentum must be 0.
+        bytes_per_step is for one exchange of each fragment: each gets a share in proportion to
+        its elements.
+    overlap_steps: steps that a rank makes while changes are exchanged, at most inner_steps. A good
+        value is the seconds of an exchange over those of a step. The rank then moves by all ranks'
+        changes that many steps late, and keeps its own steps. `outer_step()` waits. 0: every
+        exchange is waited for.
+    fragments: number of parts of the model, at most inner_steps. Each is exchanged every
+        inner_steps steps, in turn: the longest exchange, and a wait for it, becomes that many times
+        shorter, while a step sends as many bytes on average. Parts are whole layers, dealt in turn
+        by depth and balanced by size (`local_sgd.fragments`). Just after its exchange a part is the
+        same on all ranks, until the next step without overlap_steps; other parts differ.
+    residual_decay: factor of the residual before a round's changes are added, 0 to 1, as in
+        SparseLoCo: changes that have waited for many rounds fade instead of being sent late, and
+        that part is lost. 1: nothing is lost. Owners' rounding errors, of `shards`, do not decay.
     named_parameters: pairs of name and parameter, usually model.named_parameters(): for errors,
-        and for fragments, which tell layers by them; without, parameters are dealt one by one.
-    process_set: the ranks that exchange; all of them step alike. With DDP inside nodes each rank
+        and for fragments, which find layers by name; without names, parameters are dealt one by
+        one.
+    process_set: the ranks that exchange; all of them step together. With DDP inside nodes each rank
         gives its counterparts on the other nodes, as [0, 2] and [1, 3]: DDP's ranks all exchange.
-    max_skipped_steps: in how many outer steps in a row replicas, or their sum, may be not finite;
-        with fragments fewer good ones than there are fragments end no row.
-    Joins the ranks (`hvd.init`) where nobody has. Raises ValueError for options out of range.
+    max_skipped_steps: how many outer steps in a row may have replicas, or a sum of them, that are
+        not finite; with fragments, the row ends after as many good steps as there are fragments.
+    Calls `hvd.init` if nobody has. Raises ValueError for options out of range.
     """
     check_rounds(inner_steps, overlap_steps, fragments, residual_decay, compression)
     check_count("max_skipped_steps", max_skipped_steps)
@@ -486,7 +488,7 @@ def LocalSGD(
         compression,
         overlap_steps,
         fragments,
-        float(residual_decay),  # 1 on one rank is 1.0 on another
+        float(residual_decay),  # so that 1 and 1.0 are equal between ranks
         process_set,
         max_skipped_steps,
     )

@@ -1,12 +1,12 @@
 """OuterExchange: the changes of the ranks' replicas in a round, reduced to one gradient for all.
 
     gradients   of this rank's last step | z - x_i | as before | S in the outer step | as before
-                                         ^ begin   ^           ^ ended               ^ let go
+                                         ^ begin   ^           ^ ended               ^ released
 
 z: the center that all ranks began the round from; x_i: this rank's replica; S: the sum of the
 changes that were sent, weighted by the steps that each rank has made, the same on every rank. The
-rest stays in the residual; where the sum does not count, that is to the bit as before. The
-parameters are all, or those of one fragment, whose exchange is one of several.
+rest stays in the residual; if the sum does not count, the residual is restored to the bit. The
+parameters are those of the whole model, or of one fragment with its own exchange.
 """
 
 from __future__ import annotations
@@ -53,23 +53,23 @@ from ..telemetry.step_report import RecordedStep, StepReport, report
 
 _log = logging.getLogger("gtopk")
 
-# Flags, below the number of steps: this rank's replica is finite; it had SIGTERM; some of its
-# parameters are frozen and unchanged.
+# Flags, below the number of steps: this rank's replica is finite; it has received SIGTERM; some of
+# its parameters are frozen and unchanged.
 _FINITE, _PREEMPTED, _FROZEN = 1, 2, 4
 _STEPS_SHIFT: Final = 3
 
 
-Bounds = tuple[float, float]  # from, to; by time.perf_counter
+Bounds = tuple[float, float]  # from, to; from time.perf_counter
 
 
 class OuterResult(NamedTuple):
     """The result of an exchange, the same on every rank, except for its seconds and bytes.
 
-    preempted: the ranks that had SIGTERM.
-    lost:      by rank, the parameters that are not finite; of those ranks whose replica has some.
+    preempted: the ranks that have received SIGTERM.
+    lost:      by rank, its parameters that are not finite; only ranks with such parameters.
     frozen:    the parameters that every rank has frozen, and none has changed in the round.
-    exchanged: None: there was nothing to exchange, as no rank has made a step that is not lost.
-    span:      when the engine's thread was at it, by time.perf_counter.
+    exchanged: None: nothing was exchanged, because no rank with a finite replica has made a step.
+    span:      begin and end on the engine's thread, from time.perf_counter.
     """
 
     preempted: list[int]
@@ -81,17 +81,17 @@ class OuterResult(NamedTuple):
 
     @property
     def moves(self) -> bool:
-        """Tell whether there is a sum to step with."""
+        """Tell whether the outer optimizer has a sum to step with."""
         return self.exchanged is not None and self.exchanged.finite
 
     @property
     def empty(self) -> bool:
-        """Tell whether no rank has made a step, and none is lost."""
+        """Tell whether no rank has made a step or lost its replica."""
         return self.exchanged is None and not self.lost
 
     @property
     def overflowed(self) -> bool:
-        """Tell whether there is a sum, and it is not finite."""
+        """Tell whether the sum is not finite."""
         return self.exchanged is not None and not self.exchanged.finite
 
 
@@ -99,16 +99,16 @@ class OuterResult(NamedTuple):
 class Round:
     """A round that is over, and has not moved the replica yet.
 
-    steps:   that this rank has made in it; made: those of them that count.
+    steps:   made by this rank in it; made: the part of them that counts.
     early:   by how many steps it was shorter than others.
-    turn:    of its exchange, which names it; -1: its exchange was before a checkpoint.
-    covered: the steps that its report covers: those since any fragment's round ended last.
-    sent:    the replica that is exchanged; empty where the rank waits for the changes.
+    turn:    the turn in its exchange's name; -1: its exchange was before a checkpoint.
+    covered: the steps in its report: all since the last end of any fragment's round.
+    sent:    the replica that is exchanged; empty if the rank waits for the changes.
     options: of the outer optimizer, when the round was over.
-    waits:   when the program stood still for it.
-    is_lost: this rank's replica was not finite, and is not the center yet.
-    gone_back: the ranks that went back since, for another fragment: their loss has been counted.
-    outcome: None: it is not known yet, or came before a checkpoint.
+    waits:   the spans in which the program waited for it.
+    is_lost: this rank's replica was not finite, and has not been reset to the center yet.
+    gone_back: ranks reset since, for another fragment; their loss has been counted.
+    outcome: None: not known yet, or it came before a checkpoint.
     error:   why the exchange has failed.
     """
 
@@ -128,7 +128,7 @@ class Round:
 
     @property
     def has_ended(self) -> bool:
-        """Tell whether its exchange has."""
+        """Tell whether its exchange has ended."""
         return self.is_loaded or self.outcome is not None or self.error is not None
 
     @property
@@ -145,19 +145,19 @@ class Round:
 
 
 class LostReplicas(SkipCounter):
-    """Counts replicas of all ranks that were not finite, and became the others'.
+    """Counts replicas of all ranks that were not finite and were replaced with the others'.
 
-    Raises when too many outer steps in a row have such, or a sum that is not finite.
+    Raises if too many outer steps in a row have such replicas, or a sum that is not finite.
     """
 
     def note(self, rank: int, step: int, lost: Mapping[int, Sequence[str]], moved: bool) -> None:
-        """Count replicas that are not finite, and warn of them on every rank.
+        """Count replicas that are not finite, and log a warning on every rank.
 
         lost:  by rank, the parameters that are not finite; empty: only the replicas' sum is not.
-        moved: whether the outer step has changed the model, by the replicas of the others.
-        Raises FloatingPointError where these are more outer steps in a row than allowed.
+        moved: whether the outer step has changed the model, using the others' replicas.
+        Raises FloatingPointError after more such outer steps in a row than allowed.
         """
-        # Before `lengthen`, which may raise: the count is to include the last ones.
+        # Before `lengthen`, which may raise: the count must include the last ones.
         self.count += len(lost)
         where = f"a replica is not finite on {name_culprits(lost)}"
         why = where if lost else "the sum of replicas overflowed"
@@ -177,9 +177,9 @@ class LostReplicas(SkipCounter):
 
 
 def options_of(outer: torch.optim.Optimizer) -> str:
-    """Return the class and options of the outer optimizer, which must be equal on all ranks."""
+    """Return the outer optimizer's class and options; they must be equal on all ranks."""
     options = [
-        # A rate of 1 on one rank is 1.0 on another.
+        # As floats, so that rates of 1 and 1.0 are equal.
         {name: float(value) if type(value) is int else value for name, value in group.items()}
         for group in options_by_group(outer)
     ]
@@ -194,8 +194,8 @@ def options_by_group(outer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def state_of(outer: torch.optim.Optimizer, parameters: Iterable[torch.nn.Parameter]) -> str:
-    """Return a text by which ranks compare the outer optimizer's state: all must have the same."""
-    # By parameter: the order of `outer.state` is that in which it was filled.
+    """Return a text of the outer optimizer's state, with which ranks check that it is equal."""
+    # By parameter: `outer.state` is in the order in which it was filled.
     state = [value for p in parameters for value in outer.state.get(p, {}).values()]
     tensors = checksums([value for value in state if isinstance(value, torch.Tensor)])
     others = [value for value in state if isinstance(value, (int, float))]
@@ -207,7 +207,7 @@ def state_of(outer: torch.optim.Optimizer, parameters: Iterable[torch.nn.Paramet
 
 @contextmanager
 def preserve_gradients(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-    """Restore the parameters' gradients of now at the end of the context."""
+    """Restore the parameters' current gradients at the end of the context."""
     gradients = [parameter.grad for parameter in parameters]
     try:
         yield
@@ -219,12 +219,12 @@ def preserve_gradients(parameters: Sequence[torch.nn.Parameter]) -> Iterator[Non
 class OuterExchange:
     """Exchanges one rank's changes of the model, and keeps its residual.
 
-    In a world call `meet` first; then, each round, `begin` and `ended`.
+    In each world call `meet` first; then, in each round, `begin` and `ended`.
 
     names: of the parameters, in the order in which they are exchanged.
     residual_decay: multiplies the residual before a round's changes are added to it.
-    budget_share: of all fragments' elements, and so of the budget of `Compression.auto`.
-    name:  begins the names of its operations. peers: the ranks that exchange.
+    budget_share: share of all fragments' elements, and so of the budget of `Compression.auto`.
+    name:  prefix of its operations' names. peers: the ranks that exchange.
     expected: the expected seconds of an exchange; known after `meet`.
     """
 
@@ -245,13 +245,13 @@ class OuterExchange:
         self._budget_share = budget_share
         self._progress = Progress()
         self.expected = ExpectedStep(compression, self._progress, "outer step")
-        self._under_way: Operation | None = None  # the exchange, while it goes on
+        self._under_way: Operation | None = None  # the running exchange
         self._span: Bounds = (0.0, 0.0)
         self._enter(here, name, {})
 
     def enter(self, here: World, name: str) -> None:
-        """Enter the next world, after `shutdown` or a failure; `meet` before an exchange."""
-        # Taken out first: the residual of the new bucket begins empty.
+        """Enter the next world, after `shutdown` or a failure; call `meet` before an exchange."""
+        # Taken out first: the residual of the new bucket starts empty.
         self._enter(here, name, self._take_out())
 
     def _enter(self, here: World, name: str, residuals: Mapping[str, ResidualState]) -> None:
@@ -269,11 +269,11 @@ class OuterExchange:
 
     def _put_residuals(self, residuals: Mapping[str, ResidualState]) -> None:
         load_residuals([self._bucket_exchange], residuals)
-        # Residuals that the bucket has no room for, until the ranks agree to send them along.
+        # Residuals that do not fit into the bucket, until the ranks agree to send them along.
         self._residuals = {} if self._bucket_exchange.has_residual else dict(residuals)
 
     def _take_out(self) -> dict[str, ResidualState]:
-        """Return the residual, by parameter name."""
+        """Return the residual by parameter name."""
         return {**self._residuals, **copy_residuals([self._bucket_exchange])}
 
     def meet(
@@ -281,9 +281,9 @@ class OuterExchange:
     ) -> int:
         """Check that all ranks have the same model, and agree to send loaded residuals along.
 
-        All go on from the steps and the bucket's record of the first rank: others may have loaded
+        All continue with the first rank's steps and bucket record, because others may have loaded
         nothing. Returns the first rank's outer steps.
-        signature: what else must be equal on all ranks, in words.
+        signature: other words that must be equal on all ranks.
         """
         own, names = checksums(center), list(self._names.values())
         mine = [outer_steps, self._progress.steps, self._bucket_exchange.record()]
@@ -300,7 +300,7 @@ class OuterExchange:
         )
         outer_steps, self._progress.steps, record = said
         self._bucket_exchange.resume(record)
-        # On all ranks, also those that have loaded nothing: the bucket is exchanged otherwise then.
+        # On all ranks, even those that have loaded nothing: it changes how the bucket is exchanged.
         if of_any:
             self._bucket_exchange.start_draining()
             load_residuals([self._bucket_exchange], self._residuals)
@@ -324,28 +324,28 @@ class OuterExchange:
         steps: int,
         preempted: bool,
     ) -> None:
-        """Let the engine reduce this replica's changes since the center, until `ended`.
+        """Start to reduce this replica's changes since the center on the engine, until `ended`.
 
         The replica may change meanwhile: the changes are copies.
         name: of the operation.
         signature: as in `meet`. steps: how many this rank has made in the round.
-        preempted: this rank had SIGTERM.
+        preempted: this rank has received SIGTERM.
         """
         bucket_exchange = self._bucket_exchange
-        # z - x, as of a gradient: the outer optimizer subtracts it.
+        # z - x, the sign of a gradient: the outer optimizer subtracts it.
         changes = torch._foreach_sub(list(center), [p.detach() for p in self._names])
         frozen = [
             name
             for (parameter, name), change in zip(self._names.items(), changes, strict=True)
             if not parameter.requires_grad and not bool(change.any())
         ]
-        # Unweighted: the shares follow from all ranks' steps, which `_work` learns.
+        # Unweighted: the shares depend on all ranks' steps, which only `_work` knows.
         bucket_exchange.capture_gradients(1.0, 1.0, changes)
         mine = [] if bucket_exchange.all_finite() else bucket_exchange.not_finite()
         if mine:
-            torch._foreach_zero_(changes)  # 0 times NaN is NaN: a weight of 0 is not enough
+            torch._foreach_zero_(changes)  # a weight of 0 is not enough: 0 times NaN is NaN
         try:
-            # A lost replica announces no steps, and so weighs nothing in the sum.
+            # A lost replica announces no steps, so its weight in the sum is zero.
             self._under_way = self.peers.engine.submit(
                 name,
                 self._signature([*signature, bucket_exchange.signature]),
@@ -362,12 +362,12 @@ class OuterExchange:
     def ended(self) -> Iterator[OuterResult]:
         """Wait for the exchange of `begin`; within the context the gradients are S, if it counts.
 
-        A frozen parameter has no gradient where S is zero: outer momentum must not move it.
-        Raises HorovodInternalError, on every rank alike, when the ranks disagree or one is gone:
-        the residual is then as before.
+        A frozen parameter has no gradient if S is zero: outer momentum must not move it.
+        Raises HorovodInternalError, on every rank, if the ranks disagree or one is gone; the
+        residual is then restored.
         """
         assert self._under_way is not None
-        # Forgotten first: where the wait fails, there is nothing to wait for again.
+        # Cleared first: if the wait fails, it must not be repeated.
         operation, self._under_way = self._under_way, None
         bucket_exchange = self._bucket_exchange
         try:
@@ -376,7 +376,7 @@ class OuterExchange:
                 outcome = OuterResult(preempted, lost, frozen, exchanged, operation, self._span)
                 if outcome.moves:
                     bucket_exchange.apply_sum()
-                    # The sum is where the changes were.
+                    # The sum has replaced the changes.
                     sums = zip(self._names.items(), bucket_exchange.bucket.gradients, strict=True)
                     for (parameter, name), gradient in sums:
                         is_still = name in frozen and not bool(gradient.any())
@@ -384,8 +384,7 @@ class OuterExchange:
                 else:
                     bucket_exchange.undo()
                 yield outcome
-                # After the outer step: where that fails, the exchange is undone and counts for
-                # nothing.
+                # After the outer step: if that fails, the exchange is undone and does not count.
                 bucket_exchange.commit()
                 self._progress.steps += outcome.moves
         except BaseException:
@@ -402,7 +401,7 @@ class OuterExchange:
         preempted = [
             transport.ranks[place] for place, flags in enumerate(all_flags) if flags & _PREEMPTED
         ]
-        # Every branch below is decided by the flags of all ranks: all gather here, or none does.
+        # All ranks' flags decide every branch below, so either all ranks gather or none does.
         lost: dict[int, list[str]] = {}
         if not all(flags & _FINITE for flags in all_flags):
             said = transport.gather_object(mine)
@@ -413,7 +412,7 @@ class OuterExchange:
         if all(flags & _FROZEN for flags in all_flags):
             everywhere = set.intersection(*map(set, transport.gather_object(frozen)))
         began = time.perf_counter()
-        # Before the decay: where the sum does not count, `undo` gives the residual back undecayed.
+        # Before the decay: if the sum does not count, `undo` restores the residual undecayed.
         self._bucket_exchange.snapshot()
         self._bucket_exchange.decay(self._residual_decay)
         share = steps[transport.rank] / sum(steps)
@@ -430,7 +429,7 @@ class OuterExchange:
         compute_seconds: float,
         model_elements: int,
     ) -> StepReport:
-        """Return the report of an outer step, which is recorded, too.
+        """Record the report of an outer step and return it.
 
         compute_seconds: of all steps of the round.
         model_elements: values of the parameters of all fragments.
@@ -450,7 +449,7 @@ class OuterExchange:
             covers="outer step",
             model_elements=model_elements,
         )
-        # Of this fragment's residual only: others may be in use.
+        # With this fragment's residual only: others may be in use.
         steps = self.steps if outcome.moves else None
         note_step(self.peers.world, done, steps, seen.bucket_exchanges)
         return done
@@ -470,9 +469,9 @@ class OuterExchange:
     def import_state(
         self, residuals: Mapping[str, ResidualState], records: list[dict[str, Any]], steps: int
     ) -> None:
-        """Replace the residual, and go on from the record's steps; `meet` before an exchange.
+        """Replace the residual, and resume from the record's steps; call `meet` before an exchange.
 
-        steps: where no record is of this bucket, or it tells none.
+        steps: used if no record is of this bucket, or that record has none.
         Raises DamagedError for a tensor that does not fit the parameter of its name.
         """
         require_shapes(residuals, {name: p for p, name in self._names.items()})

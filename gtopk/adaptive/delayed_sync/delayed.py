@@ -1,10 +1,10 @@
-"""Mode "abs": a loader of micro-batches, and an optimizer whose steps are rounds (see `rounds`).
+"""Mode "abs": a loader of micro-batches, and an optimizer with rounds as steps (see `rounds`).
 
     begin            pass 0              pass 1              finish        of an epoch
       o--------[== rounds ==]o-------[== rounds ==]o-----------x
-    meet                    meet                  meet                     drain, or go on: alike
+    meet                    meet                  meet                     all drain or all continue
 
-At every `meet` everything computed is applied, and all ranks know what is left of the epoch. A pass
+At every `meet` all computed gradients are applied, and all ranks know the rest of the epoch. A pass
 ends when a rank has computed all micro-batches that were dealt to it, or when one drains.
 """
 
@@ -32,9 +32,9 @@ from .rounds import AgreedSettings, Rounds, RoundWire
 def unscaled_gradients(optimizer: Any) -> Iterator[tuple[float, bool]]:
     """Remove a GradScaler's attributes; yield the loss scale, and whether gradients overflowed.
 
-    For a fused optimizer GradScaler unscales nothing: it sets `grad_scale` and `found_inf` on it
+    GradScaler does not unscale for a fused optimizer; it sets `grad_scale` and `found_inf` on it
     during `step`. A round adds up micro-batches of different scales and steps later, so both
-    attributes are removed meanwhile.
+    attributes are removed within this context.
     """
     own = vars(optimizer)
     removed = {name: own.pop(name) for name in ("grad_scale", "found_inf") if name in own}
@@ -50,16 +50,16 @@ SAFE_MOMENTUM: Final = 0.5
 
 
 class DelayedLoader(LoaderBase[RoundOptions]):
-    """An iterable of this rank's micro-batches, as many in a round as it has time for.
+    """Yields this rank's micro-batches, as many in a round as it has time for.
 
     The script calls `step` for every batch, as before; most steps only add up gradients. The
     updates of an iteration's last rounds are applied before the iteration ends.
 
-    The run's record has a step for each round whose update has arrived: its micro-batches, their
-    time, and all the time that this rank waited, for others to be ready or for the update. A round
-    in which no rank had samples is not recorded; its time counts for the next one.
+    The run's record has a step for each round, added when its update arrives: its micro-batches,
+    their time, and all the time that this rank waited, for others to be ready or for the update. A
+    round in which no rank had samples is not recorded; its time counts in the next one.
 
-    left_out: micro-batches without a step, as GradScaler takes none after an overflow.
+    left_out: micro-batches without a step, because GradScaler takes none after an overflow.
     """
 
     def __init__(self, job: Job[RoundOptions]) -> None:
@@ -68,7 +68,7 @@ class DelayedLoader(LoaderBase[RoundOptions]):
         super().__init__(job, "abs")
         check(job)
         length = self._indexed(job)
-        # Filled anew for each pass: the DataLoader keeps this very list as its batch_sampler.
+        # Refilled for each pass: the DataLoader keeps this very list as its batch_sampler.
         self._mine: list[list[int]] = []  # indices of this pass's micro-batches
         self._loader = rebuilt(job.loader, batch_sampler=self._mine)
         self._seeds = WorkerSeeds(self._loader, world.rank)
@@ -81,7 +81,7 @@ class DelayedLoader(LoaderBase[RoundOptions]):
         self._steps = LocalSteps(world, optimizer, "round")
         self._steps.expect(self.exchange, self._name)
         self._settings = AgreedSettings(optimizer)
-        self._applied = policy.progress  # rounds; the replicas' check goes by it
+        self._applied = policy.progress  # counts rounds, for the replicas' check
         self._wire = RoundWire(
             self._name, self.exchange, world, optimizer, self._settings, self._steps
         )
@@ -96,14 +96,14 @@ class DelayedLoader(LoaderBase[RoundOptions]):
             self._skip,
         )
         self.rounds = self._open_rounds()
-        self._abandoned: Rounds | None = None  # under way when a state was loaded
-        self._loaded: dict[str, Any] = {}  # that state, whose residual waits for their end
+        self._abandoned: Rounds | None = None  # still running when a state was loaded
+        self._loaded: dict[str, Any] = {}  # that state; its residual is loaded after their end
         self._in_epoch = self._in_pass = False
         self._length, self._order_said = 0, ""  # of the epoch's order
         self._has_batch = False
         self.left_out = 0
         self._wrapped_step = replace_step(optimizer, "abs", self._step)
-        # Scripts call it before they clip or unscale: here that concerns the micro-batch's
+        # Scripts call it before they clip or unscale. Here that affects the micro-batch's
         # gradients, which `step` adds to the round.
         optimizer.synchronize = lambda: None
         optimizer.set_num_samples = refuse_tokens
@@ -114,12 +114,12 @@ class DelayedLoader(LoaderBase[RoundOptions]):
         return self.rounds.number
 
     def _apply(self, samples: int) -> None:
-        """Step with the update that the parameters' gradients hold."""
+        """Take a step with the update in the parameters' gradients."""
         self._report(skipped=False)
         self._rate.scale(samples, None)
         policy = self._optimizer.step_policy
         policy.skipped.end_row()
-        # After the reduction: the update is the same on all ranks, and so is its norm.
+        # After the reduction: the update, and so its norm, is the same on all ranks.
         policy.clip()
         with self._optimizer.skip_synchronize(), self._settings.set():
             self._wrapped_step()
@@ -127,28 +127,27 @@ class DelayedLoader(LoaderBase[RoundOptions]):
         policy.replicas.await_step(updates=True)
 
     def _skip(self, culprits: Sequence[int]) -> None:
-        """Count a round that is not applied, on all ranks alike."""
+        """Count a round that is not applied, the same on all ranks."""
         self._report(skipped=True)
         where = "; ".join(f"rank {rank}" for rank in culprits)
         self._optimizer.step_policy.skipped.note(self._world.rank, self._world.step, where)
-        # Here only: an applied round is counted by the optimizer's own step.
+        # Only here: the optimizer's own step counts an applied round.
         self._world.step += 1
 
     def _report(self, skipped: bool) -> None:
-        """Report the round whose outcome has just arrived."""
+        """Report the round that has just been reduced."""
         self._steps.note_exchange(self.exchange)
         if self._wire.divergences is not None:
             self._optimizer.step_policy.replicas.end(self._wire.divergences, self._optimizer.state)
         self._steps.close(self._world.step, self._wire.samples, skipped=skipped)
 
     def _step(self) -> None:
-        """Add the micro-batch's gradients to the round; apply an update where a round has ended.
+        """Add the micro-batch's gradients to the round; apply an update if a round has ended.
 
         Raises RuntimeError without a current micro-batch.
         """
         require_batch(self._has_batch, self._world.rank, self._mode)
-        # Around `poll`, too: it may apply an earlier round's update, which no GradScaler has
-        # scaled.
+        # Includes `poll`: it may apply an earlier round's update, which no GradScaler has scaled.
         with unscaled_gradients(self._optimizer) as (loss_scale, overflow):
             if overflow:
                 self._leave_out()
@@ -157,7 +156,7 @@ class DelayedLoader(LoaderBase[RoundOptions]):
             if self.num_samples:
                 summed = self._options.loss_reduction == "sum"
                 self.rounds.add(self.num_samples, summed, loss_scale)
-            # The round has taken the gradients of what it trains; others would pile up.
+            # The round has taken the gradients of its parameters; the others would accumulate.
             self._optimizer.zero_grad()
             self.rounds.poll()
         self._settings.seen = self.round
@@ -166,7 +165,7 @@ class DelayedLoader(LoaderBase[RoundOptions]):
         """Finish the current micro-batch without its gradients."""
         self._has_batch = False
         self._optimizer.zero_grad()
-        # A placeholder, handed out so that the script can drain: it is no micro-batch of the pass.
+        # A placeholder so that the script can drain; it is no micro-batch of the pass.
         if not self.num_samples:
             return
         if not self.left_out:
@@ -185,7 +184,7 @@ class DelayedLoader(LoaderBase[RoundOptions]):
 
     def _batches(self) -> Generator[Any, None, None]:
         self._require_its_world()
-        if self._in_epoch:  # a script broke the last iteration off, on all ranks
+        if self._in_epoch:  # the script left the last iteration, on all ranks
             self._has_batch = False
             self._close_pass()
         self._end_abandoned()
@@ -194,7 +193,7 @@ class DelayedLoader(LoaderBase[RoundOptions]):
         with self._epochs.iterate() as (epoch, start):
             order = self._order(epoch)
             self._length, self._order_said = len(order), order_in_words(order)
-            # Else a state was loaded, whose passes say what is left of the epoch.
+            # Otherwise a state was loaded, and its passes hold the rest of the epoch.
             if start == 0:
                 self._passes.begin([range(self._length)])
             self._in_epoch = True
@@ -212,7 +211,7 @@ class DelayedLoader(LoaderBase[RoundOptions]):
         self._seeds.begin(self._epochs.epoch, self._passes.number)
         self.rounds.begin()
         self._in_pass = True
-        # Without a batch the DataLoader is not asked: it would start its workers for nothing.
+        # Without batches the DataLoader is not used: it would start its workers for nothing.
         for batch, places in zip(self._loader if mine else (), mine, strict=True):
             yield from self._yield_batch(batch, len(places))
             if self.rounds.ended:
@@ -223,13 +222,13 @@ class DelayedLoader(LoaderBase[RoundOptions]):
         self.num_samples = samples
         self._has_batch = True
         yield batch
-        # The script's code behind the batch has run: a schedule that follows `round` has seen it.
+        # The script's code after the batch has run, so a schedule that follows `round` has seen it.
         self._settings.seen = self.round  # after a batch without a step, too
         if self._has_batch:
             self._leave_out()
 
     def _close_pass(self) -> None:
-        """End the pass on all ranks, apply what they computed, and note what is left."""
+        """End the pass on all ranks, apply its gradients, and note what is left."""
         if not self._in_pass:
             return
         self.rounds.finish()
@@ -238,43 +237,43 @@ class DelayedLoader(LoaderBase[RoundOptions]):
         self._epochs.reach(self._length - sum(map(len, self._passes.left)))
 
     def _end_abandoned(self) -> None:
-        """End, with all ranks, the rounds under way when a state was loaded; load its residual."""
+        """End, with all ranks, the rounds that ran when a state was loaded; load its residual."""
         if self._abandoned is None:
             return
         self._require_its_world()
-        # The other ranks may wait in the old rounds' operations: these must end before new ones
+        # The other ranks may wait in the old rounds' operations, which must end before new ones
         # begin.
         self._abandoned.abandon()
         self._abandoned.finish()
-        self.exchange.pop_reduction()  # this exchange belongs to no reported step
+        self.exchange.pop_reduction()  # no reported step includes this exchange
         self.exchange.load_state_dict(self._loaded)
         self._abandoned, self._loaded = None, {}
 
     def _await_drains(self, order: Sequence[int]) -> Iterator[Any]:
-        """Return when all ranks go on; where some drain, hand out a batch so that scripts drain."""
+        """Return when all ranks continue; if some drain, hand out a batch so that this one can."""
         while not self._agree(drains=False):
             self._mine[:] = [list(order[: self._options.micro_batch])]
             for batch in self._loader:
                 yield from self._yield_batch(batch, 0)
 
     def _agree(self, drains: bool) -> bool:
-        """Return whether all ranks drain or all go on; else ask those that go on to drain.
+        """Return whether all ranks drain or all continue; if they differ, ask the others to drain.
 
-        Raises RuntimeError, on every rank, where one goes on although it was asked to drain.
+        Raises RuntimeError, on every rank, if a rank continues although it was asked to drain.
         """
-        # Compared on all ranks: with unlike numbers left they would deal unlike passes.
+        # Compared on all ranks: with different numbers left they would deal different passes.
         left = f"{len(self._passes.left)} micro-batches left"
         signature = [f"epoch {self._epochs.epoch}", left, self._order_said]
         said = self._wire.meet(signature, drains)
         return self._settle_drains(said, "loader.round", self.round)
 
     def drain(self) -> None:
-        """Apply all computed gradients; for an evaluation or a checkpoint within an epoch.
+        """Apply all computed gradients, for an evaluation or a checkpoint within an epoch.
 
-        Every rank must call it after the step that finds `round` at the same number: it is the same
-        on all ranks then, and stays so until they go on. A rank with nothing more to compute gets
-        a batch without weight so that it can call it. Between epochs there is nothing to drain.
-        Raises RuntimeError, on every rank, where some did not call it.
+        Every rank must call it after the step that finds `round` at the same number: the number is
+        then the same on all ranks until they continue. A rank with nothing more to compute gets a
+        batch without weight so that it can call it. Between epochs it has nothing to do. Raises
+        RuntimeError, on every rank, if some did not call it.
         """
         self._end_abandoned()
         if not self._in_epoch:
@@ -287,7 +286,7 @@ class DelayedLoader(LoaderBase[RoundOptions]):
             pass
 
     def _state(self) -> dict[str, Any]:
-        """Return what is left of the epoch, and the state that later rounds depend on.
+        """Return the rest of the epoch, and the state that later rounds depend on.
 
         It is equal on all ranks, except for this rank's residual. Raises RuntimeError within an
         epoch before `drain`.
@@ -308,9 +307,9 @@ class DelayedLoader(LoaderBase[RoundOptions]):
     def _load(self, state: dict[str, Any]) -> None:
         """Resume where another loader stopped.
 
-        With another number of ranks their speeds start equal. The residual is this rank's own; with
-        another number of ranks it is a share of the sum of all. Gradients of an iteration that
-        was broken off are not applied any more; then every rank must load a state.
+        With another number of ranks speeds start equal. The residual is this rank's own; with
+        another number of ranks it is a share of the sum of all. Gradients of an iteration that the
+        script left are not applied any more; then every rank must load a state.
         """
         self._epochs.close()
         if self._in_pass:
@@ -330,7 +329,7 @@ class DelayedLoader(LoaderBase[RoundOptions]):
 
 
 def refuse_tokens(*said: Any) -> None:
-    """Raise ValueError: a round's weights know nothing but the samples of micro-batches."""
+    """Raise ValueError: a round weights micro-batches only by their samples."""
     raise ValueError(
         "mode 'abs' weighs micro-batches by their samples and takes no set_num_samples: for a loss "
         "per token use loss_reduction='sum', and divide by the mean number of tokens in a sample"
@@ -344,7 +343,7 @@ def check(job: Job[RoundOptions]) -> None:
         "mode 'abs' adds up micro-batches itself, as many as there is time for, of the size "
         "micro_batch=",
     )
-    # AdaScale needs the noise scale, and rounds add gradients up before anybody could probe them.
+    # AdaScale needs the noise scale, but rounds add gradients up before they could be probed.
     if job.options.lr_scaling == "adascale":
         raise ValueError("mode 'abs' measures no noise: use lr_scaling 'none', 'linear' or 'sqrt'")
     momentum = max(float(group.get("momentum", 0.0)) for group in job.optimizer.param_groups)

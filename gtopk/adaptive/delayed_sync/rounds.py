@@ -3,31 +3,31 @@
 AgreedSettings: all ranks apply a round with the same learning rates and other settings.
 
     round         |--- 5 ---|--- 6 ---|   a schedule that follows loader.round
-    rank 0 steps  | o  o  o | o  o  o |   its script has seen round 6, whose rates are for all
-    rank 1 steps  | o     o .  nothing    has nothing left to compute, and stays behind until it has
+    rank 0 steps  | o  o  o | o  o  o |   its script has seen round 6, and sets the rates for all
+    rank 1 steps  | o     o .  nothing    has nothing left to compute, so it has not seen round 6
 
-So the ranks that have seen the newest round set them: all numbers of the optimizer's groups, since
-schedules move momentum and betas, too. These ranks must agree.
+The ranks that have seen the newest round therefore set all numbers of the optimizer's groups, since
+schedules change momentum and betas, too. These ranks must agree.
 
 Rounds: delayed synchronous steps; a round's batch grows until the reduction before is finished.
 
-ABS-SGD (Zhou, Chen and Wu 2023, arXiv 2308.15164), as its abstract determines it; x_t are the
-parameters in round t, S_t the update that its gradients reduce to:
+ABS-SGD (Zhou, Chen and Wu 2023, arXiv 2308.15164), as far as its abstract describes it; x_t are the
+parameters in round t, S_t the update from its gradients:
 
     compute  |-- round 0 at x_0 --|---- round 1 at x_1 ----|---- round 2 at x_2 ----|
     wire                          |==== reduce S_0 ====|   |== reduce S_1 ==|
     apply                       x_1 = x_0            x_2 = x_1 - S_0          x_3 = x_2 - S_1
 
 In a round a rank adds up the gradients of micro-batches, all at the same parameters. When the next
-one will complete its share of the least batch, it announces that it is ready, and goes on
-computing. When all ranks are ready, and the reduction before is finished, it ends the round after
+micro-batch will complete its share of the least batch, it announces that it is ready, and continues
+computing. When all ranks are ready and the reduction before is finished, it ends the round after
 the current micro-batch. So the delay is exactly one round, every replica makes the same steps, and
-nobody waits.
+no rank waits.
 
 With one step of delay, gradient descent on a curvature of lambda is stable for lr * lambda below
 1 - momentum; without delay, below 2 (1 + momentum).
 
-RoundWire: the operations of the engine that all ranks take part in.
+RoundWire: the engine's operations in which all ranks take part.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from ..replica import RoundExchange
 
 
 class AgreedSettings:
-    """One rank's settings, and the agreed ones of the round that was reduced last.
+    """One rank's settings, and the agreed settings of the round that was reduced last.
 
-    seen: the newest round for which this rank's script can have changed its settings.
+    seen: the newest round for which this rank's script may have changed its settings.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -62,7 +62,7 @@ class AgreedSettings:
         self.seen = 0
 
     def encode(self) -> list[Any]:
-        """Return the newest round that this rank has seen, and its settings, to be gathered."""
+        """Return the newest round that this rank has seen, and its settings, to gather."""
         own = [
             [number, name, value]
             for number, group in enumerate(self._optimizer.param_groups)
@@ -74,13 +74,13 @@ class AgreedSettings:
     def agree(self, transport: Transport, said: list[Any]) -> None:
         """Adopt the settings of the ranks that have seen the newest round.
 
-        Raises MismatchError, on all ranks, where these ranks' settings differ.
+        Raises MismatchError, on all ranks, if these ranks' settings differ.
         """
         told = transport.gather_object(said)
-        # A rank with nothing left to compute stays behind: its settings are of an earlier round.
+        # A rank with nothing left to compute is behind: its settings belong to an earlier round.
         newest = max(seen for seen, _ in told)
         by_rank = {rank: settings for rank, (seen, settings) in enumerate(told) if seen == newest}
-        # By their texts: a rate of 1 on one rank is not 1.0 on another, and NaN is NaN.
+        # As texts: a rate of 1 differs from 1.0, and NaN equals NaN.
         if len(set(map(repr, by_rank.values()))) > 1:
             signature = {
                 rank: [
@@ -98,7 +98,7 @@ class AgreedSettings:
 
     @contextmanager
     def set(self) -> Iterator[None]:
-        """Set the agreed settings in the optimizer meanwhile."""
+        """Set the agreed settings in the optimizer within this context."""
         before = []
         for number, name, value in self._agreed:
             group = self._optimizer.param_groups[number]
@@ -115,10 +115,10 @@ class AgreedSettings:
 
 
 def _number(own: object) -> Any:
-    """Return a number, or a list of numbers, as JSON has it; None for anything else."""
+    """Return a number, or a list of numbers, for JSON; None for anything else."""
     if isinstance(own, torch.Tensor) and own.numel() == 1:
         return float(own)
-    # A bool is an int to Python, and a switch: no schedule moves it.
+    # To Python a bool is an int, but it is a switch: no schedule changes it.
     if isinstance(own, int | float) and not isinstance(own, bool):
         return own
     if isinstance(own, tuple | list):
@@ -149,10 +149,10 @@ class Pending(Protocol):
 class RoundReduction(NamedTuple):
     """A round's outcome, the same on every rank.
 
-    update: for each parameter, None for one that has a gradient on no rank; None for all where a
-        gradient was not finite, or nobody had samples.
+    update: by parameter, None if no rank has a gradient for it; None for all if a gradient was
+        not finite or no rank had samples.
     samples, batches: of each rank in that round.
-    culprits: the ranks whose gradients were not finite.
+    culprits: the ranks with gradients that were not finite.
     """
 
     update: Sequence[torch.Tensor | None] | None
@@ -165,19 +165,19 @@ class Wire(Protocol):
     """The operations of all ranks; neither call waits."""
 
     def ready(self, is_last: bool) -> Pending:
-        """Announce that this rank may end the round; the result: whether it is any rank's last."""
+        """Announce that this rank may end the round; result: whether a rank has nothing left."""
 
     def reduce(self, sums: list[torch.Tensor | None], samples: int, batches: int) -> Pending:
-        """Reduce sums over samples to their mean over all ranks'; the result is RoundReduction."""
+        """Reduce the sums to the mean over all ranks' samples; the result is a RoundReduction."""
 
 
 class Rounds:
     """One rank's rounds: call `add` and `poll` for each micro-batch, and `finish` at the end.
 
     least_samples: of all ranks in a round; each rank's share is as in the last known round.
-    number: of the open round; after the last round (`ended`) its number, until `begin`.
+    number: of the open round; after the last round (`ended`) still its number, until `begin`.
     ended:  whether a rank had nothing left, so that the round is the last until `begin`.
-    batches: how many micro-batches each rank has computed since `begin`, as far as is known.
+    batches: micro-batches that each rank has computed since `begin`, as far as is known.
     samples: of each rank in the last known round that was not cut short.
     skipped: rounds that were not applied, because a gradient was not finite.
     """
@@ -210,22 +210,22 @@ class Rounds:
         self.skipped = 0
         self.ended = False
         self.batches = [0] * ranks
-        # Until a round is known, each rank is to bring an equal share of the least batch.
+        # Until a round is known, each rank must bring an equal share of the least batch.
         self.samples = [1] * ranks
 
     @property
     def is_drained(self) -> bool:
-        """Tell whether everything computed was applied to the parameters."""
+        """Tell whether all computed gradients have been applied to the parameters."""
         return self._reducing is None and not self._samples
 
     @property
     def waits_for(self) -> Pending | None:
-        """Return the operation for which a rank with nothing to compute must wait, if any."""
+        """Return the operation that a rank with nothing to compute must wait for, if any."""
         under_way = (self._reducing, self._ready)
         return next((each for each in under_way if each is not None and not each.done), None)
 
     def load(self, number: int, samples: Sequence[int]) -> None:
-        """Resume at a round, with each rank's samples in the last one if the ranks are as many."""
+        """Resume at a round, with the ranks' samples in the last one if there are equally many."""
         self.number, self.ended = number, False
         if len(samples) == len(self.samples):
             self.samples = list(samples)
@@ -239,10 +239,11 @@ class Rounds:
     def add(self, samples: int, summed: bool, loss_scale: float = 1.0) -> None:
         """Add a micro-batch's gradients, of a mean or a sum over samples; they become None.
 
-        Gradients in 16 bits are added up in float32: sums over samples outgrow their dtype.
-        loss_scale: the factor of the loss, which is divided out.
+        Gradients in 16 bits are added up in float32: sums over samples exceed the range of their
+        dtype.
+        loss_scale: the factor of the loss; gradients are divided by it.
         """
-        # Sums over samples add up, whatever the micro-batches' sizes; means do not.
+        # Sums over samples add up for micro-batches of any size; means do not.
         scale = (1 if summed else samples) / loss_scale
         for place, parameter in enumerate(self._parameters):
             gradient, parameter.grad = parameter.grad, None
@@ -253,12 +254,12 @@ class Rounds:
             if gradient.dtype in (torch.float16, torch.bfloat16):
                 gradient = gradient.float()
             if (total := self._sums[place]) is None:
-                # Its memory is taken over without a copy: the parameter has given it up.
+                # Reuse its memory without a copy: the parameter has released it.
                 self._sums[place] = gradient.detach().mul_(scale)
             else:
                 total.add_(gradient.detach(), alpha=scale)
         self._samples += samples
-        self._next = samples  # the next one will be as large, or the epoch ends
+        self._next = samples  # the next micro-batch has the same size, or the epoch ends
         self._batches += 1
 
     def leave_out(self) -> None:
@@ -266,14 +267,14 @@ class Rounds:
         self._batches += 1
 
     def abandon(self) -> None:
-        """Discard everything computed and not applied; all ranks call it, and then `finish`."""
+        """Discard all gradients not yet applied; all ranks call it, and then `finish`."""
         self._is_abandoned = True
-        # A sum that is not finite makes all ranks skip the round, also those that sent theirs.
+        # A sum that is not finite makes all ranks skip the round, even those that have sent theirs.
         self._sums = [None] * len(self._parameters)
         self._sums[0] = torch.full_like(self._parameters[0], math.nan)
 
     def finish(self) -> None:
-        """End the last round with all ranks, as nothing is left to compute; apply its update."""
+        """End the last round with all ranks, when nothing is left to compute; apply its update."""
         while not self.ended:
             self.poll(is_last=True)
             if not self.ended and self.waits_for is not None:
@@ -281,7 +282,7 @@ class Rounds:
         self.drain()
 
     def poll(self, is_last: bool = False) -> None:
-        """Advance the round as far as that needs no waiting; called between micro-batches.
+        """Advance the round as far as possible without waiting; call it between micro-batches.
 
         is_last: this rank has nothing left to compute.
         """
@@ -289,18 +290,18 @@ class Rounds:
             return
         waits = self.waits_for is not None
         if self._reducing is not None and self._reducing.done:
-            self._reducing.wait()  # raises its own error, before one of a rank that left later
+            self._reducing.wait()  # raises its own error before one of a rank that left later
         if self._ready is None:
-            # A round ends in a later call of `poll`: one more micro-batch is sure to be in it.
+            # A later call of `poll` ends the round, so it will include one more micro-batch.
             promised = self._samples + (0 if is_last else self._next)
-            # By the last round's samples: fast ranks wait with `ready` until they have done more.
+            # Shares from the last round: fast ranks delay `ready` until they have done more.
             share = self.samples[self._rank] / sum(self.samples)
             if is_last or promised >= share * self._least_samples:
                 self._ready = self._wire.ready(is_last)
             return
         if waits:
             return
-        # All ranks have their shares, whose sum is the least batch, or one has nothing left.
+        # Either all ranks have their shares, which sum to the least batch, or one has nothing left.
         is_any_last: bool = self._ready.wait()
         self._ready = None
         self._end_round()
@@ -308,16 +309,16 @@ class Rounds:
         self.number += not is_any_last
 
     def _end_round(self) -> None:
-        """Apply the round before, and begin to reduce this one."""
-        # The exchange has one bucket and one residual: the reduction before must be over.
+        """Apply the round before, and start to reduce this one."""
+        # The exchange has one bucket and one residual, so the reduction before must be over.
         self.drain()
         self._reducing = self._wire.reduce(self._sums, self._samples, self._batches)
-        # The exchange has copied them: the next round adds to gradients of its own.
+        # The exchange has copied the sums; the next round starts new ones.
         self._sums = [None] * len(self._parameters)
         self._samples = self._batches = 0
 
     def drain(self) -> None:
-        """Apply the update of the last round that has ended, if any; waits for its reduction."""
+        """Apply the update of the last round that has ended, if any; wait for its reduction."""
         if self._reducing is None:
             return
         reduced: RoundReduction = self._reducing.wait()
@@ -326,7 +327,7 @@ class Rounds:
             return
         self.batches = [a + b for a, b in zip(self.batches, reduced.batches, strict=True)]
         total = sum(reduced.samples)
-        # A round that was cut short at the end of a pass tells nothing of the ranks' speeds.
+        # A round that was cut short at the end of a pass says nothing about the ranks' speeds.
         if total > 0 and not self.ended:
             self.samples = list(reduced.samples)
         if reduced.update is None:
@@ -341,11 +342,11 @@ class Rounds:
                 parameter.grad = None
 
 
-# Flags of a reduction, with the counts above them: they travel with the agreement on the operation,
-# so that no message is added.
+# Flags of a reduction; counts follow in the higher bits. They travel with the agreement on the
+# operation, so they need no message of their own.
 _FINITE: Final = 1  # this rank's sums are finite
 _MISSES: Final = 2  # some of its parameters have no gradient
-_COMPARES: Final = 4  # it checks its replica: not where it has loaded a state in this round
+_COMPARES: Final = 4  # it checks its replica; not set if it has loaded a state in this round
 _FLAGS: Final = 3  # bits
 _COUNT_BITS: Final = 31
 _COUNTS: Final = (1 << _COUNT_BITS) - 1
@@ -354,7 +355,7 @@ _COUNTS: Final = (1 << _COUNT_BITS) - 1
 class RoundWire:
     """One rank's side of the operations between ranks.
 
-    settings: all ranks agree on them with every round.
+    settings: all ranks agree on them in every round.
     steps: counts the costs of the rounds.
     """
 
@@ -375,9 +376,9 @@ class RoundWire:
         ]
         # Checked together with a round when due, so that no rank waits for the check alone.
         self._replicas: ReplicaCheck = policy.replicas
-        # Each rank's part of an update is shortened to its share of this norm.
+        # Each rank's part of an update is clipped to its share of this norm.
         self._local_clip_norm = policy.options.local_clip_norm
-        self.samples = 0  # of this rank, in the round that is reduced
+        self.samples = 0  # of this rank, in the round being reduced
         self.divergences: list[Divergence] | None = None  # found when it began; None: not checked
 
     def ready(self, is_last: bool) -> TimedOperation:
@@ -396,15 +397,15 @@ class RoundWire:
             done = [flags >> _FLAGS + _COUNT_BITS for flags in all_flags]
             culprits = [rank for rank, flags in enumerate(all_flags) if not flags & _FINITE]
             update: Sequence[torch.Tensor | None] | None = None
-            # This and the conditions below follow from all ranks' flags: all ranks check, agree and
-            # gather together.
+            # This and the conditions below depend on all ranks' flags, so all ranks check, agree
+            # and gather together.
             if any(counts) and not culprits:
                 if compare is not None and all(flags & _COMPARES for flags in all_flags):
                     self.divergences = compare(transport)
                 self._settings.agree(transport, said)
                 nowhere: set[str] = set()
-                # Names are gathered only where each rank misses some: a gradient on one rank is one
-                # for all.
+                # A gradient on one rank is enough for all ranks, so gather names only if each rank
+                # misses some.
                 if all(flags & _MISSES for flags in all_flags):
                     nowhere = set.intersection(*map(set, transport.gather_object(missing)))
                 total = sum(counts)
@@ -416,7 +417,7 @@ class RoundWire:
                     ]
             return RoundReduction(update, counts, done, culprits)
 
-        # Here the round's own computing ends; what comes now is of the next one.
+        # The round's own computing ends here; later time belongs to the next round.
         self._steps.computed()
         self.samples = samples
         return self._submit(
@@ -431,7 +432,7 @@ class RoundWire:
         )
 
     def meet(self, signature: Sequence[str], drains: bool) -> list[int]:
-        """Return for every rank whether it drains; waits for all of them."""
+        """Return for every rank whether it drains; wait for all of them."""
         said: list[int] = self._submit(
             "pass", signature, lambda transport, all_flags: list(all_flags), int(drains)
         ).wait()

@@ -1,25 +1,25 @@
-"""Ledger: notes which worker holds which of an epoch's samples, so that none is lost with it.
+"""Ledger: notes which worker holds which of an epoch's samples, so that none is lost if it dies.
 
-A worker claims the next places of the epoch's order, and the ledger notes its number at each; what
-it has computed and applied is noted as done. When nothing is left to claim, the workers look for
-places of workers that have died, and share them out again:
+A worker claims the next places of the epoch's order, and the ledger notes its number at each. When
+the samples are computed and applied, they are noted as done. When nothing is left to claim, the
+workers look for places of workers that have died, and share them out again:
 
     order    | done done done | of 2 | done | of 1, dead | done | of 0 | not claimed yet ...
                                              `--> of 0                  ^ next
 
-A worker that holds nothing any more says so under the lock, and others read it under the lock: so
-they see its earlier writes, on processors of every kind.
+A worker announces under the lock that it holds nothing any more, and others read this under the
+lock, so that they see its earlier writes on every kind of processor.
 
-A round is an epoch or an evaluation; round 1 is the time before them. The notes of two rounds take
-turns in memory: while a worker waits for one round's end, another may have begun the next.
+A round is an epoch or an evaluation; round 1 is the time before them. The notes of two rounds
+alternate in memory: while a worker waits for one round's end, another may have begun the next.
 
 WorkerTable: a row for each worker of a node, in shared memory, with its counts and its device
     class.
 
 A worker's device class decides how it updates the model, and its batch sizes.
 
-Only its worker writes a row, eight bytes at a time; everybody reads all rows at any time. But the
-worker that prepares a round clears the sums of an evaluation in all rows.
+Only its worker writes a row, eight bytes at a time; every worker may read all rows at any time. The
+exception: the worker that prepares a round clears the sums of an evaluation in all rows.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from collectives.errors import MismatchError, PeerError, PeerTimeoutError
 from collectives.transports import Counter
 from collectives.transports.counters import NodeMemory
 
-# The device classes, and which are fast: their workers compute on copies of the parameters, in
-# large batches, and evaluate losses. A slow one computes on the shared model, in small batches.
+# The device classes, and which are fast. Fast workers compute on copies of the parameters, in
+# large batches, and evaluate losses. Slow ones compute on the shared model, in small batches.
 IS_FAST: Final[Mapping[str, bool]] = {
     "cpu": False,
     "gpu": True,
-    # For ranks on CPUs that act as the two above, to try the modes without a GPU.
+    # For ranks on CPUs that act like the two above, to try the modes without a GPU.
     "slow": False,
     "fast": True,
 }
@@ -50,15 +50,15 @@ NAMES: Final = tuple(IS_FAST)  # shared memory holds a class as its index here
 
 
 def require_class(name: str) -> None:
-    """Raise ValueError for a device class that there is not."""
+    """Raise ValueError for an unknown device class."""
     if name not in NAMES:
         raise ValueError(f"a device class must be one of {', '.join(NAMES)}, got {name!r}")
 
 
 def class_of(parameters: Sequence[torch.Tensor], name: str | None) -> str:
-    """Return this worker's class: the one it names, else by the device of its parameters.
+    """Return this worker's class: the given one, or the one that its parameters' device implies.
 
-    Raises ValueError where the parameters' devices do not go with it.
+    Raises ValueError if the parameters' devices do not fit the class.
     """
     devices = sorted({parameter.device.type for parameter in parameters})
     if devices not in (["cpu"], ["cuda"]):
@@ -84,7 +84,7 @@ HEAD: Final = np.dtype(
         ("what", f"S{WORDS_BYTES}"),  # the round's name
         ("failure", f"S{FAILURE_BYTES}"),  # why all must stop
         ("has_failed", "i8"),
-        ("", "V296"),  # so that rows begin a cache line
+        ("", "V296"),  # so that rows start at a cache line
     ]
 )
 _WORDS: Final = (
@@ -95,7 +95,7 @@ _WORDS: Final = (
     "samples",
     "unused",  # batches for which the script took no step
     "skipped",  # updates that were not finite
-    "taken_over",  # samples of workers that died or broke off
+    "taken_over",  # samples of workers that died or left the loop
     "overlapped",  # updates during which another worker wrote, too
     "writes_begun",  # to the model
     "writes_ended",
@@ -107,7 +107,7 @@ _WORDS: Final = (
     "busy",  # nanoseconds from hand-overs to the ends of steps
     "in_rounds",  # nanoseconds within rounds
 )
-# Rows in cache lines of their own: neighbours would slow each other down.
+# Rows have their own cache lines; otherwise neighbours would slow each other down.
 ROW: Final = np.dtype(
     {
         "names": [*_WORDS, "losses", "evaluated"],  # an evaluation's sums, by parity of rounds
@@ -132,7 +132,7 @@ class WorkerTable:
 
     @staticmethod
     def size_bytes(workers: int) -> int:
-        """Return how many bytes a board takes."""
+        """Return the size of the table in bytes."""
         return HEAD.itemsize + workers * ROW.itemsize
 
     def __getitem__(self, word: str) -> int:
@@ -151,19 +151,19 @@ class WorkerTable:
         return int(self.rows[word].sum())
 
     def others(self) -> list[int]:
-        """Return the places of the other workers whose processes live."""
+        """Return the places of the other workers with living processes."""
         places = range(self._memory.places)
         return [p for p in places if p != self.me and self._memory.is_present(p)]
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Write to the model meanwhile; count the update if another worker writes at that time.
+        """Write to the model in this context; count the update if another worker writes meanwhile.
 
-        Where two workers write an element in the same nanoseconds, one addition is lost. Nothing
-        else is ever lost, so only updates counted here can lose a part of themselves.
+        If two workers write an element in the same nanoseconds, one addition is lost. Nothing else
+        is ever lost, so only updates counted here can lose a part of themselves.
         """
         others = self.others()
-        # Begun writes first: one that begins after this sum is found by the sum at the end.
+        # Begun writes first: the sum at the end finds a write that begins after this sum.
         begun = self._sum("writes_begun", others)
         beside_others = self._sum("writes_ended", others) < begun
         self.add("writes_begun", 1)
@@ -186,8 +186,10 @@ _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 2e-4, 2e-2
 class Ledger:
     """One worker's view of the ledger.
 
+    Each round: `begin`, then `claim` and `finish` until nothing is left, `reclaim` likewise, `end`.
+
     notes: int16 [2, length]; 0: not claimed, -1: done, -2: given back, else a worker's place + 1.
-    counter: shared by several nodes, each of which takes stretches from it; None: one node.
+    counter: several nodes share it, and each takes stretches from it; None: one node.
     why_gone: maps a worker's place to the known reason of its end; "": none is known. A worker
               that is frozen or cannot be reached is given up, although its process lives.
     on_death: called once with the place of a worker that has died within a round.
@@ -224,10 +226,10 @@ class Ledger:
         return notes
 
     def begin(self, length: int, what: str = "", *, between_nodes: bool = True) -> None:
-        """Begin the next round, of `length` places, once all others have ended the last one.
+        """Begin the next round, of `length` places, when all others have ended the last one.
 
         what: names the round, equal on all workers. Raises MismatchError, on all of them from then
-              on, where one begins another.
+              on, if one begins another round.
         """
         self._await(lambda: self._all_have("over", self.round), "end the last round")
         self.round += 1
@@ -239,7 +241,7 @@ class Ledger:
                 self._notes[:length] = 0
                 self._head["next"][0] = self._head["turn"][0] = 0
                 self._head["end"][0] = 0 if self._between_nodes else length
-                # In the rows of the dead, too: an evaluation adds up all rows.
+                # Also in the rows of dead workers: an evaluation adds up all rows.
                 self._workers.rows["losses"][:, self.round % 2] = 0
                 self._workers.rows["evaluated"][:, self.round % 2] = 0
                 self._head["what"][0] = words
@@ -267,11 +269,11 @@ class Ledger:
 
     @property
     def is_healthy(self) -> bool:
-        """Tell whether the workers of this node can go on."""
+        """Tell whether the workers of this node can continue."""
         return not self._head["has_failed"][0]
 
     def require_healthy(self) -> None:
-        """Raise MismatchError where unlike rounds have begun, PeerError where a worker failed."""
+        """Raise MismatchError if different rounds have begun, PeerError if a worker has failed."""
         if self.is_healthy:
             return
         with self._memory.lock():
@@ -293,7 +295,7 @@ class Ledger:
             if first == int(self._head["end"][0]) and self._between_nodes:
                 first = self._take_a_stretch()
             last = min(first + count, int(self._head["end"][0]))
-            # First note, then advance: notes of a worker that dies in between are overwritten.
+            # First note, then advance: if a worker dies in between, others overwrite its notes.
             self._notes[first:last] = self._number
             self._head["next"][0] = last
         return range(first, last)
@@ -311,7 +313,7 @@ class Ledger:
         self._notes[list(places)] = _DONE
 
     def reclaim(self, count: int) -> list[int]:
-        """Claim places that dead workers had, or living ones gave back; return at most `count`.
+        """Claim places of dead workers, or places that were given back; return at most `count`.
 
         Waits while others still compute. Empty when everything claimed is done.
         """
@@ -328,7 +330,7 @@ class Ledger:
                     found.extend(lost[:count])
                     self._notes[found] = self._number
                     # Under the same lock: the others then wait for these places, and take them over
-                    # should this worker die, too.
+                    # if this worker dies, too.
                     board["idle"] = self.round - 1
             return bool(found) or idle
 
@@ -347,12 +349,12 @@ class Ledger:
             return not of() or bool(self._head["next"][0] > claimed)
 
         # Read once: between two reads the last places may be claimed. This worker would then wait
-        # for one claim more, which never comes, and the others wait for this worker.
+        # for one more claim, which never comes, and the others would wait for this worker.
         while of() and (claimed := int(self._head["next"][0])) < self._head["end"][0]:
             self._await(partial(has_advanced, claimed), "evaluate", of)
 
     def await_others(self) -> None:
-        """Wait until no worker of this node has samples left; takes none of them over."""
+        """Wait until no worker of this node has samples left; take over none of them."""
         self._mark_round("idle")
         self._await(lambda: self._all_have("idle", self.round), "finish their batches")
 
@@ -364,7 +366,7 @@ class Ledger:
         return lost
 
     def give_back(self, places: Sequence[int]) -> None:
-        """Give these places, which this worker has claimed, to workers that still compute."""
+        """Give places that this worker has claimed to workers that still compute."""
         if places:
             with self._memory.lock():
                 self._notes[list(places)] = _GIVEN_BACK
@@ -374,7 +376,7 @@ class Ledger:
         self._mark_round("idle", "over")
 
     def _mark_round(self, *words: str) -> None:
-        """Set words of this worker's row to the number of the round, under the lock."""
+        """Set words of this worker's row to the round's number, under the lock."""
         with self._memory.lock():
             for word in words:
                 self._workers[word] = self.round
@@ -413,13 +415,13 @@ class Ledger:
         """Poll `condition` until it returns true.
 
         of: returns the places of the workers waited for; None: those that still compute.
-        Raises PeerError where a worker has left that may not, PeerTimeoutError after the timeout.
+        Raises PeerError if a worker has left that must not, PeerTimeoutError after the timeout.
         """
         begun = time.monotonic()
         while True:
             self.require_healthy()
-            # First: `condition` does not wait for dead workers. Where ranks may not leave, the next
-            # line raises, and a round that is over for lack of a worker does not count as one.
+            # First: `condition` does not wait for dead workers. If ranks may not leave, the next
+            # line raises, so a round that ended only because a worker died does not count as over.
             is_over = condition()
             self._report_dead_workers()
             if is_over:
@@ -439,7 +441,7 @@ class Ledger:
         return [place for place in self._workers.others() if idle[place] < self.round]
 
     def _report_dead_workers(self) -> None:
-        """Report workers that have died since the last call; raise PeerError where none may."""
+        """Report workers that have died since the last call; raise PeerError if none may die."""
         for place in range(self._memory.places):
             if place in self._dead or place == self._workers.me:
                 continue
@@ -460,5 +462,5 @@ class Ledger:
 
 
 def pause_seconds(waited_seconds: float) -> float:
-    """Return the pause before the next poll, longer after a long wait: each poll costs calls."""
+    """Return the pause before the next poll; it grows with the wait, because polls cost time."""
     return max(_SHORTEST_PAUSE_SECONDS, min(waited_seconds / 16, _LONGEST_PAUSE_SECONDS))

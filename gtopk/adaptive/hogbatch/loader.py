@@ -1,10 +1,10 @@
 """HogbatchLoader: a worker's epochs; in each, every sample is in a batch of some worker.
 
-    begin      once all workers have ended the last one
-    batches    claimed one by one, each for one step; then those that others left undone
+    begin      when all workers have ended the last one
+    batches    claimed one by one, each for one step; then those that others did not finish
     end        with several nodes: their models are merged with all updates
 
-No worker waits for another until an epoch is over; operations that need all are between epochs.
+No worker waits for another until an epoch is over; operations of all ranks run between epochs.
 
 Periods: a worker's work in a quarter of a second, reported as a step of the run's record.
 """
@@ -48,13 +48,13 @@ class Periods:
         self._since = time.perf_counter_ns()
 
     def poll(self) -> None:
-        """End the period, and begin another, where it has lasted long enough."""
+        """End the period and start another if it has lasted long enough."""
         is_due = time.perf_counter_ns() - self._since >= PERIOD_NANOSECONDS
         if is_due and self._board["updates"] > self._reported[0]:
             self.end()
 
     def end(self) -> None:
-        """Report the work since the last report, and begin another period."""
+        """Report the work since the last report, and start another period."""
         before = self._reported
         self._reported = [self._board[word] for word in ("updates", "samples", "skipped")]
         updates, samples, skipped = (
@@ -66,11 +66,14 @@ class Periods:
 
 
 class HogbatchLoader(LoaderBase[HogbatchOptions]):
-    """An iterable of this worker's batches, with one step for each.
+    """Yields this worker's batches; take one step with each.
+
+    Call `evaluate`, `drain` and `audited` on all workers together, and only between epochs; within
+    an epoch `evaluate` and `drain` raise RuntimeError. See `HogbatchOptions` to tune it.
 
     The run's record has a step for each period: the batches that this worker begins in a quarter of
-    a second, at least one, or until the epoch ends, including the wait for its end. Only the first
-    worker of each of several nodes sends anything: it merges the nodes' models.
+    a second, at least one, or until the epoch ends, including the wait for its end. With several
+    nodes, only the first worker of each sends anything: it merges the nodes' models.
     """
 
     way_out = "go on in another job, by a checkpoint"
@@ -114,7 +117,7 @@ class HogbatchLoader(LoaderBase[HogbatchOptions]):
         self._loader = rebuilt(job.loader, batch_sampler=self._claims)
         self._batch = WorkersBatch(job, self._mode, self._node, trained, self._writer, self._sizer)
         self._in_epoch = False
-        # Round 1, the time before all epochs: this worker is ready.
+        # Round 1 is the time before all epochs; ending it means that this worker is ready.
         self._ledger.end()
 
     def __len__(self) -> int:
@@ -137,13 +140,13 @@ class HogbatchLoader(LoaderBase[HogbatchOptions]):
                 yield from self._yield_batches()
             with self._steps.spent.waiting():
                 self._node.merging.end()
-        except GeneratorExit:  # the script has broken it off
+        except GeneratorExit:  # the script has left the loop
             self._give_back()
             with self._steps.spent.waiting():
                 self._node.merging.end(self._ledger)
             raise
         finally:
-            # Before the round ends for this worker: from then on nobody looks for what it holds.
+            # Before the round ends for this worker: after it, nobody looks for its samples.
             self._give_back()
             self._batch.count_time()
             self._ledger.end()
@@ -187,16 +190,16 @@ class HogbatchLoader(LoaderBase[HogbatchOptions]):
             self._batch.leave()
 
     def _publish(self) -> None:
-        """Share a model that was loaded into a fast worker's copy: the next refresh replaces it."""
+        """Share a model loaded into a fast worker's copy; the next refresh would overwrite it."""
         self._ledger.before_next_round(self._writer.publish)
 
     def _give_back(self) -> None:
-        """Give samples that this worker claimed and took no step for to the others."""
+        """Give the samples that this worker claimed but took no step for back to the others."""
         self._batch.give_back()
         self._claims.give_back()
 
     def backward(self, loss_of: Callable[[Any], torch.Tensor], batch: Any) -> torch.Tensor:
-        """Compute a batch's loss and gradients, in parts where the memory is too small.
+        """Compute a batch's loss and gradients, in parts if the memory is too small.
 
         Call it in place of `loss_of(batch).backward()`. A size that did not fit bounds this
         worker's sizes from then on.
@@ -208,12 +211,12 @@ class HogbatchLoader(LoaderBase[HogbatchOptions]):
     def evaluate(
         self, loss_of: Callable[[Any], torch.Tensor], dataset: Any = None, batch: int = BATCH
     ) -> float:
-        """Return the mean loss of all samples at the shared model; all workers call it together.
+        """Return the mean loss of all samples for the shared model; all workers call it together.
 
-        The fast classes compute it, in large batches; where there are none, all workers do.
+        The fast classes compute it, in large batches; without any, all workers do.
         loss_of: maps a batch to the mean loss of its samples.
-        Raises MismatchError, on all workers of a host, where the length of the data set or `batch`
-        differ; RuntimeError at once within an epoch, and where the loader's world is over.
+        Raises MismatchError, on all workers of a host, if the length of the data set or `batch`
+        differs; RuntimeError at once within an epoch, and if the loader's world is over.
         """
         self._require_between_epochs("evaluate")
         self._require_its_world()
@@ -225,26 +228,26 @@ class HogbatchLoader(LoaderBase[HogbatchOptions]):
             return mean_loss(self._node, data, collate, batch, refresh, loss_of)
 
     def report(self) -> Report:
-        """Return a report of the workers of this node, since the loader was made."""
+        """Return a report of the workers of this node, since the loader was created."""
         return report_of(self._board, self._node.ranks)
 
     def audited(self) -> float:
         """Return the share of all steps, in L1, that was lost to races; all workers call it.
 
-        Needs audit=True, and no step under way: between epochs.
+        Needs audit=True, and no running step: call it between epochs.
         """
         return self._writer.audited(self._run)
 
     @property
     def last_staleness(self) -> int:
-        """Return how many updates of others came while the last batch was computed."""
+        """Return the number of others' updates while the last batch was computed."""
         return self._writer.last_staleness
 
     def drain(self) -> None:
         """Merge the nodes' models into one, and copy it into this rank's parameters.
 
-        All ranks call it together, between epochs. Raises RuntimeError at once within an epoch.
-        Where the loader's world is over, nothing is merged: each node's model stays as it is.
+        All ranks call it together, between epochs. Raises RuntimeError at once within an epoch. If
+        the loader's world is over, nothing is merged, and each node keeps its model.
         """
         self._require_between_epochs("drain")
         self._publish()
@@ -256,7 +259,7 @@ class HogbatchLoader(LoaderBase[HogbatchOptions]):
             # epoch.
             self._ledger.begin(0, "a drain", between_nodes=False)
             self._node.merging.drain(self._run)
-        self._writer.refresh(waits=True)  # others go on to write once this worker has ended
+        self._writer.refresh(waits=True)  # others continue to write when this worker has ended
         self._ledger.end()
 
     def _require_between_epochs(self, what: str) -> None:

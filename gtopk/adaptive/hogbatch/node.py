@@ -1,8 +1,8 @@
-"""Node: the workers of one host, and the memory they meet in.
+"""Node: the workers of one host, and the memory that they share.
 
-| board: head, a row for each worker | ledger: notes of two rounds | the model |
+| worker table: head, a row for each worker | ledger: notes of two rounds | the model |
 
-NodeMerges: the models of several nodes, merged at intervals while their workers go on.
+NodeMerges: the models of several nodes, merged at intervals while their workers continue.
 
     node 0   ...updates...| snapshot o_0 = x_0 - z |...updates... | + (z' + o_0' - snapshot) |...
                             \\                                      /
@@ -10,10 +10,10 @@ NodeMerges: the models of several nodes, merged at intervals while their workers
                             /                                      \
     node 1   ...updates...| snapshot o_1 = x_1 - z |...updates... | + (z' + o_1' - snapshot) |...
 
-The first worker of each node merges, in the offset form of `replica`: what top-k
-does not send stays in the node's model. All nodes weigh the same, w_i = 1 / nodes, as a node that
-has computed more has already moved further. The change by a merge is added to the model as it is by
-then, so no update is lost, and none waits.
+The first worker of each node merges, in the offset form of `replica`: entries that top-k does not
+send stay in the node's model. All nodes have equal weights, w_i = 1 / nodes, because a node that
+has computed more has already moved further. The change by a merge is added to the node's current
+model, so no update is lost or delayed.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _log = logging.getLogger("gtopk")
 
 MERGES: Final = 10  # in an epoch, by default
 _PAUSE_SECONDS: Final = 1e-3
-_WORD_SECONDS: Final = 2.0  # to wait for the reason of a failed worker, which comes after its end
+_WORD_SECONDS: Final = 2.0  # to wait for a failed worker's reason, which may come after its end
 
 
 class NodeMerges:
-    """One worker's part in the merges, which only the first worker of each node carries out.
+    """One worker's part in the merges; only the first worker of each node carries them out.
 
     merges: number of merges so far, on the first worker of a node.
     """
@@ -68,7 +68,7 @@ class NodeMerges:
         steps: LocalSteps,
         advises: bool,
     ) -> None:
-        """Set up the merges, while all nodes' models are alike; all ranks call it together.
+        """Set up the merges, while all nodes' models are equal; all ranks call it together.
 
         steps: counts the finished merges of this worker.
         advises: rank 0 logs how much compression saves in a merge.
@@ -104,7 +104,7 @@ class NodeMerges:
     def begin(self, what: str) -> None:
         """Begin an epoch; the first workers of all nodes compare its name, `what`.
 
-        Raises HorovodInternalError, on each of these workers, where nodes begin unlike epochs.
+        Raises HorovodInternalError, on each of these workers, if nodes begin different epochs.
         """
         if self._engine is not None:
             met = self._engine.submit(
@@ -115,12 +115,12 @@ class NodeMerges:
         self._due, self._begun = -(-self._node.longest // self._every), 0
 
     def poll(self) -> None:
-        """Apply a merge that has finished, and begin one that is due."""
+        """Apply a merge that has finished, and start one that is due."""
         if self._engine is None:
             return
         if self._pending is not None and self._pending.done:
             self._take()
-        # The last merge of an epoch is left to `end`: it must include all updates.
+        # The last merge of an epoch is left to `end`, because it must include all updates.
         if self._pending is None and self._begun + 1 < self._due:
             place = int(self._node.board.head["next"][0])
             if place >= (self._begun + 1) * self._every:
@@ -132,7 +132,7 @@ class NodeMerges:
         broken_off: the ledger, if this worker's script left the epoch while others may compute.
         """
         if broken_off is not None and not broken_off.is_healthy:
-            return  # nobody goes on; an error raised while a generator closes would be lost
+            return  # no worker continues; an error raised while a generator closes would be lost
         if broken_off is not None and len(self._leaders) > 1:
             broken_off.await_others()
         if self._engine is not None:
@@ -141,7 +141,7 @@ class NodeMerges:
                     self._take()
                 self._merge(is_last=self._begun + 1 == self._due)
             self._take()
-            # Last: by it the other workers of this node go on to the next epoch.
+            # Last, because it lets the other workers of this node start the next epoch.
             self._node.board.head["merged"][0] = self._node.ledger.round
         elif len(self._leaders) > 1:
             self._await_the_first()
@@ -156,7 +156,7 @@ class NodeMerges:
             raise
 
     def _merge(self, is_last: bool) -> None:
-        """Begin a merge of the node's current model."""
+        """Start a merge of the node's current model."""
         assert self._engine is not None
         self._begun += 1
         self._take_snapshot()
@@ -176,13 +176,13 @@ class NodeMerges:
     def _take_snapshot(self) -> None:
         for own, tensor in zip(self._snapshot, self._tensors, strict=True):
             own.copy_(tensor)
-        # Merging changes the snapshot itself, and workers go on changing the model: only the change
-        # since this copy is added to it.
+        # Merging changes the snapshot, while workers change the model: add only the change since
+        # this copy to the model.
         self._before = [own.detach().clone() for own in self._snapshot]
 
     @torch.no_grad()
     def _take(self) -> None:
-        """Wait for the merge under way, and add its change to the node's model."""
+        """Wait for the running merge, and add its change to the node's model."""
         assert self._pending is not None
         weight, update, count = self._wait(self._pending)
         self._steps.note_submit(self._pending)
@@ -199,7 +199,7 @@ class NodeMerges:
             self._add_changes()
         self.merges += 1
         if self._is_last:
-            # Nobody claims now, so all nodes read the same count: the next epoch begins there.
+            # No worker claims now, so all nodes read the same count; the next epoch starts there.
             self._node.board.head["base"][0] = count
 
     def _add_changes(self) -> None:
@@ -214,7 +214,7 @@ class NodeMerges:
         node, begun = self._node, time.monotonic()
         first, seconds = node.ranks[0], self._world.transport.timeout_seconds
         while True:
-            # Read first: the worker may merge, and its process end, between the two.
+            # Read first: between the two reads the worker may merge and its process end.
             is_present = node.memory.is_present(0)
             if node.board.head["merged"][0] >= node.ledger.round:
                 return
@@ -233,9 +233,9 @@ class NodeMerges:
             time.sleep(_PAUSE_SECONDS)
 
     def drain(self, run: Callable[[str, Sequence[str], Work], Any]) -> None:
-        """Merge densely: all nodes' models become one; all ranks call it, between epochs.
+        """Merge densely, so that all nodes have one model; all ranks call it, between epochs.
 
-        run: the loader's, for an operation of all ranks.
+        run: the loader's function for an operation of all ranks.
         """
         if len(self._leaders) == 1:
             return
@@ -258,7 +258,7 @@ class NodeMerges:
 
 _ALIGNMENT: Final = 4096
 _NOTE: Final = np.dtype(np.int16)
-_STRETCHES: Final = 64  # in an epoch, where several nodes take from one counter
+_STRETCHES: Final = 64  # in an epoch, if several nodes take from one counter
 
 
 class Node:
@@ -274,8 +274,8 @@ class Node:
     def __init__(
         self, stream: Transport, nodes: int, ranks: Sequence[int], length: int, layout: Layout
     ) -> None:
-        """stream: between the workers of this node, who all call it together."""
-        # The memory: the board, the notes, the model.
+        """stream: between the workers of this node, which must all call it together."""
+        # The memory: the worker table, the notes, the model.
         first_note = _up(WorkerTable.size_bytes(len(ranks)))
         end_of_notes = first_note + 2 * length * _NOTE.itemsize
         model = _up(end_of_notes)
@@ -289,7 +289,7 @@ class Node:
         self.merging: NodeMerges
 
     def weighted_updates(self, beta: float | str) -> list[float]:
-        """Return every worker's updates; a slow worker's are multiplied by the surviving share."""
+        """Return every worker's updates; for slow workers, only the share that counts (`beta`)."""
         found = []
         for row in self.board.rows:
             updates = float(row["updates"])
@@ -317,13 +317,13 @@ def join_node(
 ) -> Node:
     """Share memory with the workers of this node, and start from rank 0's model.
 
-    meet: the loader's first operation of all ranks, which compares their modes and options, too.
+    meet: the loader's first operation of all ranks, which also compares their modes and options.
     steps: counts the costs of merges between nodes.
-    Every rank calls it. Raises HorovodInternalError where the ranks' arguments differ, ValueError
-    where there are several nodes and ranks may leave, or steps are to be audited.
+    Every rank must call it. Raises HorovodInternalError if the ranks' arguments differ, ValueError
+    for several nodes if ranks may leave or steps are to be audited.
     """
     options, world = job.options, job.world
-    length = max(len(job.loader.dataset), 1)  # type: ignore[arg-type]  # an evaluation may have some
+    length = max(len(job.loader.dataset), 1)  # type: ignore[arg-type]  # for evaluations
     mine = {
         "class": device_class,
         "cores": sorted(allowed_cores()),
@@ -341,7 +341,7 @@ def join_node(
         ranks = next(node for node in nodes if transport.rank in node)
         stream = transport.subset(ranks)
         node = Node(stream, len(nodes), ranks, length, layout)
-        # All ranks have found the same nodes, so all of them make the counter, or none does.
+        # All ranks have found the same nodes, so either all of them create the counter or none.
         counter = transport.counter() if len(nodes) > 1 else None
         if node.memory.place == 0:
             node.shared.fill(parameters, states)
@@ -365,7 +365,7 @@ def join_node(
 
     joined: Joined = meet([f"{length} samples", *layout.signature], work)
     node, hosts, counter, rows = joined
-    # After the operation, in which every rank has learnt all hosts: so all of them raise, or none.
+    # After the operation: every rank knows all hosts now, so either all of them raise or none.
     if options.ranks_may_leave and len(hosts) > 1:
         raise ValueError(
             f"ranks_may_leave=True is for the ranks of one host, got those of {len(hosts)}: models "
@@ -396,7 +396,7 @@ def join_node(
 
 
 def warn_of_few_cores(rows: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> None:
-    """Warn where a node has more workers on CPUs than cores; rows: what its workers have said."""
+    """Warn if a node has more workers on CPUs than cores; rows: the reports of its workers."""
     on_cpus = [row for row in rows if row["class"] != "gpu"]
     if not on_cpus:
         return
@@ -416,6 +416,6 @@ def warn_of_few_cores(rows: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -
 
 
 def departure_reason(transport: Transport, rank: int) -> str:
-    """Return the known reason of a rank's end; "" while none is known."""
+    """Return the known reason of a rank's end; "" if none is known."""
     notice = transport.departures().get(rank)
     return notice.reason if notice else ""

@@ -1,4 +1,4 @@
-"""Options of hogbatch, and checks that refuse a job or warn of it."""
+"""Options of hogbatch, and the check that refuses unsuitable jobs."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from .sizes import thresholds_of
 
 @dataclass(frozen=True)
 class HogbatchOptions(Options):
-    """Options of modes "hogbatch" and "adaptive-hogbatch"; equal on all ranks but for `own`.
+    """Options of modes "hogbatch" and "adaptive-hogbatch"; equal on all ranks except `own`.
 
     The learning rate is meant for a global batch, as in all modes. With lr_scaling="linear" each
     update gets its batch's share of it; with several nodes, the share in its node's part of that
     batch.
 
-    device_class: of this rank; None: "cpu" or "gpu", by its parameters.
+    device_class: of this rank; None: "cpu" or "gpu", depending on its parameters' device.
     sizes: by class, its smallest and largest batch, or one size for both. Default: from the size
-        that a probe finds up to the loader's batch_size. Slow classes begin with the smallest, fast
-        ones with the largest; mode "hogbatch" stays there.
-    alpha: the factor by which a batch shrinks or grows at once.
+        that a probe finds up to the loader's batch_size. Slow classes start with the smallest, fast
+        ones with the largest; mode "hogbatch" keeps these sizes.
+    alpha: the factor of one change of a batch's size.
     beta: the share of a slow class's update that counts for the balance; "measured": the share of
-        its updates of which no other worker can have overwritten a part.
+        its updates that no other worker can have partly overwritten.
     merge_every: samples of all nodes between two merges of their models; None: ten merges an epoch.
-    nodes: the ranks of each node; None: by their hosts.
-    lock_step: one worker at a time, in turns: exact, and slow; for tests.
-    ranks_may_leave: the others go on without a rank that dies, and compute what it had in hand.
-    audit: keep the sum of this rank's steps, so that `audited` can tell what was lost; only on a
-        single node. It takes the memory of two more models.
+    nodes: the ranks of each node; None: grouped by host.
+    lock_step: workers compute one at a time, in turns; exact but slow, for tests.
+    ranks_may_leave: the others continue if a rank dies, and compute its unfinished samples.
+    audit: keep the sum of this rank's steps, so that `audited` can show how much was lost; only on
+        a single node. It takes the memory of two more models.
     """
 
     own: ClassVar[Collection[str]] = ("max_batch", "min_batch", "device_class")

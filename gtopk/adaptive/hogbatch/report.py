@@ -1,7 +1,7 @@
-"""Reports of a node's workers, and the mean loss at the shared model.
+"""Reports of a node's workers, and the mean loss of the shared model.
 
-The fast classes evaluate the loss together, in a round of the ledger whose places are batches:
-others compute the batches of a worker that dies or fails in it.
+The fast classes evaluate the loss together, in a round of the ledger with batches as its places:
+if a worker dies or fails during the round, others compute its batches.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def mean_loss(
     """Return the mean of all samples' losses; all workers of the node call it together.
 
     collate: makes a batch of samples; batch: the number of samples in it.
-    refresh: called once no worker updates the model any more.
+    refresh: called when no worker updates the model any more.
     loss_of: maps a batch to the mean loss of its samples.
     """
     board, ledger = node.board, node.ledger
     samples = len(dataset)
-    batch = max(batch, -(-samples // node.longest))  # the ledger has notes for this many places
+    batch = max(batch, -(-samples // node.longest))  # the ledger has notes for that many places
     what = f"an evaluation of {samples} samples, {batch} at a time"
     ledger.begin(-(-samples // batch), what, between_nodes=False)
     try:
@@ -46,7 +46,7 @@ def mean_loss(
                 try:
                     loss = float(loss_of(collate(fetch_samples(dataset, part))))
                 except BaseException:
-                    # Else the others would wait for these places, or leave them out of the mean.
+                    # Otherwise the others would wait for these places, or the mean would lack them.
                     ledger.give_back(chunks)
                     raise
                 own["losses"][0, parity] += loss * len(part)
@@ -74,7 +74,7 @@ def next_chunks(node: Node) -> Sequence[int]:
 
 
 def faster_workers(node: Node, round: int) -> list[int]:
-    """Return the places of the fast workers for which a slow one waits; empty for a fast one."""
+    """Return the places of the fast workers that a slow one waits for; empty for a fast one."""
     kinds, over = node.board.rows["kind"], node.board.rows["over"]
 
     def is_fast(place: int) -> bool:
@@ -93,14 +93,14 @@ def fetch_samples(dataset: Any, samples: Sequence[int]) -> Any:
 
 
 class WorkerReport(NamedTuple):
-    """One worker's counts since the loader was made.
+    """One worker's counts since the loader was created.
 
     samples:         in its updates.
     staleness:       mean number of others' updates between a batch's hand-over and its update.
-    overlapped:      updates during which another worker wrote to the model, too: at most these
-                     lost a part of themselves.
-    skipped, unused: batches whose update was not finite; batches without a step by the script.
-    taken_over:      samples it computed for workers that had died or broken off.
+    overlapped:      updates during which another worker wrote to the model, too; only these can
+                     have lost a part of themselves.
+    skipped, unused: batches with an update that was not finite; batches without a script's step.
+    taken_over:      samples that it computed for workers that had died or left the loop.
     busy:            the share of the time within epochs in which it computed and updated.
     size:            size of its next batch.
     """
@@ -148,7 +148,7 @@ class Report(NamedTuple):
         return sum(worker.overlapped for worker in self.workers) / max(self.updates, 1)
 
     def busy(self, device_class: str) -> float:
-        """Return the mean busy share of a class; 0 without a worker of it."""
+        """Return the mean busy share of a class; 0 if it has no workers."""
         shares = [w.busy for w in self.workers if w.device_class == device_class]
         return sum(shares) / max(len(shares), 1)
 
@@ -164,7 +164,7 @@ class Report(NamedTuple):
 
 
 def report_of(board: WorkerTable, ranks: Sequence[int]) -> Report:
-    """Return the report that a node's board holds."""
+    """Return the report from a node's worker table."""
     present = {board.me, *board.others()}
     workers = []
     for place, (rank, row) in enumerate(zip(ranks, board.rows, strict=True)):

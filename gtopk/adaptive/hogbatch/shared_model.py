@@ -6,10 +6,10 @@ DeviceCopy: a fast worker's own copy of the shared parameters, on its device.
                   \                                          /
     own copy      x ---- forward, backward ---------------- g
 
-Only the gradient comes back; the optimizer steps with it in place, on the host, as a slow worker's
-does. Writing a stepped copy over the model would undo all others' updates meanwhile. Adding the
-copy's change would be wrong, too: others may have decayed a second moment n times since, and
-(1-b)g^2 - (1-b)v, right for the old v, makes it negative where b^n < 1-b.
+Only the gradient is copied back; the optimizer steps with it in place, on the host, as it does for
+a slow worker. Writing a stepped copy over the model would undo the updates that others have made
+in the meantime. Adding the copy's change would be wrong, too: others may have decayed a second
+moment n times since, and (1-b)g^2 - (1-b)v, right for the old v, makes it negative if b^n < 1-b.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from ...exchange.buckets.arrays import await_copies
 from ...exchange.buckets.buckets import is_expanded
 
 _ALIGNMENT: Final = 64
-# Values in an optimizer's state before its first step; a step with zero gradients changes them.
+# State values before an optimizer's first step, which a step with zero gradients changes.
 _UNTOUCHED: Final = {"step": 0.0, "mu_product": 1.0}
 
 
 class Place(NamedTuple):
     """A tensor's place in the memory.
 
-    key: the key in the optimizer's state of this parameter; "" for the parameter itself.
+    key: the key in this parameter's optimizer state; "" for the parameter itself.
     """
 
     parameter: int
@@ -55,7 +55,7 @@ class Layout(NamedTuple):
 
     @property
     def signature(self) -> list[str]:
-        """Return what must be equal on all workers, in words."""
+        """Return words that must be equal on all workers."""
         return [
             f"{f'state {key!r} of ' * bool(key)}parameter {number}, {list(shape)} {dtype}"
             for number, key, shape, dtype, *_ in self.places
@@ -87,9 +87,9 @@ def require_shareable(names: Mapping[torch.nn.Parameter, str]) -> None:
 def require_apart(
     parameters: Sequence[torch.nn.Parameter], names: Mapping[torch.nn.Parameter, str]
 ) -> None:
-    """Raise ValueError where a trained parameter lies in another one's memory.
+    """Raise ValueError if a trained parameter shares memory with another one.
 
-    In the shared memory each gets a place of its own, which would separate tied values.
+    In the shared memory each gets its own place, which would separate tied values.
     """
     ends: dict[torch.device, tuple[int, Any]] = {}  # the furthest end so far, and its parameter
     for parameter in sorted(parameters, key=torch.Tensor.data_ptr):
@@ -130,12 +130,12 @@ def check(parameter: torch.Tensor, name: str) -> None:
 def states_of(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
 ) -> list[dict[str, Any]]:
-    """Return an optimizer's state by parameter: its current one, or that after its first step.
+    """Return an optimizer's state by parameter: the current one, or the one after its first step.
 
-    Raises ValueError where such a step fails.
+    Raises ValueError if such a step fails.
     """
     states = [dict(optimizer.state.get(parameter, {})) for parameter in parameters]
-    # Parameters that were frozen so far have none, although others have one.
+    # Parameters that were frozen so far have no state, although others have one.
     without = [number for number, state in enumerate(states) if not state]
     first = first_states(optimizer, [parameters[number] for number in without]) if without else []
     for number, state in zip(without, first, strict=True):
@@ -146,17 +146,17 @@ def states_of(
 def first_states(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
 ) -> list[dict[str, Any]]:
-    """Return the state that an optimizer will make for parameters which it has not stepped yet.
+    """Return the state that an optimizer will create for parameters that it has not stepped yet.
 
-    To find out, a copy of the optimizer steps with zero parameters and gradients. Raises ValueError
-    where that step fails.
+    A copy of the optimizer takes a step with zero parameters and gradients. Raises ValueError if
+    that step fails.
     """
-    # On the host, where all workers step, whatever their device.
+    # On the host, where all workers step, on any device.
     stand_ins = [torch.nn.Parameter(torch.zeros_like(p, device="cpu")) for p in parameters]
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
     groups = [
         {
-            # Copies: a step may change what options hold.
+            # Copies: a step may change the values of options.
             **{key: copy.copy(value) for key, value in group.items() if key != "params"},
             "params": [stand_ins[numbers[id(p)]] for p in group["params"] if id(p) in numbers],
         }
@@ -195,7 +195,7 @@ def require_in_place(
     parameters: Sequence[torch.Tensor],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Raise RuntimeError where a worker's parameters and state are not these tensors any more."""
+    """Raise RuntimeError if a worker's parameters and state are no longer these tensors."""
     for place, tensor in zip(layout.places, tensors, strict=True):
         parameter = parameters[place.parameter]
         own = optimizer.state[parameter].get(place.key) if place.key else parameter.data
@@ -236,7 +236,7 @@ class SharedModel:
     def map_parameters(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Map a worker's parameters to this memory, and drop their gradients.
 
-        A fused step pairs entries by their order in memory, and old gradients may have another one.
+        A fused step pairs entries by their order in memory, which may differ in old gradients.
         """
         for parameter, tensor in zip(parameters, self.parameters, strict=True):
             parameter.grad = None
@@ -265,7 +265,7 @@ _FOR_ALL_CONTEXTS: Final = 1  # cudaHostRegisterPortable
 def lock_pages(memory: Array, device: torch.device) -> bool:
     """Register memory with CUDA for as long as the array lives; tell whether that worked.
 
-    Where it failed, copies are slower: the limit on locked memory (ulimit -l) may be too low.
+    If it failed, copies are slower; the limit on locked memory (ulimit -l) may be too low.
     """
     if device.type != "cuda" or not memory.size:
         return False
@@ -278,7 +278,7 @@ def lock_pages(memory: Array, device: torch.device) -> bool:
         return False
     if status:
         _log.debug("shared memory could not be page-locked: CUDA's error %d", status)
-        with suppress(RuntimeError):  # torch would raise it from the next kernel that it launches
+        with suppress(RuntimeError):  # otherwise torch would raise it from its next kernel
             torch.ones(1, device=device)
         return False
     unlock = weakref.finalize(memory, runtime.cudaHostUnregister, address)
@@ -287,7 +287,7 @@ def lock_pages(memory: Array, device: torch.device) -> bool:
 
 
 class DeviceCopy:
-    """A worker's copy of the shared parameters; the optimizer's state is the shared one.
+    """A worker's copy of the shared parameters; the optimizer's state remains the shared one.
 
     tensors: the worker's own parameters, and the shared state, in the order of the layout.
     """
@@ -309,25 +309,25 @@ class DeviceCopy:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Copy own parameters that the script has changed, by a checkpoint say, to all workers."""
+        """Copy parameters that the script has changed, by a checkpoint say, to all workers."""
         if any(p._version != v for p, v in zip(self._parameters, self._versions, strict=True)):
             for own, shared in zip(self._own, self._shared, strict=True):
                 shared.copy_(own)
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the shared parameters into the own ones."""
+        """Copy the shared parameters into this worker's own."""
         for own, shared in zip(self._own, self._shared, strict=True):
             own.copy_(shared, non_blocking=self._locked)  # copying gradients back waits for it
         self._note_versions()
 
     def wait(self) -> None:
-        """Wait until `refresh` has copied: from then on others may write."""
+        """Wait until `refresh` has copied; after that others may write."""
         await_copies(self._own)
 
     @contextmanager
     def on_shared_memory(self) -> Iterator[None]:
-        """Replace the parameters by the shared ones, with gradients on the host, for a step."""
+        """Replace the parameters with the shared ones, with gradients on the host, for a step."""
         gradients = [parameter.grad for parameter in self._parameters]
         on_host = list(map(_begin_copy, gradients, self._shared))
         await_copies([gradient for gradient in gradients if gradient is not None])
@@ -350,8 +350,8 @@ class DeviceCopy:
 def _begin_copy(gradient: torch.Tensor | None, shared: torch.Tensor) -> torch.Tensor | None:
     """Return a gradient on the host, in the strides of the shared parameter.
 
-    Fused steps pair the entries of both by their order in memory, whatever their strides. A copy
-    from a GPU is complete after `await_copies`.
+    Fused steps pair entries by their order in memory, regardless of strides. A copy from a GPU is
+    complete after `await_copies`.
     """
     if gradient is None:
         return None

@@ -1,17 +1,17 @@
 """Sizes: how many samples a worker claims next.
 
 Class sizes: the first worker of a device class that has probed sets the class's smallest batch.
-A probe is as noisy as the seconds that it measures. If each worker kept its own result, workers of
-one class would stay unlike for the whole run:
+A probe is as noisy as its timings. If each worker kept its own result, workers of one class would
+differ for the whole run:
 
-    worker   0  probes ... finds 16, says so           16
+    worker   0  probes ... finds 16, announces it      16
              1  probes ......... (would find 64)       16, from its next batch on
 
 Probe: the smallest batch that a device computes at nearly its full speed.
 
-In the first batches of the first epoch sizes double, three batches of each, until twice the size
-gives less than a quarter more samples a second, in three more batches, too. The quickest batch of a
-size counts, as other work on the machine only makes batches slower:
+In the first batches of the first epoch sizes double, after three batches of each, until twice the
+size gives less than a quarter more samples a second, also in three more batches. The fastest batch
+of a size counts, because other work on the machine only makes batches slower:
 
     samples/s                        ___----
                             __---'''
@@ -23,7 +23,7 @@ Adaptive Hogbatch: a worker that has made fewer updates than all others gets a s
 more updates; one that has made more gets a larger one:
 
     updates    me < all others      between      me > all others
-    batch      / alpha              as it is     * alpha           within the thresholds
+    batch      / alpha              unchanged    * alpha           within the thresholds
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ClassSizes:
         A slow class's smallest batch is never above a fast one's.
         """
         with self._memory.lock():
-            # Another worker may have agreed on a size since this one looked.
+            # Another worker may have agreed on a size since this one checked.
             if not self.found:
                 self._announced[self._mine] = self._limited_by_others(size)
             return int(self._announced[self._mine])
@@ -73,14 +73,14 @@ class ClassSizes:
 
 
 GAIN: Final = 1.25
-_BATCHES: Final = 3  # of a size
+_BATCHES: Final = 3  # of each size
 MEMORY_SHARE: Final = 0.8
 
 
 class Probe:
     """Finds a worker's smallest batch: try batches of `size`, and `note` their seconds.
 
-    found: the size that was sought; None until it is found.
+    found: the result; None until it is known.
     """
 
     def __init__(self, smallest: int, largest: int) -> None:
@@ -92,11 +92,11 @@ class Probe:
 
     @property
     def size(self) -> int:
-        """Return the size to try next, or the one found."""
+        """Return the size to try next, or the result."""
         return self._size if self.found is None else self.found
 
     def note(self, size: int, seconds: float) -> None:
-        """Record the seconds of a batch; one of another size is ignored."""
+        """Record the seconds of a batch; a batch of another size is ignored."""
         if self.found is not None or size != self._size:
             return
         self._seconds.append(seconds)
@@ -138,7 +138,7 @@ def fits(size: int, took_bytes: int, free_bytes: int) -> int:
 
 
 class Thresholds(NamedTuple):
-    """The batches a worker may get; far apart: balanced updates, close together: utilisation."""
+    """The range of a worker's batches: wide => balanced updates; narrow => better utilisation."""
 
     smallest: int
     largest: int
@@ -151,9 +151,9 @@ class Thresholds(NamedTuple):
 def next_size(
     size: int, updates: float, others: Sequence[float], alpha: float, thresholds: Thresholds
 ) -> int:
-    """Return the size of a worker's next batch from its updates, by the rule above.
+    """Return the size of a worker's next batch from its updates; see the module's docstring.
 
-    Ma and Rusu's published code has the counts but not the rule, which is reconstructed.
+    The published code of Ma and Rusu has the counts but not the rule, which is reconstructed here.
     """
     if others and updates < min(others):
         return thresholds.clip(size / alpha)
@@ -187,7 +187,7 @@ def thresholds_of(sizes: Mapping[str, int | Sequence[int]] | None) -> dict[str, 
 
 
 def checked(thresholds: Thresholds, whose: str) -> Thresholds:
-    """Return the thresholds; raise ValueError where they are crossed or below 1."""
+    """Return the thresholds; raise ValueError if they are crossed or below 1."""
     if thresholds.smallest > thresholds.largest:
         raise ValueError(
             f"the thresholds of {whose} are crossed: the smallest batch must not be above the "
@@ -204,7 +204,7 @@ def is_whole(value: object) -> bool:
 
 
 def default_thresholds(min_batch: int, batch_size: int, max_batch: int | None) -> Thresholds:
-    """Return a worker's default thresholds; raise ValueError where they are crossed."""
+    """Return a worker's default thresholds; raise ValueError if they are crossed."""
     largest = min(batch_size, max_batch or batch_size)
     if min_batch > largest:
         bound = f"batch_size={batch_size} of the DataLoader"
@@ -217,9 +217,9 @@ def default_thresholds(min_batch: int, batch_size: int, max_batch: int | None) -
 
 
 class Sizer:
-    """One worker's sizes; those that the user does not give are its class's.
+    """One worker's sizes; without sizes from the user it follows its class's.
 
-    thresholds: None until they are known: if they are not given, a probe finds the smallest.
+    thresholds: None until they are known; if not given, a probe finds the smallest.
     size: size of its next batch.
     """
 
@@ -235,7 +235,7 @@ class Sizer:
         """class_sizes: shared with other workers, if any; given sizes are noted in it, too."""
         self._is_fast, self._adapts, self._alpha = is_fast, adapts, alpha
         self._default, self._class_sizes = default, class_sizes
-        self._fitted = 0  # the largest batch that memory had room for
+        self._fitted = 0  # the largest batch that has fitted into memory
         self.probe: Probe | None = None
         self.thresholds: Thresholds | None = None
         if said is not None:
@@ -280,17 +280,17 @@ class Sizer:
     def resume(self, smallest: int, size: int) -> None:
         """Resume from the smallest batch and the current size of a worker of the same class.
 
-        Nothing changes where sizes are given, or need no probe.
+        Nothing changes if sizes are given, or need no probe.
         """
         if self.probe is not None:
             self.thresholds = self._thresholds_from(self._agree(smallest))
             self.size = self.thresholds.clip(size)
 
     def note_memory(self, size: int, took_bytes: int, free_bytes: int) -> None:
-        """Limit sizes to what fits into memory, judged by the bytes that a batch took.
+        """Limit sizes to what fits into memory, estimated from the bytes that a batch took.
 
-        free_bytes: free for the next batch. A small batch, the last of an epoch, is ignored, and a
-        size that has fitted before stays allowed.
+        free_bytes: free for the next batch. A batch below the current size, such as an epoch's
+        last, is ignored, and a size that has fitted before stays allowed.
         """
         if size < self.size:
             return
@@ -298,7 +298,7 @@ class Sizer:
         self.limit(max(self._fitted, fits(size, took_bytes, free_bytes)))
 
     def limit(self, largest: int) -> None:
-        """Limit sizes to `largest` from now on, as memory has no room for more."""
+        """Limit sizes to `largest` from now on, because more does not fit into memory."""
         low, high = self._default
         self._default = Thresholds(min(low, largest), min(high, largest))
         if self.probe is not None:

@@ -1,24 +1,24 @@
 """The batches that a worker claims in an epoch, and the step that it takes with each.
 
-ClaimedBatches: its DataLoader asks for one batch after another.
+ClaimedBatches: the sampler of its DataLoader, which asks for one batch after another.
 
 at first     the next places of the epoch's order, as many as the worker's current size
-all taken    places left undone by workers that died or whose scripts broke off
-broken off   places claimed and not handed out are given back to workers that still compute
+all taken    unfinished places of workers that died or left the loop
+loop left    places claimed but not handed out are given back to workers that still compute
 
-WorkersBatch: the batch that a worker computes on, until its one step is taken.
+WorkersBatch: the worker's current batch, until its one step is taken.
 
 hand-over    fast classes: the shared model is copied into the worker's own
 script       forward, backward
 step         in place, with the gradients of the shared model (slow) or of the copy (fast)
-let go       the ledger notes it as done, and the sizes learn the time that it took
+end          the ledger notes it as done, and the sizes learn the time that it took
 
-Updates of gradients that are not finite are skipped: they would spoil everybody's model.
+Updates with gradients that are not finite are skipped: they would ruin the model for all workers.
 
-Writer: how a worker's steps reach the shared model; Audit: what races have lost of them.
+Writer: how a worker's steps reach the shared model; Audit: how much of them races have lost.
 
 slow classes    the worker's parameters are the shared ones
-fast classes    they are its own copy, replaced by the shared ones during a step
+fast classes    they are its own copy, replaced with the shared ones during a step
 
 So every step, of any optimizer, works in place on the current model and optimizer state; only the
 gradient is old.
@@ -50,7 +50,7 @@ from .sizes import Sizer, memory_of
 
 
 class ClaimedBatches(Sampler[list[int]]):
-    """The indices of one worker's batches; a DataLoader may draw some ahead of the script."""
+    """Yields the indices of one worker's batches; a DataLoader may draw some in advance."""
 
     def __init__(
         self, node: Node, sizer: Sizer, options: HogbatchOptions, spent: WallClock
@@ -58,8 +58,8 @@ class ClaimedBatches(Sampler[list[int]]):
         self._node, self._board, self._ledger = node, node.board, node.ledger
         self._sizer, self._options, self._spent = sizer, options, spent
         self._order: Sequence[int] = ()
-        self._claimed: deque[Sequence[int]] = deque()  # and not handed out yet
-        self._left_over: Sequence[int] = ()  # by others, and the next to be iterated
+        self._claimed: deque[Sequence[int]] = deque()  # not handed out yet
+        self._left_over: Sequence[int] = ()  # unfinished by others, for the next iteration
 
     def begin(self, order: Sequence[int]) -> None:
         """Begin an epoch with this order of samples."""
@@ -70,20 +70,20 @@ class ClaimedBatches(Sampler[list[int]]):
         return self._note(self._left_over) if self._left_over else self._claim_all()
 
     def reclaim(self) -> bool:
-        """Claim samples that others left undone for the next iteration; tell whether there are any.
+        """Claim samples that others did not finish; tell whether there are any.
 
-        Waits while others compute.
+        The next iteration yields them. Waits while others compute.
         """
         with self._spent.waiting():
             self._left_over = self._ledger.reclaim(self._sizer.size)
         return bool(self._left_over)
 
     def hand_out(self) -> Sequence[int]:
-        """Return the places of the batch that comes next."""
+        """Return the places of the next batch."""
         return self._claimed.popleft()
 
     def give_back(self) -> None:
-        """Give samples that were claimed and not handed out to the other workers."""
+        """Give samples that were claimed but not handed out back to the other workers."""
         for places in self._claimed:
             self._ledger.give_back(places)
         self._claimed.clear()
@@ -116,19 +116,19 @@ class ClaimedBatches(Sampler[list[int]]):
         return size
 
 
-_LOST_AFTER: Final = 3  # updates in a row; no later one mends a model that is not finite
+_LOST_AFTER: Final = 3  # updates in a row; later ones cannot repair a model that is not finite
 
 
 class SkippedUpdates(SkipCounter):
-    """Counts one worker's skipped updates; raises where too many came in a row."""
+    """Counts one worker's skipped updates; raises after too many in a row."""
 
     def note(
         self, rank: int, trained: Sequence[torch.Tensor], names: Mapping[torch.Tensor, str]
     ) -> None:
         """Count a skipped update.
 
-        Raises FloatingPointError where the model itself is not finite any more, or where more
-        updates in a row were skipped than are allowed.
+        Raises FloatingPointError if the model itself is not finite any more, or if more updates in
+        a row were skipped than are allowed.
         """
         self.count += 1
         lost = [names[p] for p in trained if not all_finite([p.detach()])]
@@ -151,7 +151,7 @@ def own(parameter: torch.Tensor) -> list[torch.Tensor]:
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Tell whether tensors hold neither NaN nor infinity; those on a GPU are read in one go."""
+    """Tell whether tensors hold neither NaN nor infinity; reads all those on a GPU at once."""
     on_gpu = []
     for each in tensors:
         values = each.coalesce().values() if each.is_sparse else each
@@ -165,10 +165,10 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
 class Audit:
     """Sums up one worker's steps of the parameters, to find out how much was lost.
 
-        the model at first + every worker's steps - the model now = lost
+        the first model + every worker's steps - the model now = lost
 
-    An addition is lost where two workers read an element, both add, and the last to write wins.
-    Rounding is a small part of the result only where parameters are float64.
+    An addition is lost if two workers read an element, both add, and the last write wins. Only with
+    float64 parameters is rounding a small part of the result.
     """
 
     def __init__(self, shared: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
@@ -197,7 +197,7 @@ class Audit:
     def lost_share(self, run: Callable[[str, Sequence[str], Work], Any]) -> float:
         """Return the lost share of all steps, in L1; all ranks call it together.
 
-        run: the loader's, for an operation of all ranks.
+        run: the loader's function for an operation of all ranks.
         """
         steps = torch.cat([each.reshape(-1) for each in self._steps]).numpy()
         sums = np.append(steps, self._distance)
@@ -209,7 +209,7 @@ class Audit:
 
 
 class Writer:
-    """Applies one worker's steps to the shared model; its board counts updates and staleness.
+    """Applies one worker's steps to the shared model; its row counts updates and staleness.
 
     last_staleness: others' updates between the last hand-over and the update that followed.
     """
@@ -225,7 +225,7 @@ class Writer:
         copies: bool,
         audits: bool,
     ) -> None:
-        """Share the optimizer's state, and the parameters; or keep own `copies` of the latter."""
+        """Share the optimizer's state, and the parameters; copies: keep own parameters."""
         self._shared, self._board = shared, board
         self._trained, self._optimizer = trained, optimizer
         shared.map_state(trained, states, optimizer)
@@ -237,7 +237,7 @@ class Writer:
         self.last_staleness = 0
 
     def check(self) -> None:
-        """Raise RuntimeError where the script has replaced tensors of parameters or state."""
+        """Raise RuntimeError if the script has replaced tensors of parameters or state."""
         tensors = self._copy.tensors if self._copy is not None else self._shared.tensors
         require_in_place(self._shared.layout, tensors, self._trained, self._optimizer)
 
@@ -259,7 +259,7 @@ class Writer:
                 self._copy.wait()
 
     def update(self, apply: Callable[[], None]) -> None:
-        """Update the model by a step, which `apply` takes on the shared parameters."""
+        """Update the model with a step that `apply` takes on the shared parameters."""
         board = self._board
         # Copied first: only the step itself counts as a write that another may overlap.
         with (
@@ -283,10 +283,10 @@ class Writer:
 
 
 class WorkersBatch:
-    """One worker's current batch; it takes over `optimizer.step`, which steps with this batch.
+    """One worker's current batch; it replaces `optimizer.step` with a step for this batch.
 
     places: the batch's places in the epoch's order; empty without a current batch.
-    memory: computes the batch's loss and gradients, in parts where it is too small.
+    memory: computes the batch's loss and gradients, in parts if the memory is too small.
     """
 
     def __init__(
@@ -332,7 +332,7 @@ class WorkersBatch:
         self._began = time.perf_counter_ns()
 
     def leave(self) -> None:
-        """Finish the batch; count it as unused where the script took no step for it."""
+        """Finish the batch; count it as unused if the script took no step for it."""
         if self.places:
             self._board.add("unused", 1)
             self._finish_batch()

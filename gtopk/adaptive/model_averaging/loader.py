@@ -1,4 +1,4 @@
-"""Mode "adaptive-sgd": every rank trains a replica of its own, and replicas are merged.
+"""Mode "adaptive-sgd": every rank trains its own replica, and the replicas are merged.
 
     rank 0  |= b0 =|= b0 =|= b0 =|= b0 =|     | merge | ...    |= =| a batch and a local step
     rank 1  |== b1 ==|== b1 ==|== b1 ==|      | merge | ...    batches come from the cursor
@@ -50,7 +50,9 @@ class Merge(NamedTuple):
 
 
 class MergingLoader(LoaderBase[MergingOptions]):
-    """An iterable of this rank's batches; the script takes a local step with each.
+    """Yields this rank's batches; the script takes a local step with each.
+
+    Evaluate the model within `merged`, or after `drain`. See `MergingOptions` to tune it.
 
     The run's record has a step for each mega-batch with its merge: this rank's batches and local
     steps, even if the merge dropped its replica, and the time that it waited for batches, for the
@@ -81,10 +83,10 @@ class MergingLoader(LoaderBase[MergingOptions]):
             self._optimizer, job.options.lr_scaling, self._stretches.first_size
         )
         self._replica: Replica | None = None
-        self._loaded: dict[str, Any] | None = None  # a state loaded before there was a replica
-        self._is_compared = False  # whether all ranks' replicas were compared
+        self._loaded: dict[str, Any] | None = None  # a state loaded before the replica existed
+        self._is_compared = False  # whether all ranks' replicas have been compared
         self._weights: Sequence[float] | None = None  # of the last merge
-        self._finished: list[range] | None = None  # takes since the last merge, while one is due
+        self._finished: list[range] | None = None  # takes since the last merge, if one is due
         self._current_batch: range | None = None
         self._updates = 0
         self._count = 0  # the cursor's largest count on any rank
@@ -95,13 +97,13 @@ class MergingLoader(LoaderBase[MergingOptions]):
         self._wrapped_step = replace_step(self._optimizer, "adaptive-sgd", self._step)
 
     def _gather_sizes(self, length: int) -> tuple[list[int], Counter | None]:
-        """Return every rank's largest size, and the counter by which ranks take batches, if any."""
+        """Return every rank's largest size, and the counter for taking batches, if any."""
         options = self._options
         first_size = max(1, options.global_batch // self._world.size)
         counts = STRATEGIES[options.algorithm].is_dynamic and options.replay is None
 
         def work(transport: Transport, all_flags: list[int]) -> tuple[list[int], Counter | None]:
-            # The counter is opened by all ranks together, so within an operation of all.
+            # All ranks must open the counter together, so within a common operation.
             return list(all_flags), transport.counter() if counts else None
 
         most, counter = self._meet([f"{length} samples"], work, options.max_batch or first_size)
@@ -113,18 +115,18 @@ class MergingLoader(LoaderBase[MergingOptions]):
         return list(self._stretches.sizes)
 
     def __len__(self) -> int:
-        """Return the number of batches in an epoch, over all ranks, if all had the first size."""
+        """Return the number of batches in an epoch, over all ranks, if all have the first size."""
         return -(-len(self._order(0)) // self._stretches.first_size)
 
     def _batches(self) -> Generator[Any, None, None]:
         self._require_its_world()
         if self._finished is not None:
-            self._merge()  # a script broke the last iteration off, on all ranks
+            self._merge()  # the script left the last iteration, on all ranks
         yield from self._await_drains()
         self._steps.spent.begin()
         with self._epochs.iterate() as (epoch, start):
             order = self._order(epoch)
-            # Else a state was loaded, whose mega-batches say what is left of the epoch.
+            # Otherwise a state was loaded, and its mega-batches hold the rest of the epoch.
             if start == 0:
                 self._stretches.begin([range(len(order))])
             self._taken.order = order
@@ -134,13 +136,13 @@ class MergingLoader(LoaderBase[MergingOptions]):
                 self._cursor.open(self._stretches.number, len(stretch), sizes, self._count)
                 self._taken.stretch, self._taken.size = stretch, sizes[self._world.rank]
                 yield from self._mega_batch()
-                if self._finished is not None:  # else a drain has merged it
+                if self._finished is not None:  # otherwise a drain has merged it
                     self._merge()
                 yield from self._await_drains()
 
     def _begin(self, epoch: int, order_said: str) -> None:
         """Begin an epoch, the same on all ranks; agree on the cursor's largest count."""
-        # Not in the constructor: the model may be loaded or broadcast after it.
+        # Not in the constructor: the script may load or broadcast the model after it.
         replica = self._resumed() or self._open_replica()
         if not self._is_compared:
             self._compare(replica)
@@ -148,7 +150,7 @@ class MergingLoader(LoaderBase[MergingOptions]):
         require_known(self._optimizer.param_groups, known, KNOWN_TO_ADAPT)
         left = [(place.start, place.stop) for place in self._stretches.left]
         signature = [f"epoch {epoch}", f"places left {left}", order_said]
-        # Each rank has seen the counter at its own takes only.
+        # Each rank knows the counter only from its own takes.
         self._count = self._run(
             "epoch", signature, lambda transport, all_flags: max(all_flags), self._cursor.count
         )
@@ -156,13 +158,13 @@ class MergingLoader(LoaderBase[MergingOptions]):
     def _run(
         self, what: str, signature: Sequence[str], work: Work = do_nothing, flags: int = 0
     ) -> Any:
-        """Run an operation; the time counts as waited in the current mega-batch."""
+        """Run an operation; its time counts as waiting in the current mega-batch."""
         name = f"{self._name}.{what}"
         operation = self._world.engine.submit(name, signature, work, flags=flags)
         return self._steps.note_submit(operation).wait()
 
     def _resumed(self) -> Replica | None:
-        """Return this rank's replica, or make it from a loaded state; None without either."""
+        """Return this rank's replica, made from a loaded state if needed; None without either."""
         if self._replica is None and self._loaded is not None:
             self._open_replica().load_state_dict(self._loaded)
             self._loaded = None
@@ -175,11 +177,11 @@ class MergingLoader(LoaderBase[MergingOptions]):
         return self._replica
 
     def _compare(self, replica: Replica) -> None:
-        """Make sure that all ranks begin with the same model; predict the time of a merge."""
+        """Check that all ranks start with the same model; predict the time of a merge."""
         names = self._optimizer.step_policy.names
         named = {p: names[p] for p in replica.parameters}
         signature = [f"parameter '{name}' {list(p.shape)} {p.dtype}" for p, name in named.items()]
-        # At the center: replicas that went on from a state differ by their offsets.
+        # At the center: replicas that resumed from a state differ by their offsets.
         with replica.at_center():
             own = checksums(named)
         self._run(
@@ -210,12 +212,13 @@ class MergingLoader(LoaderBase[MergingOptions]):
     def _finish(self, take: range) -> None:
         """Note a batch as finished, once."""
         assert self._finished is not None
-        # Once by its step, once more when the loop comes back; only the last take can be in hand.
+        # Called after the step, and again when the loop comes back; the last take is the current
+        # one.
         if take not in self._finished[-1:]:
             self._finished.append(take)
 
     def _await_drains(self) -> Iterator[Any]:
-        """Where other ranks drain, hand out a batch so that the script can drain, too."""
+        """If other ranks drain, hand out a batch so that the script can drain, too."""
         if not self.drain_wanted:
             return
         self._taken.is_weightless = True
@@ -238,10 +241,10 @@ class MergingLoader(LoaderBase[MergingOptions]):
     def _step(self) -> None:
         """Step this rank's replica with its own gradients.
 
-        Raises RuntimeError without a current batch, and where the parameters show the merged model.
+        Raises RuntimeError without a current batch, or while the parameters show the merged model.
         """
         optimizer = self._optimizer
-        # A local step counts for a take: without one, its samples would be in no report.
+        # A local step belongs to a take; otherwise no report would include its samples.
         require_batch(self._current_batch is not None, self._world.rank, self._mode)
         if self._replica is not None and self._replica.is_at_center:
             raise RuntimeError(
@@ -251,7 +254,7 @@ class MergingLoader(LoaderBase[MergingOptions]):
         # An empty take: the batch was handed out without weight, for a drain.
         if not self._current_batch:
             return
-        # The learning rate is of mean gradients, as nothing divides by the samples later.
+        # The learning rate expects mean gradients, and nothing divides by the samples later.
         if self._options.loss_reduction == "sum":
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -272,11 +275,12 @@ class MergingLoader(LoaderBase[MergingOptions]):
         norm = replica.norm() if perturbs else 0.0
         finite = replica.prepare()
         if not finite:
-            # Its moments are of the replica that was not finite, and is the center now.
+            # The moments belong to the replica that was not finite and has been reset to the
+            # center.
             self._optimizer.state.clear()
         mine = Report(
             batches.sizes[self._world.rank],
-            # Reported as no work: it is in no model, although its samples are finished.
+            # No model contains this work, although its samples are finished.
             self._updates if finite else 0,
             sum(map(len, self._finished)) if finite else 0,
             norm if finite else 0.0,
@@ -288,8 +292,7 @@ class MergingLoader(LoaderBase[MergingOptions]):
 
         def work(transport: Transport, all_flags: list[int]) -> Any:
             told = transport.gather_object(message)
-            # All decide from the same reports: weights, sizes and whether there is an exchange at
-            # all.
+            # All decide from the same reports: weights, sizes, and whether to exchange at all.
             reports = [
                 Report._make([*fields, [range(*take) for take in takes]])
                 for (*fields, takes), _ in told
@@ -305,7 +308,7 @@ class MergingLoader(LoaderBase[MergingOptions]):
         )
         self._steps.computed()
         self._steps.note_exchange(replica.reduction)
-        # Also the samples of a replica that was dropped, which its report to the ranks leaves out.
+        # Includes the samples of a dropped replica, which its report to the ranks leaves out.
         samples = sum(map(len, self._finished))
         self._steps.close(self._world.step - 1, samples, self._updates, update is None)
         weight = weights[self._world.rank]
@@ -318,7 +321,7 @@ class MergingLoader(LoaderBase[MergingOptions]):
         self._settle(said)
 
     def _note(self, merge: Merge, merged: bool) -> None:
-        """Count the merge, and the replicas that it dropped; log what has changed."""
+        """Count the merge and the replicas that it dropped; log changes."""
         before = self.last_merge.sizes if self.last_merge else None
         self.merges += 1
         self.last_merge = merge._replace(sizes=list(merge.sizes))
@@ -353,27 +356,28 @@ class MergingLoader(LoaderBase[MergingOptions]):
 
     @property
     def lost_replicas(self) -> int:
-        """How often a replica was not finite, and was replaced by the others' model."""
+        """How often a replica was not finite and was replaced with the others' model."""
         return self._lost.count
 
     def merged(self) -> AbstractContextManager[None]:
-        """Show the merged model in the parameters meanwhile, to evaluate or save it.
+        """Show the merged model in the parameters within this context, to evaluate or save it.
 
         After an epoch they show it anyway, except with compressed merges and strategies with an
-        elastic force, where replicas stay apart. A state taken meanwhile holds the replica that
-        comes back, which after a drain is the merged model.
+        elastic force, where replicas stay different. A state taken in the context holds the replica
+        that comes back; after a drain that is the merged model.
         """
         replica = self._resumed()
         return nullcontext() if replica is None else replica.at_center()
 
     def drain(self) -> None:
-        """Make all replicas the merged model, unsent offsets included; all ranks call it.
+        """Make all replicas the merged model, unsent offsets included; all ranks must call it.
 
-        For the end of a training, or a checkpoint. With an elastic force they become the center.
-        Within an epoch every rank must call it after the first step that finds `merges` at, or
-        above, the same number: the mega-batch ends there, and a batch without a step is handed out
-        again. A rank that gets no more of the mega-batch gets a batch without weight so that it can
-        call it. Raises RuntimeError, on every rank, where some did not call it.
+        Call it at the end of a training, or before a checkpoint. With an elastic force the replicas
+        become the center. Within an epoch every rank must call it after the first step that finds
+        `merges` at, or above, the same number: the mega-batch ends there, and a batch without a
+        step is handed out again. A rank that gets no more batches of the mega-batch gets one
+        without weight so that it can call it. Raises RuntimeError, on every rank, if some did not
+        call it.
         """
         self._require_its_world()
         if self._finished is not None:
@@ -401,12 +405,13 @@ class MergingLoader(LoaderBase[MergingOptions]):
     def _state(self) -> dict[str, Any]:
         """Return the state after the last merge; later steps are computed again after loading it.
 
-        It holds the merged model, and is equal on all ranks, except for replicas' parameters where
-        they differ from it. Raises RuntimeError where they do, and steps have followed the merge.
+        It holds the merged model, and is equal on all ranks, except for the parameters of replicas
+        that differ from that model. Raises RuntimeError if they do and steps have followed the
+        merge.
         """
         replica = self._replica
         going = self._finished is not None and (self._updates or self._finished)
-        # A state holds the replica after a merge; its steps since can be repeated only from there.
+        # A state holds a replica as of the last merge; steps since can be repeated only from there.
         if going and replica is not None and not replica.was_center:
             raise RuntimeError(
                 "this rank's replica keeps what it has not sent, and has gone on since the last "
@@ -423,9 +428,9 @@ class MergingLoader(LoaderBase[MergingOptions]):
     def _load(self, state: dict[str, Any]) -> None:
         """Resume from another loader's last merge, with its model.
 
-        The parameters hold it from the next iteration, `merged` or `drain` on, if not at once.
-        Raises ValueError for another number of ranks where replicas keep offsets: call drain()
-        before the checkpoint.
+        The parameters hold the model at once, or from the next iteration, `merged` or `drain` on.
+        Raises ValueError for another number of ranks if replicas have offsets: call drain() before
+        the checkpoint.
         """
         replica = state["replica"]
         if replica and replica["own"] and state["ranks"] != self._world.size:
@@ -434,14 +439,14 @@ class MergingLoader(LoaderBase[MergingOptions]):
                 f"not sent, and here are {self._world.size}; call loader.drain() on all ranks "
                 "before the checkpoint"
             )
-        self._epochs.close()  # once nothing refuses the state
+        self._epochs.close()  # only after the state has been accepted
         self._stretches.load_state_dict(state["batches"])
         if self._options.record:
             number = self._stretches.number
             self.record = [*self.record[:number], *[[]] * (number - len(self.record))]
         self._finished = None
         self._lost.end_row()
-        # Weights are of that job's ranks.
+        # The weights belong to that job's ranks.
         self._weights = state["weights"] if state["ranks"] == self._world.size else None
         if self._replica is not None and replica:
             self._replica.load_state_dict(replica)

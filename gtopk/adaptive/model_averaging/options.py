@@ -1,29 +1,27 @@
-"""Options of mode "adaptive-sgd", and what follows: strategies, batch scaling, mega-batches.
+"""Options of mode "adaptive-sgd": strategies, batch scaling, mega-batches.
 
 A strategy trains replicas separately and brings them together:
 
-adaptive  |-- mega-batch: who is free takes the next batch of its size --| merge, new sizes
+adaptive  |-- mega-batch: a free rank takes the next batch of its size --| merge, new sizes
 k-step    |-- K steps of equal batches on every rank --| the mean of all models
 elastic   |-- K steps --| replicas and center pull each other
 crossbow  |-- 1 step --| the same, with the force 1 / ranks
 s-sgd     |-- 1 step --| the mean of all models: the step of the mean of all gradients
 
-Batch scaling: computes the next sizes from the updates that ranks made in a mega-batch.
+Batch scaling computes the next sizes from the updates that ranks made in a mega-batch, so that all
+ranks make equally many updates. The rules are pure functions: every rank computes the same sizes.
 
-The aim is that all ranks make equally many updates. The rules are pure functions: every rank
-computes the same sizes.
-
-A rank of size b makes u = share / b updates from its share of a mega-batch, so that a change of b
-by db changes u by -(u/b) db. The additive rule's gain is beta u/b, and it oscillates from 2 on. The
-multiplicative rule arrives in one step, where a batch's time is in proportion to its samples.
+A rank of size b makes u = share / b updates from its share of a mega-batch, so a change of b by db
+changes u by -(u/b) db. The additive rule's gain is beta u/b; it oscillates from 2 on. The
+multiplicative rule converges in one step if a batch's time is proportional to its samples.
 
 Mega-batches: the stretches of samples between merges; all ranks compute the same ones.
 
     an epoch   |--------- mega-batch ---------|--------- mega-batch ---------|
-    rank 0     |== b0 ==|== b0 ==|== b0 ==|.. merge                            sizes, weights: by
-    rank 1     |=== b1 ===|=== b1 ===|....... merge                            what ranks report
+    rank 0     |== b0 ==|== b0 ==|== b0 ==|.. merge                            sizes and weights
+    rank 1     |=== b1 ===|=== b1 ===|....... merge                            from ranks' reports
 
-Samples that nobody reports as finished, because their rank is gone, are handed out again first.
+Samples that no rank reports as finished, because their rank is gone, are handed out again first.
 """
 
 from __future__ import annotations
@@ -46,11 +44,11 @@ from .weights import WEIGHTS, Report, equal_weights, perturb_weights
 
 @dataclass(frozen=True)
 class Strategy:
-    """A strategy: the way ranks get batches, and the effect of a merge.
+    """A strategy: how ranks get batches, and what a merge does.
 
     is_dynamic: whether a rank takes the next batch when it is free; else all ranks make equally
         many steps of equal batches.
-    force: the force by which replicas and center pull each other, divided by the number of ranks;
+    force: the force with which replicas and center pull each other, times the number of ranks;
         0: normalized merging.
     steps: steps between two merges, if not dynamic; None: the user's `local_steps`.
     """
@@ -74,16 +72,15 @@ Rule = Callable[[Sequence[int], Sequence[int], Limits], list[int]]
 
 
 def multiplicative(sizes: Sequence[int], updates: Sequence[int], limits: Limits) -> list[int]:
-    """Return b u / mean u, scaled so that the first rank to reach its upper bound is at it.
+    """Return b u / mean u, scaled so that the first rank to reach its upper bound is at the bound.
 
-    Counts that differ by one are ignored: a rank may have come just too late for another batch.
+    Counts that differ by one are ignored: a rank may have been just too late for another batch.
     """
-    # Else sizes would never settle: updates are whole numbers.
+    # Otherwise sizes would never settle, because updates are whole numbers.
     if max(updates) - min(updates) <= 1:
         return list(sizes)
     wanted = [size * count for size, count in zip(sizes, updates, strict=True)]
-    # Only ratios matter for equal update counts: the largest sizes give the fewest updates to pay
-    # for.
+    # Only ratios matter for equal update counts: the largest sizes need the fewest updates.
     scale = min(
         most / size for size, most in zip(wanted, limits.highest(), strict=True) if size > 0
     )
@@ -91,10 +88,10 @@ def multiplicative(sizes: Sequence[int], updates: Sequence[int], limits: Limits)
 
 
 def published_rule(sizes: Sequence[int], updates: Sequence[int], limits: Limits) -> list[int]:
-    """Return b + beta (u - mean u) where that is within the bounds, and b elsewhere.
+    """Return b + beta (u - mean u) if that is within the bounds, and b otherwise.
 
     beta is half the lower bound. Ma, Rusu, Wu and Sim 2021 (arXiv 2110.07029), algorithm 1, as
-    far as it is known here. It oscillates for ever where beta u/b is 2 and more.
+    far as it is known here. It oscillates for ever if beta u/b is 2 or more.
     """
     mean = sum(updates) / len(updates)
     following = []
@@ -107,7 +104,7 @@ def published_rule(sizes: Sequence[int], updates: Sequence[int], limits: Limits)
 
 
 def no_rule(sizes: Sequence[int], updates: Sequence[int], limits: Limits) -> list[int]:
-    """Return the sizes as they are."""
+    """Return the sizes unchanged."""
     return list(sizes)
 
 
@@ -117,7 +114,7 @@ def round_to_grain(size: float, grain: int) -> int:
 
 
 def clip_to_limits(sizes: Sequence[float], limits: Limits) -> list[int]:
-    """Return whole grains within the bounds."""
+    """Return the sizes in whole grains, clipped to the bounds."""
     return [
         min(max(round_to_grain(size, limits.grain), low), high)
         for size, low, high in zip(sizes, limits.lowest(), limits.highest(), strict=True)
@@ -131,16 +128,15 @@ RULES: Final[Mapping[str, Rule]] = {
 }
 
 
-BATCHES: int = 100  # in a mega-batch, by default
+BATCHES: int = 100  # in a mega-batch by default
 
 
 @dataclass(frozen=True)
 class MergingOptions(Options):
-    """Options of mode "adaptive-sgd"; a batch of the first size is one of global_batch / ranks.
+    """Options of mode "adaptive-sgd"; the first size of a batch is global_batch / ranks.
 
     min_batch:    least size of a rank; 0: an eighth of its largest.
-    max_batch:    largest size of this rank, and its first size where that is not less; default: the
-                  first size.
+    max_batch:    largest size of this rank; lowers its first size if less; default: the first size.
     lr_scaling:   compares a rank's own batch with the first size.
     algorithm:    one of STRATEGIES; all but "adaptive" have equal batches and equal weights.
     mega_batch:   samples between two merges; 0: a hundred batches of the first size. More =>
@@ -190,7 +186,8 @@ class MergingOptions(Options):
 
     def signature(self) -> list[str]:
         """Return the options that must be equal on all ranks, as text; a record by its hash."""
-        # A record may be long, and a function cannot be compared: only its presence is.
+        # A record may be long, so compare its hash. A function cannot be compared, only its
+        # presence.
         said = "nothing" if self.replay is None else "a function"
         if isinstance(self.replay, list):
             said = hashlib.blake2b(repr(self.replay).encode(), digest_size=8).hexdigest()
@@ -198,7 +195,7 @@ class MergingOptions(Options):
 
 
 class TakenBatches(Sampler[list[int]]):
-    """The indices of the batches that this rank takes from a stretch; `taken` holds its takes.
+    """Yields the indices of the batches that this rank takes; `taken` holds its takes.
 
     is_weightless: yield one batch without weight instead.
     """
@@ -216,7 +213,8 @@ class TakenBatches(Sampler[list[int]]):
         if self.is_weightless:
             yield list(self.order[: self.size])
             return
-        # Taken when the DataLoader asks: with workers, prefetched takes are this rank's already.
+        # Taken when the DataLoader asks: with workers, prefetched takes already belong to this
+        # rank.
         while take := self._take():
             self.taken.append(take)
             yield [self.order[place] for part in self.stretch.places(take) for place in part]
@@ -227,9 +225,11 @@ class TakenBatches(Sampler[list[int]]):
 
 
 class MegaBatches:
-    """The ranks' sizes, and the places of the epoch that are in no merge yet.
+    """The ranks' sizes, and the places of the epoch that have not been merged yet.
 
-    number: number of the open stretch, or of the next one; counted through all epochs.
+    `begin` an epoch; then `open` a stretch and `close` it with all reports, until `open` is None.
+
+    number: number of the open stretch, or of the next one; counted over all epochs.
     """
 
     def __init__(self, options: MergingOptions, most: Sequence[int]) -> None:
@@ -256,11 +256,11 @@ class MegaBatches:
 
     @property
     def left(self) -> list[range]:
-        """Return the places of the epoch that are in no merge yet, in order."""
+        """Return the places of the epoch that have not been merged yet, in order."""
         return self._left.ranges
 
     def begin(self, places: Sequence[range]) -> None:
-        """Begin an epoch, or what is left of one."""
+        """Begin an epoch, or the rest of one."""
         self._left = SampleRange(places)
 
     def open(self) -> SampleRange | None:
@@ -275,12 +275,12 @@ class MegaBatches:
         if not strategy.is_dynamic:
             return (strategy.steps or options.local_steps) * sum(self.sizes)
         wanted = options.mega_batch or BATCHES * self.first_size
-        # Equal parts of what is left: a short rest would be a merge after few updates.
+        # Equal parts of the rest: a short last part would mean a merge after few updates.
         stretches = max(1, round(len(self._left) / wanted))
         return -(-len(self._left) // stretches)
 
     def merge_weights(self, reports: Sequence[Report]) -> list[float]:
-        """Return each replica's weight in the merge, or its force; 0 where it is not finite."""
+        """Return each replica's weight in the merge, or its force; 0 if it is not finite."""
         strategy, options = self.strategy, self.options
         if strategy.force:
             return [strategy.force / len(reports) * report.finite for report in reports]
@@ -295,13 +295,12 @@ class MegaBatches:
     def close(self, reports: Sequence[Report]) -> None:
         """Finish a merge: remove the samples that ranks have finished, and compute new sizes."""
         finished = [take for report in reports for take in report.takes]
-        # Unfinished samples come before those that were not handed out: they are first in the next
-        # stretch.
+        # Unfinished samples go to the front, so the next stretch starts with them.
         behind = self._left.places(range(len(self._open), len(self._left)))
         self._left = SampleRange([*self._open.remaining(finished), *behind])
         self._open = SampleRange([])
         self.number += 1
-        # A lost replica reports no updates, which tell nothing of its rank's speed.
+        # A lost replica reports no updates, which says nothing about its rank's speed.
         if self.strategy.is_dynamic and all(report.finite for report in reports):
             updates = [report.updates for report in reports]
             self.sizes = RULES[self.options.batch_rule](self.sizes, updates, self._limits)
@@ -325,10 +324,10 @@ class MegaBatches:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state; with another number of ranks or global_batch, sizes are the first ones."""
+        """Load a state; with another number of ranks or global_batch, keep the first sizes."""
         self.number = state["number"]
         self._left = SampleRange([range(start, stop) for start, stop in state["left"]])
         given = self.options.global_batch
-        # Sizes of other ranks, or around another first size, are no start for these.
+        # Sizes for other ranks, or around another first size, are no good start for these.
         if (len(state["sizes"]), state.get("global_batch", given)) == (len(self.sizes), given):
             self.sizes = clip_to_limits(state["sizes"], self._limits)

@@ -1,9 +1,9 @@
 """Merge weights: the weight of each replica in a merge; they sum to one.
 
-Where the learning rate follows the batch, each update makes progress for as many samples as it
-has, and replicas are weighed by updates; where it does not, by samples.
+If the learning rate follows the batch size, each update makes progress in proportion to its
+samples, so replicas are weighted by updates; otherwise they are weighted by samples.
 
-Report: a rank's work since the last merge, which it tells all ranks.
+Report: a rank's work since the last merge, which is sent to all ranks.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ class Report(NamedTuple):
 
     size: samples in its batches.
     norm: |w|_2 / n of its n parameters.
-    finite: whether these are finite; else it takes the others' model, and its work is lost.
-    takes: the positions, in the stretch, of the samples it has finished.
+    finite: whether these are finite; if not, the rank takes the others' model, and its work is
+    lost.
+    takes: the positions, in the stretch, of the samples that the rank has finished.
     """
 
     size: int
@@ -33,17 +34,17 @@ class Report(NamedTuple):
 
 
 def update_weights(reports: Sequence[Report]) -> list[float]:
-    """Return the shares of the updates; a rank that made none counts as if it had made one."""
+    """Return the shares of the updates; a rank without updates counts as if it had made one."""
     return shares([max(report.updates, 1) for report in reports])
 
 
 def sample_weights(reports: Sequence[Report]) -> list[float]:
-    """Return the shares of the samples; a rank that had none counts as if it had one batch."""
+    """Return the shares of the samples; a rank without samples counts as if it had one batch."""
     return shares([report.samples or report.size for report in reports])
 
 
 def published_weights(reports: Sequence[Report]) -> list[float]:
-    """Return the shares of the updates; shares of the sizes, if all made equally many updates.
+    """Return the shares of the updates, or of the sizes if all made equally many updates.
 
     Ma, Rusu, Wu and Sim 2021 (arXiv 2110.07029), algorithm 2, as far as it is known here.
     """
@@ -53,7 +54,7 @@ def published_weights(reports: Sequence[Report]) -> list[float]:
 
 
 def equal_weights(reports: Sequence[Report]) -> list[float]:
-    """Return the same weight for all."""
+    """Return the same weight for every rank."""
     return [1.0 / len(reports)] * len(reports)
 
 
@@ -62,9 +63,9 @@ def perturb_weights(
 ) -> list[float]:
     """Return weights raised for the rank with the most updates and lowered for that with fewest.
 
-    They change only while every replica's norm is small, and only where counts differ. In the
-    published form the weights sum to more than one, which inflates the model with every merge: here
-    they are divided by their sum.
+    Weights change only if every replica's norm is small and the update counts differ. In the
+    published form the weights then sum to more than one, which inflates the model with every merge;
+    here they are divided by their sum.
     """
     updates = [report.updates for report in reports]
     is_small = all(report.norm < SMALL_NORM for report in reports)

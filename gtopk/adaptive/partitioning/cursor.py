@@ -1,12 +1,12 @@
-"""Cursor: a shared place in a stretch of samples: a rank that is free takes the next ones.
+"""Cursor: a shared position in a stretch of samples: a rank that is free takes the next ones.
 
-    stretch   |--------------------------------------------------|   places of an epoch's order
-    rank 0    |== 32 ==|        |== 32 ==|        |== 32 ==|         takes, in the order in which
-    rank 1             |== 32 ==|                          |= 8|     they came; the last is cut
-    rank 2                               |=== 32 ==|                 short, those after it empty
+    stretch   |--------------------------------------------------|   places in an epoch's order
+    rank 0    |== 32 ==|        |== 32 ==|        |== 32 ==|         takes, in the order of the
+    rank 1             |== 32 ==|                          |= 8|     ranks' calls; the last is cut
+    rank 2                               |=== 32 ==|                 short, later ones are empty
 
-In whichever order ranks come, their takes are disjoint and together the stretch. Samples that a
-rank took and did not finish before it died are finished by nobody, and can be handed out again.
+In any order of calls, the takes are disjoint and cover the stretch. If a rank dies with unfinished
+samples, no other rank finishes them, but they can be handed out again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Replay = Callable[[int, int, Sequence[int]], Sequence[Sequence[range]]]
 class SampleRange:
     """Places that are handed out together, as consecutive ranges.
 
-    A take is a range of positions in it; `places` maps it to the places of samples.
+    A take is a range of positions in it; `places` maps a take to the places of its samples.
     """
 
     def __init__(self, ranges: Iterable[range]) -> None:
@@ -48,7 +48,7 @@ class SampleRange:
         return found
 
     def remaining(self, finished: Iterable[range]) -> list[range]:
-        """Return the places at all positions but those of some takes, in order."""
+        """Return the places at all positions outside the finished takes, in order."""
         left, position = [], 0
         for take in sorted(finished, key=lambda take: take.start):
             left += self.places(range(position, take.start))
@@ -57,27 +57,27 @@ class SampleRange:
 
 
 class SharedCursor:
-    """Takes samples by a counter that the ranks share, in the order in which they come.
+    """Takes samples with a counter that the ranks share, in the order of their calls.
 
-    count: the largest count that this rank has seen, through all stretches.
+    count: the largest count that this rank has seen, over all stretches.
     """
 
     def __init__(self, counter: Counter) -> None:
         self.count = 0
         self._counter = counter
-        # Where the open stretch begins in the counter, which is never set back: ranks may still be
-        # counting.
+        # The counter's value at the start of the open stretch. The counter is never reset, because
+        # ranks may still be counting.
         self._begin = self._total = 0
 
     def open(self, number: int, total: int, sizes: Sequence[int], count: int) -> None:
-        """Open a stretch, by its number, its samples, and the ranks' sizes in it.
+        """Open a stretch, given its number, its samples, and the ranks' sizes in it.
 
         count: the largest count that any rank has seen, after all ranks have stopped taking.
         """
         self._begin, self._total = count, total
 
     def take(self, samples: int) -> range:
-        """Take the next samples: `samples` of them, or those that are left, or none."""
+        """Take the next `samples` samples, or those that are left, or none."""
         # Ranks also count beyond the stretch's end: the next one begins from the largest count.
         before = self._counter.add(samples)
         self.count = before + samples
@@ -88,7 +88,7 @@ class SharedCursor:
 class ReplayedCursor:
     """Takes samples in a recorded or computed order: the same takes in every run.
 
-    Every rank knows all takes, so none waits for another and nothing is sent.
+    Every rank knows all takes, so nothing is sent and no rank waits.
     """
 
     def __init__(self, rank: int, replay: Replay) -> None:
@@ -99,14 +99,14 @@ class ReplayedCursor:
         self._number = 0
 
     def open(self, number: int, total: int, sizes: Sequence[int], count: int) -> None:
-        """Get the takes of this stretch from the replay; raise ValueError where they do not fit."""
-        # Checked by every rank before a batch: a gap would be samples that nobody is given.
+        """Get the stretch's takes from the replay; raise ValueError if they do not cover it."""
+        # Checked on every rank before a batch: samples in a gap would be given to nobody.
         takes = self._replay(number, total, sizes)
         check_takes(number, total, takes, len(sizes))
         self._takes, self._number = iter(takes[self._rank]), number
 
     def take(self, samples: int) -> range:
-        """Return the replay's next take; raise ValueError where it exceeds `samples`."""
+        """Return the replay's next take; raise ValueError if it exceeds `samples`."""
         take = next(self._takes, range(0))
         if len(take) > samples:
             raise ValueError(
@@ -120,7 +120,7 @@ Cursor = SharedCursor | ReplayedCursor
 
 
 def check_takes(number: int, total: int, takes: Sequence[Sequence[range]], ranks: int) -> None:
-    """Raise ValueError unless takes are of `ranks` ranks, and are a whole stretch, each once."""
+    """Raise ValueError unless `ranks` ranks take each sample of the stretch exactly once."""
     if len(takes) != ranks:
         raise ValueError(f"the replay must be of {ranks} ranks, got one of {len(takes)}")
     position = 0
@@ -155,11 +155,11 @@ def recorded(takes: Sequence[Sequence[Sequence[Sequence[int]]]]) -> Replay:
 
 
 def by_speed(speeds: Sequence[float]) -> Replay:
-    """Return a replay by ranks that need size / speed for a batch; of equals the lower is first."""
+    """Return a replay of ranks that take size / speed seconds; ties go to the lower rank."""
 
     def replay(number: int, total: int, sizes: Sequence[int]) -> list[list[range]]:
         takes: list[list[range]] = [[] for _ in speeds]
-        # When each rank is free next; of equal times the heap gives the lower rank.
+        # When each rank is free next; for equal times the heap returns the lower rank.
         free = [(0.0, rank) for rank in range(len(speeds))]
         position = 0
         while position < total:
@@ -194,7 +194,7 @@ def record_of(takes: Iterable[Iterable[range]]) -> list[list[list[int]]]:
 
 
 def open_cursor(rank: int, counter: Counter | None, replay: Any) -> Cursor:
-    """Return the cursor of a replay (a function, or a record), or else of a counter."""
+    """Return the cursor of a replay (a function or a record), or else of a counter."""
     if replay is None:
         assert counter is not None
         return SharedCursor(counter)

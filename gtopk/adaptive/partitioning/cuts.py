@@ -3,7 +3,7 @@
     order   |--------- step 0 ---------|--------- step 1 ---------|-- step 2 --|  the last: partial
             |  rank 0   | 1  |  rank 2 | rank 0 |   1   |  rank 2 |
 
-Whatever the sizes are, and however many ranks, every sample is in exactly one batch of an epoch.
+For any sizes and any number of ranks, every sample is in exactly one batch of an epoch.
 
 Dealing: micro-batches are dealt to the ranks by speed, and dealt again when a rank has none left.
 
@@ -12,7 +12,7 @@ pass 0   rank 0 |###############|   dealt by the speeds of the pass before; it e
 pass 1   rank 0 |##|                the rest, dealt by the speeds of pass 0
          rank 1 |.|                 until nothing is left: every sample once an epoch
 
-Shares: a whole number of samples, divided over the ranks in whole grains and within bounds.
+Rounding: a whole number of samples, divided over the ranks in whole grains and within bounds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Limits:
     grain: int = 1
 
     def check(self) -> None:
-        """Raise ValueError where no sizes keep to this."""
+        """Raise ValueError if no sizes satisfy these limits."""
         if self.grain < 1:
             raise ValueError(f"grain must be at least 1, got {self.grain}")
         if self.total % self.grain:
@@ -63,19 +63,19 @@ class Limits:
             )
 
     def lowest(self) -> list[int]:
-        """Return each rank's least size: `low`, up to a grain."""
+        """Return each rank's least size: `low`, rounded up to grains."""
         return [-(-low // self.grain) * self.grain for low in self.low]
 
     def highest(self) -> list[int]:
-        """Return each rank's largest size: `high`, down to a grain."""
+        """Return each rank's largest size: `high`, rounded down to grains."""
         return [high // self.grain * self.grain for high in self.high]
 
 
 def clamp(wanted: Sequence[float], limits: Limits) -> list[float]:
     """Return real sizes within the bounds that sum to the total, as near to `wanted` as possible.
 
-    Sizes are cut to the bounds; the rest that is then too much or missing is shared in proportion
-    to the room that each rank has left.
+    Sizes are cut to the bounds. The difference to the total is then shared in proportion to the
+    room that each rank has left.
     """
     low, high = limits.lowest(), limits.highest()
     sizes = [min(max(w, a), b) for w, a, b in zip(wanted, low, high, strict=True)]
@@ -84,7 +84,7 @@ def clamp(wanted: Sequence[float], limits: Limits) -> list[float]:
         room = [b - size for size, b in zip(sizes, high, strict=True)]
     else:
         room = [size - a for size, a in zip(sizes, low, strict=True)]
-    # One pass is enough: a rank's part of what is missing never exceeds its room.
+    # One pass is enough: a rank's part of the difference never exceeds its room.
     space = math.fsum(room)
     if space == 0:
         return sizes
@@ -94,14 +94,14 @@ def clamp(wanted: Sequence[float], limits: Limits) -> list[float]:
 def round_sizes(wanted: Sequence[float], limits: Limits) -> list[int]:
     """Return whole sizes near `wanted`: the largest remainder first, ties to the lower rank.
 
-    Each lies within a grain of what `clamp` makes of `wanted`. Raises ValueError where no sizes
-    keep to the limits.
+    Each size is within a grain of the one from `clamp`. Raises ValueError if no sizes satisfy the
+    limits.
     """
     limits.check()
     grain, low, high = limits.grain, limits.lowest(), limits.highest()
     exact = clamp(wanted, limits)
-    # A sum of floats may lie slightly below the whole number that it stands for: rounded down, too
-    # little is dealt out. Up to totals of 1e15 it is never too much: floats tell samples apart.
+    # A float may be slightly below the whole number it stands for, and would be rounded down by a
+    # whole grain. Up to totals of 1e15 the 1e-9 never deals out too much.
     sizes = [
         min(max(math.floor(size / grain + 1e-9) * grain, a), b)
         for size, a, b in zip(exact, low, high, strict=True)
@@ -114,9 +114,9 @@ def round_sizes(wanted: Sequence[float], limits: Limits) -> list[int]:
 
 
 def divide(count: int, sizes: Sequence[int]) -> list[int]:
-    """Return `count` samples divided in proportion to `sizes`: the last, partial step of an epoch.
+    """Divide `count` samples in proportion to `sizes`, for the last, partial step of an epoch.
 
-    No rank gets more than its size. Raises ValueError where `count` exceeds their sum.
+    No rank gets more than its size. Raises ValueError if `count` exceeds their sum.
     """
     total = sum(sizes)
     limits = Limits(count, [0] * len(sizes), sizes)
@@ -124,7 +124,7 @@ def divide(count: int, sizes: Sequence[int]) -> list[int]:
 
 
 class Cut(NamedTuple):
-    """One step: where it begins in the epoch's order, and its ranks' sizes."""
+    """One step: where it starts in the epoch's order, and its ranks' sizes."""
 
     step: int
     start: int
@@ -132,27 +132,27 @@ class Cut(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Return how many samples the step has."""
+        """Return the number of samples in the step."""
         return sum(self.sizes)
 
     def share(self, rank: int) -> range:
-        """Return the places, in the epoch's order, of a rank's samples."""
+        """Return the places of a rank's samples in the epoch's order."""
         first = self.start + sum(self.sizes[:rank])
         return range(first, first + self.sizes[rank])
 
     def batch(self, rank: int) -> Sequence[int]:
-        """Return the places of a rank's batch: its share, or a placeholder for an empty share.
+        """Return the places of a rank's batch: its share, or a placeholder if the share is empty.
 
-        The placeholder is two of the step's samples, or its one sample twice: batch norm needs more
-        than one.
+        The placeholder is two of the step's samples, or its only sample twice: batch norm needs
+        more than one.
         """
         return self.share(rank) or [self.start, self.start + min(1, self.total - 1)]
 
 
 class Plan:
-    """The sizes from each step on; steps are counted through all epochs.
+    """The sizes from each step on; steps are counted over all epochs.
 
-    drawn: the number of steps cut so far, whose sizes cannot change any more.
+    drawn: the number of steps cut so far; their sizes cannot change any more.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -175,7 +175,7 @@ class Plan:
 
     def state_dict(self, step: int) -> dict[str, Any]:
         first = bisect_right(self._steps, step) - 1
-        steps = [0, *self._steps[first + 1 :]]  # the first remaining sizes hold from the beginning
+        steps = [0, *self._steps[first + 1 :]]  # the first remaining sizes apply from step 0
         return {"steps": steps, "sizes": [list(sizes) for sizes in self._sizes[first:]]}
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
@@ -188,7 +188,7 @@ class Plan:
 def cut_epoch(
     plan: Plan, step: int, start: int, length: int, drop_last: bool = False
 ) -> Iterator[Cut]:
-    """Yield an epoch's steps from a place in its order on; each reads the plan when it is drawn.
+    """Yield an epoch's steps from a position on; each reads the plan when it is drawn.
 
     The last one may have fewer samples than planned, divided in proportion, or be dropped.
     """
@@ -198,22 +198,22 @@ def cut_epoch(
             if drop_last:
                 return
             sizes = tuple(divide(left, sizes))
-        # Before the yield: from here on a worker may be loading this batch.
+        # Before the yield: after it, a worker may already be loading this batch.
         plan.drawn = step + 1
         yield Cut(step, start, sizes)
         step, start = step + 1, start + sum(sizes)
 
 
 def shuffled(length: int, seed: int, epoch: int) -> list[int]:
-    """Return the order of an epoch: a permutation that depends on seed and epoch alone."""
-    # On the host, whatever the default device is: all ranks must draw the same order.
+    """Return the order of an epoch: a permutation that depends only on seed and epoch."""
+    # On the host, for any default device: all ranks must draw the same order.
     generator = torch.Generator().manual_seed(seed + epoch)
     order: list[int] = torch.randperm(length, generator=generator, device="cpu").tolist()
     return order
 
 
 def split_batches(count: int, speeds: Sequence[int]) -> list[range]:
-    """Return which of `count` batches each rank gets, side by side, in proportion to its speed."""
+    """Return the range of `count` batches for each rank, in proportion to its speed."""
     total = sum(speeds)
     shares = round_sizes(
         [count * speed / total for speed in speeds],
@@ -224,25 +224,27 @@ def split_batches(count: int, speeds: Sequence[int]) -> list[range]:
 
 
 def left_over(dealt: Sequence[range], done: Sequence[int]) -> list[int]:
-    """Return the places of the batches that nobody has computed, in order."""
+    """Return the places of the batches that no rank has computed, in order."""
     return [place for places, n in zip(dealt, done, strict=True) for place in places[n:]]
 
 
 def speeds_after(done: Sequence[int], before: Sequence[int]) -> list[int]:
-    """Return the speeds measured in a pass; a short pass leaves them as before."""
+    """Return the speeds measured in a pass; a short pass leaves them unchanged."""
     # In a shorter pass one micro-batch more or less would change a speed by a quarter or more.
     if sum(done) < 4 * len(done):
         return list(before)
-    # Never 0: a rank that is dealt nothing would never be measured again.
+    # Never 0: a rank without batches would never be measured again.
     return [max(1, n) for n in done]
 
 
 class Passes:
-    """The micro-batches of an epoch that nobody has computed yet; the same on every rank.
+    """The micro-batches of an epoch that no rank has computed yet; the same on every rank.
+
+    `begin` an epoch; then `begin_pass` and `close` until `left` is empty.
 
     left:   the places of each micro-batch in the epoch's order.
     number: the number of passes finished in this epoch.
-    speeds: micro-batches that each rank computed in the last pass that was long enough to tell.
+    speeds: micro-batches that each rank computed in the last pass that was long enough to measure.
     """
 
     def __init__(self, ranks: int, micro_batch: int) -> None:
@@ -253,12 +255,12 @@ class Passes:
         self._dealt: list[range] = []
 
     def begin(self, places: Iterable[range]) -> None:
-        """Begin an epoch, or what is left of one, before its first pass."""
+        """Begin an epoch, or the rest of one, before its first pass."""
         self.number = 0
         self.left = [
             part[first : first + self._size]
             for part in places
-            # Within a part only: a state's parts are ranges, and a micro-batch must be one.
+            # Never across parts: a state stores ranges, and a micro-batch must be one range.
             for first in range(0, len(part), self._size)
         ]
 
@@ -268,13 +270,13 @@ class Passes:
         return [self.left[place] for place in self._dealt[rank]]
 
     def close(self, done: Sequence[int]) -> None:
-        """End a pass, in which each rank has computed its first `done` micro-batches."""
+        """End a pass in which each rank has computed its first `done` micro-batches."""
         self.left = [self.left[place] for place in left_over(self._dealt, done)]
         self.speeds = speeds_after(done, self.speeds)
         self.number += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is left, in as few ranges as possible, and the ranks' speeds."""
+        """Return the remaining places, in as few ranges as possible, and the ranks' speeds."""
         bounds: list[list[int]] = []
         for part in self.left:
             if bounds and bounds[-1][1] == part.start:
@@ -284,7 +286,7 @@ class Passes:
         return {"left": bounds, "number": self.number, "speeds": list(self.speeds)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a state; with another number of ranks, speeds begin equal."""
+        """Resume from a state; with another number of ranks, speeds start equal."""
         self.begin(range(start, stop) for start, stop in state["left"])
         self.number = state["number"]
         if len(state["speeds"]) == len(self.speeds):
