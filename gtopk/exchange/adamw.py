@@ -1,20 +1,21 @@
-"""AdamW's steps of each rank's own gradients, divided by a second moment that the ranks share.
+"""AdamW steps of each rank's own gradient, divided by a second moment that the ranks share.
 
-    m = beta1 m + (1 - beta1) w g         w: this rank's share of the sum, g: its mean gradient
-    v = beta2 v + (1 - beta2) w g^2       its own second moment, inflated by the noise of one rank
+    m = beta1 m + (1 - beta1) w g         w: this rank's weight in the sum, g: its mean gradient
+    v = beta2 v + (1 - beta2) w g^2       its own second moment, inflated by one rank's noise
     s = second moment of the mean gradient, estimated from a sample of coordinates in every step
-    R = the mean gradient's squares over those of this rank's gradient, by rows of a parameter
-    V = (1 - q) s + q R v / w             q falls from 1 to a tenth as samples gather
-    w u = lr m' / (sqrt(V) + eps)         m', v: less their bias to zero (Kingma and Ba 2015)
+    R = squares of the mean gradient / squares of this rank's gradient, per row of a parameter
+    V = (1 - q) s + q R v / w             q falls from 1 to a tenth as samples accumulate
+    w u = lr m' / (sqrt(V) + eps)         m', v: after bias correction (Kingma and Ba 2015)
 
-The sum of w u over ranks is AdamW's step of the mean gradient, as far as V is that gradient's
-second moment. With v / w in its place every rank would divide by the size of its own gradient,
-which is larger, and differs from rank to rank. The residual holds steps, with the rate included: a
-step that is sent late has the rate of the time when it was made.
+Summed over the ranks, w u is AdamW's step of the mean gradient, to the extent that V is the second
+moment of that gradient. With v / w instead, every rank would divide by the size of its own
+gradient, which is larger and differs between ranks. The residual holds steps, learning rate
+included: a step that is sent late keeps the rate of the time when it was computed.
 
-The sample is one of SWEEP coordinates (`sampling`): its sum travels as bfloat16, in an allreduce
-within the bucket's own operation. s and the mean gradient's row sums are the same on all ranks, and
-kept in the optimizer's `state`; m, v and the own row sums belong to one rank, beside its residual.
+A step samples one of SWEEP sets of coordinates (`sampling`). The sample is summed as bfloat16, in
+an allreduce within the bucket's own operation. s and the row sums of the mean gradient are equal on
+all ranks and live in the optimizer's `state`. m, v and a rank's own row sums are local, and are
+kept with its residual.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ from .buckets.arrays import from_array, to_array, zeros
 from .buckets.buckets import Bucket, split_like, strides_of
 from .sampling import SWEEP, Sampling, times_sampled
 
-# Keys of the optimizer's state of a parameter: the number of steps that were sampled; s, which is
-# -1 where there is no sample yet; sums of the mean gradient's squares by rows.
+# Keys of a parameter's optimizer state: the number of sampled steps; s, which is -1 where no sample
+# exists yet; the mean gradient's squares, summed by row.
 STEP, SHARED, SHARED_ROWS = "step", "shared_exp_avg_sq", "shared_row_squares"
-# No mean of squares is negative.
+# A mean of squares is never negative.
 UNKNOWN: Final = -1.0
 
 _ROW_DECAY: Final = 0.99
-_PRIOR: Final = 2.0  # a rank's own moment counts as much as this number of samples
-_LEAST_OWN: Final = 0.1  # the least q
-_SMOOTHING: Final = 0.02  # this part of the mean row is added to each row
-_PIECE: Final = 1 << 16  # elements that fit a cache with their moments
+_PRIOR: Final = 2.0  # a rank's own moment counts as much as this many samples
+_LEAST_OWN: Final = 0.1  # the minimum of q
+_SMOOTHING: Final = 0.02  # this fraction of the mean row is added to each row
+_PIECE: Final = 1 << 16  # elements that fit in a cache together with their moments
 
 
 class Hyper(NamedTuple):
-    """AdamW's options of one parameter. l2: weight decay that is added to the gradient (Adam)."""
+    """AdamW's options for one parameter. l2: weight decay added to the gradient, as in Adam."""
 
     lr: float
     beta1: float
@@ -57,14 +58,14 @@ class Hyper(NamedTuple):
     maximize: bool
 
 
-# For a parameter that is in no group any more: the current step will be void.
+# For a parameter that was removed from all groups: the current step will be void.
 GONE: Final = Hyper(0.0, 0.0, 0.0, 1.0, 0.0, False)
 
 
 class AdamGroups:
-    """The parameter groups and the state of an Adam or AdamW whose steps are made by gtopk.
+    """The parameter groups and state of an Adam or AdamW that gtopk computes the steps of.
 
-    factor: multiplies the rates of the next step: adapted batches differ in size.
+    factor: multiplies the learning rates of the next step, because adaptive batches vary in size.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -72,7 +73,7 @@ class AdamGroups:
         self.factor = 1.0
 
     def read(self, parameters: Sequence[torch.Tensor]) -> list[Hyper | None]:
-        """Return the options of these parameters, as they are now; None: steps pass over it."""
+        """Return the current options of these parameters; None: the step skips this parameter."""
         of: dict[torch.Tensor, Hyper] = {}
         for group in self._optimizer.param_groups:
             refuse_amsgrad(group)
@@ -84,7 +85,7 @@ class AdamGroups:
         return [of.get(parameter, GONE) for parameter in parameters]
 
     def state_of(self, parameter: torch.Tensor) -> MutableMapping[str, Any]:
-        """Return the optimizer's own state of a parameter, to be changed in place."""
+        """Return the optimizer's own state of a parameter; the caller may change it in place."""
         state: dict[str, Any] = self._optimizer.state[parameter]
         return state
 
@@ -104,17 +105,17 @@ def refuse_amsgrad(group: dict[str, Any]) -> None:
 
 
 def is_decoupled(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether weight decay shrinks parameters, as AdamW's, or is added to gradients."""
-    # torch's later Adams have an option for it; of earlier ones the class tells.
+    """Return whether weight decay shrinks parameters (AdamW) or is added to gradients (Adam)."""
+    # Newer Adams in torch have an option for it; before, the class decides.
     return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
 
 
 @dataclass
 class OwnMoments:
-    """The moments of one rank, changed in place.
+    """One rank's moments, updated in place.
 
-    first, second: m and v, [n]; ages: steps of this rank, int64 [p]; rows: row sums of w g^2,
-    [all rows]. The last two are on the host.
+    first, second: m and v, [n]; ages: this rank's number of steps, int64 [p]; rows: row sums of
+    w g^2, [all rows]. The last two are on the host.
     """
 
     first: torch.Tensor
@@ -124,7 +125,7 @@ class OwnMoments:
 
 
 class _Before(NamedTuple):
-    """The shared state before a step, at the coordinates that it samples."""
+    """The shared state before a step, at the coordinates sampled in it."""
 
     places: torch.Tensor
     shared: torch.Tensor
@@ -133,16 +134,16 @@ class _Before(NamedTuple):
 
 
 class AdamSteps:
-    """Turns one bucket's gradients into AdamW's steps.
+    """Turn one bucket's gradients into AdamW steps.
 
-    In every step the program calls `read`, then the engine `make_step`, a collective. `undo` takes
-    back what `make_step` has changed since the last `drop_snapshot`.
+    In each step the program calls `read`, and then the engine calls `make_step`, a collective.
+    `undo` reverts all changes by `make_step` since the last `drop_snapshot`.
 
-    ranks: how many exchange the bucket; with one, its own second moment is the mean gradient's.
+    ranks: how many ranks exchange the bucket. With one, its own second moment is exact.
     """
 
     def __init__(self, bucket: Bucket, groups: AdamGroups, ranks: int) -> None:
-        self.share = 1.0 / ranks  # of this rank in the sum, where no numbers of samples are set
+        self.share = 1.0 / ranks  # this rank's weight in the sum, unless sample counts set another
         self._groups, self._ranks = groups, ranks
         self._parameters, self._sizes = bucket.members, bucket.sizes
         self._strides = strides_of(self._parameters)
@@ -150,25 +151,25 @@ class AdamSteps:
         self._sampling = Sampling(self._sizes, self.rows)
         self._shared = zeros(bucket.length, bucket.dtype, bucket.device).fill_(UNKNOWN)
         self._shared_rows = torch.zeros(sum(self.rows), dtype=self._shared.dtype, device="cpu")
-        # Views of the two, by parameter: the optimizer's state holds these tensors.
+        # Views of both, by parameter: the optimizer's state refers to these tensors.
         self._in_state = [
             *zip(self._split(self._shared), self._shared_rows.split(self.rows), strict=True)
         ]
         self._steps = [0] * len(self._sizes)
         self._hypers: list[Hyper | None] = []
-        self._aside: Collection[int] = ()  # parameters without a gradient on any rank
+        self._aside: Collection[int] = ()  # parameters that have no gradient on any rank
         self._before: _Before | None = None
-        self.mean_square = 0.0  # the mean gradient's sum of squares, from the last step's sample
+        self.mean_square = 0.0  # sum of squares of the mean gradient, from the last step's sample
 
     def read(self, own: OwnMoments) -> None:
-        """Read the options, and take over state that was loaded into the optimizer."""
+        """Read the options, and adopt state that was loaded into the optimizer."""
         self._hypers, self._aside = self._groups.read(self._parameters), ()
         for number, parameter in enumerate(self._parameters):
             if self._hypers[number] is None:
                 continue
             state, (shared, rows) = self._groups.state_of(parameter), self._in_state[number]
-            # Another tensor, or none: a state was loaded into the optimizer, or this is the first
-            # step.
+            # A different tensor, or none: a state was loaded into the optimizer, or this is the
+            # first step.
             if state.get(SHARED) is not shared:
                 if SHARED not in state:  # no state yet, or a plain AdamW's
                     self._begin_anew(number, own)
@@ -184,14 +185,14 @@ class AdamSteps:
             self._steps[number] = int(state[STEP])
 
     def is_unchanged(self) -> bool:
-        """Tell whether the options are still those that `read` has found."""
+        """Return whether the options are still the ones that `read` found."""
         return self._hypers == self._groups.read(self._parameters)
 
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return split_like(flat, self._parameters, self._strides)
 
     def _begin_anew(self, number: int, own: OwnMoments) -> None:
-        """Forget a parameter's moments, this rank's own and those that the ranks share."""
+        """Reset a parameter's moments: this rank's own and the shared ones."""
         shared, rows = self._in_state[number]
         shared.fill_(UNKNOWN)
         rows.zero_()
@@ -201,14 +202,14 @@ class AdamSteps:
         own.ages[number] = 0
 
     def _begin_late(self, number: int, steps: int, own: OwnMoments) -> None:
-        """Set the moments of a rank that begins at a step that others have reached before.
+        """Set the moments of a rank that joins at a step that the other ranks have reached.
 
-        With age 0, its first gradient, freed of its bias, would weigh as much as all that the
-        others have gathered.
+        At age 0, bias correction would give its first gradient as much weight as all the gradients
+        that the other ranks have accumulated.
         """
         shared, rows = self._in_state[number]
         if not steps or bool((shared < 0).any()):
-            return  # the others are hardly older: not every coordinate was sampled yet
+            return  # the other ranks are hardly older: some coordinates are not sampled yet
         seen = 1.0 - (self._hypers[number] or GONE).beta2 ** steps
         self._split(own.second)[number].copy_(shared).mul_(self.share * seen)
         own.rows.split(self.rows)[number].copy_(rows).mul_(self.share)
@@ -217,10 +218,10 @@ class AdamSteps:
     def _begin_with(
         self, number: int, state: MutableMapping[str, Any], shared: torch.Tensor, own: OwnMoments
     ) -> None:
-        """Go on from the moments of a plain AdamW, which are of the mean gradient."""
+        """Continue from the moments of a plain AdamW, which are those of the mean gradient."""
         steps, share = int(state[STEP]), self.share
         hyper = self._hypers[number] or GONE
-        # Out of the state: a plain Adam that gets it later must find that they are missing.
+        # Remove them: a plain Adam that gets this state later must notice that they are missing.
         square = state.pop("exp_avg_sq")
         mean = state.pop("exp_avg")
         state.pop("max_exp_avg_sq", None)
@@ -235,24 +236,24 @@ class AdamSteps:
     def make_step(
         self, gradient: torch.Tensor, share: float, transport: Transport, own: OwnMoments
     ) -> float:
-        """Turn the weighted gradient, [n], in place into the weighted step, to be subtracted.
+        """Replace the weighted gradient, [n], in place with the weighted step, to be subtracted.
 
-        share: of this rank in the sum; 0: it has no gradient, and its moments stay.
-        Returns the seconds of exchanging the sample.
+        share: this rank's weight in the sum; 0 if it has no gradient: its moments then stay.
+        Returns the seconds that the exchange of the sample took.
         """
         self._add_decay(gradient, share)
         began = time.perf_counter()
-        # Also with a share of 0: the sum of the samples is a collective.
+        # Also with a share of 0, because summing the samples is a collective.
         ratios = self._learn(gradient, share, transport, own.rows)
         seconds = time.perf_counter() - began
         if share:
             own.ages.add_(1)
-            # A single rank needs no R, but samples for runs on more ranks from its state.
+            # A single rank needs no R. It samples so that more ranks can resume from its state.
             self._step(gradient, share, own, ratios if self._ranks > 1 else None)
         return seconds
 
     def _add_decay(self, gradient: torch.Tensor, share: float) -> None:
-        """Add weight decay, and negate to maximize, as Adam does before its moments."""
+        """Add weight decay, and negate to maximize, as Adam does before it updates its moments."""
         for number, (hyper, parameter, part) in enumerate(
             zip(self._hypers, self._parameters, self._split(gradient), strict=True)
         ):
@@ -262,7 +263,7 @@ class AdamSteps:
                 part.neg_()
             if hyper.l2 and share:
                 values = self._groups.values_of(parameter).to(part.device, part.dtype)
-                # Times the share: summed over the ranks, the decay is added once.
+                # Times the share, so that the sum over the ranks adds the decay once.
                 part.add_(values, alpha=share * hyper.l2)
 
     def _learn(
@@ -271,25 +272,25 @@ class AdamSteps:
         """Add this step's sample to the shared moment; return R, [all rows], on the host."""
         sample = self._sampling.at(self._steps)
         places = sample.places.to(gradient.device)
-        # Half of float32's bytes, and its range: float16 would lose small gradients.
+        # Half the bytes of float32 with the same range; float16 would lose small gradients.
         sent = gradient[places].to(torch.bfloat16)
         on_wire = to_array(sent)
-        # A copy, as the sum overwrites `on_wire`.
+        # A copy, because the allreduce overwrites `on_wire`.
         mine = from_array(on_wire, sent).to("cpu", self._shared_rows.dtype)
         if self._ranks > 1:
             transport.allreduce(on_wire)
         mean = from_array(on_wire, sent).to(self._shared.dtype)
         squares = mean.square()
         before = self._shared[places]
-        # After the allreduce, which may raise, and before the first change.
+        # After the allreduce, which may raise, but before the first change.
         self._before = _Before(places, before, self._shared_rows.clone(), self._steps)
         weights = self._sample_weights(sample.numbers).to(before)
-        # A first sample has the weight 1, with which lerp returns it to the bit: no trace of
-        # UNKNOWN.
+        # The first sample has weight 1, for which lerp returns the sample exactly: no trace of
+        # UNKNOWN remains.
         self._shared[places] = torch.lerp(before, squares, weights)
         on_host = squares.cpu()
         self._shared_rows.mul_(_ROW_DECAY).index_add_(0, sample.rows, on_host)
-        self.mean_square = SWEEP * float(on_host.sum())  # a sweep has each coordinate once
+        self.mean_square = SWEEP * float(on_host.sum())  # a sweep samples each coordinate once
         own_rows.mul_(_ROW_DECAY)
         if share:
             own_rows.index_add_(0, sample.rows, mine.square_().div_(share))
@@ -299,22 +300,22 @@ class AdamSteps:
         return self._ratios(own_rows)
 
     def _sample_weights(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the weight of each new sample in the mean of all its coordinate's samples, [s]."""
+        """Return each new sample's weight in the mean over all samples of its coordinate, [s]."""
         weights = []
         for steps, hyper in zip(self._steps, self._hypers, strict=True):
-            # A coordinate has one sample a sweep: Adam's moment would have faded by so much since
-            # the last. The divisor frees the mean of its bias to zero, as Adam's.
+            # A coordinate is sampled once per sweep; Adam's moment would have decayed this much in
+            # between. The divisor corrects the bias towards zero, as in Adam.
             decay = (hyper or GONE).beta2 ** SWEEP
             weights.append((1.0 - decay) / (1.0 - decay ** times_sampled(steps + 1)))
         return torch.tensor(weights, dtype=self._shared.dtype, device="cpu")[numbers]
 
     def _ratios(self, own_rows: torch.Tensor) -> torch.Tensor:
-        """Return the squares of the mean gradient over those of this rank, by rows.
+        """Return the squares of the mean gradient over those of this rank's, by row.
 
-        own_rows: this rank's sums times w, of as many samples; w is taken to be the usual share.
+        own_rows: this rank's sums times w, over as many samples; w is assumed to be `share`.
         """
         own, mean = own_rows / self.share, self._shared_rows
-        if None in self._hypers:  # steps pass over some parameters: no rank has sums of theirs
+        if None in self._hypers:  # skipped parameters: no rank has their sums
             trained = torch.tensor([hyper is not None for hyper in self._hypers], device="cpu")
             trained = trained.repeat_interleave(torch.tensor(self.rows, device="cpu"))
             all_ratios = torch.ones_like(own)
@@ -325,13 +326,13 @@ class AdamSteps:
     def _ratios_of(self, own: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
         ratio = mean.sum() / own.sum().clamp_min(1e-30)
         more = own.mean() * _SMOOTHING
-        # Pulled towards the ratio of all rows: the smaller a row's sums are, the more.
+        # Shrink towards the ratio of all rows; the smaller a row's sums, the more.
         ratios = (mean + ratio * more) / (own + more + 1e-30)
-        # Of equal gradients it is 1, of independent ones 1 / P.
+        # It is 1 for equal gradients and 1 / P for independent ones.
         return ratios.clamp_(0.25 / self._ranks, 1.0)
 
     def square_of_mean(self) -> float:
-        """Return the sum of the mean gradient's sampled squares, of about the last 100 steps."""
+        """Return the sum of the mean gradient's sampled squares, over about the last 100 steps."""
         return float(self._shared_rows.sum())
 
     def _set_steps(self, steps: list[int]) -> None:
@@ -367,9 +368,9 @@ class AdamSteps:
             for g, m, v, s, r in _pieces(part, rows, ratio):
                 m.lerp_(g, 1.0 - hyper.beta1)
                 v.mul_(hyper.beta2).addcmul_(g, g, value=(1.0 - hyper.beta2) / share)
-                # From here on g is room for the step: m and v have taken in the gradient.
+                # From here on g is scratch space for the step: m and v include the gradient.
                 torch.mul(v, 1.0 / (bias2 * share) if r is None else r / (bias2 * share), out=g)
-                # After a whole sweep every coordinate has a sample: no mark has to be looked for.
+                # After a whole sweep every coordinate has a sample, so UNKNOWN cannot occur.
                 if ratio is not None and times > 1:
                     g.mul_(own_part).add_(s, alpha=1.0 - own_part)
                 elif ratio is not None:  # some coordinates have no sample yet
@@ -378,7 +379,7 @@ class AdamSteps:
                 torch.div(m, g, out=g).mul_(hyper.lr / bias1)
 
     def state_before(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return copies of the optimizer's state as `undo` would leave it; empty: as it is now."""
+        """Return copies of the state as `undo` would leave it; empty if nothing would change."""
         if self._before is None:
             return {}
         places, values, rows, steps = self._before
@@ -395,19 +396,19 @@ class AdamSteps:
         }
 
     def undo(self) -> None:
-        """Restore the shared state of all parameters from before `make_step`."""
+        """Restore the shared state of all parameters to before `make_step`."""
         self.undo_part(range(len(self._sizes)))
         self._before = None
 
     def exclude(self, numbers: Collection[int]) -> None:
-        """Add no decay for these parameters in this step: no rank has a gradient of theirs."""
+        """Add no decay for these parameters in this step: no rank has a gradient for them."""
         self._aside = numbers
 
     def undo_part(self, numbers: Sequence[int]) -> None:
-        """Restore the shared state of some parameters from before `make_step`.
+        """Restore the shared state of some parameters to before `make_step`.
 
-        numbers: of parameters without a gradient on any rank: plain AdamW passes over them, too.
-            The same on all ranks.
+        numbers: parameters without a gradient on any rank, which plain AdamW skips, too. All ranks
+            must pass the same numbers.
         """
         if self._before is None:
             return
@@ -424,20 +425,20 @@ class AdamSteps:
         self._set_steps(now)
 
     def drop_snapshot(self) -> None:
-        """Make the step final: `undo` changes nothing from now on."""
+        """Make the step final: from now on `undo` changes nothing."""
         self._before = None
 
 
 def step_count(steps: float) -> torch.Tensor:
-    """Return a number of steps as the optimizer's state has it, where torch's Adam keeps it.
+    """Return a step count as torch's Adam stores it, a tensor on the CPU.
 
-    In float32: the script's default dtype may be of 16 bits, which cannot count beyond 256.
+    In float32, because a 16-bit default dtype could not count beyond 256.
     """
     return torch.tensor(steps, dtype=torch.float32, device="cpu")
 
 
 def rows_of(parameter: torch.Tensor) -> int:
-    """Return how many rows a parameter has; 1 where rows do not follow each other in memory."""
+    """Return how many rows a parameter has; 1 if its rows are not contiguous in memory."""
     (stride,) = strides_of([parameter])
     if parameter.dim() < 2 or not parameter.numel() or stride[0] != max(stride):
         return 1
@@ -447,7 +448,7 @@ def rows_of(parameter: torch.Tensor) -> int:
 def _pieces(
     vectors: Sequence[torch.Tensor], rows: int, ratio: torch.Tensor | None
 ) -> Iterator[tuple[Any, ...]]:
-    """Return parts of vectors, [rows, row length], and their ratios; they fit a host's cache."""
+    """Return pieces of the vectors, [rows, row length], and their ratios, sized for a CPU cache."""
     if vectors[0].device.type != "cpu" or not vectors[0].numel():
         wide = rows, rows
     else:

@@ -1,12 +1,12 @@
 """The automatic exchange: all ranks run the candidate that rank 0's selector chooses.
 
-The cost of choosing: the calibration, about two seconds, or nothing from the cache; some dense
-steps, at the start where sparse may be slower, else once they are a hundredth of the time that has
-passed; and one allgather of 48 bytes a window of 20 to 640 steps.
+Choosing costs: a calibration of about two seconds, or none if cached; some dense steps, at the
+start if sparse may be slower, otherwise when they take a hundredth of the time that has passed; and
+an allgather of 48 bytes per window of 20 to 640 steps.
 
-What matters is how much an exchange lengthens a step. A bucket has room to hide in from when its
-gradients are ready until backward ends, and shares it with the buckets that become ready by then,
-by their sizes:
+What matters is how much an exchange lengthens a step. Backward can hide an exchange from the time
+when the bucket's gradients are ready until backward ends (its "room"). Buckets that are ready by
+then share this time, in proportion to their sizes:
 
     backward   | a b |  c  |  d  | e |
     bucket a b       [ab....|.....|...]      its share of this: of a, b, c and d
@@ -14,10 +14,11 @@ by their sizes:
     bucket d                      [d..]
     bucket e                          |      none: backward is over
 
-If exchanges take seconds in proportion to buckets' sizes, all buckets fit their rooms exactly when
-they fit one after the other. So each can be judged by itself, though all share one engine. Seconds
+If exchanges take time in proportion to bucket sizes, all buckets fit their rooms exactly if they
+fit one after the other. So each bucket can be judged alone, though all share one engine. Seconds
 beyond its room lengthen the step. A bucket that fits gains nothing by sending less: it is dense.
-The last bucket, a single one, and all of them without overlap have no room: all seconds count.
+The last bucket has no room, nor has a single bucket, nor any bucket without overlap: all their
+seconds count.
 """
 
 from __future__ import annotations
@@ -50,12 +51,13 @@ KINDS: Final[Mapping[str, type[SparseCompression]]] = {
 
 
 class AutomaticExchange:
-    """Exchanges by one of several candidates, and changes over without loss.
+    """Run one of several candidates, and switch between them without losing gradient mass.
 
-    After a change to dense the residual of sparse steps is sent along, a fraction a step.
+    After a switch to dense, the residual of the sparse steps is sent along, a fraction per step.
 
-    budget_share: this bucket's, of the elements that a step exchanges, and so of its budget.
-    room_share: this bucket's, of the time from when its gradients are ready until backward ends.
+    budget_share: this bucket's share of the elements of a step, and so of its budget.
+    room_share: this bucket's share of the time from when its gradients are ready until backward
+        ends.
     """
 
     def __init__(
@@ -70,40 +72,40 @@ class AutomaticExchange:
         self.budget_share = budget_share
         self.room_share = room_share
         self.residual: Residual = open_residual(bucket, compression)
-        self.selector: AlgorithmSelector | None = None  # None: the ranks have not met yet
+        self.selector: AlgorithmSelector | None = None  # None until the first collective call
         self._progress = progress
-        # Never run: the first call replaces it by rank 0's choice.
+        # Never run: the first call replaces it with rank 0's choice.
         self._exchange: Exchange = DenseExchange()
-        self._exchanged: Exchanged | None = None  # exchanged, not applied yet
+        self._exchanged: Exchanged | None = None  # exchanged, but not applied yet
         self._seen: list[tuple[float, ...]] = []  # by step: Measured's seconds, backward's
         self._settling_steps = 0
-        self._ended = time.perf_counter()  # the last step's reduction
+        self._ended = time.perf_counter()  # end of the last step's reduction
 
     @property
     def signature(self) -> str:
-        """Return the options, and the candidate that is about to run."""
+        """Return the options and the candidate that runs next."""
         now = str(self.selector.chosen.candidate) if self.selector else "undecided"
         return f"{self.compression.signature()}, now {now}"
 
     @property
     def finds_nonfinite(self) -> bool:
-        """Tell whether both sparse and dense exchanges do."""
+        """Return True if both sparse and dense exchanges find non-finite gradients."""
         return not self.residual.has_moments
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         if self.selector is None:
             self.selector = self._begin(bucket, transport)
-        # On all ranks in the same step: they have applied the same steps since the last look, those
-        # that have joined, too, and every window follows from numbers that all have agreed on.
+        # All ranks get here in the same step: they (also joined ranks) have applied the same steps
+        # since the last window, and window sizes follow from agreed numbers.
         elif len(self._seen) >= self.selector.window:
             self._reconsider(self.selector, bucket, transport)
         exchanged = self._exchange(bucket, transport)
-        # Alone, a rank measures nothing, and so never looks for another candidate.
+        # A rank alone measures nothing, so it never considers another candidate.
         self._exchanged = exchanged if transport.size > 1 else None
         return dataclasses.replace(exchanged, predicted_seconds=self.selector.chosen.seconds)
 
     def apply(self, bucket: Bucket) -> None:
-        """Apply by the exchange that ran; its seconds count as part of selecting."""
+        """Apply with the exchange that ran; its seconds count towards selecting."""
         begun = time.perf_counter()
         self._exchange.apply(bucket)
         ended_before, self._ended = self._ended, time.perf_counter()
@@ -113,14 +115,14 @@ class AutomaticExchange:
             self._record(exchanged, self._ended - ended_before, self._room_seconds(bucket))
 
     def _room_seconds(self, bucket: Bucket) -> float:
-        """Return how long this step's exchange could take without making the step longer."""
+        """Return how long this step's exchange could take without lengthening the step."""
         backward_ended = self._progress.backward_began + self._progress.backward_seconds
         return self.room_share * max(0.0, backward_ended - bucket.captured_at)
 
     def _begin(self, bucket: Bucket, transport: Transport) -> AlgorithmSelector:
-        alone = transport.size == 1  # nothing is sent: no links to measure
+        alone = transport.size == 1  # nothing is sent, so no links need measuring
         calibration = assumed(1) if alone else calibration_of(transport, bucket.device)
-        # Negated, as the largest of all ranks' numbers is returned: the shortest backward counts.
+        # Negated, because agree_on_slowest returns maxima: the shortest backward counts.
         (fastest,) = agree_on_slowest(transport, [-self._progress.backward_seconds])
         selector = AlgorithmSelector(
             self.compression, calibration, bucket.length, bucket.dtype.itemsize, self.budget_share
@@ -149,7 +151,7 @@ class AutomaticExchange:
                 exchanged.select_seconds,
                 merge_seconds,
                 exchanged.communicate_seconds - merge_seconds,
-                # Without what did not fit the room: the rest is the same with any exchange.
+                # Without the excess over the room: the rest is the same for any exchange.
                 step_seconds - max(0.0, exchanged.seconds - room_seconds),
                 room_seconds,
                 self._progress.backward_seconds,
@@ -159,13 +161,13 @@ class AutomaticExchange:
     def _reconsider(
         self, selector: AlgorithmSelector, bucket: Bucket, transport: Transport
     ) -> None:
-        """Compare the measured window with the prediction, and run the candidate that follows.
+        """Compare the measured window with the prediction, and run the resulting candidate.
 
-        All ranks call it together; they run rank 0's candidate.
+        A collective: all ranks run rank 0's candidate.
         """
         *parts, room, backward = map(statistics.median, zip(*self._seen, strict=True))
         self._seen.clear()
-        # The slowest rank's seconds count; of the times to hide behind, the least of all ranks.
+        # The slowest rank's seconds count; for time to hide behind, the least of all ranks.
         *parts, room, backward = agree_on_slowest(transport, [*parts, -room, -backward])
         measured, before = Measured(*parts)._replace(room_seconds=-room), selector.chosen
         candidate = agreed(selector.reconsider(measured, -backward), transport)
@@ -173,7 +175,7 @@ class AutomaticExchange:
         if changed:
             self._run(selector, candidate, bucket)
         else:
-            selector.run(candidate)  # the same one, with corrections
+            selector.run(candidate)  # the same candidate, with new corrections
         if transport.rank == 0:
             room_ms = 1e3 * measured.room_seconds
             _log.log(
@@ -197,7 +199,7 @@ class AutomaticExchange:
         if candidate.algorithm == "dense":
             self._exchange = DenseExchange(self.residual)
             return
-        # Masking and Adam's moments are not given again: the residual, which stays, has them.
+        # No masking or Adam moments here: the residual, which stays, has them.
         compression = KINDS[candidate.algorithm](
             candidate.density,
             momentum_correction=self.compression.momentum_correction,
@@ -208,7 +210,7 @@ class AutomaticExchange:
 
 
 def hides_behind_backward(compression: object) -> bool:
-    """Tell whether a compression's budget is the time of the backward pass."""
+    """Return whether a compression's budget is the time of the backward pass."""
     return isinstance(compression, Automatic) and compression.hide_behind_backward
 
 

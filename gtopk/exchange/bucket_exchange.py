@@ -1,4 +1,4 @@
-"""BucketExchange: a bucket with the exchange that its compression asks for, and its gradients."""
+"""BucketExchange: a bucket, its gradients, and the exchange that its compression calls for."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from .residual import Residual, ResidualSize
 
 
 def require_compression(compression: object) -> None:
-    """Raise TypeError for a value that is neither a `Compression` method nor a Compressor class."""
+    """Raise TypeError unless this is a `Compression` method or a Compressor class."""
     is_class = isinstance(compression, type) and hasattr(compression, "compress")
     if is_class or isinstance(compression, ErrorFeedback):
         return
@@ -56,11 +56,11 @@ def require_compression(compression: object) -> None:
 
 
 class BucketExchange:
-    """One of an optimizer's buckets, exchanged as one operation of this name.
+    """One of an optimizer's buckets, exchanged as one named operation.
 
     In a step: `capture_gradients`, `snapshot`, `reduce`, then `apply` and `commit`, or `undo`.
 
-    parameters, names: in their order in the bucket. elements: the number of its values.
+    parameters, names: in bucket order. elements: the number of values in the bucket.
     """
 
     def __init__(
@@ -77,64 +77,64 @@ class BucketExchange:
         self.bucket, self.elements = bucket, bucket.length
         self._shapes = [parameter.shape for parameter in self.parameters]
         self.exchange = exchange
-        self.adam: AdamSteps | None = None  # made of its gradients, before they are exchanged
+        self.adam: AdamSteps | None = None  # turns the gradients into steps before the exchange
         self._captured: list[torch.Tensor | None] = []  # gradients at `watch`, and their versions
         self._versions: list[int] = []
         self._checksum: torch.Tensor | None = None
         self._checksums_whole = settings.CHECK_GRADIENTS.read()
-        # The parameters, not the bucket: without CuPy, a bucket of those on a GPU is on the host.
+        # Ask the parameters, not the bucket: without CuPy, a GPU's bucket is on the host.
         self._on_gpu = any(parameter.is_cuda for parameter in self.parameters)
 
     @property
     def signature(self) -> str:
-        """Return the options that must be equal on all ranks in the next step, besides the plan."""
+        """Return the options that all ranks must share in the next step, besides the layout."""
         return self.exchange.signature
 
     def record(self) -> dict[str, Any]:
         """Return the bucket's record for a checkpoint: names and regions, without the residual."""
-        # The residual is kept by parameter instead: a resumed run may have other buckets.
+        # The residual is saved by parameter instead: a resumed run may have other buckets.
         regions = self.exchange.regions if isinstance(self.exchange, SparseExchange) else None
         return {"names": self.names, "regions": regions.record() if regions is not None else None}
 
     def resume(self, record: Mapping[str, Any]) -> None:
-        """Go on from a record of a bucket with the same names."""
+        """Continue from the record of a bucket with the same names."""
         regions = self.exchange.regions if isinstance(self.exchange, SparseExchange) else None
         if regions is not None and record["regions"] is not None:
             regions.resume(record["regions"])
 
     @property
     def sparse(self) -> Sequence[torch.nn.Parameter]:
-        """Return the parameters whose sparse gradients this bucket takes."""
+        """Return the parameters in this bucket that may have sparse gradients."""
         return self.bucket.sparse
 
     def accept_sparse(self, names: Collection[str]) -> None:
-        """Accept these parameters' sparse gradients, if they are here; all ranks call it alike."""
+        """Accept sparse gradients of these parameters, if in this bucket; alike on all ranks."""
         named = zip(self.names, self.parameters, strict=True)
         self.bucket.sparse = [parameter for name, parameter in named if name in names]
 
     def start_draining(self) -> None:
-        """Make room for a residual, which dense steps then send, if the exchange has none.
+        """If the exchange has no residual, add one, which dense steps then drain.
 
-        All ranks call it alike: their next step is dense.
+        All ranks must call it, as their next step is dense.
         """
         if self.exchange.residual is None:
             self.exchange = DrainingExchange(self.bucket, self.exchange)
 
     @property
     def residual(self) -> Residual | None:
-        """Return the exchange's residual; None: it has no room for one."""
+        """Return the exchange's residual, or None if it has none."""
         return self.exchange.residual
 
     @property
     def has_residual(self) -> bool:
-        """Tell whether there is room for a residual."""
+        """Return whether the exchange has a residual."""
         return self.exchange.residual is not None
 
     @property
     def checks_finite_first(self) -> bool:
-        """Tell whether gradients are checked for NaN and infinity before they are exchanged.
+        """Return whether gradients are checked for NaN and infinity before the exchange.
 
-        Not where the exchange finds them, and not on a GPU, where the host would have to wait.
+        No if the exchange finds them itself, nor on a GPU, where the host would have to wait.
         """
         return not (self._on_gpu or self.exchange.finds_nonfinite)
 
@@ -144,15 +144,15 @@ class BucketExchange:
         scale: float,
         gradients: Sequence[torch.Tensor | None] | None = None,
     ) -> None:
-        """Do as `Bucket.capture_gradients`; raises as `require_shapes` does."""
+        """Call `Bucket.capture_gradients` and read the options; raise as `require_shapes` does."""
         self.require_shapes()
         self.bucket.capture_gradients(weight, scale, gradients)
         self._read_options()
 
     def set_weight(self, weight: float, share: float) -> None:
-        """Set another weight for the gradients that were captured.
+        """Change the weight of the captured gradients.
 
-        share: this rank's, of all ranks' samples.
+        share: this rank's share of all ranks' samples.
         """
         self.bucket.weight, self.bucket.share = weight, share
 
@@ -163,9 +163,9 @@ class BucketExchange:
         self._read_options()
 
     def require_shapes(self) -> None:
-        """Raise ValueError where a parameter has another shape than when the bucket was made.
+        """Raise ValueError if a parameter's shape has changed since the bucket was created.
 
-        A part of a vector, and of the residual, is its: torch would resize these with a warning.
+        Its part of the vector and the residual is fixed; torch would resize both with a warning.
         """
         if [parameter.shape for parameter in self.parameters] == self._shapes:
             return
@@ -179,25 +179,25 @@ class BucketExchange:
         )
 
     def _read_options(self) -> None:
-        """Read the rate and other options of AdamW, where its steps are made here."""
+        """Read AdamW's learning rate and other options, if the steps are computed here."""
         if self.adam is None:
             return
         assert self.exchange.residual is not None
         self.exchange.residual.read_options()
         if self.bucket.share:
-            self.bucket.share = self.adam.share  # clipping and scaling do not change it
+            self.bucket.share = self.adam.share  # not affected by clipping and scaling
 
     def watch(self) -> None:
-        """Note the gradients that were captured, for `is_unchanged`; before the program goes on."""
+        """Record the captured gradients for `is_unchanged`, before the program goes on."""
         self._captured = [p.grad for p in self.parameters]
         self._versions = _versions_of(self._captured)
         self._checksum = self.bucket.checksum(self._checksums_whole)
 
     def is_unchanged(self) -> bool:
-        """Tell whether no gradient has changed since `watch`.
+        """Return whether no gradient has changed since `watch`.
 
-        torch counts changes in place, but not those by `.data`, by NumPy and by a GradScaler: these
-        show in the gradients' values, on the host only, as far as `Bucket.checksum` reads them.
+        torch counts in-place changes, but not those made through `.data`, NumPy or a GradScaler.
+        Those only show in the values, on the host only, if `Bucket.checksum` reads them.
         """
         here = [p.grad for p in self.parameters]
         if not all(map(operator.is_, here, self._captured)):
@@ -207,22 +207,22 @@ class BucketExchange:
             return False
         if self._checksum is None:
             return True
-        # The mark last, and only where it decides: it reads values.
+        # Compare checksums last, and only if that decides, because it reads values.
         mark = self.bucket.checksum(self._checksums_whole)
         return mark is None or torch.equal(mark, self._checksum)
 
     def missing(self) -> list[str]:
-        """Return the names of the parameters that have no gradient here."""
+        """Return the names of the parameters that have no gradient on this rank."""
         lacking = lack_gradients([parameter.grad for parameter in self.parameters])
         return [*itertools.compress(self.names, lacking)]
 
     def all_finite(self) -> bool:
-        """Tell whether the gradients hold neither NaN nor infinity; in any thread."""
+        """Return whether the gradients contain neither NaN nor infinity; from any thread."""
         with self.bucket.on_stream():
             return self.bucket.all_finite()
 
     def not_finite(self) -> list[str]:
-        """Return the names of parameters whose gradients hold NaN or infinity; in any thread."""
+        """Return the names of parameters with NaN or infinity in the gradient; from any thread."""
         with self.bucket.on_stream():
             return [
                 name
@@ -231,7 +231,7 @@ class BucketExchange:
             ]
 
     def snapshot(self) -> None:
-        """Keep the residual as it is now, for `undo`."""
+        """Save the current residual for `undo`."""
         if self.exchange.residual is not None:
             with self.bucket.on_stream():
                 self.exchange.residual.snapshot()
@@ -239,16 +239,16 @@ class BucketExchange:
     def decay(self, factor: float) -> None:
         """Multiply the residual by a factor; call it after `snapshot`."""
         residual = self.exchange.residual
-        # After a snapshot to multiply is to copy, too: not for a factor of 1.
+        # Skip a factor of 1: after a snapshot, multiplying also copies.
         if residual is not None and not residual.is_empty and factor != 1.0:
             with self.bucket.on_stream():
                 residual.decay(factor)
 
     def exclude(self, missing_everywhere: Collection[str]) -> None:
-        """Keep the residual of these parameters out of this step; call it after `snapshot`.
+        """Exclude these parameters' residuals from this step; call it after `snapshot`.
 
-        missing_everywhere: names of parameters without a gradient on any rank. Their optimizer is
-            to pass over them, and would not if their residual was the update.
+        missing_everywhere: names of parameters without a gradient on any rank. The optimizer must
+            skip them, but would not if their residual became the update.
         """
         residual = self.exchange.residual
         if residual is None or not missing_everywhere:
@@ -258,23 +258,23 @@ class BucketExchange:
             residual.stash(places)
 
     def reduce(self, transport: Transport) -> Exchanged:
-        """Sum the gradients over the ranks; a collective. They stay as they are until `apply`."""
+        """Sum the gradients over the ranks; a collective. `apply` is the first to change them."""
         with self.bucket.on_stream():
             return self.exchange(self.bucket, transport)
 
     def undo(self) -> None:
-        """Bring the residual back to what it was at `snapshot`."""
+        """Restore the residual to its state at `snapshot`."""
         if self.exchange.residual is not None:
             with self.bucket.on_stream():
                 self.exchange.residual.restore()
         if isinstance(self.exchange, DrainingExchange):
-            # Else `commit` would change over though the step that sent the rest does not count.
+            # Otherwise `commit` would switch exchanges, though the last draining step is void.
             self.exchange.is_drained = False
 
     def apply(self, missing_everywhere: Collection[str]) -> None:
-        """Replace the gradients by the sum; see `Bucket.keep_gradients` for those that are missing.
+        """Replace the gradients with the sum; `Bucket.keep_gradients` handles missing ones.
 
-        Until `commit`, `undo` can bring the residual back, but not the gradients.
+        Until `commit`, `undo` can restore the residual, but not the gradients.
         """
         self.apply_sum()
         missing: Collection[int] = ()
@@ -284,15 +284,15 @@ class BucketExchange:
         self._release_captured()
 
     def apply_sum(self) -> None:
-        """Put the sum in the gradients' place, without the rest of `apply`."""
+        """Replace the gradients with the sum, without the rest of `apply`."""
         with profiled("apply"), self.bucket.on_stream():
             self.exchange.apply(self.bucket)
             if self.exchange.residual is not None:
-                # After `apply`, which may empty the residual: what was set aside was not sent.
+                # After `apply`, which may empty the residual: the stashed part was not sent.
                 self.exchange.residual.unstash()
 
     def commit(self) -> None:
-        """Make the step final: it cannot be undone any more."""
+        """Make the step final: it can no longer be undone."""
         if self.exchange.residual is not None:
             self.exchange.residual.drop_snapshot()
         if isinstance(self.exchange, DrainingExchange) and self.exchange.is_drained:
@@ -307,19 +307,19 @@ class BucketExchange:
             return residual.residual_size()
 
     def finish_joined_step(self) -> None:
-        """End a step of a rank that has joined: the residual changes, parameters do not."""
-        # Final at once: no optimizer will step here, which would make it so.
+        """End a step of a joined rank: the residual changes, the parameters do not."""
+        # Commit at once: no optimizer step follows here that would do it.
         self.apply_sum()
         self.commit()
         self.release_gradients()
 
     def poison(self) -> None:
-        """Make every gradient NaN: the step is skipped, and was undone."""
+        """Make every gradient NaN: the step is skipped and has been undone."""
         self.bucket.poison()
         self._release_captured()
 
     def release_gradients(self) -> None:
-        """Drop all references to gradients, once the step was committed or undone."""
+        """Drop all references to gradients, once the step has been committed or undone."""
         self.bucket.release_gradients()
         self._release_captured()
 
@@ -343,16 +343,17 @@ def open_bucket_exchange(
     room_share: float = 1.0,
     members: Sequence[torch.Tensor] | None = None,
 ) -> BucketExchange:
-    """Return the bucket of these parameters, with nothing in its residual.
+    """Create the BucketExchange of these parameters, with an empty residual.
 
-    compression: as the user passed it, and checked.
-    budget_share: this bucket's, of the elements of a step that are compressed.
-    room_share: this bucket's, of the time from when its gradients are ready until backward ends.
-    members: the tensors that the one parameter given stands for; None: it stands for itself.
+    compression: as the user passed it, after `require_compression`.
+    budget_share: this bucket's share of the compressed elements of a step.
+    room_share: this bucket's share of the time from when its gradients are ready until backward
+        ends.
+    members: the tensors that the single given parameter stands for; None: it stands for itself.
     """
     bucket = Bucket(parameters, members)
     exchange: Exchange
-    # These two first: both are kinds of SparseCompression.
+    # Test for these two first: both are kinds of SparseCompression.
     if isinstance(compression, Hierarchical) and compression.inside == "dense":
         exchange = NodeExchange(bucket, compression, progress)
     elif isinstance(compression, Shards):
@@ -376,9 +377,9 @@ def attach_adam(
     *,
     whole: bool = False,
 ) -> None:
-    """Make a new bucket turn its gradients into Adam's steps before it exchanges them.
+    """Make a new bucket turn its gradients into Adam steps before it exchanges them.
 
-    ranks: how many exchange it. whole: every entry is sent.
+    ranks: how many ranks exchange it. whole: send every entry.
     """
     bucket = bucket_exchange.bucket
     if whole or ranks == 1:  # a single rank sends nothing: it steps as its optimizer would
@@ -389,9 +390,9 @@ def attach_adam(
 
 
 def mean_square_ratio(bucket_exchanges: Sequence[Any]) -> float:
-    """Return the sum of squares of the mean gradient over that of this rank's, from last samples.
+    """Return the mean gradient's sum of squares over this rank's, from the last samples.
 
-    At most 1; 1 where nothing was sampled.
+    At most 1; 1 if nothing was sampled.
     """
     found = [
         residual.row_sums()
@@ -399,35 +400,35 @@ def mean_square_ratio(bucket_exchanges: Sequence[Any]) -> float:
         if (residual := each.residual) is not None and residual.shares_second_moment
     ]
     mean, own = (sum(sums) for sums in zip(*found, strict=True)) if found else (1.0, 1.0)
-    # On average over ranks the mean gradient is the shorter one; a sample may say otherwise.
+    # On average over the ranks the mean gradient is shorter, but a sample may disagree.
     return min(1.0, mean / own) if mean > 0 and own > 0 else 1.0
 
 
 def gradient_norm(bucket_exchanges: Iterable[Any], clip_factor: float) -> float | None:
-    """Return the mean gradient's norm in the last step, from that step's sample.
+    """Return the norm of the mean gradient in the last step, estimated from that step's sample.
 
-    clip_factor: by which this rank's gradients were shortened before, and about so the others'.
+    clip_factor: the factor that clipped this rank's gradients before; about the same on all ranks.
 
-    None where no Adam's steps are made of it: no rank knows it then.
+    None if Adam's steps are not computed here: no rank knows the norm then.
     """
     squares = [each.adam.mean_square for each in bucket_exchanges if each.adam is not None]
     return math.sqrt(sum(squares)) / clip_factor if squares else None
 
 
 class DrainingExchange:
-    """Sends a loaded residual along, in dense steps, before an exchange without one takes over.
+    """Drain a loaded residual with dense steps, before an exchange without a residual takes over.
 
-    All ranks begin so together, also those without a residual. In the last such step, as in each
-    step after it, the part of a sum that 16 bits cannot hold is lost.
+    All ranks start together, including those without a residual. In the last draining step, as in
+    every step after it, the part of a sum that 16 bits cannot hold is lost.
 
     next_exchange: the exchange that follows.
-    is_drained: whether the step applied last has sent the rest, on all ranks. `next_exchange`
-        takes this one's place once that step cannot be undone any more.
+    is_drained: whether the last applied step sent the rest on all ranks. `next_exchange` takes
+        over when that step can no longer be undone.
     """
 
     def __init__(self, bucket: Bucket, next_exchange: Exchange) -> None:
         self.next_exchange = next_exchange
-        # The exchange that follows takes no momentum: a velocity that was saved has no place here.
+        # No momentum in the exchange that follows, so a saved velocity is not needed.
         self.residual = Residual(
             bucket.length, bucket.dtype, device=bucket.device, sizes=bucket.sizes
         )
@@ -438,13 +439,13 @@ class DrainingExchange:
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         exchanged = self._dense(bucket, transport)
-        # Fractions differ from rank to rank: one that has something left keeps all draining.
+        # Fractions differ between ranks: one rank with a rest keeps all ranks draining.
         left = np.array([not self._dense.sends_all()], np.float32)
         transport.allreduce(left, "max")
         self._is_drained_now = not left[0]
         return exchanged
 
     def apply(self, bucket: Bucket) -> None:
-        """Put the sum in place."""
+        """Replace the gradients with the sum."""
         self._dense.apply(bucket)
         self.is_drained = self._is_drained_now

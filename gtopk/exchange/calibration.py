@@ -1,4 +1,4 @@
-"""The calibration of a transport: measured once, at the first call."""
+"""The calibration of a transport: measured once, in the first call."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from .. import __version__
 from .buckets.arrays import Timestamp, current_stream, located
 from .residual import Residual
 
-_ELEMENTS: Final = 1 << 22  # of the gradient that a GPU is measured with
-# The first rounds have no threshold yet, and compile the kernels.
+_ELEMENTS: Final = 1 << 22  # of the gradient used to measure a GPU
+# The first rounds have no threshold yet and compile the kernels.
 _WARM_UP, _ROUNDS = 3, 5
 _HOST: Final = torch.device("cpu")
 
-# Weakly: the calibration goes with the world that was measured.
+# Weak keys: a calibration is dropped together with its transport.
 _of_transport: WeakKeyDictionary[Transport, Calibration] = WeakKeyDictionary()
 
 
 def calibration_of(transport: Transport, home: torch.device = _HOST) -> Calibration:
-    """Return the calibration; the first call measures, on all ranks together.
+    """Return the calibration; the first call measures it, a collective.
 
-    home: the device of this rank's buckets. The rates of a host's kernels are kept from run to run;
-        those of a GPU's are measured in each.
+    home: the device of this rank's buckets. The rates of host kernels are cached between runs;
+        those of GPU kernels are measured in every run.
     """
-    # Not by `home`, too: ranks may have unlike devices, and all of them measure here, or none does.
+    # Not keyed by `home`: devices may differ between ranks, but all must measure here or none.
     if transport not in _of_transport:
         found = calibrate(transport, FORMATS, facts={"gtopk": __version__})
         rates = _slowest_rates(found.rates, transport, home)
@@ -47,7 +47,7 @@ def calibration_of(transport: Transport, home: torch.device = _HOST) -> Calibrat
 
 
 def _slowest_rates(rates: Rates, transport: Transport, home: torch.device) -> Rates:
-    """Return the slowest rank's rates, each on the device of its buckets; equal on all ranks."""
+    """Return the slowest rank's rates, each for the device of its buckets; equal on all ranks."""
     mine = [rates.select_seconds, rates.pick_seconds, rates.copy_seconds]
     if home.type != "cpu":
         mine = measure_on(home)
@@ -56,7 +56,7 @@ def _slowest_rates(rates: Rates, transport: Transport, home: torch.device) -> Ra
 
 
 def measure_on(home: torch.device) -> list[float]:
-    """Return a device's seconds to select, per element; per entry picked; to copy, per element."""
+    """Return a device's seconds: to select, per element; per picked entry; to copy, per element."""
     with current_stream(home)():
         held = Residual(_ELEMENTS, np.dtype(np.float32), device=home)
         gradient = torch.randn(_ELEMENTS, dtype=torch.float32, device=home)
@@ -65,9 +65,9 @@ def measure_on(home: torch.device) -> list[float]:
         def select() -> None:
             picked = held.accumulate_and_select(located([gradient]), round(_ELEMENTS * DENSITY))
             clear_at(held.values, picked.indices)
-            flat.zero_()  # a step does so, too, to put the update in place
+            flat.zero_()  # as a step does before it writes the update
 
-        # As a dense step does: into one buffer, weighted, and back.
+        # As in a dense step: into one buffer, weighted, and back.
         def copy() -> None:
             flat.copy_(gradient)
             flat.mul_(1.0)

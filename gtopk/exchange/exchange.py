@@ -1,8 +1,9 @@
 """Exchanges: each turns a bucket's gradients into the agreed update.
 
 Accumulate, select, exchange, apply. An exchange runs on the engine's thread, on the gradients'
-device and stream, once all ranks have agreed on the operation. The gradients stay as they are until
-`apply`, which follows when every bucket of the step counts; before, `Residual.restore` undoes it.
+device and stream, once all ranks have agreed on the operation. `apply` is the first to change the
+gradients, and runs only when every bucket of the step counts; until then `Residual.restore` can
+undo the exchange.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from .residual import Residual
 
 @dataclass
 class Progress:
-    """An optimizer's steps and backward times, for its exchanges to read.
+    """An optimizer's steps and backward times, which its exchanges read.
 
-    steps:            how many had an update; the same on all ranks.
-    backward_seconds: of a step's last backward pass, from its first gradient to its last.
+    steps:            the number of steps with an update; the same on all ranks.
+    backward_seconds: duration of a step's last backward pass, from the first gradient to the last.
     backward_began:   when its first gradient was complete, by time.perf_counter.
     """
 
@@ -54,15 +55,15 @@ class Progress:
 
 @dataclass(frozen=True)
 class Exchanged:
-    """The result of one exchange of a bucket: sizes, seconds, and whether it has an update.
+    """The result of one exchange of a bucket: sizes, seconds, and whether the update is finite.
 
     select_seconds: to accumulate and select; communicate_seconds: from encode to decode.
     finite: whether the update is finite, also in the gradients' dtype; the same on every rank.
-            A sum can overflow where no gradient did.
+            A sum can overflow though no gradient did.
     ready_at: when the gradients were computed, by time.perf_counter; None on the host, where they
-            are when they are handed over.
+            are complete when captured.
     coded: seconds to encode and decode this rank's messages, and their length.
-    predicted_seconds: expected for selecting and communicating; None: nothing was predicted.
+    predicted_seconds: predicted time to select and communicate; None without a prediction.
     """
 
     algorithm: str
@@ -79,38 +80,38 @@ class Exchanged:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds to compare a prediction with."""
+        """Return the seconds that a prediction is compared with."""
         return self.select_seconds + self.communicate_seconds
 
 
 class Exchange(Protocol):
-    """One way to turn the ranks' gradients into one update: call it, then `apply`."""
+    """One method of turning the ranks' gradients into one update: call it, then `apply`."""
 
     @property
     def residual(self) -> Residual | None:
-        """Return the residual; None: this way has none."""
+        """Return the residual, or None if this method has none."""
 
     @property
     def signature(self) -> str:
-        """Return the options that must be equal on all ranks, in words."""
+        """Return a description of the options that must be equal on all ranks."""
 
     @property
     def finds_nonfinite(self) -> bool:
-        """Tell whether `Exchanged.finite` is False where any rank's gradient is not finite."""
+        """Return True if `Exchanged.finite` is False whenever any rank's gradient is not finite."""
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
-        """Sum weight * gradient over the ranks; the sum is kept for `apply`."""
+        """Sum weight * gradient over the ranks, and keep the sum for `apply`."""
 
     def apply(self, bucket: Bucket) -> None:
-        """Replace the gradients by the sum that was kept, which was finite."""
+        """Replace the gradients with the kept sum, which must be finite."""
 
 
 class SparseExchange:
     """Top-k with error feedback: entries that are not sent stay in the residual.
 
-    For gradients on a GPU it works there; the transport decides where the k entries are reduced.
+    Works on the device of the gradients; the transport decides where the k entries are reduced.
 
-    format: of the messages; None until the first exchange, where it is to be chosen.
+    format: of the messages; None until the first exchange, if the cost model is to choose it.
     """
 
     def __init__(
@@ -121,36 +122,36 @@ class SparseExchange:
         residual: Residual | None = None,
     ) -> None:
         self.compression = compression
-        self._said = compression.signature()  # put into words once, not in each step
+        self._said = compression.signature()  # formatted once, not in each step
         self.residual: Residual = residual or open_residual(bucket, compression)
         self._progress = progress
-        # Picked, update, returned, and what this rank keeps of values beyond the gradients' dtype.
+        # Picked, update, returned, and this rank's part of the rest that gradients cannot hold.
         self._result: (
             tuple[SparseVector, SparseVector, SparseVector, SparseVector | None] | None
         ) = None
         self.options: dict[str, Any] = {}
         self._set_k(bucket.length)
         formats = compression.formats()
-        # Among several the cost model chooses in the first exchange: it needs all ranks.
+        # The cost model chooses among several in the first exchange, since that needs all ranks.
         self.format = formats[0] if len(formats) == 1 else None
 
     def _set_k(self, length: int) -> None:
         self._density = self.compression.density_at(self._progress.steps)
         self.k = selected(self._density, length)
-        # While the density warms up k changes in every step: boundaries that were learnt, and
-        # nodes, which all ranks have to look for together, stay.
+        # During density warm-up k changes every step. Keep the learnt region boundaries, and the
+        # nodes, because finding them is a collective.
         kept = {what: self.options[what] for what in self.options if what in ("regions", "nodes")}
         self.options = {**self.compression.options(self.k, length), **kept}
 
     @property
     def regions(self) -> Regions | None:
-        """Return Ok-Topk's region boundaries, kept from step to step; None for other methods."""
+        """Return Ok-Topk's region boundaries, kept between steps; None for other methods."""
         return self.options.get("regions")
 
     @property
     def signature(self) -> str:
-        """Return the options; while the density warms up, the step, too."""
-        # k follows from the step then: ranks that count differently would select unlike numbers.
+        """Return the options and, during density warm-up, the step."""
+        # k then depends on the step: ranks that disagree on it would select different numbers.
         return self._said + (f" at step {self._progress.steps}" if self._is_warming_up else "")
 
     @property
@@ -159,10 +160,10 @@ class SparseExchange:
 
     @property
     def finds_nonfinite(self) -> bool:
-        """Tell whether values that are not finite show in the picks, which all ranks examine.
+        """Return whether non-finite values are found in the picks, which all ranks check.
 
-        The selection puts such values first. With Adam's moments that is too late: they would
-        already have gone into the moments.
+        The selection puts such values first. With Adam's moments that is too late: the moments
+        would already include them.
         """
         return not self.residual.has_moments
 
@@ -179,18 +180,18 @@ class SparseExchange:
             picked = self._select(bucket, transport)
             chosen = Timestamp(bucket.device)
             select_seconds, ready_at = begun.seconds_until(chosen), ready(bucket, chosen)
-        # The seconds of the exchange that are not spent waiting are those of coding and merging.
+        # Seconds of the exchange not spent waiting are spent on coding and merging.
         picked_at, waited = time.perf_counter(), transport.traffic.wait_seconds
         coded_before = coded()
         self._result = None
-        # Values that are not finite are refused by all ranks alike; picks stay in the residuals.
+        # All ranks refuse non-finite values alike; the picks then stay in the residuals.
         with profiled("exchange"), suppress(NonFiniteError):
             update, returned = self._reduce(picked, transport, self.format)
             update, rest = bucket.fit(update)  # the same on every rank
             kept = None if rest is None else self._own_part(rest, transport)
             self._result = picked, update, returned, kept
         communicate_seconds = time.perf_counter() - picked_at
-        # Only the second moment's sample goes by allreduce, whose bytes not all transports count.
+        # Only the second moment's sample uses allreduce; not all transports count its bytes.
         shares = self.residual.shares_second_moment
         return Exchanged(
             algorithm,
@@ -206,12 +207,12 @@ class SparseExchange:
         )
 
     def apply(self, bucket: Bucket) -> None:
-        """Take out of the residual what was sent and did not return; put the update in place."""
+        """Remove the sent entries, except returned ones, from the residual; apply the update."""
         assert self._result is not None
         picked, update, returned, kept = self._result
         self._result = None
         self._remove_sent(picked, returned, update)
-        if kept is not None:  # after the picks were cleared: it has their indices
+        if kept is not None:  # add it after the picks are cleared: it has the same indices
             self.residual.add(kept)
         bucket.scatter_sparse(update)
 
@@ -221,14 +222,14 @@ class SparseExchange:
         self.residual.remove_sent(picked, returned, update)
 
     def _own_part(self, rest: SparseVector, transport: Transport) -> SparseVector | None:
-        """Return the part that this rank keeps of what the gradients' dtype cannot hold."""
-        # One rank alone: the rest is of the sum, and the same on all.
+        """Return this rank's part of the rest that the gradients' dtype cannot hold."""
+        # Only one rank keeps it: the rest is part of the sum, and the same on all ranks.
         return rest if transport.rank == 0 else None
 
     def _select(self, bucket: Bucket, transport: Transport) -> SparseVector:
         """Accumulate and select."""
         if self.residual.has_moments:
-            # `flat` holds Adam's steps by now, and they carry this rank's share already.
+            # `flat` now holds Adam's steps, which already include this rank's weight.
             return self.residual.accumulate_and_select(bucket.flat, self.k)
         return self.residual.accumulate_and_select(bucket.addend(), self.k, bucket.weight)
 
@@ -250,9 +251,9 @@ class SparseExchange:
 
 
 def quickest_format(compression: SparseCompression, bucket: Bucket, transport: Transport) -> Format:
-    """Return the format that the calibrated model expects to be quickest; equal on all ranks.
+    """Return the format that the calibrated model predicts to be fastest; equal on all ranks.
 
-    Every hierarchy counts as the one that is modelled: picks inside nodes, gtopk between them.
+    Any hierarchy is modelled as picks inside nodes and gtopk between them.
     """
     calibration = calibration_of(transport, bucket.device)
 
@@ -265,10 +266,9 @@ def quickest_format(compression: SparseCompression, bucket: Bucket, transport: T
 
 
 class DenseExchange:
-    """Every entry, by the transport's allreduce: the baseline, without compression.
+    """Send every entry with the transport's allreduce: the baseline, without compression.
 
-    residual: left by sparse steps before; a part of it is sent along each step
-        (`drain_fraction`).
+    residual: from earlier sparse steps; each step sends a fraction of it along (`drain_fraction`).
     """
 
     signature = "dense"
@@ -276,23 +276,23 @@ class DenseExchange:
     def __init__(self, residual: Residual | None = None) -> None:
         self.residual = residual
         self._fraction = 1.0  # of the residual, sent in this step
-        self._kept: torch.Tensor | None = None  # part of this step's sum that this rank keeps
-        self._sum: GradientSum | None = None  # in place of the bucket's vector
+        self._kept: torch.Tensor | None = None  # the part of this step's sum that this rank keeps
+        self._sum: GradientSum | None = None  # used instead of the bucket's vector
         self._is_alone = False  # a single rank: its gradients are the sum
 
     @property
     def finds_nonfinite(self) -> bool:
-        """Tell whether a gradient's NaN or infinity shows in the sum, which is examined."""
+        """Return whether a gradient's NaN or infinity shows in the sum, which is checked."""
         return self.residual is None or not self.residual.has_moments
 
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
-        # Nothing to add or to scale: the gradients are the sum where they lie.
+        # Nothing to add or scale: the gradients already are the sum.
         if transport.size == 1 and self.residual is None and bucket.weight * bucket.scale == 1.0:
             self._is_alone, begun = True, Timestamp(bucket.device)
             return _dense(bucket, transport, begun, begun, finite=bucket.all_finite())
         by_torch = self.residual is None and only_torch_reaches(bucket, transport)
         transport = transport_of(transport, bucket, by_torch or bucket.device.type == "cuda")
-        # Asked again: where some ranks have no GPU, all of them now have another transport.
+        # Check again: if some ranks have no GPU, all ranks now have another transport.
         if by_torch and only_torch_reaches(bucket, transport):
             begun = Timestamp(bucket.device)
             with profiled("exchange"):
@@ -312,7 +312,8 @@ class DenseExchange:
                     transport.allreduce(on_host)
             else:
                 transport.allreduce(gradient)
-            # The error is of the sum, the same on all ranks: one keeps it, or it would grow P-fold.
+            # The error is that of the sum, equal on all ranks: if all kept it, it would count
+            # P-fold.
             keeps = self.residual is not None and transport.rank == 0
             self._kept = bucket.rounding_error() if keeps else None
             dense = _dense(bucket, transport, begun, added)
@@ -320,7 +321,7 @@ class DenseExchange:
         return replace(dense, communicate_seconds=more)
 
     def apply(self, bucket: Bucket) -> None:
-        """Put the sum in place; of what was sent the residual keeps what 16 bits cannot hold."""
+        """Put the sum in place; the residual keeps the part of it that 16 bits cannot hold."""
         if self._is_alone:
             self._is_alone = False
             return
@@ -329,7 +330,7 @@ class DenseExchange:
             self._sum = None
             return
         if self.residual is not None:
-            # Not where it was added to the gradient: the step might have been skipped after that.
+            # Only now: the step could have been skipped after the fraction was added.
             self.residual.subtract_fraction(self._fraction)
             if self._kept is not None:
                 self.residual.add_dense(self._kept)
@@ -337,7 +338,7 @@ class DenseExchange:
         bucket.scatter()
 
     def sends_all(self) -> bool:
-        """Tell whether nothing is left after this step."""
+        """Return whether nothing is left in the residual after this step."""
         if self.residual is None:
             return True
         sends = self.residual.is_empty or self._fraction == 1.0
@@ -350,7 +351,7 @@ _CASTS: Final[dict[type[Compressor], torch.dtype]] = {
 
 
 class CompressorExchange:
-    """Every entry, compressed by a Horovod Compressor and fused by dtype."""
+    """Send every entry, compressed by a Horovod Compressor and fused by dtype."""
 
     residual = None
     finds_nonfinite = False  # a Compressor may turn NaN into finite values
@@ -358,7 +359,7 @@ class CompressorExchange:
     def __init__(self, compressor: type[Compressor]) -> None:
         self.compressor = compressor
         self.signature = f"dense {compressor.__name__}"
-        # For a Compressor that only casts: what it sends, in memory that stays. Fresh memory for
+        # For a Compressor that only casts: a reused buffer for the cast values. Fresh memory in
         # each step takes several times as long to write as the cast itself.
         self._sent_as = _CASTS.get(compressor)
         self._sent: torch.Tensor | None = None
@@ -366,7 +367,7 @@ class CompressorExchange:
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         transport = transport_of(transport, bucket, bucket.device.type == "cuda")
         began = Timestamp(bucket.device)
-        # Weighted first: in fp16 a sum of whole gradients may overflow where their mean does not.
+        # Weight first: in fp16 the sum of unweighted gradients may overflow though the mean fits.
         bucket.gather()
         if self._sent_as is not None and bucket.views[0].is_floating_point():
             seconds = self._reduce_cast(bucket, transport, self._sent_as)
@@ -385,7 +386,7 @@ class CompressorExchange:
 
     def _reduce_compressed(self, bucket: Bucket, transport: Transport) -> float:
         compressed = [self.compressor.compress(view) for view in bucket.views]
-        # A Compressor may leave some tensors as they are: integers, say.
+        # A Compressor may leave some tensors unchanged, such as integers.
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index, (tensor, _) in enumerate(compressed):
             by_dtype.setdefault(tensor.dtype, []).append(index)
@@ -401,12 +402,12 @@ class CompressorExchange:
         return seconds
 
     def apply(self, bucket: Bucket) -> None:
-        """Put the sum in place."""
+        """Replace the gradients with the sum."""
         bucket.scatter()
 
 
 def _allreduce(flat: torch.Tensor, transport: Transport) -> float:
-    """Sum a contiguous tensor over the ranks, in place; return the seconds that this took."""
+    """Sum a contiguous tensor over the ranks, in place; return the seconds taken."""
     begun = time.perf_counter()
     with profiled("exchange"):
         if transport.carries(flat):
@@ -430,8 +431,9 @@ def _dense(
 ) -> Exchanged:
     """Return the result of a dense exchange that ends now.
 
-    added: when the sum began; None: it took communicate_seconds in all, between other work.
-    finite: whether the sum is, also in the gradients' dtypes; None: look at the bucket's vector.
+    added: when the sum started; None: it took communicate_seconds in all, between other work.
+    finite: whether the sum is finite, also in the gradients' dtypes; None: check the bucket's
+        vector.
     """
     ended = Timestamp(bucket.device)
     if finite is None:
@@ -452,25 +454,25 @@ def _dense(
 
 
 def transport_of(transport: Transport, bucket: Bucket, on_gpu: bool) -> Transport:
-    """Return the transport for a bucket's vectors: buckets may be on a GPU or on the host."""
+    """Return the transport for a bucket's vectors, which may be on a GPU or on the host."""
     return transport.carrying(on_gpu, (bucket.length, bucket.dtype.name))
 
 
 def ready(bucket: Bucket, now: Timestamp) -> float | None:
     """Return when a bucket's gradients were computed on a GPU; None on the host.
 
-    now: a time that the GPU has reached.
+    now: a timestamp that the GPU has reached.
     """
     if bucket.device.type == "cpu":
         return None
-    # A GPU's events tell only how far apart they are: this counts back from the host's clock.
+    # GPU events only give time differences, so count back from the host's clock.
     return time.perf_counter() - bucket.ready.seconds_until(now)
 
 
 def open_residual(
     bucket: Bucket, compression: ErrorFeedback, *, has_owner_errors: bool = False
 ) -> Residual:
-    """Return the residual of a bucket, empty."""
+    """Create the empty residual of a bucket."""
     return Residual(
         bucket.length,
         bucket.dtype,
@@ -486,10 +488,10 @@ def open_residual(
 def gather_as_adam_step(
     bucket: Bucket, residual: Residual | None, transport: Transport
 ) -> float | None:
-    """Put Adam's weighted steps into `flat`, in the gradients' place.
+    """Replace the gradients in `flat` with Adam's weighted steps.
 
-    It is an optimizer's work, the same for every exchange, so no exchange's seconds include it.
-    Returns the seconds of exchanging samples of gradients; None: no steps are made here.
+    This is the optimizer's work, the same for every exchange, so it is left out of their seconds.
+    Returns the seconds spent on exchanging gradient samples; None if no steps are computed here.
     """
     if residual is None or not residual.has_moments:
         return None

@@ -1,18 +1,19 @@
 """Adam's moments of this rank's own gradients, applied before the selection.
 
-    m = beta1 m + (1 - beta1) w g        w: this rank's share of the sum, g: its mean gradient
+    m = beta1 m + (1 - beta1) w g        w: this rank's weight in the sum, g: its mean gradient
     v = beta2 v + (1 - beta2) w g^2
-    w u = m' / (sqrt(v' / w) + eps)      m', v': less their bias to zero (Kingma and Ba 2015)
+    w u = m' / (sqrt(v' / w) + eps)      m', v': after bias correction (Kingma and Ba 2015)
 
-So u is the step that Adam would take by this rank's gradients alone, and the sum over ranks is the
-mean of these, by their shares (Chen et al. 2021, Quantized Adam with Error Feedback; where they
-quantize, entries are selected here). Steps are selected, exchanged and kept in the residual, not
-gradients. So entries compete by how far they move a parameter, at any scale of its layer's
-gradients, and a step that waited long moves it as far as it would have in time. Adam after a
-selection would divide gathered gradients by their own size: one step in place of many.
+So u is the step that Adam would take from this rank's gradients alone, and the sum over ranks is
+the weighted mean of these steps (Chen et al. 2021, Quantized Adam with Error Feedback; they
+quantize where this selects entries). Steps are selected, exchanged and kept in the residual instead
+of gradients. So entries compete by how far they move a parameter, whatever the scale of its layer's
+gradients, and a delayed step moves the parameter as far as it would have in time. Adam after the
+selection would divide accumulated gradients by their own size: one step in place of many.
 
-Both moments carry the share, so those of several ranks add up to the moments of one rank in their
-place. Bias follows from a parameter's age: in how many steps this rank's gradients trained it.
+Both moments include the weight w, so those of several ranks add up to the moments of one rank in
+their place. Bias correction uses a parameter's age: the number of steps in which this rank had a
+gradient for it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Final
 import torch
 
 EPS: Final = 1e-8
-_PIECE: Final = 1 << 16  # fits a cache with its moments
+_PIECE: Final = 1 << 16  # fits in a cache with its moments
 
 
 def make_adam_step(
@@ -37,15 +38,15 @@ def make_adam_step(
 ) -> None:
     """Turn a weighted gradient, [n], of p parameters side by side into Adam's weighted step.
 
-    In place, as are the changes of the moments.
+    Updates the gradient and the moments in place.
 
-    share: of this rank in the sum, above 0.
+    share: this rank's weight in the sum, above 0.
     moments: m and v, of the gradient's dtype, [n]; ages, int64 [p], on the host.
     sizes: of the parameters.
     """
     first, second, ages = moments
     ages.add_(1)
-    # One age means one bias: such neighbours, mostly all parameters, are worked on in one call.
+    # Neighbours of equal age (usually all parameters) share a bias: process them in one call.
     runs = [
         (age, sum(size for _, size in group))
         for age, group in itertools.groupby(
@@ -61,16 +62,16 @@ def make_adam_step(
 def _make_step(
     age: int, share: float, vectors: Sequence[torch.Tensor], betas: tuple[float, float]
 ) -> None:
-    """vectors: gradient, m and v, of parameters of one age."""
+    """vectors: gradient, m and v of parameters of the same age."""
     beta1, beta2 = betas
     bias1, bias2 = 1.0 - beta1**age, 1.0 - beta2**age
     length = _PIECE if vectors[0].device.type == "cpu" else max(1, vectors[0].numel())
     for g, m, v in zip(*(each.split(length) for each in vectors), strict=True):
         m.lerp_(g, 1.0 - beta1)
-        # g is w times the mean gradient: its square, over w, is the w g^2 of the formula.
+        # g is w times the mean gradient, so its square over w is the formula's w g^2.
         v.mul_(beta2).addcmul_(g, g, value=(1.0 - beta2) / share)
-        # The gradient's memory holds the step from here on. The bias of m goes below the line: one
-        # pass less than to divide m by it.
+        # From here on the gradient's memory holds the step. Put the bias of m into the divisor:
+        # one pass less than dividing m by it.
         torch.sqrt(v, out=g)
         g.mul_(bias1 / math.sqrt(bias2 * share)).add_(bias1 * EPS)
         torch.div(m, g, out=g)

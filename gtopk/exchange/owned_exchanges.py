@@ -1,18 +1,19 @@
-"""Sparse exchanges in which each entry of a sum has an owner: ShardExchange and NodeExchange.
+"""Sparse exchanges in which each entry of the sum has an owner: ShardExchange and NodeExchange.
 
-ShardExchange: in each step all ranks send one shard of their residuals, the same on all, whole.
+ShardExchange: in each step all ranks send one shard of their residuals in full, the same shard on
+all ranks.
 
     step t     residual += gradient
                values of shard t mod period --collectives.algorithms.shards--> update
                residual of the shard = rounding errors of this rank's values
-               owner error of this rank's part = rounding error of the sum, for the next turn
+               owner error of this rank's part = rounding error of the sum, sent next time
 
-The law, coordinate by coordinate and summed over ranks: update + residuals + owner errors after =
-residuals + owner errors before + gradients.
+The conservation law, per coordinate and summed over ranks: update + residuals + owner errors after
+= residuals + owner errors before + gradients.
 
-Owner errors are a vector as long as the residual, not zero in this rank's parts of all shards only.
-A checkpoint of another number of ranks, or of other buckets, may put them elsewhere: the first step
-that counts brings them to their owners.
+Owner errors are a vector as long as the residual, nonzero only in this rank's parts of all shards.
+A checkpoint from another number of ranks, or with other buckets, may place them elsewhere: the
+first step that counts moves them to their owners.
 
 NodeExchange: whole gradients are summed inside a node; picks of the sum go between nodes.
 
@@ -20,9 +21,9 @@ NodeExchange: whole gradients are summed inside a node; picks of the sum go betw
     owners            residual += shard, select ----gtopk or oktopk, between the nodes
     ranks of a node   update <--allgather---------- of all shards
 
-(Shi et al. 2021, HiTopKComm.) The residual is as long as the vector, and not zero in this rank's
-shard only. A checkpoint of other nodes, or of another number of ranks, may put entries elsewhere:
-the first step that counts brings them to their owners, the velocity too.
+(Shi et al. 2021, HiTopKComm.) The residual is as long as the vector, but nonzero only in this
+rank's shard. A checkpoint with other nodes, or another number of ranks, may place entries
+elsewhere: the first step that counts moves them, and the velocity, to their owners.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from .exchange import Progress, SparseExchange, open_residual
 
 
 class ShardExchange(SparseExchange):
-    """`Compression.shards`: error feedback for a rank's values, and for the owners' sums."""
+    """`Compression.shards`: error feedback for a rank's values and for the owners' sums."""
 
     compression: Shards
 
@@ -53,9 +54,9 @@ class ShardExchange(SparseExchange):
 
     @property
     def signature(self) -> str:
-        """Return the options, and whether owner errors are out of place.
+        """Return the options, and whether owner errors are misplaced.
 
-        The number of the shard is in the messages instead: a signature that changes in every step
+        The shard's number is sent in the messages instead: a signature that changes in every step
         would have to be announced in full each time.
         """
         if self.residual.may_be_misplaced:
@@ -64,14 +65,14 @@ class ShardExchange(SparseExchange):
 
     @property
     def _shard(self) -> int:
-        """Return the number of the shard that this step sends."""
+        """Return the number of the shard that is sent in this step."""
         return self._progress.steps % self.compression.period
 
     def _select(self, bucket: Bucket, transport: Transport) -> SparseVector:
         if self.residual.may_be_misplaced:
             self._move_to_owners(transport)
         gradient = bucket.flat if self.residual.has_moments else bucket.gather()
-        # Of the whole gradient: NaN outside this shard would show only in a later step.
+        # Check the whole gradient: NaN outside this shard would only show in a later step.
         self._refuses = not all_finite(gradient)
         self.residual.accumulate(gradient)
         indices = self._indices(self._shard)
@@ -107,7 +108,7 @@ class ShardExchange(SparseExchange):
         super()._remove_sent(picked, returned, update)
         assert self._owned is not None
         self.residual.keep_owner_errors(*self._owned)
-        # Only now: a step that is undone puts the errors back where they were, to be moved again.
+        # Only now: undoing a step restores the misplaced errors, which must be moved again.
         self.residual.may_be_misplaced = False
         self._owned = None
 
@@ -115,7 +116,7 @@ class ShardExchange(SparseExchange):
         """Move all ranks' owner errors to the owners of the parts, and sum them there."""
         errors = self.residual.owner_errors
         held = np.array([bool(errors.any())], np.uint8)
-        # The same answer on all ranks: all pass over the sums, or none.
+        # All ranks get the same answer, so all skip the sums or none does.
         if not any(message.any() for message in transport.allgather(held)):
             return
         for shard in range(self.compression.period):
@@ -127,7 +128,7 @@ class ShardExchange(SparseExchange):
             values = np.zeros_like(values)
             values[own] = total
             self.residual.keep_owner_errors(indices, module_of(errors).asarray(values))
-            # Read anew: the first write of a step goes to the other buffer; the two are swapped.
+            # Read again: the first write in a step swaps the two buffers.
             errors = self.residual.owner_errors
 
 
@@ -137,9 +138,9 @@ def _on_host(array: Array) -> Array:
 
 
 class NodeExchange(SparseExchange):
-    """Top-k of each node's dense sum, with error feedback; on the host only."""
+    """Top-k of each node's dense sum, with error feedback. Raises ValueError on a GPU."""
 
-    finds_nonfinite = False  # only the owner of the shard would find them
+    finds_nonfinite = False  # only the shard's owner would find them
 
     def __init__(self, bucket: Bucket, compression: Hierarchical, progress: Progress) -> None:
         if bucket.device.type != "cpu":
@@ -165,7 +166,7 @@ class NodeExchange(SparseExchange):
             self._move_to_owners(hierarchy)
         shard = hierarchy.scatter(bucket.gather())
         self.residual.is_empty = False
-        # A short vector has no shard for every rank of a node.
+        # A short vector does not have a shard for every rank of a node.
         if not shard.size:
             return SparseVector.empty(0, shard.dtype)
         k = hierarchy.shard_k(self.k)
@@ -173,8 +174,8 @@ class NodeExchange(SparseExchange):
 
     @property
     def signature(self) -> str:
-        """Return the options, and whether shards are to be brought home first."""
-        # To bring them home is a collective: all ranks do so in the same step, or none does.
+        """Return the options, and whether shards must first be moved to their owners."""
+        # Moving is a collective: all ranks do it in the same step, or none does.
         return super().signature + (
             ", shards to be brought home" if self.residual.may_be_misplaced else ""
         )
@@ -182,16 +183,16 @@ class NodeExchange(SparseExchange):
     def _move_to_owners(self, hierarchy: Hierarchy) -> None:
         """Move the residuals of a node's ranks to the owners of the shards, and sum them there.
 
-        Not by way of the gradients: momentum would take them a second time.
+        Bypass the gradients: momentum would be applied to them a second time.
         """
         own = hierarchy.shard(self._length)
-        # `arrays` keeps the old values beside, for a step that does not count.
+        # `arrays` keeps the old values in the second buffer, in case the step does not count.
         for array in self.residual.arrays():
             hierarchy.scatter(array)
             array[: own.start] = array[own.stop :] = 0
 
     def _own_part(self, rest: SparseVector, transport: Transport) -> SparseVector | None:
-        """Return the part in this rank's shard; the first node keeps it, others none."""
+        """Return the part in this rank's shard on the first node; None on the others."""
         hierarchy, own = self._place(transport)
         if transport.ranks[0] not in hierarchy.inside.ranks:
             return None

@@ -27,36 +27,37 @@ from .adamw import AdamSteps, OwnMoments
 from .buckets.arrays import Memory, view_tensor, zeros
 from .moments import make_adam_step
 
-PART: Final = 0.5  # how long the part is that a dense step sends, over the gradient's length
-MOST_STEPS: Final = 1000  # the residual is sent after these, however short gradients are
+PART: Final = 0.5  # norm of the part that a dense step sends, relative to the gradient's norm
+MOST_STEPS: Final = 1000  # the residual is drained after these, however small gradients are
 
 
 def drain_fraction(held_square: float, gradient_square: float, steps: int) -> float:
     """Return the fraction of the residual that a dense step sends along with its gradient.
 
-    What sparse steps have left is the sum of many gradients. Sent in one step, it would move the
-    model as far as all of them at once, and momentum would go on with it: a model that had nearly
-    converged is thrown off. So what each step sends of it is half as long as its own gradient:
+    The residual of sparse steps is the sum of many gradients. Sent in one step, it would move the
+    model as far as all of them together, and momentum would continue in that direction: a model
+    that had nearly converged would be thrown off. So each step sends a part of it that is half as
+    long as the step's own gradient:
 
         residual   |e|  ..|..|..|..      two gradients long: gone after four steps
         sent            |g|/2 each       beside a gradient of |g|
 
-    For any direction of this part s the sum still points downhill: <g, g + s> >= |g|^2 / 2. Nothing
-    is lost: entries not sent yet, and parts that 16 bits cannot hold, stay in the residual.
+    Whatever the direction of this part s, the sum still points downhill: <g, g + s> >= |g|^2 / 2.
+    Nothing is lost: entries not sent yet, and parts that 16 bits cannot hold, stay in the residual.
 
     held_square, gradient_square: squared norms of the residual and of the gradient.
-    steps: how many have sent a fraction already.
+    steps: how many steps have already sent a fraction.
     """
     if not held_square:
         return 1.0
     ratio = PART * math.sqrt(gradient_square / held_square)
     if not math.isfinite(ratio):
         return 0.0  # a norm is not finite: the step will not count
-    # The second term grows to a third, a half, then all of what is left: nothing stays for ever.
+    # The second term grows to 1/3, 1/2, then 1, so that nothing stays forever.
     return min(1.0, max(ratio, 1.0 / max(1, MOST_STEPS - steps)))
 
 
-# Names of a residual's parts. Of each parameter AGE is one number, ROWS one sum of squares a row;
+# Names of a residual's parts. AGE has one number per parameter, ROWS one sum of squares per row;
 # all other parts have the parameter's shape.
 AGE: Final = "age"
 SECOND_MOMENT: Final = "second_moment"
@@ -64,14 +65,14 @@ ROWS: Final = "row_squares"
 # The rounding errors of the sums that this rank owns (`ShardExchange`).
 OWNER_ERROR: Final = "owner_error"
 _HOST: Final = torch.device("cpu")
-_PIECE: Final = 1 << 16  # fits a cache
+_PIECE: Final = 1 << 16  # fits in a cache
 
 
 class ResidualSize(NamedTuple):
     """The size of this rank's residual.
 
-    square: the sum of the values' squares; mass: the sum of their absolute values.
-    sent_mass: the sum of the absolute values that the last step took out.
+    square: the sum of squares of the values; mass: the sum of their absolute values.
+    sent_mass: the sum of absolute values that the last step removed.
     """
 
     square: float = 0.0
@@ -82,23 +83,23 @@ class ResidualSize(NamedTuple):
 class Residual:
     """The values that this rank has accumulated and not sent: float32 or float64 [n], on a device.
 
-    The law of every step, coordinate by coordinate and summed over ranks:
+    The conservation law of every step, per coordinate and summed over ranks:
     update + residual after = residual before + gradient. The gradient is weighted; with momentum
-    correction the velocity takes its place, with Adam's correction Adam's step.
+    correction the velocity replaces it, with Adam's correction Adam's step.
 
-    A step can be undone, also after its update was applied. From `snapshot` to `drop_snapshot`
+    A step can be undone, even after its update was applied. From `snapshot` to `drop_snapshot`
     changes are written to a second buffer, and the two are swapped:
 
         snapshot      accumulate            the step counts      or else, restore
         [a]  [ ]      [a] --+ g--> [a']     [ ]  [a']            [a]  [ ]
 
-    masked: whether the velocity of an applied entry is cleared (factor masking).
-    betas: of Adam's moments, which gradients go through before they get here; None: they do not.
-    sizes: of the parameters, which lie side by side; none: one is the whole vector.
-    has_moments: whether gradients go through Adam's moments before they get here.
+    masked: whether to clear the velocity of applied entries (factor masking).
+    betas: of Adam's moments, which gradients go through first; None: no moments.
+    sizes: of the parameters, which lie side by side; empty: one parameter is the whole vector.
+    has_moments: whether gradients go through Adam's moments first.
     shares_second_moment: whether the ranks share a second moment, for which they exchange a sample.
-    may_be_misplaced: whether entries may be here that another rank is to go on with
-        (`NodeExchange`, `ShardExchange`): the same on all ranks.
+    may_be_misplaced: whether there may be entries that belong to another rank (`NodeExchange`,
+        `ShardExchange`); the same on all ranks.
     """
 
     def __init__(
@@ -125,29 +126,29 @@ class Residual:
             else Memory.of(zeros(length, dtype, device))
             for name in self._names
         ]
-        # Where parameters begin and end, in a vector and in ROWS.
+        # Where parameters start and end, in a vector and in ROWS.
         self._ends = [*itertools.accumulate(sizes or [length], initial=0)]
         self._row_ends: list[int] = []
         self._on_gpu = is_on_device(self.values)
         self._second_buffers: list[Memory] = []
-        self._swapped: set[int] = set()  # parts changed since `snapshot`: old values are beside
+        self._swapped: set[int] = set()  # parts changed since `snapshot`: see _second_buffers
         self._betas, self._sizes = betas, sizes
         self.has_moments, self.shares_second_moment = betas is not None, False
-        self.threshold = 0.0  # a guess: it decides how fast the selection is, never its result
+        self.threshold = 0.0  # a guess that affects the selection's speed, never its result
         self.is_empty = True
         self._drained_steps = 0
         self.may_be_misplaced = True
         # At `snapshot`: is_empty, _drained_steps, may_be_misplaced.
         self._snapshot: tuple[bool, int, bool] | None = None
-        # Place in _memory, the parameter's, values; None: none is set aside, on any rank.
+        # (place in _memory, place of the parameter, values); None: nothing is stashed on any rank.
         self._stashed: list[tuple[int, int, torch.Tensor]] | None = None
         self._step: Step | None = None  # accumulates and selects on a GPU
-        # Picked and returned in the last step; None: it was dense.
+        # Picked and returned in the last step; None if that was dense.
         self._last_sent: tuple[SparseVector, SparseVector] | None = None
         self._steps: AdamSteps | None = None
 
     def hold_adam_moments(self, steps: AdamSteps) -> None:
-        """Make room for moments of AdamW, whose steps then come here; before the first one."""
+        """Add room for AdamW's moments; call it before the first step. Its steps then come here."""
         own = OwnMoments(
             torch.zeros_like(self._memory[0].tensor),
             torch.zeros_like(self._memory[0].tensor),
@@ -166,23 +167,23 @@ class Residual:
             self._memory.append(memory)
 
     def read_options(self) -> None:
-        """Read the options, such as the rate, of AdamW's next step."""
+        """Read the options for AdamW's next step, such as the learning rate."""
         assert self._steps is not None
         self._steps.read(OwnMoments(*(memory.tensor for memory in self._memory[1:5])))
 
     @property
     def values(self) -> NDArray[Any]:
-        """Return the residual's values: [n]."""
+        """Return the residual's values, [n]."""
         return self._memory[0].array
 
     @property
     def velocity(self) -> NDArray[Any] | None:
-        """Return the velocity, [n], with momentum correction."""
+        """Return the velocity, [n]; None without momentum correction."""
         return self._memory[1].array if self.momentum else None
 
     @property
     def owner_errors(self) -> NDArray[Any]:
-        """Return the rounding errors of the sums that this rank owns: [n]."""
+        """Return the rounding errors of the sums that this rank owns, [n]."""
         return self._memory[self._names.index(OWNER_ERROR)].array
 
     def keep_owner_errors(self, indices: NDArray[Any], values: NDArray[Any]) -> None:
@@ -190,21 +191,21 @@ class Residual:
         self._writable(self._names.index(OWNER_ERROR)).array[indices] = values
 
     def state_before(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the optimizer's state of parameters as before a step that may still be undone."""
+        """Return the parameters' optimizer state as before a step that may still be undone."""
         return {} if self._steps is None else self._steps.state_before()
 
     def row_sums(self) -> tuple[float, float]:
-        """Return sums of sampled squares of a shared second moment: the mean's and this rank's."""
+        """Return sums of sampled squares for a shared second moment: the mean's and this rank's."""
         assert self._steps is not None
         own = float(self.after_last_step()[ROWS].sum()) / self._steps.share
         return self._steps.square_of_mean(), own
 
     def arrays(self) -> list[NDArray[Any]]:
-        """Return its arrays, to be changed in place: the values first, then the other parts."""
+        """Return all arrays, for changes in place: the values first, then the other parts."""
         return [self._writable(number).array for number in range(len(self._memory))]
 
     def accumulate(self, gradient: NDArray[Any]) -> None:
-        """Add a weighted gradient, [n]; with momentum, make it the velocity in place first."""
+        """Add a weighted gradient, [n]; with momentum, first turn it into the velocity in place."""
         total = view_tensor(gradient)
         if self.momentum:
             total.copy_(self._writable(1).tensor.mul_(self.momentum).add_(total))
@@ -216,12 +217,12 @@ class Residual:
     ) -> SparseVector:
         """Add weight * gradient, in one array or in parts, and return the k largest entries.
 
-        where: the part that the gradient covers and entries are selected from; None: all.
+        where: the part that the gradient covers and that entries are selected from; None: all.
         """
         self.is_empty, self._drained_steps = False, 0
         if where is not None:
             return self._add_to_part(gradient, k, weight, where)
-        # The pass writes the sum into the second buffer: no copy is needed.
+        # The kernel writes the sum into the second buffer, so no copy is needed.
         into, faster = self._target_buffer(0), self._target_buffer(1) if self.momentum else None
         beside = None if into is None else into.array
         momentum = None
@@ -229,7 +230,7 @@ class Residual:
             memory = None if faster is None else faster.array
             momentum = Momentum(self._memory[1].array, self.momentum, memory)
         if self._on_gpu:
-            # A Step is of one k: its buffers, and the CUDA graph that it replays, have that size.
+            # A Step is for a fixed k: its buffers and its CUDA graph have that size.
             if self._step is None or self._step.k != k:
                 self._step = open_step(self.values, k)
             picked, self.threshold = self._step(
@@ -245,7 +246,7 @@ class Residual:
         return picked
 
     def _add_to_part(self, gradient: Gradient, k: int, weight: float, where: slice) -> SparseVector:
-        # Copied as a whole first: a pass over a part would leave gaps in the other buffer.
+        # Copy all of it first: the kernel would only write a part of the other buffer.
         values = self._writable(0).array[where]
         velocity = self._writable(1).array[where] if self.momentum else None
         momentum = None if velocity is None else Momentum(velocity, self.momentum)
@@ -261,17 +262,17 @@ class Residual:
         update: SparseVector,
         where: slice | None = None,
     ) -> None:
-        """Remove what was picked, and put back what returned from the reduction.
+        """Remove the picks, and add the entries that returned from the reduction.
 
-        With factor masking, the velocity of applied picks is cleared, too: of those that are in the
-        update, and of which less than half returned. An index alone does not tell: it may be in the
-        update by another rank's pick, while this rank's own was dropped and returned.
+        Factor masking also clears the velocity of applied picks: those that are in the update and
+        of which less than half returned. The index alone does not decide: another rank's pick may
+        have put it into the update, while this rank's pick was dropped and returned.
         """
         self._last_sent = picked, returned
         here = slice(None) if where is None else where
         values = self._writable(0).array[here]
-        # All picks are cleared, and what returned is added: a dropped pick comes back whole, one
-        # that was sent leaves its rounding error, and some that return are other ranks' picks.
+        # Clear all picks, then add the returned entries: a dropped pick comes back whole, a sent
+        # one leaves its rounding error, and some returned entries are other ranks' picks.
         clear_at(values, picked.indices)
         add_at(values, returned)
         if self.momentum and self._masked:
@@ -285,7 +286,7 @@ class Residual:
         add_at(self._writable(0).array, entries)
 
     def add_dense(self, values: torch.Tensor) -> None:
-        """Add values: [n]."""
+        """Add values, [n]."""
         self.is_empty = False
         self._writable(0).tensor.add_(values)
 
@@ -306,7 +307,7 @@ class Residual:
             norms = [torch.linalg.vector_norm(here, o, dtype=torch.float64) for o in (2, 1)]
             norm, mass = torch.stack(norms).tolist()
             return ResidualSize(norm * norm, mass, sent_mass)
-        # In pieces that fit a cache, and whose float32 sums lose little.
+        # In pieces that fit in a cache, and in which float32 sums lose little.
         square = mass = 0.0
         for part in here.split(_PIECE):
             square += float(part.dot(part))
@@ -314,16 +315,16 @@ class Residual:
         return ResidualSize(square, mass, sent_mass)
 
     def snapshot(self) -> None:
-        """Let `restore` bring back what is here now; the first call makes room for it."""
+        """Save the current state for `restore`; the first call allocates memory for it."""
         self._second_buffers = self._second_buffers or [one.like() for one in self._memory]
         self.drop_snapshot()
         self._snapshot = self.is_empty, self._drained_steps, self.may_be_misplaced
 
     def restore(self) -> None:
-        """Become what it was at the last `snapshot`, to the bit; do nothing without one."""
+        """Return to the last `snapshot`, bit for bit; do nothing without one."""
         if self._snapshot is None:
             return
-        # By swapping, not by subtracting what was added: that would round once more.
+        # Swap instead of subtracting the added values, which would round once more.
         for number in tuple(self._swapped):
             self._swap_buffers(number)
         if self._steps is not None:
@@ -333,16 +334,16 @@ class Residual:
         self.drop_snapshot()
 
     def drop_snapshot(self) -> None:
-        """Drop the snapshot: there is nothing to restore from now on."""
+        """Drop the snapshot: from now on there is nothing to restore."""
         self._snapshot = None
         self._swapped.clear()
         if self._steps is not None:
             self._steps.drop_snapshot()
 
     def stash(self, places: Collection[int]) -> None:
-        """Keep the residual of some parameters out of a step, from `snapshot` to `unstash`.
+        """Exclude some parameters' residuals from a step, from `snapshot` to `unstash`.
 
-        places: theirs among `sizes`; the same on all ranks.
+        places: of these parameters in `sizes`; the same on all ranks.
         """
         self._stashed = []
         if self._steps is not None:
@@ -354,12 +355,12 @@ class Residual:
             for place in places:
                 where = self._where(name, place)
                 self._stashed.append((number, place, tensor[where].clone()))
-                # Ages and row sums are not sent: nothing has to be kept out of the step.
+                # Ages and row sums are not sent, so they need no clearing.
                 if name not in (AGE, ROWS):
                     tensor[where] = 0
 
     def unstash(self) -> None:
-        """Put back what was set aside, once the update is applied."""
+        """Put the stashed values back, once the update is applied."""
         if self._stashed is None:
             return
         assert self._snapshot is not None
@@ -370,18 +371,18 @@ class Residual:
             if name in (AGE, ROWS):
                 here.copy_(values)  # for these parameters the step did not happen
             else:
-                here.add_(values)  # entries may have returned from the reduction meanwhile
+                here.add_(values)  # meanwhile entries may have returned from the reduction
             if name == AGE:
                 places.append(place)
             self.is_empty &= number != 0
         if self._steps is not None:
             self._steps.undo_part(places)
-        self.may_be_misplaced |= self._snapshot[2]  # values set aside were not brought home
+        self.may_be_misplaced |= self._snapshot[2]  # stashed values were not moved to owners
         self._stashed = None
 
     @property
     def has_stashed(self) -> bool:
-        """Tell whether any value that is not zero is set aside; waits for a GPU."""
+        """Return whether any stashed value is nonzero; waits for a GPU."""
         return any(number == 0 and bool(values.any()) for number, _, values in self._stashed or ())
 
     def _swap_buffers(self, number: int) -> None:
@@ -390,13 +391,13 @@ class Residual:
         self._swapped ^= {number}
 
     def _target_buffer(self, number: int) -> Memory | None:
-        """Return the second buffer to write this part's new values into; None: write in place."""
+        """Return the second buffer to write this part's new values to; None: write in place."""
         if self._snapshot is None or number in self._swapped:
             return None
         return self._second_buffers[number]
 
     def _writable(self, number: int) -> Memory:
-        """Return this part's memory, to be changed in place; copy what a snapshot holds first."""
+        """Return this part's memory for changes in place; copy it first if a snapshot needs it."""
         into = self._target_buffer(number)
         if into is not None:
             into.tensor.copy_(self._memory[number].tensor)
@@ -404,10 +405,11 @@ class Residual:
         return self._memory[number]
 
     def after_last_step(self) -> dict[str, torch.Tensor]:
-        """Return its parts by name, as they were before a step that may still be undone: [n].
+        """Return the parts by name, as they were before a step that may still be undone: [n].
 
-        "residual"; with momentum "velocity"; with Adam's correction its two moments and AGE, [p], a
-        number a parameter; where AdamW's steps are made before the exchange ROWS, too, [all rows].
+        "residual"; with momentum "velocity"; with Adam's correction the two moments and AGE, [p],
+        one number per parameter; if AdamW's steps are computed before the exchange also ROWS,
+        [all rows].
         """
         return {
             name: (self._second_buffers if number in self._swapped else self._memory)[number].tensor
@@ -415,20 +417,20 @@ class Residual:
         }
 
     def part(self, name: str, place: int) -> torch.Tensor:
-        """Return a view of a parameter's part after the last step: [its elements].
+        """Return a view of one part of a parameter after the last step: [its elements].
 
-        place: the parameter's among `sizes`. AGE is a scalar; ROWS has one value a row.
+        place: the parameter's in `sizes`. AGE is a scalar; ROWS has one value per row.
         """
         number = self._names.index(name)
         memory = self._second_buffers if number in self._swapped else self._memory
         return memory[number].tensor[self._where(name, place)]
 
     def parts(self, place: int) -> dict[str, torch.Tensor]:
-        """Return a `part` of each name."""
+        """Return all of a parameter's parts by name, as `part` does."""
         return {name: self.part(name, place) for name in self._names}
 
     def _where(self, name: str, place: int) -> int | slice:
-        """Return where a parameter's part lies in the memory of this name."""
+        """Return the location of a parameter's part in the memory of this name."""
         if name == AGE:
             return place
         ends = self._row_ends if name == ROWS else self._ends
@@ -437,7 +439,7 @@ class Residual:
     def to_adam_step(self, gradient: NDArray[Any], share: float, transport: Transport) -> float:
         """Turn the weighted gradient into Adam's weighted step, in place.
 
-        share: of this rank in the sum. Returns the seconds of exchanging samples for the step.
+        share: this rank's weight in the sum. Returns the seconds spent on exchanging samples.
         """
         if self._steps is not None:
             own = OwnMoments(*(self._writable(number).tensor for number in (1, 2, 3, 4)))
@@ -449,13 +451,13 @@ class Residual:
         return 0.0
 
     def add_fraction_to(self, gradient: NDArray[Any]) -> float:
-        """Add a fraction of the residual to the weighted gradient, in place, and return it.
+        """Add a fraction of the residual to the weighted gradient, in place; return the fraction.
 
-        For a step that sends every entry; `drain_fraction` says why not all of the residual goes at
-        once. With momentum correction the gradient becomes the velocity first; nothing of it is
-        masked: where every entry is sent in every step, none is stale.
+        For a step that sends every entry; `drain_fraction` says why the residual is not sent all at
+        once. With momentum correction the gradient first becomes the velocity. None of that is
+        masked: if every step sends every entry, none is stale.
         """
-        # By torch: CuPy's operators take subnormal float32 for zeros.
+        # Use torch: CuPy's operators flush subnormal float32 to zero.
         total = view_tensor(gradient)
         if self.momentum:
             total.copy_(self._writable(1).tensor.mul_(self.momentum).add_(total))
@@ -468,7 +470,7 @@ class Residual:
         return fraction
 
     def subtract_fraction(self, fraction: float) -> None:
-        """Remove this fraction of the residual: it has been sent."""
+        """Remove this fraction of the residual, which has been sent."""
         self._last_sent = None
         if fraction == 1.0:
             self.clear()
@@ -479,7 +481,7 @@ class Residual:
     def clear(self) -> None:
         """Empty the residual: all of it has been sent."""
         if not self.is_empty:
-            # No copy: a snapshot keeps the old values beside, and the other buffer is zeroed.
+            # No copy is needed: a snapshot keeps the old values, and the other buffer is zeroed.
             if self._target_buffer(0) is not None:
                 self._swap_buffers(0)
             self._memory[0].tensor.zero_()  # by torch, on its current stream
@@ -488,7 +490,7 @@ class Residual:
 
 
 def _squares(*tensors: torch.Tensor) -> list[float]:
-    """Return the sum of squares of each; a GPU is waited for once."""
+    """Return the sum of squares of each tensor; waits for a GPU once."""
     if tensors[0].is_cuda:
         norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
         return [norm * norm for norm in torch.stack(norms).tolist()]

@@ -1,6 +1,6 @@
-"""The residual of each parameter: taken out of its bucket, and put into another of the same name.
+"""Residuals by parameter: read from one run's buckets, and loaded into another's by name.
 
-A compiled run may go on from one that was not, and the other way round: names are matched without
+A compiled run may resume from one that was not compiled, and vice versa: names are matched without
 the parts that torch.compile adds.
 """
 
@@ -20,14 +20,14 @@ from .sparse_gradients import AnyBucketExchange, SparseGradientExchange
 _log = logging.getLogger("gtopk")
 _COMPILED: Final = "_orig_mod"  # torch.compile adds it to the names of all that it wraps
 
-# By name of the part, such as "residual" or "velocity": a tensor of the parameter's shape; AGE is
-# a scalar, and ROWS has one value a row.
+# By the part's name, such as "residual" or "velocity": a tensor of the parameter's shape; AGE is
+# a scalar, and ROWS has one value per row.
 ResidualState = dict[str, torch.Tensor]
 
 
 def fits(what: str, tensor: torch.Tensor, shape: Sequence[int]) -> bool:
-    """Tell whether a tensor fits as this part of the residual of a parameter of this shape."""
-    if what == ROWS:  # one value a row; or a single one, where rows do not follow in memory
+    """Return whether a tensor fits this part of the residual of a parameter of this shape."""
+    if what == ROWS:  # one value per row; a single one if rows are not contiguous in memory
         return list(tensor.shape) in ([1], [*shape][:1])
     return list(tensor.shape) == ([] if what == AGE else list(shape))
 
@@ -35,9 +35,9 @@ def fits(what: str, tensor: torch.Tensor, shape: Sequence[int]) -> bool:
 def require_shape(
     owner: str, parts: ResidualState, shape: Sequence[int], rows: Sequence[int] = ()
 ) -> None:
-    """Raise DamagedError where a residual does not fit a parameter of this shape.
+    """Raise DamagedError if a residual does not fit a parameter of this shape.
 
-    owner: of the residual, in words. rows: the shape by which ROWS are counted, if it is another.
+    owner: of the residual, for the message. rows: the shape that ROWS is based on, if different.
     """
     for what, tensor in parts.items():
         if not fits(what, tensor, (rows or shape) if what == ROWS else shape):
@@ -50,7 +50,7 @@ def require_shape(
 def require_shapes(
     residuals: Mapping[str, ResidualState], parameters: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raise DamagedError where a residual does not fit the parameter of its name."""
+    """Raise DamagedError if a residual does not fit the parameter of its name."""
     for name, parameter in parameters.items():
         require_shape(f"'{name}'", residuals.get(name, {}), parameter.shape)
 
@@ -58,7 +58,7 @@ def require_shapes(
 def copy_residuals(bucket_exchanges: Sequence[AnyBucketExchange]) -> dict[str, ResidualState]:
     """Return copies of the residuals of the buckets, by parameter name."""
     return {
-        # Not in the parameter's own memory order: another run may have another.
+        # Contiguous, not in the parameter's memory order, which may differ in another run.
         name: {
             what: view.clone(memory_format=torch.contiguous_format) for what, view in views.items()
         }
@@ -69,10 +69,10 @@ def copy_residuals(bucket_exchanges: Sequence[AnyBucketExchange]) -> dict[str, R
 def load_residuals(
     bucket_exchanges: Sequence[AnyBucketExchange], residuals: Mapping[str, ResidualState]
 ) -> None:
-    """Put residuals into the buckets; parameters that are not among them get none.
+    """Load residuals into the buckets; parameters without one get zeros.
 
-    Buckets without room for a residual take none: see `BucketExchange.start_draining`.
-    Raises ValueError for a tensor of another shape than its parameter's.
+    Buckets without room for a residual are skipped: see `BucketExchange.start_draining`.
+    Raises ValueError if a tensor's shape differs from its parameter's.
     """
     for name, views in _views(bucket_exchanges):
         parts = residuals.get(name, {})
@@ -89,14 +89,14 @@ def load_residuals(
                     f"parameter has {list(view.shape)}"
                 )
             view.copy_(tensor)
-    # Steps pass over an empty residual; one of zeros that is taken for more costs a pass each time.
+    # Steps skip an empty residual; one of zeros not marked as empty would cost a pass each time.
     for bucket_exchange in bucket_exchanges:
         if (residual := bucket_exchange.residual) is not None:
             residual.is_empty = not bool(residual.after_last_step()["residual"].any())
 
 
 def without_owner_errors(parts: ResidualState) -> ResidualState:
-    """Return parts with owner errors added to the residual, for an exchange without owners."""
+    """Return the parts with owner errors added to the residual, for an exchange without owners."""
     if OWNER_ERROR not in parts:
         return parts
     rest = {what: tensor for what, tensor in parts.items() if what != OWNER_ERROR}
@@ -104,11 +104,11 @@ def without_owner_errors(parts: ResidualState) -> ResidualState:
 
 
 def nonzero_names(residuals: Mapping[str, ResidualState]) -> list[str]:
-    """Return the names of the parameters whose residual, or owner error, is not zero."""
+    """Return the names of parameters with a nonzero residual or owner error."""
     return [
         name
         for name, parts in residuals.items()
-        # Velocity and moments do not count: they hold nothing that is still to be sent.
+        # Velocity and moments do not count: they contain nothing that is still to be sent.
         if any(what in parts and parts[what].any() for what in ("residual", OWNER_ERROR))
     ]
 
@@ -124,7 +124,7 @@ def norm_of(residuals: Iterable[ResidualState]) -> float:
 def _views(
     bucket_exchanges: Sequence[AnyBucketExchange],
 ) -> Iterator[tuple[str, ResidualState]]:
-    """Return each parameter's name, and views of its parts of the residual in its shape."""
+    """Yield each parameter's name and views of its parts of the residual, in its shape."""
     for bucket_exchange in bucket_exchanges:
         if isinstance(bucket_exchange, SparseGradientExchange):
             if bucket_exchange.unsent is not None:
@@ -144,10 +144,10 @@ def _views(
 def residuals_of(
     bucket_exchanges: Sequence[AnyBucketExchange],
 ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """Return each parameter whose bucket has a residual, and a view of it in its shape.
+    """Yield each parameter with a residual in its bucket, and a view of it in its shape.
 
-    As it is after the last step that counts, until the next one begins.
-    Raises ValueError where a parameter has another shape by now.
+    The residual is that after the last step that counts, until the next one begins.
+    Raises ValueError if a parameter's shape has changed.
     """
     for bucket_exchange in bucket_exchanges:
         if isinstance(bucket_exchange, SparseGradientExchange):
@@ -166,7 +166,7 @@ def residuals_of(
 def state_before(
     bucket_exchanges: Sequence[AnyBucketExchange],
 ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the optimizer's state of parameters as before a step that may still be undone."""
+    """Return the parameters' optimizer state as before a step that may still be undone."""
     found: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
     for bucket_exchange in bucket_exchanges:
         if (residual := bucket_exchange.residual) is not None:
@@ -180,19 +180,19 @@ def plain_name(name: str) -> str:
 
 
 def translate(saved: Collection[str], known: Collection[str]) -> dict[str, str]:
-    """Return, by saved name, the name in this run; the saved name where there is none."""
+    """Map saved names to this run's names; a name without a match maps to itself."""
     by_plain_name = {plain_name(name): name for name in known}
     here = {
         name: name if name in known else by_plain_name.get(plain_name(name), name) for name in saved
     }
-    # Never two under one name: a saved name that is known exactly wins.
+    # Never map two names to one: a saved name that is known exactly wins.
     return {name: name if other in saved else other for name, other in here.items()}
 
 
 def under_known_names(
     residuals: Mapping[str, ResidualState], known: Collection[str]
 ) -> dict[str, ResidualState]:
-    """Return the residual by this run's names; names without a match stay as they are."""
+    """Return the residuals under this run's names; names without a match stay."""
     here = translate(residuals.keys(), known)
     return {here[name]: parts for name, parts in residuals.items()}
 
@@ -200,9 +200,9 @@ def under_known_names(
 def unmatched(
     residuals: Mapping[str, ResidualState], known: Collection[str], rank: int, why: str
 ) -> dict[str, ResidualState]:
-    """Return residuals whose names no parameter has, to be saved again, and warn of them.
+    """Return residuals that no parameter's name matches, to be saved again, and warn of them.
 
-    why: ends the warning: the reason, and what to do.
+    why: the end of the warning: the reason, and what to do.
     """
     found = {
         name: parts

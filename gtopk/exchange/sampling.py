@@ -1,8 +1,9 @@
-"""Sampling: which coordinates of the mean gradient the ranks exchange in a step, by a fixed rule.
+"""Sampling: a fixed rule for the coordinates of the mean gradient that ranks exchange in a step.
 
-Each parameter is cut into blocks of SWEEP coordinates, and each step takes one of every block: in
-SWEEP steps each coordinate once. The first one differs from block to block, so that no column of a
-matrix is taken all at once. No index travels, and nothing of the parameters' size is kept.
+Each parameter is cut into blocks of SWEEP coordinates, and each step takes one coordinate of every
+block, so that SWEEP steps take each coordinate once. The starting coordinate differs from block to
+block, so that no step takes a whole column of a matrix. No index is sent, and no memory of the
+parameters' size is needed.
 
     step 0    . . x . | x . . . | . . . x | ...
     step 1    x . . . | . . x . | . x . . | ...
@@ -16,15 +17,15 @@ from typing import Final, NamedTuple
 import torch
 
 SWEEP: Final = 60
-_STRIDE: Final = 17  # from one step's place in a block to the next's; coprime with SWEEP
-_MULTIPLIER: Final = 2654435761  # Knuth's, of multiplicative hashing
+_STRIDE: Final = 17  # from a step's place in a block to the next step's; coprime with SWEEP
+_MULTIPLIER: Final = 2654435761  # Knuth's multiplicative hashing
 
 
 class Sample(NamedTuple):
     """The coordinates of one step, all int64 on the host, [s].
 
     places: in the vector of all parameters side by side, ascending.
-    numbers: of each coordinate's parameter. rows: of its row, counted through all parameters.
+    numbers: of each coordinate's parameter. rows: of its row, counted over all parameters.
     """
 
     places: torch.Tensor
@@ -33,13 +34,13 @@ class Sample(NamedTuple):
 
 
 class Sampling:
-    """The samples of p parameters that lie side by side; `at` returns those of a step.
+    """The samples of p parameters that lie side by side; `at` returns the sample of a step.
 
-    sizes: their elements; rows: into how many equal rows each is divided.
+    sizes: elements of each parameter; rows: how many equal rows each is divided into.
     """
 
     def __init__(self, sizes: Sequence[int], rows: Sequence[int]) -> None:
-        # The device is named throughout: a script may have set another default than the host.
+        # Name the device everywhere: a script may have changed torch's default device.
         lengths = torch.tensor(sizes, dtype=torch.int64, device="cpu")
         self._ends = lengths.cumsum(0)
         self._begins = self._ends - lengths
@@ -51,13 +52,13 @@ class Sampling:
         within = torch.arange(len(self._number), device="cpu")
         within -= (blocks.cumsum(0) - blocks)[self._number]
         self._block = self._begins[self._number] + within * SWEEP
-        # From the product's upper bits: the lower ones follow the block's number too closely.
+        # Use the product's upper bits: the lower ones follow the block's number too closely.
         self._phase = (within * _MULTIPLIER % (1 << 32)) // (1 << 16) % SWEEP
 
     def at(self, steps: Sequence[int]) -> Sample:
         """Return the sample of a step.
 
-        steps: by parameter, in how many it was sampled before.
+        steps: for each parameter, the number of steps that have sampled it before.
         """
         taken = torch.tensor(steps, dtype=torch.int64, device="cpu")[self._number]
         places = self._block + (self._phase + _STRIDE * taken) % SWEEP
@@ -69,5 +70,5 @@ class Sampling:
 
 
 def times_sampled(steps: int) -> int:
-    """Return how often a coordinate was sampled in these steps, with one in the current sweep."""
+    """Return how often a coordinate was sampled in these steps, including the current sweep."""
     return -(-steps // SWEEP)

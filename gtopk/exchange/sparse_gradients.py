@@ -1,8 +1,8 @@
-"""The exchange of sparse gradients (COO tensors), as embeddings make them: gathered, uncompressed.
+"""The exchange of sparse gradients (COO tensors), as from embeddings: gathered, uncompressed.
 
-Each rank coalesces its entries; two allgathers concatenate the ranks' indices and values. Entries
-that several ranks have add up when the wrapped optimizer applies them. With `sparse_as_dense`,
-`Bucket` takes sparse gradients instead.
+Each rank coalesces its entries, and two allgathers concatenate the ranks' indices and values. If
+several ranks have the same entry, the wrapped optimizer adds them up when it applies them. With
+`sparse_as_dense`, `Bucket` handles sparse gradients instead.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .residual import ResidualSize
 class SparseGradientExchange:
     """The exchange of one parameter with sparse gradients; has the interface of `BucketExchange`.
 
-    A dense gradient of it is taken as sparse by rows.
+    A dense gradient of this parameter is treated as sparse by rows.
 
-    unsent: a residual from when its gradients were dense, in its shape; the first step that counts
-        sends it along, dense. None: it was sent, or no rank had one.
+    unsent: a residual from when the gradients were dense, in the parameter's shape; the first step
+        that counts sends it along, dense. None: it was sent, or no rank had one.
     """
 
     checks_finite_first = True
@@ -48,7 +48,7 @@ class SparseGradientExchange:
         self._weight = self._scale = 1.0
         self._sum: torch.Tensor | None = None
         self.unsent: torch.Tensor | None = None
-        self._sent: torch.Tensor | None = None  # `unsent` as it was applied, until `commit`
+        self._sent: torch.Tensor | None = None  # the applied `unsent`, until `commit`
 
     @property
     def _parameter(self) -> torch.nn.Parameter:
@@ -56,7 +56,7 @@ class SparseGradientExchange:
 
     @property
     def has_residual(self) -> bool:
-        """Tell whether there is room for a residual."""
+        """Return whether there is a residual."""
         return self.unsent is not None
 
     def record(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class SparseGradientExchange:
         return {"names": self.names, "regions": None}
 
     def resume(self, record: Mapping[str, Any]) -> None:
-        """Do nothing: nothing is kept from step to step."""
+        """Do nothing: no state is kept between steps."""
 
     @property
     def sparse(self) -> Sequence[torch.nn.Parameter]:
@@ -72,25 +72,25 @@ class SparseGradientExchange:
         return self.parameters
 
     def accept_sparse(self, names: Collection[str]) -> None:
-        """Do nothing: this exchange takes sparse gradients anyway."""
+        """Do nothing: this exchange always takes sparse gradients."""
 
     def start_draining(self) -> None:
-        """Make room for a residual, which the next step sends; all ranks call it alike."""
-        # As wide as a bucket's residual, of which this may have been a part.
+        """Add a residual, which the next step sends; all ranks must call it."""
+        # At least float32, like the bucket's residual that this may come from.
         dtype = torch.promote_types(self._parameter.dtype, torch.float32)
         self.unsent = torch.zeros(self._parameter.shape, dtype=dtype, device="cpu")
 
     def capture_gradients(self, weight: float, scale: float) -> None:
-        """Capture the gradient as it is now."""
+        """Capture the current gradient."""
         gradient = self._parameter.grad
         self._captured = gradient, -1 if gradient is None else gradient._version
         self._weight, self._scale = weight, scale
-        # A placeholder is no gradient: its zeros would travel as entries of every row.
+        # A placeholder is no gradient: its zeros would be sent as an entry for every row.
         mine = None if lacks_gradient(self._parameter) else gradient
         self._indices, self._values = _entries(self._parameter, mine)
 
     def set_weight(self, weight: float, share: float) -> None:
-        """Set another weight for the entries that were captured."""
+        """Change the weight of the captured entries."""
         self._weight = weight
 
     def capture_zeros(self, scale: float) -> None:
@@ -99,34 +99,34 @@ class SparseGradientExchange:
         self._indices, self._values = _entries(self._parameter, None)
 
     def watch(self) -> None:
-        """Do nothing: `capture_gradients` has noted all that `is_unchanged` needs."""
+        """Do nothing: `capture_gradients` recorded all that `is_unchanged` needs."""
 
     def is_unchanged(self) -> bool:
-        """Tell whether the captured gradient has not changed, as torch counts changes."""
+        """Return whether the captured gradient is unchanged, according to torch's version."""
         gradient, version = self._captured
         now = self._parameter.grad
         return now is gradient and (now is None or now._version == version)
 
     def missing(self) -> list[str]:
-        """Return the parameter's name where it has no gradient here."""
+        """Return the parameter's name if it has no gradient on this rank."""
         return self.names if lacks_gradient(self._parameter) else []
 
     def all_finite(self) -> bool:
-        """Tell whether the values hold neither NaN nor infinity."""
+        """Return whether the values hold neither NaN nor infinity."""
         return bool(self._values.isfinite().all())
 
     def not_finite(self) -> list[str]:
-        """Return the parameter's name where its gradient holds NaN or infinity here."""
+        """Return the parameter's name if its gradient holds NaN or infinity on this rank."""
         return [] if self.all_finite() else self.names
 
     def snapshot(self) -> None:
-        """Do nothing: an exchange changes nothing that `undo` would have to take back."""
+        """Do nothing: an exchange changes nothing that `undo` would have to revert."""
 
     def exclude(self, missing_everywhere: Collection[str]) -> None:
-        """Do nothing: the residual of dense gradients is sent in the next step."""
+        """Do nothing: a residual of dense gradients is sent in the next step anyway."""
 
     def undo(self) -> None:
-        """Put back the residual that `apply` removed."""
+        """Restore the residual that `apply` removed."""
         if self._sent is not None:
             self.unsent, self._sent = self._sent, None
 
@@ -134,11 +134,11 @@ class SparseGradientExchange:
         """Gather every rank's entries."""
         begun = time.perf_counter()
         with profiled("select"):
-            # Here, as nothing adds the ranks' entries up before the optimizer does.
+            # Weight them now: entries are not summed until the optimizer applies them.
             values = (self._values * self._weight).cpu().contiguous()
-            # `contiguous` would keep a single index's odd stride: any stride counts as contiguous.
+            # Not `contiguous`, which would keep the odd stride of a single index.
             indices = self._indices.t().cpu().clone(memory_format=torch.contiguous_format)
-            # The number of sparse dimensions goes first: a rank without entries does not know it.
+            # Send the number of sparse dimensions first: a rank without entries does not know it.
             mine = torch.tensor([indices.shape[1] if len(indices) else 0], device="cpu")
         prepared = time.perf_counter()
         with profiled("exchange"):
@@ -155,14 +155,14 @@ class SparseGradientExchange:
             entries = along.to_sparse(dimensions)
             rows = torch.cat([rows, entries._indices()], dim=1)
             gathered = torch.cat([gathered, entries._values().to(gathered.dtype)])
-        # With the residual's part, which is in the units of weighted gradients, too.
+        # Also scales the residual's part, which is in units of weighted gradients.
         gathered = gathered * self._scale
         self._sum = torch.sparse_coo_tensor(
             rows,
             gathered,
             self._parameter.shape,
             device=self._parameter.device,
-            check_invariants=True,  # the indices are of other ranks
+            check_invariants=True,  # because the indices come from other ranks
         )
         return Exchanged(
             "sparse-allgather",
@@ -176,18 +176,18 @@ class SparseGradientExchange:
         )
 
     def _sum_unsent(self, transport: Transport) -> torch.Tensor | None:
-        """Return the sum of all ranks' residuals, in the parameter's shape; None: there is none."""
+        """Return the sum of all ranks' residuals, in the parameter's shape; None without one."""
         if self.unsent is None:
             return None
-        # A copy: the step may not count.
+        # A copy, because the step may not count.
         total = self.unsent.clone()
         transport.allreduce(total.view(-1).numpy())
         return total
 
     def _agreed(self, dimensions: Sequence[int]) -> int:
-        """Return the number of sparse dimensions, from every rank's; a rank without entries has 0.
+        """Return the common number of sparse dimensions; a rank without entries sends 0.
 
-        Raises MismatchError where ranks have different numbers.
+        Raises MismatchError if the ranks' numbers differ.
         """
         said = {many: rank for rank, many in enumerate(dimensions) if many}
         if len(said) > 1:
@@ -199,7 +199,7 @@ class SparseGradientExchange:
         return next(iter(said), 1)
 
     def apply(self, missing_everywhere: Collection[str]) -> None:
-        """Replace the gradient by the sum; where no rank has a gradient, it stays None."""
+        """Replace the gradient with the sum; if no rank has a gradient, it stays None."""
         assert self._sum is not None
         stays_without = self.names[0] in missing_everywhere and not self._sum._nnz()
         self._parameter.grad = None if stays_without else self._sum
@@ -207,7 +207,7 @@ class SparseGradientExchange:
         self.release_gradients()
 
     def commit(self) -> None:
-        """Make the step final: it cannot be undone any more."""
+        """Make the step final: it can no longer be undone."""
         self._sent = None
 
     def residual_size(self) -> ResidualSize | None:
@@ -215,7 +215,7 @@ class SparseGradientExchange:
         return None
 
     def finish_joined_step(self) -> None:
-        """End a step of a rank that has joined: its residual is sent, its parameter stays."""
+        """End a step of a joined rank: its residual is sent, its parameter does not change."""
         self.unsent = None
         self.release_gradients()
 
@@ -243,12 +243,12 @@ def _entries(
     if gradient is None:
         rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
         return rows, parameter.new_empty((0, *parameter.shape[1:])).detach()
-    # Coalesced, so that a row which a batch has used many times is sent once.
+    # Coalesce, so that a row that the batch uses many times is sent once.
     gradient = gradient.coalesce() if gradient.is_sparse else gradient.to_sparse(1)
     return gradient._indices(), gradient._values().detach()
 
 
 def _joined(parts: Sequence[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
-    """Return the concatenated parts, given as bytes, as a tensor of this dtype."""
+    """Concatenate parts given as bytes, and return them as a tensor of this dtype."""
     joined = torch.from_numpy(np.concatenate(parts))
     return joined.as_strided((len(joined),), (1,)).view(dtype)  # an empty array has any stride

@@ -1,8 +1,8 @@
-"""HookedAdam: an Adam or AdamW whose steps a communication hook makes; its `step` applies them.
+"""HookedAdam: a hook computes Adam or AdamW steps, and the optimizer's `step` applies them.
 
 forward     of a model in training: parameters become c - a (`wrapped.local_residual`)
-backward    the communication hook hands back agreed steps in the gradients' place
-step()      a hook of the optimizer subtracts them, and hides them from the optimizer's arithmetic
+backward    the communication hook returns agreed steps in place of gradients
+step()      a hook of the optimizer subtracts them, and hides them from the optimizer's own code
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _log = logging.getLogger("gtopk")
 
 Residuals = Callable[[], Iterator[tuple[torch.nn.Parameter, torch.Tensor]]]
 
-# By optimizer, the object that was made last for it: a script may make several. The optimizer's
-# hooks keep it; a strong reference here would keep the optimizer, and with it the model.
+# By optimizer: the last HookedAdam created for it, as a script may create several. The optimizer's
+# hooks keep it alive; a strong reference here would keep the optimizer and the model alive.
 _owners: Final[WeakKeyDictionary[torch.optim.Optimizer, ReferenceType[HookedAdam]]] = (
     WeakKeyDictionary()
 )
@@ -47,7 +47,7 @@ _owners: Final[WeakKeyDictionary[torch.optim.Optimizer, ReferenceType[HookedAdam
 class HookGroups(AdamGroups):
     """The parameter groups of an optimizer, for buckets of DDP or FSDP.
 
-    Such a bucket may have frozen parameters, which a step passes over.
+    Such a bucket may include frozen parameters, which a step skips.
     """
 
     def read(self, parameters: Sequence[torch.Tensor]) -> list[Hyper | None]:
@@ -65,10 +65,10 @@ class HookGroups(AdamGroups):
         return found
 
     def begin_states(self) -> bool:
-        """Make every parameter's first state, if this step is meant to; tell whether it was.
+        """Create every parameter's initial state, if this step is for that; return whether it was.
 
-        torch.distributed.checkpoint loads only into a state that exists: before, it steps with
-        rates and gradients of zero, to make one of every parameter.
+        torch.distributed.checkpoint only loads into existing state, so it first steps with
+        learning rates and gradients of zero, to create the state of every parameter.
         """
         groups = self._optimizer.param_groups
         parameters = [p for group in groups for p in group["params"] if p.grad is not None]
@@ -84,23 +84,23 @@ class HookGroups(AdamGroups):
 
     def first_state(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a parameter's shared second moment and row sums before the first step."""
-        # Second moments of 16-bit gradients underflow in 16 bits.
+        # In float32 or wider: second moments of 16-bit gradients underflow in 16 bits.
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         rows = torch.zeros(rows_of(parameter), dtype=dtype, device="cpu")
         return torch.full_like(parameter, UNKNOWN, dtype=dtype), rows
 
 
 class HookedAdam:
-    """Makes an optimizer's `step` apply the agreed steps that a hook leaves in the gradients.
+    """Make an optimizer's `step` apply the agreed steps that a hook leaves in the gradients.
 
-    The hook calls `note` or `forget` when a pass has ended, and `passes.note` before.
+    The hook calls `passes.note`, then `note` or `forget`, when a pass has ended.
 
-    groups: the options and state by which the hook makes the steps.
+    groups: the options and state from which the hook computes the steps.
     skips: of the model's passes. residuals: returns each parameter's residual after the last pass.
-    local_residual: whether forward passes in training include this rank's unsent steps.
-    swapped: called when parameters have become c - a, or the centre.
+    local_residual: whether training forward passes include this rank's unsent steps.
+    swapped: called when parameters have become c - a, or the center.
     passes: has the agreed steps, and watches for passes that add to them.
-    clipping: for errors, how to clip gradients, as a sentence without its point.
+    clipping: for errors: how to clip gradients, as a sentence without its full stop.
     """
 
     def __init__(
@@ -121,14 +121,14 @@ class HookedAdam:
         self.peers, self.residuals = peers, residuals
         self._optimizer, self._skips = optimizer, skips
         self._local = LocalResidual(self, "state", swapped) if local_residual else None
-        self._is_due = False  # no step has applied them yet
+        self._is_due = False  # whether agreed steps wait to be applied
         self._has_warned = False
-        self._has_residual = False  # of a pass, or loaded
-        self._lacks_residual = False  # the optimizer has made steps, and nothing of them is here
+        self._has_residual = False  # from a pass, or loaded
+        self._lacks_residual = False  # the optimizer has taken steps, but their residual is missing
         self._in_closure = False
-        self._hidden: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # gradients, in a step
+        self._hidden: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # gradients, during a step
         self._loading: Mapping[str, Any] = {}
-        # Two that apply the same agreed steps would move the parameters twice.
+        # Two of them would apply the same agreed steps twice.
         if (last := _owners.get(optimizer)) is not None and (owner := last()) is not None:
             owner.detach()
         _owners[optimizer] = ref(self)
@@ -142,21 +142,21 @@ class HookedAdam:
 
     @property
     def names(self) -> Mapping[torch.nn.Parameter, str]:
-        """Return the optimizer's parameters; only the model has their names."""
+        """Return the optimizer's parameters; only the model knows their names."""
         return dict.fromkeys(parameters_of(self._optimizer), "")
 
     def detach(self) -> None:
-        """Remove all hooks: the optimizer steps as usual, or for another state."""
+        """Remove all hooks: the optimizer then steps as usual, or for another state."""
         self.forget()
         if self._local is not None:
-            # Its residual is not sent any more: forward passes must not include it.
+            # Its residual will no longer be sent, so forward passes must not include it.
             self._local.eval()
         for handle in (self._before, *self._others):
             handle.remove()
         self._passes.close()
 
     def _warn_of_unused(self) -> None:
-        """Warn, once, where no step has applied what the pass before exchanged."""
+        """Warn, once, if no step has applied what the previous pass exchanged."""
         if self._is_due and not self._has_warned:
             self._has_warned = True
             _log.warning(
@@ -169,28 +169,28 @@ class HookedAdam:
             )
 
     def note(self, *, again: bool = False) -> None:
-        """Note that a pass that counts has ended: gradients are agreed steps now.
+        """Record that a pass that counts has ended: gradients are now agreed steps.
 
-        again: the same pass, whose gradients were written anew.
+        again: it is the same pass, with its gradients written again.
         """
         if not again:
             self._warn_of_unused()
         self._is_due = self._has_residual = True
-        # Registered anew, the hook runs after those that came later and may clip. But within a
-        # closure torch is going through these hooks: their dict must not change then.
+        # Register the hook again, so that it runs after later hooks, which may clip. Not within a
+        # closure: torch is then iterating over these hooks, and their dict must not change.
         if not self._in_closure:
             self._before.remove()
             self._before = self._optimizer.register_step_pre_hook(self._before_step)
 
     def forget(self) -> None:
-        """Note that gradients are no agreed steps, and make the parameters the centre."""
+        """Record that gradients are not agreed steps, and restore the center."""
         self._passes.agreed = None
         self._is_due = False
         if self._local is not None:
             self._local.restore()
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Make the parameters the model that is the same on all ranks, within the context."""
+        """Within the context, set the parameters to the model that is the same on all ranks."""
         return nullcontext() if self._local is None else self._local.evaluating()
 
     def loaded(self) -> None:
@@ -202,7 +202,7 @@ class HookedAdam:
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         loss = None
-        # Called here and not by the optimizer, which would find gradients that are hidden by then.
+        # Call it here: when the optimizer would call it, gradients are already hidden.
         if closure is not None:
             self._in_closure = True
             try:
@@ -216,13 +216,13 @@ class HookedAdam:
             self._hide(stepped)
             return None
         for parameter, _ in stepped:
-            # Checked for all parameters before the first one changes: an error leaves the model
-            # whole.
+            # Check all parameters before the first one changes, so that an error leaves the model
+            # intact.
             self._require_agreed(parameter)
         if self._lacks_residual:
             self._lacks_residual = False
             warn_of_lost_residual(self.peers.world.rank, self._optimizer)
-        # Only a fused optimizer has it: a GradScaler leaves the unscaling to that.
+        # Only a fused optimizer has it: a GradScaler leaves the unscaling to the optimizer.
         if stepped and (scale := getattr(optimizer, "grad_scale", None)) is not None:
             torch._foreach_div_([gradient for _, gradient in stepped], float(scale))
         apply_agreed_steps(optimizer, agreed=None)
@@ -231,11 +231,11 @@ class HookedAdam:
         if self._local is not None:
             self._local.restore()
             self._local.end_step()
-        # The optimizer returns the loss of its closure: this one has it, without another pass.
+        # The optimizer must return its closure's loss: pass one that does not run backward again.
         return None if closure is None else ((optimizer, lambda: loss), {})
 
     def _hide(self, stepped: list[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
-        """Take the gradients away until `_after_step`: the optimizer itself finds none."""
+        """Remove the gradients until `_after_step`, so that the optimizer itself finds none."""
         self._hidden = stepped
         for parameter, _ in stepped:
             parameter.grad = None
@@ -246,7 +246,7 @@ class HookedAdam:
             parameter.grad = gradient
 
     def _require_agreed(self, parameter: torch.nn.Parameter) -> None:
-        """Raise ValueError for a gradient that is no agreed step, or that was applied before."""
+        """Raise ValueError unless the gradient is an agreed step that has not been applied yet."""
         agreed = self._passes.agreed
         if agreed is not None and self._is_due and agreed.is_in(parameter):
             if not agreed.is_changed(parameter):
@@ -277,7 +277,7 @@ class HookedAdam:
         self._look_for_steps()
 
     def _look_for_steps(self) -> None:
-        """Note whether the optimizer's state is of steps whose residual this hook lacks."""
+        """Record whether the optimizer's state is from steps with a residual that is missing."""
         steps = (state for state in self._optimizer.state.values() if SHARED in state)
         # A single rank has no residual to lose: it steps as its optimizer would.
         may_lack = len(self.peers.ranks) > 1 and not self._has_residual
@@ -285,7 +285,7 @@ class HookedAdam:
 
 
 def check_clip_norm(norm: float | None, *, makes_adam_steps: bool) -> None:
-    """Raise TypeError for a global_clip_norm that is no number, ValueError for an unusable one."""
+    """Raise TypeError for a global_clip_norm that is not a number, ValueError if unusable."""
     if norm is None:
         return
     check_number("global_clip_norm", norm)

@@ -1,18 +1,18 @@
 """Unit: a module that FSDP shards, and which of its parameters have a gradient in a pass.
 
-FSDP hands its hook one vector, and does not say which parameters' gradients are in it:
+FSDP passes one vector to its hook, without saying which parameters' gradients it contains:
 
     parameters    a     b     c         b has no gradient in this pass
-    vector      [ a ][ c ]              each as long as its shard is on the first rank, padded
+    vector      [ a ][ c ]              each as long as its shard on the first rank, padded
 
-ShardGroups: each rank makes AdamW's steps of its shard, with the shard's replicas. FSDP's optimizer
-has a parameter, and its state, as DTensors. The hook's vector has this rank's shard of it, padded
-to be as long as the first rank's:
+ShardGroups: each rank computes AdamW's steps of its shard, together with the shard's replicas.
+FSDP's optimizer has parameters and state as DTensors. The hook's vector has this rank's shard,
+padded to the length of the first rank's:
 
     parameter    [11, 12]        rank 0 of two has [6, 12]    rank 1 has [5, 12]
-    in a vector                                    [6, 12]    [6, 12], whose last row is of zeros
+    in a vector                                    [6, 12]    [6, 12], with a last row of zeros
 
-Each shard has a second moment of its own, which its replicas share.
+Each shard has its own second moment, which its replicas share.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Unit:
     group: FSDP's own, of the module's parameters; its `post_backward` calls the hook.
     modules: the names of the model's modules.
     stand_ins: by name, a tensor for each parameter, as long as its shard, without memory.
-    padded: by name, a tensor without memory of the shard's shape in the vector: the first rank's.
-    with_gradient: the names of the parameters whose gradients are in the hook's current vector.
+    padded: by name, a tensor without memory, of the shard's shape in the vector: the first rank's.
+    with_gradient: the names of the parameters with gradients in the hook's current vector.
     accumulated: by name, the sum of gradients, as long as the shard, of passes that are not
         exchanged: model.set_requires_all_reduce(False).
     """
@@ -65,13 +65,13 @@ class Unit:
             self.stand_ins[called] = stand_in(one, shape.numel())
             self.padded[called] = torch.empty(shape, device="meta")
             self._of[called] = each
-        # In place of the method, as FSDP has no hook where the gradients are still by parameter; it
-        # looks the method up at each call.
+        # Replace the method, because FSDP has no hook while gradients are still by parameter; it
+        # looks the method up on each call.
         self._reduce = group.post_backward
         group.post_backward = self._post_backward
 
     def require_sharded_only(self) -> None:
-        """Raise ValueError where FSDP itself reduces the gradients between replicas, too."""
+        """Raise ValueError if FSDP itself also reduces the gradients between replicas."""
         info = self._group.mesh_info
         if info.replicate_mesh_dim is not None:
             raise ValueError(
@@ -86,29 +86,29 @@ class Unit:
         return [each.sharded_param for each in self._of.values()]
 
     def parameter(self, name: str) -> DTensor:
-        """Return the sharded parameter of a name."""
+        """Return the sharded parameter with this name."""
         sharded: DTensor = self._of[name].sharded_param
         return sharded
 
     def name_of(self, stand_in: torch.Tensor) -> str:
-        """Return the name of the parameter that a tensor stands in for."""
+        """Return the name of the parameter that a tensor stands for."""
         return next(name for name, each in self.stand_ins.items() if each is stand_in)
 
     def reshard(self) -> None:
-        """Drop the gathered parameters, so that FSDP gathers the shards anew."""
+        """Drop the gathered parameters, so that FSDP gathers the shards again."""
         self._group.reshard()
 
     @property
     def is_to_accumulate(self) -> bool:
-        """Whether FSDP was told to keep the gradients of this pass from the other replicas."""
+        """Whether FSDP was told not to send this pass's gradients to the other replicas."""
         return not self._group.all_reduce_grads
 
     def is_left_alone(self, gradients: torch.Tensor) -> bool:
-        """Whether FSDP only makes views of this vector, and does not read it again in this pass."""
+        """Whether FSDP only creates views of this vector, and does not read it in this pass."""
         group = self._group
         return (
             gradients.dtype == group._orig_dtype
-            # FSDP divides gradients of other types afterwards.
+            # FSDP later divides gradients of other types.
             and gradients.dtype in (torch.float32, torch.bfloat16)
             and not getattr(group, "force_sum_reduction_for_comms", False)
             and not any(self._is_read(self._of[name]) for name in self.with_gradient)
@@ -125,7 +125,7 @@ class Unit:
         )
 
     def accumulate(self, gradients: torch.Tensor) -> None:
-        """Add the vector to `accumulated`, and leave zeros in it."""
+        """Add the vector to `accumulated`, and zero it."""
         for name, part in self._split(gradients):
             if name in self.accumulated:
                 self.accumulated[name] += part
@@ -134,7 +134,7 @@ class Unit:
         gradients.zero_()
 
     def add_accumulated(self, gradients: torch.Tensor) -> None:
-        """Add `accumulated` to the vector; by `_post_backward` all its parameters are in it."""
+        """Add `accumulated` to the vector; `_post_backward` ensures that it has all parameters."""
         for name, part in self._split(gradients):
             if name in self.accumulated:
                 part += self.accumulated.pop(name)
@@ -144,9 +144,9 @@ class Unit:
         return zip(self.with_gradient, gradients.split(lengths), strict=True)
 
     def by_parameter(self, whole: ResidualState) -> dict[str, ResidualState]:
-        """Return, by parameter, a residual of the whole module, as earlier versions saved it.
+        """Split a residual of the whole module, as saved by earlier versions, by parameter.
 
-        Raises ValueError where it is not as long as all trained parameters together.
+        Raises ValueError if it is not as long as all trained parameters together.
         """
         trained = [name for name, each in self._of.items() if each.sharded_param.requires_grad]
         lengths = [self.stand_ins[name].numel() for name in trained]
@@ -164,37 +164,37 @@ class Unit:
         if not self.is_to_accumulate:
             for name in self.accumulated:
                 if not self._has_gradient(self._of[name]):
-                    # Its gradient of earlier passes is to be exchanged with this pass.
+                    # Exchange its gradient of earlier passes with this pass.
                     whole = self._of[name].unsharded_param
                     whole.grad = torch.zeros_like(whole)
-        # Before FSDP reduces: afterwards it has freed the gradients that tell.
+        # Before FSDP reduces: afterwards it has freed the gradients that show this.
         self.with_gradient = [name for name, each in self._of.items() if self._has_gradient(each)]
         none_before = [p for p in self.parameters if p.grad is None]
         self._reduce(*call)
         if self.is_to_accumulate:
             for parameter in none_before:
-                # FSDP has made it from the zeros.
+                # FSDP has created it from the zeros.
                 parameter.grad = None
 
     def _has_gradient(self, parameter: Any) -> bool:
-        """Tell whether FSDP is about to reduce a gradient of this parameter."""
-        # Not `unsharded_param`, which raises before the first forward pass has gathered it.
+        """Return whether FSDP is about to reduce a gradient of this parameter."""
+        # Not `unsharded_param`, which raises until the first forward pass has gathered it.
         whole = getattr(parameter, "_unsharded_param", None)
         if whole is None:
-            return False  # it was in no forward pass yet
+            return False  # it has not been in a forward pass yet
         if getattr(self._group, "reduce_scatter_unused_params", False) and whole.requires_grad:
             return True
         return whole.grad is not None or parameter.unsharded_accumulated_grad is not None
 
 
 def units_of(model: torch.nn.Module) -> dict[FSDPModule, Unit]:
-    """Return the units by their modules; of several modules sharded as one unit, by the last."""
+    """Return the units by module; if several modules are sharded as one unit, by the last."""
     names = {module: plain_name(name) for name, module in model.named_modules()}
     modules = {}
     for module in names:
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
-            # Later versions of torch have several groups a module: they take no hook, and
+            # Later versions of torch have several groups per module: they take no hook, and
             # `replicate` raises.
             several = getattr(state, "_fsdp_param_groups", None)
             for group in [state._fsdp_param_group] if several is None else several:
@@ -207,7 +207,7 @@ def units_of(model: torch.nn.Module) -> dict[FSDPModule, Unit]:
 
 
 def require_outermost(model: torch.nn.Module, rank: int) -> None:
-    """Raise RuntimeError in a backward pass within another: its end is not the step's."""
+    """Raise RuntimeError in a nested backward pass: its end is not the end of the step."""
     context = next(m for m in model.modules() if isinstance(m, FSDPModule))
     state = context._get_fsdp_state()._state_ctx
     if getattr(state, "post_backward_final_callback_queued", False):
@@ -232,7 +232,7 @@ class Place(NamedTuple):
 
 
 def place_in(replicas: DeviceMesh, parameters: Iterable[torch.Tensor]) -> Place:
-    """Return this rank's place; all ranks call it together, and register all process sets."""
+    """Return this rank's place and register all process sets; a collective."""
     here = world.current()
     alike = tuple(sorted(torch.distributed.get_process_group_ranks(replicas.get_group())))
     meshes = [p.device_mesh.mesh for p in parameters if isinstance(p, DTensor)]
@@ -242,7 +242,7 @@ def place_in(replicas: DeviceMesh, parameters: Iterable[torch.Tensor]) -> Place:
     def gather(transport: Transport, all_flags: list[int]) -> list[list[str]]:
         return transport.gather_object(said)
 
-    # With a rank that is in both, gradients of different shards would be added up.
+    # If a rank is in both, gradients of different shards would be added up.
     if both := set(alike) & set(replica) - {here.rank}:
         raise ValueError(
             f"replicas must be the mesh of the ranks that hold the same shard, got that of ranks "
@@ -253,14 +253,14 @@ def place_in(replicas: DeviceMesh, parameters: Iterable[torch.Tensor]) -> Place:
     groups = [[tuple(map(int, ranks.split())) for ranks in words] for words in told]
     together = [_reached_from(rank, groups) for rank in range(here.size)]
     wanted = {each[0] for each in groups} | set(together)
-    # Registering is collective: all ranks register all sets, in one order, also those of others.
+    # Registering is collective: all ranks register all sets, also other ranks', in the same order.
     found = {ranks: find_or_register(list(ranks)) for ranks in sorted(wanted)}
     everyone = found[together[here.rank]]
     return Place(found[alike], everyone, replica.index(here.rank), len(replica))
 
 
 def _reached_from(rank: int, groups: Sequence[Sequence[tuple[int, ...]]]) -> tuple[int, ...]:
-    """Return the ranks that share a group with this one, or with one that does, and so on."""
+    """Return all ranks connected to this one by shared groups, directly or through others."""
     found = {rank}
     while more := {r for of in found for group in groups[of] for r in group} - found:
         found |= more
@@ -270,8 +270,8 @@ def _reached_from(rank: int, groups: Sequence[Sequence[tuple[int, ...]]]) -> tup
 class ShardGroups(HookGroups):
     """The groups of an optimizer of sharded parameters, looked up by the tensors of `Unit.padded`.
 
-    Raises ValueError for an optimizer with other trained parameters: the hook does not make their
-    steps.
+    Raises ValueError for an optimizer with other trained parameters: the hook does not compute
+    their steps.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, units: Iterable[Unit]) -> None:
@@ -317,7 +317,7 @@ class ShardGroups(HookGroups):
 class _ShardState(MutableMapping[str, Any]):
     """The state of a sharded parameter, as padded tensors of this rank's shard.
 
-    views: by key, the DTensor that was put in, and the padded tensor that it is a view of.
+    views: by key, the DTensor that was stored, and the padded tensor that it is a view of.
     """
 
     def __init__(
@@ -331,8 +331,8 @@ class _ShardState(MutableMapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         value = self._state[key]
-        # load_state_dict puts other DTensors in: the view is good only for the one that was put in
-        # here.
+        # load_state_dict may store other DTensors: the view is only valid for the one that was
+        # stored here.
         own, whole = self._views.get(key, (None, None))
         if own is value:
             return whole
@@ -364,11 +364,11 @@ class _ShardState(MutableMapping[str, Any]):
 def residuals_of(
     bucket_exchanges: Mapping[Unit, BucketExchanges],
 ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """Return each sharded parameter that has a residual, and a view of it in its shard's shape."""
+    """Yield each sharded parameter with a residual, and a view of it in its shard's shape."""
     for unit, exchanges in bucket_exchanges.items():
         for shard, residual in exchanges.residuals():
             parameter = unit.parameter(unit.name_of(shard))
-            # The last shard may be shorter than the first, whose length all vectors have.
+            # The last shard may be shorter than the first, which sets the length in all vectors.
             shape = on_this_rank(parameter.detach()).shape
             yield parameter, residual[: shape.numel()].view(shape)  # type: ignore[misc]
 
@@ -383,7 +383,7 @@ def _padded(shard: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def _shard_of(padded: torch.Tensor, parameter: DTensor) -> DTensor:
-    """Return a DTensor like the parameter, whose local part is the memory of this rank's shard."""
+    """Return a DTensor like the parameter, with the memory of this rank's shard as local part."""
     here = padded[: on_this_rank(parameter.detach()).shape[0]]
     return _part_of(
         here, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
@@ -391,7 +391,7 @@ def _shard_of(padded: torch.Tensor, parameter: DTensor) -> DTensor:
 
 
 def _rows_of_all(rows: torch.Tensor, parameter: DTensor) -> DTensor:
-    """Return a DTensor of all shards' row sums, shard after shard, whose local part these are."""
+    """Return a DTensor of all shards' row sums, shard by shard, with these as the local part."""
     mesh = parameter.device_mesh
     return _part_of(rows, mesh, [Shard(0)], torch.Size([len(rows) * mesh.size()]), (1,))
 
@@ -404,10 +404,10 @@ def _part_of(
     shape: torch.Size,
     stride: tuple[int, ...],
 ) -> DTensor:
-    """Return a DTensor whose part on this rank is this memory, on any device.
+    """Return a DTensor with this memory, on any device, as its part on this rank.
 
     `from_local` would copy row sums, which are on the host, to a GPU. And copy.deepcopy fails for a
-    DTensor whose part does not begin where its storage does.
+    DTensor with a part that does not start where its storage does.
     """
     nothing = local.new_empty(local.shape, device="meta")
     like = DTensor.from_local(

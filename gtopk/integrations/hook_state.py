@@ -1,10 +1,10 @@
-"""HookState: the state of a hook, to which DDP or FSDP hands over gradients bucket by bucket.
+"""HookState: the state of a hook to which DDP or FSDP passes gradients bucket by bucket.
 
-HookSteps: measures and reports each step. compression_of, plain_optimizer, join_world: check what
-a hook is given. `gtopk.ddp.GTopKState` and `gtopk.fsdp.ReplicaState` derive from HookState.
+HookSteps: measures and reports each step. compression_of, plain_optimizer, join_world: check the
+hook's arguments. `gtopk.ddp.GTopKState` and `gtopk.fsdp.ReplicaState` derive from HookState.
 
-program   | backward    a     b     c |wait| optimizer ...      a bucket is handed over, and DDP
-engine                  [ a ] [ b ] [ c ]                       waits when it has handed over all
+program   | backward    a     b     c |wait| optimizer ...      each bucket is passed to the hook;
+engine                  [ a ] [ b ] [ c ]                       DDP waits after the last one
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ from .passes import PassTransaction
 def compression_of(
     hook: str, compression: object, density: float, options: Mapping[str, Any]
 ) -> SparseCompression:
-    """Return a hook's compression: the one that was given, else gTop-k.
+    """Return a hook's compression: the given one, or gTop-k by default.
 
-    hook: its name in errors. options: of Compression.gtopk, besides the density.
-    Raises ValueError for a compression together with options, for one that hooks do not take, and
-    for per-parameter dense rules; also the errors of Compression.gtopk.
+    hook: its name in errors. options: for Compression.gtopk, besides the density.
+    Raises ValueError for a compression together with options, for one that hooks do not support,
+    and for per-parameter dense rules; also raises the errors of Compression.gtopk.
     """
     if compression is None:
         compression = GTopK(density, **options)
-    # Hooks have the density's default of Compression.gtopk: any other one was given.
+    # The hooks' default density is that of Compression.gtopk: any other one was set by the user.
     elif given := [*options, *(["density"] if density != GTopK.density else [])]:
         raise ValueError(
             f"give compression or the options of gTop-k, not both: got {', '.join(sorted(given))} "
@@ -78,14 +78,14 @@ def compression_of(
 
 
 class HookSteps:
-    """Reports each step, also to the run's record, and counts the world's steps.
+    """Report each step, also to the run's record, and count the world's steps.
 
-    After the first, all ranks measure their links to predict such steps; the program waits.
+    After the first step, all ranks measure their links for predictions, while the program waits.
 
     last: the report of the last step; None before the first.
-    counted: the steps that were not skipped.
-    stragglers: how fast the ranks compute, beside each other.
-    clip_factor: by which this rank's gradients of the step were shortened.
+    counted: counts the steps that were not skipped.
+    stragglers: how fast the ranks compute, compared with each other.
+    clip_factor: the factor that clipped this rank's gradients in the step.
     """
 
     def __init__(self, peers: Peers, compression: Any, progress: Progress) -> None:
@@ -93,29 +93,29 @@ class HookSteps:
         self._world, self._peers = peers.world, peers
         self.stragglers = Stragglers(peers.world, peers.engine, peers.name)
         self._expected = ExpectedStep(compression, progress)
-        self._sizes: list[int] = []  # of the buckets that the prediction is for
+        self._sizes: list[int] = []  # of the buckets in the prediction
         self.counted = Progress()
         self._waited_since: float | None = None
         self._waited_seconds = 0.0
-        self._ended: float | None = None  # when the last wait ended
-        self._ended_before: float | None = None  # when that of the previous step ended
+        self._ended: float | None = None  # end of the last wait
+        self._ended_before: float | None = None  # end of the previous step's last wait
         self.last: StepReport | None = None
         self.clip_factor = 1.0
 
     def note_submit(self) -> None:
-        """Note that a bucket was submitted, in the program's thread, which may wait from now on."""
+        """Record the submission of a bucket, on the program's thread, which may now wait."""
         self._waited_since = time.perf_counter()
 
     def note_wait_end(self) -> None:
-        """Note that the program's wait has ended."""
+        """Record the end of the program's wait."""
         self._ended = time.perf_counter()
         if self._waited_since is not None:
             self._waited_seconds += self._ended - self._waited_since
 
     def close(self, ended_pass: PassTransaction, overlapped: bool) -> None:
-        """Report a pass as a step; all ranks call it after the same step.
+        """Report a pass as a step; all ranks must call it after the same step.
 
-        overlapped: the program has waited for the last bucket only, not for each.
+        overlapped: the program waited only for the last bucket, not for each.
         """
         # First: measuring the links moves the end of the wait, which the report subtracts.
         bucket_exchanges = ended_pass.bucket_exchanges
@@ -125,7 +125,7 @@ class HookSteps:
             ended_pass,
             step=self._world.step,
             compute_seconds=max(0.0, ended - before - self._waited_seconds) if before else 0.0,
-            # Where backward waited for each bucket, all of the engine's work was waited for.
+            # If backward waited for each bucket, it waited for all of the engine's work.
             waits=[((self._waited_since or 0.0) if overlapped else 0.0, math.inf)],
             waited_seconds=self._waited_seconds,
             expected=self._expected,
@@ -144,8 +144,8 @@ class HookSteps:
     def _expect(self, bucket_exchanges: Sequence[BucketExchange]) -> None:
         """Predict the exchange of the last step's buckets; measure links after the first step."""
         sizes = [bucket_exchange.elements for bucket_exchange in bucket_exchanges]
-        # After the first step, not before: its buckets are not known until it has ended. The time
-        # that measuring takes is waiting, not computing.
+        # After the first step, because its buckets are not known until it has ended. Count the time
+        # that measuring takes as waiting, not computing.
         if not self._sizes:
             begun = time.perf_counter()
             self._expected.measure(bucket_exchanges, self._peers)
@@ -157,9 +157,9 @@ class HookSteps:
 
 
 def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
-    """Return the optimizer that a hook was given, also out of a framework's wrapper.
+    """Return the optimizer passed to a hook, unwrapped from a framework's wrapper.
 
-    Raises ValueError for a distributed one, TypeError for an object that is no optimizer.
+    Raises ValueError for a distributed optimizer, TypeError for an object that is no optimizer.
     """
     if isinstance(optimizer, Wrapping):
         raise ValueError("the optimizer is distributed already: give the hook the plain one")
@@ -167,14 +167,14 @@ def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
 
 
 def join_world() -> World:
-    """Return the world, joined where nobody has.
+    """Return the world; initialize it if needed.
 
-    Raises ValueError where torch.distributed gives this rank another number.
+    Raises ValueError if torch.distributed gives this rank another number.
     """
     if not world.is_initialized():
         world.init()
     here = world.current()
-    # Nodes, process sets and residuals go by rank: two numberings would mix them up in silence.
+    # Nodes, process sets and residuals use rank numbers: two numberings would silently mix them up.
     if torch.distributed.get_rank() != here.rank:
         raise ValueError(
             f"rank {torch.distributed.get_rank()} of torch.distributed is rank {here.rank} of "
@@ -184,18 +184,17 @@ def join_world() -> World:
 
 
 class HookState(ABC):
-    """The part of a hook's state that DDP's and FSDP's share.
+    """The common part of DDP's and FSDP's hook states.
 
-    A pass goes through `_submit`, bucket by bucket; `_close_pass`, once all of them are exchanged;
-    `_report_pass`; and `_note_agreed`, when gradients are in their places. `_abort_pass` comes
-    before the next one. A class that derives calls `__init__` when `_parameters` and `_residuals`
-    work.
+    A pass goes through `_submit`, bucket by bucket; `_close_pass`, once all are exchanged;
+    `_report_pass`; and `_note_agreed`, when gradients are in place. `_abort_pass` precedes the next
+    pass. A subclass must call `__init__` only when `_parameters` and `_residuals` work.
 
-    compression, scaler: as they were given. progress: the steps that counted.
+    compression, scaler: as passed. progress: the steps that counted.
     """
 
-    # In messages: how a script adds up passes, gives the hook its optimizer and saves the state;
-    # and how it clips where the hook makes Adam's steps.
+    # In messages: how a script accumulates passes, passes its optimizer to the hook, saves the
+    # state, and clips if the hook computes Adam's steps.
     _accumulating: ClassVar[str]
     _giving: ClassVar[str]
     _saving: ClassVar[str]
@@ -210,7 +209,7 @@ class HookState(ABC):
         optimizer: torch.optim.Optimizer | None,
         of_adam: Mapping[str, Any],
     ) -> None:
-        """optimizer: that the hook was given. of_adam: its `options_of_adam`."""
+        """optimizer: that was passed to the hook. of_adam: its `options_of_adam`."""
         require_scaler(scaler)
         self.compression, self.scaler, self.progress = compression, scaler, Progress()
         self._world, self._peers = peers.world, peers
@@ -218,7 +217,7 @@ class HookState(ABC):
         self._transaction = PassTransaction()
         self._steps = HookSteps(peers, compression, self.progress)
         self._skips = HookSkips(self._parameters, max_skipped_steps)
-        # Residuals of names that no parameter has; saved again.
+        # Residuals with names that no parameter has; they are saved again.
         self._unmatched: dict[str, ResidualState] = {}
         stepped = optimizer if of_adam["adam"] is not None else None
         made_by = compression.correction if stepped is None else "AdamW"
@@ -258,28 +257,28 @@ class HookState(ABC):
 
     @abstractmethod
     def _residuals(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Return each parameter that has a residual, and a view of it in the parameter's shape."""
+        """Yield each parameter with a residual, and a view of it in the parameter's shape."""
 
     def _groups_of(self, optimizer: torch.optim.Optimizer) -> HookGroups:
-        """Return the groups of an optimizer whose steps the hook makes."""
+        """Return the groups of an optimizer that the hook computes the steps of."""
         return HookGroups(optimizer)
 
     def _reshard(self) -> None:  # noqa: B027  (FSDP alone overrides it)
-        """Do what parameters that were changed in place need; DDP's need nothing."""
+        """Do what is needed after parameters change in place; nothing with DDP."""
 
     @property
     def _rank(self) -> int:
-        """This rank's place among those whose residuals are one state."""
+        """This rank's index among those that save their residuals as one state."""
         return self._peers.rank
 
     @property
     def _ranks(self) -> int:
-        """How many ranks' residuals are one state."""
+        """The number of ranks that save their residuals as one state."""
         return self._peers.size
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps did not count; the same on all ranks."""
+        """The number of steps that did not count; the same on all ranks."""
         return self._skips.count
 
     @property
@@ -291,44 +290,44 @@ class HookState(ABC):
     def straggler_scores(self) -> list[float | None] | None:
         """The speed of each rank that exchanges with this one; the fastest is 1.
 
-        Of the last report; None before.
+        From the last report; None before the first.
         """
         return self._steps.stragglers.scores
 
     @property
     def makes_adam_steps(self) -> bool:
-        """Whether the hook makes the optimizer's steps, so that gradients are agreed steps."""
+        """Whether the hook computes the optimizer's steps, so that gradients are agreed steps."""
         return self._adam is not None
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Make the parameters the model that is the same on all ranks, within the context.
+        """Within the context, set the parameters to the model that is the same on all ranks.
 
-        They are that by themselves from `step` to the next forward pass, and in a model in eval
-        mode: use this for code that reads them in the middle of a step.
+        They already are between `step` and the next forward pass, and for a model in eval mode:
+        use this for code that reads them in the middle of a step.
         """
         return nullcontext() if self._adam is None else self._adam.evaluating()
 
     def drop_skipped(self, optimizer: torch.optim.Optimizer, *call: Any) -> None:
-        """Drop an optimizer's gradients where the last backward pass does not count.
+        """Drop an optimizer's gradients if the last backward pass does not count.
 
-        Every optimizer of the model does this by itself when `step` begins, and after a closure
-        that `step` is given. An optimizer of several models then steps those whose passes count.
+        Every optimizer of the model does this itself when `step` begins, and after a closure passed
+        to `step`. An optimizer of several models then steps those with passes that count.
         """
         self._skips.drop(optimizer)
 
     def accept_gradients(self) -> None:
-        """Take the gradients of now for the agreed steps, where the hook makes the steps."""
+        """Accept the current gradients as the agreed steps, if the hook computes the steps."""
         self._note_gradients(again=True)
 
     def _note_gradients(self, *, again: bool) -> None:
-        """again: they are of a pass that was noted before."""
+        """again: they belong to a pass that was already recorded."""
         counted = self._skips.counted
         self._passes.note(self._skips.parameters() if counted else None)
         if self._adam is not None:
             self._adam.note(again=again) if counted else self._adam.forget()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raise TypeError for a copy or a pickle, which torch.save makes, too."""
+        """Raise TypeError on a copy or a pickle; torch.save also pickles."""
         raise TypeError(
             f"a {type(self).__name__} can be neither copied nor pickled: it belongs to the ranks "
             f"of a running job. {self._saving}"
@@ -340,9 +339,9 @@ class HookState(ABC):
         whole: torch.nn.Parameter,
         members: Sequence[torch.Tensor],
     ) -> BucketExchange:
-        """Return the exchange of a bucket that a parameter stands for.
+        """Create the exchange of a bucket that a parameter stands for.
 
-        members: the tensors in it, by which the groups of Adam know them.
+        members: the tensors in it, which Adam's groups use to look them up.
         """
         bucket_exchange = open_bucket_exchange(
             name, [whole], [name], self.compression, self.progress, members=members
@@ -363,12 +362,12 @@ class HookState(ABC):
         flags: int = 0,
         then: Callable[[], None] = lambda: None,
     ) -> Operation:
-        """Begin to exchange a bucket, with the gradients that are in it now.
+        """Start exchanging a bucket, with the gradients that are now in it.
 
-        The operation returns whether this rank's gradients were finite. Buckets are exchanged in
-        the same order on all ranks.
+        The operation returns whether this rank's gradients were finite. All ranks exchange buckets
+        in the same order.
 
-        factor: multiplies the gradients. is_joined: they are zeros of no sample.
+        factor: multiplies the gradients. is_joined: they are zeros without samples.
         then: called on the engine's thread, when the bucket is exchanged.
         """
         scale = loss_scale(self.scaler)
@@ -376,8 +375,8 @@ class HookState(ABC):
         if is_joined:
             bucket_exchange.set_weight(bucket_exchange.bucket.weight, 0.0)
         transaction = self._transaction
-        # In the program's thread, so that buckets are numbered in the order in which DDP hands them
-        # over.
+        # On the program's thread, so that buckets are numbered in the order in which DDP passes
+        # them.
         number = transaction.add(bucket_exchange)
 
         def work(transport: Transport, all_flags: list[int]) -> bool:
@@ -406,28 +405,28 @@ class HookState(ABC):
         self.progress.steps += self._transaction.close()
 
     def _report_pass(self, overlapped: bool, where: Iterable[str]) -> None:
-        """Report the step, and warn where it does not count.
+        """Report the step, and warn if it does not count.
 
-        overlapped: as of `HookSteps.close`. where: the ranks whose gradients are not finite.
-        Raises FloatingPointError where more passes in a row did not count than allowed.
+        overlapped: see `HookSteps.close`. where: the ranks with non-finite gradients.
+        Raises FloatingPointError if more passes in a row did not count than allowed.
         """
         step, ended = self._world.step, self._transaction
         self._steps.close(ended, overlapped)
-        # Else a bucket has failed: `_abort_pass` is to undo the others.
+        # Otherwise a bucket has failed, and `_abort_pass` must undo the others.
         if ended.is_closed:
             self._transaction = PassTransaction()
         self._skips.note_pass(not ended.is_void, self._world.rank, step, " and ".join(where))
 
     def _note_agreed(self) -> None:
-        """Note that the pass has ended, and that gradients are agreed ones where it counts."""
-        # First: an earlier hook's residual leaves the parameters before anything looks at them.
+        """Record that the pass has ended and, if it counts, that gradients are agreed ones."""
+        # First: restore parameters from an earlier hook's residual before they are used.
         self._checks.take_over()
         self._note_gradients(again=False)
         agreed = self._skips.parameters() if self._skips.counted else ()
         self._checks.corrected.agree(agreed, self.scaler)
 
     def _abort_pass(self) -> None:
-        """Undo a pass that an error has ended, if there is one; its operations have ended."""
+        """Undo a pass that an error has ended, if any; its operations have ended."""
         self._transaction.drop()
         self._transaction.close()
         self._transaction = PassTransaction()
@@ -437,13 +436,13 @@ class HookState(ABC):
     ) -> dict[str, Any]:
         """Return this rank's state, with residuals by name; empty ones are left out.
 
-        prefix: of the names.
+        prefix: added to the names.
         """
-        # An error may have ended the last pass: what it has taken from the residual comes back.
+        # An error may have ended the last pass: return what it took from the residual.
         self._abort_pass()
         self._skips.warn_of_saving(self._world.rank)
-        # Residuals of a model that has changed are saved again: a later run may have the names
-        # anew.
+        # Residuals without a parameter, as after a change of the model, are saved again: a later
+        # run may have their names.
         mine = {name: parts for name, parts in (*self._unmatched.items(), *residuals) if parts}
         return {
             "format": FORMAT,
@@ -461,9 +460,9 @@ class HookState(ABC):
         known: Collection[str],
         why: str,
     ) -> Iterator[None]:
-        """Forget the last pass, and go on from the state's steps; the context puts residuals in.
+        """Forget the last pass, and set the state's steps; load residuals within the context.
 
-        why: residuals of no known name cannot be put in, and what to do, for a warning.
+        why: the end of a warning: why residuals of unknown names cannot be loaded, and what to do.
         """
         self._unmatched = unmatched(residuals, known, self._world.rank, why)
         self._abort_pass()

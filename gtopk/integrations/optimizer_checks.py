@@ -1,10 +1,10 @@
-"""The optimizers of a hook's model, which hear of its passes only by what is in their gradients.
+"""The optimizers of a hook's model, which learn of its passes only through their gradients.
 
-HookSkips: drops the gradients of passes that do not count. OptimizerChecks: examines an optimizer
-when it first steps. PassWatch: raises where a pass adds its gradients to agreed steps.
+HookSkips: drops the gradients of passes that do not count. OptimizerChecks: checks an optimizer
+in its first step. PassWatch: raises if a pass adds its gradients to agreed steps.
 
-A hook need not be given an optimizer. So an optimizer whose momentum would be taken twice is an
-error in its first step, as is any other than the one whose steps the hook makes.
+A hook need not be given an optimizer. So doubled momentum raises in the optimizer's first step, and
+so does any optimizer other than the one that the hook computes the steps of.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ Residuals = Callable[[], Iterable[tuple[torch.nn.Parameter, torch.Tensor]]]
 
 
 class HookSkips(SkippedSteps):
-    """Notes whether passes count, for one model whose gradients a hook exchanges.
+    """Track whether passes count, for one model with a hook that exchanges its gradients.
 
-    An optimizer may step several models: agreed gradients of those with a hook of their own were
-    sent for good, and stay. Others are dropped with this model's: they may come of the same loss.
+    An optimizer may step several models. Agreed gradients of models with their own hook are kept,
+    because they cannot be sent again. Gradients of other models are dropped with this model's,
+    because they may come from the same loss.
     parameters: returns the model's parameters.
     max_skipped_steps: how many passes in a row may not count.
     count: how many passes did not count; counted: whether the last one does.
@@ -57,16 +58,16 @@ class HookSkips(SkippedSteps):
         check_count("max_skipped_steps", max_skipped_steps)
         super().__init__(max_skipped_steps)
         self.parameters = parameters
-        self.counted = True  # the last pass
+        self.counted = True  # whether the last pass counts
         self.is_due = self.is_loaded = self._has_warned = False
         self._dropped: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         _everyones.add(self)
 
     def note_pass(self, counted: bool, rank: int, step: int, where: str) -> None:
-        """Note whether a pass that has ended counts; warn of one that does not.
+        """Record whether a pass that has ended counts; warn if it does not.
 
-        where: the ranks whose gradients are not finite; "": only the sum is not.
-        Raises FloatingPointError where more passes in a row did not count than allowed.
+        where: the ranks with non-finite gradients; "": only the sum is not finite.
+        Raises FloatingPointError if more passes in a row did not count than allowed.
         """
         self.counted = self.is_due = counted
         if counted:
@@ -75,12 +76,12 @@ class HookSkips(SkippedSteps):
             self.note(rank, step, where)
 
     def note_loaded(self) -> None:
-        """Note that a state was loaded: a new row begins."""
+        """Record that a state was loaded: a new row begins."""
         self.is_due, self.is_loaded = False, True
         self.end_row()
 
     def warn_of_saving(self, rank: int) -> None:
-        """Warn, once, where a state is saved between a pass and the step that applies it."""
+        """Warn, once, if a state is saved between a pass and the step that applies it."""
         if self.is_due and not self._has_warned:
             self._has_warned = True
             _log.warning(
@@ -91,11 +92,11 @@ class HookSkips(SkippedSteps):
             )
 
     def drop(self, optimizer: torch.optim.Optimizer) -> None:
-        """Drop an optimizer's gradients, once, where the last pass does not count.
+        """Drop an optimizer's gradients, once, if the last pass does not count.
 
-        Gradients of other models with a hook of gtopk stay: they hold what was sent for them.
+        Gradients of other models with a gtopk hook are kept: they hold what was sent for them.
         """
-        # Once for each pass: gradients that the script has put there since are not of that pass.
+        # Once per pass: gradients that the script has set since then are not of that pass.
         if self.counted or self._dropped.get(optimizer) == self.count:
             return
         self._dropped[optimizer] = self.count
@@ -106,8 +107,8 @@ class HookSkips(SkippedSteps):
                 parameter.grad = None
 
 
-# Replaced as a whole, so that a step may iterate while another thread adds one. PyTorch iterates
-# over its global hooks: removing ours when a communication hook is collected would break a step.
+# Always replaced, never changed, so that a step may iterate while another thread adds one. PyTorch
+# iterates over its global hooks, so removing ours when a hook is collected would break a step.
 _living: tuple[weakref.ref[OptimizerChecks], ...] = ()
 _adding = threading.Lock()
 
@@ -117,8 +118,8 @@ def _check_all(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Let all living hooks check an optimizer that is about to step.
 
-    args: the optimizer itself, and what else `step` was called with. Returned with a closure that
-    drops the gradients of its own backward pass where that does not count.
+    args: the optimizer itself, and the other arguments of `step`. Returns them with a closure that
+    also drops the gradients of its own backward pass if that does not count.
     """
     living = [checks for each in _living if (checks := each()) is not None]
     for checks in living:
@@ -140,13 +141,13 @@ def _check_all(
 
 
 def _note_step(optimizer: torch.optim.Optimizer, *call: Any) -> None:
-    """Let all living hooks know that an optimizer has stepped their models."""
+    """Tell all living hooks that an optimizer has stepped their models."""
     for checks in filter(None, (each() for each in _living)):
         checks.note_step(optimizer)
 
 
 def _holds(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer | None) -> bool:
-    """Tell whether an optimizer contains another, as torchtitan's OptimizersContainer does."""
+    """Return whether an optimizer contains another, as torchtitan's OptimizersContainer does."""
     values = vars(optimizer).values()
     lists = (each for value in values if isinstance(value, list | tuple) for each in value)
     return any(each is inner for each in (*values, *lists))
@@ -155,9 +156,9 @@ def _holds(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer | None
 def warn_of_lost_residual(
     rank: int, optimizer: torch.optim.Optimizer, norm: float | None = None
 ) -> None:
-    """Warn that an optimizer goes on from earlier steps without the state of an earlier hook.
+    """Warn that an optimizer continues from earlier steps without the state of the earlier hook.
 
-    norm: of the residual that was saved, where it is known.
+    norm: of the saved residual, if known.
     """
     _log.warning(
         "rank %d: %s goes on from earlier steps, and the state of the hook was not loaded: what "
@@ -171,12 +172,12 @@ def warn_of_lost_residual(
 
 
 class ResidualNote:
-    """The residual's norm in the groups of an optimizer's saved state.
+    """The residual's norm, stored in the groups of an optimizer's saved state.
 
-    By it a run that goes on without the hook's state is known, where the optimizer itself has no
-    state, as SGD. Live groups have none, but from loading on until `take`.
-    The norm is the key of an empty dict. DCP passes over empty ones, so that a state with the note
-    takes what a state without one has saved: dcp.load demands every value of the state it fills.
+    It reveals that a run resumes without the hook's state, if the optimizer itself has no state,
+    like SGD. Live groups only have it from loading until `take`.
+    The norm is stored as the key of an empty dict. DCP skips empty dicts, so a state with the note
+    can load from one saved without it: dcp.load requires every value of the state that it fills.
     residuals: a method of the hook's bucket exchanges, to which this refers weakly.
     """
 
@@ -186,7 +187,7 @@ class ResidualNote:
         self._residuals = weakref.WeakMethod(residuals)
 
     def add_to_saved(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note it in every `state_dict` of this optimizer from now on."""
+        """Add the norm to every `state_dict` of this optimizer from now on."""
         optimizer.register_state_dict_post_hook(self._add)
 
     def _add(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -198,25 +199,25 @@ class ResidualNote:
 
     @classmethod
     def take(cls, optimizer: torch.optim.Optimizer) -> float | None:
-        """Remove it from an optimizer whose state was loaded, and return it; None: it has none."""
+        """Remove the norm from an optimizer after loading, and return it; None if it has none."""
         notes = (group.pop(cls._KEY, {}) for group in optimizer.param_groups)
         return max((norm for note in notes for norm in note), default=None)
 
 
 class OptimizerChecks:
-    """Checks each optimizer of a hook's model once, at its first step, as long as this lives.
+    """Check each optimizer of a hook's model once, in its first step, while this object lives.
 
-    Before every step, and in its closure, it drops the gradients of a pass that does not count.
+    Before every step, and in its closure, also drop the gradients of a pass that does not count.
 
-    rank: in the world. says: also log what had better be done before the selection, and whether
-        the density is too low.
-    way: how to let the hook make an Adam's steps, in words.
-    stepped: the optimizer whose steps the hook makes; any other one is a ValueError.
-    adam: as of `CorrectedGradients`.
-    residuals: as of `ResidualNote`, to tell where the hook's state is not loaded with an
-        optimizer's; None: the optimizer's own state tells.
-    retire: a method, held weakly, called when another hook has taken the model over.
-    corrected: the gradients that a correction has made steps of, to refuse clipping in every step:
+    rank: in the world. says: also log advice on steps before the selection, and whether the density
+        is too low.
+    way: how to let the hook compute Adam's steps, for messages.
+    stepped: the optimizer that the hook computes the steps of; any other one is a ValueError.
+    adam: see `CorrectedGradients`.
+    residuals: see `ResidualNote`; detects that the hook's state is not loaded with the
+        optimizer's. None: the optimizer's own state shows it.
+    retire: a method, referred to weakly, called when another hook has taken over the model.
+    corrected: the gradients that a correction turned into steps, to refuse clipping in every step:
         the hook calls its `agree` after each pass.
     """
 
@@ -238,7 +239,7 @@ class OptimizerChecks:
         self._skips, self._compression, self._rank = skips, compression, rank
         self._says, self._way, self._stepped = says, way, stepped
         self._seen = WeakSet[torch.optim.Optimizer]()
-        # Not "nothing in `_seen`": an optimizer that another replaces leaves it.
+        # Not derived from `_seen`, because a replaced optimizer disappears from it.
         self._has_warned = self._has_stepped = False
         self._note = None if residuals is None else ResidualNote(residuals)
         self._retire = None if retire is None else weakref.WeakMethod(retire)
@@ -250,10 +251,10 @@ class OptimizerChecks:
             _living = (*(each for each in _living if each() is not None), weakref.ref(self))
 
     def take_over(self) -> None:
-        """Retire the hooks all of whose parameters this one's pass has: their phase is over.
+        """Retire all hooks whose parameters are all in this one's pass: their phase is over.
 
-        Torch's DDP and an optimizer with hooks live on in circles until the collector comes.
-        Raises ValueError where this hook is retired, and the steps that it makes have no taker.
+        DDP and an optimizer with hooks stay alive in reference cycles until garbage collection.
+        Raises ValueError if this hook is retired and should compute steps, which nothing applies.
         """
         others = [each for each in (each() for each in _living) if each not in (None, self)]
         if self._is_retired and self._stepped is not None:
@@ -272,7 +273,7 @@ class OptimizerChecks:
                     retire()
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check an optimizer that is about to step, if it is one of the model."""
+        """Check an optimizer that is about to step, if it belongs to the model."""
         if self._is_retired:
             return
         if optimizer in self._seen:
@@ -282,7 +283,7 @@ class OptimizerChecks:
             if not any(p in parameters for p in parameters_of(optimizer)):
                 return
             if self._stepped is not None and optimizer is not self._stepped:
-                # A container of optimizers calls the step of the one inside, which is checked then.
+                # A container calls the inner optimizer's step, which is then checked.
                 if _holds(optimizer, self._stepped):
                     return
                 raise ValueError(
@@ -294,7 +295,7 @@ class OptimizerChecks:
                 self._has_warned = True
                 trained = sum(p.numel() for p in parameters if p.requires_grad)
                 warn_of_few_entries(self._compression, trained)
-            # Before the optimizer counts as seen: a script that catches the error and goes on gets
+            # Before the optimizer is marked as seen, so that a script that catches the error gets
             # it again in the next step.
             if self._stepped is None:
                 require_one_momentum(optimizer, self._compression)
@@ -309,30 +310,30 @@ class OptimizerChecks:
                 self._note.add_to_saved(optimizer)
             self._has_stepped = True
             self._seen.add(optimizer)
-        # Here, and not by a hook of each optimizer, which a script may forget: a NaN would stay in
-        # the parameters. A GradScaler has seen it by now.
+        # Here, and not in a hook of each optimizer, which a script may forget: a NaN would stay in
+        # the parameters. A GradScaler has already seen it.
         self.drop(optimizer)
         self.corrected.require_unchanged(optimizer)
 
     def has_seen(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Tell whether an optimizer has been checked: it is one of the model."""
+        """Return whether an optimizer was checked, and so belongs to the model."""
         return optimizer in self._seen
 
     def drop(self, optimizer: torch.optim.Optimizer) -> None:
-        """Drop an optimizer's gradients where the last pass does not count."""
+        """Drop an optimizer's gradients if the last pass does not count."""
         self._skips.drop(optimizer)
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an optimizer has stepped: a model that it has stepped may be saved."""
+        """Record that an optimizer has stepped, so that its model may be saved."""
         if optimizer in self._seen:
             self._skips.is_due = False
 
 
 class PassWatch:
-    """Raises where a backward pass adds its gradients to agreed steps, which are no gradients.
+    """Raise if a backward pass adds its gradients to agreed steps, which are not gradients.
 
-    made_by: who made the steps of gradients; "": gradients remain gradients, which may be added up.
-    accumulating: how to add up passes, for the error.
+    made_by: what turned gradients into steps; "": they remain gradients, which may be accumulated.
+    accumulating: how to accumulate passes, for the error.
     """
 
     def __init__(self, rank: int, made_by: str, accumulating: str) -> None:
@@ -342,21 +343,21 @@ class PassWatch:
         self._added: set[torch.Tensor] = set()  # parameters with gradients added to agreed steps
 
     def note(self, parameters: Iterable[torch.Tensor] | None) -> None:
-        """Note that a pass has ended.
+        """Record that a pass has ended.
 
-        parameters: whose gradients are agreed steps now; None: the pass does not count.
+        parameters: those with agreed steps as gradients now; None: the pass does not count.
         """
         is_agreed = self._made_by and parameters is not None
         self.agreed = AgreedSteps(parameters or ()) if is_agreed else None
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Raise RuntimeError where this pass has added gradients to agreed steps.
+        """Raise RuntimeError if this pass has added gradients to agreed steps.
 
         parameters: of the first bucket of a pass; they are checked from the next pass on. A pass
             that is not exchanged may add to agreed steps, as in a GAN.
         """
         parameters = list(parameters) if self._made_by else []
-        # Only the first bucket's tell: other parameters get their gradients later in this pass.
+        # Check only the first bucket: other parameters get their gradients later in this pass.
         if not self._added.isdisjoint(parameters):
             self._added.clear()
             raise self._error()
@@ -367,9 +368,9 @@ class PassWatch:
                 )
 
     def require_cleared(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Raise RuntimeError where gradients of these parameters would be added to agreed steps.
+        """Raise RuntimeError if gradients of these parameters would be added to agreed steps.
 
-        In place of `watch`, for a hook that runs before gradients are added.
+        Use it instead of `watch` in a hook that runs before gradients are added.
         """
         agreed = self.agreed
         if agreed is None:
@@ -378,7 +379,7 @@ class PassWatch:
             raise self._error()
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         for handle in self._watched.values():
             handle.remove()
 
@@ -393,7 +394,7 @@ class PassWatch:
         )
 
     def _track_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Note, before a pass adds to a gradient, whether it is still an agreed step."""
+        """Before a pass adds to a gradient, record whether it is still an agreed step."""
         if self.agreed is None or not self.agreed.is_in(parameter):
             self._added.discard(parameter)
         elif not self.agreed.is_changed(parameter):

@@ -1,12 +1,12 @@
-"""A backward pass of DDP or FSDP, which hands over its gradients bucket by bucket.
+"""A backward pass of DDP or FSDP, which passes its gradients to the hook bucket by bucket.
 
-BucketExchanges: an exchange for each bucket, and the residual of each parameter. PassTransaction:
-all buckets of a pass count, or none. After them comes what DDP alone needs: HookReplicas compares
-its replicas; others refuse what the hook cannot exchange.
+BucketExchanges: one exchange per bucket, and the residual of each parameter. PassTransaction:
+either all buckets of a pass count, or none. The rest is for DDP only: HookReplicas compares its
+replicas; other functions refuse what the hook cannot exchange.
 
-DDP rebuilds its buckets after the first step, unless it is to find unused parameters; FSDP's have
+DDP rebuilds its buckets after the first step, unless it must find unused parameters; FSDP's have
 the parameters with gradients in a pass. The residual moves along, parameter by parameter; that of a
-frozen parameter, or of one in no bucket now, is kept apart.
+frozen parameter, or of one that is now in no bucket, is kept separately.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from ..telemetry.step_report import RecordedStep
 class BucketExchanges:
     """A BucketExchange for each bucket so far; `bucket_exchange_of` returns it.
 
-    open_bucket_exchange: makes one of a parameter that is the whole bucket, and of the parameters
-        that it stands for.
+    open_bucket_exchange: creates one from a parameter that represents the whole bucket, and the
+        parameters in it.
     """
 
     def __init__(
@@ -56,37 +56,37 @@ class BucketExchanges:
         self._open_bucket_exchange = open_bucket_exchange
         # By the identities of their parameters.
         self._bucket_exchanges: dict[tuple[int, ...], BucketExchange] = {}
-        # By parameter: its bucket, and its place there.
+        # By parameter: its bucket, and its place in it.
         self._bucket_of: dict[torch.Tensor, tuple[BucketExchange, int]] = {}
-        # Of parameters without a bucket, and of frozen ones; elements in the order of memory.
+        # Of parameters without a bucket, and of frozen ones; elements in memory order.
         self._residuals: dict[torch.Tensor, ResidualState] = {}
 
     def __len__(self) -> int:
         return len(self._bucket_exchanges)
 
     def parameters(self) -> set[torch.Tensor]:
-        """Return the parameters of all buckets, and of the state that was loaded last."""
+        """Return the parameters of all buckets, and of the last loaded state."""
         return {*self._bucket_of, *self._residuals}
 
     def in_order(self) -> list[torch.Tensor]:
-        """Return the parameters of all buckets, as they came: in the same order on all ranks."""
+        """Return the parameters of all buckets, in order of arrival: the same on all ranks."""
         return list(self._bucket_of)
 
     def knows(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Tell whether all these parameters were in a bucket, or in a state that was loaded."""
+        """Return whether all these parameters were in a bucket, or in a loaded state."""
         return all(p in self._bucket_of or p in self._residuals for p in parameters)
 
     def bucket_exchange_of(
         self, parameters: Sequence[torch.Tensor], buffer: torch.Tensor
     ) -> BucketExchange:
-        """Return the exchange of a bucket, with the residual of its parameters."""
-        # By identity: `_bucket_of` keeps the parameters alive, so no other tensor gets one's id.
+        """Return the exchange of a bucket, with its parameters' residuals."""
+        # By identity: `_bucket_of` keeps the parameters alive, so ids are not reused.
         key = tuple(map(id, parameters))
         if key not in self._bucket_exchanges:
             for parameter in parameters:
                 if parameter in self._bucket_of:
                     self._take_out(self._bucket_of[parameter][0])
-            # Not of the buffer's own memory: DDP allocates others, and this one would be kept.
+            # Not a view of the buffer: DDP allocates new ones, and this would keep the old alive.
             whole = stand_in(buffer, buffer.numel())
             bucket_exchange = self._open_bucket_exchange(whole, parameters)
             for place, parameter in enumerate(parameters):
@@ -96,10 +96,10 @@ class BucketExchanges:
         return self._bucket_exchanges[key]
 
     def _exclude_frozen(self, parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
-        """Set frozen parameters' gradients to zero, and keep their residuals out of the bucket."""
+        """Zero frozen parameters' gradients, and keep their residuals out of the bucket."""
         for parameter, gradient in zip(parameters, split(buffer, parameters), strict=True):
             if not parameter.requires_grad:
-                # Whatever DDP has there must neither be sent nor join the residual.
+                # Any value that DDP has there must not be sent, nor join the residual.
                 gradient.zero_()
                 if parameter not in self._residuals:
                     self._residuals[parameter] = self._copy_of(parameter)
@@ -123,26 +123,26 @@ class BucketExchanges:
     def _put_in(self, parameter: torch.Tensor, residuals: ResidualState) -> None:
         """Replace the residual of a parameter in its bucket."""
         views = self._views(parameter)
-        # An owner's error that has no place in this bucket joins the residual: nothing is lost.
+        # An owner error with no place in this bucket joins the residual, so that it is not lost.
         if OWNER_ERROR not in views:
             residuals = without_owner_errors(residuals)
         for what, part in views.items():
             part.copy_(residuals[what]) if what in residuals else part.zero_()
         residual = _residual(self._bucket_of[parameter][0])
         residual.is_empty = False
-        # Another bucket, or another number of ranks, has other owners for the same entries.
+        # With another bucket, or another number of ranks, the same entries have other owners.
         residual.may_be_misplaced |= OWNER_ERROR in residuals
 
     def _copy_of(self, parameter: torch.Tensor) -> ResidualState:
         return {what: part.clone() for what, part in self._views(parameter).items()}
 
     def _views(self, parameter: torch.Tensor) -> ResidualState:
-        """Return views of a parameter's part of its bucket's residual, in the order of memory."""
+        """Return views of a parameter's part of its bucket's residual, in memory order."""
         bucket_exchange, place = self._bucket_of[parameter]
         return _residual(bucket_exchange).parts(place)
 
     def residuals(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Return each parameter that has a residual, and a view of it in the parameter's shape."""
+        """Yield each parameter with a residual, and a view of it in the parameter's shape."""
         for parameter, parts in self._residuals.items():
             if "residual" in parts:
                 yield parameter, as_shaped(parts["residual"], parameter)  # type: ignore[misc]
@@ -152,10 +152,10 @@ class BucketExchanges:
                 yield parameter, as_shaped(residual.part("residual", place), parameter)  # type: ignore[misc]
 
     def residual_of(self, parameter: torch.Tensor, *, is_trained: bool) -> ResidualState:
-        """Return copies of the residual of a parameter, in its shape.
+        """Return copies of a parameter's residual, in its shape.
 
-        For a trained parameter that was in no bucket yet it has the parts of a first residual:
-        torch's DCP loads only parts that a state has.
+        For a trained parameter that has not been in a bucket, return an initial residual: torch's
+        DCP only loads parts that a state already has.
         """
         own = self._residuals.get(parameter)
         if own is None and parameter in self._bucket_of:
@@ -172,7 +172,7 @@ class BucketExchanges:
 
     def put_residuals(self, residuals: dict[torch.Tensor, ResidualState]) -> None:
         """Replace all residuals, given in their parameters' shapes, from the next step on."""
-        # Buckets are made anew: the next pass may bring others, which take the residuals from here.
+        # Recreate the buckets: the next pass may have others, which take the residuals from here.
         self._bucket_exchanges, self._bucket_of, self._residuals = {}, {}, {}
         for parameter, parts in residuals.items():
             for what, tensor in parts.items():
@@ -185,24 +185,24 @@ class BucketExchanges:
 
 
 def _residual(bucket_exchange: BucketExchange) -> Residual:
-    """Return a bucket's residual; every compression that hooks take keeps one."""
+    """Return a bucket's residual; every compression that hooks support has one."""
     residual = bucket_exchange.residual
     assert residual is not None
     return residual
 
 
 class PassTransaction(RecordedStep):
-    """Exchanges the buckets of a pass; undoes them all where a gradient or a sum is not finite.
+    """Exchange the buckets of a pass; undo them all if a gradient or a sum is not finite.
 
-    Gradients that were handed back cannot be recalled, as those of a StepTransaction can. So the
-    bucket that failed, and all that follow it, are made NaN: the optimizer's user sees that and
-    skips the whole step. The residual is then, to the bit, what it was before the pass.
+    Unlike with a StepTransaction, returned gradients cannot be recalled. So the bucket that failed
+    and all later ones are set to NaN: the optimizer's user sees that and skips the whole step. The
+    residual is then bit for bit what it was before the pass.
 
-    not_finite: the places of the ranks whose gradients of the last bucket were not finite: the
-        same on all ranks.
+    not_finite: the places of the ranks with non-finite gradients in the last bucket; the same on
+        all ranks.
     preempted: the ranks that had SIGTERM.
-    ran:     the buckets that were run, with an error or without, in that order.
-    is_void: whether the pass does not count, on any rank.
+    ran:     the buckets that ran, with or without an error, in that order.
+    is_void: whether the pass counts on no rank.
     is_closed: whether it has ended.
     """
 
@@ -216,27 +216,27 @@ class PassTransaction(RecordedStep):
         self.is_void = self.is_closed = False
 
     def add(self, bucket_exchange: BucketExchange) -> int:
-        """Add a bucket, in the program's thread; return its number in the pass."""
+        """Add a bucket, on the program's thread; return its number in the pass."""
         self.bucket_exchanges.append(bucket_exchange)
         return len(self.bucket_exchanges) - 1
 
     def run(self, number: int, transport: Transport, all_flags: Sequence[int]) -> bool:
-        """Replace a bucket's gradients by the agreed sum, or by NaN, on the engine's thread.
+        """Replace a bucket's gradients with the agreed sum, or NaN, on the engine's thread.
 
-        Returns whether this rank's gradients were finite. Nothing is exchanged where the pass was
-        void already; else the exchange's select_seconds include those of applying.
+        Returns whether this rank's gradients were finite. If the pass was already void, nothing is
+        exchanged; otherwise the exchange's select_seconds include those of applying.
         """
         begun = time.perf_counter()
         bucket_exchange = self.bucket_exchanges[number]
-        # A module that is used twice in a pass is exchanged twice: `undo` must go back to before
-        # the first time.
+        # A module used twice in a pass is exchanged twice: `undo` must return to before the first
+        # time.
         again = bucket_exchange in self.ran
         self.ran.append(bucket_exchange)
         places = enumerate(all_flags)
         self.preempted.update(transport.ranks[n] for n, flags in places if flags & PREEMPTED)
         self.not_finite = [n for n, flags in enumerate(all_flags) if flags & NOT_FINITE]
         self.is_void |= bool(self.not_finite)
-        # Whether the pass is void follows from all ranks' flags and sums: all exchange, or none.
+        # All ranks' flags and sums decide whether the pass is void: all ranks exchange, or none.
         if not self.is_void:
             if not again:
                 bucket_exchange.snapshot()
@@ -257,23 +257,23 @@ class PassTransaction(RecordedStep):
     def _reduce(self, number: int, transport: Transport) -> None:
         bucket_exchange = self.bucket_exchanges[number]
         self.exchanged[number] = bucket_exchange.reduce(transport)
-        # The update is the same on all ranks, and so is this verdict: all gather here, to name the
-        # ranks; where none says so, finite gradients had a sum that is not.
+        # The update and so this decision are the same on all ranks: all gather here, to name the
+        # culprits; if no rank reports any, a sum of finite gradients is not finite.
         if not self.exchanged[number].finite:
             self.is_void = True
             said = transport.gather_object(not bucket_exchange.all_finite())
             self.not_finite = [place for place, is_theirs in enumerate(said) if is_theirs]
 
     def drop(self) -> None:
-        """Make the pass void: the residual becomes what it was before."""
+        """Make the pass void: restore the residual from before it."""
         self.is_void = True
         for bucket_exchange in self.ran:
             bucket_exchange.undo()
 
     def close(self) -> bool:
-        """End the pass, and tell whether it counted."""
+        """End the pass, and return whether it counted."""
         for bucket_exchange in self.ran:
-            # A void pass was undone: there is nothing to commit.
+            # Harmless in a void pass, which was undone.
             bucket_exchange.commit()
             bucket_exchange.release_gradients()
         self.is_closed = True
@@ -281,8 +281,8 @@ class PassTransaction(RecordedStep):
 
 
 def as_shaped(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return elements in the order of memory as a view in the parameter's shape."""
-    # A parameter may be channels_last, or have gaps: its gradient in a bucket has none.
+    """Return elements in memory order as a view in the parameter's shape."""
+    # A parameter may be channels_last, or have gaps; its gradient in a bucket has no gaps.
     strides = torch.empty_like(parameter, device="meta").stride()
     return part.as_strided(parameter.shape, strides)
 
@@ -293,28 +293,28 @@ def stand_in(like: torch.Tensor, length: int) -> torch.nn.Parameter:
 
 
 def split(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return each parameter's part of a bucket, elements in the order of memory."""
+    """Return each parameter's part of a bucket, elements in memory order."""
     parts: Sequence[torch.Tensor] = buffer.split([p.numel() for p in parameters])
     return parts
 
 
 class PendingBucket(NamedTuple):
-    """A bucket that DDP has handed over, with the future of its agreed gradients."""
+    """A bucket that DDP passed to the hook, with the future of its agreed gradients."""
 
     bucket_exchange: BucketExchange
     number: int
     is_last: bool
-    is_joined: bool  # this rank has joined: the gradients are zeros of no sample
+    is_joined: bool  # this rank has joined: the gradients are zeros without samples
     buffer: torch.Tensor
     future: torch.futures.Future[torch.Tensor]
 
 
 class HookReplicas:
-    """Compares the replicas of a hook's model, in a pass after the step: `begin`, then `end`.
+    """Compare the replicas of a hook's model, in a pass after the step: `begin`, then `end`.
 
-    peers, progress: of the hook; progress counts passes since the hook was made, and not those of a
-        state that was loaded, as all ranks must compare in the same pass (`HookSteps`).
-    check: says how often replicas differed.
+    peers, progress: of the hook. progress counts passes since the hook was created, without those
+        of a loaded state, because all ranks must compare in the same pass (`HookSteps`).
+    check: counts how often replicas differed.
     """
 
     def __init__(
@@ -332,18 +332,18 @@ class HookReplicas:
 
     @property
     def names(self) -> dict[torch.Tensor, str]:
-        """The parameters as they were after the last step: DDP does not tell a hook their names."""
+        """The parameters as of the last step; DDP does not give a hook their names."""
         return {
             center_of(each): f"number {number} in DDP's buckets, of shape {list(each.shape)}"  # type: ignore[arg-type]
             for number, each in enumerate(self._bucket_exchanges.in_order())
         }
 
     def begin(self, is_joined: bool) -> Operation | None:
-        """Begin to compare, if it is time; call it at the last bucket of a pass.
+        """Start the comparison, if it is due; call it at the last bucket of a pass.
 
-        is_joined: this rank has joined: no rank compares then.
+        is_joined: this rank has joined: then no rank compares.
         """
-        # In the pass after a step: the hook hears of passes, and not of the step that follows one.
+        # In the pass after a step, because the hook only sees passes, not the steps after them.
         self.check.await_step(updates=self.progress.steps > 0)
         if (compare := self.check.begin()) is None:
             return None
@@ -359,7 +359,7 @@ class HookReplicas:
         try:
             self.check.end(operation.wait(), {})
         except Exception as error:
-            # Not raised here: this thread goes on with the pass's other buckets.
+            # Do not raise: this thread continues with the pass's other buckets.
             failures.append(error)
 
 
@@ -391,7 +391,7 @@ def write_flat_gradients(parameters: Sequence[torch.Tensor], buffer: torch.Tenso
     With find_unused_parameters, or a static graph, DDP does not change the .grad of such a
     parameter. But its residual is sent in that step as in any other.
     """
-    # Identity alone does not tell: DDP writes in place where .grad is a view of its bucket.
+    # Identity is not enough: DDP writes in place if .grad is a view of its bucket.
     before = [(p.grad, -1 if p.grad is None else p.grad._version) for p in parameters]
 
     def write() -> None:
@@ -402,9 +402,9 @@ def write_flat_gradients(parameters: Sequence[torch.Tensor], buffer: torch.Tenso
                 continue
             update = as_shaped(part, parameter)
             if grad is not None:
-                # Changes nothing where it is a view of DDP's bucket.
+                # Changes nothing if it is a view of DDP's bucket.
                 grad.copy_(update)
-            # A gradient of zeros would let the optimizer decay a parameter that no rank used.
+            # With a gradient of zeros the optimizer would decay a parameter that no rank used.
             elif update.any():
                 parameter.grad = torch.empty_like(parameter).copy_(update)
 
@@ -412,16 +412,16 @@ def write_flat_gradients(parameters: Sequence[torch.Tensor], buffer: torch.Tenso
 
 
 def after_backward(call: Callable[[], None]) -> None:
-    """Call a function once this backward pass has ended, which raises its errors."""
-    # DDP's and FSDP's own are queued after the last bucket; one queued by a callback comes later.
+    """Call a function once this backward pass has ended; the pass raises the function's errors."""
+    # DDP and FSDP queue theirs after the last bucket; a callback queued by a callback runs later.
     queue = Variable._execution_engine.queue_callback
     queue(partial(queue, call))
 
 
 def process_set_of(group: ProcessGroup | None) -> ProcessSet:
-    """Return the process set with a process group's ranks; raise ValueError where there is none."""
+    """Return the process set with a process group's ranks; raise ValueError if none has them."""
     here = world.current()
-    # What torch's `new_group` returns on other ranks is no group, either.
+    # torch's `new_group` returns an object that is not a group on ranks outside the group.
     if not (group is None or isinstance(group, ProcessGroup)):
         raise TypeError(
             f"rank {here.rank}: process_group must be a ProcessGroup with this rank, got {group!r}"
@@ -445,7 +445,7 @@ def process_set_of(group: ProcessGroup | None) -> ProcessSet:
 
 
 def refuse_another_group(parameters: Sequence[torch.Tensor], ranks: Sequence[int]) -> None:
-    """Raise ValueError where DDP averages these parameters over others than the hook's `ranks`."""
+    """Raise ValueError if DDP averages these parameters over ranks other than the hook's."""
     # The usual case, without another group, is cheap: the search below takes a tenth of a second.
     known = torch.distributed.distributed_c10d._world.pg_group_ranks.values()
     if all(set(group) == set(ranks) for group in known):
@@ -460,9 +460,9 @@ def refuse_another_group(parameters: Sequence[torch.Tensor], ranks: Sequence[int
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model, with DDP around it, out of the wrappers of torch.compile and Fabric.
+    """Return the model, including DDP, without the wrappers of torch.compile and Fabric.
 
-    The two may be in either order: Fabric compiles before it wraps, or after.
+    The wrappers may be in either order: Fabric may wrap before or after compiling.
     """
     while inner := {"_forward_module", "_orig_mod"} & model._modules.keys():
         model = model.get_submodule(inner.pop())

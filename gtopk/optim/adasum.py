@@ -1,11 +1,11 @@
-"""The Adasum optimizer: every rank steps by itself, and the changes are combined.
+"""The Adasum optimizer: every rank steps on its own, then the parameter changes are combined.
 
     gradients of this rank -> step of the wrapped optimizer -> delta = after - before
-        -> compress -> Adasum over the ranks, each tensor by itself -> decompress -> before + delta
+        -> compress -> Adasum over the ranks, tensor by tensor -> decompress -> before + delta
 
-So momentum and the like follow this rank's own gradients and differ from rank to rank; parameters
-do not. Parallel deltas are averaged and orthogonal ones added: the learning rate is that of a
-single rank, however many there are (Maleki et al. 2021).
+So momentum and other state follow this rank's own gradients and differ between ranks; parameters
+do not. Adasum averages parallel deltas and adds orthogonal ones, so the learning rate is that of a
+single rank, whatever the number of ranks (Maleki et al. 2021).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from .wrapped.wrapping import Wrapping, wrap
 
 
 class _Fused(NamedTuple):
-    """The compressed tensors of one dtype: their places in the list, and all their elements."""
+    """The compressed tensors of one dtype: their places in the list, and their elements, fused."""
 
     places: list[int]
     lengths: list[int]
@@ -57,16 +57,16 @@ class _Fused(NamedTuple):
 
 
 class _Whole(NamedTuple):
-    """All changes of a step as one bucket, for its report."""
+    """All changes of a step as one bucket, for the step's report."""
 
     elements: int
 
 
 class Deltas:
-    """The changes of a step, compressed and fused by dtype; `allreduce` combines each tensor alone.
+    """The changes of a step, compressed and fused by dtype; `allreduce` combines tensor by tensor.
 
-    compressor: the ranks combine its compressed form. Raises ValueError where that is not of
-        floating-point numbers.
+    compressor: the ranks combine its compressed form. Raises ValueError unless that is
+        floating-point.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], compressor: type[Compressor]) -> None:
@@ -81,7 +81,7 @@ class Deltas:
                 f"op=Adasum combines floating-point numbers, and {compressor.__name__} makes "
                 f"{', '.join(others)}"
             )
-        # One array a dtype, with the lengths: Adasum's products are of each tensor by itself.
+        # One array per dtype, with the lengths: Adasum computes dot products tensor by tensor.
         self._fused = [self._fuse(places) for places in by_dtype.values()]
 
     def _fuse(self, places: list[int]) -> _Fused:
@@ -94,12 +94,12 @@ class Deltas:
         return sum(fused.array.size for fused in self._fused)
 
     def allreduce(self, transport: Transport) -> None:
-        """Combine the changes over the ranks by Adasum, in place; a collective."""
+        """Combine the changes over the ranks with Adasum, in place; a collective."""
         for _, lengths, array in self._fused:
             adasum.allreduce(transport, array, lengths)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors decompressed: the same bits on every rank after `allreduce`."""
+        """Return the decompressed tensors: after `allreduce`, bit-identical on every rank."""
         decompressed: list[torch.Tensor] = [tensor for tensor, _ in self._compressed]
         for places, lengths, array in self._fused:
             parts = np.split(array, np.cumsum(lengths)[:-1])
@@ -135,13 +135,13 @@ class _AdasumOptimizer(Wrapping):
         if self._world.size > 1:
             trained = self._trained()
             self._hooks.watch(trained)
-            # One bucket of all: passes are counted at its first and last gradient only.
+            # One bucket of all: count passes only at its first and last gradient.
             self._hooks.watch_buckets([trained])
             place_placeholders(self._parameter_names)
         self._shared = SharedParameters(self._parameter_names, self._hooks.set_aside)
         self._enter(self._world)
-        self._begun = time.perf_counter()  # of this step: the end of the last one
-        self._seen = RecordedStep()  # of this step; spans: the waits for its operations
+        self._begun = time.perf_counter()  # start of this step: the end of the last one
+        self._seen = RecordedStep()  # this step; spans: the waits for its operations
         self._select_seconds = 0.0
         self._skipped = SkippedSteps(max_skipped_steps)
         self.last_step: StepReport | None = None
@@ -151,46 +151,46 @@ class _AdasumOptimizer(Wrapping):
         self._world = here
         self._name = f"deltas.{here.name_optimizer(self._parameter_names.values())}"
         self._expected: ExpectedStep | None = None  # before the first exchange
-        self._are_finite: bool | None = None  # the gradients, on all ranks; None: not agreed yet
+        self._are_finite: bool | None = None  # gradients, on all ranks; None: not agreed yet
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps changed nothing, as a value was not finite on some rank."""
+        """The number of steps skipped because some rank had a non-finite value."""
         return self._skipped.count
 
     @property
     def backward_passes_per_step(self) -> int:
-        """How many backward passes add up before a step."""
+        """The number of backward passes accumulated before a step."""
         return self._hooks.limit
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set how many backward passes add up before a step."""
+        """Set how many backward passes to accumulate before a step."""
         self._hooks.set_limit(passes)
 
     def _trained(self) -> list[torch.nn.Parameter]:
-        """Return the parameters that may have a gradient now; some may have come later."""
+        """Return the parameters that may have a gradient now, including ones added later."""
         trained = with_gradients(self.param_groups)
         refuse_complex(trained, self._parameter_names)
         return trained
 
     def synchronize(self) -> None:
-        """Agree with all ranks whether gradients are finite; they stay this rank's own.
+        """Agree with all ranks whether gradients are finite; they remain this rank's own.
 
-        Where one is not, all become NaN on every rank: a GradScaler that looks at them next skips
-        the step on all of them. `step` calls this itself, unless it was called before.
-        Raises, on every rank alike, HorovodInternalError when the ranks disagree, and
-        FloatingPointError where more steps in a row were skipped than `max_skipped_steps`.
+        If one is not, all become NaN on every rank, so that a GradScaler that checks them next
+        skips the step everywhere. `step` calls this, unless it was called before.
+        Raises, on every rank alike, HorovodInternalError if the ranks disagree, and
+        FloatingPointError if more steps in a row were skipped than `max_skipped_steps`.
         """
-        # `step` may ask again of the same gradients: count one skip. A single rank has no hooks.
+        # `step` may repeat this for the same gradients: count one skip. One rank has no hooks.
         again = self._world.size > 1 and not self._hooks.has_counted
         noted = self._are_finite is False and again
-        if (here := world.current()) is not self._world:  # after elastic's recovery, say
+        if (here := world.current()) is not self._world:  # such as after an elastic recovery
             self._enter(here)
         self._hooks.check()
         self._hooks.forget()
         trained = self._trained()
         self._parameter_names.add(self.param_groups)
-        # Parameters may have come since: an unfrozen layer's, say.
+        # Parameters may have been added, such as those of an unfrozen layer.
         self._hooks.watch(trained if self._world.size > 1 else [])
         entries = [_entries(p.grad) for p in trained if p.grad is not None]
         finite = all(bool(part.isfinite().all()) for part in entries)
@@ -216,7 +216,7 @@ class _AdasumOptimizer(Wrapping):
         ]
 
     def _run(self, part: str, work: Work, flags: int = 0) -> Any:
-        """Run a part of the step with the other ranks, and return its result."""
+        """Run a part of the step together with the other ranks, and return its result."""
         begun = time.perf_counter()
         operation = self._world.engine.submit(
             f"{self._name}.{part}", self._signature(), work, flags
@@ -227,23 +227,23 @@ class _AdasumOptimizer(Wrapping):
         return result
 
     def skip_synchronize(self) -> NoReturn:
-        """Raise AssertionError: the exchange comes after the step, not before."""
+        """Raise AssertionError: Adasum exchanges after the step, not before."""
         raise AssertionError(
             "skip_synchronize() is not for op=Adasum: gradients are not exchanged, what the step "
             "changed is; clip or unscale this rank's gradients before step()"
         )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the wrapped optimizer on this rank, and combine its changes with the others'.
+        """Step the wrapped optimizer on this rank, and combine the changes of all ranks.
 
-        Where a rank's gradient, or the result, is not finite, no parameter changes on any rank.
-        closure: called once, before, to compute the loss and the gradients.
+        If a rank's gradient or the combined change is not finite, no rank changes any parameter.
+        closure: called once, before that, to compute the loss and the gradients.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # After a skip, too: the script may have replaced the gradients since.
+        # Also after a skip: the script may have replaced the gradients since.
         if not self._are_finite or world.current() is not self._world:
             self.synchronize()
         finite, self._are_finite = self._are_finite, None
@@ -256,7 +256,7 @@ class _AdasumOptimizer(Wrapping):
 
     @torch.no_grad()
     def _step_together(self) -> bool:
-        """Step, replace the changes by all ranks' combined ones; tell whether these are finite."""
+        """Step, and replace the changes with the combined ones; return whether they are finite."""
         if self._world.size == 1:
             self._step_wrapped()
             return True
@@ -266,16 +266,16 @@ class _AdasumOptimizer(Wrapping):
         begun = time.perf_counter()
         changes = [p - old for p, old in zip(parameters, before, strict=True)]
         for parameter, old in zip(parameters, before, strict=True):
-            parameter.copy_(old)  # parameters change only once the changes are combined
+            parameter.copy_(old)  # parameters change only after the changes are combined
         deltas = Deltas(changes, self._compression)
         taken = time.perf_counter()
         self._expect(deltas)
-        self._begun += time.perf_counter() - taken  # links may be measured: no part of the step
+        self._begun += time.perf_counter() - taken  # leave out the time to measure links
         self._run("adasum", lambda transport, all_flags: deltas.allreduce(transport))
         combined = time.perf_counter()
         changes = deltas.tensors()
         finite = all(bool(change.isfinite().all()) for change in changes)
-        # The combined changes are the same bits on all ranks: all of them add these, or none does.
+        # The combined changes are bit-identical, so either all ranks add them or none.
         if finite:
             for parameter, change in zip(parameters, changes, strict=True):
                 parameter.add_(change)
@@ -285,7 +285,7 @@ class _AdasumOptimizer(Wrapping):
         return finite
 
     def _expect(self, deltas: Deltas) -> None:
-        """Before the first exchange, let rank 0 log advice from the cost model."""
+        """Before the first exchange, let rank 0 log the cost model's advice."""
         if self._expected is None:
             ranks = range(self._world.size)
             peers = Peers(self._world, self._world.engine, self._name, ranks, takes_part=True)
@@ -297,7 +297,7 @@ class _AdasumOptimizer(Wrapping):
         self._skipped.note_that(self._world.rank, self._world.step, warning, why, why)
 
     def _report(self, skipped: bool) -> None:
-        """Fill in `last_step`, and begin to count for the next one."""
+        """Set `last_step`, and start recording the next step."""
         now, seen, self._seen = time.perf_counter(), self._seen, RecordedStep()
         entries = sum(parameter.numel() for parameter in self._trained())
         sent = 0 if skipped else entries
@@ -328,7 +328,7 @@ class _AdasumOptimizer(Wrapping):
         self._begun, self._select_seconds = now, 0.0
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clear the gradients; what was computed towards the next step is forgotten."""
+        """Clear the gradients, and discard all work towards the next step."""
         self._forget()
         super().zero_grad(*args, **kwargs)
 
@@ -337,9 +337,9 @@ class _AdasumOptimizer(Wrapping):
         return {**super().state_dict(), _KEY: {"format": _FORMAT}}
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Load the wrapped optimizer's state; what was computed towards a step is forgotten.
+        """Load the wrapped optimizer's state, and discard all work towards the next step.
 
-        Warns of gradients in a residual of the state: op=Adasum adds none up, they are lost.
+        Warns if the state has residuals: op=Adasum cannot send them, so they are lost.
         """
         self._forget()
         self._skipped.end_row()
@@ -361,7 +361,7 @@ class _AdasumOptimizer(Wrapping):
 
 
 def _entries(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient's values; of a sparse one those that it stores."""
+    """Return a gradient's values; for a sparse gradient, only the stored ones."""
     return gradient._values() if gradient.is_sparse else gradient.detach()
 
 
@@ -372,12 +372,12 @@ def distribute_adasum(
     backward_passes_per_step: int,
     max_skipped_steps: int,
 ) -> Any:
-    """Return the optimizer, whose steps on all ranks are combined by Adasum.
+    """Return the wrapped optimizer; Adasum combines its steps over all ranks.
 
-    compression: Compression.none, .fp16, .bf16 or a Compressor class; it gets deltas, which are
-        smaller than gradients by about the learning rate.
-    A parameter without a gradient on this rank has not changed here, and takes the others' change.
-    Raises TypeError for another compression; else as DistributedOptimizer does.
+    compression: Compression.none, .fp16, .bf16 or a Compressor class. It compresses deltas, which
+        are smaller than gradients by about the learning rate.
+    A parameter without a gradient on this rank does not change here, but gets the others' change.
+    Raises TypeError for another compression; otherwise as DistributedOptimizer does.
     """
     if not (isinstance(compression, type) and hasattr(compression, "compress")):
         raise TypeError(

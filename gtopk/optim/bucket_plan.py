@@ -1,15 +1,15 @@
-"""The plan: which parameters share a bucket, and in which order the buckets are exchanged.
+"""The plan (bucket layout): which parameters share a bucket, and the order of the buckets.
 
 Backward produces gradients from the last layer to the first. A bucket is exchanged as soon as it is
-full, while backward goes on; only the exchange of the last one, the smallest, is not hidden.
+full, while backward continues; only the exchange of the last and smallest one is not hidden.
 
     backward   |  a b c  |  d e f  |  g h  |
     engine               [ abc ]   [ def ] [ gh ]
                                            ^ synchronize
 
-Every exchange has some latency, so buckets are merged until the latency is a small part of an
-exchange, by the cost model. The model's links are assumed, not measured, so that a program makes
-the same buckets wherever and whenever it runs. Rank 0 arranges them, and all ranks follow (`Plan`).
+Every exchange has some latency, so buckets are merged until latency is a small part of an exchange,
+according to the cost model. The model's links are assumed, not measured, so that a program has the
+same buckets everywhere and in every run. Rank 0 arranges them, and all ranks follow (`Plan`).
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from ..exchange.exchange import DenseExchange, Progress, open_residual
 from ..exchange.sparse_gradients import AnyBucketExchange, SparseGradientExchange
 from .options import Options
 
-# Agreement, and the way to the engine's thread and back: 0.5 ms where a core is free, and 2 to 3
-# where all cores compute, as with two ranks on two (docs/measured/overhead.md).
+# Agreement, plus the round trip to the engine's thread: 0.5 ms if a core is free, 2 to 3 ms if all
+# cores compute, such as with two ranks on two cores (docs/measured/overhead.md).
 OPERATION_SECONDS: Final = 2e-3
-# Least time for a bucket's contents over that for an empty bucket: for the last ones, for others.
+# Least time for a bucket's contents, relative to an empty bucket: for the last ones, for others.
 WORTH_AN_OPERATION: Final = 1.0
 WORTH_CLOSING: Final = 4.0
-# Limits, as links may be faster than assumed, while the engine's own time stays.
+# Limits, because links may be faster than assumed, while the engine's own time stays the same.
 MOST_FULL_BUCKETS: Final = 16
-# Over gloo on one host ResNet-50's gradient took 1.3 times as long, dense, in buckets of a 16th as
-# in those of an eighth; over MPI as long. From DDP's 25 MiB on larger ones gain nothing.
+# Over gloo on one host, ResNet-50's dense gradient took 1.3 times as long in buckets of a 16th as
+# in buckets of an eighth; over MPI equally long. Beyond DDP's 25 MiB, larger ones gain nothing.
 FULL_DENSE_SHARE: Final = 8
 FULL_DENSE_BYTES: Final = 25 << 20
-# A GPU selects from any model in less than the host takes to launch that and to wait for it, so
-# more than three buckets, of a half and two quarters, cost more than they hide. Not measured yet.
+# A GPU selects from any model faster than the host launches that and waits for it, so more than
+# three buckets, of a half and two quarters, cost more than they hide. Not measured yet.
 FULL_SHARE_ON_GPU: Final = 2
-LEAST_SHARE_ON_GPU: Final = 5  # less than the quarters, which are never exactly so large
+LEAST_SHARE_ON_GPU: Final = 5  # below a quarter, since quarters are never exact
 _SMALLEST, _LARGEST = 1 << 10, 1 << 30  # elements
 
 
 class Sizes(NamedTuple):
-    """Sizes of buckets in elements: the least that is worth an operation, and a full bucket."""
+    """Bucket sizes in elements: the least that is worth an operation, and that of a full bucket."""
 
     least: int
     full: int
@@ -64,9 +64,9 @@ ONE_BUCKET: Final = Sizes(_LARGEST, _LARGEST)
 def sizes_for(
     compression: object, total: int, ranks: int, value_bytes: int = 4, *, on_gpu: bool = False
 ) -> Sizes:
-    """Return the sizes of buckets for `total` elements, by the cost model.
+    """Return bucket sizes for `total` elements, according to the cost model.
 
-    on_gpu: whether kernels on a GPU work on them.
+    on_gpu: whether kernels on a GPU process the buckets.
     """
     least = _elements(WORTH_AN_OPERATION, compression, ranks, value_bytes)
     full = _elements(WORTH_CLOSING, compression, ranks, value_bytes)
@@ -80,7 +80,7 @@ def sizes_for(
 
 
 def _elements(worth: float, compression: object, ranks: int, value_bytes: int) -> int:
-    """Return the power of 2 of elements that take `worth` times the latency of their exchange."""
+    """Return the smallest power of 2 of elements that takes `worth` times the exchange latency."""
     if isinstance(compression, Automatic):  # it may choose dense, which needs no larger buckets
         compression = GTopK(compression.density or 0.001)
     if isinstance(compression, SparseCompression):
@@ -100,11 +100,11 @@ def _elements(worth: float, compression: object, ranks: int, value_bytes: int) -
 
 
 def fill(order: Sequence[int], lengths: Sequence[int], sizes: Sizes) -> list[list[int]]:
-    """Return the parameters, by number, in buckets.
+    """Distribute parameters over buckets; return their numbers, by bucket.
 
     A bucket is closed when it is full, or when it is worth an operation and not smaller than all
-    that follows: towards the end of backward buckets become small, as the last one is not hidden.
-    What follows a bucket that is not full must be worth an operation, too, or it joins it.
+    that follows: buckets shrink towards the end of backward, because the last one is not hidden.
+    If the rest after a bucket that is not full is not worth an operation, it joins that bucket.
 
     order: the parameters to place, in the order in which their gradients are complete.
     """
@@ -131,7 +131,7 @@ def buckets_by(
 
 
 def number_of_groups(order: Sequence[int], groups: int) -> list[list[int]]:
-    """Return the parameters in `groups` buckets of equally many parameters, or one more."""
+    """Distribute parameters over `groups` buckets; their counts differ by at most one."""
     parts = np.array_split(np.array(order), max(1, min(groups, len(order))))
     return [part.tolist() for part in parts]
 
@@ -153,13 +153,13 @@ def arrange(
     dense: Collection[int] = (),
     sparse: Collection[int] = (),
 ) -> list[Part]:
-    """Return the parts of a step, the first to be complete first.
+    """Return the parts of a step, in the order in which they are complete.
 
     order:  of all parameters, as backward completes them.
-    groups: buckets made by hand; or the number of buckets for all parameters that are neither dense
+    groups: buckets set by hand; or the number of buckets for all parameters that are neither dense
             nor sparse.
-    dense:  parameters that are sent whole with any compression.
-    sparse: parameters whose gradients are sparse tensors: each is a part by itself.
+    dense:  parameters that are sent in full whatever the compression.
+    sparse: parameters with sparse gradients: each is a part of its own.
     """
     compressed = [n for n in order if n not in sparse and n not in dense]
     if isinstance(groups, int):
@@ -172,19 +172,19 @@ def arrange(
     whole = [n for n in order if n in dense and n not in sparse]
     parts += [Part("dense", whole)] if whole else []
     parts += [Part("sparse", [n]) for n in order if n in sparse]
-    # A part is complete with the last of its gradients.
+    # A part is complete when its last gradient is.
     place = {number: at for at, number in enumerate(order)}
     return sorted(parts, key=lambda part: max(place[number] for number in part.numbers))
 
 
 class Agreed(NamedTuple):
-    """The layout that all ranks go by.
+    """The layout that all ranks use.
 
     parts:   the buckets, as rank 0 arranged them.
-    steps:   taken by rank 0: a checkpoint may have been loaded on some ranks only.
+    steps:   taken by rank 0: only some ranks may have loaded a checkpoint.
     records: of the buckets in rank 0's checkpoint.
-    unsent:  names of parameters that have a residual on any rank.
-    sparse:  names of parameters whose gradients are sparse on any rank.
+    unsent:  names of parameters with a residual on any rank.
+    sparse:  names of parameters with sparse gradients on any rank.
     """
 
     parts: list[Part]
@@ -196,14 +196,14 @@ class Agreed(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The inputs of a layout on one rank: `agree` on it, then `open_bucket_exchanges`.
+    """One rank's inputs for the layout: call `agree`, then `open_bucket_exchanges`.
 
-    trained: the parameters that may have a gradient; names: theirs.
-    order:  the parameters whose gradients are complete, in that order; others follow.
-    sparse: names of parameters whose gradients are sparse tensors on this rank.
-    wanted: records of the buckets in a checkpoint; empty: there are none to resume.
+    trained: the parameters that may have a gradient; names: their names.
+    order:  the parameters with complete gradients, in that order; the others follow.
+    sparse: names of parameters with sparse gradients on this rank.
+    wanted: records of the buckets in a checkpoint; empty if there is nothing to resume.
     steps:  taken by this rank.
-    unsent: names of parameters that have a residual on this rank.
+    unsent: names of parameters with a residual on this rank.
     """
 
     options: Options
@@ -220,7 +220,7 @@ class Plan:
         signature = self.options.signature()
         for name, parameter in zip(self.names, self.trained, strict=True):
             said = f"parameter '{name}' {list(parameter.shape)} {parameter.dtype}"
-            # Vectors follow memory order: with other strides a rank would add up other elements.
+            # Vectors follow memory order: different strides would add up different elements.
             if not parameter.is_contiguous():
                 strides = torch.empty_like(parameter, device="meta").stride()
                 said += f" of strides {list(strides)}"
@@ -228,13 +228,13 @@ class Plan:
         return signature
 
     def agree(self, transport: Transport) -> Agreed:
-        """Return the layout of rank 0, on every rank; all ranks call it together.
+        """Return rank 0's layout, on every rank; a collective.
 
         A parameter that is sparse, or has a residual, on any rank counts as such on all.
         """
         everyones = transport.gather_object([list(self.sparse), list(self.unsent)])
         sparse, unsent = (set().union(*each) for each in zip(*everyones, strict=True))
-        # Rank 0's alone: the order in which gradients became complete may differ between ranks.
+        # Only rank 0's: the order in which gradients became complete may differ between ranks.
         mine = self._arrange(sparse, transport.size) if transport.rank == 0 else []
         parts = [[part.how, part.numbers] for part in mine]
         said = transport.broadcast_object([parts, self.steps, list(self.wanted)])
@@ -246,10 +246,10 @@ class Plan:
     def open_bucket_exchanges(
         self, agreed: Agreed, name: str, progress: Progress, ranks: int
     ) -> list[AnyBucketExchange]:
-        """Return the buckets of the agreed parts, with room for unsent residuals; all are empty."""
+        """Create the buckets of the agreed parts, empty, with room for unsent residuals."""
         parts = agreed.parts
         compressed = sum(self._elements(part) for part in parts if part.how == "compressed") or 1
-        # The last bucket begins when backward has ended: it takes no room from the others.
+        # The last bucket starts after backward has ended: it takes no room from the others.
         waiting = [0 if part.how == "sparse" else self._elements(part) for part in parts[:-1]]
         bucket_exchanges = [
             self._open_bucket_exchange(
@@ -272,11 +272,11 @@ class Plan:
         numbers = {parameter: number for number, parameter in enumerate(self.trained)}
         groups, order = self._by_hand(numbers)
         order += [numbers[parameter] for parameter in self.order if parameter in numbers]
-        # Those without a gradient yet: from the last layer to the first, as backward comes to them.
+        # Then parameters without a gradient yet, from the last layer to the first, like backward.
         order += reversed(range(len(self.trained)))
         feedback = self.options.feedback
         return arrange(
-            # Each once, at its first place: a checkpoint's order goes before that of backward here.
+            # Each once, at its first place: a checkpoint's order precedes this run's backward.
             list(dict.fromkeys(order)),
             [parameter.numel() for parameter in self.trained],
             self._sizes(ranks),
@@ -292,12 +292,12 @@ class Plan:
     def _by_hand(
         self, numbers: Mapping[torch.nn.Parameter, int]
     ) -> tuple[list[list[int]] | int, list[int]]:
-        """Return the buckets that the user or a checkpoint gives, and their parameters' order."""
+        """Return buckets set by the user or a checkpoint, and the order of their parameters."""
         groups = self.options.groups
         if isinstance(groups, int):
             return groups, []
         if groups is not None:
-            # A group may hold parameters that are frozen, and so in no bucket.
+            # A group may include frozen parameters, which are in no bucket.
             return [[numbers[p] for p in group if p in numbers] for group in groups], []
         places = {name: number for number, name in enumerate(self.names)}
         buckets = [[places[n] for n in record["names"] if n in places] for record in self.wanted]
@@ -306,7 +306,7 @@ class Plan:
     def _sizes(self, ranks: int) -> Sizes:
         value_bytes = 8 if any(p.dtype == torch.float64 for p in self.trained) else 4
         if ranks == 1:
-            return ONE_BUCKET  # there is nothing to hide
+            return ONE_BUCKET  # no communication to hide
         if self.options.bucket_bytes is not None:
             elements = max(1, self.options.bucket_bytes // value_bytes)
             return Sizes(elements, elements)
@@ -323,10 +323,10 @@ class Plan:
         waiting: int,
         ranks: int,
     ) -> AnyBucketExchange:
-        """Return the bucket of a part.
+        """Create the bucket of a part.
 
-        compressed: elements of all buckets that are compressed.
-        waiting: elements of this bucket and the later ones that become ready during backward.
+        compressed: elements in all compressed buckets.
+        waiting: elements in this and later buckets that become ready during backward.
         """
         parameters = [self.trained[number] for number in part.numbers]
         names = [self.names[number] for number in part.numbers]
@@ -343,7 +343,7 @@ class Plan:
         if feedback is not None and adam is not None:
             attach_adam(bucket_exchange, feedback, adam, ranks, whole=is_whole)
         elif feedback is not None and feedback.corrects and is_whole:
-            # The wrapped optimizer has no momentum: these parameters take theirs here, too.
+            # The wrapped optimizer has no momentum, so these parameters need it here, too.
             bucket_exchange.exchange = DenseExchange(
                 open_residual(bucket_exchange.bucket, feedback)
             )

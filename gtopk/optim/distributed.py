@@ -70,7 +70,7 @@ class _DistributedOptimizer(Readings):
         self._should_synchronize = True
         self._synchronized = False
         self._skip = False
-        self._is_weightless = False  # the batch is a stand-in where this rank has none: it weighs 0
+        self._is_weightless = False  # a placeholder batch, as this rank has none: it weighs 0
         self._listener = StepListener()
         self._exchange_ended: float | None = None
         self._replicas = ReplicaCheck(self._reducer, options.check_every, options.on_divergence)
@@ -83,7 +83,7 @@ class _DistributedOptimizer(Readings):
 
     @property
     def scaler(self) -> Any:
-        """The GradScaler that has scaled the gradients when they are synchronized, or None."""
+        """The GradScaler whose scale the gradients have when they are synchronized, or None."""
         return self._reducer.scaler
 
     @scaler.setter
@@ -91,21 +91,21 @@ class _DistributedOptimizer(Readings):
         self._reducer.scaler = scaler
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set how many backward passes add up before a step."""
+        """Set how many backward passes to accumulate before a step."""
         self._reducer.hooks.set_limit(passes)
 
     def set_num_samples(
         self, samples: int | None, loss_reduction: Literal["mean", "sum"] = "mean"
     ) -> None:
-        """Say how many samples (or tokens) this rank's gradients come from, until said otherwise.
+        """Set the number of samples (or tokens) behind this rank's gradients, until the next call.
 
-        The update is then that of one mean over the samples of all ranks: the gradient of a mean is
-        weighted by samples / total, of a sum by 1 / total; a gradient of no samples by 0, even NaN.
-        None: all ranks have the same weight. If only some ranks set a number, a step is an error.
-        Call it before the backward pass; after it, all that backward has exchanged is sent again.
-        With SyncBatchNorm call it before the forward pass, which uses the number, too.
-        While a batch of an adapted loader only stands in for a missing one, the number stays 0.
-        Raises ValueError for a number out of range, or with op=Sum; TypeError for no whole number.
+        The update then follows from one mean over the samples of all ranks: the gradient of a mean
+        is weighted by samples / total, of a sum by 1 / total; one of no samples by 0, even NaN.
+        None: all ranks have the same weight. It is an error if only some ranks set a number.
+        Call it before the backward pass; after it, buckets already exchanged are sent again.
+        With SyncBatchNorm, which also uses the number, call it before the forward pass.
+        While an adapted loader yields a placeholder for a missing batch, the number stays 0.
+        Raises ValueError for a number out of range, or with op=Sum; TypeError for a non-integer.
         """
         if samples is not None and self.op != Average:
             raise ValueError("set_num_samples weights an average: use op=Average")
@@ -116,7 +116,7 @@ class _DistributedOptimizer(Readings):
         self._reducer.samples = Samples(samples, summed=loss_reduction == "sum")
 
     def _log_compression(self, *, by_mode: bool = False) -> None:
-        """Warn, once and on rank 0, where the compression may cost accuracy.
+        """Warn, once and on rank 0, if the compression may cost accuracy.
 
         by_mode: a mode of `adapt` steps the wrapped optimizer with the exchanged gradients.
         """
@@ -128,16 +128,16 @@ class _DistributedOptimizer(Readings):
         self._has_advised = True
 
     def synchronize(self) -> None:
-        """Replace every gradient by the agreed update.
+        """Replace every gradient with the agreed update.
 
-        All ranks skip the step when a gradient is not finite on any of them, or a sum is not: a
-        dense one in the gradients' dtype, a sparse one in float32. Residuals then stay as they
-        were, gradients become NaN on every rank, and `step` applies nothing. What a sparse sum has
+        All ranks skip the step if a gradient is not finite on any rank, or if a sum is not: a dense
+        sum in the gradients' dtype, a sparse one in float32. Residuals then do not change,
+        gradients become NaN on every rank, and `step` applies nothing. The part of a sparse sum
         beyond float16 stays in the residual.
-        Raises HorovodInternalError, on every rank alike, when the ranks disagree;
-        FloatingPointError when more steps in a row were skipped than max_skipped_steps.
+        Raises HorovodInternalError, on every rank alike, if the ranks disagree, and
+        FloatingPointError if more steps in a row were skipped than max_skipped_steps.
         """
-        if (here := world.current()) is not self._world:  # after elastic's recovery, say
+        if (here := world.current()) is not self._world:  # such as after an elastic recovery
             self._reducer.enter(here)
             self._listener.enter(here)
             self._world = here
@@ -145,20 +145,20 @@ class _DistributedOptimizer(Readings):
             self._synchronized = True
             return
         require_scaled(self.scaler, self)
-        # With nobody to exchange with, twice is as good as once.
+        # Without other ranks, exchanging twice does no harm.
         if self._reducer.peers.size > 1:
             self._shared.refuse_agreed(self._world.rank)
         self._log_compression()
         begun, ended_before = time.perf_counter(), self._exchange_ended
         transaction = self._reducer.exchange_gradients()
         reduced = time.perf_counter()
-        if transaction.is_asynchronous:  # on a GPU: backward was launched by then, and not over
+        if transaction.is_asynchronous:  # on a GPU: backward may only have been launched by then
             begun = max(begun, min(transaction.ready, reduced))
         self._skip = not transaction.finite()
         if self._skip:
             transaction.skip()
             if self._local is not None:
-                self._local.restore()  # here: a GradScaler does not call `step` now
+                self._local.restore()  # here, because a GradScaler will not call `step` now
         else:
             self._reducer.apply(transaction)
             if self._makes_adam_steps:
@@ -185,7 +185,7 @@ class _DistributedOptimizer(Readings):
         if (timeline := timelines.get(self._world)) is not None:
             began = self._reducer.progress.backward_began
             spans = [Span("SYNCHRONIZE", begun, self._exchange_ended)]
-            if began > (ended_before or 0.0):  # else nobody saw this step's: of a rank alone, say
+            if began > (ended_before or 0.0):  # otherwise not recorded, such as on a single rank
                 ended = began + self._reducer.progress.backward_seconds
                 spans.insert(0, Span("BACKWARD", began, ended))
             working, hidden = self.last_step.working_seconds, self.last_step.hidden_seconds
@@ -200,16 +200,16 @@ class _DistributedOptimizer(Readings):
         self._shared.note_agreed()
 
     def _clip(self, scaler: Any) -> None:
-        """Shorten the agreed update to global_clip_norm; scaler: has scaled it, or None."""
+        """Clip the agreed update to global_clip_norm; scaler: whose scale it has, or None."""
         allowed = self._options.global_clip_norm
-        if allowed is None or self._makes_adam_steps:  # Adam's gradients were shortened before
+        if allowed is None or self._makes_adam_steps:  # Adam's gradients were clipped before
             return
         gradients = [p.grad for p in self._reducer.trained() if p.grad is not None]
         shorten(gradients, allowed, loss_scale(scaler))
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let `step` apply the gradients as they are: after `synchronize()` and, say, clipping."""
+        """Let `step` apply the gradients as they are, after `synchronize()` and, say, clipping."""
         self._should_synchronize = False
         try:
             yield
@@ -234,7 +234,7 @@ class _DistributedOptimizer(Readings):
                     "        optimizer.step()",
                     stacklevel=2,
                 )
-            # A rank alone may unscale where it likes: there is no other rank's scale to part from.
+            # A single rank may unscale anywhere: its scale cannot diverge from other ranks'.
             if self._reducer.peers.size > 1:
                 require_no_fused_unscaling(self)
             self.synchronize()
@@ -252,9 +252,9 @@ class _DistributedOptimizer(Readings):
             self._corrected.require_unchanged(self)
             self._step_wrapped()
         if self._local is not None:
-            # A skipped step has not taken the center: without this, parameters would stay c - a.
+            # A skipped step did not use the center: restore it, or parameters would stay c - a.
             self._local.restore()
-        # Only now: until the optimizer has stepped, `drop` gives the update back to the residual.
+        # Only now: until the optimizer has stepped, `drop` returns the update to the residual.
         self._reducer.commit()
         self._shared.note_step()  # again: the script may have clipped
         self._skip = False
@@ -267,52 +267,52 @@ class _DistributedOptimizer(Readings):
         return loss
 
     def _set_aside(self) -> None:
-        """Let another optimizer have the parameters, until `zero_grad` or `step` is called."""
+        """Let another optimizer use the parameters, until `zero_grad` or `step` is called."""
         self._reducer.hooks.set_aside()
         if self._local is not None:
             self._local.restore()
 
     @property
     def _makes_adam_steps(self) -> bool:
-        """Whether the gradients are AdamW's agreed steps when they are synchronized."""
+        """Whether the synchronized gradients are AdamW's agreed steps."""
         exchanges = self._reducer.peers.takes_part and not self._reducer.stepping_mode
         return self._options.adam is not None and exchanges
 
     def _step_wrapped(self) -> None:
-        """Step as the wrapped optimizer does, or by the agreed AdamW steps where there are some."""
+        """Step as the wrapped optimizer does, or apply AdamW's agreed steps if there are any."""
         if self._makes_adam_steps:
             agreed, self._agreed = self._agreed, None
-            # The step itself takes them: the optimizer's hooks, which run first, may clip, too.
+            # Read the gradients inside the step: its pre-hooks, which run first, may clip them.
             self._take_agreed_step(partial(adam_step.apply_agreed_steps, agreed=agreed))
         else:
             super()._step_wrapped()
 
     def eval(self) -> None:
-        """Make the parameters the model that is the same on all ranks, until `train`.
+        """Set the parameters to the model that is the same on all ranks, until `train`.
 
-        With local_residual they are that by themselves between a step and the next forward pass,
-        and in a model in eval mode: call this before code that reads them at other times.
+        With local_residual they already are between a step and the next forward pass, and for a
+        model in eval mode: call this before code that reads them at other times.
         """
         if self._local is not None:
             self._local.eval()
 
     def train(self) -> None:
-        """Let forward passes in training include this rank's residual again, as before `eval`."""
+        """Let training forward passes include this rank's residual again, after `eval`."""
         if self._local is not None:
             self._local.train()
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Make the parameters the model that is the same on all ranks, within the context."""
+        """Within the context, set the parameters to the model that is the same on all ranks."""
         return nullcontext() if self._local is None else self._local.evaluating()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clear the gradients, and forget what was computed towards the next step.
+        """Clear the gradients, and discard all work towards the next step.
 
-        An update that `synchronize` has put there is undone, too (say of a discriminator's
-        gradients from the generator's loss): the residual is as before. It stays sent where a
-        parameter has changed since, as where another optimizer steps in this one's place.
-        Warns of gradients that are not finite and were not exchanged: if a GradScaler has skipped
-        the step on this rank alone, the rank is a step behind the others from then on.
+        Also undo an update by `synchronize` (say of a discriminator's gradients from the
+        generator's loss), and restore the residual. The update stays sent if a parameter has
+        changed since, as when another optimizer steps instead.
+        Warns of non-finite gradients that were not exchanged: if a GradScaler skipped the step on
+        this rank alone, the rank is a step behind the others from then on.
         """
         if not self._synchronized and self._reducer.drops_overflow():
             _log.warning(
@@ -321,7 +321,7 @@ class _DistributedOptimizer(Readings):
                 self._world.rank,
                 RECIPE,
             )
-        # A scaler was updated by now: its new scale gets to the host while backward runs.
+        # The scaler is updated by now: read its new scale to the host while backward runs.
         begin_to_read_scale(self.scaler)
         self._synchronized, self._agreed = False, None
         self._corrected.forget()
@@ -332,7 +332,7 @@ class _DistributedOptimizer(Readings):
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, and under "gtopk" this rank's residual.
 
-        Before the first step there is no "gtopk".
+        Before the first step "gtopk" is missing.
         """
         own = optimizer_checkpoint.save(self._reducer)
         return {**self._state(), **({optimizer_checkpoint.KEY: own} if own["lanes"] else {})}
@@ -345,15 +345,15 @@ class _DistributedOptimizer(Readings):
     def gather_state(self, root_rank: int = 0) -> dict[str, Any] | None:
         """Return the state with the residuals of all ranks, on the root; None on the others.
 
-        All ranks call it together. Any number of ranks can load it: no residual is lost.
+        A collective. Any number of ranks can load the result without losing a residual.
         """
         parts = optimizer_checkpoint.save_all(self._reducer, root_rank)
         return None if parts is None else {**self._state(), optimizer_checkpoint.KEY: parts}
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Load the wrapped optimizer's state, and forget what was done towards the next step.
+        """Load the wrapped optimizer's state, and discard all work towards the next step.
 
-        A plain optimizer's state is fine: it leaves the residual. Raises as `require_plain` does.
+        A plain optimizer's state leaves the residual unchanged. Raises as `require_plain` does.
         """
         if not self._makes_adam_steps:
             adam_step.require_plain(state_dict["state"].values(), self._world.rank)
@@ -361,7 +361,7 @@ class _DistributedOptimizer(Readings):
         self._corrected.forget()
         self._skipped.end_row()
         self._reducer.drop()
-        # Before the load replaces the residual: forward passes have added it to the parameters.
+        # Before the load replaces the residual, which forward passes have subtracted.
         if self._local is not None:
             self._local.restore()
         super().load_state_dict(state_dict, *args, **kwargs)
@@ -373,7 +373,7 @@ class _DistributedOptimizer(Readings):
                 self._local.find_models()
 
     def forget_steps(self) -> None:
-        """Empty the residual, as before the first step; a state_dict from then cannot do that."""
+        """Empty the residual, as before the first step; loading a state_dict cannot do that."""
         self._reducer.import_state({}, [], 0)
 
 
@@ -401,67 +401,67 @@ def DistributedOptimizer(
     adam_steps: Literal["before", "after"] = "before",
     local_residual: bool | None = None,
 ) -> _DistributedOptimizer:
-    """Return the optimizer, its `step` reduced over all ranks.
+    """Wrap an optimizer so that its `step` is reduced over all ranks.
 
-    The result is of a class derived from the optimizer's own, and shares its parameter groups and
-    state. On several ranks, every parameter that requires a gradient has one of zeros from now on,
+    The result's class derives from the optimizer's own class, and shares its parameter groups and
+    state. On several ranks, every parameter that requires a gradient now gets a gradient of zeros,
     as with Horovod, until it is cleared.
 
     Every rank must step its distributed optimizers alike. Ranks match them by the names of their
-    parameters; optimizers whose parameters have the same names must be made in the same order on
-    every rank.
+    parameters; optimizers with the same parameter names must be created in the same order on every
+    rank.
 
     named_parameters: pairs of name and parameter, usually model.named_parameters().
     compression: Compression.none, .fp16, .bf16, .topk(density=...), .gtopk(density=...),
         .oktopk(density=...), .hierarchical(density=...), .shards(...), .auto(...), or a Compressor
-        class. Top-k methods weight by 1/world size before they select (op=Average), keep what was
-        not sent in a residual, and step with the agreed sparse update.
-    backward_passes_per_step: how many backward passes add up before a step.
+        class. Top-k methods weight by 1/world size before the selection (op=Average), keep unsent
+        values in a residual, and step with the agreed sparse update.
+    backward_passes_per_step: how many backward passes to accumulate before a step.
     op: Average or Sum; or Adasum, which combines the changes of each rank's own step (`adasum`):
-        options of the gradients' exchange do not apply then, and the script must clip them itself.
-    gradient_predivide_factor: divides the gradients before the sum, and multiplies the sum; except
-        where there is a residual: those sums are in float32 at least.
-    groups: the number of buckets, or lists of the parameters that share one; other parameters are
-        placed by the plan (`bucket_plan`). num_groups: Horovod's old name for a number.
-    sparse_as_dense: exchange sparse gradients (embeddings') as dense ones; afterwards they are
-        sparse again, by rows. Otherwise the ranks' entries are gathered as they are, uncompressed,
-        and without momentum_correction.
-    process_set: the ranks that reduce together; others step by themselves.
-    missing_gradients: for a parameter with a gradient on some ranks only. "zeros": on the others
-        zeros count, and rank 0 warns once. "error": it is an error on all ranks. A parameter
-        without a gradient on any rank is passed over, as without gtopk; its residual waits.
-    overlap: exchange buckets while backward goes on; the result is the same.
+        options for exchanging gradients do not apply then, and the script must clip them itself.
+    gradient_predivide_factor: divides the gradients before the sum, and multiplies the sum. Not
+        used with a residual, where sums are in float32 or wider.
+    groups: the number of buckets, or lists of parameters that share one; the plan (`bucket_plan`)
+        places the other parameters. num_groups: Horovod's old name for a number.
+    sparse_as_dense: exchange sparse gradients (of embeddings) as dense ones; afterwards they are
+        sparse again, by rows. Otherwise the ranks' entries are gathered, uncompressed and without
+        momentum_correction.
+    process_set: the ranks that reduce together; other ranks step on their own.
+    missing_gradients: for parameters with a gradient on some ranks only. "zeros": use zeros on the
+        others; rank 0 warns once. "error": raise on all ranks. A parameter without a gradient on
+        any rank is skipped, as without gtopk; its residual stays.
+    overlap: exchange buckets during backward; the result is the same.
     bucket_bytes: the size from which a bucket is exchanged; None: the cost model chooses.
-    scaler: the GradScaler that scales the loss, to keep residuals as they are when its scale
-        changes. Given or not, it must unscale between `synchronize()` and `step()`.
-    local_clip_norm: shortens each rank's part of the sum before it is added to the residual: its
-        gradient, already times its weight, to this norm / sqrt(ranks); or times sqrt(weight) where
-        ranks weigh by samples. So a mean of independent gradients may have this norm, though each
-        of them is sqrt(ranks) times as long. The norm of all gradients is known only after
-        backward: there is no overlap.
-    global_clip_norm: shortens the agreed update to this norm; not with momentum_correction or
-        adam_correction, whose update is far longer than a gradient. With Adam's steps made before,
-        the mean gradient before the moments: each rank estimates its norm as that of its own
-        gradient times a ratio learnt from shared samples; there is no overlap then.
+    scaler: the GradScaler that scales the loss, so that residuals stay correct when its scale
+        changes. With or without this option, unscale between `synchronize()` and `step()`.
+    local_clip_norm: clip each rank's part of the sum before it is added to the residual: its
+        weighted gradient, to this norm / sqrt(ranks), or times sqrt(weight) if ranks are weighted
+        by samples. A mean of independent gradients may then have this norm, though each gradient
+        is sqrt(ranks) times as long. The norm of all gradients is known only after backward, so
+        this excludes overlap.
+    global_clip_norm: clip the agreed update to this norm; not with momentum_correction or
+        adam_correction, whose updates are far longer than gradients. With adam_steps="before",
+        clip the mean gradient before the moments: each rank estimates its norm as the norm of its
+        own gradient times a ratio learnt from shared samples; this excludes overlap.
     check_every: compare the parameters of all ranks by hash, after the first step and after every
         `check_every` steps; 0: never; None: every 100. Skipped steps do not count; steps that
-        others take while this rank has joined do.
-    on_divergence: where they differ, "error": an error on every rank; "warn": a warning; "heal":
-        each parameter, and the optimizer's state of it, becomes on all ranks what it is on more
-        than half of them, with a warning. Without such a majority it is an error. The residuals
-        are each rank's own, and stay. None: "error" where check_every is given, else "warn".
-    max_skipped_steps: how many steps in a row may be skipped because a gradient, or a sum of them,
-        is not finite; 0: the first is an error.
-    adam_steps: whether Adam's and AdamW's steps are made of each rank's gradients, "before" some of
-        them are selected and sent, with a second moment that the ranks share (`exchange.adamw`); or
-        "after", of the agreed sparse update, which loses accuracy. "before" needs torch's own Adam
-        or AdamW, and a compression with a residual, without momentum_correction, adam_correction
-        and inside="dense"; from `synchronize` to `step` gradients are then the agreed steps.
-    local_residual: whether forward passes in training include this rank's unsent steps
-        (`wrapped.local_residual`); None: yes, where Adam's steps are made before. Parameters are
-        the same on all ranks again from `step` on, and in a model in eval mode.
-    Raises ValueError for an argument out of its range, names that are missing or double, a
-    momentum that would be taken twice, LBFGS; TypeError for another kind of compression.
+        other ranks take after this rank has joined do.
+    on_divergence: what to do if they differ. "error": raise on every rank. "warn": warn. "heal":
+        set each parameter and its optimizer state to that of more than half of the ranks, and
+        warn; without such a majority it is an error. Residuals differ between ranks by design, and
+        are not changed. None: "error" if check_every is given, else "warn".
+    max_skipped_steps: how many steps in a row may be skipped because a gradient, or a sum, is not
+        finite; 0: the first is an error.
+    adam_steps: when to compute the steps of Adam and AdamW. "before": from each rank's gradients,
+        before the selection, with a second moment that the ranks share (`exchange.adamw`). "after":
+        from the agreed sparse update, which loses accuracy. "before" needs torch's own Adam or
+        AdamW, and a compression with a residual, without momentum_correction, adam_correction and
+        inside="dense"; from `synchronize` to `step` gradients are then the agreed steps.
+    local_residual: whether training forward passes include this rank's unsent steps
+        (`wrapped.local_residual`); None: yes with adam_steps="before". After `step`, and for a
+        model in eval mode, parameters are the same on all ranks.
+    Raises ValueError for an argument out of range, missing or duplicate names, doubled momentum,
+    and LBFGS; TypeError for any other kind of compression.
     """
     if num_groups:
         warnings.warn(
@@ -491,7 +491,7 @@ def DistributedOptimizer(
         by_adasum: Any = distribute_adasum(
             optimizer, named_parameters, compression, backward_passes_per_step, max_skipped_steps
         )
-        return cast(_DistributedOptimizer, by_adasum)  # what scripts call of it is the same
+        return cast(_DistributedOptimizer, by_adasum)  # has the same interface for scripts
     require_one_momentum(optimizer, options.feedback)
     distributed: _DistributedOptimizer = wrap(optimizer, _DistributedOptimizer)
     distributed._distribute(named_parameters, options, backward_passes_per_step, scaler)

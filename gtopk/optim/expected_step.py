@@ -1,4 +1,4 @@
-"""ExpectedStep: the time that the cost model expects a step's exchange to take."""
+"""ExpectedStep: the time that the cost model predicts for a step's exchange."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from .peers import Peers
 
 
 class ExpectedStep(Prediction):
-    """The expected seconds of a step's exchange. Call `measure` first: before, nothing is expected.
+    """The predicted seconds of a step's exchange. Call `measure` first; before, nothing is known.
 
-    per: the kind of step that one exchange ends, for messages: "step" or "outer step".
-    beyond: the name of a method that the cost model does not know; "": gradients are reduced by
-        compression.
-    is_planned: whether `bucket_plan` made the buckets, for what the compression sends: dense
-        gradients would go in other buckets.
+    per: the kind of step that an exchange ends, for messages: "step" or "outer step".
+    beyond: the name of a method that the cost model does not cover; "": gradients are reduced with
+        the compression.
+    is_planned: whether `bucket_plan` made the buckets, in sizes that suit the compression: dense
+        gradients would use other buckets.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class ExpectedStep(Prediction):
         self._calibration: Calibration | None = None
 
     def measure(self, bucket_exchanges: Sequence[Sized], peers: Peers) -> None:
-        """Measure links and predict these buckets; rank 0 logs, once a world, what they save.
+        """Measure links and predict these buckets; rank 0 logs, once per world, the savings.
 
-        All peers call it together. It measures only where all of them ask for advice
-        (settings.ADVICE), and not between threads of one process, which have no links. Groups that
-        exchange side by side also measure side by side, and so share links as in every step.
+        A collective of all peers. It measures only if all of them ask for advice (settings.ADVICE),
+        and not between threads of one process, which have no links. Groups that exchange at the
+        same time also measure at the same time, and so share links as in every step.
         """
         self._calibration = self.usual_seconds = self.dense_seconds = None
         here = peers.world
@@ -73,7 +73,7 @@ class ExpectedStep(Prediction):
         def calibrate(transport: Transport, all_flags: list[int]) -> Calibration | None:
             return calibration_of(transport, home) if all(all_flags) else None
 
-        # By every rank's flag: to measure is a collective, so all ranks do it, or none.
+        # Decide by every rank's flag: measuring is a collective, so all ranks must do it, or none.
         self._calibration = peers.run("advice", [], calibrate, flags=settings.ADVICE.read())
         self.expect(bucket_exchanges)
         if self._calibration is not None and here.rank == 0 and not here.advised:
@@ -82,7 +82,7 @@ class ExpectedStep(Prediction):
     def _log_advice(
         self, here: World, bucket_exchanges: Sequence[Sized], calibration: Calibration
     ) -> None:
-        """Log the advice on what is compressed, or on what could be where nothing is."""
+        """Log advice on the compressed gradients, or if there are none, on those that could be."""
         every = _lengths(bucket_exchanges)
         asked, is_compressed = ([], False) if self._beyond else in_question(bucket_exchanges)
         lengths = every if self._beyond else [bucket_exchange.elements for bucket_exchange in asked]
@@ -104,7 +104,7 @@ class ExpectedStep(Prediction):
     def _other_buckets(
         self, asked: Sequence[BucketExchange], is_compressed: bool, calibration: Calibration
     ) -> int | None:
-        """Return how many buckets there would be, dense for compressed ones, or the reverse."""
+        """Return how many buckets the alternative needs: dense for compressed, or the reverse."""
         if not self._is_planned or not asked:
             return None
         parameters = [parameter.numel() for each in asked for parameter in each.bucket.parameters]
@@ -117,7 +117,7 @@ class ExpectedStep(Prediction):
         )
 
     def expect(self, bucket_exchanges: Sequence[Sized]) -> None:
-        """Predict what these buckets take from now on, where links were measured."""
+        """Predict the time of these buckets from now on, if links were measured."""
         if self._calibration is None:
             return
         self.usual_seconds = expected_seconds(bucket_exchanges, self._calibration)
@@ -125,7 +125,7 @@ class ExpectedStep(Prediction):
         self.dense_seconds = None
         if is_compressed:
             buckets = self._other_buckets(asked, is_compressed, self._calibration) or len(asked)
-            # Dense gradients would go in buckets of other sizes: taken to be equally long.
+            # Dense gradients would use buckets of other sizes; assume that all are equally long.
             length = -(-sum(_lengths(bucket_exchanges)) // buckets)
             value_bytes, _ = value_bytes_of(asked)
             dense = expected(Compression.none, length, self._calibration, value_bytes)

@@ -1,13 +1,14 @@
-"""What a script may not do with the gradients: each is an error that names the way out.
+"""Checks of how a script uses gradients: each misuse is an error that names the fix.
 
-momentum            the compression takes it before the selection, or the optimizer after it; not
-                    both, and then nobody clips (`CorrectedGradients`)
+momentum            applied by the compression before the selection, or by the optimizer after it,
+                    not by both; if before, gradients must not be clipped (`CorrectedGradients`)
 a second exchange   by DDP, or by another optimizer of the same parameters (`SharedParameters`)
-GradScaler          must not unscale before the sum: each rank's scaler looks for overflows in what
-                    it unscales. In the reduced gradients all of them see the same; in a rank's own
-                    it alone does, and the ranks' scales diverge
+GradScaler          must not unscale before the sum: each rank's scaler checks the gradients that
+                    it unscales for overflow. All ranks see the same overflows in the reduced
+                    gradients, but not in their own, and then their scales diverge
 
-Warns of optimizers that lose accuracy after a selection. `loss_scale` reads a GradScaler's scale.
+Also warns of optimizers that lose accuracy after a selection. `loss_scale` reads a GradScaler's
+scale.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from .options import instead_of_clipping
 
 _log = logging.getLogger("gtopk")
 
-_FIRST, _EVERY = 20, 50  # passes whose gradients are compared
-# A norm that is taken twice differs by rounding; clipping takes far more than that.
+_FIRST, _EVERY = 20, 50  # passes in which gradients are compared
+# Two computations of a norm differ by rounding; clipping changes it far more.
 _SHORTER: Final = 0.999
 
 RECIPE: Final = (
@@ -47,7 +48,7 @@ RECIPE: Final = (
 def require_one_momentum(
     optimizer: torch.optim.Optimizer, compression: ErrorFeedback | None, *, outer: bool = False
 ) -> None:
-    """Raise ValueError for an optimizer whose momentum would be taken twice.
+    """Raise ValueError for an optimizer whose momentum would be applied twice.
 
     outer: it is LocalSGD's outer optimizer, which cannot have adam_correction.
     """
@@ -76,10 +77,10 @@ def make_outer(
     outer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
     parameters: Collection[torch.nn.Parameter],
 ) -> torch.optim.Optimizer:
-    """Return LocalSGD's outer optimizer; raise an error where it cannot step these parameters.
+    """Create LocalSGD's outer optimizer, and check that it steps exactly these parameters.
 
-    TypeError for what makes no optimizer, ValueError for LBFGS, and for other parameters: the
-    changes of those that it leaves out would be lost.
+    Raises TypeError if `outer` does not return an optimizer; ValueError for LBFGS, or if the
+    optimizer has other parameters: changes of those that it leaves out would be lost.
     """
     if not callable(outer):
         raise TypeError(f"outer= must make an optimizer of a list of parameters, got {outer!r:.99}")
@@ -99,9 +100,9 @@ def make_outer(
 
 
 def log_advice(optimizer: torch.optim.Optimizer, compression: object, way: str = "") -> None:
-    """Log what this optimizer had better do before the selection; called on rank 0.
+    """Log how to move this optimizer's momentum or steps before the selection; for rank 0.
 
-    way: how to make its steps before the exchange, in words; "": they cannot be.
+    way: how to have its steps computed before the exchange, for the message; "": not possible.
     """
     if isinstance(compression, SparseCompression) and compression.density == 1.0:
         return  # every entry is in every update
@@ -113,7 +114,7 @@ def log_advice(optimizer: torch.optim.Optimizer, compression: object, way: str =
 def _warn_of_second_moments(
     optimizer: torch.optim.Optimizer, compression: ErrorFeedback, way: str
 ) -> None:
-    """Warn of Adam and its kin after a selection, and say what to do instead."""
+    """Warn of Adam and similar optimizers after a selection, and say what to do instead."""
     betas = next((each["betas"] for each in optimizer.param_groups if "betas" in each), None)
     if betas is None:
         return
@@ -128,8 +129,8 @@ def _warn_of_second_moments(
         return
     times = ""
     if isinstance(compression, SparseCompression):
-        # Entries that are updated in a part d of the steps, by u, have m = d u and v = d u^2:
-        # Adam's steps of them, m / sqrt(v), are only sqrt(d) long.
+        # Entries that are updated in a fraction d of the steps, by u, have m = d u and v = d u^2,
+        # so Adam's steps for them, m / sqrt(v), are only sqrt(d) long.
         updated = min(1.0, compression.density * compression.widening())
         times = f" (up to {updated**-0.5:.2g} times)"
     _log.warning(
@@ -145,9 +146,9 @@ def _warn_of_second_moments(
 
 
 def _log_momentum_advice(optimizer: torch.optim.Optimizer, compression: ErrorFeedback) -> None:
-    """Log how to take SGD's momentum before the selection, where SGD takes it after.
+    """Log how to apply SGD's momentum before the selection, if SGD applies it after.
 
-    Only for plain momentum: `momentum_correction` is neither Nesterov's nor dampened.
+    Only for plain momentum: `momentum_correction` supports neither Nesterov nor dampening.
     """
     if compression.corrects or not isinstance(optimizer, torch.optim.SGD):
         return
@@ -170,10 +171,10 @@ def _log_momentum_advice(optimizer: torch.optim.Optimizer, compression: ErrorFee
 
 
 def more_weight_decay(momentum: float, groups: Iterable[Mapping[str, Any]]) -> str:
-    """Return words to add to "momentum=0": the weight decay that has the same effect without it.
+    """Return text to add to "momentum=0": the weight decay that has the same effect without it.
 
     SGD adds the decay to the gradient before its momentum, which multiplies it by
-    1 / (1 - momentum). Empty where there is no weight decay.
+    1 / (1 - momentum). Empty without weight decay.
     """
     if momentum >= 1 or not any(group.get("weight_decay") for group in groups):
         return ""
@@ -181,16 +182,17 @@ def more_weight_decay(momentum: float, groups: Iterable[Mapping[str, Any]]) -> s
 
 
 class CorrectedGradients:
-    """Steps in the place of gradients after an exchange: raises where a script shortens them.
+    """Detect that a script clips or unscales gradients that are really optimizer steps.
 
-    They are far longer than gradients: a norm to which gradients may be clipped removes nearly all
-    of them, and training stands still. So it does where a GradScaler unscales steps of Adam, which
-    have no scale. Norms are compared, as torch counts neither unscaling nor changes of a DTensor:
-    in the first passes, and then in every 50th, since that reads all gradients twice. Call `agree`
-    after an exchange, `require_unchanged` before the optimizer's step, and `forget` where gradients
-    are cleared. Where gradients remain gradients, all three do nothing.
+    After an exchange with correction, gradients hold steps, which are far longer than gradients:
+    clipping to a norm meant for gradients removes nearly all of them, and training stalls. A
+    GradScaler that unscales Adam's steps, which have no scale, does the same. The check compares
+    norms, because torch counts neither unscaling nor changes of a DTensor; it runs in the first
+    passes and then in every 50th, because it reads all gradients twice. Call `agree` after an
+    exchange, `require_unchanged` before the optimizer's step, and `forget` when gradients are
+    cleared. If gradients remain gradients, all three do nothing.
 
-    adam: how to clip where AdamW's steps were made, as a sentence; empty where they were not.
+    adam: how to clip if AdamW's steps are computed, as a sentence; empty if they are not.
     """
 
     def __init__(self, compression: object, adam: str = "") -> None:
@@ -201,13 +203,13 @@ class CorrectedGradients:
             self._is_linear = compression.adam_correction is None
         self._scaler: Any = None
         self._passes = 0
-        # By parameter its gradient, and the norm of that; both weak, for `zero_grad` frees them.
+        # By parameter: gradient and norm. Parameter and gradient are weak: `zero_grad` frees them.
         self._agreed = WeakTensorKeyDictionary()
 
     def agree(self, parameters: Iterable[torch.Tensor], scaler: Any) -> None:
-        """Note that these parameters' gradients, and no others, are now the agreed ones.
+        """Record these parameters' gradients, and no others, as the agreed ones.
 
-        scaler: the GradScaler that scales them, or None.
+        scaler: the GradScaler whose scale they have, or None.
         """
         self.forget()
         if not self._made_by:
@@ -221,17 +223,18 @@ class CorrectedGradients:
                 self._agreed[parameter] = TensorWeakRef(parameter.grad), norm
 
     def forget(self) -> None:
-        """Forget the agreed gradients."""
+        """Forget the recorded gradients."""
         self._agreed.clear()
 
     def require_unchanged(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ValueError where a script has shortened what this optimizer is about to step with.
+        """Raise ValueError if a script has shortened the steps that this optimizer will apply.
 
-        Gradients that are all zero were cleared, and new ones come in a closure.
+        Gradients that are all zero are accepted: they were cleared, and a closure computes new
+        ones.
         """
         if not self._agreed:
             return
-        # A weak reference to a gradient that is no more is None, too.
+        # A weak reference to a deleted gradient is None, too.
         having = [p for p in parameters_of(optimizer) if p in self._agreed and p.grad is not None]
         here = [p for p in having if self._agreed[p][0]() is p.grad]
         if not here:
@@ -242,7 +245,7 @@ class CorrectedGradients:
         if not math.isfinite(before) or not 0.0 < now < _SHORTER * before:
             return
         if self._is_linear and _is_power_of_two(before / now):
-            return  # a GradScaler that the optimizer was not given has unscaled it
+            return  # unscaled by a GradScaler that was not passed to the optimizer
         raise ValueError(
             "gradients were shortened between their exchange and step(), to 1 / "
             f"{before / now:.3g}, where they are steps that {self._made_by} has made, and far "
@@ -255,7 +258,7 @@ class CorrectedGradients:
 def _norms(parameters: Sequence[torch.Tensor], scale: float) -> list[float]:
     """Return the norm of each parameter's gradient over `scale`; waits for a GPU once.
 
-    Of sharded ones this rank's shards'.
+    For sharded gradients, the norm of this rank's shards.
     """
     found = []
     for parameter in parameters:
@@ -269,14 +272,14 @@ def _norms(parameters: Sequence[torch.Tensor], scale: float) -> list[float]:
 
 
 def _is_power_of_two(ratio: float) -> bool:
-    """Tell whether a ratio of two norms is a power of two, up to their rounding."""
+    """Return whether a ratio of two norms is a power of two, up to their rounding."""
     power = math.log2(ratio)
     return abs(power - round(power)) < 1e-5
 
 
 def refuse_ddp(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Raise ValueError where DDP reduces the gradients of one of these parameters already."""
-    # DDP needs torch's process group; where there is none, the tenth of a second is saved.
+    """Raise ValueError if DDP already reduces the gradients of one of these parameters."""
+    # DDP needs torch's process group; without one, save the tenth of a second that a search takes.
     if not (
         "torch.nn.parallel.distributed" in sys.modules
         and torch.distributed.is_available()
@@ -294,9 +297,9 @@ def refuse_ddp(parameters: Iterable[torch.nn.Parameter]) -> None:
 def groups_of_ddp(parameters: Iterable[torch.Tensor]) -> list[Any]:
     """Return the process group of each DDP that reduces gradients of these parameters.
 
-    DDP leaves no mark on a parameter, but keeps its parameters in a list, to which the garbage
-    collector leads from a parameter. A walk over all objects would hold tuples that other threads
-    are still filling: CPython raises then.
+    DDP leaves no mark on a parameter, but keeps its parameters in a list, which the garbage
+    collector can find from a parameter. Do not walk all objects instead: that would hold tuples
+    that other threads are still filling, and CPython then raises.
     """
     ours = list(parameters)
     lists = [
@@ -304,7 +307,7 @@ def groups_of_ddp(parameters: Iterable[torch.Tensor]) -> list[Any]:
     ]
     found = []
     for owner in gc.get_referrers(*lists):
-        # Since Python 3.11 an object may have no dict, and is the referrer itself.
+        # Since Python 3.11 an object may have no dict; it is then the referrer itself.
         kept = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
         if "reducer" in kept and any(kept.get("_module_parameters") is each for each in lists):
             found.append(kept["process_group"])
@@ -312,18 +315,18 @@ def groups_of_ddp(parameters: Iterable[torch.Tensor]) -> list[Any]:
 
 
 class SharedParameters:
-    """Knows, for one optimizer, which others step some of its parameters, too.
+    """Track, for one optimizer, the other optimizers that step some of the same parameters.
 
-    `note_agreed` after an exchange; `refuse_agreed` before the next; `note_step` after a step.
-    The one that was made last, or has stepped last, sets the others aside until they are used. An
-    optimizer whose phase of the training is over would else count this one's passes as its own, and
-    make its parameters the center minus its residual; a scheduler keeps it alive.
+    Call `note_agreed` after an exchange, `refuse_agreed` before the next, and `note_step` after a
+    step. The optimizer created or stepped last sets the others aside until they are used. Otherwise
+    an optimizer of a finished training phase, kept alive by a scheduler, would count this one's
+    passes as its own, and set its parameters to the center minus its residual.
     """
 
     def __init__(
         self, names: Mapping[torch.nn.Parameter, str], set_aside: Callable[[], None]
     ) -> None:
-        """set_aside: a method, held weakly, that sets this optimizer aside."""
+        """set_aside: the method that sets this optimizer aside; referred to weakly."""
         self._names, self._set_aside = names, WeakMethod(set_aside)
         self._others: WeakSet[SharedParameters] = WeakSet()
         self._agreed: dict[torch.nn.Parameter, tuple[TensorWeakRef, int]] = {}
@@ -335,7 +338,7 @@ class SharedParameters:
         self._set_others_aside()
 
     def _set_others_aside(self) -> None:
-        # A copy: an optimizer that is made in another thread adds itself.
+        # A copy: another thread may add a new optimizer meanwhile.
         with _adding:
             others = [*self._others]
         for other in others:
@@ -347,13 +350,13 @@ class SharedParameters:
             set_aside()
 
     def note_step(self) -> None:
-        """Note that the optimizer has stepped, with gradients that it has agreed on."""
+        """Record that the optimizer has stepped, with the gradients that it agreed on."""
         self.note_agreed()
         if self._others:
             self._set_others_aside()
 
     def note_agreed(self) -> None:
-        """Note that the gradients are agreed ones, exchanged by this optimizer."""
+        """Record that the gradients are agreed ones, exchanged by this optimizer."""
         self._agreed = {
             p: (TensorWeakRef(p.grad), p.grad._version)
             for p in (self._names if self._others else ())
@@ -361,8 +364,8 @@ class SharedParameters:
         }
 
     def refuse_agreed(self, rank: int) -> None:
-        """Raise ValueError where another optimizer has exchanged a gradient already."""
-        # A copy: an optimizer that is made in another thread adds itself.
+        """Raise ValueError if another optimizer has already exchanged a gradient."""
+        # A copy: another thread may add a new optimizer meanwhile.
         with _adding:
             others = [*self._others]
         for parameter in self._names if others else ():
@@ -375,7 +378,7 @@ class SharedParameters:
                 )
 
     def _has_agreed(self, parameter: torch.nn.Parameter) -> bool:
-        """Tell whether a gradient is the one that was noted, and unchanged since."""
+        """Return whether a gradient is the recorded one, and unchanged since."""
         if parameter.grad is None or parameter not in self._agreed:
             return False
         gradient, version = self._agreed[parameter]
@@ -387,13 +390,13 @@ _living: Final[WeakSet[SharedParameters]] = WeakSet()
 
 
 def _with_some_of(parameters: Iterable[torch.nn.Parameter]) -> list[SharedParameters]:
-    """Return the parts of living optimizers that have one of these parameters."""
+    """Return the instances of living optimizers that have any of these parameters."""
     wanted = [*parameters]
     return [each for each in _living if any(parameter in each._names for parameter in wanted)]
 
 
 def set_aside_optimizers_of(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Set aside each DistributedOptimizer with one of these parameters, until it is used again."""
+    """Set aside all DistributedOptimizers with any of these parameters, until used again."""
     with _adding:
         others = _with_some_of(parameters)
     for other in others:
@@ -405,7 +408,7 @@ class _Reading:
 
     def __init__(self, scale: torch.Tensor) -> None:
         self._scale, self._version = scale, scale._version
-        # Pinned: a copy from a GPU into pageable memory makes the host wait for it.
+        # Pinned: a copy from a GPU into pageable memory would block the host.
         self._here = torch.empty_like(scale, device="cpu", pin_memory=scale.is_cuda)
         self._here.copy_(scale, non_blocking=True)
         self._come = (
@@ -413,11 +416,11 @@ class _Reading:
         )
 
     def is_of(self, scale: torch.Tensor) -> bool:
-        """Tell whether the copy is of the scale as it is now: `update` changes it in place."""
+        """Return whether this is a copy of the current scale; `update` changes that in place."""
         return scale is self._scale and scale._version == self._version
 
     def value(self) -> float:
-        """Return the scale; wait until the GPU has made the copy."""
+        """Return the scale; waits until the GPU has made the copy."""
         if self._come is not None:
             self._come.synchronize()
         return float(self._here)
@@ -427,22 +430,22 @@ _readings: Final[WeakKeyDictionary[Any, _Reading]] = WeakKeyDictionary()
 
 
 def begin_to_read_scale(scaler: Any) -> None:
-    """Begin to copy the scale from a GPU, so that `loss_scale` need not wait during backward."""
+    """Start copying the scale from a GPU, so that `loss_scale` need not wait during backward."""
     scale = None if scaler is None or not scaler.is_enabled() else _on_gpu(scaler)
     if scale is not None and not (scaler in _readings and _readings[scaler].is_of(scale)):
         _readings[scaler] = _Reading(scale)
 
 
 def require_scaler(scaler: Any) -> None:
-    """Raise TypeError for what is no GradScaler, such as True."""
+    """Raise TypeError for an object that is not a GradScaler, such as True."""
     if scaler is not None and not hasattr(scaler, "get_scale"):
         raise TypeError(f"scaler must be the GradScaler that scales the loss, got {scaler!r:.99}")
 
 
 def loss_scale(scaler: Any) -> float:
-    """Return the factor that a GradScaler has multiplied the gradients with; 1 without one.
+    """Return the factor by which a GradScaler has multiplied the gradients; 1 without one.
 
-    A scale on a GPU is read once for each time that it is updated.
+    A scale on a GPU is read once per update of the scale.
     """
     if scaler is None or not scaler.is_enabled():
         return 1.0
@@ -459,20 +462,20 @@ def _on_gpu(scaler: Any) -> torch.Tensor | None:
 
 
 def is_unscaled(scaler: Any, optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether the scaler has unscaled this optimizer's gradients since its last update."""
-    # torch has no public way to ask, and its enum of stages is private: by the stage's name.
+    """Return whether the scaler has unscaled this optimizer's gradients since its last update."""
+    # torch has no public way to ask, and its enum of stages is private: compare the stage's name.
     states = getattr(scaler, "_per_optimizer_states", {})
     return id(optimizer) in states and states[id(optimizer)]["stage"].name == "UNSCALED"
 
 
 def require_scaled(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError where the scaler has unscaled the gradients before they are reduced."""
+    """Raise ValueError if the scaler has unscaled the gradients before they are reduced."""
     if is_unscaled(scaler, optimizer):
         raise ValueError(_unscale_between("it has unscaled them before they were reduced"))
 
 
 def require_no_fused_unscaling(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError in a scaler's step of a fused optimizer, which unscales within `step`."""
+    """Raise ValueError if a scaler steps a fused optimizer, which unscales within `step`."""
     if getattr(optimizer, "grad_scale", None) is not None:
         raise ValueError(_unscale_between("a fused optimizer unscales when it steps"))
 

@@ -1,11 +1,11 @@
-"""Hooks: which gradients the backward pass has completed, noted while it goes on.
+"""Hooks: track which gradients the backward pass has completed, while it runs.
 
-Torch appends each parameter to a list when its gradient has come. Python code costs a few
-microseconds a call, so it runs only for some parameters, and counts what is in the list by then:
+torch appends each parameter to a list when its gradient has been accumulated. Python code costs a
+few microseconds per call, so it runs only for some parameters, and counts the list's entries then:
 
     buckets   a b c d | e f g | h i       in the order in which gradients are complete
-    counts    ^     ^       ^     ^       the first tells when backward began, the others which
-                                          buckets are complete
+    counts    ^     ^       ^     ^       the first gives the time when backward began, the others
+                                          show which buckets are complete
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from ..errors import check_count
 
 
 class BackwardHooks:
-    """Counts the backward passes of each parameter, and tells when a bucket is complete.
+    """Count the backward passes of each parameter, and notify a listener of complete buckets.
 
-    limit: how many passes add up to a gradient; one more is an error: in the pass itself, or where
-           no gradient that counts follows, in the `check` before a step.
-    began: when the first gradient was complete, by time.perf_counter: in a step's last pass; 0:
-           nobody has counted yet.
-    is_aside: whether gradients are ignored until `forget`, as another optimizer steps with them.
-    Parameters outlive this, which holds on weakly to whom it tells. All is looked up by `id`: a
-    tensor's hash is a call of Python code.
+    limit: how many passes add up to a gradient; one more is an error: in the pass itself or, if no
+           counted gradient follows, in the `check` before a step.
+    began: when the first gradient of a step's last pass was complete, by time.perf_counter; 0 if
+           nothing has been counted yet.
+    is_aside: whether gradients are ignored until `forget`, because another optimizer uses them.
+    Parameters outlive this object, which refers to its listener weakly. Lookups use `id`: hashing a
+    tensor calls Python code.
     """
 
     def __init__(
@@ -46,53 +46,53 @@ class BackwardHooks:
         self.began = self._ended = 0.0
         self.is_aside = False
         self._names = names
-        # Function and weak reference apart: a WeakMethod runs Python code at each call.
+        # Store function and weak reference separately: a WeakMethod runs Python code on each call.
         method = cast(MethodType | None, on_complete)
         self._notify: Any = None if method is None else method.__func__
         self._listener = None if method is None else weakref.ref(method.__self__)
         self._accumulated: list[torch.nn.Parameter] = []  # since `forget`
-        self._counted = 0  # how many of _accumulated
+        self._counted = 0  # how many of _accumulated are counted
         self._passes: Counter[int] = Counter()
         self._order: list[torch.nn.Parameter] = []
-        self._seen: list[torch.nn.Parameter] = []  # in the step before
+        self._seen: list[torch.nn.Parameter] = []  # order of the step before
         self._complete: set[int] = set()
         self._watched: list[torch.nn.Parameter] = []
         self._members: list[frozenset[int]] = []  # of the watched buckets
-        self._incomplete: list[int] = []  # places of those that are not complete yet
+        self._incomplete: list[int] = []  # places of buckets that are not complete yet
         self._recording: list[RemovableHandle] = []
         self._counting: list[RemovableHandle] = []
-        # Not at the program's end, when the parameters go as well.
+        # Not at exit, when the parameters are deleted as well.
         weakref.finalize(self, _remove, self._recording, self._counting).atexit = False
-        # Autograd has a thread for the host and one for each GPU: hooks may run side by side.
+        # Autograd has one thread for the host and one per GPU, so hooks may run concurrently.
         self._lock = threading.Lock()
-        # Who had a pass too many, and how many; None once it is told.
+        # The parameter with a pass too many, and its passes; None once reported.
         self._excess: tuple[str, int] | None = None
         self.set_limit(limit)
 
     def set_limit(self, passes: int) -> None:
-        """Set the limit; raise ValueError where it is below 1."""
+        """Set the limit; raise ValueError if it is below 1."""
         check_count("backward_passes_per_step", passes, 1)
-        self._count()  # by the limit that they were made under
+        self._count()  # count earlier passes under the old limit
         self.limit = passes
 
     def watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Count these parameters' gradients from now on; each once, also if it is given again."""
+        """Count these parameters' gradients from now on; each once, even if passed again."""
         known = set(map(id, self._watched))
         asked = {id(p): p for p in parameters if p.requires_grad}
         news = [parameter for key, parameter in asked.items() if key not in known]
         self._watched += news
-        # The list's own method: torch calls it without any Python code.
+        # The list's own method, so that torch calls it without running Python code.
         append = self._accumulated.append
         self._recording += [p.register_post_accumulate_grad_hook(append) for p in news]
-        # Without buckets any gradient may be the first, or the last.
+        # Without buckets any gradient may be the first or the last.
         if not self._members:
             self._count_at(news)
 
     def watch_buckets(self, buckets: Sequence[Sequence[torch.nn.Parameter]]) -> None:
         """Call on_complete for each of these buckets once it is complete; call `watch` before.
 
-        buckets: the parameters of each, in the order in which their gradients are complete. In a
-            pass of another order, a bucket is told of later: at the next gradient that counts. An
+        buckets: the parameters of each, in the order in which their gradients are complete. If a
+            pass has another order, a bucket is reported later: at the next counted gradient. An
             empty list: count at every gradient.
         """
         self._members = [frozenset(map(id, parameters)) for parameters in buckets]
@@ -100,7 +100,7 @@ class BackwardHooks:
         _remove(self._counting)
         known = set(map(id, self._watched))
         trained = [[p for p in each if p.requires_grad and id(p) in known] for each in buckets]
-        # At those that had a gradient last time: others tell nothing of when backward was there.
+        # Use parameters that had a gradient last time: others do not show backward's progress.
         seen = set(map(id, self._seen))
         filled = [[p for p in each if id(p) in seen] or each for each in trained if each]
         ends = [filled[0][0], *(each[-1] for each in filled)] if filled else []
@@ -108,32 +108,32 @@ class BackwardHooks:
 
     @property
     def order(self) -> list[torch.nn.Parameter]:
-        """Return the parameters in the order in which their gradients were complete."""
+        """Return the parameters in the order in which their gradients became complete."""
         self._count()
         return self._order
 
     @property
     def seconds(self) -> float:
-        """Return the seconds from `began` to the last gradient of that pass that counts."""
+        """Return the seconds from `began` to the last counted gradient of that pass."""
         return self._ended - self.began
 
     @property
     def has_counted(self) -> bool:
-        """Tell whether a watched parameter had a gradient since `forget`."""
+        """Return whether a watched parameter had a gradient since `forget`."""
         return bool(self._accumulated)
 
     def passes_left(self, parameter: torch.nn.Parameter) -> int:
-        """Return how many backward passes a parameter's gradient still lacks."""
+        """Return how many more backward passes a parameter's gradient needs."""
         self._count()
         return self.limit - self._passes[id(parameter)]
 
     def forget(self) -> None:
-        """Count anew: what was computed belongs to no step any more."""
+        """Restart counting: earlier passes no longer belong to any step."""
         self._count()
         self._accumulated.clear()
         self._counted = 0
         self._passes.clear()
-        # A step without gradients says nothing of the next one's.
+        # A step without gradients says nothing about the next one's.
         self._seen, self._order = self._order or self._seen, []
         self.began = self._ended = 0.0
         self._complete.clear()
@@ -142,7 +142,7 @@ class BackwardHooks:
         self.is_aside = False
 
     def set_aside(self) -> None:
-        """Ignore gradients until `forget`: neither is a pass too many, nor a bucket complete."""
+        """Ignore gradients until `forget`: no pass is one too many, and no bucket is complete."""
         self.forget()
         self.is_aside = True
 
@@ -160,7 +160,7 @@ class BackwardHooks:
         ]
 
     def _reach(self) -> None:
-        """Count, and tell the listener which buckets are complete by now."""
+        """Count, and notify the listener of the buckets that are now complete."""
         with self._lock:
             now = time.perf_counter()
             self.check()
@@ -169,15 +169,15 @@ class BackwardHooks:
             if self._listener is None or (listener := self._listener()) is None:
                 return
             told = [place for place in self._incomplete if self._members[place] <= self._complete]
-            # Off the list before the call, which may raise: a bucket is told of once.
+            # Remove it before the call, which may raise: each bucket is reported once.
             for place in told:
                 self._incomplete.remove(place)
                 self._notify(listener, place)
 
     def check(self) -> None:
-        """Count; raise AssertionError, once, where there was a pass too many.
+        """Count; raise AssertionError, once, if there was a pass too many.
 
-        Who catches it may step with what was accumulated, as in Horovod.
+        A caller that catches it may step with the accumulated gradients, as in Horovod.
         """
         self._count()
         if self._excess is not None:
@@ -190,18 +190,18 @@ class BackwardHooks:
             )
 
     def _count(self) -> None:
-        """Count the gradients that came since the last count."""
+        """Count the gradients that were accumulated since the last count."""
         news = self._accumulated[self._counted :]
         if not news:
             return
         if self.is_aside:
-            self._accumulated.clear()  # nobody else does so until `forget`
+            self._accumulated.clear()  # nothing else clears it until `forget`
             return
         self._counted += len(news)
         ids = [*map(id, news)]
         passes = self._passes
         passes.update(ids)
-        # At the limit, not from there on: a gradient is complete once.
+        # Exactly at the limit, so that a gradient becomes complete once.
         complete = {i: p for i, p in zip(ids, news, strict=True) if passes[i] == self.limit}
         self._order += complete.values()
         self._complete |= complete.keys()

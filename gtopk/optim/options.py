@@ -1,4 +1,4 @@
-"""Options: the arguments of DistributedOptimizer that say how gradients are reduced, checked."""
+"""Options: the checked arguments of DistributedOptimizer for reducing gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..runtime.world.process_sets import ProcessSet, require_process_set
 from .step_checks import require_check
 
 _log = logging.getLogger("gtopk")
-# Measured: below it accuracy suffers whatever else is set (docs/accuracy.md).
+# Measured: below this, accuracy suffers whatever the other settings (docs/accuracy.md).
 FEW_ENTRIES: Final = 500
 
 # A number of groups, or lists of the parameters in each.
@@ -37,7 +37,7 @@ Groups = int | Sequence[Sequence[torch.nn.Parameter]] | None
 class Options:
     """Options for reducing an optimizer's gradients; `DistributedOptimizer` documents each.
 
-    adam: groups of the AdamW whose steps are made before the selection; None: it steps itself.
+    adam: the groups of an AdamW with steps computed before the selection; None: it steps itself.
     local_residual: whether forward and backward include this rank's unsent steps.
     """
 
@@ -108,7 +108,7 @@ class Options:
 
     def _require_nothing_of_gradients(self) -> None:
         for name in ("local_clip_norm", "global_clip_norm", "check_every", "on_divergence"):
-            if getattr(self, name) not in (None, 0):  # check_every=0 asks for nothing, too
+            if getattr(self, name) not in (None, 0):  # check_every=0 requests nothing either
                 raise ValueError(
                     f"{name} is not for op=Adasum: ranks step with gradients of their own"
                 )
@@ -132,7 +132,7 @@ class Options:
         _check_groups(self.groups)
 
     def elements_compressed(self, parameters: Iterable[torch.nn.Parameter]) -> int:
-        """Return how many elements have gradients to compress: sparse ones go as they are."""
+        """Return how many elements have gradients to compress; sparse ones are not compressed."""
         return sum(
             p.numel()
             for p in parameters
@@ -141,19 +141,19 @@ class Options:
 
     @property
     def clips_before(self) -> bool:
-        """Tell whether gradients are shortened before any of them is exchanged."""
+        """Return whether gradients are clipped before any of them is exchanged."""
         clips_mean = self.adam is not None and self.global_clip_norm is not None
         return self.local_clip_norm is not None or clips_mean
 
     @property
     def feedback(self) -> ErrorFeedback | None:
-        """Return the compression where it is a method with a residual."""
+        """Return the compression if it has a residual, else None."""
         return self.compression if isinstance(self.compression, ErrorFeedback) else None
 
     def signature(self) -> list[str]:
-        """Return the options that must be equal on all ranks, in words."""
-        # groups, bucket_bytes and overlap are left out: rank 0's plan is every rank's, and how
-        # early a rank submits a bucket changes no result.
+        """Return a description of the options that must be equal on all ranks."""
+        # Leave out groups, bucket_bytes and overlap: all ranks use rank 0's plan, and submitting a
+        # bucket earlier does not change the result.
         return [
             f"op={NAMES[self.op]}",
             f"gradient_predivide_factor={self.gradient_predivide_factor:g}",
@@ -168,7 +168,7 @@ class Options:
 
 
 def signature_of(compression: Any) -> str:
-    """Return the options of a checked compression that must be equal on all ranks, in words."""
+    """Return a description of the compression's options that must be equal on all ranks."""
     if isinstance(compression, ErrorFeedback):
         return compression.signature()
     name = compression.__name__
@@ -176,7 +176,7 @@ def signature_of(compression: Any) -> str:
 
 
 def _check_groups(groups: Groups) -> None:
-    """Raise ValueError for groups that are neither a number nor disjoint lists of parameters."""
+    """Raise ValueError unless groups is a number, or disjoint lists of parameters."""
     if groups is None:
         return
     if isinstance(groups, int) and not isinstance(groups, bool):
@@ -201,11 +201,11 @@ def _check_groups(groups: Groups) -> None:
 
 
 def warn_of_few_entries(compression: object, elements: int) -> None:
-    """Warn of a density that leaves too few entries of a model to train well."""
+    """Warn if the density leaves too few entries for a model to train well."""
     if not isinstance(compression, SparseCompression | Automatic):
         return
     if isinstance(compression, Shards):
-        return  # shards send every entry in turn
+        return  # shards take turns, and together send every entry
     density = compression.density
     if density is None:
         return
@@ -224,7 +224,7 @@ def warn_of_few_entries(compression: object, elements: int) -> None:
 
 
 def instead_of_clipping(compression: ErrorFeedback) -> str:
-    """Return how to clip gradients that a correction makes steps of, as a sentence."""
+    """Return a sentence on how to clip gradients that a correction turns into steps."""
     if compression.adam_correction is not None:
         return (
             "Give AdamW itself in place of SGD and adam_correction: global_clip_norm= then clips "

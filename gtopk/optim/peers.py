@@ -14,35 +14,35 @@ from ..runtime.coordinator import Engine, Work
 from ..runtime.world.membership import World
 from ..runtime.world.process_sets import ProcessSet
 
-LEFT_OUT: Final = b"not where a rank has joined"  # descriptor of operations that it does not run
+LEFT_OUT: Final = b"not where a rank has joined"  # descriptor: joined ranks skip the operation
 
 
 class ShadowedReducer(Protocol):
-    """An object that reduces an optimizer's gradients, also while this rank has joined."""
+    """An object that reduces an optimizer's gradients, even after this rank has joined."""
 
     def abort(self) -> None:
-        """Leave the step that this rank is in, if any: it is about to join."""
+        """Leave this rank's current step, if any: the rank is about to join."""
 
     def shadow_work(self, index: int) -> Work:
-        """Return this rank's work for a bucket of the others' transaction."""
+        """Return this rank's work for a bucket of the other ranks' transaction."""
 
 
-# By engine, and by the name of its operations. Weak: this keeps no reducer alive.
+# By engine, and by the prefix of its operations' names. Weak, to keep no reducer alive.
 _by_name: WeakKeyDictionary[Engine, WeakValueDictionary[str, ShadowedReducer]] = WeakKeyDictionary()
 
 
 def register_shadow(reducer: ShadowedReducer, engine: Engine, name: str) -> None:
-    """Let a reducer take part in operations `name.0`, `name.1`, ... while this rank has joined.
+    """Let a reducer take part in operations `name.0`, `name.1`, ... after this rank has joined.
 
-    There is one for each bucket.
+    Each bucket is one operation.
     """
     _by_name.setdefault(engine, WeakValueDictionary())[name] = reducer
     engine.shadow_work = partial(_shadow_work, _by_name[engine])
 
 
 def abort_steps(engine: Engine) -> None:
-    """Leave the steps that this rank is in, before it joins: the others take them without it."""
-    # A copy: a reducer that is collected meanwhile leaves the dict.
+    """Leave this rank's current steps before it joins; the other ranks complete them without it."""
+    # A copy, because reducers may be garbage-collected meanwhile.
     for reducer in list(_by_name.get(engine, {}).values()):
         reducer.abort()
 
@@ -52,7 +52,7 @@ def _shadow_work(
 ) -> Work:
     if join_descriptor == LEFT_OUT:
         return lambda transport, all_flags: None
-    # From the right: names of parameters have dots, too.
+    # Split from the right: parameter names may have dots, too.
     of, _, index = name.rpartition(".")
     if of not in reducers:
         raise RuntimeError(f"this rank has joined, and its optimizer of {of} is no more")
@@ -64,12 +64,12 @@ class Peers:
     """The ranks of one world that reduce an optimizer's gradients together.
 
     `run` and its variants run an operation on all of them. In the next world, after `shutdown` or
-    a failure, `peers_in` makes another.
+    a failure, call `peers_in` again.
 
     engine: runs their operations.
-    name:   begins the operations' names: the same on every rank for one optimizer.
+    name:   prefix of the operations' names: the same on every rank for one optimizer.
     ranks:  the peers' ranks in the world, in order.
-    takes_part: whether this rank is one of them; otherwise it steps by itself.
+    takes_part: whether this rank is one of them; otherwise it steps on its own.
     """
 
     world: World
@@ -80,7 +80,7 @@ class Peers:
 
     @property
     def rank(self) -> int:
-        """Return this rank's place among the peers."""
+        """Return this rank's index among the peers."""
         return self.ranks.index(self.world.rank)
 
     @cached_property
@@ -91,20 +91,20 @@ class Peers:
     def run(self, what: str, signature: Sequence[str], work: Work, flags: int = 0) -> Any:
         """Run `work` on all peers together, as an operation of this optimizer; return its result.
 
-        what: ends the operation's name. signature: what must be equal on all ranks, in words.
+        what: suffix of the operation's name. signature: values that must be equal on all ranks.
         """
         return self.engine.submit(f"{self.name}.{what}", signature, work, flags=flags).wait()
 
     def run_without_joined(
         self, what: str, signature: Sequence[str], work: Callable[[Transport, list[int]], Any]
     ) -> Any:
-        """Run `work` on all peers together but those that have joined.
+        """Run `work` together on all peers that have not joined.
 
-        work: is also given the ranks in the world that have joined; all that run it get the same.
+        work: also gets the world ranks that have joined; the same list on all ranks that run it.
         """
 
         def without(transport: Transport, all_flags: list[int]) -> Any:
-            # All submit with the flags 1, and a rank that has joined has 0.
+            # All ranks submit with flags 1, except for joined ranks, which have 0.
             pairs = zip(transport.ranks, all_flags, strict=True)
             return work(transport, [rank for rank, is_there in pairs if not is_there])
 
@@ -115,9 +115,9 @@ class Peers:
 
 
 def peers_in(here: World, process_set: ProcessSet, parameters: Iterable[str]) -> Peers:
-    """Return the peers in a world; raise ValueError where the process set is not registered there.
+    """Return the peers in a world; raise ValueError if the process set is not registered there.
 
-    parameters: the names that the optimizer's operations are named by.
+    parameters: the names from which the names of the optimizer's operations are derived.
     """
     members = process_set.registered()
     name = f"gradients.{here.name_optimizer(parameters, members.ranks)}"

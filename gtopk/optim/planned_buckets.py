@@ -34,49 +34,49 @@ _log = logging.getLogger("gtopk")
 
 
 class PlannedBuckets:
-    """The buckets of one optimizer, and the residual of parameters that are in no bucket.
+    """The buckets of one optimizer, and the residuals of parameters that are in no bucket.
 
-    The latter is that of frozen parameters, and of names that no parameter has. `plan` makes the
-    buckets. A residual that is loaded goes into them at once; the loaded records and steps wait for
-    the next plan, as other ranks may have loaded nothing: all go on from rank 0's.
+    The latter belong to frozen parameters and to names that no parameter has. `plan` creates the
+    buckets. A loaded residual goes into them at once; loaded records and steps wait for the next
+    plan, which uses rank 0's: other ranks may have loaded nothing.
 
-    bucket_exchanges: in the order in which backward completes them; none before the first plan.
-    signature: a hash of the plan: equal on all ranks.
+    bucket_exchanges: in the order in which backward completes them; empty before the first plan.
+    signature: a hash of the plan, equal on all ranks.
     """
 
     def __init__(self, names: ParameterNames, options: Options, progress: Progress) -> None:
-        """progress: given to the exchanges; a plan sets its steps."""
+        """progress: passed on to the exchanges; a plan sets its steps."""
         self.bucket_exchanges: list[AnyBucketExchange] = []
         self.signature = ""
         self._names = names
         self._options = options
         self._progress = progress
-        self._index: dict[torch.nn.Parameter, int] = {}  # of each parameter's bucket
+        self._index: dict[torch.nn.Parameter, int] = {}  # each parameter's bucket
         self._trained: Sequence[torch.nn.Parameter] = ()  # as planned
-        self._sparse: set[torch.nn.Parameter] = set()  # whose sparse gradients the buckets take
+        self._sparse: set[torch.nn.Parameter] = set()  # the buckets accept their sparse gradients
         self._residuals: dict[str, ResidualState] = {}  # of parameters in no bucket
-        self._unmatched: set[str] = set()  # names that no parameter has: already warned of
-        self._without_momentum: set[str] = set()  # sparse gradients' names: already warned of
-        self._wanted: list[dict[str, Any]] = []  # records of the buckets to go on from
+        self._unmatched: set[str] = set()  # names without a parameter, already warned of
+        self._without_momentum: set[str] = set()  # names with sparse gradients, already warned of
+        self._wanted: list[dict[str, Any]] = []  # records of the buckets to resume
         self._loaded_steps: int | None = None  # None: nothing was loaded since the last plan
 
     def accepts_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
-        """Tell whether these parameters' buckets take their gradients, sparse ones included."""
+        """Return whether the buckets accept these parameters' gradients, including sparse ones."""
         sparse = [p for p in parameters if (g := p.grad) is not None and g.is_sparse]
         return self._sparse.issuperset(sparse)
 
     def is_outdated(self, trained: Sequence[torch.nn.Parameter]) -> bool:
-        """Tell whether this rank needs another plan, to exchange these parameters' gradients."""
+        """Return whether this rank needs a new plan to exchange these parameters' gradients."""
         if self._loaded_steps is not None:
             return True
-        # By identity: == of tensors compares values, and waits for a GPU.
+        # Compare by identity: == on tensors compares values, and waits for a GPU.
         if len(trained) == len(self._trained) and all(map(operator.is_, trained, self._trained)):
             return not self.accepts_gradients(trained)
-        gone = self._index.keys() - set(trained)  # frozen, or taken out of the groups
+        gone = self._index.keys() - set(trained)  # frozen, or removed from the groups
         if any(self.bucket_exchanges[self._index[parameter]].has_residual for parameter in gone):
-            return True  # its residual waits until it is there again
+            return True  # keep its residual until the parameter is trained again
         known = [parameter for parameter in trained if parameter in self._index]
-        # A new parameter needs no bucket as long as it has no gradient.
+        # A new parameter needs no bucket until it has a gradient.
         is_new = any(p.grad is not None for p in trained if p not in self._index)
         return is_new or not self.accepts_gradients(known)
 
@@ -86,14 +86,14 @@ class PlannedBuckets:
         order: Sequence[torch.nn.Parameter],
         peers: Peers,
     ) -> None:
-        """Make the buckets, the same on every rank, and put the residual into them.
+        """Create the buckets, the same on every rank, and load the residuals into them.
 
-        trained: the parameters that may have a gradient; all have a name.
-        order:   those whose gradients are complete, in the order in which they became so.
-        Raises HorovodInternalError, on all ranks alike, where they disagree, or one has joined.
+        trained: the parameters that may have a gradient; all must have a name.
+        order:   parameters with complete gradients, in the order in which they became complete.
+        Raises HorovodInternalError, on all ranks alike, if they disagree or one has joined.
         """
         names = [self._names[parameter] for parameter in trained]
-        # Copies: the buckets go, and a parameter may come into another one, or into none.
+        # Copies: the buckets are replaced, and a parameter may move to another one, or to none.
         residuals = {**self._residuals, **copy_residuals(self.bucket_exchanges)}
         plan = Plan(
             self._options,
@@ -112,7 +112,7 @@ class PlannedBuckets:
             agreed, peers.name, self._progress, peers.size
         )
         load_residuals(self.bucket_exchanges, residuals)
-        # Only for the same parameters in the same order: regions are places among them.
+        # Only if parameters and order are the same: regions are positions in the vector.
         records = {tuple(record["names"]): record for record in agreed.records}
         for bucket_exchange in self.bucket_exchanges:
             if tuple(bucket_exchange.names) in records:
@@ -128,30 +128,30 @@ class PlannedBuckets:
             for index, bucket_exchange in enumerate(self.bucket_exchanges)
             for p in bucket_exchange.parameters
         }
-        # A hash, as each bucket's operation carries it.
+        # Hashed, because each bucket's operation carries it.
         said = "\n".join([*signature, *map(str, agreed.parts)])
         self.signature = f"plan {hashlib.blake2b(said.encode(), digest_size=8).hexdigest()}"
 
     def drop_buckets(self) -> None:
-        """Drop the buckets, which belong to a world that has ended; keep their residual."""
+        """Drop the buckets, which belong to a world that has ended; keep their residuals."""
         if self.bucket_exchanges:
             self._residuals, self._wanted = self.export_state()
             self.bucket_exchanges, self._index, self._sparse, self._trained = [], {}, set(), ()
 
     def export_state(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]:
-        """Return the residual of each parameter after the last step, and the buckets' records."""
+        """Return each parameter's residual after the last step, and the buckets' records."""
         if not self.bucket_exchanges:
             return self._residuals, self._wanted
         residuals = {**self._residuals, **copy_residuals(self.bucket_exchanges)}
-        # A state was loaded: its buckets come with the next plan.
+        # A loaded state's buckets are created by the next plan.
         if self._loaded_steps is not None:
             return residuals, self._wanted
         return residuals, [bucket_exchange.record() for bucket_exchange in self.bucket_exchanges]
 
     def residuals(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Return each parameter that has a residual, and the residual in the parameter's shape.
+        """Yield each parameter with a residual, and the residual in the parameter's shape.
 
-        In a bucket it is a view of the bucket's memory; before a plan it is what was loaded.
+        In a bucket this is a view of the bucket's memory; before a plan it is the loaded tensor.
         """
         yield from residuals_of(self.bucket_exchanges)
         for parameter, name in self._names.items():
@@ -161,10 +161,10 @@ class PlannedBuckets:
     def import_state(
         self, residuals: Mapping[str, ResidualState], records: list[dict[str, Any]], steps: int
     ) -> None:
-        """Replace the residual; the next plan takes the records and steps that rank 0 loaded.
+        """Replace the residuals; the next plan uses the records and steps that rank 0 loaded.
 
-        Other ranks may load nothing: until that plan, what all agree on stays as it is.
-        Raises DamagedError for a tensor that does not fit the parameter of its name.
+        Other ranks may load nothing, so the agreed values stay until that plan.
+        Raises DamagedError if a tensor does not fit the parameter of its name.
         """
         require_shapes(residuals, {name: p for p, name in self._names.items()})
         if self.bucket_exchanges:
@@ -173,12 +173,12 @@ class PlannedBuckets:
 
     @property
     def steps(self) -> int:
-        """Return the number of steps taken, with those before the state that was loaded last."""
+        """Return the number of steps taken, including those before the last loaded state."""
         return self._progress.steps if self._loaded_steps is None else self._loaded_steps
 
     def _sparse_among(self, trained: Iterable[torch.nn.Parameter]) -> list[str]:
-        """Return the names of parameters with sparse gradients, here now or on any rank before."""
-        # Those of before as well: a step may bring this rank no gradient of them.
+        """Return the names of parameters with sparse gradients, here now or before on any rank."""
+        # Include earlier ones: a step may bring this rank no gradient of them.
         return [
             self._names[parameter]
             for parameter in trained
@@ -187,7 +187,7 @@ class PlannedBuckets:
         ]
 
     def _warn_of_unmatched(self, rank: int) -> None:
-        """Warn of residuals whose names no parameter has; they are kept, and saved again."""
+        """Warn of residuals without a matching parameter; they are kept, and saved again."""
         news = {
             name: parts for name, parts in self._residuals.items() if name not in self._unmatched
         }
@@ -200,7 +200,7 @@ class PlannedBuckets:
         ).keys()
 
     def _warn_of_lost_momentum(self) -> None:
-        """Warn of sparse gradients, which get no momentum: the wrapped optimizer has none."""
+        """Warn of sparse gradients: neither the correction nor the optimizer applies momentum."""
         feedback = self._options.feedback
         if feedback is None or not feedback.corrects:
             return
@@ -222,7 +222,7 @@ class PlannedBuckets:
 
 
 def _agree_on(plan: Plan, signature: Sequence[str], peers: Peers) -> Agreed:
-    """Return what all ranks plan; raise MismatchError, on all alike, where one has joined."""
+    """Return the plan of all ranks; raise MismatchError, on all alike, if one has joined."""
 
     def agree(transport: Transport, joined: list[int]) -> Agreed:
         if joined:

@@ -1,9 +1,9 @@
-"""Reducer: exchanges an optimizer's gradients, bucket by bucket, while backward goes on.
+"""Reducer: exchange an optimizer's gradients, bucket by bucket, while backward runs.
 
 first step   the order of gradients is not known yet: all ranks plan the buckets, then exchange
-later        a bucket is submitted when its gradients are complete, the last one when backward ended
-any time     a rank has a gradient that belongs to no bucket (a layer was added or unfrozen, an
-             embedding became sparse): the transaction is void, all ranks plan anew and exchange
+later        each bucket is submitted when its gradients are complete, the last one after backward
+any time     a rank has a gradient that belongs to no bucket (a layer was added or unfrozen, or an
+             embedding became sparse): the transaction is void, all ranks plan and exchange again
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _log = logging.getLogger("gtopk")
 class Overlap:
     """Whether buckets are exchanged before backward has ended; the last one never is.
 
-    is_on: until gradients, or weights, are changed between backward and the step.
+    is_on: turned off once gradients, or weights, are changed between backward and the step.
     """
 
     def __init__(self, is_on: bool, compression: object) -> None:
@@ -57,7 +57,7 @@ class Overlap:
         self._hides = hides_behind_backward(compression)
 
     def stop(self, peers: Peers) -> None:
-        """Exchange buckets after backward from now on: gradients or weights change after it."""
+        """Exchange buckets after backward from now on, since gradients or weights change then."""
         if not self.is_on:
             return
         self.is_on = False
@@ -74,7 +74,7 @@ class Overlap:
         )
 
     def warn_of_a_single_bucket(self, buckets: int, peers: Peers) -> None:
-        """Warn where hide_behind_backward is asked for, and a single bucket cannot hide."""
+        """Warn if hide_behind_backward is set with a single bucket, which cannot be hidden."""
         if self._hides and self.is_on and buckets == 1 and peers.size > 1:
             _log.warning(
                 "rank %d: %s are exchanged in one bucket, when backward has ended, and "
@@ -87,25 +87,25 @@ class Overlap:
 
 
 class Reducer:
-    """Reduces an optimizer's gradients: `exchange_gradients`, `apply`, then `commit`.
+    """Reduces an optimizer's gradients: call `exchange_gradients`, `apply`, then `commit`.
 
-    names:    of all parameters; those that come later are added.
+    names:    of all parameters; a new plan adds later ones.
     progress: steps and backward times, for the exchanges; `apply` counts the steps.
     planned:  the buckets that are exchanged.
     scaler:   the GradScaler that scales the loss, or None.
-    samples:  the number behind this rank's gradients; without one, `op` sets the weight.
-    overlap:  whether buckets are exchanged while backward goes on.
-    expected: the seconds that a step's exchange is expected to take.
-    stepping_mode: the mode of `adapt` that exchanges gradients in this one's place; "": none.
-    peers:    the ranks that reduce together, in the world that was entered last.
-    stragglers: how fast these ranks compute, beside each other.
+    samples:  the sample count of this rank's gradients; without one, `op` determines the weight.
+    overlap:  whether buckets are exchanged during backward.
+    expected: the predicted seconds of a step's exchange.
+    stepping_mode: the mode of `adapt` that exchanges gradients instead of this reducer; "": none.
+    peers:    the ranks that reduce together, in the current world.
+    stragglers: how fast these ranks compute, compared with each other.
     """
 
     residual_of: ClassVar[str] = "gradients"
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,  # the plain one: ours holds this reducer
+        optimizer: torch.optim.Optimizer,  # the plain one; ours refers to this reducer
         names: ParameterNames,
         options: Options,
         here: World,
@@ -118,10 +118,10 @@ class Reducer:
         require_scaler(scaler)
         self.scaler = scaler
         self.samples = Samples()
-        # SyncBatchNorm looks up by it what this rank's next gradients weigh.
+        # SyncBatchNorm uses it to look up the weight of this rank's next gradients.
         note_stepper(self, names)
         self._clips_before = options.clips_before
-        # The norm of all gradients is known only when backward has ended.
+        # The norm of all gradients is known only after backward.
         overlaps = options.overlap and not self._clips_before
         self.overlap = Overlap(overlaps, options.compression)
         is_planned = options.groups is None and options.bucket_bytes is None
@@ -129,11 +129,11 @@ class Reducer:
         self.stepping_mode = ""
         self._optimizer = optimizer
         self._transaction: StepTransaction | None = None
-        # Its update is in the gradients, and no step has used it yet.
+        # Its update is in the gradients, but no step has used it yet.
         self._applied: StepTransaction | None = None
         self._has_warned_of_lacking = False
-        self._rolled_back = False  # the transaction that was applied last
-        # The others', while this rank has joined; or its own, which it has broken off.
+        self._rolled_back = False  # whether the last applied transaction was
+        # The other ranks', after this rank has joined; or its own, which it aborted.
         self._shadow: StepTransaction | None = None
         self.hooks = BackwardHooks(names, on_complete=self._complete)
         self.enter(here)
@@ -141,12 +141,12 @@ class Reducer:
     def enter(self, here: World) -> None:
         """Enter a world: the first, or the next one after `shutdown` or a failure.
 
-        This rank's residual stays; the ranks plan anew. Raises ValueError where the process set
-        is not registered.
+        This rank keeps its residual, and the ranks plan again. Raises ValueError if the process
+        set is not registered.
         """
         self._commit_or_roll_back()
         self.peers = peers_in(here, self.options.process_set, self.names.values())
-        # `drop` waits for the old engine's thread, which may still be at work in the buckets.
+        # `drop` waits for the old engine's thread, which may still be using the buckets.
         transaction, self._transaction = self._transaction, None
         if transaction is not None:
             transaction.drop()
@@ -158,13 +158,13 @@ class Reducer:
         register_shadow(self, self.peers.engine, self.peers.name)
 
     def place_zeros(self) -> None:
-        """Set the gradients to zeros, where there are other ranks to reduce with."""
+        """Set the gradients to zeros, if there are other ranks to reduce with."""
         if self.peers.size > 1 and self.peers.takes_part:
             place_placeholders(self.names)
 
     @property
     def _param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups, looked up each time: loading a state replaces them."""
+        """The parameter groups, looked up each time because loading a state replaces them."""
         return self._optimizer.param_groups
 
     def trained(self) -> list[torch.nn.Parameter]:
@@ -175,7 +175,7 @@ class Reducer:
         return [p for p in with_gradients(self._param_groups) if p.numel()]
 
     def trains(self) -> bool:
-        """Tell whether `trained` has any; stops at the first."""
+        """Return whether `trained` is not empty; stops at the first parameter found."""
         return any(
             p.numel() and (p.requires_grad or not lacks_gradient(p))
             for group in self._param_groups
@@ -184,44 +184,44 @@ class Reducer:
 
     @property
     def exchanges(self) -> bool:
-        """Whether steps are to be agreed with other ranks."""
+        """Whether steps must be agreed with other ranks."""
         peers = self.peers
         return peers.takes_part and peers.size > 1 and not self.stepping_mode and self.trains()
 
     def stop_exchanging(self, mode: str) -> None:
-        """Exchange nothing from now on, and count no passes: this mode of `adapt` exchanges."""
+        """Stop exchanging and counting passes, because this mode of `adapt` exchanges instead."""
         self.stepping_mode, self.overlap.is_on = mode, False
         remove_placeholders(self.names)
-        self.hooks = BackwardHooks(self.names)  # watches nothing; the old hooks are removed
+        self.hooks = BackwardHooks(self.names)  # watches nothing, and removes the old hooks
 
     def _complete(self, index: int) -> None:
-        """Exchange a bucket whose last gradient has come, while backward goes on."""
+        """Exchange a bucket during backward, once its last gradient is complete."""
         if not self.overlap.is_on or index == len(self.planned.bucket_exchanges) - 1:
-            return  # the last one ends the step: `exchange_gradients` submits it
+            return  # the last one ends the step, so `exchange_gradients` submits it
         if self.samples.count == 0:
             return  # gradients of no samples become zeros, but the number may still change
         parameters = self.planned.bucket_exchanges[index].parameters
         if any(p.is_cuda for p in parameters) and torch.cuda.is_current_stream_capturing():
-            return  # a CUDA graph is captured: it computes gradients later, without hooks
+            return  # a CUDA graph is being captured: it computes gradients later, without hooks
         if not self._is_here():
             return
         if self._transaction is not None and index in self._transaction.operations:
             return
         if not self.planned.accepts_gradients(parameters):
-            return  # one has turned sparse: `exchange_gradients` plans anew
+            return  # a gradient has become sparse: `exchange_gradients` plans again
         if self._transaction is None:
             self._transaction = self._open()
         self._transaction.submit_early(index)
 
     def _is_here(self) -> bool:
-        """Tell whether this is still the world that was entered; the next step enters another."""
+        """Return whether this is still the current world; the next step enters another."""
         return world.is_initialized() and world.current() is self.peers.world
 
     def exchange_gradients(self) -> StepTransaction:
         """Exchange all gradients; return the transaction, for the caller to apply or skip.
 
-        Raises HorovodInternalError, on every rank alike, when the ranks disagree; the residuals are
-        then as before.
+        Raises HorovodInternalError, on every rank alike, if the ranks disagree; residuals are then
+        unchanged.
         """
         self._commit_or_roll_back()
         self.hooks.check()
@@ -231,15 +231,15 @@ class Reducer:
                 self.progress.backward_began = self.hooks.began
             order = self.hooks.order
         finally:
-            self.hooks.forget()  # also where this fails: the next step counts
-        # Taken away first: whatever happens below, the next step opens a transaction of its own.
+            self.hooks.forget()  # even if this fails, so that the next step counts
+        # Reset it first: whatever fails below, the next step opens a transaction of its own.
         transaction, self._transaction = self._transaction, None
         if transaction is not None and transaction.samples != self.samples:  # set after backward
             transaction.invalidate()
         if not self.planned.bucket_exchanges:
             self._plan(order)
-        # Whether a transaction is void, and why, comes from all ranks' flags. So all ranks try
-        # again equally often, and stop the overlap or plan anew together.
+        # All ranks' flags decide whether a transaction is void, and why. So all ranks retry equally
+        # often, and stop the overlap or plan again together.
         while True:
             transaction = transaction or self._open()
             self._finish(transaction)
@@ -253,10 +253,10 @@ class Reducer:
             transaction = None
 
     def _plan(self, order: list[torch.nn.Parameter]) -> None:
-        """Make the buckets with all ranks, and exchange them from now on."""
+        """Plan the buckets together with all ranks, and exchange them from now on."""
         trained = self.trained()
         self.names.add(self._param_groups)
-        # Averaging a mean once more changes nothing; compressing what DDP has sent saves nothing.
+        # Averaging a mean again changes nothing; but compressing after DDP saves nothing.
         if self.options.feedback is not None:
             refuse_ddp(trained)
         note_stepper(self, trained)
@@ -289,7 +289,7 @@ class Reducer:
         self._warn_of_lacking(transaction.lacking)
 
     def _warn_of_lacking(self, lacking: Mapping[int, list[str]]) -> None:
-        """Warn, once, that gradients count as zeros on some ranks: it may be a mistake."""
+        """Warn, once, of gradients that count as zeros on some ranks, as it may be a mistake."""
         if not lacking or self._has_warned_of_lacking:
             return
         self._has_warned_of_lacking = True
@@ -303,32 +303,32 @@ class Reducer:
         )
 
     def apply(self, transaction: StepTransaction) -> None:
-        """Replace the gradients by a transaction's update, and count the step taken with it."""
+        """Replace the gradients with a transaction's update, and count the step."""
         transaction.apply()
         self._applied, self._rolled_back = transaction, False
         self.progress.steps += 1
 
     def commit(self) -> None:
-        """Make the update that was applied last final: the optimizer has stepped with it."""
+        """Make the last applied update final: the optimizer has stepped with it."""
         if self._applied is not None:
             self._applied.commit()
             self._applied = None
 
     @property
     def is_discarded(self) -> bool:
-        """Tell whether the update applied last is in no gradient any more, and no step used it."""
+        """Return whether the last applied update was dropped from the gradients without a step."""
         if (applied := self._applied) is None:
             return self._rolled_back
         return applied.is_discarded and not applied.has_changed_parameters
 
     def _commit_or_roll_back(self) -> None:
-        # The gradients were cleared or replaced, and nobody has stepped: the update goes back.
+        # The gradients were cleared or replaced without a step: return the update to the residual.
         if self._applied is not None and self.is_discarded:
             self._roll_back()
         self.commit()
 
     def _roll_back(self) -> None:
-        """Undo the exchange of the update that was applied last."""
+        """Undo the exchange of the last applied update."""
         if self._applied is not None:
             self._applied.undo()
             self._applied, self._rolled_back = None, True
@@ -337,7 +337,7 @@ class Reducer:
     def _open(self) -> StepTransaction:
         self._commit_or_roll_back()
         if self._shadow is not None:
-            self._shadow.undo()  # in case it did not end
+            self._shadow.undo()  # in case it was not completed
             self._shadow = None
         weight = 1.0 / self.peers.size if self.options.op == Average else 1.0
         loss = loss_scale(self.scaler)
@@ -362,16 +362,16 @@ class Reducer:
         )
 
     def abort(self) -> None:
-        """Leave the step that this rank is in, if any: it is about to join.
+        """Leave this rank's current step, if any: the rank is about to join.
 
-        The others try again without its gradients; its residual is as before the step.
+        The other ranks retry without its gradients; its residual is as before the step.
         """
         if self._transaction is not None:
             self._transaction.abort()
             self._shadow, self._transaction = self._transaction, None
 
     def shadow_work(self, index: int) -> Work:
-        """Return this rank's work for a bucket of the others' transaction, once it has joined."""
+        """Return this joined rank's work for a bucket of the other ranks' transaction."""
         here = self.peers.world
         if index >= len(self.planned.bucket_exchanges):
             raise RuntimeError(
@@ -379,26 +379,26 @@ class Reducer:
                 "every rank must take a step before one joins"
             )
         shadow = self._shadow
-        # A bucket that comes once more is of the others' next try.
+        # A bucket that is requested again belongs to the other ranks' retry.
         if shadow is None or index in shadow.shadowed:
             shadow = self._open()
         self._shadow = shadow
         reduce = shadow.shadow_work(index)
 
         def work(transport: Transport, all_flags: list[int]) -> None:
-            # True, and so 1, where the step had an update: it counts on this rank, too.
+            # True, which counts as 1, if the step had an update: it counts on this rank, too.
             self.progress.steps += reduce(transport, all_flags)
             here.note_preempted(shadow.preempted)
 
         return work
 
     def drop(self) -> None:
-        """Forget the gradients computed towards the next step.
+        """Discard the gradients computed towards the next step.
 
         An update that no step has used is undone: the residual is as before it. All ranks do so
-        alike; where one does not, its replica differs from theirs anyway. A transaction that has
-        begun goes on until the next step: the other ranks may be in it. It will be void, as the
-        gradients will be others by then.
+        alike; a rank that does not has a diverged replica anyway. A transaction that has begun
+        continues until the next step, because other ranks may be in it. It will be void, as the
+        gradients will have changed by then.
         """
         if self._applied is not None and not self._applied.has_changed_parameters:
             self._roll_back()
@@ -406,14 +406,14 @@ class Reducer:
         self.hooks.forget()
 
     def drops_overflow(self) -> bool:
-        """Tell whether `drop` would forget complete gradients that are not finite on this rank."""
+        """Return whether `drop` would discard complete but non-finite gradients on this rank."""
         if self.stepping_mode or not self.hooks.order or self.peers.size == 1:
             return False
         gradients = [p.grad for p in self.hooks.order if p.grad is not None]
         return not all(bool(g.detach().isfinite().all()) for g in gradients if not g.is_sparse)
 
     def in_flight(self) -> dict[torch.nn.Parameter, Any]:
-        """Return the operations of buckets submitted so far in this step, by parameter."""
+        """Return the operations of the buckets submitted so far in this step, by parameter."""
         if self._transaction is None:
             return {}
         return {
@@ -423,9 +423,9 @@ class Reducer:
         }
 
     def residuals(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Return each parameter that has a residual, and the residual in the parameter's shape.
+        """Return each parameter with a residual, and the residual in the parameter's shape.
 
-        None while the optimizer is set aside: its residual waits until it is used again.
+        Nothing while the optimizer is set aside: its residual waits until it is used again.
         """
         return iter(()) if self.hooks.is_aside else self.planned.residuals()
 
@@ -436,21 +436,21 @@ class Reducer:
 
     @property
     def rank(self) -> int:
-        """Return this rank's place among them."""
+        """Return this rank's index among them."""
         return self.peers.rank
 
     @property
     def steps(self) -> int:
-        """Return the number of steps taken, with those before the state that was loaded last."""
-        # An update that no optimizer has stepped with is counted, and may still be undone.
+        """Return the number of steps taken, including those before the last loaded state."""
+        # Leave out an applied update that no optimizer has used: it may still be undone.
         return self.planned.steps - (self._applied is not None)
 
     def known_names(self) -> set[str]:
-        """Return the names of all parameters, with those that no step has included yet."""
+        """Return the names of all parameters, including those that no step has used yet."""
         return self.names.known()
 
     def export_state(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]:
-        """Return the residual of each parameter after the last step, and the buckets' records.
+        """Return each parameter's residual after the last step, and the buckets' records.
 
         An update that no step has used does not count: the parameters lack it, too.
         """
@@ -464,9 +464,9 @@ class Reducer:
     def import_state(
         self, residuals: Mapping[str, ResidualState], records: list[dict[str, Any]], steps: int
     ) -> None:
-        """Replace the residual, and go on from these steps; see `PlannedBuckets.import_state`."""
+        """Replace the residuals and the step count; see `PlannedBuckets.import_state`."""
         if self._transaction is not None:
-            # First: the engine's thread may be at the residual that is to be replaced.
+            # First, because the engine's thread may be using the residual.
             self._transaction.invalidate()
         self.commit()
         self.planned.import_state(residuals, records, steps)

@@ -1,7 +1,7 @@
-"""Samples: the number that a rank's gradients come from, and the weight that follows from it.
+"""Samples: the number of samples behind a rank's gradients, and the resulting weight.
 
-The number travels in the upper bits of the step's flags, above a bit that tells whether there is a
-number. So no message is added, and a rank that has joined knows the others' numbers, too. A rank's
+The number is sent in the upper bits of the step's flags, above a bit that says whether there is a
+number. So it needs no extra message, and joined ranks know the other ranks' numbers, too. A rank's
 gradients are multiplied with its weight before anything else.
 """
 
@@ -21,18 +21,18 @@ from collectives.kernels import squared_norm, squared_norms
 
 from ..exchange.buckets.arrays import current_stream, device_of, located, view_array
 
-# Flags have 63 bits: 35 for others, one that tells whether there is a number, 27 for the number.
+# Flags have 63 bits: 35 for other uses, one that says whether there is a number, 27 for the number.
 FLAG_BITS_BELOW_SAMPLES: Final = 35
 MOST: Final = 2**27 - 1
 
 
 @dataclass(frozen=True)
 class Samples:
-    """The number of samples behind this rank's gradients, as `set_num_samples` was told.
+    """The number of samples behind this rank's gradients, from `set_num_samples`.
 
-    count:  of the samples; None: as many as on every other rank.
-    summed: the gradients are those of a sum over samples, not of a mean.
-    Raises ValueError for a number out of 0..MOST, TypeError for one that is not whole.
+    count:  number of samples; None: all ranks have equally many.
+    summed: gradients are of a sum over samples, not of a mean.
+    Raises ValueError for a number out of 0..MOST, TypeError for a non-integer.
     """
 
     count: int | None = None
@@ -41,36 +41,36 @@ class Samples:
     def __post_init__(self) -> None:
         if self.count is None:
             return
-        count = whole_number("the number of samples", self.count)  # also of NumPy, as an int
+        count = whole_number("the number of samples", self.count)  # NumPy's become int
         if not 0 <= count <= MOST:
             raise ValueError(f"the number of samples must lie in 0..{MOST:,}, got {count:,}")
         object.__setattr__(self, "count", count)
 
     @property
     def signature(self) -> str:
-        """Return the part of an operation's signature: equal on all ranks."""
+        """Return the part of an operation's signature that must be equal on all ranks."""
         if self.count is None:
             return "gradients weighted alike: no number of samples"
         return f"gradients weighted by samples, of a {'sum' if self.summed else 'mean'}"
 
     @property
     def flags(self) -> int:
-        """Return the bits of the flags that hold the number."""
+        """Return the number as bits of the flags."""
         return 0 if self.count is None else (self.count << 1 | 1) << FLAG_BITS_BELOW_SAMPLES
 
     @property
     def own_weight(self) -> int:
         """Return this rank's unnormalized weight, from its own sample count.
 
-        Only its ratio to other ranks' weights has a meaning.
+        Only its ratio to the other ranks' weights is meaningful.
         """
         if self.count is None:
             return 1
-        # A sum has its number of samples in it already.
+        # A sum already includes its number of samples.
         return min(self.count, 1) if self.summed else self.count
 
     def weight(self, all_flags: Sequence[int]) -> float:
-        """Return this rank's weight, from all ranks' flags: b/B, or 1/B where a sum was taken."""
+        """Return this rank's weight, from all ranks' flags: b/B, or 1/B if the loss was summed."""
         return self._part(1 if self.summed else self.count or 0, all_flags)
 
     def share(self, all_flags: Sequence[int]) -> float:
@@ -78,13 +78,13 @@ class Samples:
         return self._part(self.count or 0, all_flags)
 
     def _part(self, of: int, all_flags: Sequence[int]) -> float:
-        # Where no rank has a sample nothing counts, and nothing is divided by 0.
+        # If no rank has samples, nothing counts; avoid dividing by 0.
         total = sum(_number(flags) or 0 for flags in all_flags)
         return of / total if total and self.count else 0.0
 
 
 def whole_number(name: str, value: Any) -> int:
-    """Return a whole number, also one of NumPy or torch, as an int; else raise TypeError."""
+    """Return an integer, also one of NumPy or torch, as an int; otherwise raise TypeError."""
     try:
         return operator.index(value)
     except TypeError as error:
@@ -92,7 +92,7 @@ def whole_number(name: str, value: Any) -> int:
 
 
 def is_weighted(flags: int) -> bool:
-    """Tell whether the gradients of a rank with these flags count for anything."""
+    """Return whether the gradients of a rank with these flags have a nonzero weight."""
     return _number(flags) != 0
 
 
@@ -102,7 +102,7 @@ def _number(flags: int) -> int | None:
 
 
 class Stepper(Protocol):
-    """An object that steps with parameters, and knows how many samples their next gradients have.
+    """An object that steps parameters, and knows the sample count of their next gradients.
 
     See `Reducer`.
     """
@@ -114,7 +114,7 @@ _steppers = WeakTensorKeyDictionary()  # by parameter, a weak reference to its s
 
 
 def note_stepper(stepper: Stepper, parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Note which object steps with these parameters; `own_weight` looks it up."""
+    """Record the object that steps these parameters, for `own_weight`."""
     known = weakref.ref(stepper)
     for parameter in parameters:
         _steppers[parameter] = known
@@ -128,13 +128,13 @@ def own_weight(parameter: torch.nn.Parameter | None) -> int:
 
 
 class LocalClip:
-    """Clips a rank's part of a sum before it is sent; takes the part's own norm when it is made.
+    """Clip a rank's part of the sum before it is sent; computes the part's norm on creation.
 
-    gradients: of this rank; scale: of the loss, which norms do not include.
+    gradients: this rank's; scale: of the loss; norms are without it.
     allowed_norm: of the sum, if the ranks' gradients are independent; None: any.
-    allowed_mean: of the mean gradient; None: any. ratio: the mean gradient's sum of squares, over
+    allowed_mean: of the mean gradient; None: any. ratio: the mean gradient's sum of squares over
         that of this rank's gradient.
-    applied: the factor that was returned last.
+    applied: the last returned factor.
     """
 
     def __init__(
@@ -151,11 +151,11 @@ class LocalClip:
             self._norm = norm_of([each for each in gradients if each is not None]) / scale
 
     def factor(self, weight: float, share: float) -> float:
-        """Return the factor that shortens weight * gradients to the smaller of the allowed norms.
+        """Return the factor that clips weight * gradients to the smaller of the allowed norms.
 
-        share: of this rank in the sum; all ranks' add up to 1. Independent gradients, each of
+        share: this rank's weight in the sum; all ranks' add up to 1. Independent gradients, each of
         sqrt(share) times the allowed norm, have a sum of that norm: with shares of 1/ranks this is
-        Lin et al. 2018, section 3.2. A norm that is not finite gives 1: the step is skipped.
+        Lin et al. 2018, section 3.2. If the norm is not finite, return 1: the step is skipped.
         """
         self.applied = self._factor(weight * self._norm, share)
         return self.applied
@@ -167,8 +167,8 @@ class LocalClip:
         if self._allowed_norm is not None:
             allowed = self._allowed_norm * math.sqrt(share)
         if self._allowed_mean is not None:
-            # This rank's gradient is 1 / sqrt(ratio) times as long as the mean one, to which it
-            # gives its share.
+            # This rank's gradient is 1 / sqrt(ratio) times as long as the mean gradient, to which
+            # it contributes its share.
             allowed = min(allowed, self._allowed_mean * share / math.sqrt(self._ratio))
         return min(1.0, allowed / norm)
 
@@ -176,7 +176,7 @@ class LocalClip:
 def norm_of(tensors: Sequence[torch.Tensor]) -> float:
     """Return the Euclidean norm of all values of tensors of any dtypes; sparse ones are coalesced.
 
-    Not finite where a value is not. 16-bit values are added in float32; only where that overflows,
+    Not finite if any value is not. 16-bit values are added in float32; only if that overflows,
     all are added in float64, which takes a CPU thirty times as long.
     """
     parts = [t.detach().coalesce()._values() if t.is_sparse else t.detach() for t in tensors]
@@ -187,7 +187,7 @@ def norm_of(tensors: Sequence[torch.Tensor]) -> float:
         for part, dtype in zip(parts, wide, strict=True):
             one = torch.linalg.vector_norm(part, dtype=dtype).double()
             norms.setdefault(part.device, []).append(one)
-        # One wait for each device.
+        # One wait per device.
         return math.hypot(*(float(torch.stack(each).norm()) for each in norms.values()))
 
     found = norm(torch.float32)
@@ -195,9 +195,9 @@ def norm_of(tensors: Sequence[torch.Tensor]) -> float:
 
 
 def shorten(gradients: Sequence[torch.Tensor], allowed: float, scale: float) -> None:
-    """Shorten gradients, the same on all ranks, to this norm, in place.
+    """Clip gradients that are the same on all ranks to this norm, in place.
 
-    scale: of the loss: gradients are multiplied with it, the norm is not.
+    scale: of the loss; the gradients include it, the norm does not.
     """
     norm = agreed_norm(gradients) / scale
     if norm > allowed:
@@ -205,10 +205,10 @@ def shorten(gradients: Sequence[torch.Tensor], allowed: float, scale: float) -> 
 
 
 def agreed_norm(tensors: Sequence[torch.Tensor]) -> float:
-    """Return the norm of tensors that are the same on all ranks: the same bits on every rank.
+    """Return the norm of tensors that are the same on all ranks, bit-identical on every rank.
 
-    The kernels add in float64 and in one order, on any processor and any GPU. The order of torch's
-    sums depends on the processor's instructions: two ranks' norms may differ in the last bit.
+    The kernels add in float64 and in a fixed order, on any CPU and GPU. torch's order depends on
+    the processor's instruction set, so that two ranks' norms could differ in the last bit.
     """
     home = device_of(tensors)
     with current_stream(home)():
@@ -226,7 +226,7 @@ def agreed_norm(tensors: Sequence[torch.Tensor]) -> float:
 
 
 def _squares_on_gpu(tensors: Sequence[torch.Tensor]) -> list[float]:
-    """Return each tensor's sum of squares; one launch and one wait for all of one dtype."""
+    """Return each tensor's sum of squares, with one launch and one wait per dtype."""
     squares = [0.0] * len(tensors)
     for dtype in {tensor.dtype for tensor in tensors}:
         places = [at for at, tensor in enumerate(tensors) if tensor.dtype == dtype]

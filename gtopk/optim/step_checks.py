@@ -1,14 +1,14 @@
-"""Checks of steps: SkippedSteps counts those that are skipped, ReplicaCheck compares the replicas.
+"""Checks of steps: SkippedSteps counts skipped steps, ReplicaCheck compares the replicas.
 
-A step is skipped, on all ranks, because a gradient or a sum was not finite. ReplicaCheck checks at
-intervals that the ranks' parameters are the same bits; heals them:
+All ranks skip a step if a gradient or a sum is not finite. ReplicaCheck checks at intervals that
+the ranks' parameters are bit-identical, and can heal them:
 
-    all ranks                      compare checksums of their parameters
-    where some differ, to heal     compare checksums of these with the optimizer's state of them;
-                                   the lowest rank of the majority sends its own to the others
+    all ranks                    compare checksums of their parameters
+    to heal, if some differ      compare checksums of these parameters with their optimizer state;
+                                 the lowest rank of the majority sends its own to the others
 
-The state goes along: if only the parameter was repaired, a momentum that differs would make it
-differ again. A rank's residual is its own, and stays.
+The state is included because, with only the parameter repaired, a different momentum would make it
+diverge again. A rank's residual is its own, and stays.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from .peers import Peers
 
 _log = logging.getLogger("gtopk")
 
-# GradScaler begins at a scale of 65,536 = 2^16 and halves it at each step that overflows: after 16
-# of them the scale is 1, and gradients that are finite without a scale do not overflow any more.
+# GradScaler starts with a scale of 65,536 = 2^16 and halves it on each overflow: after 16 of them
+# the scale is 1, and gradients that are finite without a scale no longer overflow.
 MAX_SKIPPED_STEPS: Final = 20
 EVERY: Final = 100  # steps, where check_every is None
-# For ranks whose replica was not finite and became the others': only parameters were replaced.
+# For ranks with a non-finite replica, replaced by that of the others: only parameters were.
 BUFFERS_STAY: Final = (
     "buffers (BatchNorm's means) stay as they are there: between epochs, broadcast another rank's"
 )
@@ -51,21 +51,21 @@ _STAY: Final = (
 
 
 class Divergence(NamedTuple):
-    """A parameter whose bits differ between ranks; sides: by checksum, the ranks that have it."""
+    """A parameter with bits that differ between ranks; ranks_by_checksum: ranks of each version."""
 
     name: str
     ranks_by_checksum: dict[int, list[int]]
 
     def describe(self) -> str:
-        """Return the parameter and its sides in words, for errors."""
+        """Return a description of the parameter and its versions, for errors."""
         sides = "; ".join(
             f"{name_ranks(ranks)}: {bits:016x}" for bits, ranks in self.ranks_by_checksum.items()
         )
         return f"parameter '{self.name}' has the checksums {sides}"
 
     def majority(self) -> list[int] | None:
-        """Return the ranks of the side that has more than half of all ranks; None: none has."""
-        # More than half of all, not the largest side: of two and two, either may be wrong.
+        """Return the ranks of the version that more than half of all ranks have; None if none."""
+        # More than half, not just the most frequent: with two against two, either may be wrong.
         most = max(self.ranks_by_checksum.values(), key=len)
         return most if 2 * len(most) > sum(map(len, self.ranks_by_checksum.values())) else None
 
@@ -75,13 +75,13 @@ Look = Callable[[Transport], list[Divergence]]
 
 def checksums(parameters: Iterable[torch.Tensor]) -> np.ndarray:
     """Return a checksum of each parameter's bits, uint64 [parameters]."""
-    # Of its memory in the order of its elements.
+    # Of its elements in order, whatever its memory layout.
     found = [checksum(as_bytes(each.detach().cpu()).numpy()) for each in parameters]
     return np.array(found, np.uint64)
 
 
 def compare(transport: Transport, own: np.ndarray, names: Sequence[str]) -> list[Divergence]:
-    """Return the parameters that differ, the same on every rank; all ranks call it together.
+    """Return the parameters that differ, the same on every rank; a collective.
 
     own: this rank's `checksums`.
     """
@@ -97,7 +97,7 @@ def compare(transport: Transport, own: np.ndarray, names: Sequence[str]) -> list
 
 
 def require_the_same(transport: Transport, own: np.ndarray, names: Sequence[str]) -> None:
-    """Raise MismatchError, on every rank alike, that names the first parameter that differs."""
+    """Raise MismatchError, on every rank alike, naming the first parameter that differs."""
     if diverged := compare(transport, own, names):
         raise MismatchError(
             f"the replicas are no longer the same: {diverged[0].describe()}; begin with "
@@ -111,9 +111,9 @@ def pack(
     wanted: Iterable[str],
     state: Mapping[torch.Tensor, dict[str, Any]],
 ) -> dict[str, bytes]:
-    """Return parameters of these names with the optimizer's state of them, as bytes, by name.
+    """Serialize the parameters of these names with their optimizer state, by name.
 
-    Raises TypeError for a state of types that `runtime.object_codec` does not know.
+    Raises TypeError for a state with types that `runtime.object_codec` does not support.
     """
     wanted = set(wanted)
     return {
@@ -126,15 +126,15 @@ def pack(
 def spread_majority(
     transport: Transport, own: Mapping[str, bytes], problem: str = ""
 ) -> tuple[list[int], dict[str, bytes]]:
-    """Send the majority's parameters to ranks that have others; all ranks call it together.
+    """Send the majority's parameters to ranks that have others; a collective.
 
-    Returns the ranks that were repaired, and bytes for this rank, by name.
-    own: this rank's, from `pack`; all ranks pack the same names.
-    problem: why this rank cannot pack them; "": it can.
-    Raises MismatchError, on every rank alike, where no side has more than half of the ranks, or one
-    of them has a problem.
+    Returns the repaired ranks, and bytes for this rank, by name.
+    own: this rank's, from `pack`; all ranks must pack the same names.
+    problem: why this rank cannot pack them; "" if it can.
+    Raises MismatchError, on every rank alike, if no version has more than half of the ranks, or if
+    any rank has a problem.
     """
-    # Before anything is compared: a rank with a problem has packed nothing.
+    # Before the comparison, because a rank with a problem has packed nothing.
     problems = zip(transport.ranks, transport.gather_object(problem), strict=True)
     if said := "; ".join(f"{name_ranks([rank])}: {each}" for rank, each in problems if each):
         raise MismatchError(f"the replicas are no longer the same, and cannot be healed: {said}")
@@ -148,14 +148,14 @@ def spread_majority(
             )
     repaired: dict[str, bytes] = {}
     sick: set[int] = set()
-    # In one order on all ranks, as `compare` returns it: sends and receives match by it.
+    # In the order of `compare`, equal on all ranks, so that sends and receives match.
     for each, most in diverged:
         healthy = [transport.ranks.index(rank) for rank in most or []]
         others = [place for place in range(transport.size) if place not in healthy]
         sick.update(transport.ranks[place] for place in others)
         if transport.rank == healthy[0]:
             content = np.frombuffer(own[each.name], np.uint8)
-            # All are begun before the first is waited for.
+            # Start all sends before waiting for the first.
             for sent in [transport.send(content, place) for place in others]:
                 sent()
         elif transport.rank in others:
@@ -169,7 +169,7 @@ def install_parameters(
     repaired: Mapping[str, bytes],
     state: Mapping[torch.Tensor, dict[str, Any]],
 ) -> None:
-    """Take over parameters, and the optimizer's state of them, from `spread_majority`."""
+    """Install parameters, and their optimizer state, from `spread_majority`."""
     for parameter, name in names.items():
         if name not in repaired:
             continue
@@ -183,7 +183,7 @@ def install_parameters(
             if not isinstance(value, torch.Tensor):
                 own[key] = value
             elif isinstance(here, torch.Tensor) and _kind_of(here) == _kind_of(value):
-                here.copy_(value)  # in place: other objects may refer to it
+                here.copy_(value)  # in place, because other objects may refer to it
             else:  # scalars stay on the host, as Adam's count of steps does
                 own[key] = value.to(parameter.device) if value.dim() else value
 
@@ -195,7 +195,7 @@ def _kind_of(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
 def require_check(
     check_every: int | None, on_divergence: str | None, ways: Sequence[str] = ("error", "warn")
 ) -> None:
-    """Raise ValueError or TypeError for options that make no check; ways: of on_divergence."""
+    """Raise ValueError or TypeError for invalid check options; ways: allowed on_divergence."""
     if check_every is not None:
         check_count("check_every", check_every)
     if on_divergence is not None:
@@ -207,7 +207,7 @@ def require_check(
 
 
 class Replicated(Protocol):
-    """An object whose parameters are the same on all ranks: see `Reducer`."""
+    """An object with parameters that are the same on all ranks: see `Reducer`."""
 
     @property
     def names(self) -> Mapping[Any, str]: ...
@@ -218,12 +218,12 @@ class Replicated(Protocol):
 
 
 class ReplicaCheck:
-    """Compares an optimizer's replicas: call `await_step`, then `after_step`, on all ranks alike.
+    """Compare an optimizer's replicas: call `await_step`, then `after_step`, on all ranks alike.
 
-    every: compare after the first step and every so many; 0: never. Steps with an update count,
-        also those that others take while this rank has joined. None: EVERY, and then on_divergence
-        is "warn" unless it is given.
-    divergences: how many checks found that replicas differ, and did not end in an error.
+    every: compare after the first step and every `every` steps; 0: never. Steps with an update
+        count, also those that other ranks take after this rank has joined. None: EVERY, and then
+        on_divergence defaults to "warn".
+    divergences: how many checks found that replicas differ without raising an error.
     """
 
     def __init__(
@@ -241,20 +241,21 @@ class ReplicaCheck:
     def await_step(self, updates: bool) -> None:
         """Decide whether to check after the step that was just exchanged.
 
-        updates: whether it has an update. Only such steps count, as all ranks count them alike; the
-        world's own count does not: a rank that has joined, or where a step failed, has taken fewer.
+        updates: whether it has an update. Only such steps count, because all ranks count them
+        alike. The world's step count does not work: it is lower on a rank that joined or had a
+        failed step.
         """
         steps = self._of.progress.steps
-        # After the first, too: that is where a forgotten broadcast shows.
+        # Also after the first step, where a forgotten broadcast shows.
         is_time = self._every > 0 and (steps == 1 or steps % self._every == 0)
         self._is_due = updates and is_time and self._of.peers.size > 1
 
     def after_step(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
-        """Check the replicas where it is time; heal parameters and their optimizer state if asked.
+        """Check the replicas if due; heal parameters and their optimizer state if asked to.
 
-        No check while a rank has joined: its replica differs, as it should.
-        Raises HorovodInternalError, on every rank alike, where replicas differ and that is an
-        error, or they cannot be healed.
+        No check after a rank has joined: its replica is expected to differ.
+        Raises HorovodInternalError, on every rank alike, if replicas differ and that is an error,
+        or if they cannot be healed.
         """
         if (compare_ranks := self.begin()) is not None:
             diverged = self._of.peers.run_without_joined(
@@ -263,15 +264,15 @@ class ReplicaCheck:
             self.end(diverged, state)
 
     def begin(self) -> Look | None:
-        """Return the comparison of the parameters as they are, for all ranks to run together.
+        """Return the comparison of the current parameters, for all ranks to run together.
 
-        None: it is not time; once it is, it stays so until `end`. The comparison raises
-        MismatchError, on every rank alike, where on_divergence is "error".
+        Return None if no check is due; once due, it stays so until `end`. The comparison raises
+        MismatchError, on every rank alike, if on_divergence is "error".
         """
         if not self._is_due:
             return None
         parameters, is_error = self._of.names, self._on_divergence == "error"
-        # Now, in the caller's thread: parameters may have moved on when the comparison is run.
+        # Now, in the caller's thread: parameters may have changed when the comparison runs.
         own, names = checksums(parameters), list(parameters.values())
 
         def compare_ranks(transport: Transport) -> list[Divergence]:
@@ -285,7 +286,7 @@ class ReplicaCheck:
     def end(
         self, diverged: Sequence[Divergence] | None, state: Mapping[torch.Tensor, dict[str, Any]]
     ) -> None:
-        """Warn of, or heal, the parameters that a comparison has found; None: it was not run."""
+        """Warn of, or heal, the differences that a comparison found; None: it was not run."""
         self._is_due = False
         if not diverged:
             return
@@ -309,19 +310,19 @@ class ReplicaCheck:
     def _repair(
         self, diverged: Sequence[Divergence], state: Mapping[torch.Tensor, dict[str, Any]]
     ) -> str:
-        """Replace parameters that differ by the majority's; return in words what was done."""
+        """Replace parameters that differ with the majority's; return a description."""
         parameters = self._of.names
         own: dict[str, bytes] = {}
         problem = ""
         try:
             own = pack(parameters, [each.name for each in diverged], state)
-        except TypeError as error:  # on some ranks perhaps: the others would wait
+        except TypeError as error:  # perhaps only on some ranks, and the others would wait
             problem = str(error)
         ranks, repaired = self._of.peers.run(
             "replicas.heal", [], lambda transport, _: spread_majority(transport, own, problem)
         )
         install_parameters(parameters, repaired, state)
-        # To be sure: whoever could not take the bits over must not train on.
+        # Verify: a rank that could not install the bits must not go on training.
         again, names = checksums(parameters), list(parameters.values())
         self._of.peers.run(
             "replicas.healed", [], lambda t, all_flags: require_the_same(t, again, names)
@@ -331,15 +332,15 @@ class ReplicaCheck:
 
 
 def name_culprits(culprits: Mapping[int, Sequence[str]]) -> str:
-    """Return ranks and parameters of theirs in words: three of each, as there may be hundreds."""
+    """Return a description of ranks and at most three of each rank's parameters."""
     return "; ".join(f"rank {r}: {', '.join(map(repr, n[:3]))}" for r, n in culprits.items())
 
 
 class SkipCounter:
-    """Counts steps that non-finite numbers of a rank spoilt; raises where too many are in a row.
+    """Count steps skipped for a rank's non-finite values; raise if too many occur in a row.
 
     allowed: how many in a row are no error.
-    count:   of the steps, or of the ranks whose numbers they were; the caller counts.
+    count:   total steps, or total ranks with such values; the caller increments it.
     """
 
     def __init__(self, allowed: int) -> None:
@@ -348,14 +349,14 @@ class SkipCounter:
         self.count = 0
 
     def end_row(self) -> None:
-        """Begin a new row: a step was good, or a state was loaded."""
+        """Reset the row: a step succeeded, or a state was loaded."""
         self._in_a_row = 0
 
     def lengthen(self, said: Callable[[int], str]) -> None:
-        """Add a spoilt step to the row.
+        """Add a skipped step to the row.
 
-        said: makes the error's message of the row's length.
-        Raises FloatingPointError with it where the row is longer than allowed.
+        said: returns the error's message for a row of this length.
+        Raises FloatingPointError if the row is longer than allowed.
         """
         self._in_a_row += 1
         if self._in_a_row > self.allowed:
@@ -365,13 +366,13 @@ class SkipCounter:
 
 
 class SkippedSteps(SkipCounter):
-    """Counts skipped steps; raises when too many follow each other."""
+    """Count skipped steps; raise if there are too many in a row."""
 
     def note(self, rank: int, step: int, where: str) -> None:
-        """Count a skipped step, and warn, on every rank, of the gradients that are not finite.
+        """Count a skipped step, and warn, on every rank, of the non-finite gradients.
 
         where: ranks and parameters that have them; "": only the sum is not finite.
-        Raises FloatingPointError where more steps in a row were skipped than allowed.
+        Raises FloatingPointError if more steps in a row were skipped than allowed.
         """
         unlike = f"gradient is not finite on {where}"
         seen = f"the {unlike}" if where else "the sum of finite gradients is not finite"
@@ -380,9 +381,9 @@ class SkippedSteps(SkipCounter):
         self.note_that(rank, step, warning, seen, why)
 
     def note_that(self, rank: int, step: int, warning: str, seen: str, why: str) -> None:
-        """Count a skipped step as `note` does, with other words.
+        """Count a skipped step as `note` does, with another message.
 
-        warning: a format for rank, step and `seen`. why: ends the error's message.
+        warning: a format for rank, step and `seen`. why: the end of the error's message.
         """
         self.count += 1
         _log.warning(warning, rank, step, seen, extra=EVERYWHERE)

@@ -1,20 +1,20 @@
-"""StepTransaction: one try at a step. All buckets are exchanged before any of it counts.
+"""StepTransaction: one attempt at a step. All buckets are exchanged before any of it counts.
 
     buckets   0    1    2    last         a bucket is submitted when its gradients are complete, the
-    hooks     ^    ^    ^                 last one by `synchronize`: its operation is the step's end
-    engine    [0]  [1]  [2]  [last]       whose flags tell every rank whether the transaction counts
+    hooks     ^    ^    ^                 last one by `synchronize`: its operation ends the step,
+    engine    [0]  [1]  [2]  [last]       and its flags tell every rank if the transaction counts
 
-Each bucket's flags say whether this rank's gradients are finite, which are missing, and of how many
-samples they are. In buckets that `synchronize` submits they also say whether the transaction is
+Each bucket's flags say whether this rank's gradients are finite, which are missing, and how many
+samples they have. In buckets submitted by `synchronize` they also say whether the transaction is
 void: gradients were changed after their bucket was submitted, or belong to no bucket. The last
-bucket's flags also say whether this rank had SIGTERM (`preemption`). On a GPU, and where the
-exchange itself finds values that are not finite, flags always say finite: the sum, the same on all
-ranks, tells. A rank that joins in the middle of a transaction submits the rest as void.
+bucket's flags also say whether this rank had SIGTERM (`preemption`). On a GPU, and if the exchange
+itself finds non-finite values, flags always say finite: then the sum, equal on all ranks, decides.
+A rank that joins during a transaction submits the rest as void.
 
-So all ranks do the same: they apply the transaction, skip the step because a gradient or a sum is
-not finite, or try again with the gradients and ranks that are there by then. A transaction that
-does not count leaves residuals as they were, to the bit; so does one whose update was applied to
-the gradients, if no optimizer stepped with them.
+So all ranks do the same: apply the transaction, skip the step because a gradient or a sum is not
+finite, or retry with the gradients and ranks that are there by then. A transaction that does not
+count leaves residuals unchanged, bit for bit; so does one that was applied to the gradients, if no
+optimizer stepped with them.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from .samples import FLAG_BITS_BELOW_SAMPLES, LocalClip, Samples, is_weighted
 NOT_FINITE: Final = 1  # this rank's gradients are not finite
 _CHANGED: Final = 2
 _UNPLANNED: Final = 4
-_JOIN_DESCRIPTOR: Final = b"as a bucket"  # a rank that has joined has the bucket, too
-_HERE: Final = 8  # this rank has not joined: the flags of one that has are 0
+_JOIN_DESCRIPTOR: Final = b"as a bucket"  # a joined rank has the bucket, too
+_HERE: Final = 8  # this rank has not joined: a joined rank's flags are 0
 PREEMPTED: Final = 16  # this rank had SIGTERM
 _ABORTED: Final = 32  # by a rank that is about to join
 _MISSING_SHIFT: Final = 6  # a checksum of the names, 29 bits; above it, the samples
@@ -53,21 +53,21 @@ _MISSING: Final = (1 << FLAG_BITS_BELOW_SAMPLES) - (1 << _MISSING_SHIFT)
 class StepTransaction(RecordedStep):
     """One exchange of all buckets: `submit_early`, `finish`, then `apply`, `skip` or `drop`.
 
-    signature: what must be equal on all ranks, in every bucket's operation.
-    samples: the number behind this rank's gradients.
-    weight:  this rank's gradients are multiplied with it, which clips them, too. Where `samples`
-             has a count, it follows from the ranks' flags.
+    signature: must be equal on all ranks, in every bucket's operation.
+    samples: the sample count behind this rank's gradients.
+    weight:  multiplies this rank's gradients, and also clips them. If `samples` has a count, the
+             ranks' flags determine it.
     scale:   divides the gradients before the sum, and multiplies the sum.
     predivide: does the same again, in buckets without a residual.
-    clip:    shortens the gradients, once their weight is known from flags.
+    clip:    clips the gradients, once flags have determined their weight.
     changed: void: on some rank gradients were changed after their bucket was submitted.
     unplanned: void: some rank has a gradient that belongs to no bucket.
     aborted: void: some rank joined before its end.
-    culprits: by rank, the parameters whose gradients are not finite; empty where all are finite,
-        also if their sum is not.
-    preempted: the ranks that had SIGTERM; known once the last bucket was run.
-    lacking: by rank, the parameters without a gradient there, which count as zeros as other ranks
-        have one; of the first bucket that has such. Empty where none has.
+    culprits: by rank, the parameters with non-finite gradients; empty if all are finite, even if
+        their sum is not.
+    preempted: the ranks that had SIGTERM; known once the last bucket has run.
+    lacking: by rank, the parameters without a gradient there that other ranks have one for, so that
+        they count as zeros; of the first bucket that has any. Empty if there are none.
     """
 
     bucket_exchanges: list[AnyBucketExchange]
@@ -99,46 +99,46 @@ class StepTransaction(RecordedStep):
         self.clip = clip
         self._weight = weight
         self._scale, self._predivide = scale, predivide
-        self.shadowed: set[int] = set()  # buckets
-        self._not_finite = 0  # the flag, once a bucket of this rank is not
+        self.shadowed: set[int] = set()  # buckets that this joined rank took part in
+        self._not_finite = 0  # set to the flag once one of this rank's buckets is not finite
         self._missing_everywhere: dict[int, set[str]] = {}
-        # Parameter, its version, its gradient: a weak reference, so that `zero_grad` frees it.
+        # Parameter, its version, and its gradient: a weak reference, so that `zero_grad` frees it.
         self._applied: list[tuple[torch.nn.Parameter, int, weakref.ref[torch.Tensor]]] = []
         self._invalid = False
-        self._done = 0  # how many buckets were run without an error
-        self._stopped = False  # nothing more is exchanged; the same on all ranks
+        self._done = 0  # buckets that ran without an error
+        self._stopped = False  # exchange nothing more; the same on all ranks
 
     def submit_early(self, index: int) -> None:
-        """Submit a bucket, not the last one, while the program goes on."""
+        """Submit a bucket, except the last one, while the program continues."""
         self._capture_gradients(index)
         self._submit(index, self._not_finite)
         self.bucket_exchanges[index].watch()
 
     @property
     def void(self) -> bool:
-        """Tell whether the transaction counts on no rank."""
+        """Return whether the transaction counts on no rank."""
         return self.changed or self.unplanned or self.aborted
 
     def abort(self) -> None:
-        """Submit all buckets that are left as void, and do not wait: this rank is about to join.
+        """Submit all remaining buckets as void, without waiting: this rank is about to join.
 
-        The others end the transaction when they, too, have submitted every bucket, or joined.
+        The other ranks end the transaction when they have also submitted every bucket, or joined.
         """
         for index in self._late():
             self._submit(index, _ABORTED)
-        # This rank's part in them is done: a bucket that the others submit again is of their next
-        # try, for which the reducer opens another transaction.
+        # This rank has done its part: if others submit a bucket again, it belongs to their retry,
+        # for which the reducer opens another transaction.
         self.shadowed.update(self.operations)
 
     def finish(self, unplanned: bool, preempted: bool) -> None:
-        """Submit the buckets that are left, and wait until every rank knows the outcome.
+        """Submit the remaining buckets, and wait until every rank knows the outcome.
 
         unplanned: this rank has a gradient that belongs to no bucket.
         preempted: this rank had SIGTERM.
-        Raises HorovodInternalError, on every rank alike, where the ranks disagree: `drop` it then.
+        Raises HorovodInternalError, on every rank alike, if the ranks disagree; then call `drop`.
         """
         self._submit_the_rest(unplanned, preempted)
-        # In one order on all ranks: where several operations have failed, each raises the same
+        # Same order on all ranks: if several operations have failed, all ranks raise the same
         # error.
         for index in sorted(self.operations):
             self.operations[index].wait()
@@ -148,7 +148,7 @@ class StepTransaction(RecordedStep):
             self.bucket_exchanges[index].is_unchanged() for index in self.operations
         )
         late = self._late()
-        # With another plan to come they would be captured in vain.
+        # Skip this before a new plan, which would discard the captured gradients.
         if not unplanned:
             for index in late:
                 self._capture_gradients(index)
@@ -157,18 +157,18 @@ class StepTransaction(RecordedStep):
         *others, last = late
         for index in others:
             self._submit(index, bits)
-        # Operations that get ready with the last one may be run after it: wait for them first.
+        # Operations that become ready with the last one may run after it, so wait for them first.
         self.wait_for_operations()
         self._submit(last, bits | (PREEMPTED if preempted else 0))
 
     def _late(self) -> list[int]:
-        """Return the buckets that are not submitted yet; the last bucket is one of them."""
+        """Return the buckets that are not submitted yet, including the last one."""
         return [
             index for index in range(len(self.bucket_exchanges)) if index not in self.operations
         ]
 
     def invalidate(self) -> None:
-        """Undo what was exchanged; `finish` will tell the others that the transaction is void."""
+        """Undo the exchange so far; `finish` will tell the others that the transaction is void."""
         # The engine's thread may still write to the residuals.
         self.wait_for_operations()
         for bucket_exchange in self.bucket_exchanges:
@@ -176,12 +176,12 @@ class StepTransaction(RecordedStep):
         self._invalid = True
 
     def drop(self) -> None:
-        """Undo what was exchanged; wait for what is still on its way first."""
+        """Undo the exchange, after waiting for all submitted operations."""
         self.wait_for_operations()
         self.undo()
 
     def undo(self) -> None:
-        """Undo what was exchanged; all submitted operations must have ended."""
+        """Undo the exchange; all submitted operations must have ended."""
         for bucket_exchange in self.bucket_exchanges:
             bucket_exchange.undo()
             bucket_exchange.release_gradients()
@@ -200,15 +200,15 @@ class StepTransaction(RecordedStep):
 
     @property
     def is_asynchronous(self) -> bool:
-        """Tell whether gradients were handed over before they were computed, as on a GPU."""
+        """Return whether gradients were captured before they were computed, as on a GPU."""
         return any(each.ready_at is not None for each in self.exchanged.values())
 
     def finite(self) -> bool:
-        """Tell whether the transaction has an update to apply."""
+        """Return whether the transaction has an update to apply."""
         return not self._stopped and all(each.finite for each in self.exchanged.values())
 
     def apply(self) -> None:
-        """Replace the gradients by the agreed update; until `commit`, `undo` takes it back."""
+        """Replace the gradients with the agreed update; until `commit`, `undo` can revert it."""
         for index, bucket_exchange in enumerate(self.bucket_exchanges):
             bucket_exchange.apply(self._missing_everywhere[index])
         self._applied = [
@@ -219,21 +219,21 @@ class StepTransaction(RecordedStep):
         ]
 
     def commit(self) -> None:
-        """Make the update final: it cannot be undone any more."""
+        """Make the update final: it can no longer be undone."""
         for bucket_exchange in self.bucket_exchanges:
             bucket_exchange.commit()
 
     @property
     def has_changed_parameters(self) -> bool:
-        """Tell whether a parameter has changed since the update was applied, by any optimizer.
+        """Return whether any optimizer changed a parameter since the update was applied.
 
-        Only changes that torch counts: not those by `.data`.
+        Only changes that torch counts are found, not those made through `.data`.
         """
         return any(parameter._version != version for parameter, version, _ in self._applied)
 
     @property
     def is_discarded(self) -> bool:
-        """Tell whether the gradients that hold the update are gone from all parameters."""
+        """Return whether the gradients with the update are gone from all parameters."""
         return not any(
             (gradient := parameter.grad) is not None and gradient is _dereference(reference)
             for parameter, _, reference in self._applied
@@ -246,9 +246,9 @@ class StepTransaction(RecordedStep):
             bucket_exchange.poison()
 
     def shadow_work(self, index: int) -> Callable[[Transport, list[int]], bool]:
-        """Return the work for a bucket of a rank that has joined.
+        """Return a joined rank's work for a bucket.
 
-        The work sends the residual alone; parameters stay as they are. It returns whether the
+        The work sends only the residual; parameters do not change. It returns whether the
         transaction has ended with an update.
         """
         self.shadowed.add(index)
@@ -256,7 +256,7 @@ class StepTransaction(RecordedStep):
 
         def work(transport: Transport, all_flags: list[int]) -> bool:
             self._work(index, [], transport, all_flags)
-            # The last bucket ends the transaction: only then does this rank know whether it counts.
+            # The last bucket ends the transaction: only then does this rank know if it counts.
             if index < len(self.bucket_exchanges) - 1:
                 return False
             applies = not self.void and self.finite() and self._done == len(self.bucket_exchanges)
@@ -282,15 +282,15 @@ class StepTransaction(RecordedStep):
             self._not_finite = NOT_FINITE
 
     def _scale_of(self, bucket_exchange: AnyBucketExchange) -> float:
-        # A residual may be resumed in a run, or a bucket, with another predivide factor.
+        # A residual may be resumed in a run, or a bucket, with a different predivide factor.
         return self._scale if bucket_exchange.has_residual else self._scale * self._predivide
 
     def _submit(self, index: int, bits: int) -> None:
         bucket_exchange = self.bucket_exchanges[index]
         missing = bucket_exchange.missing()
         checksum = zlib.crc32("\n".join(missing).encode()) >> 3
-        # The names as a checksum: flags have 35 bits for all of this. Where the checksums differ,
-        # the ranks exchange the names (`_check_missing`).
+        # Send a checksum of the names, because flags only have 35 bits. If checksums differ, the
+        # ranks exchange the names (`_check_missing`).
         self.operations[index] = self._engine.submit(
             bucket_exchange.name,
             [*self._signature, bucket_exchange.signature],
@@ -302,12 +302,12 @@ class StepTransaction(RecordedStep):
     def _work(
         self, index: int, missing: list[str], transport: Transport, all_flags: list[int]
     ) -> None:
-        """Reduce a bucket on the engine's thread; buckets come in the same order on every rank."""
+        """Reduce a bucket on the engine's thread; in the same order of buckets on every rank."""
         begun = time.perf_counter()
         try:
             self._reduce(index, missing, transport, all_flags)
             self._done += 1
-        # A disagreement is raised on all ranks alike: no rank exchanges the buckets after it.
+        # A disagreement raises on all ranks alike, so no rank exchanges the later buckets.
         except BaseException:
             self._stopped = True
             raise
@@ -318,16 +318,16 @@ class StepTransaction(RecordedStep):
         self, index: int, missing: list[str], transport: Transport, all_flags: list[int]
     ) -> None:
         last = index == len(self.bucket_exchanges) - 1
-        # Before any return: all ranks learn of SIGTERM in the same try, also in a void one.
+        # Before any return: all ranks learn of SIGTERM in the same attempt, even in a void one.
         if last:
             places = enumerate(all_flags)
             self.preempted = [transport.ranks[n] for n, flags in places if flags & PREEMPTED]
         self.changed |= any(flags & _CHANGED for flags in all_flags)
         self.unplanned |= any(flags & _UNPLANNED for flags in all_flags)
-        # Where all ranks have aborted, the last bucket may be run before others.
+        # If all ranks have aborted, the last bucket may run before others.
         self.aborted |= any(flags & _ABORTED for flags in all_flags)
-        # All from flags and sums that are the same on all ranks: all return, or none. One rank that
-        # returned alone would leave the others waiting in the exchange below.
+        # All inputs are flags and sums that are the same on all ranks, so all return or none does.
+        # A rank that returned alone would leave the others waiting in the exchange below.
         if self.void or (self._stopped and not last):
             return
         if last and self._done < index:  # the ranks disagree about another bucket
@@ -336,17 +336,17 @@ class StepTransaction(RecordedStep):
         self._check_missing(index, missing, transport, all_flags)
         self._stopped |= any(flags & NOT_FINITE for flags in all_flags)
         if not self._stopped:
-            # A rank that has joined has no gradient, even if its last sample count was not 0.
+            # A joined rank has no gradient, even if its last sample count was not 0.
             if self.samples.count is not None and all_flags[transport.rank] & _HERE:
                 weight, share = self.samples.weight(all_flags), self.samples.share(all_flags)
                 factor = weight * self.clip.factor(weight, share)
                 bucket_exchange.set_weight(factor / self._scale_of(bucket_exchange), share)
-            # First, so that `undo` also takes back what the next lines change in the residual.
+            # First, so that `undo` also reverts the changes that the next lines make.
             bucket_exchange.snapshot()
             if missing_everywhere := self._missing_everywhere[index]:
                 bucket_exchange.exclude(missing_everywhere)
             self.exchanged[index] = bucket_exchange.reduce(transport)
-            # Ranks may not have looked at their gradients: the sum, the same on all ranks, tells.
+            # Ranks may not have checked their gradients; the sum, equal on all ranks, decides.
             self._stopped = not self.exchanged[index].finite
         if self._stopped and last:
             mine = sorted(name for each in self.bucket_exchanges for name in each.not_finite())
@@ -356,15 +356,15 @@ class StepTransaction(RecordedStep):
     def _check_missing(
         self, index: int, missing: list[str], transport: Transport, all_flags: list[int]
     ) -> None:
-        # Where all checksums agree, as they mostly do, all ranks lack what this one lacks.
+        # If all checksums agree, the usual case, all ranks lack the same parameters.
         everywhere = set(missing)
         here = [rank for rank, flags in enumerate(all_flags) if flags & _HERE]
         checksums = {all_flags[rank] & _MISSING for rank in here}
-        # A rank that has joined has no gradients by which to know what all the others lack.
+        # A joined rank has no gradients that would show what all the others lack.
         joined_unaware = len(here) < len(all_flags) and any(checksums)
         if len(checksums) > 1 or joined_unaware:
             said = transport.gather_object(missing)
-            # Without those that have no samples, and so no gradients by right.
+            # Leave out ranks with no samples, which rightly have no gradients.
             heard = {transport.ranks[r]: said[r] for r in here if is_weighted(all_flags[r])}
             if len(set(map(tuple, heard.values()))) > 1:
                 if not self._missing_is_zero:
@@ -379,7 +379,7 @@ class StepTransaction(RecordedStep):
 
 
 def _dereference(reference: weakref.ref[torch.Tensor]) -> torch.Tensor | None:
-    """Return the tensor if it still exists, as torch's TensorWeakRef does; that is slow to make."""
+    """Return the tensor if it still exists; like torch's TensorWeakRef, which is slow to create."""
     tensor = reference()
     if tensor is not None:
         tensor._fix_weakref()  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """Buckets: the gradients of many parameters as one vector.
 
-arrays.py       tensors as flat arrays and back; points in a GPU's time
+arrays.py       tensors as flat arrays and back; streams and timestamps of a GPU
 buckets.py      the bucket itself
-parameters.py   names of parameters, the same on every rank; zeros in place of gradients before the
-                first backward pass
+parameters.py   parameter names, equal on every rank; placeholders, the zero gradients that
+                parameters have before the first backward pass
 """

@@ -1,6 +1,6 @@
-"""Tensors as flat arrays and back: host copies that MPI can reduce, or the same memory.
+"""Tensors as flat arrays and back: host copies that MPI can reduce, or views of the same memory.
 
-And what belongs to their device: its streams, and points in its time.
+Also the streams and timestamps of the tensors' device.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ def to_array(tensor: torch.Tensor) -> NDArray[Any]:
         copy = begin_copy(flat)
         await_copies([flat])
         return view_dense(copy)
-    # A copy, as the ranks' sum is written over it.
+    # Copy, because the ranks' sum overwrites it.
     return np.array(view_dense(flat))
 
 
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's elements as ranks can reduce them, [numel]; a view where possible."""
-    # A tensor may be negated by a mark alone: its memory then holds the opposite values.
+    """Return a tensor's elements in a form that ranks can reduce, [numel]; a view if possible."""
+    # A set negation bit only marks a tensor as negated: its memory has the opposite signs.
     flat = tensor.detach().resolve_neg().reshape(-1)
     flat = _of_stride_1(flat) if flat.is_contiguous() else flat
     return flat.to(torch.uint8) if flat.dtype == torch.bool else flat
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a strided tensor's bytes, uint8 [numel * itemsize]; a view where possible."""
+    """Return a strided tensor's bytes, uint8 [numel * itemsize]; a view if possible."""
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return _of_stride_1(dense).view(torch.uint8)
 
@@ -50,32 +50,32 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _of_stride_1(contiguous: torch.Tensor) -> torch.Tensor:
     """Return a tensor's elements, [numel], with stride 1.
 
-    One or no element is contiguous with any stride, and views as another dtype fail then.
+    A tensor of at most one element is contiguous with any stride, but view(dtype) requires 1.
     """
     return contiguous.as_strided((contiguous.numel(),), (1,))
 
 
 def begin_copy(flat: torch.Tensor) -> torch.Tensor:
-    """Begin to copy a GPU's tensor to page-locked memory on the host, and return that.
+    """Start copying a GPU tensor to page-locked host memory, and return the host tensor.
 
     The copy is complete after `await_copies`.
     """
-    # The host would wait for a copy into pageable memory, whatever `non_blocking` says.
+    # A copy into pageable memory would block the host, despite `non_blocking`.
     pinned = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
     return pinned.copy_(flat, non_blocking=True)
 
 
 def await_copies(tensors: Sequence[torch.Tensor]) -> None:
-    """Wait for the copies of GPUs' tensors that were begun on the current streams."""
+    """Wait for the copies of GPU tensors that were started on the current streams."""
     for place in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.current_stream(place).synchronize()
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a host tensor on a device; to a GPU by way of page-locked memory, without a wait."""
+    """Copy a host tensor to a device; for a GPU through page-locked memory, without waiting."""
     if device.type != "cuda":
         return host.to(device)
-    # torch keeps the page-locked memory until the copy is done, though nothing refers to it here.
+    # torch keeps the page-locked memory until the copy is done, even without a reference to it.
     return host.pin_memory().to(device, non_blocking=True)
 
 
@@ -85,7 +85,7 @@ def from_array(array: NDArray[Any], like: torch.Tensor) -> torch.Tensor:
 
 
 def is_host_array(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor's own memory is an array on the host that ranks can reduce in place."""
+    """Return whether ranks can reduce this tensor's own memory in place, as a host array."""
     as_numbers = tensor.dtype != torch.bool and not tensor.is_neg()
     return tensor.device.type == "cpu" and as_numbers and tensor.is_contiguous()
 
@@ -93,7 +93,7 @@ def is_host_array(tensor: torch.Tensor) -> bool:
 def view_dense(tensor: torch.Tensor) -> NDArray[Any]:
     """Return a host tensor's own memory as an array that ranks can reduce, [numel].
 
-    bfloat16 comes as BFLOAT16: it travels in 16 bits.
+    bfloat16 is returned as BFLOAT16, which is sent in 16 bits.
     """
     array = view_array(tensor.contiguous())
     return array.view(BFLOAT16) if tensor.dtype == torch.bfloat16 else array
@@ -102,9 +102,9 @@ def view_dense(tensor: torch.Tensor) -> NDArray[Any]:
 def view_array(tensor: torch.Tensor) -> NDArray[Any]:
     """Return the tensor's own memory as an array, [numel]: NumPy's on the host, CuPy's on a GPU.
 
-    bfloat16 comes as its bits, uint16. Later work on the array comes after pending work of torch's
-    current stream, by an event; the host does not wait. Raises ValueError for a tensor that is not
-    contiguous: it has no such view.
+    bfloat16 is returned as its bits, uint16. Later work on the array waits, by an event, for
+    pending work on torch's current stream; the host does not wait. Raises ValueError for a tensor
+    that is not contiguous and so has no such view.
     """
     if not tensor.is_contiguous():
         raise ValueError(
@@ -112,7 +112,7 @@ def view_array(tensor: torch.Tensor) -> NDArray[Any]:
             f"{tuple(tensor.stride())} for shape {list(tensor.shape)}; use tensor.contiguous()"
         )
     flat = _of_stride_1(tensor.detach())
-    # NumPy has no bfloat16, and torch has uint16 only since 2.3: so by way of int16.
+    # NumPy has no bfloat16, and torch has uint16 only since 2.3, so go through int16.
     bits = flat.dtype == torch.bfloat16
     if bits:
         flat = flat.view(torch.int16)
@@ -126,7 +126,7 @@ def view_array(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 class Memory(NamedTuple):
-    """One vector, as a tensor and as the kernels' array of the same memory."""
+    """One vector, both as a tensor and as the kernels' array of the same memory."""
 
     tensor: torch.Tensor
     array: NDArray[Any]
@@ -143,7 +143,7 @@ class Memory(NamedTuple):
 def located(tensors: Sequence[torch.Tensor]) -> Located:
     """Return the addresses of contiguous tensors of one dtype on a GPU, for the kernels.
 
-    Kernels on torch's current stream come after pending writes to them.
+    Kernels on torch's current stream run after pending writes to them.
     """
     return Located(
         _numpys(tensors[0].dtype),
@@ -153,14 +153,14 @@ def located(tensors: Sequence[torch.Tensor]) -> Located:
 
 
 def _numpys(dtype: torch.dtype) -> np.dtype[Any]:
-    """Return the dtype of the kernels' arrays; bfloat16 comes as its bits."""
+    """Return the kernels' dtype for a torch dtype; bfloat16 is handled as its bits."""
     return np.dtype(np.uint16 if dtype == torch.bfloat16 else str(dtype).partition(".")[2])
 
 
 def view_tensor(array: NDArray[Any]) -> torch.Tensor:
     """Return an array's own memory as a tensor, on the array's device, [size].
 
-    Later work of torch comes after pending work of CuPy's current stream.
+    Later work in torch waits for pending work on CuPy's current stream.
     """
     if isinstance(array, np.ndarray):
         if array.dtype == BFLOAT16:
@@ -171,17 +171,17 @@ def view_tensor(array: NDArray[Any]) -> torch.Tensor:
 
 
 def zeros(length: int, dtype: np.dtype[Any], device: torch.device) -> torch.Tensor:
-    """Return zeros, [length], ready for any stream: waits until a GPU has written them."""
+    """Return zeros, [length], usable on any stream: waits until a GPU has written them."""
     tensor = torch.zeros(length, dtype=getattr(torch, dtype.name), device=device)
-    # Once, where it is made: any stream may use it from then on without waiting.
+    # Wait once, at creation: from then on any stream may use it without waiting.
     if tensor.is_cuda:
         torch.cuda.current_stream(device).synchronize()
     return tensor
 
 
 def device_of(parameters: Sequence[torch.Tensor]) -> torch.device:
-    """Return the kernels' device for these: their GPU, where all are on one; else the host."""
-    # One launch reads all of a bucket: with parameters on several GPUs it works on the host.
+    """Return the device for the kernels: the parameters' GPU if all share one, else the host."""
+    # One kernel launch reads the whole bucket, so a bucket that spans GPUs works on the host.
     devices = {parameter.device for parameter in parameters}
     if len(devices) == 1 and next(iter(devices)).type == "cuda" and _kernels_reach_gpus():
         return devices.pop()
@@ -190,7 +190,7 @@ def device_of(parameters: Sequence[torch.Tensor]) -> torch.device:
 
 @functools.cache
 def _kernels_reach_gpus() -> bool:
-    """Tell whether the kernels can work on GPUs; warn, once, where they cannot."""
+    """Return whether the kernels can work on GPUs; if not, warn once."""
     try:
         device.cupy()
     except ImportError as error:
@@ -200,10 +200,11 @@ def _kernels_reach_gpus() -> bool:
 
 
 def current_stream(of: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """Return a context maker that puts torch and the kernels on a device's now current stream.
+    """Return a context maker that puts torch and the kernels on a device's current stream.
 
-    It works in any thread, at any time: work launched in the context comes after all that is on the
-    stream by then, and before what is launched there later. No event is needed; nothing waits.
+    The stream is the one that is current now. The context works in any thread, at any time: its
+    work runs after all work that is on the stream by then, and before work launched there later.
+    No event is needed, and nothing waits.
     """
     if of.type != "cuda":
         return nullcontext
@@ -221,7 +222,7 @@ def current_stream(of: torch.device) -> Callable[[], AbstractContextManager[None
 
 
 def current_streams(of: Sequence[torch.device]) -> Callable[[], AbstractContextManager[None]]:
-    """Return the same for several GPUs, for torch alone, without the kernels."""
+    """Return the same as `current_stream` for several GPUs, for torch only, not the kernels."""
     if not of:
         return nullcontext
     streams = [torch.cuda.current_stream(gpu) for gpu in of]
@@ -232,8 +233,8 @@ def current_streams(of: Sequence[torch.device]) -> Callable[[], AbstractContextM
 def _on_streams(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
     with ExitStack() as entered:
         for stream in streams:
-            # A thread begins on GPU 0. torch.cuda.stream alone would return there by cudaSetDevice,
-            # which opens a context on it; torch.cuda.device returns without opening one.
+            # A thread starts on GPU 0. torch.cuda.stream alone would return there by cudaSetDevice,
+            # which opens a context on GPU 0; torch.cuda.device returns without opening one.
             entered.enter_context(torch.cuda.device(stream.device))
             entered.enter_context(torch.cuda.stream(stream))
         yield
@@ -242,7 +243,7 @@ def _on_streams(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
 class Timestamp:
     """A point in a device's work; on a GPU, the time when its current stream gets there.
 
-    A host clock would tell when the GPU's work was launched, not when it is done.
+    The host's clock would only show when the GPU's work was launched, not when it is done.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -253,7 +254,7 @@ class Timestamp:
             self._event.record(torch.cuda.current_stream(device))
 
     def seconds_until(self, later: Timestamp) -> float:
-        """Return the seconds from this time to a later one; waits until a GPU has reached it."""
+        """Return the seconds until a later timestamp; waits until the GPU has reached that."""
         if self._event is None or later._event is None:
             return later._at - self._at
         later._event.synchronize()

@@ -1,9 +1,9 @@
 """Bucket: the gradients of many parameters as one vector.
 
 A sparse method reads the gradients and writes its update in their own memory, parameter by
-parameter: a step allocates nothing of the vector's length. A dense one copies them into one buffer,
-`flat`, which is made once. Gradients of mixed dtypes, or in another memory order than their
-parameters had, also go through `flat`; so do small ones, as one call copies them all.
+parameter: a step allocates no memory of the vector's length. A dense method copies them into one
+buffer, `flat`, which is allocated once. Gradients of mixed dtypes, or in a different memory order
+than their parameters, also go through `flat`; so do small ones, because one call copies them all.
 """
 
 from __future__ import annotations
@@ -41,33 +41,33 @@ _READ_WHERE_THEY_LIE = {
     np.dtype(np.float64): (torch.float64,),
 }
 _SOME = 4096  # elements
-_LARGE_BYTES = 64 << 20  # from this size on `clear`, no torch function, is faster
-_SMALL = 8192  # elements: below, copying to `flat` and back is faster than looking memory up
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+_LARGE_BYTES = 64 << 20  # from this size on `clear` is faster than torch's functions
+_SMALL = 8192  # elements: below, copying to and from `flat` is faster than looking up addresses
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
 
 class Bucket:
-    """The vector of all gradients, in the order of the parameters and of their elements in memory.
+    """One vector of all gradients, in the order of the parameters and of their elements in memory.
 
-    In a step: `capture_gradients`, read by `addend` or `gather`, write by `scatter_sparse` or
+    In a step: `capture_gradients`, read with `addend` or `gather`, write with `scatter_sparse` or
     `scatter`, then `keep_gradients`.
 
-    members:   the parameters; or the tensors in it, side by side, that a single one stands for.
+    members:   the parameters; or the tensors, side by side, that a single parameter stands for.
     sizes:     of the members.
-    length, dtype: of the vector; float64 when a parameter is float64, float32 otherwise.
-    device:    of the work on it: a GPU or the host.
-    strides:   of each parameter when the bucket was made; they give the order of its elements.
+    length, dtype: of the vector; float64 if any parameter is float64, float32 otherwise.
+    device:    where the kernels work: a GPU or the host.
+    strides:   of each parameter when the bucket was created; they define its element order.
     weight:    multiplies this step's gradients before anything else.
-    share:     the factor of this rank's mean gradient in the sum; 0 where it has no samples.
+    share:     the weight of this rank's mean gradient in the sum; 0 if it has no samples.
     scale:     multiplies the update, after everything else.
-    gradients: of this step; zeros for one that is missing.
+    gradients: of this step; zeros in place of a missing one.
     captured_at: when they were captured, by time.perf_counter.
     on_stream: makes a context, for any thread, on the stream of the captured gradients.
-    ready:     the timestamp when they are computed: on a GPU later than when they were captured.
-    lacking:   of each parameter, whether it had no gradient of its own when they were captured.
-    sparse:    parameters whose gradients are sparse on some rank, and so on all after the exchange.
-    largest:   the largest value of an update that is finite in every parameter's dtype.
-    Raises ValueError for complex parameters, and when there is no element at all.
+    ready:     the timestamp when they are computed; on a GPU that is after they are captured.
+    lacking:   for each parameter, whether it had no gradient of its own when they were captured.
+    sparse:    parameters with sparse gradients on some rank, and so after the exchange on all.
+    largest:   the largest update value that is finite in every parameter's dtype.
+    Raises ValueError for complex parameters, and if the bucket has no elements.
     """
 
     def __init__(
@@ -96,9 +96,9 @@ class Bucket:
         self.sparse: list[torch.nn.Parameter] = []
         self.captured_at = 0.0
         self.ready = Timestamp(self.device)
-        # The gradients' memory, looked up once a step; (None,) where they are to be copied.
+        # The gradients' memory, looked up once a step; (None,) if they must be copied.
         self._gradient_cache: tuple[list[NDArray[Any]] | Located | None] | None = None
-        # For a bucket on the host: the GPUs of its gradients, which torch copies.
+        # For a bucket on the host: the GPUs that hold its gradients; torch copies from them.
         gpus = {p.device for p in self.parameters if p.is_cuda}
         self._gpus = sorted(gpus, key=str) if self.device.type == "cpu" else []
         self.on_stream = self._current_stream()
@@ -109,17 +109,17 @@ class Bucket:
         scale: float = 1.0,
         gradients: Sequence[torch.Tensor | None] | None = None,
     ) -> None:
-        """Capture this step's gradients, to be multiplied with `weight` later: no copy is made.
+        """Capture this step's gradients without a copy; they are multiplied with `weight` later.
 
-        gradients: in place of the parameters' own, of any dtype.
+        gradients: used instead of the parameters' own; of any dtype.
         Sparse gradients become dense; `keep_gradients` makes them sparse again.
         """
         self.weight, self.scale, self.captured_at = weight, scale, time.perf_counter()
-        self.share = weight * scale  # gradients are means of samples, times the scale
+        self.share = weight * scale  # gradients are means over samples, times the scale
         if gradients is None:
             own = [parameter.grad for parameter in self.parameters]
             self.lacking = lack_gradients(own)
-            # Sparse and expanded gradients are rare: a cheap first pass, which mostly finds none.
+            # Sparse and expanded gradients are rare: a cheap first pass usually finds none.
             others = [
                 (place, gradient)
                 for place, gradient in enumerate(own)
@@ -128,31 +128,32 @@ class Bucket:
             for place, gradient in others:
                 if gradient.is_sparse:
                     self.parameters[place].grad = own[place] = gradient.to_dense()
-                elif is_expanded(gradient):  # its elements share memory: an update needs its own
+                elif is_expanded(gradient):  # shared memory cannot hold an update
                     self.parameters[place].grad = own[place] = gradient.clone()
             gradients = own
-        # For a missing one, zeros that the parameter may keep: the update may need a place.
+        # Zeros for a missing gradient; the parameter may keep them to hold the update.
         self.gradients = [
             torch.zeros_like(p)
             if gradient is None
-            # With create_graph=True autograd would refuse, or record, the update that is written
-            # into it.
+            # With create_graph=True autograd would refuse or record writing the update into the
+            # gradient.
             else (gradient.detach() if gradient.requires_grad else gradient)
             for p, gradient in zip(self.parameters, gradients, strict=True)
         ]
         self._note_captured()
 
     def capture_zeros(self, scale: float) -> None:
-        """Use zeros as gradients, in memory of their own: parameters' gradients stay unchanged.
+        """Use zeros as gradients, in new memory: the parameters' gradients stay unchanged.
 
-        scale: the other ranks': all ranks compute by it what the gradients' dtype cannot hold.
+        scale: that of the other ranks, so that all compute the same excess over the gradients'
+            dtype.
         """
         self.weight, self.scale, self.share = 1.0, scale, 0.0
         self.gradients = [torch.zeros_like(p) for p in self.parameters]
         self._note_captured()
 
     def _note_captured(self) -> None:
-        # The caller's: the engine's thread, which reads the gradients, has another one.
+        # The caller's current stream: the engine's thread, which reads the gradients, has another.
         self.on_stream = self._current_stream()
         with self.on_stream():
             self.ready = Timestamp(self.device)
@@ -170,30 +171,30 @@ class Bucket:
         return self._largest / max(abs(self.scale), 1.0)
 
     def _current_stream(self) -> Callable[[], AbstractContextManager[None]]:
-        """Return a maker of contexts on the streams that are current now."""
+        """Return a context maker for the streams that are current now."""
         return current_streams(self._gpus) if self._gpus else current_stream(self.device)
 
     def all_finite(self) -> bool:
-        """Tell whether this step's gradients hold neither NaN nor infinity."""
+        """Return whether this step's gradients hold neither NaN nor infinity."""
         if not _on_gpu(self.device):
             parts = self.addend()
             return all(map(all_finite, parts if isinstance(parts, list) else [self.flat]))
-        # The infinity norm of values that are not all finite is not finite: one number each to
-        # read.
+        # The infinity norm is not finite if any value is not, so there is only one number per
+        # gradient to read.
         largest = torch._foreach_norm([g for g in self.gradients if g.numel()], math.inf)
         return bool(torch.stack(largest).isfinite().all())  # waits for the GPU once
 
     def addend(self) -> Gradient:
-        """Return the gradients, not multiplied with `weight` yet, for a residual to add."""
+        """Return the gradients, before multiplication with `weight`, to add to a residual."""
         if self._parts is not None:
             return self._parts
         torch._foreach_copy_(self.views, self.gradients)
         return self.flat
 
     def _gradient_memory(self) -> list[NDArray[Any]] | Located | None:
-        """Return the gradients' own memory, on a GPU as addresses; None where it must be copied.
+        """Return the gradients' own memory, on a GPU as addresses; None if it must be copied.
 
-        Work on the stream that they were captured on comes after pending writes to that memory.
+        Work on the stream of the capture runs after pending writes to that memory.
         """
         if self.length < _SMALL * len(self.parameters) and not _on_gpu(self.device):
             return None
@@ -203,14 +204,14 @@ class Bucket:
         for gradient, stride in zip(self.gradients, self.strides, strict=True):
             if gradient.device != self.device or not _is_ordered(gradient, stride):
                 return None
-        # The kernels get no empty parts: an empty tensor need not have an address.
+        # Skip empty tensors: they need not have an address.
         filled = [gradient for gradient in self.gradients if gradient.numel()]
         if _on_gpu(self.device):
             return located(filled)
         return [view_array(gradient.as_strided((gradient.numel(),), (1,))) for gradient in filled]
 
     def scatter_sparse(self, update: SparseVector) -> None:
-        """Replace the gradients by the update's entries, times `scale`, and zeros elsewhere."""
+        """Replace the gradients with the update's entries, times `scale`, and zeros elsewhere."""
         if self.scale != 1.0:
             scaled = update.values * update.values.dtype.type(self.scale)
             update = SparseVector(update.indices, scaled, update.length)
@@ -218,8 +219,8 @@ class Bucket:
             if isinstance(self._parts, list) and max(p.nbytes for p in self._parts) >= _LARGE_BYTES:
                 for part in self._parts:
                     clear(part)
-                # `clear` writes behind torch's back, and versions tell changes: to placeholders, to
-                # autograd.
+                # `clear` bypasses torch, but placeholders and autograd rely on versions to detect
+                # changes.
                 torch.autograd.graph.increment_version(self.gradients)
             else:
                 torch._foreach_zero_(self.gradients)
@@ -230,25 +231,25 @@ class Bucket:
         torch._foreach_copy_(self.gradients, self.views)
 
     def fits_sum(self) -> bool:
-        """Tell whether the sum in `flat` is finite, also in the gradients' dtypes."""
-        # Whatever is finite fits: the kernel tells that in a quicker pass.
+        """Return whether the sum in `flat` is finite, also in the gradients' dtypes."""
+        # Any finite value fits: the kernel checks that in a faster pass.
         if self.largest == np.finfo(self.dtype).max:
             return bool(all_finite(self.flat))
         least, most = self._flat.aminmax()
         return bool((-self.largest <= least) & (most <= self.largest))  # False for NaN
 
     def fit(self, update: SparseVector) -> tuple[SparseVector, SparseVector | None]:
-        """Return the update as the gradients can hold it, and the rest, None where there is none.
+        """Return the update as the gradients can hold it, and the rest, or None if none is left.
 
-        They cannot hold values beyond `largest`, nor, in 16 bits, rounding errors.
+        The rest has values beyond `largest` and, for 16-bit gradients, rounding errors.
         """
         if self.largest == np.finfo(self.dtype).max and self._dtypes == {_torchs(self.dtype)}:
             return update, None
         values = view_tensor(update.values)  # torch's operators: CuPy's lose subnormal float32
         fitted = values.clamp(-self.largest, self.largest)
         if self._dtypes != {values.dtype}:
-            # As `scatter_sparse` will write them, times the scale: the rest is what the gradients
-            # will really lack.
+            # Round as `scatter_sparse` will, with the scale: the rest is then exactly what the
+            # gradients lose.
             fitted = self._rounded(fitted * self.scale, update.indices) / self.scale
         left = values - fitted
         some = left != 0
@@ -258,7 +259,7 @@ class Bucket:
         return SparseVector(update.indices, view_array(fitted), self.length), rest
 
     def _rounded(self, values: torch.Tensor, indices: NDArray[Any]) -> torch.Tensor:
-        """Return an update's values as they are in the dtypes of the parameters they are of."""
+        """Return an update's values rounded to the dtypes of their parameters."""
         if len(self._dtypes) == 1:
             (dtype,) = self._dtypes
             return values.to(dtype).to(values.dtype)
@@ -275,7 +276,7 @@ class Bucket:
         alike = all(gradient.dtype == self._flat.dtype for gradient in self.gradients)
         if self.weight != 1.0 and alike and self.length >= _SMALL * len(self.parameters):
             for view, gradient in zip(self.views, self.gradients, strict=True):
-                torch.mul(gradient, self.weight, out=view)  # one pass in place of two
+                torch.mul(gradient, self.weight, out=view)  # one pass instead of two
             return self.flat
         torch._foreach_copy_(self.views, self.gradients)
         if self.weight != 1.0:
@@ -283,7 +284,7 @@ class Bucket:
         return self.flat
 
     def rounding_error(self) -> torch.Tensor | None:
-        """Return the part of `flat` that gradients in 16 bits cannot hold, [length]; None: none.
+        """Return the part of `flat` that 16-bit gradients cannot hold, [length], or None.
 
         Call it before `scatter`.
         """
@@ -295,11 +296,12 @@ class Bucket:
         return rest if bool(rest.any()) else None
 
     def checksum(self, whole: bool) -> torch.Tensor | None:
-        """Return a checksum that tells this step's gradients from changed ones, int64.
+        """Return a checksum that detects changes of this step's gradients, int64.
 
-        whole: read all values; else some values of the largest gradient, which show a factor that
-            all gradients get, as by a GradScaler, whose changes torch does not count.
-        None on a GPU, where the host would have to wait: only changes that torch counts show there.
+        whole: read all values. Otherwise read some values of the largest gradient, which reveal a
+            factor applied to all gradients, such as by a GradScaler: torch does not count those.
+        Returns None on a GPU, where the host would have to wait: there, only changes that torch
+        counts are detected.
         """
         if _on_gpu(self.device):
             return None
@@ -311,7 +313,7 @@ class Bucket:
         return torch.stack([mark.to(self.device) for mark in marks])
 
     def scatter(self) -> None:
-        """Copy `flat`, times `scale`, out into the gradients."""
+        """Copy `flat`, times `scale`, back into the gradients."""
         if self.scale != 1.0:
             self._flat.mul_(self.scale)
         torch._foreach_copy_(self.gradients, self.views)
@@ -322,16 +324,16 @@ class Bucket:
 
     @cached_property
     def flat(self) -> NDArray[Any]:
-        """The vector in one place, [length], on `device`."""
+        """The vector in contiguous memory, [length], on `device`."""
         return view_array(self._flat)
 
     @cached_property
     def views(self) -> list[torch.Tensor]:
-        """The place of each parameter's gradient in `flat`."""
+        """Views into `flat`, one for each parameter's gradient."""
         return self.split(self._flat)
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the place of each parameter in a vector like this one, [length]."""
+        """Return views of each parameter's part of a vector like this one, [length]."""
         return split_like(flat, self.parameters, self.strides)
 
     @contextmanager
@@ -347,12 +349,12 @@ class Bucket:
         return torch.empty_like(self._flat, device="cpu", pin_memory=self._flat.is_cuda)
 
     def keep_gradients(self, may_stay_none: Collection[int]) -> None:
-        """Give parameters that lacked a gradient the update's, and drop this step's references.
+        """Give parameters without a gradient the update's, and drop this step's references.
 
-        may_stay_none: places of parameters without a gradient on any rank: where the update is
-            zero, the gradient stays None, and the optimizer passes over it, as without gtopk.
-        Gradients of parameters in `sparse` become sparse by rows: their optimizer, such as
-        SparseAdam, takes only those.
+        may_stay_none: places of parameters without a gradient on any rank: if their update is
+            zero, the gradient stays None, and the optimizer skips them, as it would without gtopk.
+        Gradients of parameters in `sparse` become sparse by rows, the only kind that optimizers
+        such as SparseAdam accept.
         """
         for place in itertools.compress(itertools.count(), self.lacking):
             gradient = self.gradients[place]
@@ -364,9 +366,9 @@ class Bucket:
         self.release_gradients()
 
     def poison(self) -> None:
-        """Make every gradient NaN, so that a GradScaler, too, finds that the step is skipped.
+        """Make every gradient NaN, so that a GradScaler also sees that the step is skipped.
 
-        Drops this step's references to gradients, too.
+        Also drops this step's references to gradients.
         """
         for parameter in self.parameters:
             if parameter.grad is not None and not lacks_gradient(parameter):
@@ -380,15 +382,15 @@ class Bucket:
 
 
 def strides_of(parameters: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
-    """Return the strides of each parameter's dense copy: they give its elements' order."""
-    # On the meta device: no memory is taken.
+    """Return the strides of each parameter's dense copy: they define its element order."""
+    # On the meta device, which allocates no memory.
     return [torch.empty_like(p, device="meta").stride() for p in parameters]
 
 
 def split_like(
     flat: torch.Tensor, parameters: Sequence[torch.Tensor], strides: Sequence[tuple[int, ...]]
 ) -> list[torch.Tensor]:
-    """Return the place of each parameter in a vector, [their elements], in its shape."""
+    """Return views of each parameter's part of a vector, [their elements], in its shape."""
     starts = np.cumsum([0, *(p.numel() for p in parameters)]).tolist()
     return [
         flat.as_strided(p.shape, stride, start)
@@ -397,7 +399,7 @@ def split_like(
 
 
 def _on_gpu(device: torch.device) -> bool:
-    # Apart, so that tests on a CPU can run what only GPUs do.
+    # A function, so that tests on a CPU can run GPU code paths.
     return device.type == "cuda"
 
 
@@ -407,7 +409,7 @@ def _torchs(dtype: np.dtype[Any]) -> torch.dtype:
 
 
 def is_finite(gradient: torch.Tensor) -> bool:
-    """Tell whether a dense tensor holds neither NaN nor infinity."""
+    """Return whether a dense tensor holds neither NaN nor infinity."""
     if gradient.is_contiguous() and not gradient.is_cuda:
         return all_finite(view_array(gradient))
     return bool(gradient.isfinite().all())
@@ -416,14 +418,14 @@ def is_finite(gradient: torch.Tensor) -> bool:
 def _checksum(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     """Return two sums of a tensor, int64 [2]; stride: the order of its elements in memory.
 
-    One of its bits, in words of 64, shows changes of a few elements. One of values from all over it
-    shows changes of all elements, after which the sum of bits may be the same.
+    The sum of its bits, in 64-bit words, shows changes of a few elements. The sum of values sampled
+    from all over it shows changes of all elements, which may leave the sum of bits unchanged.
     """
     alike = _is_ordered(tensor, stride)
     flat = tensor.as_strided((tensor.numel(),), (1,)) if alike else tensor.reshape(-1).contiguous()
     in_word = 8 // flat.element_size()
     if flat.storage_offset() % in_word:
-        flat = flat.clone()  # a view as words must begin at a multiple of their size
+        flat = flat.clone()  # a view as words must start at a multiple of their size
     end = flat.numel() - flat.numel() % in_word
     bits = (
         flat[:end].view(torch.int64).sum() + flat[end:].view(_INTEGERS[flat.element_size()]).sum()
@@ -432,21 +434,21 @@ def _checksum(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
 
 
 def _sample_of(flat: torch.Tensor) -> torch.Tensor:
-    """Return the bits of a sum of values from all over a tensor, int64."""
+    """Return the bits of a sum of values sampled from all over a tensor, int64."""
     some = flat[:: max(1, flat.numel() // _SOME)].sum()
     return some.double().view(torch.int64)
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
-    """Tell whether elements share their memory, as after `expand`."""
-    # A stride of 0 shares nothing where its dimension has one element.
+    """Return whether elements share memory, as after `expand`."""
+    # A stride of 0 shares nothing if its dimension has only one element.
     return 0 in tensor.stride() and any(
         step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
     )
 
 
 def _is_ordered(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
-    """Tell whether a tensor has these strides; dimensions of size 1 do not matter."""
+    """Return whether a tensor has these strides; dimensions of size 1 do not matter."""
     return tensor.stride() == stride or all(
         here == there
         for size, here, there in zip(tensor.shape, tensor.stride(), stride, strict=True)
@@ -455,9 +457,9 @@ def _is_ordered(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
 
 
 class GradientSum:
-    """The ranks' sum of one step's gradients, on a GPU that only torch reaches, without CuPy.
+    """The ranks' sum of one step's gradients, on a GPU that only torch can use, without CuPy.
 
-    The bucket would work on the host; its own vector is not made, and no gradient goes to the host.
+    The bucket itself would work on the host. This avoids its vector and any copy to the host.
     """
 
     def __init__(self, bucket: Bucket, transport: Transport) -> None:
@@ -469,12 +471,12 @@ class GradientSum:
         transport.allreduce(self._flat)  # type: ignore[arg-type]
 
     def fits(self, bucket: Bucket) -> bool:
-        """Tell whether the sum is finite, also in the gradients' dtypes."""
+        """Return whether the sum is finite, also in the gradients' dtypes."""
         least, most = self._flat.aminmax()
         return bool((-bucket.largest <= least) & (most <= bucket.largest))  # False for NaN
 
     def apply(self, bucket: Bucket) -> None:
-        """Copy the sum, times `scale`, out into the gradients."""
+        """Copy the sum, times `scale`, back into the gradients."""
         self._flat.mul_(bucket.scale)
         parts = self._flat.split([gradient.numel() for gradient in bucket.gradients])
         for gradient, part in zip(bucket.gradients, parts, strict=True):
@@ -482,5 +484,5 @@ class GradientSum:
 
 
 def only_torch_reaches(bucket: Bucket, transport: Transport) -> bool:
-    """Tell whether a bucket works on the host, and the transport can sum its gradients in place."""
+    """Return whether a bucket works on the host and the transport can sum gradients in place."""
     return bucket.device.type == "cpu" and all(map(transport.carries, bucket.gradients))

@@ -1,12 +1,12 @@
 """An optimizer's parameters: their names, equal on all ranks, checks of them, and placeholders.
 
 A placeholder is a gradient of zeros that a parameter has before its first backward pass. Horovod
-gives them to the parameters of an optimizer that it wraps, and scripts read them. A placeholder
-does not count as a gradient: its parameter is missing in a step's report, is passed over where no
-rank has a gradient for it, and is not stepped when it is frozen. Backward adds to the placeholder,
-so that no memory is taken twice; a sparse gradient replaces it.
+assigns them to the parameters of a wrapped optimizer, and scripts read them. A placeholder does not
+count as a gradient: its parameter is reported as missing, is skipped if no rank has a gradient for
+it, and is not stepped if it is frozen. Backward adds to the placeholder, so that no memory is used
+twice; a sparse gradient replaces it.
 
-Its mark is the version of the tensor: a write into the placeholder makes it a gradient.
+A placeholder is marked with its tensor version: any write into it makes it a gradient.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.nn.parameter import is_lazy
 
 
 class ParameterNames(dict[torch.nn.Parameter, str]):
-    """By parameter that an optimizer steps or has stepped, its name, in order; no name twice.
+    """Names of all parameters that an optimizer steps or has stepped, in order, without duplicates.
 
-    given: names that the user has given, also of parameters that the optimizer may get later.
+    given: the user's names, also of parameters that the optimizer may get later.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class ParameterNames(dict[torch.nn.Parameter, str]):
         self.add(param_groups)
 
     def known(self) -> set[str]:
-        """Return all names, with those of parameters that the optimizer does not step yet."""
+        """Return all names, including those of parameters that the optimizer does not step yet."""
         return {*self.values(), *self._given.values()}
 
     def add(self, param_groups: Iterable[dict[str, Any]]) -> None:
         """Name the parameters in the groups that have no name yet.
 
-        By the user's names; else by those that torch's optimizer has; else by their places.
+        Use the user's name if given, else the one in torch's optimizer, else one from its place.
         """
         taken = self.known()
         for i, group in enumerate(param_groups):
@@ -52,7 +52,7 @@ class ParameterNames(dict[torch.nn.Parameter, str]):
                     continue
                 name = self._given.get(parameter)
                 if name is None:
-                    # torch's own name may be taken, by one that the user has given.
+                    # The user may have given torch's name to another parameter.
                     torchs = group.get("param_names", ())
                     base = torchs[j] if j < len(torchs) else f"noname.{i}.{j}"
                     others = (f"{base}~{number}" for number in itertools.count(2))
@@ -67,11 +67,11 @@ def name_parameters(
 ) -> ParameterNames:
     """Return the name of every parameter the optimizer steps, in its order.
 
-    Raises ValueError when names are double or missing, or named_parameters has no pairs.
+    Raises ValueError if names are duplicate or missing, or named_parameters has no pairs.
     """
     if named_parameters is None:
         return ParameterNames(optimizer.param_groups)
-    # It may be a generator, and is gone through several times.
+    # It may be a generator, and the pairs are needed several times.
     pairs = list(named_parameters)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise ValueError(
@@ -103,8 +103,7 @@ def name_parameters(
 def require_trained(names: Mapping[torch.nn.Parameter, str]) -> list[torch.nn.Parameter]:
     """Return the parameters that require a gradient.
 
-    Raises ValueError where there is none, where all of them are empty, and for complex and lazy
-    ones.
+    Raises ValueError if none does or all of them are empty, and for complex and lazy parameters.
     """
     trained = [parameter for parameter in names if parameter.requires_grad]
     if not trained:
@@ -112,7 +111,7 @@ def require_trained(names: Mapping[torch.nn.Parameter, str]) -> list[torch.nn.Pa
             "a distributed optimizer needs a parameter that requires a gradient, and all "
             f"{len(names)} are frozen: thaw one (requires_grad_()), or step the plain optimizer"
         )
-    # Before sizes are read: a lazy parameter has none.
+    # Check first: a lazy parameter has no size to read.
     refuse_complex(trained, names)
     refuse_lazy(trained, names)
     if not any(parameter.numel() for parameter in trained):
@@ -132,9 +131,9 @@ KNOWN_TO_ADAPT: Final = (
 def require_known(
     param_groups: Iterable[dict[str, Any]], known: Collection[torch.nn.Parameter], what: str
 ) -> None:
-    """Raise ValueError where a parameter requires a gradient by now that is not among the known.
+    """Raise ValueError if a parameter outside the known ones requires a gradient now.
 
-    what: begins the message: what trains the known ones, since when, and what to do.
+    what: start of the message: what trains the known ones, since when, and what to do.
     """
     later = [
         f"number {j} of group {i}, {list(p.shape)}"
@@ -147,7 +146,7 @@ def require_known(
 
 
 def require_optimizer(optimizer: object, name: str = "optimizer") -> None:
-    """Raise TypeError for an object that is no optimizer, such as a list, or a scheduler."""
+    """Raise TypeError for an object that is not an optimizer, such as a list or a scheduler."""
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
             f"{name} must be a torch.optim.Optimizer, such as AdamW, got {optimizer!r:.99}"
@@ -160,14 +159,14 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 
 
 def trained_by(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    """Return the parameters that require a gradient by now, in their order."""
+    """Return the parameters that currently require a gradient, in their order."""
     return [p for p in parameters_of(optimizer) if p.requires_grad]
 
 
 def with_gradients(param_groups: Iterable[dict[str, Any]]) -> list[torch.nn.Parameter]:
     """Return the parameters that may have a gradient, in their order.
 
-    One that was frozen after its backward pass keeps its gradient until that is cleared.
+    A parameter frozen after its backward pass keeps its gradient until that is cleared.
     """
     return [
         p
@@ -180,7 +179,7 @@ def with_gradients(param_groups: Iterable[dict[str, Any]]) -> list[torch.nn.Para
 def refuse_lazy(
     parameters: Iterable[torch.nn.Parameter], names: Mapping[torch.nn.Parameter, str]
 ) -> None:
-    """Raise ValueError, with its name, for a parameter that has no size yet."""
+    """Raise ValueError, naming the parameter, if one is lazy and has no size yet."""
     for parameter in parameters:
         if is_lazy(parameter):
             raise ValueError(
@@ -192,7 +191,7 @@ def refuse_lazy(
 def refuse_complex(
     parameters: Iterable[torch.Tensor], names: Mapping[torch.nn.Parameter, str] | None = None
 ) -> None:
-    """Raise ValueError, with its name where it has one, for a parameter of complex numbers."""
+    """Raise ValueError, naming the parameter if it has a name, if one is complex."""
     for parameter in parameters:
         if parameter.is_complex():
             name = (names or {}).get(parameter, "")  # type: ignore[call-overload]
@@ -204,15 +203,15 @@ def refuse_complex(
 
 
 _MARK: Final = "_gtopk_placeholder"
-# Placeholders that may be untouched, by id: where there are none, no search is needed.
+# Placeholders that may be untouched, by id: if empty, no search is needed.
 _placed: Final[weakref.WeakValueDictionary[int, torch.Tensor]] = weakref.WeakValueDictionary()
 
 
 def place_placeholders(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Give zeros as gradients to the parameters that require one, in place of any they have.
+    """Replace the gradients of parameters that require one with placeholders.
 
-    A gradient on a GPU is zeroed in its memory: a CUDA graph may go on to write there. Other ones
-    are replaced and stay as they are, for other objects that refer to them.
+    A gradient on a GPU is zeroed in place, because a CUDA graph may continue to write there. Other
+    gradients are replaced but not changed, for other objects that refer to them.
     """
     for parameter in parameters:
         if parameter.requires_grad:
@@ -231,15 +230,15 @@ def _may_be_of_a_graph(gradient: torch.Tensor) -> bool:
 
 
 def lacks_gradient(parameter: torch.Tensor) -> bool:
-    """Tell whether a parameter has no gradient, or an untouched placeholder."""
+    """Return whether a parameter has no gradient, or only an untouched placeholder."""
     gradient = parameter.grad
     return gradient is None or _is_untouched(gradient)
 
 
 def lack_gradients(gradients: Iterable[torch.Tensor | None]) -> list[bool]:
-    """Tell of each gradient whether it is None or an untouched placeholder, as `lacks_gradient`.
+    """Return `lacks_gradient` for each gradient: True if None or an untouched placeholder.
 
-    Faster than one by one: a step asks this of every parameter.
+    Faster than one by one: every step checks all parameters.
     """
     if not _placed:
         return [gradient is None for gradient in gradients]
@@ -250,14 +249,14 @@ def _is_untouched(gradient: torch.Tensor) -> bool:
     if (mark := getattr(gradient, _MARK, None)) is None:
         return False
     if mark != gradient._version:
-        # Once `_placed` is empty, no step searches it any more.
+        # Once `_placed` is empty, steps no longer search it.
         _placed.pop(id(gradient), None)
         return False
     return True
 
 
 def remove_placeholders(parameters: Iterable[torch.Tensor]) -> None:
-    """Replace placeholders by None, so that an optimizer passes over these parameters."""
+    """Replace placeholders with None, so that an optimizer skips these parameters."""
     if not _placed:
         return
     asked = list(parameters)
@@ -281,13 +280,13 @@ def renew(placeholders: Iterable[torch.Tensor]) -> None:
 
 
 def _mark(placeholder: torch.Tensor) -> None:
-    # By id below: a WeakSet would compare tensors with ==, value by value.
+    # By id in `_placed`: a WeakSet would compare tensors with ==, value by value.
     setattr(placeholder, _MARK, placeholder._version)
     _placed[id(placeholder)] = placeholder
 
 
 def _drop_for_sparse(parameter: torch.nn.Parameter) -> None:
-    """Drop the placeholder when a sparse gradient comes: added to zeros, it would become dense.
+    """Drop the placeholder when a sparse gradient arrives: added to zeros, it would become dense.
 
     Autograd calls the hook before it accumulates the gradient.
     """

@@ -1,9 +1,9 @@
-"""AdamW's steps after the exchange: weight decay, and subtraction of the agreed steps.
+"""AdamW's steps after the exchange: apply weight decay, and subtract the agreed steps.
 
-The moments were applied before the exchange (`exchange.adamw`). For torch's own Adam and AdamW; a
-class derived from them with a `step` of its own is another optimizer.
+The moments were applied before the exchange (`exchange.adamw`). This is for torch's own Adam and
+AdamW; a derived class with its own `step` counts as another optimizer.
 
-`ramp` raises the learning rate: compressed AdamW is most fragile in its first half of a training.
+`ramp` warms up the learning rate: compressed AdamW is most fragile in the first half of a training.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from .local_residual import on_this_rank, take_center, versions_of
 def groups_to_step_before(
     optimizer: torch.optim.Optimizer, compression: object
 ) -> AdamGroups | None:
-    """Return the groups of an optimizer whose steps can be made before the exchange, else None.
+    """Return an optimizer's groups if its steps can be computed before the exchange, else None.
 
     compression: must have a residual, of each rank's own gradients, and no momentum of its own.
     Raises ValueError for amsgrad=True.
     """
     if not isinstance(compression, ErrorFeedback) or compression.corrects:
         return None
-    # A node's sum, and its residual, is no rank's own.
+    # A node's sum and its residual belong to no single rank.
     if isinstance(compression, Hierarchical) and compression.inside == "dense":
         return None
     own = (torch.optim.Adam, torch.optim.AdamW)
-    # Below what torch wraps around it: a class with a `step` of its own may do more.
+    # Unwrap torch's decorators: a class with its own `step` may do more.
     stepping = inspect.unwrap(type(optimizer).step)
     if not isinstance(optimizer, own) or stepping not in [inspect.unwrap(e.step) for e in own]:
         return None
@@ -49,16 +49,16 @@ def groups_to_step_before(
 
 @torch.no_grad()
 def apply_agreed_steps(optimizer: Any, agreed: AgreedSteps | None) -> None:
-    """Decay the parameters, and subtract the agreed steps, which are in place of gradients.
+    """Decay the parameters, and subtract the agreed steps, which replace the gradients.
 
-    agreed: the steps as they were put there, to find changes; None: they are not checked.
-    The parameters are then the center, also those that had unsent steps applied.
+    agreed: the steps as recorded, to detect changes; None: do not check.
+    Afterwards the parameters are the center, including those with unsent steps applied.
     Raises RuntimeError for a sparse gradient, as Adam does, and ValueError for changed steps.
     """
     if agreed is not None:
         agreed.require_unchanged()
     for group in optimizer.param_groups:
-        # The decay of Adam proper was added to its gradients: the steps have it already.
+        # Adam (not AdamW) adds the decay to gradients, so the steps already include it.
         keep = 1.0
         if is_decoupled(group, optimizer):
             keep -= float(group["lr"]) * float(group["weight_decay"])
@@ -75,8 +75,8 @@ def apply_agreed_steps(optimizer: Any, agreed: AgreedSteps | None) -> None:
                     "the embedding"
                 )
             here = on_this_rank(parameter)
-            # Decay first, in the parameter's own memory, which may be c - a until then: one pass
-            # writes the decayed center over it.
+            # Decay first, in the parameter's own memory, which may still be c - a: one pass
+            # overwrites it with the decayed center.
             torch.mul(here if center is None else center, keep, out=here)
             here.sub_(on_this_rank(update))
 
@@ -96,9 +96,9 @@ def keep_precision(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, An
 
 
 def require_plain(states: Iterable[Any], rank: int) -> None:
-    """Raise ValueError for states of steps made before the exchange: Adam cannot use those.
+    """Raise ValueError for states of steps computed before the exchange: Adam cannot use those.
 
-    states: all that an optimizer has, also of no parameter, such as a count.
+    states: all states of an optimizer, including those of no parameter, such as a count.
     """
     of_parameters = (state for state in states if isinstance(state, Mapping))
     if any(SHARED in state and "exp_avg" not in state for state in of_parameters):
@@ -111,9 +111,9 @@ def require_plain(states: Iterable[Any], rank: int) -> None:
 
 
 class AgreedSteps:
-    """The agreed steps in the place of gradients: finds out whether a script has changed them.
+    """The agreed steps that replace gradients: detects whether a script has changed them.
 
-    A GradScaler may: torch does not count its unscaling as a change of a tensor.
+    A GradScaler may change them: torch does not count unscaling as a change of a tensor.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -124,18 +124,18 @@ class AgreedSteps:
         }
 
     def is_changed(self, parameter: torch.Tensor) -> bool:
-        """Tell whether a parameter's step was changed in place since."""
+        """Return whether a parameter's step has been changed in place since it was recorded."""
         gradient, versions = self._versions.get(parameter, (lambda: None, (0, 0)))
         here = gradient()
         return here is not None and versions_of(here) != versions
 
     def is_in(self, parameter: torch.Tensor) -> bool:
-        """Tell whether a parameter's gradient is still its agreed step."""
+        """Return whether a parameter's gradient is still its agreed step."""
         gradient, _ = self._versions.get(parameter, (lambda: None, (0, 0)))
         return parameter.grad is not None and parameter.grad is gradient()
 
     def require_unchanged(self) -> None:
-        """Raise ValueError where a step was changed in place since."""
+        """Raise ValueError if a step has been changed in place since it was recorded."""
         if any(map(self.is_changed, self._versions)):
             raise ValueError(
                 "gradients were changed between synchronize() and step(), where they are the "
@@ -145,7 +145,7 @@ class AgreedSteps:
 
 
 def plain(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer itself, also out of a wrapper of Accelerate or Lightning."""
+    """Return the optimizer itself, unwrapping Accelerate's or Lightning's wrapper."""
     require_optimizer(optimizer)
     within = getattr(optimizer, "optimizer", None)
     return within if isinstance(within, torch.optim.Optimizer) else optimizer
@@ -158,7 +158,7 @@ def options_of_adam(
     local_residual: bool | None,
     op: int,
 ) -> dict[str, Any]:
-    """Return the fields of `Options` for Adam; raise ValueError for options that do not combine."""
+    """Return the `Options` fields for Adam; raise ValueError for incompatible options."""
     if optimizer is not None:
         require_optimizer(optimizer)
     check_choice("adam_steps", adam_steps, ("before", "after"))
@@ -182,18 +182,18 @@ def ramp(
     start: float = 0.5,
     until: float = 0.5,
 ) -> LambdaLR:
-    """Return a scheduler that begins at a fraction of the rate and raises it linearly.
+    """Return a scheduler that starts at a fraction of the learning rate and raises it linearly.
 
     The factor of step t is min(1, start + (1 - start) * t / (until * steps)), times schedule(t).
 
-    optimizer: distributed or plain; the ramp leads to the rate that it has now. After another
-        scheduler, as with all of torch's, it is the one from before that: a group's "initial_lr".
-        For another rate in a second phase set both, group["lr"] and group["initial_lr"].
-    steps: of the whole training. schedule: a factor by step, as of a cosine; None: 1 throughout.
-    start: the factor of the first step, above 0 to 1. until: the share of the training, above 0 to
-        1, at which the ramp ends.
-    Raises ValueError for a number out of its range, TypeError for a scheduler in schedule's place,
-    and for what is no optimizer.
+    optimizer: distributed or plain; the ramp ends at its current learning rate. After another
+        scheduler, as with all of torch's, it ends at the original one: a group's "initial_lr".
+        For another rate in a second phase set both group["lr"] and group["initial_lr"].
+    steps: of the whole training. schedule: a factor by step, such as a cosine; None: always 1.
+    start: the factor of the first step, above 0 to 1. until: the fraction of the training, above 0
+        to 1, at which the ramp ends.
+    Raises ValueError for a number out of range; TypeError if schedule is a scheduler, or optimizer
+    is not an optimizer.
     """
     require_optimizer(optimizer)
     check_count("steps", steps, 1)

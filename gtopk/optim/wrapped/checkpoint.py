@@ -2,20 +2,20 @@
 
     state_dict()[KEY] = {
         "format":  1,
-        "ranks":   how many there were,
-        "steps":   how many were taken: a density that warms up goes on from there,
-        "lanes":   [{"names": [...], "regions": ...}], the buckets: a resumed run has the same,
-        "held":    {rank: {name: {"residual": tensor, "velocity": tensor}}}, shaped as parameters;
+        "ranks":   the number of ranks,
+        "steps":   the number of steps taken, from which a density warm-up continues,
+        "lanes":   [{"names": [...], "regions": ...}], the buckets: a resumed run uses the same,
+        "held":    {rank: {name: {"residual": tensor, "velocity": tensor}}}, in parameter shapes;
                    with adam_correction "first_moment", "second_moment", and "age", a number;
-                   also "row_squares", one a row, of AdamW whose steps are made before the exchange,
+                   with AdamW steps before the exchange also "row_squares", one number per row,
         "of":      only in a sum of parts: [the ranks that saved them, the number of all ranks],
-        "holds":   "gradients", or "changes" of the model as LocalSGD's; missing in older ones
+        "holds":   "gradients", or "changes" of the model, as in LocalSGD; missing in older files
     }
 
-`state_dict()` holds this rank's residual; `gather_state` all ranks', which any number of ranks can
-load: the residuals of ranks that are gone go to others.
+`state_dict()` holds this rank's residual; `gather_state` those of all ranks, which any number of
+ranks can load: the residuals of ranks that no longer exist go to others.
 
-    saved by rank   0  1  2  3  4        each rank takes those that are equal to its own, modulo the
+    saved by rank   0  1  2  3  4        each rank takes those equal to its own, modulo the
     loaded by rank  0  1  2  0  1        number of ranks: summed over ranks, nothing is lost
 """
 
@@ -47,14 +47,14 @@ _log = logging.getLogger("gtopk")
 KEY: Final = "gtopk"
 FORMAT: Final = 1
 GRADIENTS, CHANGES = "gradients", "changes"
-# Names of the file format: older checkpoints have them, whatever the code calls things now.
+# Names in the file format, which existing checkpoints use; the code now has other names for some.
 _FIELDS: Final = {"format", "ranks", "steps", "lanes", "held"}
 
 
 class ResidualOwner(Protocol):
     """An object that has a residual; see `Reducer` and `OuterExchange`.
 
-    holds: what the residual is of: GRADIENTS, or CHANGES of the model.
+    residual_of: GRADIENTS, or CHANGES of the model.
     """
 
     residual_of: ClassVar[str]
@@ -73,10 +73,10 @@ class ResidualOwner(Protocol):
 
 
 def undo_step(whole: dict[str, Any], optimizer: torch.optim.Optimizer, reducer: Reducer) -> None:
-    """Make a state_dict() what it was before a step that is exchanged and not taken yet."""
+    """Revert a state_dict() to before a step that is exchanged but not taken yet."""
     before = state_before(reducer.planned.bucket_exchanges)
     state = whole["state"]
-    ordered = {  # by number: buckets make states from the last parameter on
+    ordered = {  # by number: buckets create states from the last parameter on
         number: {**state.pop(number), **before.get(parameter, {})}
         for number, parameter in enumerate(parameters_of(optimizer))
         if number in state
@@ -98,7 +98,7 @@ def save(holder: ResidualOwner) -> dict[str, Any]:
 
 
 def save_all(reducer: Reducer, root: int) -> dict[str, Any] | None:
-    """Return all ranks' parts as one on the root, None elsewhere; all ranks call it together.
+    """Return all ranks' parts as one on the root, None elsewhere; a collective.
 
     root: a rank of the world.
     """
@@ -116,11 +116,11 @@ def save_all(reducer: Reducer, root: int) -> dict[str, Any] | None:
 
 
 def gather_held(own: dict[str, Any], rank: int, place: int, transport: Transport) -> None:
-    """Add all ranks' residuals to the part of the rank at this place; all call it together."""
+    """Add all ranks' residuals to the part of the rank at this place; a collective."""
     if rank != place:
         transport.send(np.frombuffer(encode(own["held"][rank]), np.uint8), place)()
         return
-    # One after the other: the root has room for one message more at a time.
+    # One at a time: the root needs memory for only one more message.
     for source in range(transport.size):
         if source != place:
             own["held"][source] = decode(transport.receive(source).tobytes())
@@ -128,13 +128,13 @@ def gather_held(own: dict[str, Any], rank: int, place: int, transport: Transport
 
 
 def load(holder: ResidualOwner, part: Mapping[str, Any]) -> None:
-    """Take over this rank's residual, and log whose it was.
+    """Load this rank's residual, and log where it came from.
 
-    A residual of another kind, gradients or changes of the model, is not loaded, and a warning says
-    so. Raises ValueError for a part in another format.
+    A residual of the other kind (gradients, or changes of the model) is not loaded, and a warning
+    says so. Raises ValueError for a part in another format.
     """
     if (of := part.get("holds", GRADIENTS)) != holder.residual_of:
-        # Where all are zeros, nothing is lost.
+        # If all are zeros, nothing is lost.
         if any(map(nonzero_names, part["held"].values())):
             _log.warning(
                 "rank %d of %d has no residual: that of the state is of %s, and this optimizer "
@@ -159,17 +159,17 @@ def _norm_of(held: Mapping[Any, Mapping[str, ResidualState]]) -> float:
 
 
 def buckets_here(part: Mapping[str, Any], known: Collection[str]) -> list[dict[str, Any]]:
-    """Return the buckets' records, with the names that are known here."""
+    """Return the buckets' records, under this run's names."""
     records: list[dict[str, Any]] = part["lanes"]
     here = translate({name for record in records for name in record["names"]}, known)
     return [{**record, "names": [here[name] for name in record["names"]]} for record in records]
 
 
 def residuals_for(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, ResidualState]:
-    """Return the residual of a rank's hook by parameter name, and log whose it was.
+    """Return a rank's residuals for its hook, by parameter name, and log where they came from.
 
-    After a step every hook has a residual of all its parameters: where the first rank's part has
-    none, a warning says that it is lost. Raises ValueError for a part in another format.
+    After a step every hook has residuals of all its parameters: if the first rank's part has none,
+    warn that they are lost. Raises ValueError for a part in another format.
     """
     residuals = _residuals_for(part, rank, ranks)
     if rank == 0 and part["steps"] and not any(part["held"].values()):
@@ -186,7 +186,7 @@ def residuals_for(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, R
 
 
 def _residuals_for(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, ResidualState]:
-    """Do what `residuals_for` does for an optimizer, which may have had no residual."""
+    """Do as `residuals_for`, for an optimizer, which may never have had a residual."""
     if part.get("format") != FORMAT:
         raise ValueError(
             f"the checkpoint's 'gtopk' part must be of format {FORMAT}, got "
@@ -196,8 +196,8 @@ def _residuals_for(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, 
     if "of" in part:
         sources, saved = part["of"]
         (residuals,), what = part["held"].values(), _takeover_message(sources, saved, rank, ranks)
-        # Here, not in `summed`: only the optimizer knows how many ranks share it now; a process
-        # set's are fewer than the job's.
+        # Here, not in `summed`: only the optimizer knows how many ranks now share it. A process
+        # set has fewer than the job.
         residuals = _rescaled(residuals, len(sources), saved, ranks)
     else:
         parts = {
@@ -211,17 +211,17 @@ def _residuals_for(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, 
 
 
 def is_part(value: object) -> bool:
-    """Tell whether a value is a part from `save`, or the state of a hook."""
-    # At least: parts of later versions have more.
+    """Return whether a value is a part from `save`, or a hook's state."""
+    # A superset, because parts of later versions have more fields.
     return isinstance(value, dict) and value.keys() >= _FIELDS
 
 
 def check_part(part: Any) -> None:
-    """Raise ValueError, or another error, for a value that is no such part."""
+    """Raise an error, usually ValueError, unless a value is such a part."""
     if not is_part(part):
         raise ValueError(f"the residual of a rank must have {', '.join(sorted(_FIELDS))}")
     for name, least in (("format", 1), ("ranks", 1), ("steps", 0)):
-        # By the exact type, as True is an int, too.
+        # Compare the exact type: True is an int, too.
         if type(part[name]) is not int or part[name] < least:
             raise ValueError(f"the {name} of a rank's residual is {part[name]!r}")
     if part.get("holds", GRADIENTS) not in (GRADIENTS, CHANGES):
@@ -238,11 +238,11 @@ def check_part(part: Any) -> None:
 def summed(
     frame: Mapping[str, Any], parts: Mapping[int, Mapping[str, Any]], rank: int, ranks: int
 ) -> dict[str, Any]:
-    """Return the part of one rank, of `ranks` in all, whose residual is the sum of the given ones.
+    """Return the part of one rank, out of `ranks`, with the sum of the given parts' residuals.
 
-    parts: by the rank that saved each; the number of ranks may have been another. One that a hook's
-        gather_state returned on the first rank has all ranks' residuals; only its own is taken, as
-        the others saved theirs themselves.
+    parts: by the rank that saved each; the number of ranks may have been different. A part that a
+        hook's gather_state returned on the first rank has all ranks' residuals; use only its own,
+        because the other ranks saved theirs themselves.
     """
     residuals = _sum([part["held"][min(part["held"])] for part in parts.values()])
     of = [list(parts), frame["ranks"]]
@@ -252,10 +252,10 @@ def summed(
 def _divide(
     parts: Mapping[int, Mapping[str, ResidualState]], saved: int, rank: int, ranks: int
 ) -> tuple[dict[str, ResidualState], str]:
-    """Return this rank's residual, and a message on whose it was.
+    """Return this rank's residuals, and a message about where they came from.
 
-    parts: of the ranks that a checkpoint has, by rank; saved: how many ranks there were.
-    The message is "" where no rank has a residual, or each goes on with its own.
+    parts: by rank, those in the checkpoint; saved: how many ranks there were.
+    The message is "" if no rank has a residual, or if each continues with its own.
     """
     if not any(parts.values()):
         return {}, ""
@@ -264,7 +264,7 @@ def _divide(
         residuals = _sum([parts[source] for source in mine])
         residuals = _rescaled(residuals, len(mine), saved, ranks)
         return residuals, _takeover_message(mine, saved, rank, ranks)
-    # Each rank has saved its own alone, and goes on with that.
+    # Each rank has saved only its own part, and continues with it.
     if rank in parts and saved == ranks:
         return _sum([parts[rank]]), ""
     there = ", ".join(map(str, parts))
@@ -277,7 +277,7 @@ def _divide(
 
 
 def _takeover_message(sources: Sequence[int], saved: int, rank: int, ranks: int) -> str:
-    """Return a message on whose residuals a rank has now; "" where it has just its own."""
+    """Return a message on the origin of a rank's residuals; "" if it has exactly its own."""
     if saved == ranks and [*sources] == [rank]:
         return ""
     if not sources:
@@ -291,9 +291,9 @@ def _takeover_message(sources: Sequence[int], saved: int, rank: int, ranks: int)
 def _rescaled(
     total: Mapping[str, ResidualState], parts: int, saved: int, ranks: int
 ) -> dict[str, ResidualState]:
-    """Return the sum of so many of the residuals that `saved` ranks had, for one of `ranks` now.
+    """Return the sum of `parts` of the residuals of `saved` ranks, for one of `ranks` ranks.
 
-    Mean squares of gradients carry the share of a rank: they are scaled to the new share.
+    Second moments and row sums include a rank's share, so they are scaled to the new share.
     """
     if saved == ranks * parts:
         return {**total}
@@ -313,11 +313,11 @@ def _sum(parts: list[Mapping[str, ResidualState]]) -> dict[str, ResidualState]:
             own = total.setdefault(name, {})
             for what, tensor in tensors.items():
                 if what not in own:
-                    # A copy: the state that is loaded stays the caller's.
+                    # A copy, because the loaded state belongs to the caller.
                     own[what] = tensor.clone()
-                # Ages are of the same training: the oldest tells how many steps there were.
+                # Ages count steps of the same training, so the oldest is right.
                 elif what == AGE:
                     own[what] = torch.maximum(own[what], tensor)
-                else:  # gathered parts lie on the host, except the root's own
+                else:  # gathered parts are on the host, except for the root's own
                     own[what] = own[what] + tensor.to(own[what].device)
     return total

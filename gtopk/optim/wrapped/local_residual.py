@@ -1,18 +1,18 @@
 """LocalResidual: forward and backward use the model with this rank's own unsent steps applied.
 
-    step()      parameters hold the center c, to the bit the same on all ranks
+    step()      parameters hold the center c, bit-identical on all ranks
     forward     of a model in training: they become c - a; a: this rank's unsent steps
     backward    this rank's gradient at c - a
-    step()      c moves by what the ranks agreed on
+    step()      c moves by the agreed update
 
-Without it a rank computes gradients as if its unsent steps had never been made, and makes them
-again and again until they are sent: under AdamW, whose steps are as large as it can bear, that
-costs most of the accuracy that compression loses. Between a step and the next forward pass
-parameters are the center: evaluation, checkpoints, the replica check and broadcasts see that.
+Without it a rank computes gradients as if its unsent steps had never been made, and repeats these
+steps until they are sent. Under AdamW, with steps as large as training can bear, that causes most
+of the accuracy loss from compression. Between a step and the next forward pass parameters are the
+center: evaluation, checkpoints, the replica check and broadcasts see that.
 
-Where parameters are c - a, no other code may change them: a rank could not tell the new center from
-its own unsent steps. A model's load_state_dict() is allowed: it replaces the center. So is DDP made
-anew, as after an error between forward and step(): it broadcasts rank 0's center.
+While parameters are c - a, no other code may change them: a rank could not tell the new center from
+its own unsent steps. A model's load_state_dict() is allowed, because it replaces the center. So is
+wrapping in a new DDP, as after an error between forward and step(): it broadcasts rank 0's center.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ..peers import Peers
 
 _log = logging.getLogger("gtopk")
 
-# By parameter, whose unsent steps it holds now; of several optimizers the one made last wins.
+# By parameter: the source of the unsent steps in it. The optimizer created last wins.
 _sources: MutableMapping[torch.Tensor, LocalResidual] = WeakIdKeyDictionary()
 _numbers = itertools.count()
 
@@ -45,39 +45,39 @@ _numbers = itertools.count()
 def take_center(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     """Return the center of a parameter that is c - a; the caller must write it back.
 
-    None: the parameter is the center. Raises RuntimeError where it was changed while it was c - a.
+    None if the parameter is the center. Raises RuntimeError if it was changed while it was c - a.
     """
     holder = _sources.get(parameter)
     return None if holder is None else holder._load_center(parameter)
 
 
 def center_of(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return the center of a parameter, itself where it is not c - a; it is not to be changed."""
+    """Return a parameter's center, which is the parameter itself unless it is c - a; read-only."""
     holder = _sources.get(parameter)
     return parameter if holder is None else holder._center[parameter]
 
 
 def restore_centers(parameters: Iterable[torch.Tensor]) -> None:
-    """Make the models of those that are c - a the center: a broadcast reads and writes that."""
+    """Restore the center of models that are c - a, because a broadcast reads and writes it."""
     for residual in {_sources[p] for p in parameters if p in _sources}:
         residual.restore()
 
 
 def on_this_rank(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a tensor's elements on this rank: of a DTensor the local shard."""
+    """Return a view of a tensor's elements on this rank: for a DTensor the local shard."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
 
 
 def versions_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return how often a tensor was changed in place; a DTensor's shard counts by itself."""
+    """Return how often a tensor was changed in place; a DTensor's shard has its own count."""
     return tensor._version, on_this_rank(tensor)._version
 
 
 class ResidualSource(Protocol):
-    """An object that has the residual of an optimizer's steps; see `Reducer` and `HookedAdam`.
+    """An object with the residual of an optimizer's steps; see `Reducer` and `HookedAdam`.
 
-    names: of the residual's parameters; "" where only the model knows a name.
+    names: of the residual's parameters; "" if only the model knows a name.
     """
 
     @property
@@ -88,14 +88,14 @@ class ResidualSource(Protocol):
 
 
 class LocalResidual:
-    """Swaps the parameters of one optimizer between the center and c - a.
+    """Switch the parameters of one optimizer between the center and c - a.
 
     The models are found in the first forward pass after there is something to apply: the outermost
-    modules that have one of the parameters. Where none is found by the end of that step, as for
-    models that are no torch.nn.Module, parameters are c - a from the end of a step on, and the
-    caller must call `restore`.
+    modules that have any of the parameters. If none is found by the end of that step, such as for
+    models that are not a torch.nn.Module, parameters are c - a from the end of each step on, and
+    the caller must call `restore`.
 
-    owner: for messages, the object that has `evaluating` and the option local_residual.
+    owner: for messages, the object with `evaluating` and the option local_residual.
     swapped: called when parameters have become c - a, or the center.
     """
 
@@ -107,25 +107,25 @@ class LocalResidual:
     ) -> None:
         self._source, self._owner, self._swapped = holder, owner, swapped
         self._center: dict[torch.nn.Parameter, torch.Tensor] = {}
-        # Versions of the parameters that are c - a now.
+        # Versions of the parameters that are currently c - a.
         self._versions: dict[torch.nn.Parameter, tuple[int, int]] = {}
         self._roots = weakref.WeakSet[torch.nn.Module]()
         self._searched = weakref.WeakSet[torch.nn.Module]()
-        self._finding: Any = None  # the hook of all modules, while models are looked for
+        self._finding: Any = None  # the global module hook, during the search for models
         self._number = next(_numbers)
-        self._is_at_rest = False  # by `eval`, until `train`
+        self._is_at_rest = False  # set by `eval`, until `train`
         self._has_given_up = False
         _watch_wrapping()
 
     def find_models(self) -> None:
-        """Find the models in the next forward pass; does nothing where some are known.
+        """Find the models in the next forward pass; do nothing if some are known.
 
-        A module of torch.compile then warns, once, of a hook of all modules. The hook is removed
-        before anything inside that module is called.
+        torch.compile then warns, once, of a global module hook. The hook is removed before
+        anything inside the compiled module is called.
         """
         if self._roots or self._finding is not None or self._has_given_up:
             return
-        # Weakly: torch's hook of all modules must not keep this alive.
+        # Weak, because torch's global hook must not keep this object alive.
         known = weakref.ref(self)
 
         def find(module: torch.nn.Module, inputs: Any) -> None:
@@ -137,11 +137,11 @@ class LocalResidual:
         handle = self._finding = register_module_forward_pre_hook(find)
 
     def _find(self, module: torch.nn.Module) -> None:
-        """Note a model that has one of the parameters, unless it is inside one noted before."""
+        """Add a model that has any of the parameters, unless it is inside one added before."""
         if module in self._searched or isinstance(module, torch.jit.ScriptModule):
-            return  # a scripted one takes no hooks
+            return  # a scripted module takes no hooks
         if isinstance(module, DistributedDataParallel):
-            return  # the module inside comes next: scripts may also call it by itself
+            return  # the inner module comes next: scripts may also call it directly
         self._searched.add(module)
         names = self._source.names
         if any(parameter in names for parameter in module.parameters()):
@@ -150,14 +150,14 @@ class LocalResidual:
             hook = _Hook(self)
             # Before FSDP's hook, which gathers the parameters of all ranks.
             module.register_forward_pre_hook(hook.before_forward, prepend=True)
-            # Of the models within wrappers, too: a script may take the state of either.
+            # Also for models inside wrappers, because a script may take the state of either.
             for each in _layers(module):
                 each.register_state_dict_pre_hook(hook.before_state)
                 each.register_load_state_dict_pre_hook(hook.before_state)
-            hook.before_forward(module, ())  # the current call began before the hook was there
+            hook.before_forward(module, ())  # the current call began before the hook existed
             found = {parameter for root in self._roots for parameter in root.parameters()}
             if found.issuperset(names):
-                self._stop_finding()  # before torch.compile traces what is called inside
+                self._stop_finding()  # before torch.compile traces the inner modules
 
     def _stop_finding(self) -> None:
         if self._finding is not None:
@@ -166,12 +166,12 @@ class LocalResidual:
 
     @property
     def is_applied(self) -> bool:
-        """Tell whether parameters are c - a now."""
+        """Return whether parameters are currently c - a."""
         return bool(self._versions)
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Make the parameters c - a, unless they are that already, or `eval` was called."""
+        """Set the parameters to c - a, unless they already are, or `eval` was called."""
         if self.is_applied or self._is_at_rest:
             return
         ranks = self._source.peers.size
@@ -179,21 +179,21 @@ class LocalResidual:
             if not parameter.requires_grad:
                 continue  # a frozen layer keeps its values, and its residual waits
             if (other := _sources.get(parameter)) is not None:
-                # The optimizer made last has the parameter, whichever model is called first.
+                # The optimizer created last owns the parameter, whichever model is called first.
                 if other._number > self._number:
                     continue
                 other._restore(parameter)
             here, center = on_this_rank(parameter), self._center.get(parameter)
-            # A model may have been moved to another device, or dtype, since the last step.
+            # A model may have been moved to another device or dtype since the last step.
             if center is None or (center.shape, center.dtype, center.device) != (
                 here.shape,
                 here.dtype,
                 here.device,
             ):
                 center = self._center[parameter] = torch.empty_like(here)
-            # A copy, as (c - a) + a is not c to the bit, and the center is the same on all ranks.
+            # A copy: (c - a) + a is not exactly c, and the center must be equal on all ranks.
             center.copy_(here)
-            # A residual carries the rank's weight in the sum, 1/ranks: alone, it counts in full.
+            # A residual includes the rank's weight in the sum, 1/ranks; here it counts in full.
             here.sub_(residual.to(here.device), alpha=ranks)
             self._versions[parameter] = versions_of(parameter)
             _sources[parameter] = self
@@ -202,8 +202,8 @@ class LocalResidual:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Make the parameters the center; raise RuntimeError where one was changed meanwhile."""
-        # A copy: `_restore` takes them off.
+        """Set the parameters to the center; raise RuntimeError if one was changed meanwhile."""
+        # A copy, because `_restore` removes entries.
         applied = [*self._versions]
         for parameter in applied:
             self._restore(parameter)
@@ -235,7 +235,7 @@ class LocalResidual:
         return self._source.names.get(parameter) or in_model
 
     def _is_as_applied(self, parameter: torch.nn.Parameter) -> bool:
-        """Tell whether a parameter has the values that `apply` gave it, as after SAM's detour."""
+        """Return whether a parameter has the values that `apply` set, such as after SAM."""
         ranks, center = self._source.peers.size, self._center[parameter]
         for other, residual in self._source.residuals():
             if other is parameter:
@@ -244,16 +244,16 @@ class LocalResidual:
         return False
 
     def end_step(self) -> None:
-        """End a step; where no model was found in it, make the parameters c - a at once."""
+        """End a step; if it found no model, set the parameters to c - a now."""
         if self._source.peers.size == 1:
-            return  # there is no residual
+            return  # a single rank has no residual
         if self._roots:
             self._stop_finding()
         # After the first step, before which there was nothing to apply.
         elif self._finding is None and not self._has_given_up:
             self.find_models()
         else:
-            # A whole step has passed since, and no model was called in it.
+            # A whole step has passed since the search began, without a call of a model.
             if not self._has_given_up and self._source.peers.rank == 0:
                 _log.warning(
                     "no torch.nn.Module with the optimizer's parameters was called in a step: "
@@ -272,7 +272,7 @@ class LocalResidual:
         self._is_at_rest = True
 
     def train(self) -> None:
-        """Make the parameters c - a in forward passes again."""
+        """Let forward passes set the parameters to c - a again."""
         self._is_at_rest = False
         if self._has_given_up:
             self.apply()
@@ -289,18 +289,18 @@ class LocalResidual:
 
 @functools.cache
 def _watch_wrapping() -> None:
-    """From now on, make the parameters of a model the center when DDP is made around it."""
+    """From now on, restore the center of a model's parameters when DDP wraps it."""
 
     def restore(module: torch.nn.Module, name: str, inner: torch.nn.Module | None) -> None:
         if isinstance(module, DistributedDataParallel) and inner is not None:
             restore_centers(inner.parameters())
 
-    # DDP broadcasts rank 0's parameters when it is made: they must be the center by then.
+    # DDP broadcasts rank 0's parameters on creation, so they must be the center by then.
     register_module_module_registration_hook(restore)
 
 
 def _layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Return a model, and the models inside the wrappers of torch.compile and DDP."""
+    """Yield a model, and the models inside the wrappers of torch.compile and DDP."""
     yield module
     if isinstance(module, DistributedDataParallel):
         yield from _layers(module.module)
@@ -309,7 +309,7 @@ def _layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 class _Hook:
-    """A model's hooks, before forward and before its state is taken or loaded; no-ops in copies."""
+    """A model's hooks before forward, and before its state is read or loaded; copies do nothing."""
 
     def __init__(self, of: LocalResidual | None = None) -> None:
         self._of = (lambda: None) if of is None else weakref.ref(of)
@@ -322,7 +322,7 @@ class _Hook:
             return
         if not module.training:
             residual.restore()
-        # Without gradients nothing is learnt in this call: parameters stay as they are.
+        # Without gradients this call trains nothing, so leave the parameters.
         elif torch.is_grad_enabled():
             residual.apply()
 

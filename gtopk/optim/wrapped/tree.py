@@ -1,4 +1,4 @@
-"""An optimizer as a tree whose tensors can be taken out on one rank and put in on another.
+"""An optimizer as a tree; its tensors can be taken out on one rank and put in on another.
 
     {"groups": [options], "parameters": {number: state}, "other": {key: state}}
 
@@ -22,13 +22,13 @@ Tree: TypeAlias = dict[str, Any]
 
 
 class Slot(NamedTuple):
-    """A tensor of one rank's tree, and how a rank that lacks it makes one."""
+    """A tensor in one rank's tree, with what a rank that lacks it needs to create it."""
 
     path: Path
     dtype: torch.dtype
     shape: torch.Size
-    beside_parameter: bool  # on the device of its parameter, else on the CPU
-    value: torch.Tensor | None  # a scalar's, which needs no message of its own
+    beside_parameter: bool  # on the device of its parameter; otherwise on the CPU
+    value: torch.Tensor | None  # only for a scalar, so that it needs no message of its own
 
 
 def layout(optimizer: torch.optim.Optimizer) -> list[str]:
@@ -44,7 +44,7 @@ def layout(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def difference(layout: list[str], other: list[str]) -> tuple[str, str] | None:
-    """Return the first lines in which two layouts differ, or None where they are the same."""
+    """Return the first lines in which two layouts differ, or None if they are the same."""
     pairs = zip_longest(layout, other, fillvalue="nothing more")
     return next((pair for pair in pairs if pair[0] != pair[1]), None)
 
@@ -67,8 +67,8 @@ def tree(optimizer: torch.optim.Optimizer) -> Tree:
 
 
 def install(tree: Tree, optimizer: torch.optim.Optimizer) -> None:
-    """Make the options and the state those of the tree; the groups stay the same objects."""
-    # In place: schedulers hold on to the groups.
+    """Install the tree's options and state; the groups stay the same objects."""
+    # In place, because schedulers refer to the groups.
     for group, options in zip(optimizer.param_groups, tree["groups"], strict=True):
         group.update(options)
     state = optimizer.state
@@ -99,7 +99,7 @@ def take_tensors_out(tree: Tree, optimizer: torch.optim.Optimizer) -> tuple[Tree
 
 
 def put_tensors_in(skeleton: Tree, tensors: dict[Path, torch.Tensor]) -> Tree:
-    """Return a copy of a skeleton from `take_tensors_out` with these tensors in their places."""
+    """Return a copy of a skeleton from `take_tensors_out`, with these tensors in their places."""
     tree: Tree = _rebuild(skeleton, lambda part, path: tensors.get(path, part))
     return tree
 
@@ -119,9 +119,9 @@ def at(part: Any, path: Path) -> Any:
 def make_tensors(
     slots: list[Slot], tree: Tree, optimizer: torch.optim.Optimizer
 ) -> dict[Path, torch.Tensor]:
-    """Return for every slot the tree's own tensor, or a new one where none fits.
+    """Return a tensor for every slot: the tree's own, or a new one if that does not fit.
 
-    Where the slot has a value, the tensor gets it; else the caller must fill the tensor.
+    If the slot has a value, the tensor is set to it; otherwise the caller must fill the tensor.
     """
     tensors: dict[Path, torch.Tensor] = {}
     taken = set()
@@ -130,7 +130,7 @@ def make_tensors(
         fits = (
             _is_tensor(tensor)
             and (tensor.dtype, tensor.shape) == (slot.dtype, slot.shape)
-            and id(tensor) not in taken  # groups may share one lr here and have two elsewhere
+            and id(tensor) not in taken  # groups may share an lr here but not on the other rank
         )
         if not fits:
             device = _device(slot.path, optimizer) if slot.beside_parameter else "cpu"
@@ -143,9 +143,9 @@ def make_tensors(
 
 
 def lay_out_as_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Give state of its parameter's shape the parameter's strides, too.
+    """Give state with its parameter's shape the parameter's strides, too.
 
-    Fused steps pair the entries of the two by their order in memory, and ignore strides.
+    Fused steps pair the entries of both by their order in memory, and ignore strides.
     """
     for parameter, state in optimizer.state.items():
         if not (isinstance(parameter, torch.Tensor) and isinstance(state, dict)):
@@ -159,7 +159,7 @@ def lay_out_as_parameters(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _device(path: Path, optimizer: torch.optim.Optimizer) -> torch.device:
-    """Return the device of the parameter that a path belongs to, else of the first."""
+    """Return the device of the parameter that a path belongs to, otherwise of the first."""
     return parameters_of(optimizer)[path[1] if path[0] == "parameters" else 0].device
 
 
@@ -168,8 +168,8 @@ def _is_tensor(part: Any) -> bool:
 
 
 def _rebuild(part: Any, leaf: Callable[[Any, Path], Any], path: Path = ()) -> Any:
-    """Return a copy of a tree with leaf(part, path) in place of each part that is no container."""
-    # The exact types: another container, which may be more than its items, is a leaf.
+    """Return a copy of a tree with leaf(part, path) in place of each non-container part."""
+    # Compare exact types: another container may be more than its items, so it is a leaf.
     if type(part) in (dict, OrderedDict):
         return type(part)((key, _rebuild(p, leaf, (*path, key))) for key, p in part.items())
     if type(part) in (list, tuple):

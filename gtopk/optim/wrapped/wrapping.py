@@ -1,11 +1,11 @@
-"""Wrapping: makes an optimizer of a class derived from the user's own, with its groups and state.
+"""Wrapping: derive an optimizer's class from the user's own, sharing its groups and state.
 
-So `isinstance` holds for it as for the user's, and schedulers work, also those made before.
+So `isinstance` works as for the user's class, and so do schedulers, even existing ones.
 
-Readings: its properties for scripts, some by Horovod's private names. StepPolicy: the interface by
-which the modes of `hvd.adapt` drive it. The modes hand out batches, and some of them step in its
-place. All that they need of it besides its public methods is there, so that its inner parts may
-change.
+Readings: properties for scripts, some under Horovod's private names. StepPolicy: the interface
+through which the modes of `hvd.adapt` drive the optimizer. The modes hand out batches, and some of
+them step in place of the optimizer. StepPolicy has everything that they need besides public
+methods, so that the optimizer's internals may change.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Wrapping(torch.optim.Optimizer):
     """A mixin: `wrap` derives a class from (this, the user's optimizer class).
 
     So super().step() is the user's step. Groups and state are looked up in the wrapped optimizer:
-    both have the same, also after either of them, or an optimizer within, has loaded others.
+    so both stay the same, even after either, or an optimizer inside, loads a state.
     """
 
     _wrapped: torch.optim.Optimizer
@@ -62,73 +62,73 @@ class Wrapping(torch.optim.Optimizer):
 
     @property
     def diverging_parameters(self) -> Collection[torch.nn.Parameter]:
-        """Return the parameters whose values may now differ between ranks; others are the same."""
+        """Return the parameters that may now differ between ranks; the others are the same."""
         return ()
 
     def outer_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return further optimizers, which all ranks step alike: LocalSGD's outer one."""
+        """Return additional optimizers that all ranks step alike, such as LocalSGD's outer one."""
         return []
 
     def shared_layout(self) -> list[str]:
-        """Return in words what must be equal on all ranks, where they are to share their state."""
+        """Return descriptions of what must be equal on all ranks for them to share their state."""
         return []
 
     def shared_state(self) -> Any:
         """Return what else all ranks share, beyond groups and `state`; None: nothing.
 
-        Of types that `runtime.object_codec` encodes: another rank's `load_shared_state` may get it.
+        The types must be supported by `runtime.object_codec`: another rank may load the result.
         """
         return None
 
     def load_shared_state(self, common: Any) -> None:
-        """Take over the shared state of another rank, as its `shared_state` returned it."""
+        """Load the shared state that another rank's `shared_state` returned."""
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Load the wrapped optimizer's state, in the memory layout of its parameters here."""
+        """Load the wrapped optimizer's state, in the memory layout of this rank's parameters."""
         super().load_state_dict(state_dict, *args, **kwargs)
         lay_out_as_parameters(self)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clear the gradients; those that are placeholders, of zeros, stay placeholders."""
+        """Clear the gradients; placeholders of zeros remain placeholders."""
         untouched = placeholders(parameters_of(self))
         super().zero_grad(*args, **kwargs)
         renew(untouched)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over groups and state, as torch does when it has loaded them."""
+        """Set groups and state, as torch does when it has loaded them."""
         self._wrapped.__setstate__(state)
 
     def _patch_step_function(self) -> None:
-        """Patch the wrapped step only, so that torch calls its hooks once, after the exchange."""
+        """Patch only the wrapped step, so that torch calls its hooks once, after the exchange."""
         self._wrapped._patch_step_function()
         self._zero_grad_profile_name = self._wrapped._zero_grad_profile_name
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be copied or pickled: the copy's gradients would be reduced a second time."""
+        """Refuse to be copied or pickled: the copy would reduce its gradients a second time."""
         raise TypeError(
             "a distributed optimizer can be neither copied nor pickled: it belongs to the ranks of "
             "a running job. Keep its state_dict(), or copy the plain optimizer and wrap the copy"
         )
 
     def _step_wrapped(self) -> None:
-        """Step as the wrapped optimizer does, with the gradients as they are."""
+        """Step as the wrapped optimizer does, with the current gradients."""
         remove_placeholders(parameters_of(self))
         super().step()
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # schedulers made before
 
     def _take_agreed_step(self, step: Callable[[Any], None]) -> None:
-        """Call this in place of the wrapped optimizer's step, between that one's hooks."""
+        """Call `step` instead of the wrapped optimizer's step, between the optimizer's hooks."""
         remove_placeholders(parameters_of(self))
-        # With torch's wrapper, so that the optimizer's hooks and a profiler see a step.
+        # Use torch's wrapper, so that the optimizer's hooks and a profiler see a step.
         self.profile_hook_step(step)(self)
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # schedulers made before
 
 
 def wrap(optimizer: torch.optim.Optimizer, kind: type[Wrapping]) -> Any:
-    """Return an optimizer of a class derived from (kind, the optimizer's own class).
+    """Wrap an optimizer in a class derived from (kind, the optimizer's own class).
 
-    Raises ValueError for LBFGS, and for an optimizer that is wrapped already; TypeError for what is
-    no optimizer.
+    Raises ValueError for LBFGS, and for an optimizer that is already wrapped; TypeError for an
+    object that is not an optimizer.
     """
     require_optimizer(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -137,24 +137,24 @@ def wrap(optimizer: torch.optim.Optimizer, kind: type[Wrapping]) -> Any:
         raise ValueError("the optimizer is distributed already; wrap the plain one")
     own = type(optimizer)
 
-    @wraps(own.zero_grad)  # libraries inspect whether its signature has set_to_none
+    @wraps(own.zero_grad)  # libraries check whether its signature has set_to_none
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         super(made, self).zero_grad(*args, **kwargs)
 
     made: Any = type(own.__name__, (kind, own), {"zero_grad": zero_grad})
-    # Not by the class's __init__, whose arguments are unknown here.
+    # Bypass the class's __init__, because its arguments are unknown here.
     wrapped = object.__new__(made)
     wrapped.__dict__.update(vars(optimizer))
     wrapped._wrapped = optimizer
-    # A scheduler made before has set a `step` of its own on the instance: remove it, so that the
-    # derived class's is found.
+    # An earlier scheduler has set its own `step` on the instance: remove it, so that the derived
+    # class's is found.
     for shadowed in ("step", "param_groups", "state"):
         wrapped.__dict__.pop(shadowed, None)
     return wrapped
 
 
 class Readings(Wrapping):
-    """Read-only properties of a distributed optimizer: a mixin, which changes nothing (`wrap`)."""
+    """Read-only properties of a distributed optimizer: a mixin without side effects (`wrap`)."""
 
     _options: Options
     _reducer: Reducer
@@ -183,30 +183,30 @@ class Readings(Wrapping):
 
     @property
     def backward_passes_per_step(self) -> int:
-        """How many backward passes add up before a step."""
+        """The number of backward passes accumulated before a step."""
         return self._reducer.hooks.limit
 
     @property
     def straggler_scores(self) -> list[float | None] | None:
-        """The speed of each rank's computing, of the last report; the fastest is 1. None before.
+        """The speed of each rank's computation in the last report; the fastest is 1; None before.
 
-        Of the last steps: the least of all ranks' median seconds, over the rank's own.
+        Computed from recent steps: the smallest of all ranks' median seconds over the rank's own.
         """
         return self._reducer.stragglers.scores
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped, on all ranks, as a gradient or a sum was not finite."""
+        """The number of steps skipped on all ranks because a gradient or a sum was not finite."""
         return self._skipped.count
 
     @property
     def divergences(self) -> int:
-        """How many checks found that replicas differ, and did not end in an error."""
+        """The number of checks that found differing replicas without raising an error."""
         return self._replicas.divergences
 
     @property
     def step_policy(self) -> StepPolicy:
-        """The interface that the modes of `hvd.adapt` drive this optimizer by."""
+        """The interface through which the modes of `hvd.adapt` drive this optimizer."""
         return StepPolicy(self)
 
     @property
@@ -227,25 +227,25 @@ class Readings(Wrapping):
 
 
 class StepListener:
-    """Is told of an optimizer's steps. This one does nothing; subclasses do."""
+    """Called on an optimizer's steps. The methods of this class do nothing; override them."""
 
     def enter(self, here: World) -> None:
-        """The next step is the first one in another world."""
+        """Called before the first step in another world."""
 
     def end_step(self) -> None:
-        """A step has been taken, or skipped on all ranks."""
+        """Called when a step has been taken, or skipped on all ranks."""
 
     def drop(self) -> None:
-        """Gradients are cleared; no step will use those that were synchronized."""
+        """Called when gradients are cleared; no step will use the synchronized ones."""
 
 
 class StepPolicy:
-    """The optimizer's inside, for a mode; `optimizer.step_policy` makes a new one each time.
+    """An optimizer's internals, for a mode; `optimizer.step_policy` creates a new one each time.
 
     names:    of the optimizer's parameters, equal on all ranks.
     options:  the arguments of DistributedOptimizer, with its compression.
-    name:     begins the names of the optimizer's exchanges; equal on all ranks.
-    progress: of these exchanges; a mode that steps in the optimizer's place counts there, too.
+    name:     prefix of the names of the optimizer's exchanges; equal on all ranks.
+    progress: of these exchanges; a mode that steps in place of the optimizer counts there, too.
     replicas: the check whether replicas differ.
     skipped:  counts skipped steps.
     """
@@ -264,41 +264,41 @@ class StepPolicy:
         return [parameter for parameter in self.names if parameter.requires_grad]
 
     def samples(self) -> Samples:
-        """Return the number of samples behind the current gradients, as it was set last."""
+        """Return the sample count of the current gradients, as last set."""
         said: Samples = self._optimizer._reducer.samples
         return said
 
     def set_weightless(self, is_weightless: bool) -> None:
-        """Say whether the current batch is a stand-in, whose gradients weigh nothing."""
+        """Set whether the current batch is a placeholder, so that its gradients have weight 0."""
         self._optimizer._is_weightless = is_weightless
 
     def listener(self) -> StepListener:
-        """Return the listener that is told of the steps."""
+        """Return the listener that is called on steps."""
         listener: StepListener = self._optimizer._listener
         return listener
 
     def listen(self, listener: StepListener) -> None:
-        """Tell this listener of the steps, in place of the one before."""
+        """Set the listener that is called on steps, replacing the previous one."""
         self._optimizer._listener = listener
 
     def clip(self) -> None:
-        """Shorten the gradients, which are an agreed update, to global_clip_norm."""
+        """Clip the gradients, which are an agreed update, to global_clip_norm."""
         self._optimizer._clip(None)
 
     def log_compression(self) -> None:
-        """Warn, once and on rank 0, where the compression may cost accuracy in this mode."""
+        """Warn, once and on rank 0, if the compression may cost accuracy in this mode."""
         self._optimizer._log_compression(by_mode=True)
 
     def stop_exchanging(self, mode: str) -> None:
-        """Stop the optimizer's exchanges: `mode` steps in its place from now on."""
+        """Stop the optimizer's exchanges: from now on `mode` steps in its place."""
         self._optimizer._reducer.stop_exchanging(mode)
 
     def mode(self) -> str:
-        """Return the mode that steps in the optimizer's place; "": it steps itself."""
+        """Return the mode that steps in place of the optimizer; "" if it steps itself."""
         mode: str = self._optimizer._reducer.stepping_mode
         return mode
 
     def note_step(self) -> None:
         """Let learning-rate schedulers know that a step was taken."""
-        # torch's schedulers read this mark, to warn where they come before the optimizer.
+        # torch's schedulers read this mark, to warn if they are called before the optimizer.
         self._optimizer._opt_called = self._optimizer._wrapped._opt_called = True
