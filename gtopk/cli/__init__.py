@@ -1,11 +1,11 @@
-"""The command `gtopk`, with a package or a module for each subcommand.
+"""The command `gtopk`; each subcommand is a module or a package.
 
-Only this package parses arguments, prints and draws; nothing else of gtopk imports it.
+Only this package parses arguments, prints and draws. The rest of gtopk does not import it.
 
-__init__.py    the subcommands, and how a command ends
-arguments.py   types of arguments: numbers with units, rates, files
+__init__.py    the table of subcommands, and exit codes
+arguments.py   argument types: numbers with units, rates, files
 completion.py  shell completion for bash, zsh and fish
-charts/        charts and pages, which several subcommands draw
+charts/        charts and pages that several subcommands share
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Final
 from .. import __version__
 from ..runtime.standard_streams import spell_in_any_encoding
 
-# The module of each subcommand has `main(arguments) -> exit code` and `parser()`. It is imported
-# only when called, so that `gtopk doctor` works where torch is broken.
+# Each subcommand's module defines `main(arguments) -> exit code` and `parser()`. It is imported on
+# demand, so that `gtopk doctor` works even if torch is broken.
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "doctor": (".doctor", "check the installation, and say how to get what is missing"),
     "demo": (".demo", "train on local ranks with dense, top-k and gTop-k, and compare them"),
@@ -57,24 +57,24 @@ def usage() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code.
 
-    It is 130 after Ctrl-C, and 141 where the output's reader ends (`gtopk plan ... | head -1`), as
-    for programs that SIGINT or SIGPIPE ends: with pipefail a shell can tell that output is cut.
+    Returns 130 after Ctrl-C and 141 if stdout's reader has exited (`gtopk plan ... | head -1`), as
+    for programs killed by SIGINT or SIGPIPE, so that a shell with pipefail notices cut output.
     """
-    # Closed (>&-): writing to it must fail as on a full disk, and not with an AttributeError.
+    # stdout is closed (>&-): writing must raise an OSError as on a full disk, not AttributeError.
     if sys.stdout is None:
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
     spell_in_any_encoding()
     try:
         try:
             code = _run(list(sys.argv[1:] if arguments is None else arguments))
-        # argparse exits after its help, which may still be in the buffer.
+        # argparse exits after printing its help, which may still be buffered.
         except SystemExit:
             _flush()
             raise
         _flush()
         return code
     except KeyboardInterrupt:
-        # The world's hook must see the error, to end the other ranks with its reason.
+        # Let the world's excepthook see the error, so that it ends the other ranks with the reason.
         if _is_one_of_several():
             raise
         return _INTERRUPTED
@@ -88,22 +88,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _flush() -> None:
-    """Flush stdout's buffer now: errors at exit could not be handled."""
+    """Flush stdout now, while write errors can still be handled."""
     print(end="", flush=True)
 
 
 def _is_one_of_several() -> bool:
-    """Tell whether other ranks must learn of this one's end, by the hook for its traceback."""
+    """Tell whether there are other ranks, which the excepthook must inform of an error here."""
     world = sys.modules.get("gtopk.runtime.world.world")
     return world is not None and world.is_initialized() and world.current().size > 1
 
 
 def _lacks_stdout() -> bool:
-    """Tell whether stdout fails, and not a file or a peer; if so, send it to /dev/null."""
+    """Tell whether it is stdout that fails; if so, redirect it to /dev/null."""
     try:
         print(flush=True)
     except OSError:
-        # Python flushes stdout once more at its exit, and would print a second error.
+        # Python flushes stdout again at exit and would print a second error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return True
     return False
@@ -113,7 +113,7 @@ def _run(words: list[str]) -> int:
     if words[:1] == ["--version"]:
         print(f"gtopk {__version__}")
         return 0
-    own = 2 if words[:1] == ["bench"] else 1  # words of a command
+    own = 2 if words[:1] == ["bench"] else 1  # words in the command's name
     name = " ".join(words[:own])
     if name in COMMANDS:
         command = importlib.import_module(COMMANDS[name][0], __package__)

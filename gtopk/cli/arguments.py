@@ -1,6 +1,6 @@
-"""The grammar of the subcommands of `gtopk`, and the types of their arguments.
+"""The argument parser of the `gtopk` subcommands, and the types of their arguments.
 
-Models by their well-known names are torchvision's and Hugging Face's, heads included.
+PARAMETERS holds the sizes of well-known models of torchvision and Hugging Face, heads included.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ T = TypeVar("T")
 
 
 def fail(command: str, reason: object, code: int = 1) -> int:
-    """Print on stderr why a command cannot go on, and return its exit code."""
+    """Print on stderr why a command fails, and return its exit code."""
     print(f"gtopk {command}: {reason}", file=sys.stderr)
     return code
 
 
 def as_argument(read: Callable[[str], T]) -> Callable[[str], T]:
-    """Return `read` with its ValueError turned into argparse's error."""
+    """Wrap `read` so that its ValueError becomes argparse's ArgumentTypeError."""
 
     def value(text: str) -> T:
         try:
@@ -42,10 +42,10 @@ class Command(argparse.ArgumentParser):
     """The parser of a subcommand; its help ends with an example of a call."""
 
     def __init__(self, call: str, description: str, example: str, **more: Any) -> None:
-        """call: how it is called, such as "gtopk plan"."""
+        """call: the full command, such as "gtopk plan"."""
         super().__init__(
             prog=call,
-            # The formatter wraps options only, and leaves the example as it is.
+            # The raw formatter wraps only the options' help, so wrap the description here.
             description=textwrap.fill(description, 80),
             epilog=f"example:\n  {example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -55,14 +55,13 @@ class Command(argparse.ArgumentParser):
     def option(
         self, name: str, read: Callable[[str], Any] | None, default: Any, help: str, **more: Any
     ) -> None:
-        """Add an option whose help tells its default, unless that is None.
+        """Add an option; its help shows the default, unless that is None.
 
-        read: converts the text, and raises ValueError where it is wrong; None: it stays a text.
+        read: converts the text and raises ValueError for a bad one; None keeps the text.
         """
         if default is not None and "default" not in help:
             help += "; default: %(default)s"
-        # as_argument would hide both: a word that may name a file is completed by its type, None or
-        # Path.
+        # Keep None and Path unwrapped: shell completion offers files for options of these types.
         kind = as_argument(read) if read not in (None, Path) else read
         self.add_argument(name, type=kind, default=default, help=help, **more)  # type: ignore[arg-type]
 
@@ -72,7 +71,7 @@ class Command(argparse.ArgumentParser):
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Return a function that reads a whole number of at least this one, which is not below 0."""
+    """Return a function that reads an integer >= least; least >= 0."""
 
     def read(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -86,7 +85,7 @@ from_zero, whole_number = at_least(0), at_least(1)
 
 
 def number_in(interval: str) -> Callable[[str], float]:
-    """Return a function that reads a finite number of an interval, as "(0, 1]" or "[0, inf)"."""
+    """Return a function that reads a finite number in an interval: "(0, 1]" or "[0, inf)"."""
     least, most = map(float, interval[1:-1].split(","))
     holds_least, holds_most = interval[0] == "[", interval[-1] == "]"
 
@@ -104,21 +103,21 @@ def number_in(interval: str) -> Callable[[str], float]:
     return read
 
 
-share = number_in("(0, 1]")  # of entries, such as a density
+share = number_in("(0, 1]")  # a fraction of the entries, such as a density
 above_zero = number_in("(0, inf)")
 
 
 def output_file(text: str) -> Path:
-    """Return the path of a file; check at once that rank 0 can write it, not after hours of work.
+    """Return a path; check now, not after hours of work, that rank 0 can write the file.
 
-    Missing folders are made; the file's content stays.
+    Creates missing folders; keeps the content of an existing file.
     """
     path, job = Path(text), launched_by()
     if job is not None and job.rank > 0:
         return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Opened to append: a file that is there keeps its content if the command fails later.
+        # Open for appending: an existing file keeps its content if the command fails later.
         is_new = not path.exists()
         with path.open("a"):
             pass
@@ -133,17 +132,17 @@ STDOUT: Final = Path("-")  # in place of a file
 
 
 def records_file(text: str) -> Path:
-    """Return STDOUT of "-", or else the path of a file, as `output_file` does."""
+    """Return STDOUT for "-", otherwise the path that `output_file` returns."""
     return STDOUT if text == "-" else output_file(text)
 
 
 def for_people(records: Path | None) -> TextIO:
-    """Return the stream for all but the records: stderr, where these take stdout."""
+    """Return the stream for human-readable output: stderr if the records go to stdout."""
     return sys.stderr if records == STDOUT else sys.stdout
 
 
 def in_json(value: Any) -> Any:
-    """Return a value in the types of JSON: records as objects, and null for NaN and infinity."""
+    """Convert a value to JSON types: records to objects, NaN and infinity to null."""
     if dataclasses.is_dataclass(value):
         return {each.name: in_json(getattr(value, each.name)) for each in dataclasses.fields(value)}
     if hasattr(value, "_asdict"):
@@ -156,7 +155,7 @@ def in_json(value: Any) -> Any:
 
 
 def write_records(content: object, file: Path | None = STDOUT) -> None:
-    """Write records as JSON, see `in_json`, if a file was asked for."""
+    """Write records as JSON (see `in_json`) if a file was requested."""
     text = json.dumps(in_json(content), indent=1)
     if file == STDOUT:
         print(text)

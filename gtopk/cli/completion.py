@@ -1,6 +1,6 @@
-"""`gtopk completion`: prints a script with which bash, zsh or fish complete the command's words.
+"""`gtopk completion`: print a completion script for bash, zsh or fish.
 
-shtab makes it from the parsers of all commands, once for each version of gtopk.
+shtab generates the script from the parsers of all subcommands. Run it again after each upgrade.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HOW: Final = (
 
 
 def parser() -> Command:
-    """Return the command line's grammar."""
+    """Return the argument parser."""
     described = Command(
         "gtopk completion",
         "Print the completion script for a shell. It needs shtab: pip install shtab.",
@@ -34,22 +34,22 @@ def parser() -> Command:
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
-    """Return the parser of each command, as "plan" or "bench optimizer".
+    """Return the parser of each command, keyed by names such as "plan" or "bench optimizer".
 
-    A command that cannot be imported here gets a parser with --help alone.
+    A command that cannot be imported here gets a parser with --help only.
     """
     found = {}
     for name, (module, _) in COMMANDS.items():
         try:
             found[name] = importlib.import_module(module, __package__).parser()
-        # torch raises OSError where one of its libraries is missing: the others still complete.
+        # torch raises OSError if a shared library is missing; complete the other commands anyway.
         except (ImportError, OSError):
             found[name] = argparse.ArgumentParser()
     return found
 
 
 def _all_commands(file: Any) -> argparse.ArgumentParser:
-    """Return one parser of all commands, whose arguments are a `file` where they may name one."""
+    """Return one parser of all commands; mark arguments that may name a file with `file`."""
     root = argparse.ArgumentParser("gtopk")
     root.add_argument("--version", action="store_true", help="print the version")
     commands = root.add_subparsers()
@@ -59,7 +59,7 @@ def _all_commands(file: Any) -> argparse.ArgumentParser:
         among, meaning = benchmarks if bench else commands, COMMANDS[name][1]
         added = among.add_parser(word, parents=[described], add_help=False, help=meaning)
         for action in added._actions:
-            # Arguments without a type may name a file; others are numbers or the like.
+            # An argument with another type is a number or similar, not a file.
             may_be_file = action.type in (None, Path) or action.metavar == "FILE"
             if action.nargs != 0 and not action.choices and may_be_file:
                 vars(action)["complete"] = file

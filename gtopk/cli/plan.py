@@ -1,6 +1,6 @@
-"""`gtopk plan`: compares the methods on a cluster that its options describe.
+"""`gtopk plan`: compare the methods on a cluster described with options.
 
-It prints text of 80 columns, with colours on a terminal.
+It prints text 80 columns wide, in bold on a terminal for the fastest method.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ from .charts import aligned, wrapped
 
 _HEADINGS = ("method", "bytes", "msgs", "select", "merge", "wire", "step")
 _EQUAL_HEADINGS = ("method", "density", "updates", "step")
-# Bytes per parameter beside model, gradients and the plain optimizer's state, in float32 on CPUs:
-# the residual, its copy for undoing a step, and a bucket's gradients where they are copied into one
-# array. A test measures them again.
+# Bytes per parameter in addition to model, gradients and the plain optimizer's state, in float32 on
+# CPUs: the residual, its copy for undoing a step, and a bucket's gradients if they are copied into
+# one array. A test checks these numbers.
 MEMORY: Final = {
     "dense": 4,
     "sparse": 8,
@@ -79,7 +79,7 @@ _OFF = f"{100 * ERROR:.0f}{SPACE}% off"
 
 
 def render(comparison: Comparison, rates: Rates, rates_origin: str) -> list[str]:
-    """Return the table's lines; those of the cheapest method begin with ">"."""
+    """Return the table's lines; ">" marks the cheapest method."""
     cluster, network = comparison.cluster, comparison.cluster.network
     formats = comparison.formats
     link, place = network.farthest, "inside the node" if network.is_one_node else "between nodes"
@@ -184,7 +184,7 @@ def verdict(comparison: Comparison, clearly: bool | None) -> str:
             f"Do not compress here: dense adds {dense_adds} to a step{at_most}, and no sparse "
             f"method less. At this latency it pays {where}."
         )
-    # No advice by less than the model's own error.
+    # Give no advice if the difference is below the model's error.
     if clearly is None:
         return (
             f"Too close to tell: the best sparse method adds {adds} to a step, dense {dense_adds}, "
@@ -192,7 +192,7 @@ def verdict(comparison: Comparison, clearly: bool | None) -> str:
             f"compression pays {where}."
         )
     algorithm = cheapest.candidate.algorithm
-    # Compression calls it so.
+    # Its name in Compression.
     name = {"topk-allgather": "topk"}.get(algorithm, algorithm)
     indices, values = cheapest.candidate.format
     wire = "" if indices == USUAL_INDICES else f', wire="{indices}"'
@@ -212,17 +212,17 @@ def verdict(comparison: Comparison, clearly: bool | None) -> str:
     )
 
 
-# Exists in a checkout only, not in a wheel.
+# Exists only in a checkout, not in a wheel.
 SIMULATED: Final = Path(__file__).parents[2] / "mpi_scripts" / "simulated_plan.py"
 
 _PAYS: Final = {None: "never", math.inf: "always"}  # otherwise below or above a bandwidth
 MOST_RANKS = 65_536
-# Beyond, a float cannot resolve a single one.
+# Above this, floats lose the precision of single elements.
 MOST_ELEMENTS = 10**15
 
 
 def parser() -> Command:
-    """Return the command line's grammar."""
+    """Return the argument parser."""
     described = Command(
         "gtopk plan",
         "Estimate a step's gradient exchange on a cluster, from a model of its links, "
@@ -271,14 +271,14 @@ def parser() -> Command:
 
 
 def milliseconds(text: str) -> float:
-    """Return the seconds of a text in milliseconds, 0 or more."""
+    """Parse milliseconds, 0 or more, and return seconds."""
     return number_in("[0, inf)")(text) / 1e3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the comparison and return the exit code."""
     grammar = parser()
-    # --simulate has more options than this grammar, which only its own program knows.
+    # --simulate takes further options, which its own program parses.
     options, unknown = grammar.parse_known_args(arguments)
     if options.simulate:
         if not SIMULATED.exists():
@@ -288,7 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "git clone its source, and call gtopk from there",
                 code=2,
             )
-        # By path: the installed package has no mpi_scripts, and must not import them.
+        # Run it by path: mpi_scripts is not part of the installed package.
         code: int = runpy.run_path(str(SIMULATED))["main"](arguments)
         return code
     if unknown:
@@ -302,7 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def compared(options: argparse.Namespace) -> tuple[Comparison, Rates, str]:
-    """Return the comparison of the methods, the rates used, and the origin of these.
+    """Return the comparison of the methods, the coding rates, and where the rates come from.
 
     Raises ValueError for an impossible cluster.
     """
@@ -317,7 +317,7 @@ def compared(options: argparse.Namespace) -> tuple[Comparison, Rates, str]:
             f"got {options.ranks_per_node}"
         )
     formats = [format for format in FORMATS if format.values == options.values]
-    # Shards have no indices to code: their values' rate is kept under raw ones.
+    # Shards send no indices; the rate of their values is stored under raw indices.
     measured = {*formats, SHARDS.format._replace(indices="raw")}
     if options.no_measure:
         origin = "as assumed, not measured"
@@ -337,7 +337,7 @@ def compared(options: argparse.Namespace) -> tuple[Comparison, Rates, str]:
         options.ranks_per_node,
         Link.of(options.node_bandwidth, options.node_latency),
     )
-    # Inside a node dense is the library's own allreduce, whose long messages are not confirmed.
+    # Inside a node, dense is the library's own allreduce, which does not confirm long messages.
     if network.is_one_node:
         network = network._replace(native_bytes=0)
     cluster = Cluster(length, network, options.density, options.backward_ms)
@@ -345,9 +345,9 @@ def compared(options: argparse.Namespace) -> tuple[Comparison, Rates, str]:
 
 
 def deliver(content: dict[str, Any], lines: list[str], file: Path | None) -> int:
-    """Print the lines, unless the records take stdout; write these, and return the exit code.
+    """Print the lines, unless the records go to stdout; write the records; return the exit code.
 
-    The cheapest method's line is in bold on a terminal.
+    On a terminal, the cheapest method's line is bold.
     """
     for line in lines if file != STDOUT else ():
         is_bold = line.startswith(">") and wants_colour(sys.stdout)
@@ -357,10 +357,10 @@ def deliver(content: dict[str, Any], lines: list[str], file: Path | None) -> int
 
 
 def as_record(comparison: Comparison, rates: Rates, origin: str) -> dict[str, Any]:
-    """Return the comparison as a record, for `write_records`.
+    """Return the comparison as a record for `write_records`.
 
-    break_even_bits_per_second: null where it pays never, or always. In its two bounds, 0 means at
-    no bandwidth and null at every one; the reverse where it pays above a bandwidth.
+    break_even_bits_per_second: null if compression pays never or always. In its two bounds, 0 means
+    never and null always; the reverse if compression pays above a bandwidth.
     """
 
     def method(found: Prediction) -> dict[str, Any]:

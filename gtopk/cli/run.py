@@ -1,4 +1,4 @@
-"""`gtopk run`: starts a script on ranks by the launcher at hand: torchrun, mpirun or srun."""
+"""`gtopk run`: start a script on several ranks with torchrun, mpirun or srun."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from .arguments import Command, as_argument, fail
 
 
 def allocated_tasks() -> int:
-    """Return the number of tasks asked for, or else how many fit the cores of the nodes.
+    """Return Slurm's requested number of tasks, or else the number that fits the nodes' cores.
 
-    Raises ValueError for a variable of Slurm that is not a number.
+    Raises ValueError if a variable of Slurm is not a number.
     """
     if asked := whole_number("SLURM_NTASKS", 0):
         return asked
@@ -40,18 +40,18 @@ def allocated_tasks() -> int:
     return sum(int(cores) // of_a_task * int(times or 1) for cores, times in each) or usable_cores()
 
 
-# The time that torchrun gives its ranks, too.
+# The same time that torchrun gives its ranks to save.
 _SAVE_SECONDS: Final = 30.0
-# The time that it then needs to end them.
+# The time that torchrun then needs to end them.
 _END_SECONDS: Final = 5.0
 
 
 class _TerminationRequested(KeyboardInterrupt):
-    """Raised for SIGINT or SIGTERM; its argument is the exit code for the signal."""
+    """Raised on SIGINT or SIGTERM; its argument is the exit code for the signal."""
 
 
 def parser() -> Command:
-    """Return the command line's grammar."""
+    """Return the argument parser."""
     described = Command(
         "gtopk run",
         "Start a script on several ranks: by srun inside a Slurm allocation, else by "
@@ -65,7 +65,7 @@ def parser() -> Command:
         "any failure. SIGTERM and Ctrl-C reach the ranks as SIGTERM; torchrun gives them 30 s to\n"
         "save. A second signal ends them at once. If this command is killed, they end with it.",
         usage="gtopk run [OPTIONS] SCRIPT [ARGUMENTS]",
-        # A script's --host must not count as --hosts or --hostfile.
+        # Otherwise a script's --host would match --hosts or --hostfile.
         allow_abbrev=False,
     )
     ranks = "default: the hosts' slots; by srun, the allocation's tasks or cores; else the cores"
@@ -97,7 +97,7 @@ def parser() -> Command:
     flag("--json", "print it as JSON")
     module = "SCRIPT is a module's name"
     described.add_argument("-m", "--module", action="store_true", help=module)
-    # With its arguments: of two positionals, argparse would drop a -- between them.
+    # One positional for program and arguments: argparse drops a -- between two positionals.
     described.add_argument(
         "program",
         nargs=argparse.REMAINDER,
@@ -108,7 +108,7 @@ def parser() -> Command:
 
 
 def parse_link(text: str) -> str:
-    """Return an option's text, if GTOPK_LINK accepts it."""
+    """Return the text unchanged if it is valid for GTOPK_LINK."""
     try:
         settings.parse_link(text)
     except ValueError as error:
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "is another one"
             )
         start = start_program(places, _program(options), _variables(options))
-        # A dry run starts nothing, so it may be asked for within a job.
+        # A dry run starts nothing, so it is allowed inside a job.
         if not options.dry_run:
             refuse_inside_a_job()
     except (LaunchError, OSError, ValueError) as error:
@@ -140,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with job(start.command, start.variables) as launcher, _signals_raised():
         try:
             code = launcher.wait()
-            # torchrun itself reports each rank's end.
+            # torchrun itself reports how each rank ended.
             if code and "torch.distributed.run" not in start.command:
                 fail("run", _message_of(code))
             return code
@@ -150,19 +150,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _message_of(code: int) -> str:
-    """Return a text on what an exit code of mpirun or srun means for the ranks."""
+    """Explain an exit code of mpirun or srun."""
     try:
         by = f" ({signal.Signals(code - 128 if code > 0 else -code).name})"
     except ValueError:
         by = ""
-    # Popen gives a negative code to a process that a signal has ended: here the launcher itself.
+    # A negative code from Popen means that a signal ended the launcher itself.
     who = "a rank" if code > 0 else "the launcher"
     return f"{who} ended with exit code {code}{by}"
 
 
 @contextmanager
 def _signals_raised() -> Iterator[None]:
-    """Raise _TerminationRequested for SIGINT and SIGTERM where they are not ignored (nohup)."""
+    """Raise _TerminationRequested on SIGINT and SIGTERM, unless they are ignored (nohup)."""
 
     def request(number: int, frame: FrameType | None) -> None:
         raise _TerminationRequested(128 + number)
@@ -179,22 +179,22 @@ def _signals_raised() -> Iterator[None]:
 
 
 def _let_save(launcher: subprocess.Popen[bytes], command: Sequence[str]) -> None:
-    """Terminate the launcher, and wait for it; a second signal ends the wait."""
+    """Terminate the launcher and wait for it to exit; a second signal ends the wait."""
     time_to_save = "only torchrun gives ranks time to save"
     if "torch.distributed.run" in command:
         time_to_save = f"the ranks have {_SAVE_SECONDS:g} s, none after a second signal"
     with suppress(_TerminationRequested, subprocess.TimeoutExpired):
-        # SIGTERM for Ctrl-C, too: it is what ranks within gtopk.termination() handle.
+        # Send SIGTERM for Ctrl-C too, because ranks within gtopk.termination() handle SIGTERM.
         launcher.terminate()
         print(f"gtopk run: ending the ranks; {time_to_save}", file=sys.stderr)
         launcher.wait(_SAVE_SECONDS + _END_SECONDS)
 
 
 def _places(options: argparse.Namespace, hosts: list[Host]) -> Places:
-    """Return the places of the ranks; raise ValueError for a number of them out of range."""
+    """Return the places of the ranks; raise ValueError for fewer than one rank."""
     launcher, ranks = options.launcher, options.ranks
     if launcher is None:
-        # In an allocation srun knows hosts and cores; hosts that are named may lie outside it.
+        # In an allocation, srun knows hosts and cores; --hosts may name hosts outside it.
         by_srun = os.environ.get("SLURM_JOB_ID") and shutil.which("srun") and not hosts
         launcher = "srun" if by_srun else launcher_at_hand(hosts)
     if ranks is None:
@@ -217,7 +217,7 @@ def _program(options: argparse.Namespace) -> list[str]:
         return [sys.executable, "-m", script, *words]
     if Path(script).is_file():
         if os.access(script, os.X_OK) and not script.endswith(".py"):
-            # Not a program of this name on PATH.
+            # With "./", so that a program of this name on PATH is not started instead.
             return [os.path.join(".", script), *words]
         return [sys.executable, script, *words]
     if shutil.which(script) is None:
@@ -227,7 +227,7 @@ def _program(options: argparse.Namespace) -> list[str]:
 
 def _variables(options: argparse.Namespace) -> dict[str, str]:
     asked = {settings.RUN.name: options.record, settings.TIMELINE.name: options.timeline}
-    # Absolute: ranks on other hosts may begin in another folder.
+    # Absolute paths: ranks on other hosts may start in another folder.
     variables = {name: os.path.abspath(folder) for name, folder in asked.items() if folder}
     return variables | ({settings.LINK.name: options.link} if options.link else {})
 

@@ -1,4 +1,4 @@
-"""`gtopk timeline`: merges the traces of all ranks into one, on rank 0's clock.
+"""`gtopk timeline`: merge the traces of all ranks into one, on rank 0's clock.
 
 a trace of a rank            in that of all
 process 1  allreduce.a       process 0  rank 0 (host a)    thread 1  allreduce.a
@@ -27,8 +27,9 @@ Record = dict[str, Any]
 class Trace(NamedTuple):
     """A rank's trace.
 
-    run: identifies its run, of `ranks` ranks; a later run has a greater number.
-    began_seconds: on rank 0's clock, plus or minus uncertain_seconds.
+    ranks: number of ranks in the run; 0 if unknown.
+    run: identifies the run; a later run has a greater number.
+    began_seconds: start on rank 0's clock, plus or minus uncertain_seconds.
     """
 
     rank: int
@@ -41,7 +42,7 @@ class Trace(NamedTuple):
 
 
 def parser() -> Command:
-    """Return the command line's grammar."""
+    """Return the argument parser."""
     described = Command(
         "gtopk timeline",
         "Merge the traces of all ranks, on rank 0's clock, for chrome://tracing or "
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = options.out or options.folder / "timeline.json"
     try:
         found = read_traces(options.folder)
-        # A folder may hold files of a run with more ranks, from before: times would mix.
+        # Skip files of an earlier run with more ranks, which may remain in the folder.
         last = max(trace.run for trace in found)
         traces = [trace for trace in found if trace.run == last]
         records = list(merged(traces))
@@ -85,9 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_traces(folder: Path) -> list[Trace]:
-    """Return the ranks' traces; raise ValueError without any, or where a file is no gtopk trace.
+    """Return the ranks' traces, including the incomplete trace of a killed rank.
 
-    The trace of a killed rank, without an end, is read as far as it goes.
+    Raises ValueError if there are none, or if a file is not a gtopk trace.
     """
     paths = sorted(folder.glob(_PATTERN))
     if not paths:
@@ -105,7 +106,7 @@ def _read(path: Path) -> Trace:
         whose = next(each["args"] for each in records if each.get("name") == RANK)
         return Trace(
             int(whose["rank"]),
-            # Earlier versions did not write it.
+            # Missing in traces of earlier versions.
             int(whose.get("ranks", 0)),
             _finite(whose.get("run", 0.0)),
             str(whose["host"]),
@@ -128,7 +129,7 @@ def _finite(value: Any) -> float:
 
 
 def _is_shown(record: Record) -> bool:
-    """Tell whether a trace shows a record; not one that is empty, damaged or without a row."""
+    """Tell whether to show a record: not if it is damaged or identifies the rank."""
     return (
         isinstance(record.get("ph"), str)
         and record.get("name") != RANK
@@ -138,20 +139,20 @@ def _is_shown(record: Record) -> bool:
 
 
 def _records(text: str) -> Iterator[Record]:
-    """Yield the records of a trace, one for each line without the brackets."""
-    # Line by line: the trace of a killed rank may end in the middle of one, and is no JSON.
+    """Yield the records of a trace, one per line."""
+    # Parse each line separately: a killed rank's trace ends in mid-record and is not valid JSON.
     for line in text.splitlines():
         try:
             record = json.loads(line.strip(" ,[]") or "{}")
         except (ValueError, RecursionError):
-            # The line in which a rank was killed, or nonsense.
+            # An incomplete last line, or garbage.
             continue
         if isinstance(record, dict):
             yield record
 
 
 def merged(traces: Sequence[Trace]) -> Iterator[Record]:
-    """Yield the records of all traces, with times on rank 0's clock since the first begin."""
+    """Yield the records of all traces; times are on rank 0's clock, from the earliest start."""
     began = min(trace.began_seconds for trace in traces)
     for trace in traces:
         place = {"pid": trace.rank, "tid": 0}
@@ -161,10 +162,10 @@ def merged(traces: Sequence[Trace]) -> Iterator[Record]:
         later_microseconds = 1e6 * (trace.began_seconds - began)
         for record in trace.records:
             moved = {**record, "pid": trace.rank}
-            # A rank's rows become threads, as the rank itself is a process of the merged trace.
+            # In the merged trace a rank is a process, so its own processes become threads.
             if record["ph"] == "M":
                 moved["name"] = record.get("name", "").replace("process", "thread")
-            # A global mark would cross the rows of all ranks.
+            # Limit global marks to this rank's process, or they would cross the rows of all ranks.
             if record.get("s") == "g":
                 moved["s"] = "p"
             if "ts" in record:

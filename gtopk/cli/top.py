@@ -1,4 +1,4 @@
-"""`gtopk top`: a table of each rank's state in a recorded run, with colours on a terminal."""
+"""`gtopk top`: show each rank's state in a recorded run as a table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..units import bytes_text, count_text, digits, duration_text, seconds_text
 from .arguments import Command, fail, in_json, number_in
 from .charts import aligned
 
-RECENT: Final = 50  # steps of which figures are means
+RECENT: Final = 50  # average over this many last steps
 SILENT_SECONDS: Final = 10.0
 
 _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
@@ -29,18 +29,18 @@ _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """A rank's current state; figures are means of its last steps, None without any.
+    """A rank's current state; figures are means over its last RECENT steps, None without steps.
 
-    They count single steps of the rank's optimizer, also where several are recorded as one. Steps
-    before the run last resumed are left out: they may have been on other machines.
+    They are per optimizer step, even if several are recorded as one. Steps before the run was last
+    resumed are left out, as they may have run on other machines.
 
-    state:      "running", "silent" (for how long: silent_seconds), or how it ended.
-    failed:     whether it ended out of order.
-    sent_bytes: bytes sent in a step.
-    density:    the share of the values that it sends.
-    straggler_score: how fast it computes beside the fastest rank, 1.
+    state:      "running", "silent" (for silent_seconds), or how it ended.
+    failed:     whether it ended abnormally.
+    sent_bytes: bytes sent per step.
+    density:    the fraction of the values that it sends.
+    straggler_score: its computing speed relative to the fastest rank, which has 1.
     link:       the emulated link, as text; "": the real links.
-    values:     the values that its script logged last; None for one that was not finite.
+    values:     the last values that its script logged; None for a value that was not finite.
     """
 
     rank: int
@@ -70,22 +70,22 @@ def status_of(run: Run, folder: Path, now: Callable[[], float] = time.time) -> l
 
 
 def _longest_pause(rank: RankRecord, recent: Sequence[Step]) -> float:
-    """Return the most seconds to expect between two lines, also if only some steps are written."""
+    """Return the longest expected seconds between two lines, even if not every step is written."""
     steps = [step.report.compute_seconds + step.report.synchronize_seconds for step in recent]
     if len(recent) == 1:
-        # Earlier versions did not write `every`.
+        # `every` is missing in records of earlier versions.
         return steps[0] * int(rank.begin.get("every", 1))
     pauses = [later.seconds - step.seconds for step, later in itertools.pairwise(recent)]
     return max([*steps, *pauses], default=0.0)
 
 
 def _status(rank: RankRecord, silent_seconds: float) -> Status:
-    # The last attempt only: the time between two would count as that of a step.
+    # Use only the last attempt: the pause between two attempts would count as a step's time.
     recent = rank.steps[rank.earlier :][-RECENT:]
     last = recent[-1].report if recent else None
-    # The first one has measured the links, too.
+    # Drop the first step, which also measured the links.
     reports = [step.report for step in recent[1:] or recent]
-    # Skipped steps have no local ones: where all were skipped, they count as recorded.
+    # Skipped steps report 0 local steps; if all were skipped, count the recorded ones.
     own = sum(report.local_steps for report in reports) or len(reports)
     means = None
     if reports:
@@ -94,9 +94,9 @@ def _status(rank: RankRecord, silent_seconds: float) -> Status:
     seconds = recent[-1].seconds - recent[0].seconds if len(recent) > 1 else 0.0
     values: dict[str, float | None] = {}
     for note in rank.values:
-        # Each name's last value: a script may log some of them less often.
+        # Keep the last value of each name, as a script may log some less often.
         values |= note.content
-    # Twice its longest pause: a rank whose steps take a minute is not silent after ten seconds.
+    # Allow twice its longest pause: steps may take longer than SILENT_SECONDS.
     silent_after_seconds = max(SILENT_SECONDS, 2 * _longest_pause(rank, recent))
     state = "silent" if silent_seconds > silent_after_seconds else "running"
     return Status(
@@ -123,18 +123,18 @@ def _status(rank: RankRecord, silent_seconds: float) -> Status:
 
 _HEADINGS = ("rank", "host", "step", "steps/s", "step takes", "compute", "wait", "exchange")
 _MORE = ("score", "sent/step", "density", "batch", "residual")
-# Columns to leave out, in this order, where a line is too long.
+# Columns to drop, in this order, if lines are too long.
 _DISPENSABLE = (
     *("residual", "density", "exchange", "host", "batch"),
     *("sent/step", "score", "wait", "steps/s"),
 )
-_LAST = ("compute", "step takes")  # left out after the script's values
+_LAST = ("compute", "step takes")  # dropped after the script's values
 
 
 def rows(statuses: Sequence[Status], width: int | None = None) -> tuple[list[str], list[list[str]]]:
-    """Return headings, and a row for each rank, in lines of at most `width` if possible.
+    """Return the headings and a row per rank, so that lines fit `width` if possible.
 
-    Empty columns are left out; the last one, the state, may be longer than its line.
+    Empty columns are dropped; the last one, the state, may exceed the width.
     """
     names = accuracy_and_loss_first({name for status in statuses for name in status.values})[:2]
     ours = [*_HEADINGS, *_MORE]
@@ -146,7 +146,7 @@ def rows(statuses: Sequence[Status], width: int | None = None) -> tuple[list[str
     kept = [place for place in range(len(headings)) if any(row[place] != "-" for row in cells)]
     for dispensable in (*map(ours.index, _DISPENSABLE), *reversed(logged), *map(ours.index, _LAST)):
         lengths = [max(len(row[place]) for row in [headings, *cells]) for place in kept[:-1]]
-        # The state may be longer than its line, but its usual word has to fit.
+        # The state may exceed the width, but its usual word must fit.
         if width is None or sum(lengths) + 2 * len(lengths) + len("running") <= width:
             break
         kept = [place for place in kept if place != dispensable]
@@ -193,7 +193,7 @@ def _number(value: float | None) -> str:
 def as_lines(
     statuses: Sequence[Status], width: int | None = None, in_colour: bool = False
 ) -> list[str]:
-    """Return headings, and a line for each rank; width: of the terminal, as for `rows`."""
+    """Return the headings and a line per rank; width: of the terminal, as for `rows`."""
     headings, cells = rows(statuses, width)
     head, *lines = aligned([headings, *cells], left=len(headings))
     if in_colour:
@@ -201,13 +201,13 @@ def as_lines(
             code = {"running": "32", "silent": "1;31"}.get(
                 status.state, "1;31" if status.failed else "2"
             )
-            begin = len(line) - len(cells[place][-1])  # of the state
+            begin = len(line) - len(cells[place][-1])  # where the state begins
             lines[place] = line[:begin] + coloured(line[begin:], code)
     return [head, *lines]
 
 
 def parser() -> Command:
-    """Return the command line's grammar."""
+    """Return the argument parser."""
     described = Command(
         "gtopk top",
         "Show what each rank of a run is doing, from the record that it writes. On a "
@@ -223,9 +223,9 @@ def parser() -> Command:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Show the run and return the exit code: 1 where there is none."""
+    """Show the run and return the exit code, 1 if there is no run."""
     options = parser().parse_args(arguments)
-    # A dumb terminal cannot draw over a line.
+    # A dumb terminal cannot overwrite lines.
     live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     try:
         once = options.once or not (options.json or live)
@@ -244,11 +244,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _snapshots(folder: Path, every: float, waits: bool = False) -> Iterator[list[Status]]:
-    """Yield the ranks' states, again and again until the run is over.
+    """Yield the ranks' states repeatedly until the run is over.
 
-    waits: until a run has begun to write its record in the folder.
-    Prints on stderr which ranks' records are missing, whenever that changes; raises ValueError
-    where no run can be read.
+    waits: first wait until a run starts to write its record in the folder.
+    Prints to stderr which ranks' records are missing, whenever that changes. Raises ValueError if
+    no run can be read.
     """
     lacked: list[tuple[str, str]] = []
     reader, began, waited = Reader(folder, RECENT), False, False
@@ -267,7 +267,7 @@ def _snapshots(folder: Path, every: float, waits: bool = False) -> Iterator[list
             time.sleep(every)
             continue
         began = True
-        # Told when it changes: a line a second would scroll the table away.
+        # Print only changes: a line per second would scroll the table away.
         lacks = [each for each in (run.lacks(), run.unread()) if each is not None]
         for each in lacks:
             if each not in lacked:
@@ -289,7 +289,7 @@ def _print(snapshots: Iterable[list[Status]], as_json: bool) -> None:
 
 
 def _refresh(snapshots: Iterable[list[Status]], folder: Path) -> None:
-    """Draw each table over the last one; ranks for which the screen has no room are counted."""
+    """Draw each table over the last one; if ranks do not fit the screen, show their number."""
     title, in_colour = shown(f"{folder}"), wants_colour(sys.stdout)
     height = 0
     print(_HIDE_CURSOR, end="")
@@ -298,9 +298,9 @@ def _refresh(snapshots: Iterable[list[Status]], folder: Path) -> None:
             width, room = shutil.get_terminal_size()
             over = f"\x1b[{height}A\x1b[J" if height else ""
             plain = [title, *as_lines(statuses, width)]
-            # The terminal breaks a line whose state is longer than the rest of it.
+            # The terminal wraps a line if its state is too long.
             ends = [*itertools.accumulate(-(-len(line) // width) or 1 for line in plain)]
-            # The cursor goes no higher than the screen's first line, and the last two are ours.
+            # The cursor cannot move above the screen's first line; the last two lines are reserved.
             fits = sum(end <= room - 2 for end in ends) or 1
             lines, height = [title, *as_lines(statuses, width, in_colour)][:fits], ends[fits - 1]
             if fits < len(ends):

@@ -1,4 +1,4 @@
-"""Recorded messages, a modelled machine with GPUs, and a C++ core built with sanitizers."""
+"""Fixtures: recorded messages, a modelled machine with GPUs, a C++ core built with sanitizers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Event(NamedTuple):
 
 
 class Witness:
-    """A local world, and the events of each rank in the order in which they happened there."""
+    """A local world that records the events of each rank in order."""
 
     def __init__(self, size: int) -> None:
         self.world = local_world(size, timeout_seconds=30)
@@ -51,14 +51,14 @@ class Witness:
         transport.send, transport.receive = watched_send, watched_receive
 
     def schedule(self, rank: int) -> list[tuple[str, int]]:
-        """Return what a rank did, in order: ("to", peer) and ("from", peer)."""
+        """Return a rank's events in order: ("to", peer) and ("from", peer)."""
         return [(event.kind, event.peer) for event in self.events[rank]]
 
     def rounds(self) -> list[list[np.ndarray]]:
         """Return the messages of each round.
 
-        In a round a rank sends at most one message and receives at most one; it sends on what it
-        received only in a later round.
+        In a round a rank sends at most one message and receives at most one. It forwards a received
+        message only in a later round.
         """
         size = len(self.world)
         ready, sent, received = [0] * size, [-1] * size, [-1] * size
@@ -81,13 +81,13 @@ class Witness:
 
 @pytest.fixture
 def witness() -> Callable[[int], Witness]:
-    """Return a function that makes a witnessed world of so many ranks."""
+    """Return a function that creates a `Witness` for a number of ranks."""
     return Witness
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_cuda.Cuda]:
-    """A machine with 8 GPUs, on which nothing may go wrong."""
+    """A modelled machine with 8 GPUs; the test fails if the model detects an error."""
     cuda = fake_cuda.Cuda(gpus=8)
     fake_cuda.install(monkeypatch, cuda)
     yield cuda
@@ -98,7 +98,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_cuda.Cuda]:
 
 @pytest.fixture(scope="session")
 def sanitized(shared_folder: Path) -> Callable[..., str]:
-    """Return `sanitized(program, *arguments)`: what it prints on a C++ core that checks itself."""
+    """Return `sanitized(program, *arguments)`: its output on a C++ core with sanitizers."""
     folder = shared_folder / "sanitized"
     programs = ROOT / "tests" / "programs"
 

@@ -1,4 +1,4 @@
-"""What the laws of AdamW before the exchange are held against: its formulas, in NumPy."""
+"""A reference in NumPy for AdamW before the exchange."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def value(model: torch.nn.Module, rank: int, step: int, samples: int = 5) -> tor
 
 
 def flat(tensors: Any) -> np.ndarray:
-    """Return all values, one after the other."""
+    """Return all values concatenated."""
     return np.concatenate([each.detach().numpy().ravel() for each in tensors])
 
 
 def distribute(model: torch.nn.Module, compression: Any, **options: Any) -> Any:
-    """Return AdamW, distributed; two groups, of unlike rates, betas and decays."""
+    """Return a distributed AdamW with two groups of different rates, betas and decays."""
     first, *others = model.parameters()
     own = ("betas", "lr", "weight_decay", "eps", "amsgrad", "maximize", "kind")
     inner = {name: options.pop(name) for name in own if name in options}
@@ -41,7 +41,7 @@ def distribute(model: torch.nn.Module, compression: Any, **options: Any) -> Any:
 def train_scaled(
     model: torch.nn.Module, optimizer: Any, scaler: torch.amp.GradScaler, rank: int, clip: float = 0
 ) -> None:
-    """Take five steps behind a GradScaler, as its recipe has it; clip: between the two halves."""
+    """Take five steps with a GradScaler, following torch's recipe; clip: between the two halves."""
     for step in range(5):
         optimizer.zero_grad()
         generator = torch.Generator().manual_seed(10 * step + rank)
@@ -57,13 +57,13 @@ def train_scaled(
 
 
 def center(optimizer: Any) -> np.ndarray:
-    """Return the parameters that all ranks have, side by side."""
+    """Return the concatenated parameters, which are equal on all ranks."""
     with optimizer.evaluating():
         return flat(optimizer._parameter_names)
 
 
 class OneRank:
-    """The step of one rank, from its gradient and from what the ranks share after it."""
+    """The step of one rank, from its gradient and the shared state of all ranks."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks

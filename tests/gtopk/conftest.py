@@ -1,4 +1,4 @@
-"""A stand-in for horovodrun's key-value server, and the kernels of memory that poses as a GPU's."""
+"""Fixtures: a fake of horovodrun's key-value server, and CUDA kernels for fake GPU memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.gtopk import posing
 
 @pytest.fixture
 def key_value_server() -> Iterator[Address]:
-    """Serve values under paths by PUT and GET, as horovodrun does."""
+    """Serve values under paths with PUT and GET, like horovodrun."""
     values: dict[str, bytes] = {}
 
     class Handler(BaseHTTPRequestHandler):

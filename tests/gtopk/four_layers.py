@@ -1,4 +1,4 @@
-"""Four layers, each a bucket of its own, that a distributed optimizer trains."""
+"""Train four layers, each in its own bucket, with a distributed optimizer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def flat(model: torch.nn.Module) -> torch.Tensor:
 def train(
     transport: LocalTransport, compression: Any, disturb: Any = None, **options: Any
 ) -> tuple[torch.Tensor, np.ndarray]:
-    """Return parameters and residual after some steps; `disturb` sees each after backward."""
+    """Return parameters and residual after some steps; `disturb` is called after each backward."""
     model = layers()
     with world.entered(transport):
         optimizer = distribute(model, compression, **options)

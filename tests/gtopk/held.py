@@ -1,4 +1,4 @@
-"""What a distributed optimizer holds back, as the laws speak of it: one vector."""
+"""A distributed optimizer's residual as one vector, for checks of the laws."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 def held(optimizer: Any, what: str = "residual") -> np.ndarray:
     """Return a copy of the residual, or the velocity, of all parameters in their order.
 
-    What rounding took of sums that this rank owns counts as residual.
+    The residual includes rounding errors of sums that this rank owns.
     """
     by_name, _ = optimizer._reducer.export_state()
     wanted = [what, "owner_error"] if what == "residual" else [what]

@@ -1,4 +1,4 @@
-"""Shards of a model so small that it would be in one block."""
+"""Shards for a model that is too small for more than one block."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from gtopk.compression import Compression
 
 
 class _InShards:
-    """Makes shards that send about such a part of all entries a step.
+    """Create shards that send about this fraction of all entries per step.
 
-    An object: the text of a function, in a test's name, has an address that differs by worker.
+    An object, because a function's repr in a test's name has an address that differs by worker.
     """
 
     def __call__(self, density: float, **options: Any) -> Any:

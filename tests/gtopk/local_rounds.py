@@ -1,4 +1,4 @@
-"""Ranks that are threads, and a small model that they train by rounds of local steps."""
+"""Ranks as threads that train a small model in rounds of local steps."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ descent = partial(torch.optim.SGD, lr=0.1)
 momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 GTOPK = Compression.gtopk(density=0.1)
 WHOLE = Compression.gtopk(density=1.0)
-# Fragments of the network's parameters, of 54, 9, 36 and 4 values.
+# Fragments of the network's parameters, which have 54, 9, 36 and 4 values.
 PARTS = {2: [[0], [1, 2, 3]], 3: [[0], [1, 3], [2]], 4: [[0], [1], [2], [3]]}
 
 
 def network(seed: int = 0) -> torch.nn.Module:
-    # A generator of its own: the global one is shared by the threads that are ranks here.
+    # Its own generator, because the ranks are threads and share the global one.
     generator = torch.Generator().manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 4))
     for parameter in model.double().parameters():
@@ -50,7 +50,7 @@ def close(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def on_ranks(size: int, program: Callable[[LocalTransport], Any]) -> list[Any]:
-    """Run a program on ranks that are threads, each in the world of its transport."""
+    """Run a program on ranks as threads, each in the world of its transport."""
 
     def rank(transport: LocalTransport) -> Any:
         with world.entered(transport):
@@ -60,7 +60,7 @@ def on_ranks(size: int, program: Callable[[LocalTransport], Any]) -> list[Any]:
 
 
 def held(optimizer: Any) -> torch.Tensor:
-    """Return the residual of this rank, in the order of the parameters; 0 where there is none."""
+    """Return this rank's residual, in the order of the parameters; 0 if there is none."""
     (own,) = optimizer.state_dict()["gtopk"]["held"].values()
     return flat(part["residual"] for part in own.values()) if own else torch.zeros(())
 
@@ -68,7 +68,7 @@ def held(optimizer: Any) -> torch.Tensor:
 def in_fragments(
     overlap: int = 2, compression: Any = None, fragments: int = 3
 ) -> tuple[torch.nn.Module, Any]:
-    """Return a network and its LocalSGD, with all that its state may hold."""
+    """Return a network and its LocalSGD, with a state that has all possible parts."""
     model = network()
     return model, LocalSGD(
         torch.optim.Adam(model.parameters(), lr=0.01),

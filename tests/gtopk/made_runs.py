@@ -1,4 +1,4 @@
-"""Runs' records, made up: what ranks would have written."""
+"""Made-up records of runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gtopk.telemetry.step_report import StepReport
 
 
 def report(step: int = 0, **changes: Any) -> StepReport:
-    """Return a step of 10 ms, of which 6 compute; no part is as long as another."""
+    """Return a step of 10 ms, 6 ms of it computing; all parts have different lengths."""
     fields: dict[str, Any] = {
         "step": step,
         "algorithm": "gtopk",
@@ -72,7 +72,7 @@ def begin(rank: int = 0, ranks: int = 3, **changes: Any) -> Line:
 
 
 def lines_of(rank: int, ranks: int, steps: int, **changes: Any) -> list[Line]:
-    """Return a rank's lines: a step every 10 ms, a look every 20, what is learnt, an end."""
+    """Return a rank's lines: a step every 10 ms, residuals every 20, logged values, an end."""
     lines = [begin(rank, ranks)]
     for step in range(steps):
         seconds = 0.01 * (step + 1)
@@ -92,7 +92,7 @@ def lines_of(rank: int, ranks: int, steps: int, **changes: Any) -> list[Line]:
 
 
 def write_run(folder: Path, ranks: int = 3, steps: int = 50, **changes: Any) -> Path:
-    """Write the record of a run that ended well."""
+    """Write the record of a run that ended normally."""
     for rank in range(ranks):
         file = LineFile(path_of(folder, rank))
         file.take(lines_of(rank, ranks, steps, **changes))
@@ -101,7 +101,7 @@ def write_run(folder: Path, ranks: int = 3, steps: int = 50, **changes: Any) -> 
 
 
 def diverge(folder: Path, name: str, after: int = 0) -> None:
-    """Have what was logged by this name be no number any more, after so many steps."""
+    """Make the values logged under a name NaN from a step on."""
     for path in folder.glob("rank-*.jsonl"):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         for line in lines:

@@ -1,7 +1,7 @@
-"""Host memory that poses as a GPU's: its arrays are not NumPy's, its kernels the CUDA ones.
+"""Host memory that poses as a GPU's: its arrays are not NumPy's, and it uses the CUDA kernels.
 
-The kernels are compiled for the host; tensors stay torch's of the CPU, and where the library asks
-which device they are on, it is told of a GPU. What is not modelled is time: nothing runs late.
+The kernels are compiled for the host. Tensors stay on torch's CPU, but report a GPU as their
+device. Asynchronous execution is not modelled.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ WHOLE = ("dtype", "size", "nbytes", "itemsize", "shape", "strides", "flags", "nd
 
 
 class Posing:
-    """An array of the GPU: what CuPy's arrays can do of which the library makes use."""
+    """A GPU array with the methods of CuPy's that the library uses."""
 
     __module__ = "posing"  # where `module_of` finds `asarray`
     device = nullcontext()
-    __cuda_array_interface__ = None  # by which the library knows a GPU's arrays
+    __cuda_array_interface__ = None  # the library identifies GPU arrays with this
 
     def __init__(self, content: np.ndarray) -> None:
         self.content = content
@@ -44,7 +44,7 @@ class Posing:
         raise AttributeError(name)
 
     def get(self) -> np.ndarray:
-        """Copy to the host: counted, in bytes."""
+        """Copy to the host, and count the bytes."""
         moved["to the host"] += self.content.nbytes
         return self.content.copy()
 
@@ -88,7 +88,7 @@ def plain(array: Any) -> Any:
 
 
 def asarray(array: Any) -> Posing:
-    """Stand in for cupy.asarray: found by the module of the class."""
+    """Replace cupy.asarray; the library finds it through the class's module."""
     if isinstance(array, Posing):
         return array
     moved["from the host"] += array.nbytes
@@ -96,12 +96,12 @@ def asarray(array: Any) -> Posing:
 
 
 def flatnonzero(array: Posing) -> Posing:
-    """Stand in for cupy.flatnonzero, likewise."""
+    """Replace cupy.flatnonzero, likewise."""
     return Posing(np.flatnonzero(array.content))
 
 
 class PosingMachine(HostMachine):
-    """The machine of the kernels' tests, on arrays that pose."""
+    """The machine of the kernels' tests, on posing arrays."""
 
     def empty(self, size: int, dtype: Any) -> Any:
         return Posing(super().empty(size, dtype))
@@ -136,9 +136,9 @@ def compile_kernels(folder: Path) -> Any:
 
 
 def pose(monkeypatch: pytest.MonkeyPatch, library: Any) -> Callable[[], list[str]]:
-    """Let all parameters of this process be on a GPU; return what tells which kernels ran.
+    """Put all parameters of this process on a GPU; return a function that lists the kernels run.
 
-    What the threads of a process do there is not ordered: each has a machine of its own.
+    Each thread has its own machine, as the work of threads is not ordered.
     """
     moved.clear()
     machines: list[PosingMachine] = []

@@ -1,4 +1,4 @@
-"""gtopk.accelerate: a loop with the real Accelerate, where it is installed; and a stand-in."""
+"""gtopk.accelerate: a loop with the real Accelerate, if installed, and tests with a fake."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def process_group() -> Iterator[None]:
 
 
 def accelerator() -> Any:
-    """Return what `compress` needs of an Accelerator; it keeps what is registered with it."""
+    """Return a fake Accelerator for `compress`; it keeps registered objects."""
     kept: list[Any] = []
     return SimpleNamespace(
         scaler=None,

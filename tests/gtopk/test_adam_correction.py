@@ -1,4 +1,4 @@
-"""Adam's moments before the selection: its steps are selected, exchanged and kept."""
+"""Adam before the selection: its steps are selected, exchanged and kept as residuals."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
 
 
 class Alone:
-    """A rank's Adam: its own steps, by torch, of a model that stays where it is."""
+    """A rank's torch Adam, with its own steps on a model that does not change."""
 
     def __init__(self, gradient: np.ndarray) -> None:
         self._at = torch.nn.Parameter(torch.zeros(gradient.size, dtype=torch.float64))
@@ -112,7 +112,7 @@ def test_the_mean_of_the_ranks_own_steps_is_conserved(size, kind, op):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_steps_weigh_by_samples(threads, reduction):
-    """Shares change from step to step; a rank without samples has no step, and its moments stay."""
+    """Weights change between steps; a rank without samples takes no step, and its moments stay."""
     sizes = [(1, 3), (2, 2), (0, 4), (3, 1)]
 
     def program(transport: LocalTransport) -> list[tuple[np.ndarray, ...]]:
@@ -152,7 +152,7 @@ def test_steps_weigh_by_samples(threads, reduction):
 
 
 def test_it_knows_nothing_of_the_scale_of_a_loss(threads):
-    """Gradients times 1024, which a GradScaler takes out behind the exchange, are the same."""
+    """Gradients times 1024, unscaled by a GradScaler after the exchange, give the same result."""
 
     def program(transport: LocalTransport, scale: float) -> np.ndarray:
         model = network().float()
@@ -167,7 +167,7 @@ def test_it_knows_nothing_of_the_scale_of_a_loss(threads):
 
 
 def test_the_moments_of_fewer_ranks_are_those_of_more(threads):
-    """Two ranks of equal gradients, loaded by one: it goes on as if it had been alone."""
+    """Two ranks with equal gradients, loaded on one, which continues as if always alone."""
 
     def program(transport: LocalTransport, steps: range, state: Any = None) -> Any:
         model = network()
@@ -190,7 +190,7 @@ def test_the_moments_of_fewer_ranks_are_those_of_more(threads):
 
 
 def test_a_parameter_that_comes_later_is_as_young_as_under_adamw(threads):
-    """In a bucket with others; and all are, of a checkpoint without moments."""
+    """In a bucket with others; after a checkpoint without moments, all parameters are new."""
 
     def program(transport: LocalTransport) -> None:
         one, other = network(), network()

@@ -1,4 +1,4 @@
-"""Every way to train begins with the line, and its reports have what was predicted."""
+"""Every way to train first logs the advice, and its reports have the prediction."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.matrix import some_of
 
-# Of tests/programs/advised.py: how many ways there are, and the places of some.
+# In tests/programs/advised.py: the number of ways to train, and the indices of some.
 WAYS, FSDP, ADASUM, IN_MEMORY, NODES = 10, 2, 6, (7, 8), 9
 
 
@@ -21,7 +21,7 @@ def test_rank_0_says_it_once_and_all_ranks_predict(forked, ranks):
     details = r"^gtopk: rank (\d): estimated exchange per ([\w -]+), ([\d,]+) values,? (.*)$"
     found = re.findall(details, job.stderr, re.MULTILINE)
     expected = {way: f"{2 * (501 + way):,}" for way in range(WAYS) if way not in IN_MEMORY}
-    if ranks == 4:  # of two replicas, two shards each: a rank exchanges half of the values
+    if ranks == 4:  # two replicas of two shards: a rank exchanges half of the values
         expected[FSDP] = f"{501 + FSDP:,}"
     assert [(rank, values) for rank, _, values, _ in found] == [
         ("0", values) for values in expected.values()

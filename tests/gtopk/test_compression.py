@@ -1,4 +1,4 @@
-"""The compression choices refuse what they cannot do."""
+"""The compression choices refuse unsupported options."""
 
 from __future__ import annotations
 

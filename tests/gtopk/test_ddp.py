@@ -13,9 +13,9 @@ from tests.matrix import some_of
 
 @pytest.fixture(scope="module", params=some_of([2, 3], 3))
 def checked(request, forked, torchrun):
-    """Return the number of ranks, and what one job of theirs says of all checks.
+    """Return the number of ranks, and one job's output for all checks.
 
-    Once by torchrun, whose ranks have a hash secret each: names in a set come in unlike orders.
+    Once with torchrun, where ranks have different hash secrets, and so different orders of sets.
     """
     start = torchrun if request.param == 2 else forked
     return request.param, start(request.param, "ddp_checks.py")

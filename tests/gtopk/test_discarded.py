@@ -1,4 +1,4 @@
-"""A gradient that was synchronized and thrown away, as a GAN's, leaves nothing behind."""
+"""A gradient that is synchronized and discarded, as in a GAN, has no effect."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HOLDING_BACK = [
 
 
 def own_state(optimizer: Any) -> dict[str, Any]:
-    """Return what the optimizer would save of its exchange."""
+    """Return the exchange's part of the optimizer's state."""
     state = optimizer.state_dict().get("gtopk", {"held": {}})
     return {"steps": optimizer._reducer.steps, "held": state["held"]}
 
@@ -93,7 +93,7 @@ def test_training_goes_on_as_if_a_discarded_gradient_had_never_been_there(
 def test_until_it_is_stepped_with_an_update_is_in_no_checkpoint(
     threads: Any, compression: Any
 ) -> None:
-    """The parameters do not have it yet: a run that goes on from there must send it again."""
+    """The parameters do not have it yet, so a run resumed from there must send it again."""
 
     def program(transport: LocalTransport) -> None:
         model = layers()
@@ -116,7 +116,7 @@ def test_until_it_is_stepped_with_an_update_is_in_no_checkpoint(
 
 
 def test_what_a_dense_run_sends_along_is_there_again_after_a_discard(threads: Any) -> None:
-    """A dense exchange sends what sparse steps left; it ends when that is sent, and counts."""
+    """A dense exchange sends the residuals of sparse steps in a limited number of steps."""
 
     def program(transport: LocalTransport) -> None:
         model = layers()
@@ -136,7 +136,7 @@ def test_what_a_dense_run_sends_along_is_there_again_after_a_discard(threads: An
             while any(parts["residual"].any() for parts in left.values()):
                 backward(model, transport.rank, 1)
                 dense.synchronize()
-                dense.zero_grad()  # also of the step that would have been the last
+                dense.zero_grad()  # also in the step that would be the last
                 backward(model, transport.rank, 1)
                 dense.step()
                 dense.zero_grad()
@@ -177,7 +177,7 @@ def test_what_a_sparse_gradient_sends_along_is_there_again_after_a_discard(threa
 
 
 def test_an_update_that_another_optimizer_steps_with_stays_sent(threads: Any) -> None:
-    """Scripts that only let gradients be synchronized, and step by something else."""
+    """For scripts that only synchronize gradients, and step with another optimizer."""
 
     def program(transport: LocalTransport) -> None:
         model = layers()

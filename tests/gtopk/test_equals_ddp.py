@@ -1,4 +1,4 @@
-"""Density 1 is PyTorch's own data parallelism, in every training loop."""
+"""With density 1, every training loop gives the same result as PyTorch's DDP."""
 
 from __future__ import annotations
 

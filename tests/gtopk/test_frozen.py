@@ -1,4 +1,4 @@
-"""Layers that are frozen and thawed in mid-training: passed over meanwhile, and nothing is lost."""
+"""Layers frozen and thawed during training are skipped while frozen, and lose nothing."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_what_ranks_share_of_a_layer_stays_in_steps_that_did_not_use_it(threads)
 def test_a_step_that_does_not_count_changes_nothing_of_a_layer_that_it_did_not_use(
     threads, kind, is_used_again, bucket_bytes
 ):
-    """Also where other buckets have been exchanged by then: the first layer's comes last."""
+    """Also if other buckets were exchanged before; the first layer's bucket comes last."""
 
     def trained(is_spoilt: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
         def program(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,7 +123,7 @@ def test_a_step_that_does_not_count_changes_nothing_of_a_layer_that_it_did_not_u
 def test_a_gradient_that_is_there_when_its_layer_is_frozen_is_reduced(
     threads, compression, passes, first
 ):
-    """Torch's optimizers step what has a gradient, frozen or not."""
+    """Torch's optimizers step every parameter with a gradient, frozen or not."""
 
     def program(transport: LocalTransport) -> torch.Tensor:
         model = layers()
@@ -235,7 +235,7 @@ METHODS = {
 def test_what_no_rank_has_a_gradient_of_stays_as_it_is_and_so_does_what_is_held_back_of_it(
     threads, method, one_bucket
 ):
-    """Else its residual alone would move it, and have it decay, and age in Adam."""
+    """Otherwise its residual alone would move it, apply weight decay, and count as an Adam step."""
 
     def program(transport: LocalTransport) -> torch.Tensor:
         model = layers()
@@ -309,7 +309,7 @@ def test_a_step_that_does_not_count_changes_nothing_of_it_either(threads):
             optimizer.zero_grad()
             branch(inputs(transport.rank, 5)).sum().backward()
             optimizer.synchronize()
-            optimizer.zero_grad()  # without a step: taken back
+            optimizer.zero_grad()  # without a step, so undone
             now = [held_of(optimizer, f"{n}.weight") for n in range(4)]
             assert all(map(torch.equal, now, kept))
 
@@ -317,7 +317,7 @@ def test_a_step_that_does_not_count_changes_nothing_of_it_either(threads):
 
 
 def test_what_leaves_with_dense_steps_waits_for_a_gradient_too(threads):
-    """A run that goes on without compression sends its residual along, and forgets none of it."""
+    """A run that continues without compression also sends its residual, completely."""
 
     def started(compression: Any) -> tuple[Any, Any]:
         model = layers()

@@ -1,4 +1,4 @@
-"""gtopk.fsdp: two replicas of two shards, on real ranks; and what it needs."""
+"""gtopk.fsdp: two replicas of two shards on real ranks, and its requirements."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.matrix import some_of
 
 @pytest.fixture(scope="module", params=some_of(["forked", "torchrun"], "forked"))
 def checked(request, tmp_path_factory):
-    """Return what one job of 4 ranks says of all checks, and the folder that it has saved into.
+    """Return the output of one job of 4 ranks for all checks, and the folder with its checkpoints.
 
-    Ranks of torchrun have a hash secret each.
+    torchrun's ranks have different hash secrets.
     """
     folder = tmp_path_factory.mktemp("checkpoints")
     start = request.getfixturevalue(request.param)

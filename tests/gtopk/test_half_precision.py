@@ -1,4 +1,4 @@
-"""What the gradients' dtype cannot hold of an update: never infinity, and nothing is lost."""
+"""Updates beyond the precision or range of the gradients' dtype: no infinity, no loss."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SPARSE = [
 
 
 def scaler_of(scale: float) -> torch.amp.GradScaler:
-    """Return a GradScaler that has this scale."""
+    """Return a GradScaler with this scale."""
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     scaler.scale(torch.zeros(1))  # it has no scale before it is used
     return scaler
@@ -40,7 +40,7 @@ def scaler_of(scale: float) -> torch.amp.GradScaler:
 @pytest.mark.parametrize("scale", [1.0, 8.0])
 @pytest.mark.parametrize("compression", SPARSE, ids=repr)
 def test_what_a_sum_has_beyond_float16_stays_in_the_residuals(threads, compression, scale):
-    """A loss scale that the optimizer is told of counts: the update is as large as that."""
+    """A loss scale known to the optimizer counts, as it enlarges the update."""
 
     def program(transport: LocalTransport) -> Any:
         parameter = torch.nn.Parameter(torch.zeros(6, dtype=torch.float16))
@@ -78,9 +78,9 @@ def test_what_a_sum_has_beyond_float16_stays_in_the_residuals(threads, compressi
 )
 @pytest.mark.parametrize("compression", [SPARSE[0], SPARSE[3], Compression.topk(1.0)], ids=repr)
 def test_what_rounding_to_the_gradients_dtype_takes_is_sent_later(threads, compression, dtypes):
-    """Gradients that are tiny beside others, or finer than the dtype, come through in the end.
+    """Gradients much smaller than others, or finer than the dtype, are finally applied.
 
-    The loss is scaled by 3: what an update leaves is told as the optimizer is to see it.
+    The loss is scaled by 3; the remainder of an update must be in the optimizer's scale.
     """
     steps = 60
 
@@ -103,13 +103,13 @@ def test_what_rounding_to_the_gradients_dtype_takes_is_sent_later(threads, compr
     ranks = threads(3, program)
     given = sum(given for given, _, _ in ranks)
     left = sum(left for _, _, left in ranks)
-    # Float32 additions alone round; of a step, bfloat16 would take a thousand times as much.
+    # Only float32 additions round; bfloat16 would lose a thousand times as much per step.
     torch.testing.assert_close(ranks[0][1] + left, given, rtol=0, atol=1e-6 * steps)
 
 
 @pytest.mark.parametrize("joins", [0, 2])
 def test_what_rounding_takes_is_kept_by_a_rank_that_has_joined(threads, joins):
-    """It knows what an update leaves as the others do: under the same loss scale."""
+    """It computes an update's remainder like the others, with the same loss scale."""
 
     def program(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         parameter = torch.nn.Parameter(torch.zeros(200, dtype=torch.bfloat16))
@@ -135,7 +135,7 @@ def test_what_rounding_takes_is_kept_by_a_rank_that_has_joined(threads, joins):
 
 
 def test_a_rank_that_has_joined_knows_of_a_dense_sum_beyond_float16(threads):
-    """All ranks skip the step: what it changed in the residuals is undone on this rank, too."""
+    """All ranks skip the step; this rank also undoes the step's changes of residuals."""
 
     def program(transport: LocalTransport) -> tuple[np.ndarray, np.ndarray]:
         whole, picked = (torch.nn.Parameter(torch.zeros(8, dtype=torch.float16)) for _ in range(2))
@@ -205,7 +205,7 @@ def test_a_dense_sum_beyond_float16_skips_the_step(threads, compression, dtypes)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_where_all_is_sent_in_16_bits_what_rounding_takes_is_kept(threads, dtype, ranks):
-    """Of what sparse steps have left, shares that are shorter than a last place of the gradient."""
+    """Parts of old residuals may be smaller than one ulp of the gradient."""
 
     def program(transport: LocalTransport) -> Any:
         bucket = Bucket([torch.nn.Parameter(torch.zeros(64, dtype=dtype))])

@@ -1,4 +1,4 @@
-"""gTop-k under Horovod: the same training, to the bit, on whatever Horovod's ranks run."""
+"""gTop-k under Horovod trains bit-identically under each of Horovod's launchers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROGRAM = "horovod_digits.py"
 
 @pytest.fixture(scope="module")
 def weights_over_mpi(mpirun) -> Any:
-    """Return `weights(ranks)`: the hash of the weights that gtopk alone trains, without Horovod."""
+    """Return `weights(ranks)`: the hash of the weights after training without Horovod."""
     found: dict[int, str] = {}
 
     def weights(ranks: int) -> str:
@@ -32,7 +32,7 @@ def weights_over_mpi(mpirun) -> Any:
 
 
 def hashes(done: Any, ranks: int) -> list[str]:
-    """Return the hash that each rank printed, in the order of the ranks."""
+    """Return the hashes that the ranks printed, in rank order."""
     assert done.returncode == 0, done.stderr
     lines = re.findall(r"^rank (\d+) of (\d+): (\w{64})$", done.stdout, re.MULTILINE)
     assert [(int(r), int(s)) for r, s, _ in sorted(lines)] == [(r, ranks) for r in range(ranks)]

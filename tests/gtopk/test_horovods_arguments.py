@@ -1,4 +1,4 @@
-"""Horovod's arguments mean here what they mean there, and what scripts read is there."""
+"""Horovod's arguments and the attributes that scripts read have the same meaning here."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_dividing_before_the_sum_and_multiplying_after_it_changes_nothing_but_th
 def test_what_was_held_back_under_one_predivide_factor_goes_on_under_another(
     threads, factors, then
 ):
-    """Whole, and as a sparse gradient: the first step sends some of it, or all."""
+    """With dense and sparse gradients: the first step sends part of it, or all."""
     compression = {"none": Compression.none, "fp16": Compression.fp16}.get(then)
 
     def program(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor, float]:

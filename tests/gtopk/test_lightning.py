@@ -1,4 +1,4 @@
-"""gtopk.lightning: the callback and Fabric with the real Lightning, where it is installed."""
+"""gtopk.lightning: the callback and Fabric with the real Lightning, if installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training with parameters on a GPU: on a host that poses as one, and on a real one."""
+"""Training with parameters on a fake GPU, and on a real one."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_only_the_selected_entries_visit_the_host(
 
 @pytest.fixture
 def gpu() -> Any:
-    """CuPy, where it and torch reach a GPU."""
+    """CuPy, if it and torch can use a GPU."""
     cupy = pytest.importorskip("cupy", reason="no cupy here")
     if not torch.cuda.is_available():
         pytest.skip("torch sees no GPU here")
@@ -123,7 +123,7 @@ def test_a_gpu_trains_as_the_host_does(compression: Any, dtype: torch.dtype) -> 
     found = on_ranks(compression, dtype, "cuda")
     assert_equal(found[1:], found[:-1])
     if compression != Compression.none and compression.adam_correction and dtype != torch.float64:
-        return  # all of Adam's first steps are of one length, but for rounding, which ranks them
+        return  # Adam's first steps are equally long, so rounding decides their order
     rounding = {} if dtype in (torch.float32, torch.float64) else {"rtol": 1e-2, "atol": 1e-2}
     for mine, theirs in zip(found, expected, strict=True):
         for a, b in zip(mine, theirs, strict=True):
@@ -162,7 +162,7 @@ def test_a_step_comes_after_the_backward_pass_and_before_what_follows(gpu: Any) 
             )
             for step in range(4):
                 if late:
-                    torch.cuda._sleep(20_000_000)  # what is not ordered would come before
+                    torch.cuda._sleep(20_000_000)  # unordered work would run first
                 parameter.grad = torch.arange(100_000, device="cuda").float() * (step + 1)
                 optimizer.step()
             return parameter.tolist()

@@ -1,4 +1,4 @@
-"""The package as a whole: what importing it costs, and what it offers by its own name."""
+"""The whole package: the cost of importing it, and its public names."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_command_beside_another_collectives_says_the_sentence_alone(
 ) -> None:
     (tmp_path / "collectives").mkdir()
     (tmp_path / "collectives/__init__.py").touch()
-    # As an installation writes it.
+    # The same as an installed script.
     (tmp_path / "gtopk").write_text("from gtopk.cli import main\n\nraise SystemExit(main())\n")
     folders = os.pathsep.join([str(tmp_path), str(ROOT)])
     job = subprocess.run(

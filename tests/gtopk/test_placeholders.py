@@ -1,4 +1,4 @@
-"""Gradients of zeros from wrapping on, as in Horovod; they change nothing of a step."""
+"""As in Horovod, wrapping sets gradients to zeros, which do not change a step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CLEARS: list[Callable[[Any], None]] = [
 
 
 def distribute(parameters: Any, **options: Any) -> Any:
-    """Wrap an optimizer that moves a parameter whose gradient is zero."""
+    """Wrap an optimizer that moves parameters even with a zero gradient."""
     return DistributedOptimizer(
         torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.5), **options
     )
@@ -165,7 +165,7 @@ def test_backward_adds_to_the_zeros_and_takes_no_memory_twice(threads: Any) -> N
 
 
 def test_a_sparse_gradient_takes_the_place_of_the_zeros(threads: Any) -> None:
-    """SparseAdam, which takes sparse gradients alone, steps without a zero_grad() before."""
+    """SparseAdam, which accepts only sparse gradients, steps without a preceding zero_grad()."""
 
     def program(transport: LocalTransport) -> torch.Tensor:
         table = torch.nn.Embedding(6, 2, sparse=True)

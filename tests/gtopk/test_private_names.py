@@ -1,4 +1,4 @@
-"""No attribute that begins with `_` is used across packages: it may change without notice."""
+"""Packages do not use each other's attributes that begin with `_`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TORCHS = {name for kind in (torch.Tensor, torch.optim.Optimizer) for name in dir
 
 
 def room(path: Path) -> str:
-    """Return the package of a file, two names deep: a module beside packages is its own."""
+    """Return the package of a file, up to two names; a module next to packages is its own."""
     return "/".join(path.relative_to(ROOT).parts[:2])
 
 

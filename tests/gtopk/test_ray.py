@@ -1,4 +1,4 @@
-"""Ray Train: what it prepares goes by the hook of `gtopk.ddp`, where it is installed."""
+"""Ray Train: the models it prepares use the hook of `gtopk.ddp`, if it is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real run of three ranks, one of which is killed, as the commands that show runs see it."""
+"""The commands that show runs, on a real run of three ranks, one of them killed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROGRAM = Path(__file__).parents[1] / "programs" / "seen.py"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """Return the folder of a run, in which the traces are too, and what it said."""
+    """Return the folder of a run with record and traces, and the finished process."""
     folder = tmp_path_factory.mktemp("seen")
     words = ["-n", "3", "--record", str(folder / "run"), "--timeline", str(folder / "traces")]
     done = subprocess.run(

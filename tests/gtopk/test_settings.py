@@ -1,4 +1,4 @@
-"""Every variable has a type, a default and one error for a wrong value; one file reads them all."""
+"""Every variable has a type, a default and an error for wrong values; one file reads all."""
 
 from __future__ import annotations
 

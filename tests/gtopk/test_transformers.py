@@ -1,4 +1,4 @@
-"""gtopk.transformers: the callback with Hugging Face's real Trainer, where it is installed."""
+"""gtopk.transformers: the callback with Hugging Face's real Trainer, if installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an editor knows of the calls that scripts begin with: types, and the words they take."""
+"""The type hints of the first calls in scripts: types, and literal options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers read as people write them."""
+"""Parsing and formatting of numbers with units."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from gtopk.units import (
         (bytes_text(999_999), "1,000 kB"),
         (bandwidth_text(9.93e9), "9.93 Gbit/s"),
         (bandwidth_text(1e8), "100 Mbit/s"),
-        (bandwidth_text(math.inf), "infinite bit/s"),  # as a Link says it
+        (bandwidth_text(math.inf), "infinite bit/s"),  # as in a Link
         (seconds_text(0), "0 µs"),
         (seconds_text(50e-6), "50 µs"),
         (seconds_text(0.00235), "2.35 ms"),
         (seconds_text(12.34), "12.3 s"),
         (seconds_text(4000), "4,000 s"),
-        (seconds_text(-3.5), "-3.50 s"),  # of a clock that went back
+        (seconds_text(-3.5), "-3.50 s"),  # a clock was set back
         (seconds_text(3600.24, 5), "3,600.2 s"),
         (duration_text(0.00235), "2.35 ms"),
         (duration_text(9999), "9,999 s"),

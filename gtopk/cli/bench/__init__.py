@@ -1,6 +1,6 @@
-"""`gtopk bench`: measurements of this machine and its network, a sub-command each.
+"""`gtopk bench`: benchmarks of this machine and its network.
 
-harness.py     what they share: their parser, their ranks, spreads, and networks to take steps of
-optimizer.py   a distributed step beside a plain one
-collectives/   every reduction beside the library's and the model
+harness.py     shared code: parser, ranks, spreads over rounds, networks to train
+optimizer.py   distributed optimizer steps compared with plain ones
+collectives/   every reduction compared with the MPI or gloo allreduce and with the cost model
 """

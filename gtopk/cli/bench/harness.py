@@ -1,12 +1,12 @@
-"""Harness of all benchmarks: their parser and JSON, their ranks, progress, and spreads over rounds.
+"""The benchmarks' shared harness: parser and JSON, ranks, progress, and spreads over rounds.
 
-Words of an option have spaces between them, not commas, as a word may hold some itself:
+Separate the words of an option with spaces, not commas, as a word may contain commas:
 hierarchical:across=gtopk,growth=2.0.
 
-Workloads: the networks that benchmarks take steps of. A network computes (two residual networks, He
-et al. 2016), or has only the shapes of one, and its gradients cost a copy. A layer's shapes come
-weight first, then its biases and its batch norm's: their gradients are there together, when
-backward has passed the layer.
+Workloads: some networks compute (two residual networks, He et al. 2016); others have only the
+shapes of a network, and their gradients cost a copy. A layer lists its weight first, then its
+biases and the parameters of its batch norm; their gradients become ready together, when backward
+has passed the layer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ...runtime.world.joining import join
 from ...runtime.world.membership import emulate_on
 from ..arguments import Command, records_file
 
-# Ranks that are not measured wait for those that are.
+# Long, because ranks that are not being measured wait for those that are.
 TIMEOUT_SECONDS: Final = 3600.0
 T = TypeVar("T")
 
@@ -45,10 +45,10 @@ def add_words(
     metavar: str = "NAME",
     help: str | None = None,
 ) -> None:
-    """Add an option of one or more words to a parser; `read` converts each.
+    """Add an option that takes one or more words, each converted with `read`.
 
-    read:        raises ValueError for a word that it does not know.
-    may_be_none: the option may stand without a word, for none at all.
+    read:        raises ValueError for an unknown word.
+    may_be_none: also accept the option without words, as an empty list.
     """
 
     def word(text: str) -> T:
@@ -76,17 +76,17 @@ def one_of(known: Collection[str]) -> Callable[[str], str]:
 
 
 def show_progress(text: str = "") -> None:
-    """Show a text in place of the last one; none clears the line, for what is printed next."""
+    """Replace the progress line on a terminal; without a text, clear it for the next output."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def silent(text: str = "") -> None:
-    """Print nothing, as another rank does."""
+    """Print nothing: the progress callback of ranks other than 0."""
 
 
 class Spread(TypedDict):
-    """The spread of one number over the rounds."""
+    """The spread of a number over the rounds."""
 
     min: float
     lower_quartile: float
@@ -96,7 +96,7 @@ class Spread(TypedDict):
 
 
 class PerRank(TypedDict):
-    """The spread of one number over the ranks, per round."""
+    """The spread of a number over the ranks, per round."""
 
     mean: float
     max: float
@@ -114,10 +114,10 @@ def per_rank(numbers: Sequence[float]) -> PerRank:
 
 
 def bench_parser(call: str, description: str, launched: bool = False) -> Command:
-    """Return a parser for a benchmark that can write its records as JSON.
+    """Return a benchmark's parser, with the option --json.
 
-    call:     how it is called, such as "gtopk bench optimizer".
-    launched: its example is a call under mpirun.
+    call:     the full command, such as "gtopk bench optimizer".
+    launched: show an example under mpirun.
     """
     example = f"{'mpirun -n 4 ' * launched}{call} --json records.json"
     described = Command(call, description, example)
@@ -127,9 +127,9 @@ def bench_parser(call: str, description: str, launched: bool = False) -> Command
 
 
 def on_ranks(work: Callable[[Transport], object], threads: int, over: str | None = None) -> int:
-    """Do a benchmark's work on the ranks of a launcher, or on threads; a failure ends the job.
+    """Run a benchmark on the launcher's ranks, or on threads; a failure ends the whole job.
 
-    threads: their number, without a launcher or over "local": no network is measured there.
+    threads: their number, used without a launcher or over "local"; these measure no network.
     over:    the transport; None: the one that training would use.
     """
     if (over or transport_name(launched_by())) == "local":
@@ -140,7 +140,7 @@ def on_ranks(work: Callable[[Transport], object], threads: int, over: str | None
         emulate_on(transport)
         work(transport)
     except BaseException as error:
-        # Of several ranks one has the cause; the others' PeerErrors, which tell of it, say no more.
+        # Only the failing rank knows the cause; skip the PeerErrors that it triggers on others.
         if not isinstance(error, PeerError) or transport.rank == 0:
             traceback.print_exc()
         # `abort` ends the process without flushing.
@@ -245,7 +245,7 @@ def _gpt2() -> Iterator[Layer]:
     yield norm
 
 
-# A step's own cost depends on the number of parameters and their lengths: these span both.
+# A step's overhead depends on the number of parameters and their lengths; these span both.
 SHAPES: Final[Mapping[str, Callable[[], Iterator[Layer]]]] = {
     "one-50m": lambda: iter([((50_000_000,),)]),
     "160x1000": lambda: iter([((1000,),)] * 160),
@@ -257,14 +257,14 @@ SHAPES: Final[Mapping[str, Callable[[], Iterator[Layer]]]] = {
 
 
 class Compute(NamedTuple):
-    """The computation of a step: makes the model, and runs both passes of a batch through it."""
+    """The computation of a step. make: creates the model. backward: runs forward and backward."""
 
     make: Callable[[], nn.Module]
     backward: Callable[[nn.Module], None]
 
 
 class _Pass(torch.autograd.Function):
-    """Return x as it is; the gradients of a layer's parameters are fixed ones, after a pause."""
+    """Return a copy of x; backward calls `pause`, then yields fixed gradients for a layer."""
 
     @staticmethod
     def forward(
@@ -280,14 +280,14 @@ class _Pass(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outputs: torch.Tensor) -> Any:
         ctx.pause()
-        # Copies: autograd hands a gradient over as .grad, which optimizers change in place.
+        # Return copies: autograd stores a gradient as .grad, which optimizers change in place.
         return outputs[0], None, None, *(gradient.clone() for gradient in ctx.gradients)
 
 
 class Shapes(nn.Module):
-    """Layers of these shapes, with random gradients; nothing is computed.
+    """Layers of the given shapes with fixed random gradients, without any computation.
 
-    pause: called before a layer's gradients are there.
+    pause: called in backward before each layer's gradients; make it sleep to model computation.
     """
 
     def __init__(self, layers: list[Layer], seed: int, pause: Callable[[], None]) -> None:
@@ -308,7 +308,7 @@ class Shapes(nn.Module):
 
 
 def of_layers(layers: list[Layer], rank: int, pause: Callable[[], None] = lambda: None) -> Compute:
-    """Return parameters of these shapes, whose gradients cost a copy, and the pause."""
+    """Return a computation on parameters of these shapes; gradients cost a copy and a pause."""
 
     def backward(network: nn.Module) -> None:
         network(torch.ones(1, requires_grad=True)).sum().backward()
@@ -317,18 +317,18 @@ def of_layers(layers: list[Layer], rank: int, pause: Callable[[], None] = lambda
 
 
 def shapes(model: str, rank: int) -> Compute:
-    """Return parameters of these shapes whose gradients cost a copy: all else is the step's own."""
+    """Return a computation of a copy per gradient, so that the rest of a step is overhead."""
     return of_layers(list(SHAPES[model]()), rank)
 
 
 def real(model: str, batch: int, rank: int) -> Compute:
-    """Return a network for images of 32 x 32, that are random."""
+    """Return the computation of a real network on random 32 x 32 images."""
     generator = torch.Generator().manual_seed(rank)
     images = torch.randn(batch, 3, 32, 32, generator=generator)
     labels = torch.randint(0, 10, (batch,), generator=generator)
 
     def make() -> nn.Module:
-        # All ranks and all contenders begin with the same weights.
+        # All ranks and all contenders start with the same weights.
         torch.manual_seed(0)
         return NETWORKS[model]()
 

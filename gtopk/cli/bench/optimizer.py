@@ -1,14 +1,14 @@
-"""`gtopk bench optimizer`: what each optimizer's steps cost over the plain one, in one run.
+"""`gtopk bench optimizer`: measure how much longer each optimizer's steps take than plain ones.
 
-plain                  the wrapped optimizer alone: nothing is exchanged
+plain                  the wrapped optimizer alone, without an exchange
 none, fp16, gtopk, auto      DistributedOptimizer with that compression
 none-late, gtopk-late  the same, exchanged after backward
 ddp, ddp-powersgd      DistributedDataParallel over gloo, and with PyTorch's PowerSGD hook
 ddp-gtopk              the same with gtopk's hook
-horovod                Horovod's own DistributedOptimizer, where it is built (make horovod)
+horovod                Horovod's own DistributedOptimizer, if it is built (make horovod)
 
-Alone, or on all ranks of a launcher. The contenders of torch's get gloo's process group. GTOPK_LINK
-(gtopk run --link) slows gtopk's messages alone: beside it DDP and Horovod are not measured.
+Runs alone or on all ranks of a launcher. DDP uses a gloo process group. GTOPK_LINK (gtopk run
+--link) slows only gtopk's messages, so DDP and Horovod are not measured with it.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ from .harness import (
 POWER_RANK: Final = 2
 WHOLE_MODEL_MB: Final = 1 << 16
 _START: Final = timedelta(seconds=120)
-# An emulated link slows gtopk's messages alone.
+# An emulated link does not slow the messages of these.
 _UNPACED: Final = ("ddp", "ddp-powersgd", "horovod")
 
 
 def open_gloo() -> Any:
-    """Return gloo's group of all ranks; all call it."""
-    # The library has it where gloo carries the world.
+    """Return a gloo group of all ranks; all ranks must call it."""
+    # If gloo is gtopk's transport, the group exists already.
     if torch.distributed.is_initialized():
         return torch.distributed.group.WORLD
     here = world.current()
@@ -74,7 +74,7 @@ def open_gloo() -> Any:
         if transport.rank > 0:
             host, port = transport.broadcast_object(None)
             return TCPStore(host, port, here.size, False, _START)
-        # Any free port will do.
+        # Port 0: any free one.
         store = TCPStore(address, 0, here.size, True, _START, wait_for_workers=False)
         transport.broadcast_object([address, store.port])
         return store
@@ -86,8 +86,7 @@ def open_gloo() -> Any:
 
 def register_power(model: Any, group: Any) -> None:
     """Register PyTorch's PowerSGD hook with DDP."""
-    # From the third step on: PyTorch allows no earlier one, as DDP rebuilds its buckets after the
-    # first.
+    # Start in step 2: PyTorch allows no earlier start, as DDP rebuilds its buckets after step 0.
     state = powerSGD_hook.PowerSGDState(
         group, matrix_approximation_rank=POWER_RANK, start_powerSGD_iter=2
     )
@@ -97,7 +96,7 @@ def register_power(model: Any, group: Any) -> None:
 PLAIN: Final = "plain"
 _ALONE: Final = (PLAIN, "none", "gtopk")
 
-# Maps a model to the module called in its place, and the optimizer that steps.
+# Maps a model to the module to call instead of it, and the optimizer.
 Way = Callable[[nn.Module], tuple[nn.Module, Any]]
 
 
@@ -105,15 +104,15 @@ Way = Callable[[nn.Module], tuple[nn.Module, Any]]
 class Record:
     """Medians over the rounds.
 
-    step_seconds:       of forward, backward and step.
-    over_plain_seconds: of the differences to the plain step of the same round.
-    quartiles:          of these, the lower and the upper.
-    over_plain:         of the ratios to it, less 1.
-    cpu_over_plain:     the same of the process's CPU time, all threads.
-    working_seconds:    of the engine's thread in a step, selection and communication.
-    hidden_share:       of these, what ran before `synchronize`, on the rank that came there last in
-                        each step: those that wait for it hide less, and lose nothing by it. None
-                        where there was nothing.
+    step_seconds:       forward, backward and step.
+    over_plain_seconds: difference to the plain step of the same round.
+    quartiles:          lower and upper quartile of these differences.
+    over_plain:         ratio to the plain step of the same round, minus 1.
+    cpu_over_plain:     the same ratio for the CPU time of all threads of the process.
+    working_seconds:    selection and communication on the engine's thread, per step.
+    hidden_share:       fraction of this work that ran before `synchronize`, taken in each step from
+                        the rank with the least left to do after it: the others include waiting for
+                        slower ranks. None if nothing was recorded.
     buckets:            number of buckets in a step.
     """
 
@@ -129,7 +128,7 @@ class Record:
 
 
 def ways(density: float, group: Any = None) -> dict[str, Way]:
-    """Return every way by name; group: gloo's, for DDP."""
+    """Return every way to train, by name; group: the gloo group for DDP."""
     gtopk = Compression.gtopk(density)
 
     def plain(model: nn.Module) -> torch.optim.Optimizer:
@@ -155,7 +154,7 @@ def ways(density: float, group: Any = None) -> dict[str, Way]:
     def horovod(model: nn.Module) -> tuple[nn.Module, Any]:
         peer = importlib.import_module("horovod.torch")
         peer.init()
-        # Without its launcher's variables each rank would be alone, and exchange nothing.
+        # Without its launcher's variables Horovod starts a world of one rank in each process.
         if peer.size() != world.current().size:
             raise RuntimeError(
                 f"Horovod sees {peer.size()} ranks here, and gtopk {world.current().size}: start "
@@ -182,7 +181,7 @@ def ways(density: float, group: Any = None) -> dict[str, Way]:
 
 
 def _is_built() -> bool:
-    """Tell whether Horovod is installed with its binding to torch."""
+    """Tell whether Horovod is installed with its torch binding."""
     try:
         importlib.import_module("horovod.torch")
     except ImportError:
@@ -191,7 +190,7 @@ def _is_built() -> bool:
 
 
 def usual(ranks: int) -> tuple[str, ...]:
-    """Return the ways compared by default, which depend on whether there are several ranks."""
+    """Return the ways compared by default; more of them on several ranks."""
     return _ALONE if ranks == 1 else (*_ALONE, "auto", "none-late", "gtopk-late", "ddp")
 
 
@@ -226,13 +225,13 @@ class Contender:
         """Return the measurements, compared with the plain optimizer's; all ranks call it."""
         report = getattr(self.optimizer, "last_step", None)
         everyones = allgather_object([self.working, self.hidden])
-        # By step: what the rank that had least to wait for after backward did, and hid.
+        # In each step take the rank with the least work left after backward: (not hidden, all).
         exposed = [
             min((w - h, w) for w, h in step)
             for step in zip(*(zip(*rank, strict=True) for rank in everyones), strict=True)
         ]
         working = sum(w for _, w in exposed)
-        # Round by round: what slows a round down slows all ways in it.
+        # Compare within a round, as noise of the machine slows all ways of a round.
         above = [mine - its for mine, its in zip(self.wall, plain.wall, strict=True)]
         first, _, third = statistics.quantiles(above, n=4) if len(above) > 1 else above * 3
         return Record(
@@ -259,18 +258,17 @@ def measure(
     progress: Callable[[str], None] = silent,
     warm_up: int = 3,
 ) -> list[Record]:
-    """Return a record of every way; the first is what the others are compared with.
+    """Return a record of every way, compared with the first.
 
-    Each round takes one step of every way, in an order that turns from round to round. All ranks
-    begin a step together.
+    Each round takes one step of every way; the order rotates from round to round. All ranks begin a
+    step together.
     """
     contenders = [Contender(name, way, compute) for name, way in compared.items()]
     for done in range(-warm_up, rounds):
-        # In another order each round: whoever comes first after a wait finds colder caches.
+        # Rotate the order, because the first way after a wait finds colder caches.
         turn = done % len(contenders)
         for contender in (*contenders[turn:], *contenders[:turn]):
-            # A barrier: the step that is timed must not wait for ranks that are still in the one
-            # before.
+            # A barrier, so that a timed step does not wait for ranks still in the previous one.
             allgather_object(None)
             contender.step(counts=done >= 0)
         progress(f"round {done + 1} of {rounds}" if done >= 0 else "warming up")
@@ -279,7 +277,7 @@ def measure(
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line's grammar."""
+    """Return the argument parser."""
     described = bench_parser(
         "gtopk bench optimizer",
         "Time training steps of a plain optimizer and of distributed ones, in turn in "
@@ -322,7 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "leave them out, or emulate hosts by mpi_scripts/emulated_network.sh",
             code=2,
         )
-    # Ranks of one machine share its cores: torch's threads would take them from each other.
+    # Ranks on a machine share its cores, so torch's threads would compete for them.
     torch.set_num_threads(1)
     world.init()
     here = world.current()

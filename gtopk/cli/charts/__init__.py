@@ -1,9 +1,9 @@
-"""Lines and tables of text; the parts of plots, as SVG: axes, lines, bands, words; reports' page.
+"""Text tables for terminals, SVG plots (axes, lines, bands, bars), and the reports' HTML page.
 
-Colours, dashes and font sizes are the page's: an element only says what it is (`line`, `band`), so
-it follows light and dark by itself.
+page.css sets colours, dashes and font sizes. An element only has a class (`line`, `band`), so that
+it follows light and dark mode.
 
-The page that reports share: one HTML file that needs no network, no script and no other file.
+A report is one HTML file that needs no network, no script and no other file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Final, NamedTuple, Protocol
 
 from ...units import SPACE, bytes_text, seconds_text
 
-_PLAIN: Final = str.maketrans(SPACE, " ")  # as whoever searches or parses lines expects
+_PLAIN: Final = str.maketrans(SPACE, " ")  # lines with plain spaces are easier to search and parse
 
 
 def wrapped(text: str) -> list[str]:
@@ -28,7 +28,7 @@ def wrapped(text: str) -> list[str]:
 
 
 def aligned(rows: Iterable[Sequence[str]], left: int = 1, gap: int = 2) -> list[str]:
-    """Return rows of cells as lines: the first `left` columns to the left, the others right.
+    """Format rows of cells as lines: left-align the first `left` columns, right-align the others.
 
     gap: spaces between columns.
     """
@@ -46,13 +46,13 @@ def aligned(rows: Iterable[Sequence[str]], left: int = 1, gap: int = 2) -> list[
 
 
 WIDTH, HEIGHT = 480, 330
-LEFT, RIGHT, TOP, BOTTOM = 58, 468, 34, 280  # the rectangle data is drawn in
+LEFT, RIGHT, TOP, BOTTOM = 58, 468, 34, 280  # the plot area
 
 Place = tuple[float, float]  # in the drawing
 
 
 class Point(NamedTuple):
-    """A place on the x axis: the mean of what was found there, the least and the most."""
+    """A position on the x axis, with the mean, minimum and maximum of the values there."""
 
     x: float
     mean: float
@@ -62,7 +62,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Axis:
-    """A straight or logarithmic way from data `low`..`high` to the drawing's `start`..`stop`."""
+    """A linear or logarithmic map from data `low`..`high` to the drawing's `start`..`stop`."""
 
     low: float
     high: float
@@ -71,7 +71,7 @@ class Axis:
     logarithmic: bool = False
 
     def place(self, value: float) -> float:
-        """Return where `value` lies in the drawing."""
+        """Return the drawing coordinate of `value`."""
         if self.logarithmic:
             share = math.log(value / self.low) / math.log(self.high / self.low)
         else:
@@ -79,11 +79,11 @@ class Axis:
         return self.start + share * (self.stop - self.start)
 
     def ticks(self) -> list[float]:
-        """Return round values inside the axis: 2 to 6, or the powers of ten of a long one."""
+        """Return round values on the axis: 2 to 6, or powers of ten on a long logarithmic one."""
         if self.logarithmic:
             powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             decades = math.log10(self.high / self.low)
-            # Labels need less room above each other than side by side.
+            # Labels need less room vertically than horizontally.
             room = 3 if self.stop < self.start else 2
             steps = (1,) if decades > room else (1, 2, 5)
             values = [step * 10.0**power for power in powers for step in steps]
@@ -91,7 +91,7 @@ class Axis:
             step = round_step((self.high - self.low) / 5)
             first = math.ceil(self.low / step - 1e-9)
             values = [step * i for i in range(first, math.floor(self.high / step + 1e-9) + 1)]
-        # Products of a step miss a bound by rounding, and its tick would be lost.
+        # Tolerate rounding errors, or a tick on a bound would be dropped.
         slack = 1 + 1e-9
         return [v for v in values if self.low <= v * slack and v <= self.high * slack]
 
@@ -107,7 +107,7 @@ def vertical(low: float, high: float, *, logarithmic: bool = False) -> Axis:
 
 
 def widened(low: float, high: float, logarithmic: bool) -> Place:
-    """Return bounds that differ."""
+    """Return bounds that differ, with some room if they were equal."""
     if low < high:
         return low, high
     if logarithmic:
@@ -117,13 +117,13 @@ def widened(low: float, high: float, logarithmic: bool) -> Place:
 
 
 def round_step(atleast: float) -> float:
-    """Return the smallest of 1, 2, 5 times a power of ten that is no less than `atleast`."""
+    """Return the smallest 1, 2 or 5 times a power of ten that is >= `atleast`."""
     power = 10.0 ** math.floor(math.log10(atleast))
     return next(power * step for step in (1, 2, 5, 10) if power * step >= atleast * (1 - 1e-9))
 
 
 def drawing(description: str, parts: Iterable[str], height: int = HEIGHT) -> str:
-    """Return the SVG element; `description` is what a screen reader says."""
+    """Return the SVG element; description: the text for screen readers."""
     return (
         f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(description)}">'
         + "".join(parts)
@@ -132,7 +132,7 @@ def drawing(description: str, parts: Iterable[str], height: int = HEIGHT) -> str
 
 
 def clipped(parts: Iterable[str]) -> str:
-    """Cut off what lies below the x axis; markers on the other three sides stay whole."""
+    """Clip the parts below the x axis, without cutting markers on the other three sides."""
     x, y, width, height = LEFT - 8, TOP - 8, RIGHT - LEFT + 16, BOTTOM - TOP + 8
     box = f'x="{x}" y="{y}" width="{width}" height="{height}"'
     return f'<svg {box} viewBox="{x} {y} {width} {height}">' + "".join(parts) + "</svg>"
@@ -141,7 +141,7 @@ def clipped(parts: Iterable[str]) -> str:
 def frame(
     x: Axis, y: Axis, x_ticks: dict[float, str], y_ticks: dict[float, str], names: tuple[str, str]
 ) -> str:
-    """Draw grid, ticks and the axes' names (x, y); the y name stands above its axis."""
+    """Draw grid, ticks and the axes' names (x, y); the y name goes above its axis."""
     x_name, y_name = names
     parts = []
     for value, label in y_ticks.items():
@@ -159,7 +159,7 @@ def frame(
 
 
 def text(at: Place, content: str, kind: str) -> str:
-    """Draw words; `kind` holds style classes, `middle` or `end` to anchor them there."""
+    """Draw words; kind: CSS classes, with `middle` or `end` to set the anchor."""
     return f'<text class="{kind}" x="{at[0]:.1f}" y="{at[1]:.1f}">{escape(content)}</text>'
 
 
@@ -178,7 +178,7 @@ def path(points: Sequence[Place]) -> str:
 
 
 class Written(Protocol):
-    """Writes a value, in so many digits."""
+    """Format a value with `count` digits."""
 
     def __call__(self, value: float, count: int = ..., /) -> str: ...
 
@@ -197,7 +197,7 @@ def plain_text(value: float, count: int = 4) -> str:
 
 
 def share_text(share: float, count: int = 2) -> str:
-    """Return a share as a percentage: 0.001 as "0.1 %"."""
+    """Return a fraction as a percentage: 0.001 as "0.1 %"."""
     if share <= 0:
         return "0"
     decimals = max(0, count - 1 - math.floor(math.log10(100 * share)))
@@ -212,7 +212,7 @@ X_AXES: Final[Mapping[str, tuple[str, Written]]] = {
     "time": ("time", seconds_text),
     "bytes": ("sent by a rank so far", bytes_text),
 }
-Lines = Mapping[str, Sequence[Point]]  # by name; one without points has no line
+Lines = Mapping[str, Sequence[Point]]  # by name; without points, no line is drawn
 
 
 def lines_plot(
@@ -228,9 +228,9 @@ def lines_plot(
     x: Axis | None = None,
     y: Axis | None = None,
 ) -> str:
-    """Draw the lines, each in a band from the least to the most.
+    """Draw the lines, each in a band from minimum to maximum.
 
-    x, y: axes, in place of those on which all points lie; what is below y is cut off.
+    x, y: axes; by default they span all points. Values below y's lower bound are clipped.
     """
     points = [point for each in lines.values() for point in each]
     x = x or horizontal(min(p.x for p in points), max(p.x for p in points))
@@ -262,18 +262,18 @@ def _fitting(low: float, high: float, logarithmic: bool, from_zero: bool) -> Axi
     if logarithmic and low > 0:
         return vertical(low / 1.3, high * 1.3, logarithmic=True)
     room = 0.06 * (high - low)
-    # An axis from zero shows a value's size, and not its noise, where that costs little room; a
-    # constant has no range of its own.
+    # Start at zero if that costs little room, so that the plot shows the value rather than its
+    # noise; also for a constant, which has no range.
     near_zero = low >= 0 and (low < 0.3 * high or low == high)
     bottom = min(0.0, low) if from_zero or near_zero else low - room
     return vertical(bottom, high + room)
 
 
 def _ticks(axis: Axis, written: Written) -> dict[float, str]:
-    """Return an axis' ticks in words that tell them apart; of steps, which are whole, no others."""
+    """Return an axis' ticks with distinct labels; for steps, whole numbers only."""
     values = [v for v in axis.ticks() if written is not steps_text or v == int(v)]
     said = [written(value) if value else "0" for value in values]
-    # More digits, until no two ticks read alike: 17 tell any two floats apart.
+    # Add digits until all labels differ; 17 distinguish any two floats.
     for count in range(4, 17):
         if len({*said}) == len(said):
             break
@@ -282,7 +282,7 @@ def _ticks(axis: Axis, written: Written) -> dict[float, str]:
 
 
 def lines_legend(lines: Lines) -> str:
-    """Return the legend of lines: each as small as a word, and its name."""
+    """Return the legend: a short sample of each line, and its name."""
     return legend(
         (
             f'<svg class="key series-{place % 6}" viewBox="0 0 34 14" aria-hidden="true">'
@@ -295,25 +295,25 @@ def lines_legend(lines: Lines) -> str:
 
 
 def are_apart(points: Sequence[Point], times: float) -> bool:
-    """Tell whether some are more than so many times the others: an axis had best be logarithmic."""
+    """Tell whether a logarithmic axis suits: all means positive, and max > times * min."""
     positive = [p.mean for p in points if p.mean > 0]
     return len(positive) == len(points) and max(positive) > times * min(positive)
 
 
-Parts = Mapping[str, float]  # seconds, or a share, by part
-ROW, BAR, SLIM_ROW, LETTER = 54, 16, 22, 7.0  # units of the drawing; of a letter the most, about
+Parts = Mapping[str, float]  # seconds or a fraction, by part
+ROW, BAR, SLIM_ROW, LETTER = 54, 16, 22, 7.0  # drawing units; LETTER: about the widest letter
 
 
 def bars(title: str, rows: Sequence[tuple[str, Parts, str]], room: float = 62.0) -> str:
-    """Draw a bar for each row, stacked by part: its name, seconds by part, words below the bar.
+    """Draw a bar stacked by part for each row (name, seconds by part, words below the bar).
 
-    room: for the names.
+    room: width for the names.
     """
-    # A hook's step may take no time at all.
+    # Avoid division by zero: a hook's step may take no time at all.
     scale = (WIDTH - room - 68) / (max(sum(parts.values()) for _, parts, _ in rows) or 1.0)
     longest = max(len(words) for *_, words in rows)
     height = ROW if longest else SLIM_ROW
-    # Words that are longer than the rest of the row begin where the names do.
+    # Words too long to fit beside the names start at the left edge.
     indent = room if room + LETTER * longest <= WIDTH else 0.0
     drawn = [_HATCHES]
     for place, (name, parts, words) in enumerate(rows):
@@ -321,7 +321,7 @@ def bars(title: str, rows: Sequence[tuple[str, Parts, str]], room: float = 62.0)
         drawn.append(text((0, top + 13), name, "label"))
         for part, seconds in parts.items():
             width = seconds * scale
-            # Thinner ones cannot be seen.
+            # Thinner ones are invisible.
             if width >= 0.05:
                 drawn.append(
                     f'<rect class="part {part}" x="{left:.2f}" y="{top}" width="{width:.2f}" '
@@ -343,7 +343,7 @@ def stacked(
     written: Written,
     most: float,
 ) -> str:
-    """Draw the parts at each place on the x axis, one area on the other; most: the y axis' end."""
+    """Draw the parts over the x axis as stacked areas; most: the upper end of the y axis."""
     x, y = horizontal(found[0][0], found[-1][0]), vertical(0.0, most)
     places = [x.place(at) for at, _ in found]
     below = [0.0] * len(found)
@@ -352,7 +352,7 @@ def stacked(
         above = [under + shown[part] for under, (_, shown) in zip(below, found, strict=True)]
         lower = [(at, y.place(value)) for at, value in zip(places, below, strict=True)]
         upper = [(at, y.place(value)) for at, value in zip(places, above, strict=True)]
-        # A part without any time would still be drawn as a line.
+        # Skip a part that takes no time: it would appear as a line.
         if any(high > low for high, low in zip(above, below, strict=True)):
             drawn.append(f'<path class="part {part}" d="M{path(lower)}L{path(upper[::-1])}Z"/>')
         below = above
@@ -360,11 +360,11 @@ def stacked(
 
 
 def prose(words: str) -> str:
-    """Return words as HTML that no line break tears "top-" from "k" in."""
+    """Return words as HTML without line breaks inside "top-k" and "gTop-k"."""
     return re.sub("g?[Tt]op-k", r'<span class="whole">\g<0></span>', escape(words))
 
 
-# The page loads nothing and runs nothing, whatever the texts in a record are.
+# The page must not load or run anything, even if texts in a record are malicious.
 POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
@@ -394,7 +394,7 @@ def page(title: str, body: str) -> str:
 
 
 def facts(entries: Mapping[str, str]) -> str:
-    """Return the names and values of what was run, below their heading."""
+    """Return the settings of a run as names and values, with a heading."""
     listed = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
         for name, value in entries.items()
@@ -403,13 +403,13 @@ def facts(entries: Mapping[str, str]) -> str:
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
-    """Return the legend: each key's drawing with its meaning."""
+    """Return the legend from pairs (drawing, meaning)."""
     items = "".join(f"<li>{drawn}{escape(words)}</li>" for drawn, words in entries)
     return f'<ul class="legend">{items}</ul>'
 
 
 def figure(title: str, drawn: str, reading: str) -> str:
-    """Return a figure: title, legend and drawing, and how to read it."""
+    """Return a figure; drawn: legend and drawing; reading: how to read it."""
     return (
         f'<figure><h3>{escape(title)}</h3><div class="drawn">{drawn}</div>'
         f"<figcaption><p>{prose(reading)}</p></figcaption></figure>"
@@ -417,13 +417,13 @@ def figure(title: str, drawn: str, reading: str) -> str:
 
 
 def plots(heading: str, figures: Sequence[str]) -> str:
-    """Return figures below their heading."""
+    """Return figures with a heading."""
     drawn = "\n".join(figures)
     return f'<h2>{escape(heading)}</h2>\n<div class="plots">\n{drawn}\n</div>\n'
 
 
 def table(rows: Mapping[str, Mapping[str, tuple[str, bool]]]) -> str:
-    """Return a table, by row and column: what stands in a cell, and whether it is a loss."""
+    """Return a table from cells (text, whether it is a loss), by row and column."""
     columns = next(iter(rows.values()))
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in ("Method", *columns))
     body = ""
@@ -437,7 +437,7 @@ def table(rows: Mapping[str, Mapping[str, tuple[str, bool]]]) -> str:
 
 
 class Tile(NamedTuple):
-    """A figure at the head of a page."""
+    """A key figure at the top of a page."""
 
     name: str
     value: str
@@ -446,7 +446,7 @@ class Tile(NamedTuple):
 
 
 def tiles(found: Iterable[Tile]) -> str:
-    """Return the figures at the head of a page."""
+    """Return the key figures at the top of a page."""
     drawn = "".join(
         f'<div class="{"tile loss" if loss else "tile"}"><dt>{escape(name)}</dt>'
         f'<dd class="value">{escape(value)}</dd><dd class="detail">{prose(detail)}</dd></div>'
@@ -455,7 +455,7 @@ def tiles(found: Iterable[Tile]) -> str:
     return f'<dl class="tiles">{drawn}</dl>'
 
 
-# Over the colours of two parts, so that parts differ without colour too.
+# Hatch two parts, so that readers can distinguish parts without colour.
 _HATCHES: Final = (
     '<defs><pattern id="wait-hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
     'patternTransform="rotate(45)"><rect class="ground" width="6" height="6"/>'
@@ -467,7 +467,7 @@ _HATCHES: Final = (
 
 
 def parts_legend(names: Mapping[str, str]) -> str:
-    """Return the legend of parts, with their names in words; their hatches are in the drawing."""
+    """Return the legend of parts; the page must also contain a drawing with their hatches."""
     return legend(
         (
             '<svg class="key" viewBox="0 0 34 14" aria-hidden="true">'

@@ -1,4 +1,4 @@
-"""`gtopk demo`: starts ranks that train by four methods; shows, prints and writes the results."""
+"""`gtopk demo`: train on local ranks with four methods, and report the results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .verdicts import METHODS, PARTS, Record, epochs_text, level, link_verdict, 
 
 NEEDED = {"mpi4py": "mpi4py", "sklearn": "scikit-learn"}
 TRAIN_IMAGES = 1437  # of scikit-learn's digits
-PROGRESS = "@progress "  # begins the lines of JSON by which rank 0 tells how far it is
+PROGRESS = "@progress "  # prefix of the JSON lines with rank 0's progress
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,18 @@ class Plan:
     seeds: int = 5
     epochs: int = 30
     batch: int = 32  # samples per rank and step
-    density: float = 0.01  # of top-k, and of gTop-k at equal k
+    density: float = 0.01  # for top-k, and gTop-k at equal k
     lr: float = 0.05
-    momentum: float = 0.9  # dense: the optimizer's; sparse: taken before the selection
+    momentum: float = 0.9  # dense: in the optimizer; sparse: before the selection
     hidden: int = 256
-    link: str = "100mbit"  # emulated, once all was run on the machine as it is
+    link: str = "100mbit"  # emulated in extra runs after those without a link
 
     def steps_per_epoch(self) -> int:
-        """Return how often the ranks together find a full batch in the training images."""
+        """Return the number of full global batches in the training images."""
         return TRAIN_IMAGES // (self.batch * self.ranks)
 
     def runs(self) -> int:
-        """Return the number of trainings: every method and seed, and those over the link."""
+        """Return the number of training runs: every method and seed, plus those over the link."""
         return self.seeds * len(self.methods()) + len(self.over_link())
 
     def over_link(self) -> list[Method]:
@@ -76,7 +76,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Method:
-    """One way to add up the gradients."""
+    """One way to reduce the gradients."""
 
     name: str
     label: str
@@ -88,28 +88,27 @@ class Method:
 
     @property
     def density(self) -> float:
-        """Return the share of the entries that a rank selects."""
+        """Return the fraction of the entries that a rank selects."""
         return float(self.compression.density) if self.sparse else 1.0
 
 
 def equal_bytes_density(density: float, ranks: int, growth: float = USUAL_GROWTH) -> float:
-    """Return the density at which gTop-k sends what top-k allgather sends at `density`.
+    """Return the density at which gTop-k sends as many bytes as top-k allgather at `density`.
 
-    Lists sent by all ranks together: P (P-1) by the allgather; by gTop-k log2(p) from each of the p
-    ranks of the largest power of two, and for each rank beyond it its picks, and the result, which
-    is `growth` (at most 2) lists long.
+    Of P ranks, let p be the largest power of two <= P. The allgather sends P (P-1) lists in total.
+    gTop-k sends log2(p) lists from each of p ranks; each rank beyond p sends its picks and receives
+    the result, which is `growth` (at most 2) lists long.
     """
     if ranks == 1:
         return density
-    # The butterfly takes a power of two: the ranks beyond it fold in first, and get the result
-    # back.
+    # The butterfly needs a power of two; the other ranks fold in first and get the result back.
     paired = 1 << (ranks.bit_length() - 1)
     lists = paired * (paired.bit_length() - 1) + (1 + growth) * (ranks - paired)
     return min(1.0, density * ranks * (ranks - 1) / lists)
 
 
 def parser() -> Command:
-    """Return the command line's grammar."""
+    """Return the argument parser."""
     described = Command(
         "gtopk demo",
         "Train one network on real handwritten digits with dense allreduce, top-k "
@@ -147,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if refused := _refusal(plan, options.out):
         return fail("demo", refused, code=2)
     if options.json:
-        # What the demo says for people must not get between the records.
+        # Keep human-readable output out of the records on stdout.
         with contextlib.redirect_stdout(sys.stderr):
             code = train(plan, options.out)
         if code == 0:
@@ -157,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def train(plan: Plan, out: Path) -> int:
-    """Train on local ranks, print and write what came of it, and return the exit code."""
+    """Train on local ranks, print and write the results, and return the exit code."""
     announce(plan)
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -190,7 +189,7 @@ def train(plan: Plan, out: Path) -> int:
 
 
 def _refusal(plan: Plan, out: Path) -> str:
-    """Return what is wrong with how the command was called; "" where nothing is."""
+    """Return the error in the arguments, "" if there is none."""
     most = TRAIN_IMAGES // plan.batch
     if plan.ranks > most:
         return (
@@ -204,7 +203,7 @@ def _refusal(plan: Plan, out: Path) -> str:
         )
     try:
         out.mkdir(parents=True, exist_ok=True)
-        # Tried before the ranks start, not after minutes of training.
+        # Try writing now, not after minutes of training.
         with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as error:
@@ -229,7 +228,7 @@ def _say(text: str) -> None:
 
 
 def progress_shown() -> Callable[[str], None]:
-    """Return what shows the ranks' lines: how far they are in one line of a terminal."""
+    """Return a function that prints the ranks' lines, with progress in one line of a terminal."""
     seen: set[str] = set()
 
     def show_line(line: str) -> None:
@@ -249,7 +248,7 @@ def progress_shown() -> Callable[[str], None]:
 
 
 def show(records: Sequence[Record]) -> None:
-    """Print the table, and the notes on it."""
+    """Print the table and its notes."""
     dense = records[0]
     reached = level(dense)
     rows = [
@@ -259,7 +258,7 @@ def show(records: Sequence[Record]) -> None:
             *("compute", "+ copy", "commun."),
         ),
     ]
-    # Those behind are over the link, whose times stand in a sentence of their own.
+    # The later records are over the link; a sentence below the table reports them.
     for record in records[: len(METHODS)]:
         seeds, parts = record["accuracy_by_seed"], record["step_seconds"]
         sd = f" ± {100 * statistics.stdev(seeds):.2f}" if len(seeds) > 1 else ""

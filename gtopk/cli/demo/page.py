@@ -1,6 +1,6 @@
-"""The demo's report: figures and plots with how to read them, as a page that needs no other file.
+"""The demo's report: one self-contained HTML page of plots, each with a note on how to read it.
 
-A method has a line, whose colour and dashes the charts' page.css gives.
+Each method has a line; page.css of charts sets its colour and dashes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PART_NAMES = {"compute": "compute", "select": "select + copy", "communicate": "c
 
 
 def accuracy_over_epochs(records: Sequence[Record]) -> str:
-    """Draw mean test accuracy after each epoch, and a band from the worst to the best seed."""
+    """Draw mean test accuracy after each epoch, in a band from the worst to the best seed."""
     found = {}
     for record in records:
         by_epoch = enumerate(zip(*record["accuracy_by_epoch"], strict=True), start=1)
@@ -49,7 +49,7 @@ def accuracy_over_bytes(records: Sequence[Record]) -> str:
     """Draw mean test accuracy over the bytes a rank has sent so far, on a logarithmic axis."""
     found = {record["label"]: sent_and_accuracy(record) for record in records}
     low = accuracy_axis(records).low
-    # What lies below the accuracy axis, which is cut off, must not stretch this one.
+    # Ignore points below the cut accuracy axis: they must not stretch the x axis.
     seen = [point.x for points in found.values() for point in points if point.mean >= low]
     x = charts.horizontal(min(seen) / 1.5, max(seen), logarithmic=True)
     title = "Test accuracy over bytes sent per rank, one line per method"
@@ -65,7 +65,7 @@ def accuracy_plot(
 
 
 def sent_and_accuracy(record: Record) -> list[Point]:
-    """Return the mean accuracy over the bytes that a rank has sent, after each epoch."""
+    """Return the mean accuracy after each epoch, over the bytes that a rank has sent."""
     steps_per_epoch = record["steps"] / record["epochs"]
     means = (statistics.fmean(seeds) for seeds in zip(*record["accuracy_by_epoch"], strict=True))
     return [
@@ -86,7 +86,7 @@ def losses(records: Sequence[Record], labels: Sequence[str]) -> Lines:
 def loss_over_seconds(
     records: Sequence[Record], all_records: Sequence[Record], labels: Sequence[str]
 ) -> str:
-    """Draw mean training loss over seconds of training; one axis of losses for all records."""
+    """Draw mean training loss over seconds of training, on a loss axis that fits all records."""
     every = [loss for record in all_records for _, loss in mean_curve(record)]
     y = charts.vertical(min(every) / 1.1, max(every) * 1.1, logarithmic=True)
     over = f"over an emulated link of {records[0]['link']}" if records[0]["link"] else "as it is"
@@ -106,16 +106,16 @@ def step_time_by_part(records: Sequence[Record]) -> str:
 
 
 def accuracy_axis(records: Sequence[Record]) -> Axis:
-    """Return the axis of accuracies, from 5 to 10 points below the worst final accuracy.
+    """Return the accuracy axis; it starts 5 to 10 points below the worst final accuracy.
 
-    The first epochs' climb is cut off, so that the end, where methods differ, can be read.
+    It cuts off the climb of the first epochs, so that differences at the end are visible.
     """
     worst = min(seed[-1] for record in records for seed in record["accuracy_by_epoch"])
     return charts.vertical(max(0.0, (math.floor(20 * worst) - 1) / 20), 1.0)
 
 
 def figures(records: Sequence[Record]) -> list[str]:
-    """Return the figures of the machine as it is."""
+    """Return the figures of the runs without an emulated link."""
     floor = accuracy_axis(records).low
     cut = f" The accuracy axis starts at {100 * floor:.0f} %; the climb below is cut off."
     cut = cut if floor else ""
@@ -133,7 +133,7 @@ def figures(records: Sequence[Record]) -> list[str]:
             f"{seeds}{cut} It is no race: an epoch does not take every method the same time.",
         )
     ]
-    # A single rank sends nothing, and a logarithmic axis has no zero.
+    # A single rank sends nothing, and a logarithmic axis cannot show zero.
     if min(record["bytes_per_step"] for record in records) > 0:
         formula = [record["label"] for record in records if not record["bytes_counted"]]
         source = f" Bytes of {', '.join(formula)} follow a formula; the others are counted."
@@ -162,7 +162,7 @@ def figures(records: Sequence[Record]) -> list[str]:
 
 
 def race_figure(records: Sequence[Record]) -> str:
-    """Show dense and gTop-k over seconds, here and over the link; nothing where there was none."""
+    """Show dense and gTop-k over seconds, without and with the link; "" without link records."""
     linked = over_link(records)
     if not linked:
         return ""
@@ -171,7 +171,7 @@ def race_figure(records: Sequence[Record]) -> str:
         f"An emulated link of {linked[0]['link']}": linked,
     }
     every = [record for pair in pairs.values() for record in pair]
-    # All methods, so that these two keep their colours.
+    # Pass the labels of all methods, so that these two keep their colours.
     labels = [record["label"] for record in records[: len(METHODS)]]
     panels = "".join(
         f"<div><h4>{escape(where)}</h4>{loss_over_seconds(pair, every, labels)}"
@@ -190,7 +190,7 @@ def race_figure(records: Sequence[Record]) -> str:
 
 
 def page(records: Sequence[Record]) -> str:
-    """Return the report of results.json's records."""
+    """Return the report on the records of results.json."""
     race, linked = race_figure(records), over_link(records)
     records = records[: len(METHODS)]
     return charts.page(
@@ -216,7 +216,7 @@ def what_was_run(dense: Record) -> str:
 
 
 def tiles(records: Sequence[Record], linked: Sequence[Record]) -> Iterator[Tile]:
-    """Yield gTop-k's bytes, accuracy and times beside dense's, at a glance."""
+    """Yield the key figures: gTop-k's bytes, accuracy and times compared with dense."""
     dense, _, gtopk, _ = records
     sent, its = gtopk["bytes_per_step"], dense["bytes_per_step"]
     accuracy = accuracy_verdict(gtopk, dense)
@@ -235,7 +235,7 @@ def tiles(records: Sequence[Record], linked: Sequence[Record]) -> Iterator[Tile]
 
 
 def cells_of(record: Record, dense: Record) -> dict[str, tuple[str, bool]]:
-    """Return a method's row, by column: what stands there, and whether that loses to dense."""
+    """Return a method's table row by column: (text, whether it loses to dense)."""
     seeds, identical = record["accuracy_by_seed"], record["final_replicas_identical"]
     sd = f" ± {100 * statistics.stdev(seeds):.1f}" if len(seeds) > 1 else ""
     sent = record["bytes_per_step"]
@@ -278,7 +278,7 @@ def table_note(records: Sequence[Record]) -> str:
 
 
 def facts(records: Sequence[Record], linked: Sequence[Record]) -> dict[str, str]:
-    """Return names and values of what was run, and on what."""
+    """Return the settings, machine and software of the run, by name."""
     dense = records[0]
     machine = dense["machine"]
     batch = dense["batch_per_rank"]

@@ -1,9 +1,9 @@
-"""The demo on one rank: trains by every method and seed; rank 0 reports and writes the records.
+"""The demo on one rank: train with every method and seed; rank 0 writes the records.
 
-Then dense and gTop-k once more, over an emulated link.
+It then trains dense and gTop-k once more, over an emulated link.
 
-Run by mpirun, with the plan and the path of results.json as arguments. Rank 0 prints progress as
-lines of PROGRESS and JSON, for the command that started it.
+mpirun starts it with the plan and the path of results.json as arguments. Rank 0 prints progress
+lines (PROGRESS and JSON) for the command that started it.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ def network(plan: Plan, seed: int) -> torch.nn.Sequential:
 
 
 def train(plan: Plan, method: Method, seed: int, done: int, total: int) -> Run:
-    """Train once; `done` of `total` epochs of the whole demo lie behind us."""
+    """Train once; done: finished epochs of the whole demo, out of `total`."""
     task, model = open_task("digits", seed), network(plan, seed)
     inner = torch.optim.SGD(
         model.parameters(), plan.lr, momentum=0.0 if method.sparse else plan.momentum
     )
     optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), method.compression)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    # All methods get the same batches, as the order depends on seed and epoch alone.
+    # The order depends only on seed and epoch, so that all methods get the same batches.
     together = plan.batch * hvd.size()
     accuracies: list[float] = []
     losses, trained = [mean_loss(task, model)], [0.0]
@@ -87,7 +87,7 @@ def train(plan: Plan, method: Method, seed: int, done: int, total: int) -> Run:
             trained.append(epoch_ended - begun - looked_seconds)
             accuracies.append(task.accuracy(model))
             losses.append(mean_loss(task, model))
-            # Rank 0's evaluation is no part of training: its time is taken out of the curve.
+            # Exclude the time of rank 0's evaluation from the curve.
             looked_seconds += time.perf_counter() - epoch_ended
             progress(method, seed, epoch, accuracies[-1], done + epoch + 1, total)
     hvd.barrier()
@@ -100,7 +100,7 @@ def replicas_identical(model: torch.nn.Module) -> bool:
     """Tell whether all ranks hold the same bits."""
     digest = hashlib.blake2b()
     for parameter in model.parameters():
-        # Bits, not values: replicas that drift begin with the last one.
+        # Compare bits, not values: drift between replicas starts in the last bit.
         digest.update(parameter.detach().numpy().tobytes())
     return len(set(hvd.allgather_object(digest.hexdigest()))) == 1
 
@@ -119,7 +119,7 @@ def progress(method: Method, seed: int, epoch: int, accuracy: float, done: int, 
 
 
 def part_seconds(runs: list[Run], part: str) -> float:
-    """Return a part's median over steps, mean over ranks; first steps of an epoch may be slow."""
+    """Return a part's seconds: median over steps, as the first may be slow, mean over ranks."""
     median = statistics.median(
         getattr(step, f"{part}_seconds") for run in runs for step in run.steps[1:]
     )
@@ -127,7 +127,7 @@ def part_seconds(runs: list[Run], part: str) -> float:
 
 
 def record(plan: Plan, method: Method, runs: list[Run], machine: dict[str, Any]) -> Record:
-    """Return what all ranks measured of one method; every rank must call it."""
+    """Return the record of one method, from all ranks' runs; every rank must call it."""
     model = network(plan, seed=0)
     sent = statistics.fmean(step.sent_bytes for run in runs for step in run.steps)
     widths = [64, plan.hidden, plan.hidden, 10]
@@ -162,7 +162,7 @@ def record(plan: Plan, method: Method, runs: list[Run], machine: dict[str, Any])
 
 
 def link_in_words() -> str:
-    """Return the link that is emulated, "" where none is."""
+    """Return the emulated link as text, "" for none."""
     link = settings.LINK.read()
     if link is None:
         return ""
@@ -171,7 +171,7 @@ def link_in_words() -> str:
 
 
 def machine_and_transport() -> dict[str, Any]:
-    """Return what the demo runs on, as it is now."""
+    """Return the current state of the machine, and the versions of torch and MPI."""
     mpi = world.current().transport.library()
     return {**this_machine(), "torch": torch.__version__, "mpi": mpi}
 
@@ -179,9 +179,9 @@ def machine_and_transport() -> dict[str, Any]:
 def main(plan_json: str, results: str) -> None:
     """Run the whole plan on this rank."""
     plan = Plan(**json.loads(plan_json))
-    # Advice on links inside one machine is of no use to a cluster.
+    # Advice measured inside one machine is useless for a cluster.
     os.environ.setdefault(settings.ADVICE.name, "off")
-    # A link in the caller's environment would slow the first part, too, which is of the machine.
+    # A link in the caller's environment would also slow the first part, which needs none.
     os.environ.pop(settings.LINK.name, None)
     hvd.init()
     machine = machine_and_transport()
@@ -189,7 +189,7 @@ def main(plan_json: str, results: str) -> None:
     total = plan.runs() * plan.epochs
     runs: dict[str, list[Run]] = {method.name: [] for method in methods}
     done = 0
-    # Methods in turn within a seed: the machine's mood meets all of them alike.
+    # Run all methods of a seed in turn, so that noise of the machine affects them equally.
     for seed in range(plan.seeds):
         for method in methods:
             runs[method.name].append(train(plan, method, seed, done, total))

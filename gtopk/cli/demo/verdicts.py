@@ -1,4 +1,4 @@
-"""Verdicts: the records' findings as text, losses as plainly as gains.
+"""Verdicts on the demo's records as text, which report losses as plainly as gains.
 
 Record: the demo's measurements of one method, an entry of report/results.json.
 """
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, TypedDict
 from ...units import digits, percent_text, seconds_text
 
 METHODS = ("dense", "topk", "gtopk", "gtopk-equal-bytes")  # the order of results.json
-OVER_LINK = ("dense", "gtopk")  # which stand behind them, where a link was emulated, too
+OVER_LINK = ("dense", "gtopk")  # follow them if a link was emulated
 
-# Of a step. compute: since the last exchange ended. select: gradients in and out of the bucket, the
-# check that they are finite, accumulate, select, apply. communicate: agree, encode, exchange, merge
-# and decode; waiting for others included.
+# Parts of a step. compute: since the last exchange ended. select: copy gradients into and out of
+# the bucket, check that they are finite, accumulate, select, apply. communicate: agree, encode,
+# exchange, merge and decode, including waiting for others.
 PARTS = ("compute", "select", "communicate")
 
 
@@ -26,24 +26,24 @@ class Record(TypedDict):
 
     method: str  # one of METHODS
     label: str  # the method in words: "gTop-k, equal k"
-    link: str  # that was emulated, in words: "100 Mbit/s"; "": the machine as it is
+    link: str  # the emulated link as text, "100 Mbit/s"; "": none
     accuracy: float  # on the test images after the last epoch, in [0, 1], mean over seeds
     accuracy_by_seed: list[float]  # [seeds]
     accuracy_by_epoch: list[list[float]]  # [seeds][epochs], after epochs 1, 2, ...
-    loss_by_epoch: list[list[float]]  # [seeds][1 + epochs], of all training images, from the start
-    seconds_by_epoch: list[list[float]]  # [seeds][1 + epochs], spent on training by then; 0 first
-    bytes_per_step: float  # that a rank sends, mean over ranks and steps
+    loss_by_epoch: list[list[float]]  # [seeds][1 + epochs], over all training images
+    seconds_by_epoch: list[list[float]]  # [seeds][1 + epochs], training time so far; starts with 0
+    bytes_per_step: float  # sent by a rank, mean over ranks and steps
     bytes_counted: bool  # True: counted on the transport; False: a formula that favours dense
-    density: float  # share of the gradient's entries that a rank selects; 1.0 for dense
+    density: float  # fraction of the gradient's entries that a rank selects; dense: 1.0
     seconds: float  # wall clock of one training run, mean over seeds
     step_seconds: dict[str, float]  # by PARTS: median over steps, mean over ranks
-    merge_seconds: float  # of communicate, a median of its own: encode, merge, decode; 0 for dense
+    merge_seconds: float  # part of communicate: encode, merge, decode; 0 for dense
     final_replicas_identical: bool  # every rank ended with the same bits, for every seed
     ranks: int
     parameters: int
     selected: int  # k; `parameters` for dense
     epochs: int
-    steps: int  # of one training run, all epochs together
+    steps: int  # in all epochs of one training run
     seeds: int
     batch_per_rank: int
     dataset: str  # in words; "digits" for scikit-learn's
@@ -52,40 +52,40 @@ class Record(TypedDict):
 
 
 def over_link(records: Sequence[Record]) -> Sequence[Record]:
-    """Return the records of dense and gTop-k over the emulated link; none where there was none."""
+    """Return the records of dense and gTop-k over the emulated link; empty without one."""
     return records[len(METHODS) :]
 
 
-BELOW = 0.01  # of dense's accuracy at the end, rounded down to a whole per cent
+BELOW = 0.01  # dense's final accuracy minus this, rounded down to a per cent, is the level to reach
 
 
 def level(dense: Record) -> float:
-    """Return the accuracy to reach: of 0.972 at dense's end, 0.96."""
-    # 1e-9: in floats 100 * (0.57 - 0.01) is just below 56.
+    """Return the accuracy to reach: 0.96 if dense ends at 0.972."""
+    # 1e-9: in floats, 100 * (0.57 - 0.01) is just below 56.
     return math.floor(100 * (dense["accuracy"] - BELOW) + 1e-9) / 100
 
 
 def epochs_text(accuracy: float, record: Record) -> str:
-    """Return after how many epochs the mean over seeds first is that: "19", or "> 30"."""
+    """Return the epochs until the mean over seeds first reaches `accuracy`: "19", or "> 30"."""
     by_epoch = zip(*record["accuracy_by_epoch"], strict=True)
     means = enumerate(map(statistics.fmean, by_epoch), start=1)
     reached = (str(epoch) for epoch, mean in means if mean >= accuracy - 1e-9)
     return next(reached, f"> {record['epochs']}")
 
 
-SAME_TIME = 0.03  # runs whose times differ by less are called equally long
-STANDARD_ERRORS = 2  # a difference in accuracy of no more than these may be chance
+SAME_TIME = 0.03  # runs differing by less count as equally long
+STANDARD_ERRORS = 2  # an accuracy difference up to this may be chance
 
 
 class Verdict(NamedTuple):
-    """A finding in words that continue a sentence."""
+    """A finding; its words continue a sentence."""
 
     words: str
     loss: bool
 
 
 def fraction(part: float, whole: float) -> str:
-    """Return a part of a whole as "1/37.5", or as "1.20 times" where it is the larger."""
+    """Return part / whole as "1/37.5", or as "1.20 times" if part is larger."""
     if part == whole:
         return "1/1"
     if part > whole:
@@ -94,17 +94,16 @@ def fraction(part: float, whole: float) -> str:
 
 
 def accuracy_verdict(record: Record, other: Record) -> Verdict:
-    """Judge the accuracy by its differences seed by seed: more than two standard errors count.
+    """Compare accuracies seed by seed; a mean difference beyond two standard errors counts.
 
-    Both methods start a seed with the same split and the same weights, so the difference within a
-    seed is free of what makes one seed easier than another. One seed alone: any shortfall counts.
+    Both methods start a seed with the same split and the same weights, so that differences within a
+    seed do not depend on how hard the seed is. With one seed, any shortfall counts.
     """
-    # Paired by seed: the variance between seeds, the same for both methods, would hide a
-    # difference.
+    # Pair by seed: the variance between seeds, common to both methods, would hide a difference.
     mean, error = paired_difference(record, other)
     name = "dense" if other["method"] == "dense" else other["label"]
     paired = "" if error is None else f"± {points(error)}, paired over {record['seeds']} seeds"
-    # Accuracies are float32 shares of 360 images: a smaller difference is not one image.
+    # Accuracies are float32 fractions of 360 images; a smaller difference is less than one image.
     if round(abs(mean), 5) == 0:
         return Verdict(
             f"equals that of {name} ({paired or percent_text(record['accuracy'])})", False
@@ -122,13 +121,13 @@ def accuracy_verdict(record: Record, other: Record) -> Verdict:
 
 
 def points(share: float) -> str:
-    """Return a size in percentage points as "0.6", or as "0.04" where one decimal shows nothing."""
+    """Return the size in percentage points as "0.6", or "0.04" if one decimal would show zero."""
     size = 100 * abs(share)
     return f"{size:.{1 if size >= 0.05 or size == 0 else 2}f}"
 
 
 def paired_difference(record: Record, other: Record) -> tuple[float, float | None]:
-    """Return mean and standard error of the accuracy's differences by seed; None for one seed."""
+    """Return the mean accuracy difference over seeds and its standard error (one seed: None)."""
     differences = [
         mine - theirs
         for mine, theirs in zip(record["accuracy_by_seed"], other["accuracy_by_seed"], strict=True)
@@ -140,7 +139,7 @@ def paired_difference(record: Record, other: Record) -> tuple[float, float | Non
 
 
 def time_outcome(record: Record, dense: Record) -> Verdict:
-    """Name what the measured time of a run beside dense comes to."""
+    """Compare the measured time of a run with dense."""
     ratio = record["seconds"] / dense["seconds"]
     if abs(ratio - 1) < SAME_TIME:
         return Verdict(f"the same within {100 * SAME_TIME:.0f} %", False)
@@ -157,17 +156,17 @@ def mean_curve(record: Record) -> list[tuple[float, float]]:
 
 
 def seconds_to(loss: float, record: Record) -> float | None:
-    """Return the seconds until the mean loss first is that; None: it never is."""
+    """Return the seconds until the mean loss first reaches `loss`; None: never."""
     return next((seconds for seconds, mean in mean_curve(record) if mean <= loss), None)
 
 
 def link_verdict(dense: Record, sparse: Record) -> Verdict:
-    """Judge the time that both take to the loss that both reach."""
+    """Compare the seconds that both take to a loss that both reach."""
     loss = max(min(mean for _, mean in mean_curve(record)) for record in (dense, sparse))
     its, mine = seconds_to(loss, dense), seconds_to(loss, sparse)
     assert its is not None
     assert mine is not None
-    # The first epoch made the loss worse: the start is the best, and times have no ratio.
+    # If the loss never fell below its start, the time is 0 and has no ratio.
     if not mine or not its:
         return Verdict("No epoch has brought the loss down", True)
     times, outcome = max(its / mine, mine / its), "sooner" if mine < its else "later, a loss"

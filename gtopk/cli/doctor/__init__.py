@@ -1,12 +1,12 @@
-"""`gtopk doctor`: what is installed and works here, and what to run for what does not.
+"""`gtopk doctor`: report which parts work here, and the commands that fix the rest.
 
 basics.py      findings, and the probes of packages
-isolation.py   probes run in a child process; those of the network
-links.py       the links between the ranks of a running job
+isolation.py   runs probes in a child process; the probes of the network
+links.py       checks the links between the ranks of a running job
 
-Whether several ranks work together: they add up their numbers, joined as `init` does it. Alone, the
-doctor starts two ranks for that. Under a launcher each of its processes starts a child that joins
-the running job in its place, so that an MPI that aborts cannot take the report along.
+To check that several ranks work together, they join as in `init` and sum numbers. Without a
+launcher, the doctor starts two ranks. Under a launcher, each process starts a child that joins the
+job in its place, so that the report survives an aborting MPI.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ _MEGABYTE: Final = 1 << 20
 _BUSY: Final = "look whether the network, or a host, is busy with something else; then try again"
 
 
-# Without these not even one rank can train; without the others of NEEDED several cannot.
+# ESSENTIAL: needed to train on one rank. NEEDED: needed to train on several.
 ESSENTIAL: Final = ("Python", "gtopk", "numpy", "torch", "kernels")
 NEEDED: Final = (*ESSENTIAL, NAME, LINKS)
 
-# As the docs have it.
+# The same number as in the docs.
 _EXAMPLE_RANKS: Final = 4
 
 _NAME_WIDTH: Final = max(map(len, PROBES))
@@ -73,7 +73,7 @@ _COLOURS: Final = {State.OK: "32", State.WARN: "33", State.MISSING: "36", State.
 
 
 def check_new_ranks(seconds: float = JOB_SECONDS) -> Finding:
-    """Start two ranks and have them add."""
+    """Start two ranks, and check that they sum numbers correctly."""
     launcher = launcher_at_hand()
     if launcher == "torchrun" and not installed("torch"):
         return Finding(NAME, State.MISSING, "several need torch or MPI to start them", INSTALL_MPI)
@@ -96,7 +96,7 @@ def check_new_ranks(seconds: float = JOB_SECONDS) -> Finding:
         except LaunchError as error:
             return Finding(NAME, State.FAIL, f"{error}", INSTALL_MPI)
         except ImportError as error:
-            # NumPy is missing, by which cores are counted.
+            # Counting cores needs NumPy, which is missing.
             return Finding(NAME, State.FAIL, f"{error}", PROBES["numpy"].repair)
         errors.seek(0)
         said = gist(errors.read().decode(errors="replace"))
@@ -111,9 +111,9 @@ def check_new_ranks(seconds: float = JOB_SECONDS) -> Finding:
 
 
 def check_running_ranks(job: Launched, seconds: float = JOB_SECONDS) -> list[Finding]:
-    """Join the ranks of the running job; every one of its processes must call this.
+    """Check that the running job's ranks sum correctly; every process of the job must call this.
 
-    Finds out whether they add up, and where they are several, whether compression would pay.
+    With several ranks, also estimate whether compression would pay.
     """
     sums = _report_of(add_up.__name__, job, seconds)
     if isinstance(sums, Finding):
@@ -128,7 +128,7 @@ def check_running_ranks(job: Launched, seconds: float = JOB_SECONDS) -> list[Fin
 
 
 def check_links(job: Launched) -> list[Finding]:
-    """Try the link of each pair of the running job's ranks; every one of them must call this."""
+    """Check the link of each pair of ranks in the running job; every rank must call this."""
     links = _report_of(swap.__name__, job, JOB_SECONDS)
     if isinstance(links, Finding):
         return [links]
@@ -145,12 +145,12 @@ def check_links(job: Launched) -> list[Finding]:
 
 
 def _report_of(function: str, job: Launched, seconds: float) -> dict[str, Any] | Finding:
-    """Return the reports of all ranks' children by a function of this file, or why they failed.
+    """Run a function of this file in a child on every rank; return rank 0's report, or a finding.
 
-    On other ranks than 0 nothing is reported, and a finding that nobody reads is returned.
+    Other ranks get no report; they return a finding that the caller discards.
     """
     with tempfile.TemporaryFile() as errors:
-        # close_fds: MPICH's ranks inherit the descriptor over which they reach their launcher.
+        # close_fds=False: MPICH's ranks reach their launcher over an inherited descriptor.
         child = subprocess.Popen(
             like_this_process(__name__, function),
             stdin=subprocess.DEVNULL,
@@ -162,7 +162,7 @@ def _report_of(function: str, job: Launched, seconds: float) -> dict[str, Any] |
             output, _ = child.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             child.kill()
-            # Reaps it; what it has printed by now is no whole report.
+            # Reap the child; discard its output, which is incomplete.
             child.communicate()
             detail = f"the {job.size} of them did not come together in {seconds:g} s"
             return Finding(NAME, State.FAIL, detail, _diagnose(job))
@@ -173,16 +173,16 @@ def _report_of(function: str, job: Launched, seconds: float) -> dict[str, Any] |
 
 
 def _diagnose(job: Launched) -> str:
-    """Return the advice for ranks of a job that do not work together."""
+    """Return the advice for a job in which the ranks do not work together."""
     if transport_name(job) != "mpi":
         return f"see all they say: start `{_INIT}` in their place"
     return _see_all(job.size) if installed("mpi4py") else INSTALL_MPI
 
 
 def judge(sums: dict[str, Any], launched: int, launcher: str = "mpirun") -> Finding:
-    """Report whether rank 0's findings are those expected of `launched` ranks.
+    """Check rank 0's report against the number of launched ranks.
 
-    launcher: that is at hand, to be advised.
+    launcher: the available one, used in the advice.
     """
     size = sums["size"]
     if size != launched:
@@ -216,7 +216,7 @@ def _see_all(ranks: int, launcher: str = "mpirun") -> str:
 
 
 def add_up(measure_network: bool = True) -> None:
-    """Add up numbers with all ranks, and print on rank 0 what came of it; this is the program."""
+    """Sum numbers over all ranks, and print the report on rank 0; the children's program."""
     import numpy as np
 
     from collectives.cores import allowed_cores, core_quota
@@ -229,8 +229,8 @@ def add_up(measure_network: bool = True) -> None:
     total = np.empty(_MEGABYTE // 4, np.float32)
     seconds = []
     for _ in range(5):
-        # Anew each time, as the sum is left in its place. 1 + 2 + ... + P shows a rank that is
-        # missing.
+        # Refill each time, because allreduce works in place. A sum other than 1 + ... + P reveals a
+        # missing rank.
         total[:] = world.rank + 1
         world.barrier()
         begun = time.perf_counter()
@@ -244,10 +244,10 @@ def add_up(measure_network: bool = True) -> None:
     sums = {
         "size": world.size,
         "right": bool((total == world.size * (world.size + 1) / 2).all()),
-        # The slowest rank's best: the first sums open connections.
+        # Each rank's best time, as the first sums also open connections; of these, the slowest.
         "seconds": max(took for _, _, _, took in places),
         "hosts": [host for host, _, _, _ in places],
-        # Ranks bound to cores of their own have them all together; a container's quota is for all.
+        # A host's ranks may be bound to different cores, so unite these; they share the quota.
         "cores": {host: min(len(allowed[host]), quota) for host, _, quota, _ in places},
         "transport": f"{world.name} ({world.library()})",
         "gpus": choose_gpu_route(world),
@@ -262,17 +262,17 @@ def add_up(measure_network: bool = True) -> None:
 
 
 def swap() -> None:
-    """Try the links of all ranks, and print on rank 0 what came of it; this is the program."""
+    """Check the links of all ranks, and print the report on rank 0; the children's program."""
     from ...runtime.world.joining import join
     from .links import TRY_SECONDS, try_links
 
-    # Before `join`, which reads it: a cut link must be an error in seconds, not in ten minutes.
+    # Set before `join` reads it: a broken link must fail in seconds, not in ten minutes.
     os.environ[settings.TIMEOUT.name] = str(TRY_SECONDS)
     world = join()
     links = try_links(world)
     if links is not None:
         print(_MARK + json.dumps(links._asdict()), flush=True)
-    # Who cannot be reached is not waited for.
+    # A time limit, so that this rank does not wait for unreachable ones.
     world.leave("the links are tried", 2 * TRY_SECONDS)
 
 
@@ -285,7 +285,7 @@ def _find_report(lines: list[str]) -> dict[str, Any] | None:
 
 
 def parser() -> Command:
-    """Return the command line's grammar."""
+    """Return the argument parser."""
     described = Command(
         "gtopk doctor",
         "Check what is installed and works here, and how to fix what does not.",
@@ -301,9 +301,9 @@ def parser() -> Command:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report; return 0 when several ranks can train here, else 1.
+    """Print the report; return 1 if it has a FAIL, else 0.
 
-    Under a launcher rank 0 prints it, and the job's own ranks have to work together.
+    Under a launcher, rank 0 prints it, and it covers the job's own ranks.
     """
     described = parser()
     options = described.parse_args(arguments)
@@ -316,13 +316,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     findings: list[Finding] = []
     examined = map(grade, _examine(job, not options.no_run, options.ranks))
-    # JSON is one object: it cannot be printed finding by finding, as they come.
+    # The JSON is a single object, so collect all findings first.
     if options.json:
         findings.extend(examined)
         ready = not _failed(findings)
         write_records({"ready": ready, "findings": findings})
         return 0 if ready else 1
-    # Ranks see a terminal even when mpirun's output goes to a file.
+    # Do not trust isatty under mpirun: ranks see a terminal even if its output goes to a file.
     terminal = sys.stdout.isatty() and job is None
     colour = job is None and wants_colour(sys.stdout)
     width = shutil.get_terminal_size().columns if terminal else None
@@ -334,12 +334,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_job(job: Launched, links: bool) -> list[Finding]:
-    """Look at the running job, as each of its processes must."""
+    """Check the running job; each of its processes must call this."""
     return check_links(job) if links else check_running_ranks(job)
 
 
 def _examine(job: Launched | None, run: bool, links: bool) -> Iterator[Finding]:
-    # In a job the ranks first, as the others wait for this one.
+    # In a job, check the ranks first, because the other ranks wait for this one.
     if job is not None:
         yield check_launcher()
         yield from _check_job(job, links)
@@ -353,7 +353,7 @@ def _examine(job: Launched | None, run: bool, links: bool) -> Iterator[Finding]:
 
 
 def grade(finding: Finding) -> Finding:
-    """Give a finding the state that it has for training, which an optional package cannot stop."""
+    """Adjust a finding's state: FAIL only for needed items, and FAIL if such an item is missing."""
     if finding.name in NEEDED and finding.state is State.MISSING:
         return finding._replace(state=State.FAIL)
     if finding.name not in NEEDED and finding.state is State.FAIL:
@@ -362,12 +362,12 @@ def grade(finding: Finding) -> Finding:
 
 
 def _failed(findings: Sequence[Finding]) -> list[str]:
-    """Return the problems that prevent training."""
+    """Return the names of the findings that prevent training."""
     return [finding.name for finding in findings if finding.state is State.FAIL]
 
 
 def _render(finding: Finding, colour: bool, width: int | None) -> str:
-    """Return a finding as a line, and another for its advice; width: where to wrap the first."""
+    """Format a finding, with its advice on a line of its own; width: where to wrap the finding."""
     state = f"{finding.state.value:<{_STATE_WIDTH}}"
     if colour:
         state = coloured(state, _COLOURS[finding.state])
@@ -376,7 +376,7 @@ def _render(finding: Finding, colour: bool, width: int | None) -> str:
         wrapped = textwrap.wrap(detail, max(30, width - _INDENT), break_on_hyphens=False)
         detail = ("\n" + " " * _INDENT).join(wrapped)
     line = f"  {finding.name:<{_NAME_WIDTH}}  {state}  {detail}"
-    # Advice is never wrapped: it is to be copied.
+    # Do not wrap advice: users copy it.
     return f"{line}\n{'':{_NAME_WIDTH + 4}}-> {finding.advice}" if finding.advice else line
 
 
@@ -397,8 +397,8 @@ def _conclude(findings: Sequence[Finding], job: Launched | None) -> str:
 
 
 def _by_hand() -> Iterator[str]:
-    """Yield how to start ranks without `gtopk run`: the settings that each launcher needs here."""
-    # Here, as it needs NumPy, without which the report still comes.
+    """Yield lines on starting ranks without `gtopk run`, with the settings of each launcher."""
+    # Imported here because it needs NumPy; the doctor must also report without it.
     from collectives.cores import usable_cores
 
     yield ""

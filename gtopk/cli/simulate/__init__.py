@@ -1,8 +1,8 @@
-"""`gtopk simulate`: trains in every mode of adaptive batches on a modelled cluster.
+"""`gtopk simulate`: train in every mode of adaptive batches on a modelled cluster.
 
-setting.py   what all modes share: cluster, task, and the record that each makes
-ranks.py     who computes the simulated ranks: threads of this process, or a process each
-modes.py     the modes by name; delayed.py and replicas.py have those of several models
+setting.py   shared by all modes: cluster, task, and the record of a run
+ranks.py     where the simulated ranks run: threads of this process, or one process each
+modes.py     the modes by name; delayed.py and replicas.py have the modes with several models
 """
 
 from __future__ import annotations
@@ -50,13 +50,14 @@ from .setting import (
     open_task,
 )
 
-# Beyond these a batch's seconds are lost beside others, or others in it.
+# Limits in samples a second, so that the seconds of different ranks can be added without losing
+# precision.
 _SLOWEST, _FASTEST = 1e-6, 1e9
 _SLOWDOWN = re.compile(r"(?P<rank>\d+):(?P<factor>[\d.]+)@(?P<second>.+)")
 
 
 def speeds(text: str) -> list[float]:
-    """Return samples a second of "400:200:100:100"."""
+    """Parse samples a second, such as "400:200:100:100"."""
     try:
         values = [float(word) for word in text.split(":")]
     except ValueError:
@@ -69,7 +70,7 @@ def speeds(text: str) -> list[float]:
 
 
 def slowdown(text: str) -> Slowdown:
-    """Return the change of "0:4@30s": rank 0 takes four times as long from second 30 on."""
+    """Parse "0:4@30s": from second 30 on, rank 0 takes four times as long."""
     found = _SLOWDOWN.fullmatch(text)
     if found is None:
         raise ValueError(f"must be RANK:FACTOR@TIME, as 0:4@30s, got {text!r}")
@@ -81,7 +82,7 @@ def slowdown(text: str) -> Slowdown:
 
 
 def death(text: str) -> Death:
-    """Return the end of "1@30s": rank 1 is gone from second 30 on."""
+    """Parse "1@30s": rank 1 dies at second 30."""
     rank, _, second = text.partition("@")
     if not rank.isdecimal() or not second:
         raise ValueError(f"must be RANK@TIME, as 1@30s, got {text!r}")
@@ -89,7 +90,7 @@ def death(text: str) -> Death:
 
 
 def classes_sizes(text: str) -> dict[str, Thresholds]:
-    """Return the thresholds of "slow=4:64,fast=32:256"."""
+    """Parse batch size limits by class, such as "slow=4:64,fast=32:256"."""
     found = {}
     for word in text.split(","):
         name, _, pair = word.partition("=")
@@ -101,19 +102,19 @@ def classes_sizes(text: str) -> dict[str, Thresholds]:
 
 
 def rank_list(text: str) -> list[int]:
-    """Return the ranks of "0,2"."""
+    """Parse ranks, such as "0,2"."""
     if not all(word.isdecimal() for word in text.split(",")):
         raise ValueError(f"must be ranks, as 0,2, got {text!r}")
     return [int(word) for word in text.split(",")]
 
 
 def known_modes(text: str) -> list[str]:
-    """Return the modes of "equal,balanced"."""
+    """Parse modes, such as "equal,balanced"."""
     return list(dict.fromkeys(map(one_of(SIMULATED), text.split(","))))
 
 
 def parser() -> Command:
-    """Return the command line's grammar."""
+    """Return the argument parser."""
     described = Command(
         "gtopk simulate",
         "Train on a modelled cluster with ranks of different speed: real model, "
@@ -189,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if is_first:
             print(f"gtopk simulate: {refused}", file=sys.stderr)
         return 2
-    # Each simulated rank is a thread or a process: torch's own threads would fight over the cores.
+    # Each simulated rank is a thread or a process, so torch's threads would compete for the cores.
     torch.set_num_threads(1)
     records: list[Record] = []
     for seed in range(options.seeds):
@@ -200,11 +201,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             try:
                 records.append(SIMULATED[mode](setting))
             except ValueError as error:
-                # The other ranks' processes must hear of it, by the world's hook.
+                # Let the world's excepthook inform the other ranks' processes.
                 if processes is not None:
                     raise
                 return fail("simulate", f"{mode}: {error}")
-            # After each mode, as the others may take hours, and one of them may fail.
+            # Write after each mode, because the next may take hours or fail.
             if is_first and options.json != STDOUT:
                 write_records(_as_record(records, setting), options.json)
     if is_first and options.json == STDOUT:
@@ -217,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _refusal(
     options: argparse.Namespace, cluster: Cluster, processes: Processes | None
 ) -> str | None:
-    """Return why this cannot be simulated, the same on every rank; None where it can."""
+    """Return why this cannot be simulated, the same on every rank; None if it can."""
     if processes is not None and processes.size != cluster.ranks:
         return (
             f"--speeds has {cluster.ranks} ranks, and {processes.size} processes were started: "
@@ -240,15 +241,14 @@ def _refusal(
 
 
 def _unwritable(options: argparse.Namespace, processes: Processes | None) -> str | None:
-    """Return why rank 0 cannot write the file, before anything is computed; None: it can."""
+    """Return why rank 0 cannot write the file, before anything is computed; None if it can."""
     reason = ""
     if options.json is not None:
         try:
             records_file(str(options.json))
         except ValueError as error:
             reason = str(error)
-    # By rank 0's answer all processes end alike: the others would wait for it in the first
-    # exchange.
+    # Share rank 0's answer, so that all processes exit instead of waiting for rank 0.
     failed = torch.tensor([bool(reason)])
     if processes is not None:
         processes.broadcast(failed, 0)
@@ -274,7 +274,7 @@ def _setting(
         mega_batch=options.mega_batch,
         evaluate_every=options.evaluate_every,
         overlap=options.overlap,
-        # Modes of classes are compared by loss, which the others then note, too.
+        # Modes with classes are compared by loss, so the other modes must record it too.
         losses=any(mode in OF_CLASSES for mode in options.modes),
         classes=_classes(options),
         processes=processes,
@@ -284,7 +284,7 @@ def _setting(
 def _classes(options: argparse.Namespace) -> Classes:
     fastest = max(options.speeds)
     found = [rank for rank, speed in enumerate(options.speeds) if speed == fastest]
-    # A class that --sizes does not name has its usual ones.
+    # A class not given in --sizes keeps its default sizes.
     return Classes(
         options.fast or found, options.fast_overhead, {**Classes().sizes, **options.sizes}
     )
@@ -310,11 +310,11 @@ NOTES: Final = (
 
 
 def render_classes(records: Sequence[Record], setting: Setting) -> list[list[str]]:
-    """Return the rows of a table, medians over the seeds; none where no mode has classes."""
+    """Return the rows of a table, medians over the seeds; empty if no mode has classes."""
     if not any(record.used for record in records):
         return []
-    # By seed, as each has data and weights of its own: the highest of the modes' last losses is the
-    # only one that all of them reach.
+    # Per seed, as data and weights differ: the highest of the modes' final losses, which all modes
+    # reach.
     common = {
         seed: max(
             (
@@ -322,7 +322,7 @@ def render_classes(records: Sequence[Record], setting: Setting) -> list[list[str
                 for record in records
                 if record.loss and record.seed == seed and math.isfinite(record.loss[-1][1])
             ),
-            # No mode reaches it.
+            # A loss that no mode reaches.
             default=-math.inf,
         )
         for seed in {record.seed for record in records}
@@ -363,7 +363,7 @@ _HEADINGS = ("mode", "samples/s", "vs first", "busy", "least", "accuracy %", "up
 
 
 def render(records: Sequence[Record], setting: Setting, target: float) -> list[str]:
-    """Return the lines: what was simulated, and a row for each mode, medians over the seeds."""
+    """Return the lines: the setting, and a row for each mode with medians over the seeds."""
     cluster = setting.cluster
     modes = list(dict.fromkeys(record.mode for record in records))
     speeds = ":".join(f"{speed:g}" for speed in cluster.speeds)
@@ -410,7 +410,7 @@ def render(records: Sequence[Record], setting: Setting, target: float) -> list[s
 
 
 def _left_out(skipped: Mapping[str, int]) -> str:
-    """Report values that were not finite, as in a diverging training."""
+    """Report values skipped because they were not finite, as when training diverges."""
     times = (f"{mode} {counted(n, 'time')}" for mode, n in skipped.items() if n)
     return f"Not finite, and left out as in a real run: {', '.join(times)}. Try a smaller --lr."
 
@@ -433,7 +433,7 @@ def _row(mode: str, runs: Sequence[Record], base: float, target: float) -> tuple
 
 
 def _median_text(reached: Sequence[float | None]) -> str:
-    """Return the median of the runs' seconds; "not reached" where one of them has none."""
+    """Return the median of the runs' seconds; "not reached" if it is missing for any run."""
     seconds = [second for second in reached if second is not None]
     if len(seconds) < len(reached):
         return "not reached"

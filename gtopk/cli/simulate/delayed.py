@@ -1,8 +1,8 @@
-"""Delayed rounds in simulated time: the ranks' own passes and rounds, moved by a queue of events.
+"""Delayed rounds in simulated time: the library's passes and rounds, driven by an event queue.
 
-epoch     |==== pass 0 ====|== pass 1 ==|= pass 2 =|     dealt by speed, as mode "abs" does
-rank 0    [b][b][b][b][b]..|[b][b][b]...|[b]......|      ..: has none left, or the pass is over,
-rank 1    [  b  ][  b  ]...|[  b  ].....|[  b  ]..|          and waits for the updates
+epoch     |==== pass 0 ====|== pass 1 ==|= pass 2 =|     dealt by speed, as in mode "abs"
+rank 0    [b][b][b][b][b]..|[b][b][b]...|[b]......|      ..: no batches left or the pass is over;
+rank 1    [  b  ][  b  ]...|[  b  ].....|[  b  ]..|          the rank waits for the updates
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .setting import Record, Setting
 
 @dataclass
 class Meeting:
-    """A meeting of all ranks: it is over some time after the last one has come.
+    """A meeting of all ranks, which ends some time after the last one has arrived.
 
-    arrived: what each rank that is there has brought. results: of each rank.
+    arrived: the contribution of each rank that has arrived. results: by rank.
     """
 
     arrived: dict[int, Any] = field(default_factory=dict)
@@ -48,16 +48,16 @@ class Seat(NamedTuple):
         return self.meeting.over_at <= self.ends.now
 
     def wait(self) -> Any:
-        """Return the rank's result of a meeting that is over."""
+        """Return this rank's result; raise RuntimeError unless the meeting is over."""
         if not self.done:
             raise RuntimeError("a simulated rank must not wait: time would not go on")
         return self.meeting.results[self.rank]
 
 
 class SimulatedWire:
-    """One rank's end of a modelled wire; the reductions on it are real ones.
+    """One rank's end of a wire with modelled times and real reductions.
 
-    Each rank takes part in the meetings of a kind in order, as it would in the engine's.
+    Each rank joins the meetings of a kind in order, as in the engine.
     """
 
     def __init__(self, ends: Ends, rank: int) -> None:
@@ -65,7 +65,7 @@ class SimulatedWire:
         self._met = {"ready": 0, "reduce": 0, "pass": 0}
 
     def ready(self, is_last: bool) -> Seat:
-        """Announce that this rank may end the round."""
+        """Announce that this rank is ready to end the round."""
         return self._join_meeting("ready", is_last)
 
     def reduce(self, gradients: list[torch.Tensor | None], samples: int, batches: int) -> Seat:
@@ -73,7 +73,7 @@ class SimulatedWire:
         return self._join_meeting("reduce", (gradients, samples, batches))
 
     def meet(self) -> Seat:
-        """Come to where all ranks go on from together, between two passes."""
+        """Wait for all ranks between two passes."""
         return self._join_meeting("pass", None)
 
     def _join_meeting(self, kind: str, what: Any) -> Seat:
@@ -85,9 +85,9 @@ class SimulatedWire:
 
 
 class Ends:
-    """The exchange between ranks: buckets, residuals, and the meetings that are open.
+    """The exchange between ranks: buckets, residuals and open meetings.
 
-    models: of the ranks that are here.
+    models: of the ranks in this process, by rank.
     now: the simulated second.
     """
 
@@ -105,16 +105,16 @@ class Ends:
         self._reduce_seconds = setting.reduce_seconds
 
     def meeting(self, kind: str, number: int) -> Meeting:
-        # Every rank that comes to this meeting has left the last but one: none will read it again.
+        # A rank in this meeting has left meeting number - 2, which no rank will read again.
         self._meetings.pop((kind, number - 2), None)
         return self._meetings.setdefault((kind, number), Meeting())
 
     def complete(self, kind: str, meeting: Meeting) -> None:
-        """Give a meeting to which all ranks have come its results and its end."""
+        """Set the results and the end of a meeting once all ranks have arrived."""
         if len(meeting.arrived) < len(self._ranks):
             return
         parts = [meeting.arrived[rank] for rank in self._ranks]
-        # A meeting costs a message to everyone, also where no gradients travel.
+        # A meeting costs a message to all ranks, even without gradients.
         meeting.over_at = self.now + self._setting.cluster.signal_seconds()
         if kind == "pass":
             meeting.results = parts
@@ -133,7 +133,7 @@ class Ends:
             return self._exchanges[transport.rank].reduce(transport, 1.0 / sum(counts))
 
         updates = self._setting.ranks.meet(self._ranks, reduce)
-        # All ranks get the same update, or none; those elsewhere have no parameters here.
+        # All ranks get the same update, or none; ranks in other processes have no parameters here.
         elsewhere: list[torch.Tensor] | None = None if None in updates.values() else []
         meeting.results = [
             RoundReduction(updates.get(rank, elsewhere), counts, batches) for rank in self._ranks
@@ -144,12 +144,12 @@ class Ends:
 
 
 class SimulatedRank:
-    """A rank in mode "abs": `DelayedLoader` and the script's loop together."""
+    """A rank in mode "abs": does the work of `DelayedLoader` and of the script's loop."""
 
     def __init__(
         self, rank: int, setting: Setting, ends: Ends, model: torch.nn.Module | None, record: Record
     ) -> None:
-        """model: None where another process has it."""
+        """model: None if another process has it."""
         self._rank, self._setting, self._model, self._record = rank, setting, model, record
         self._ends = ends
         self._noise = setting.cluster.noises(setting.seed)[rank]
@@ -166,13 +166,13 @@ class SimulatedRank:
             self._apply,
             self._skip,
         )
-        self._processed = 0  # samples of the rounds that are over
+        self._processed = 0  # samples in finished rounds
 
     def train(self) -> Iterator[float | Pending]:
-        """Train; yield the seconds of each micro-batch, and what is to be waited for."""
+        """Train; yield the seconds of each micro-batch, and the meetings to wait for."""
         samples = self._setting.task.samples
         for epoch in range(self._setting.epochs):
-            # All modes deal the samples of a seed and epoch in this order.
+            # All modes use this order of the samples for a seed and epoch.
             order = shuffled(samples, 1000 * self._setting.seed, epoch)
             self._passes.begin([range(samples)])
             yield self._wire.meet()
@@ -198,7 +198,7 @@ class SimulatedRank:
         self._passes.close(rounds.batches)
 
     def _compute(self, indices: list[int]) -> Iterator[float]:
-        """Take a micro-batch's gradients into the round, at the end of the seconds it takes."""
+        """Yield a micro-batch's seconds, then add its gradients to the round."""
         cluster, task = self._setting.cluster, self._setting.task
         seconds = cluster.compute_seconds(self._rank, len(indices), self._ends.now, self._noise)
         yield seconds
@@ -219,7 +219,7 @@ class SimulatedRank:
         self._close(sum(self._rounds.samples))
 
     def _close(self, samples: int) -> None:
-        # Rounds are the same on all ranks: one counts them.
+        # Rounds are the same on all ranks; only rank 0 records them.
         if self._rank:
             return
         record, task = self._record, self._setting.task
@@ -231,9 +231,9 @@ class SimulatedRank:
 
 
 def simulate(setting: Setting) -> Record:
-    """Train by delayed rounds, and return what happened.
+    """Train with delayed rounds, and return the record.
 
-    Every process moves all ranks' rounds, and computes the gradients of those that are here.
+    Every process simulates the rounds of all ranks, but computes only its own ranks' gradients.
     """
     cluster = setting.cluster
     record = Record("abs", setting.seed, busy=[0.0] * cluster.ranks)
@@ -249,8 +249,8 @@ def simulate(setting: Setting) -> Record:
 
 
 def run(programs: Sequence[Iterator[float | Pending]], ends: Ends) -> None:
-    """Run the ranks' programs, each resumed when what it yielded has finished, until all end."""
-    # At equal times by rank: every process moves the ranks in the same order.
+    """Run all ranks' programs to the end; resume each when the yielded seconds or Seat are over."""
+    # Order equal times by rank, so that every process simulates the ranks in the same order.
     due = [(ends.now, rank) for rank in range(len(programs))]
     waiting: dict[int, Seat] = {}
     while due:
@@ -260,7 +260,7 @@ def run(programs: Sequence[Iterator[float | Pending]], ends: Ends) -> None:
             waiting[rank] = wait
         elif isinstance(wait, float):
             heapq.heappush(due, (ends.now + wait, rank))
-        # The program that has just run may have completed a meeting for which others wait.
+        # The program that just ran may have completed a meeting that others wait for.
         for other, seat in list(waiting.items()):
             if seat.meeting.over_at < math.inf:
                 del waiting[other]

@@ -1,7 +1,7 @@
-"""The modes that a comparison may hold, by name.
+"""The modes of a comparison, by name.
 
-Here are the synchronous modes, which are the library as it is, on real ranks, with a modelled
-timer; and those of one model on a node: Hogbatch.
+This file has the synchronous modes, which run the real library on real ranks with a modelled timer,
+and the modes with one shared model on a node (Hogbatch).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from ...telemetry.step_report import StepReport
 from . import delayed, replicas
 from .setting import Record, Setting, mean_loss
 
-# Steps of a window that never fills: batches stay equal.
+# A window of this many steps never fills, so batches stay equal.
 NEVER = 1_000_000_000
 
 
 class Clock:
-    """One rank's view of the simulated seconds: ranks wait for each other after every batch.
+    """One rank's simulated clock; ranks wait for each other after every batch.
 
-    probes: every so many steps a dense allreduce measures the noise.
+    probes: number of steps between dense allreduces that measure the gradient noise.
     """
 
     def __init__(self, setting: Setting, record: Record, probes: int) -> None:
@@ -47,11 +47,10 @@ class Clock:
         record.busy = [0.0] * self.cluster.ranks
 
     def end_step(self, samples: int, seconds: float) -> None:
-        """Note what every rank has computed; returns when all are at the end of their step."""
+        """Record every rank's batch; wait until all ranks have finished their step."""
         batches = gathered("simulated.step", samples, seconds)
         record, longest = self.record, max(taken for _, taken in batches)
-        # A synchronous step is as long as its slowest rank, and then the exchange that it did not
-        # hide.
+        # A synchronous step takes as long as its slowest rank plus the exchange that is not hidden.
         waited = self._setting.wait_seconds(longest, self._reduce_seconds)
         if self._probes != NEVER and record.steps % self._probes == 0:
             waited += self._probe_seconds
@@ -59,7 +58,7 @@ class Clock:
         record.exchange += waited
         record.steps += 1
         sizes = [int(size) for size, _ in batches]
-        # What a rank computed, without what it waited for slower ones.
+        # Count only computing, not waiting for slower ranks.
         record.busy = [a + b for a, (_, b) in zip(record.busy, batches, strict=True)]
         record.samples += sum(sizes)
         record.sizes.append((record.seconds, sizes))
@@ -74,14 +73,14 @@ def gathered(name: str, *numbers: float) -> list[list[float]]:
 
 
 class ModelledTimer:
-    """Tells the loader what the cluster's model says of a batch."""
+    """A timer for the loader that returns the modelled seconds of a batch."""
 
     def __init__(self, clock: Clock, rank: int, random: np.random.Generator) -> None:
         self._clock, self._rank, self._random = clock, rank, random
         self.seconds = 0.0
 
     def start(self, samples: int) -> None:
-        """Model the batch that begins now."""
+        """Compute the modelled seconds of the batch that begins now."""
         self.seconds = self._clock.cluster.compute_seconds(
             self._rank, samples, self._clock.record.seconds, self._random
         )
@@ -95,7 +94,7 @@ class ModelledTimer:
 
 
 def adapting(setting: Setting, mode: str) -> dict[str, Any]:
-    """Return how the sizes of a mode's batches change."""
+    """Return a mode's options of `adapt` for changing batch sizes."""
     if mode in ("equal", "equal-dense"):
         return {"interval": NEVER}
     if mode == "balanced":
@@ -110,9 +109,9 @@ def adapting(setting: Setting, mode: str) -> dict[str, Any]:
 
 
 def in_steps(setting: Setting, mode: str) -> Record:
-    """Train with equal or balanced batches, and return what happened.
+    """Train in a synchronous mode, and return the record.
 
-    "equal-dense" is data parallelism as it usually is: a dense allreduce of equal batches.
+    "equal-dense" is plain data parallelism: equal batches with a dense allreduce.
     """
     if mode == "equal-dense":
         setting = replace(setting, density=None)
@@ -120,9 +119,9 @@ def in_steps(setting: Setting, mode: str) -> Record:
 
 
 def train(setting: Setting, mode: str) -> Record:
-    """Train as the rank that this is, and return what happened on all of them.
+    """Train as one rank, and return the record of all ranks.
 
-    Rank 0 alone evaluates its model, and knows how good it is.
+    Only rank 0 evaluates its model, so only its record has accuracies.
     """
     cluster, task = setting.cluster, setting.task
     record = Record(mode, setting.seed)
@@ -135,11 +134,11 @@ def train(setting: Setting, mode: str) -> Record:
         setting.optimizer(model.parameters()),
         model.named_parameters(),
         setting.compression,
-        # The record counts skipped steps; a mode that diverges is a result, and no error.
+        # Do not raise for skipped steps: the record counts them, and divergence is a valid result.
         max_skipped_steps=NEVER,
     )
     loader = adapt(
-        # A data set of indices: the task has the samples, and takes those that it is told.
+        # A data set of indices, as the task itself looks up the samples.
         DataLoader(range(task.samples), 1, shuffle=True),  # type: ignore[arg-type]
         optimizer,
         global_batch=setting.global_batch,
@@ -162,15 +161,15 @@ def train(setting: Setting, mode: str) -> Record:
 
 
 def merged(setting: Setting, mode: str, **options: Any) -> Record:
-    """Train replicas whose models are merged whole."""
+    """Train replicas with dense merges of whole models."""
     return replicas.simulate(replace(setting, density=None), mode, **options)
 
 
 class Worker:
-    """One rank: its own view of the model, from when it took its batch, and its gradients there.
+    """One rank, with a copy of the model from when it took its batch, and the gradients there.
 
-    model: None: in another process.
-    seen: how many updates the shared model had had by then.
+    model: None if it is in another process.
+    seen: number of updates of the shared model when the rank read it.
     """
 
     def __init__(self, model: torch.nn.Module | None, sizer: Sizer) -> None:
@@ -182,7 +181,7 @@ class Worker:
 class Hogbatch:
     """The shared model, which every process has, and the workers by rank.
 
-    Real gradients, old by as much as the workers' speeds make them:
+    Gradients are real, and as stale as the workers' speeds make them:
 
     worker   claims, reads the model at t | ... | its update reaches the model at t + seconds
     """
@@ -211,7 +210,7 @@ class Hogbatch:
         self._done = [0] * setting.cluster.ranks  # samples
 
     def compute(self, rank: int, places: Sequence[int], second: float) -> float:
-        """Compute a batch's gradients at the model as it is; return when they are done."""
+        """Compute a batch's gradients at the current model; return the second of completion."""
         worker = self.workers[rank]
         worker.seen = self.record.steps
         worker.samples = len(places)
@@ -231,7 +230,7 @@ class Hogbatch:
         torch._foreach_copy_(list(model.parameters()), list(self.model.parameters()))
 
     def update(self, rank: int) -> None:
-        """Step the shared model with a worker's gradients; the rate follows its batch."""
+        """Step the shared model with a worker's gradients; the learning rate follows the batch."""
         worker, record = self.workers[rank], self.record
         own = worker.model.parameters() if worker.model is not None else repeat(None)
         finite = True
@@ -239,14 +238,14 @@ class Hogbatch:
         for shared, parameter in zip(self.model.parameters(), own, strict=False):
             gradient = None if parameter is None else parameter.grad
             shared.grad = torch.zeros_like(shared) if gradient is None else gradient
-            # All processes step the shared model alike: each has the whole of it.
+            # Every process holds the shared model, so all must make the same step.
             self.setting.ranks.broadcast(shared.grad, rank)
             finite &= bool(shared.grad.isfinite().all())
-        # Per sample every batch counts alike: a large one steps as far as the small ones it stands
-        # for.
+        # Scale the rate with the batch, so that a large batch steps as far as the small ones that
+        # it replaces.
         rate = self.setting.learning_rate * worker.samples / self.setting.global_batch
         self.optimizer.param_groups[0]["lr"] = rate
-        # One bad batch must not ruin the shared model; it is a step all the same, as time went by.
+        # A bad batch must not ruin the shared model; still count it as a step, as it took time.
         if finite:
             self.optimizer.step()
         record.skipped += not finite
@@ -257,7 +256,7 @@ class Hogbatch:
         self._done[rank] += worker.samples
 
     def epoch(self, number: int) -> None:
-        """Run an epoch: workers take its samples until all are done."""
+        """Run an epoch: workers take batches until all samples are done."""
         record, task = self.record, self.setting.task
         order = shuffled(task.samples, 1000 * self.setting.seed, number)
         before = {rank: worker.updates for rank, worker in self.workers.items()}
@@ -267,7 +266,7 @@ class Hogbatch:
         def begin(rank: int, second: float) -> None:
             nonlocal place
             if place < len(order):
-                # By updates: a worker that has made more of them takes larger batches.
+                # A worker that has made more updates than the others gets larger batches.
                 own = self.workers[rank]
                 others = [each.updates for each in self.workers.values() if each is not own]
                 places = order[place : place + own.sizer.next(own.updates, others)]
@@ -306,9 +305,9 @@ class Hogbatch:
         return numbers
 
     def _utilisation(self, name: str) -> float:
-        """Return the work of a class's ranks as a share of the most that they could compute.
+        """Return the work of a class's ranks as a fraction of their maximum throughput.
 
-        At their largest batch, that is: a GPU that is busy with small ones is little used.
+        That is the throughput at their largest batch: a GPU busy with small batches is underused.
         """
         setting = self.setting
         size = setting.classes.sizes[name].largest
@@ -322,9 +321,9 @@ class Hogbatch:
 
 
 def one_model(setting: Setting, mode: str, who: str = "all", adapts: bool = False) -> Record:
-    """Train one shared model, and return what happened.
+    """Train one shared model, and return the record.
 
-    who: "all" ranks, the "slow" ones only (Hogwild on CPUs), or the "fast" ones.
+    who: "all" ranks, only the "slow" ones (Hogwild on CPUs), or only the "fast" ones.
     """
     fast = setting.classes.fast
     ranks = [
@@ -355,9 +354,9 @@ SIMULATED: Final[Mapping[str, Callable[[Setting], Record]]] = {
     "adaptive-hogbatch": partial(one_model, mode="adaptive-hogbatch", adapts=True),
 }
 DEFAULT: Final = ("equal-dense", "equal", "balanced", "abs", "local-sgd", "adaptive-sgd")
-# These exchange whole gradients or models, whatever the density.
+# These exchange whole gradients or models and ignore the density.
 DENSE: Final = ("equal-dense", "local-sgd", "elastic", "crossbow", "adaptive-sgd")
-# A rank that dies is the end of any other.
+# These continue if a rank dies; other modes end.
 OUTLIVE: Final = ("local-sgd", "elastic", "crossbow", "adaptive-sgd", "adaptive-sgd-gtopk")
-# These train one model in classes of ranks, and are compared by its loss.
+# These train one model with classes of ranks, and are compared by loss.
 OF_CLASSES: Final = ("slow-only", "fast-only", "hogbatch", "adaptive-hogbatch")

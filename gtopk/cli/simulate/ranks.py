@@ -1,11 +1,11 @@
-"""Ranks: who computes the simulated ones, and how they meet.
+"""Where the simulated ranks run, and how they exchange.
 
-    gtopk simulate                  all of them here; each a thread while they exchange
-    mpirun -n 4 gtopk simulate      one in each process, which exchange over the real transport
+    gtopk simulate                  all ranks in this process, as threads during an exchange
+    mpirun -n 4 gtopk simulate      one rank per process; they exchange over the real transport
 
-Every process follows the same simulated clock: seconds, sizes and who is next are computed from
-numbers that are equal everywhere. A rank's gradients, which only it knows, travel in the training's
-collectives; its other numbers by `broadcast`.
+Every process follows the same simulated clock: it computes times, sizes and the order of ranks from
+numbers that are equal everywhere. A rank's gradients travel in the training's collectives, its
+other numbers through `broadcast`.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ def filtered_logs() -> Iterator[None]:
 
 T = TypeVar("T")
 _CHANNEL: Final = 0
-# A thread that computes for long has not failed.
+# Long, because a thread that computes for a long time has not failed.
 _TIMEOUT_SECONDS: Final = 3600.0
 
 
 class Threads:
-    """All ranks, in this process.
+    """All ranks, as threads of this process.
 
-    here: those whose models it holds.
+    here: the ranks with models in this process.
     """
 
     def __init__(self, size: int) -> None:
         self.here: Sequence[int] = range(size)
 
     def train(self, script: Callable[[], T]) -> T:
-        """Run a training script on every rank, each in its world; return the result of rank 0.
+        """Run a training script on every rank, each in its own world; return rank 0's result.
 
-        Of several processes each returns that of its own rank.
+        `Processes` returns the result of its own rank instead.
         """
 
         def rank(transport: LocalTransport) -> T:
@@ -75,25 +75,25 @@ class Threads:
         return run_ranks(_threads(len(self.here)), rank)[0]
 
     def meet(self, members: Sequence[int], program: Callable[[Transport], T]) -> dict[int, T]:
-        """Run `program(transport)` on these ranks; return the results of those here, by rank."""
+        """Run `program(transport)` on some ranks; return the results of this process's, by rank."""
         return dict(zip(members, run_ranks(_threads(len(members)), program), strict=True))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Fill a tensor, contiguous and on the CPU, with what it is on one rank: as it is here."""
+        """Broadcast a contiguous CPU tensor in place from `root`; a no-op in a single process."""
 
 
 def _threads(size: int) -> list[LocalTransport]:
-    """Return a world whose waits say nothing: its seconds are simulated."""
+    """Return a world that does not report long waits, because its time is simulated."""
     return local_world(size, _TIMEOUT_SECONDS, announces_waits=False)
 
 
 class Processes:
-    """One rank in each process of this world; they meet beside its own operations."""
+    """One rank in each process of this world; they exchange on a channel of their own."""
 
     def __init__(self, here: World) -> None:
         self.here: Sequence[int] = [here.rank]
         self.size = here.size
-        # Apart from the engine's messages: its thread may exchange at any time.
+        # A separate channel, as the engine's thread may exchange at any time.
         self._transport = here.transport.channel(_CHANNEL)
 
     def train(self, script: Callable[[], T]) -> T:
@@ -112,7 +112,7 @@ class Processes:
         with self._transport.operation("a simulated rank's word"):
             message = values.reshape(-1).view(np.uint8) if self.here == [root] else None
             received = self._transport.broadcast(message, root)
-        # In place, as the tensor is the caller's.
+        # Write in place: the caller owns the tensor.
         values[...] = received.view(values.dtype).reshape(values.shape)
 
 
@@ -120,11 +120,11 @@ Ranks = Threads | Processes
 
 
 def processes_launched() -> Processes | None:
-    """Return this process among those that a launcher started; None where it is the only one."""
+    """Return the `Processes` of a launcher's job; None if this process is the only one."""
     job = launched_by()
     if job is None or job.size == 1:
         return None
-    # The links are modelled: those of this machine need not be measured.
+    # The links are modelled, so do not measure this machine's.
     os.environ[settings.ADVICE.name] = "off"
     world.init()
     return Processes(world.current())

@@ -1,4 +1,4 @@
-"""Replicas in simulated time: local steps by a queue of events, and merges that are real ones."""
+"""Replicas in simulated time: an event queue orders local steps; the merges are real."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .setting import Record, Setting
 
 
 class Trained(NamedTuple):
-    """A rank's model, optimizer and data, where the rank is simulated in this process."""
+    """The model, replica and optimizer of a rank in this process."""
 
     model: torch.nn.Module
     replica: Replica
@@ -41,10 +41,10 @@ class Trained(NamedTuple):
 class Worker:
     """A simulated rank.
 
-    number: in the cluster, whose speed and noise are its own.
-    trained: None: in another process.
-    dies_at: second from which it is gone.
-    finished, updates: since the last merge. free_at: when it was done with its last batch.
+    number: the rank in the cluster, which gives its speed.
+    trained: None if the model is in another process.
+    dies_at: the second at which it dies.
+    finished, updates: since the last merge. free_at: when it finished its last batch.
     """
 
     number: int
@@ -57,9 +57,9 @@ class Worker:
 
 
 def simulate(setting: Setting, mode: str, **options: Any) -> Record:
-    """Train replicas by a strategy of mode "adaptive-sgd", and return what happened.
+    """Train replicas with a strategy of mode "adaptive-sgd", and return the record.
 
-    A rank that dies loses what it did since the last merge; its samples are handed out again.
+    A rank that dies loses its work since the last merge; other ranks get its samples.
     """
     run = _Run(setting, mode, options)
     for epoch in range(setting.epochs):
@@ -77,10 +77,10 @@ class _Run:
         chosen.check()
         self.batches = MegaBatches(chosen, [max(1, setting.global_batch // ranks)] * ranks)
         is_dynamic = self.batches.strategy.is_dynamic
-        # A claim goes to the shared counter and back.
+        # Claiming samples takes a round trip to the shared counter.
         self._take_seconds = 2 * cluster.link.latency_seconds if is_dynamic else 0.0
         self._factor = FACTORS[chosen.lr_scaling]
-        self._unseen = 0  # samples merged since the model was evaluated
+        self._unseen = 0  # samples merged since the last evaluation
         counter, noises = LocalCounter(), cluster.noises(setting.seed)
         self.cursors: list[Cursor] = [
             SharedCursor(counter) if is_dynamic else ReplayedCursor(place, in_step)
@@ -109,21 +109,21 @@ class _Run:
         self._evaluate()
 
     def _evaluate(self) -> None:
-        """Note how good the merged model is; that takes no simulated time."""
+        """Record the merged model's accuracy; this takes no simulated time."""
         self._unseen = 0
         setting, first = self.setting, self.workers[0]
         accuracy = torch.zeros(1, dtype=torch.float64)
         if first.trained is not None:
             with first.trained.replica.at_center():
                 accuracy[0] = setting.task.accuracy(first.trained.model)
-        # By the first that lives: rank 0 may be dead, and its process prints the results.
+        # Evaluate on the first living rank: rank 0 may be dead, but its process prints the results.
         setting.ranks.broadcast(accuracy, first.number)
         self.record.accuracy.append((self.record.seconds, float(accuracy)))
 
     def _mega_batch(self, stretch: SampleRange, order: Sequence[int]) -> None:
         batches, began = self.batches, self.record.seconds
         count = max(cursor.count for cursor in self.cursors)
-        # Cursors go by place: where ranks have died, the places of the others have moved up.
+        # Cursors are indexed by place; after a death the other ranks move up.
         del self.cursors[len(self.workers) :]
         free = []
         for place, worker in enumerate(self.workers):
@@ -143,7 +143,7 @@ class _Run:
             seconds = self._take_seconds + self.setting.cluster.compute_seconds(
                 worker.number, work, second, worker.noise
             )
-            # The others wait for it until then. Its samples, in no report, are handed out again.
+            # The others wait until it dies. No report has its samples, so others get them.
             if second + seconds >= worker.dies_at:
                 worker.free_at = worker.dies_at
                 continue
@@ -168,8 +168,8 @@ class _Run:
         record, batches = self.record, self.batches
         exchange_seconds = self.setting.reduce_seconds
         end = max(worker.free_at for worker in self.workers)
-        # Backwards, as places behind one that leaves move up. A rank that dies within the merge is
-        # waited for until then, and its part is lost.
+        # Iterate backwards, because later places move up. If a rank dies during the merge, the
+        # others wait until then, and its work is lost.
         for place in reversed(range(len(self.workers))):
             if self.workers[place].dies_at <= end + exchange_seconds:
                 end = max(end, self.workers[place].dies_at)
@@ -184,7 +184,7 @@ class _Run:
         def merge(transport: Transport) -> None:
             trained, weight = workers[transport.rank].trained, weights[transport.rank]
             assert trained is not None
-            # As the engine has it: a merge finds numbers that are not finite by itself.
+            # Silence NumPy as the engine does: the merge itself detects non-finite numbers.
             with np.errstate(over="ignore", invalid="ignore"):
                 update = trained.replica.exchange(transport, weight)
             change = trained.replica.pull if batches.strategy.force else trained.replica.merge
@@ -204,7 +204,7 @@ class _Run:
         record.sizes.append((record.seconds, samples))
 
     def _report(self, worker: Worker, size: int) -> Report:
-        replica_is = torch.zeros(2, dtype=torch.float64)  # its norm, whether it is finite
+        replica_is = torch.zeros(2, dtype=torch.float64)  # norm, whether finite
         if worker.trained is not None:
             replica = worker.trained.replica
             perturbs = self.batches.options.perturbation > 0

@@ -1,9 +1,9 @@
-"""Setting: what all modes of one comparison share, and the Record that each of them makes.
+"""The Setting that all modes of a comparison share, and the Record of each run.
 
-The cluster is a model, not a clock: it has the seconds of a rank's batch and of the ranks'
-reduction. Its ranks may be of classes, fast ones as GPUs are beside CPUs.
+The cluster is a model of time: it returns the seconds of a rank's batch and of a reduction. Its
+ranks may form two classes, fast and slow, like GPUs and CPUs.
 
-Tasks: networks and the real digits, trained by every mode alike.
+The tasks train networks on real handwritten digits, in the same way in every mode.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .ranks import Processes, Ranks, Threads
 
 
 def perceptron() -> torch.nn.Module:
-    """Return a perceptron of one hidden layer: 9,610 parameters."""
+    """Return a perceptron with one hidden layer: 9,610 parameters."""
     return torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
 
 
 def convolutions() -> torch.nn.Module:
-    """Return a small convolutional network in the manner of those for CIFAR-10."""
+    """Return a small convolutional network in the style of those for CIFAR-10."""
     return torch.nn.Sequential(
         torch.nn.Unflatten(1, (1, 8, 8)),
         torch.nn.Conv2d(1, 16, 3, padding=1),
@@ -48,7 +48,7 @@ def convolutions() -> torch.nn.Module:
 
 
 class InColor(torch.nn.Module):
-    """The digits as images of three equal channels, [n, 3, 8, 8], to a network for such."""
+    """Feed the digits to a network for colour images: three equal channels, [n, 3, 8, 8]."""
 
     def __init__(self, network: torch.nn.Module) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ TEST_IMAGES: Final = 360
 class Task(Protocol):
     """A training task: model, data and measure.
 
-    samples: how many there are. length: parameters whose exchange is modelled.
+    samples: number of training samples. length: parameters in the modelled exchange.
     """
 
     @property
@@ -88,7 +88,7 @@ class Task(Protocol):
     def length(self) -> int: ...
 
     def model(self) -> torch.nn.Module:
-        """Return a model: the same one every time."""
+        """Return a new model, with the same weights each time."""
 
     def loss(self, model: torch.nn.Module, indices: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of some samples."""
@@ -97,13 +97,13 @@ class Task(Protocol):
         """Return the cost of a batch of the given samples, in samples of mean cost."""
 
     def accuracy(self, model: torch.nn.Module) -> float:
-        """Return the share of the samples held back that a model names right."""
+        """Return the fraction of the test samples that a model classifies correctly."""
 
 
 class Digits(NamedTuple):
-    """A `Task`: images and labels, those held back, and a model from a seed.
+    """A `Task`: training images and labels, test images and labels, and a model.
 
-    length: of the model, where it is not another's.
+    length: parameters in the modelled exchange; by default the model's own.
     """
 
     x: torch.Tensor
@@ -121,7 +121,7 @@ class Digits(NamedTuple):
         return F.cross_entropy(model(self.x[indices]), self.y[indices])
 
     def work_of(self, places: Sequence[int]) -> float:
-        return len(places)  # all cost the same
+        return len(places)  # all samples cost the same
 
     def accuracy(self, model: torch.nn.Module) -> float:
         with evaluated(model):
@@ -130,7 +130,7 @@ class Digits(NamedTuple):
 
 @contextmanager
 def evaluated(model: torch.nn.Module) -> Iterator[None]:
-    """Set a model to evaluation: batch norm uses its running statistics."""
+    """Put a model in evaluation mode, so that batch norm uses its running statistics."""
     was_training = model.training
     model.eval()
     with torch.no_grad():
@@ -139,7 +139,7 @@ def evaluated(model: torch.nn.Module) -> Iterator[None]:
 
 
 def mean_loss(task: Task, model: torch.nn.Module) -> float:
-    """Return the mean loss of all samples that are trained with."""
+    """Return the mean loss of all training samples."""
     with evaluated(model):
         return float(task.loss(model, torch.arange(task.samples)))
 
@@ -147,16 +147,16 @@ def mean_loss(task: Task, model: torch.nn.Module) -> float:
 def open_task(name: str, seed: int, length: int | None = None) -> Digits:
     """Return a task; the seed splits the digits and draws the weights.
 
-    length: of the gradient whose exchange is modelled, where it shall be another model's.
+    length: parameters in the modelled exchange, to model another network's gradient.
     """
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-    # Pixels are 0..16.
+    # Pixels are in 0..16.
     x = (torch.from_numpy(pixels).float() / 16 - 0.5)[order]
     y = torch.from_numpy(labels).long()[order]
-    # Drawn once, as the global generator is shared by the threads that are ranks.
+    # Draw the weights once, here: threads of several ranks share the global generator.
     torch.manual_seed(seed)
     first = NETWORKS[name]()
     return Digits(
@@ -171,22 +171,23 @@ def open_task(name: str, seed: int, length: int | None = None) -> Digits:
 
 @dataclass
 class Record:
-    """One mode and seed.
+    """The record of one mode and seed.
 
-    seconds:   simulated, of the whole run.
-    busy:      of these, the time that each rank computed.
-    exchange:  of these, the time that the wire was in use, as modelled; of synchronous modes, the
-               time that ranks waited for it.
-    samples:   computed, of all ranks.
-    steps:     updates of the parameters; of replicas, those of the rank that makes most.
-    skipped:   how often what was computed was left out, as it was not finite: an update, which
-               counts as a step all the same, or what a replica brought to a merge.
-    accuracy:  (simulated seconds, share of the test samples) after every epoch, or more often.
-    sizes:     (simulated seconds, samples of each rank in the step that ended then); 0 of the dead.
+    seconds:   simulated time of the whole run.
+    busy:      part of it that each rank computed.
+    exchange:  part of it that the modelled wire was in use; in synchronous modes, that ranks waited
+               for it.
+    samples:   computed by all ranks together.
+    steps:     updates of the parameters; with replicas, summed over merges, those of the rank with
+               the most.
+    skipped:   number of non-finite results left out: an update, which still counts as a step, or a
+               replica's contribution to a merge.
+    accuracy:  (simulated seconds, fraction of the test samples) after every epoch, or more often.
+    sizes:     (simulated seconds, samples of each rank in the step that ended then); dead ranks: 0.
     updates:   of each rank, between two merges of replicas, or in an epoch of hogbatch.
     loss:      (simulated seconds, mean loss of the training samples) after every epoch, if known.
-    staleness: of hogbatch: others' updates between an update's reading of the model and itself.
-    used:      of hogbatch: the share of what each class can compute that it did.
+    staleness: hogbatch: mean number of updates between reading the model and updating it.
+    used:      hogbatch: utilisation of each class, relative to its largest batch.
     """
 
     mode: str
@@ -211,14 +212,14 @@ class Record:
 
     @property
     def utilisation(self) -> float:
-        """Return the mean share of time that ranks computed."""
+        """Return the mean fraction of time that ranks computed."""
         return statistics.fmean(self.busy) / self.seconds
 
     @property
     def least_utilisation(self) -> float:
-        """Return the least share that a rank computed, of the time it was not on the wire.
+        """Return the least fraction of time that a rank computed, excluding time on the wire.
 
-        Of a delayed mode, of the whole time: there the wire is no excuse.
+        In a delayed mode, time on the wire counts, as ranks should compute during it.
         """
         hidden = self.mode == "abs"
         return min(self.busy) / (self.seconds - (0.0 if hidden else self.exchange))
@@ -229,20 +230,20 @@ class Record:
         return self.accuracy[-1][1]
 
     def seconds_to(self, accuracy: float) -> float | None:
-        """Return when an accuracy was first reached; None: never."""
+        """Return the second at which an accuracy was first reached; None: never."""
         return next((second for second, reached in self.accuracy if reached >= accuracy), None)
 
     def seconds_to_loss(self, loss: float) -> float | None:
-        """Return when a loss was first reached; None: never."""
+        """Return the second at which a loss was first reached; None: never."""
         return next((second for second, reached in self.loss if reached <= loss), None)
 
 
 @dataclass(frozen=True)
 class Classes:
-    """The part of a cluster that only hogbatch needs.
+    """The classes of a cluster's ranks; only hogbatch uses them.
 
-    fast: ranks; the others are slow.
-    overhead_seconds: of a fast rank's every batch; None: the cluster's.
+    fast: the fast ranks; the others are slow.
+    overhead_seconds: per batch of a fast rank; None: the cluster's.
     sizes: the smallest and the largest batch of "slow" and "fast".
     """
 
@@ -261,7 +262,7 @@ GIGABIT: Final = Link.of(1e9, 50e-6)
 
 @dataclass(frozen=True)
 class Slowdown:
-    """A rank computes `factor` times as long from a second on."""
+    """From a second on, a rank computes `factor` times as long."""
 
     rank: int
     factor: float
@@ -270,7 +271,7 @@ class Slowdown:
 
 @dataclass(frozen=True)
 class Death:
-    """A rank is gone from a second on."""
+    """A rank dies at a second."""
 
     rank: int
     second: float
@@ -278,14 +279,14 @@ class Death:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A batch of b samples takes a rank (overhead + b / speed) seconds, times the noise.
+    """A modelled cluster: b samples take a rank (overhead + b / speed) seconds, times noise.
 
     speeds: samples a second, by rank.
-    deaths: of ranks; only replicas that are merged can go on without one.
-    overhead_seconds: of every batch, whatever its size.
+    deaths: of ranks; only modes with merged replicas survive them.
+    overhead_seconds: per batch, independent of its size.
     noise: standard deviation of the logarithm of a batch's seconds.
-    link: between any two ranks; each sits on a node of its own.
-    exchange_seconds: of a reduction, in place of what the link's model says.
+    link: between any two ranks; each is on its own node.
+    exchange_seconds: of a reduction; overrides the time from the link's model.
     """
 
     speeds: Sequence[float]
@@ -306,7 +307,7 @@ class Cluster:
     ) -> float:
         """Return the seconds of a batch that a rank begins at this simulated second.
 
-        samples: their number, or their work, where some have more than others.
+        samples: their number, or their work if samples differ in cost.
         """
         if samples == 0:
             return 0.0
@@ -314,41 +315,41 @@ class Cluster:
         for slowdown in self.slowdowns:
             if slowdown.rank == rank and second >= slowdown.second:
                 factor *= slowdown.factor
-        # Log-normal: a factor that is never negative, and slows down as often as it speeds up.
+        # Log-normal: the factor is positive, and slows down as often as it speeds up.
         noise = float(np.exp(self.noise * random.standard_normal()))
         return factor * noise * (self.overhead_seconds + samples / self.speeds[rank])
 
     def reduce_seconds(self, candidate: Candidate, length: int) -> float:
-        """Return the seconds of a reduction on the wire, by its algorithm's schedule."""
+        """Return the seconds of a reduction on the wire, from its algorithm's schedule."""
         if self.exchange_seconds is not None:
             return self.exchange_seconds
         network = Network(self.ranks, self.link)
-        # Only the wire's part of the prediction: the ranks' speeds give the time to compute.
+        # Only the wire's part: the ranks' speeds cover the time to compute.
         return predict(candidate, length, network, DEFAULT_RATES).communicate_seconds
 
     def signal_seconds(self) -> float:
         """Return the seconds until all ranks know that all are ready."""
-        # A butterfly's rounds.
+        # log2 rounds, as in a butterfly.
         return self.link.latency_seconds * (self.ranks - 1).bit_length()
 
     def noises(self, seed: int) -> list[np.random.Generator]:
-        # A stream for each rank: its noise does not depend on how many batches others had.
+        # A stream per rank, so that its noise does not depend on other ranks' batches.
         return [np.random.default_rng([seed, rank]) for rank in range(self.ranks)]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A cluster, a task, and how it is trained.
+    """A cluster, a task, and the training options.
 
     density: of gTop-k; None: dense.
-    max_batch: the largest that goodput may choose, of all ranks; 0: 8 global batches.
+    max_batch: the largest global batch that goodput may choose; 0: 8 global batches.
     mega_batch: samples between two merges of adaptive-sgd; 0: 100 batches.
-    evaluate_every: samples; 0: after every epoch. Of hogbatch always so.
-    overlap: the share of a batch's computation beside which synchronous modes exchange gradients,
-        as they do in the backward pass.
-    losses: whether the synchronous modes note the loss of all samples, too.
+    evaluate_every: samples; 0: after every epoch. Hogbatch always evaluates after every epoch.
+    overlap: the fraction of a batch's computation during which synchronous modes exchange
+        gradients, as in the backward pass.
+    losses: whether the synchronous modes also record the loss of all samples.
     classes: of ranks, for hogbatch.
-    processes: that compute a rank each; None: this one computes all.
+    processes: each computes one rank; None: this process computes all.
     """
 
     cluster: Cluster
@@ -371,20 +372,20 @@ class Setting:
 
     @property
     def ranks(self) -> Ranks:
-        """Return who computes the ranks."""
+        """Return the object that runs the ranks."""
         return self.processes or Threads(self.cluster.ranks)
 
     def wait_seconds(self, compute_seconds: float, reduce_seconds: float) -> float:
-        """Return the seconds of a synchronous step's reduction after its gradients are done."""
+        """Return the seconds of a synchronous reduction that the computation does not hide."""
         return max(0.0, reduce_seconds - self.overlap * compute_seconds)
 
     def optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, self.learning_rate, momentum=self.momentum)
 
     def is_due(self, samples: int, evaluations: int) -> bool:
-        """Tell whether a model is to be evaluated again, that has seen so many samples."""
+        """Tell whether to evaluate a model again, after this many samples and evaluations."""
         every = self.evaluate_every or self.task.samples
-        # Once more at the end, whatever `evaluate_every` is.
+        # Always evaluate at the end, whatever `evaluate_every` is.
         return samples >= min((evaluations + 1) * every, self.epochs * self.task.samples)
 
     @property

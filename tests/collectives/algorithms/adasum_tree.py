@@ -1,4 +1,4 @@
-"""Adasum by its definition: whole vectors, one process, and recursion."""
+"""A reference Adasum that follows the definition: recursive, whole vectors, one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Vector = NDArray[np.floating]
 
 
 def pair(a: Vector, b: Vector) -> Vector:
-    """Return the definition, in float64, rounded to the vectors' dtype."""
+    """Combine two vectors in float64, and round to their dtype."""
     x, y = a.astype(np.float64), b.astype(np.float64)
     of_x = 1 - x @ y / (2 * (x @ x)) if x.any() else 1.0
     of_y = 1 - x @ y / (2 * (y @ y)) if y.any() else 1.0
@@ -20,7 +20,7 @@ def pair(a: Vector, b: Vector) -> Vector:
 
 
 def tree(vectors: Sequence[Vector]) -> Vector:
-    """Return the vectors combined in halves, those beyond a power of two into the first ones."""
+    """Combine the vectors by recursive halving; first fold those beyond a power of two."""
     if len(vectors) == 1:
         return vectors[0]
     whole = 2 ** int(math.log2(len(vectors)))

@@ -27,7 +27,7 @@ def combined(
     segments: Sequence[int] | None = None,
     make_world: Callable[[int], list[LocalTransport]] = local_world,
 ) -> Vector:
-    """Return what every rank gets, the same bits."""
+    """Return the result of all ranks, after checking that it has the same bits everywhere."""
     outcomes = [vector.copy() for vector in vectors]
     world = make_world(len(vectors))
     run_ranks(world, lambda t: adasum.allreduce(t, outcomes[t.rank], segments))
@@ -43,7 +43,7 @@ def random_vectors(random: np.random.Generator, size: int, length: int) -> list[
 
 
 def cuts(length: int) -> st.SearchStrategy[list[int]]:
-    """Return lengths that add up, zeros among them."""
+    """Return lengths with the sum `length`, including zeros."""
     bounds = st.lists(st.integers(0, length), max_size=5).map(lambda b: [0, *sorted(b), length])
     return bounds.map(lambda b: np.diff(b).tolist())
 
@@ -57,7 +57,7 @@ def test_orthogonal_vectors_add(size: int, random: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_equal_vectors_stay_as_they_are(size: int, random: np.random.Generator) -> None:
-    vector = random.integers(-9, 9, 23).astype(np.float32)  # whose dot products are exact
+    vector = random.integers(-9, 9, 23).astype(np.float32)  # with exact dot products
     assert combined([vector] * size).tolist() == vector.tolist()
 
 
@@ -88,7 +88,7 @@ def test_a_scale_that_all_share_passes_through(size: int, random: np.random.Gene
 def test_it_is_the_tree_of_pairs(data: st.DataObject) -> None:
     size, length = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 30))
     dtype = data.draw(st.sampled_from(DTYPES))
-    # Ties and zeros, parallel and opposite vectors; and numbers of any kind.
+    # Either few values, for ties, zeros, parallel and opposite vectors, or arbitrary numbers.
     few = st.sampled_from([-1.0, -0.5, 0.0, 0.0, 1.0, 2.0])
     values = data.draw(st.sampled_from([few, st.floats(-100, 100, width=16)]))
     row = st.lists(values, min_size=length, max_size=length)
@@ -99,7 +99,7 @@ def test_it_is_the_tree_of_pairs(data: st.DataObject) -> None:
         tree([vector[start:end] for vector in vectors]) for start, end in itertools.pairwise(ends)
     ]
     expected = np.concatenate(parts).astype(np.float64)
-    # A sum is no longer than its parts; each round may be off by a few units of the last place.
+    # The norm of a sum is at most the sum of norms; each round may be off by a few ulps.
     largest = sum(np.linalg.norm(vector.astype(np.float64)) for vector in vectors)
     bound = 40 * np.finfo(dtype).eps * largest + 10 * np.finfo(dtype).smallest_subnormal
     assert np.abs(combined(vectors, segments) - expected).max(initial=0.0) <= bound

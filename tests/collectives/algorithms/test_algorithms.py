@@ -98,7 +98,7 @@ def test_keeping_everything_is_the_dense_sum(
     outcomes = run(algorithm, picks, length)
     for update, _ in outcomes:
         assert update.to_dense().tolist() == expected.tolist()
-    # The returned picks had cancelled in a merge.
+    # Only picks that cancelled in a merge are returned.
     assert not sum(returned.to_dense() for _, returned in outcomes).any()
 
 

@@ -23,7 +23,7 @@ from tests.collectives.algorithms.worlds import (
 
 @every_size
 def test_ranks_need_not_be_a_power_of_two(size: int, random: np.random.Generator) -> None:
-    # An implementation took log2(P) rounds of pairs, and ran past its list of ranks or hung.
+    # An implementation ran log2(P) rounds of pairs, and overran its list of ranks or hung.
     picks = integer_picks(random, size, 60, 20)
     for update, _ in run("gtopk", picks, 60):
         assert update.to_dense().tolist() == sum(pick.to_dense() for pick in picks).tolist()
@@ -33,8 +33,8 @@ def test_ranks_need_not_be_a_power_of_two(size: int, random: np.random.Generator
 def test_k_may_grow_and_shrink_from_call_to_call(
     algorithm: str, random: np.random.Generator
 ) -> None:
-    # An implementation sized its buffer by the first k: a larger one ran over, a smaller one got
-    # the tail of the last result.
+    # An implementation sized its buffer with the first k: a larger k overran it, a smaller one
+    # returned the tail of the previous result.
     world = local_world(3, timeout_seconds=30)
     for k in (2, 30, 1, 7):
         picks = random_picks(random, 3, 100, k)
@@ -57,7 +57,7 @@ def test_lists_of_different_lengths_lose_no_tail(algorithm: str) -> None:
 
 @pytest.mark.parametrize("algorithm", ["topk-allgather", *TRUNCATING])
 def test_indices_beyond_what_float32_can_count_arrive(algorithm: str) -> None:
-    # Implementations sent indices as float32, exact up to 2^24, or as 16 bits.
+    # Implementations sent indices as float32, which is exact only up to 2^24, or as 16 bits.
     last = [2**16, 2**24 + 1, 2**31 - 2]
     picks = [entries([(index, 1.0)], 2**31 - 1, np.float32) for index in last]
     for update, _ in run(algorithm, picks, 3):
@@ -88,7 +88,7 @@ def test_fewer_picks_than_ranks_are_enough(algorithm: str) -> None:
 def test_results_of_a_call_outlive_the_next_one(
     algorithm: str, random: np.random.Generator
 ) -> None:
-    # An implementation returned views of a buffer that the next call filled anew.
+    # An implementation returned views of a buffer that the next call overwrote.
     world = local_world(3, timeout_seconds=30)
     first, second = (random_picks(random, 3, 50, 5) for _ in range(2))
     outcomes = run_ranks(world, lambda t: reduce(first[t.rank], 5, t, algorithm))

@@ -43,7 +43,7 @@ def on_gpus(
     over: str = "hosts",
     ranks_without: Sequence[int] = (),
 ) -> list[Outcome]:
-    """Return what every rank gets for a vector on a GPU of its own, copied to the host."""
+    """Return every rank's result for a vector on its own GPU, copied to the host."""
     algorithm, usual = WAYS[way]
     options = usual(len(picks), k, picks[0].length)
 
@@ -54,7 +54,7 @@ def on_gpus(
             transport = NcclTransport(host) if over == "nccl" else TRANSPORTS[over](host)
             if host.rank not in ranks_without:
                 selected = selected.beside(cuda_array())
-        # Not the current device: the vector's own device must be used.
+        # Set another current device: the reduction must use the vector's own.
         with cuda.Device(7):
             outcome = reduce(selected, k, transport, algorithm, format=format, **options)
         for vector in outcome:

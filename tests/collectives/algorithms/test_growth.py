@@ -31,7 +31,7 @@ def test_sizes_never_fall_and_end_at_growth_times_k(k: int, factor: float, round
     assert sizes == sorted(sizes)
     assert sizes[0] >= k
     assert sizes[-1] == round(factor * k)
-    # Each round but the first sends what the one before kept.
+    # Each round but the first sends the list that the previous one kept.
     assert k + sum(sizes[:-1]) < (rounds + factor) * k + rounds
 
 

@@ -1,4 +1,4 @@
-"""gtopk's options, growth and put_back, and their costs."""
+"""gtopk's growth, the picks it returns, and its costs."""
 
 from __future__ import annotations
 
@@ -104,9 +104,9 @@ def test_owners_get_their_dead_picks_whole(world: tuple[int, list[SparseVector]]
 
 @pytest.mark.parametrize("values", ["bf16", "fp16", "int8", "int4", "int3"])
 def test_a_dead_pick_returns_whole_and_its_rounding_is_forgotten(values: str) -> None:
-    # The four-rank example, of values that are rounded: 5:1.01 is dropped in the first round, and
-    # 5 comes back through ranks 2 and 3; rank 2 keeps what its 3.03 lost, and nothing of the 1.01.
-    # Rank 4 is folded into rank 0, which tells it that its pick is dead.
+    # The four-rank example with rounding: 5:1.01 is dropped in the first round, and index 5 comes
+    # back through ranks 2 and 3. Rank 2 gets the rounding error of its 3.03, and nothing of the
+    # 1.01. Rank 4 is folded into rank 0, which reports that its pick is dead.
     picks = [
         entries(pairs, 10, np.float64)
         for pairs in ([(5, 1.01)], [(7, 2.02)], [(5, 3.03), (6, 2.9)], [(9, 0.11)], [(8, 0.07)])
@@ -128,12 +128,13 @@ def test_a_dead_pick_returns_whole_and_its_rounding_is_forgotten(values: str) ->
 def test_the_rounding_of_a_list_is_split_over_those_who_hold_it(
     size: int, random: np.random.Generator
 ) -> None:
-    # All pick the same, so nothing dies; rank r gets the errors of every 2^j-th entry of round j.
+    # All pick the same entries, so none dies; in round j a rank gets the rounding errors of every
+    # 2^j-th entry.
     pick = random_picks(random, 1, 500, 64, np.float64)[0]
     outcomes = run("gtopk", [pick] * size, 64, Format("raw", "bf16"))
     first = wire.encode(pick, 64, Format("raw", "bf16")).vector
     for rank, (update, returned) in enumerate(outcomes):
-        # Doubling is exact: only the first round rounds, and each rank rounds its own picks.
+        # Doubling is exact, so only the first round rounds, and each rank rounds its own picks.
         assert bits(update) == bits(first._replace(values=size * first.values))
         assert bits(returned) == bits(pick.minus(first)), rank
 

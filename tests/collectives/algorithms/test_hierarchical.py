@@ -116,7 +116,7 @@ def test_dead_picks_return_to_their_owners_not_to_who_added_them_up() -> None:
 
 
 def watched(transport: LocalTransport) -> list[tuple[int, int]]:
-    """Return a list that fills with (from, to) of every message a rank sends, also by its views."""
+    """Return a list that records (from, to) of every message a rank sends, including its views."""
     sent: list[tuple[int, int]] = []
     send_on = transport.send_on
 
@@ -201,7 +201,7 @@ def step(
     nodes: list[list[int]],
     **options: Any,
 ) -> SparseVector:
-    """Take the step that `Hierarchy` draws; the residual is this rank's shard's."""
+    """Take the step shown in `Hierarchy`'s docstring; residual: of this rank's shard."""
     hierarchy = Hierarchy(transport, nodes)
     shard = hierarchy.scatter(gradient)
     residual += shard

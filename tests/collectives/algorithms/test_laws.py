@@ -77,7 +77,7 @@ def test_sums_that_the_dtype_holds_are_conserved_to_the_bit(
     ),
 )
 def test_the_laws_hold_for_64_ranks(way: str, format: Format, random: np.random.Generator) -> None:
-    """Each algorithm's usual way with rounding; the other ways differ alike at up to 17 ranks."""
+    """Only each algorithm's default options, with rounding; up to 17 ranks cover the others."""
     size = 64
     picks = random_picks(random, size, 2000, 40, np.float64)
     outcomes = run(way, picks, 40, format)

@@ -127,7 +127,7 @@ def test_alive_bits_that_are_missing_are_an_error_not_a_double_return(algorithm:
             transport.receive(2)
             transport.send(
                 encode(pick, 2, number=1).message, 2
-            )()  # the result, as it would be, without the bits
+            )()  # the right result without the alive bits
         return None
 
     with pytest.raises(MessageError, match=r"rank 0 is malformed: .* values is 0 where .* 1;"):

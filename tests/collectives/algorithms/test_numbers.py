@@ -1,4 +1,4 @@
-"""A message names its reduction; one of another reduction is refused, even if all else fits."""
+"""A message has its reduction's number; a rank refuses another number even if all else fits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from collectives.wire.message import MAGIC
 from tests.collectives.algorithms.worlds import WAYS, entries
 
 LENGTH, K = 9, 3
-NUMBER_AT = 46  # of a message's bytes: wire/header.py
+NUMBER_AT = 46  # byte offset in a message: wire/header.py
 SPARSE = [way for way in WAYS if way != "dense"]
 
 
@@ -26,7 +26,7 @@ def pick(rank: int) -> Any:
 
 
 def numbers_in(message: np.ndarray) -> list[int]:
-    """Return the number of every message in one, which may be an allgather's."""
+    """Return the numbers in a message; an allgather's message contains several."""
     content = message.tobytes()
     places = [found.start() for found in re.finditer(MAGIC, content)]
     return [struct.unpack_from("<H", content, at + NUMBER_AT)[0] for at in places]
@@ -105,7 +105,7 @@ def test_a_message_that_comes_twice_is_refused(algorithm: str) -> None:
 
 @pytest.mark.parametrize("way", SPARSE)
 def test_streams_count_by_themselves(way: str) -> None:
-    """Ranks of a subset may reduce any number of times besides the reductions of all."""
+    """Reductions of a subset do not count as reductions of all ranks."""
     algorithm, options = WAYS[way]
 
     def program(transport: LocalTransport) -> int:

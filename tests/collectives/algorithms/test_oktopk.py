@@ -28,14 +28,14 @@ from tests.matrix import some_of
 
 
 def largest_of_sum(picks: list[SparseVector], k_out: int) -> SparseVector:
-    """Return the exact result: all picks added up in rank order, and of that the largest."""
+    """Return the exact result: the largest entries of all picks, summed in rank order."""
     return select(sum_by_index(picks).to_dense(), k_out)[0]
 
 
 def overhead_bytes(size: int, rounds: int = 4) -> int:
-    """Return the most a rank sends besides entries in a step that draws boundaries: the formulas.
+    """Return the maximum bytes besides entries that a rank sends in a step that draws boundaries.
 
-    rounds: of the threshold.
+    rounds: of the threshold search.
     """
     gathers = (1 + rounds + 1) * 8 * ((size - 1).bit_length() + size - 1)  # how the allgather packs
     headers = 3 * (size - 1) * HEADER_BYTES
@@ -79,7 +79,7 @@ def test_a_pick_is_in_the_update_or_returns_whole(world: tuple[int, list[SparseV
 
 
 def test_the_four_rank_example_loses_nothing() -> None:
-    # gtopk drops rank 0's 5:1.0 on the way and updates 5:3.0; here 5 has its whole sum.
+    # gtopk drops rank 0's 5:1.0 on the way and updates 5:3.0; oktopk updates 5 with the whole sum.
     picks = [
         entries(pairs, 10, np.float64) for pairs in ([(5, 1.0)], [(7, 2.0)], [(5, 3.0)], [(9, 0.1)])
     ]
@@ -138,7 +138,7 @@ def test_if_one_region_has_the_whole_update_its_owner_sends_no_more(
             pick.values[in_first] *= 1000
     world = local_world(size, timeout_seconds=60)
     run_ranks(world, lambda t: reduce(picks[t.rank], k, t, "oktopk"))
-    # Each rank's own picks spread evenly, but by chance.
+    # Each rank's picks are spread evenly up to random fluctuations.
     by_chance = 2 * 5 * math.sqrt(k / size)
     for transport in world:
         sent = transport.traffic.read_and_reset()
@@ -164,7 +164,7 @@ def test_the_worst_case_is_two_words_a_pick_and_four_an_entry_of_the_update(
 
 @pytest.mark.parametrize("size", range(2, 18))
 def test_if_all_ranks_pick_the_same_the_bytes_are_those_of_the_formula(size: int) -> None:
-    # k = 4 P indices, 4 in each region; every region's sums are in the update: nothing is moved.
+    # k = 4 P indices, 4 in each region. The update has all sums, so balancing moves nothing.
     k = 4 * size
     pick = SparseVector(np.arange(k, dtype=np.int32), np.ones(k, np.float32), k)
     world = local_world(size, timeout_seconds=30)
@@ -173,7 +173,7 @@ def test_if_all_ranks_pick_the_same_the_bytes_are_those_of_the_formula(size: int
     packing = 8 * (log + others)  # of an allgather
     quantiles = others * (HEADER_BYTES + 8 * k) + packing  # 4 P quantiles of one index each
     split = others * (HEADER_BYTES + 8 * 4)
-    threshold = others * (HEADER_BYTES + 3 * 8 + 4 * min(64, k)) + packing  # one round tells all
+    threshold = others * (HEADER_BYTES + 3 * 8 + 4 * min(64, k)) + packing  # one round suffices
     gather = others * (HEADER_BYTES + 8 * 4) + packing
     for transport in world:
         sent = transport.traffic.read_and_reset()
@@ -250,7 +250,7 @@ def test_entries_outside_of_a_region_are_an_error(random: np.random.Generator) -
     world = local_world(2, 5)
     kept = [Regions() for _ in world]
     low, high = (entries([(at, 1.0), (at + 1, 2.0)], 99, np.float32) for at in (1, 90))
-    for picks in ([low, low], [high, high]):  # each drew its own boundaries, elsewhere
+    for picks in ([low, low], [high, high]):  # the ranks draw different boundaries
         one = local_world(2, 5)
         fresh = [Regions() for _ in one]
         run_ranks(

@@ -1,7 +1,7 @@
 """Vectors of GPUs are reduced on the GPUs over NCCL: the CUDA kernels, on a model of the rest.
 
-The model is fake_cuda.py, where whatever is used before it is ready holds garbage; the kernels are
-those of the library, compiled for the host.
+The model is fake_cuda.py: data used before it is ready is garbage. The kernels are the library's
+own, compiled for the host.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.collectives.kernels.device import machine_on_host
 STAYING = [way for way, (algorithm, _) in WAYS.items() if algorithm in ON_DEVICE]
 SIZES = [1, 2, 3, 6]
 CODED = sorted(FORMATS_ON_DEVICE - {EXACT})
-# The most bytes that the host may copy: a header and its checksum, or a selection's outcome.
+# The host may copy at most this many bytes: a header and its checksum, or a selection's outcome.
 MOST_BYTES = 128
 
 
@@ -53,7 +53,7 @@ def library(shared_folder: Path) -> Any:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch, library: Any) -> Iterator[Any]:
-    """A machine with 8 GPUs, on which nothing may go wrong."""
+    """A modelled machine with 8 GPUs; the test fails if the model detects an error."""
     with fake_cuda.with_kernels(monkeypatch, library) as cuda:
         yield cuda
 
@@ -65,7 +65,7 @@ def up(vector: SparseVector) -> SparseVector:
 def on_gpus(
     way: str, picks: Sequence[SparseVector], k: int, cuda: Any, format: Format = EXACT
 ) -> list[Outcome]:
-    """Return what every rank gets over NCCL; `cuda.copies` are those of the reduction alone."""
+    """Return every rank's result over NCCL; `cuda.copies` has only the reduction's copies."""
     algorithm, usual = WAYS[way]
     options = usual(len(picks), k, picks[0].length)
     held: list[Any] = [None] * len(picks)
@@ -106,7 +106,7 @@ def same(outcomes: Sequence[Outcome], expected: Sequence[Outcome]) -> bool:
 def test_over_nccl_a_gpus_vector_gives_the_bits_of_the_hosts(
     cuda: Any, way: str, size: int, random: np.random.Generator
 ) -> None:
-    # Integers: NCCL adds dense vectors in an order of its own.
+    # Integers, because NCCL sums dense vectors in an unknown order.
     picks = integer_picks(random, size, 300, 40)
     outcomes = on_gpus(way, picks, 40, cuda)
     assert same(outcomes, run(way, picks, 40))
@@ -160,7 +160,7 @@ def test_coded_vectors_stay_on_the_gpus_too(
     k = 41
     picks = random_picks(random, 5, 100_000, k)  # two blocks
     outcomes = on_gpus(way, picks, k, cuda, format)
-    if WAYS[way][0] != "dense":  # NCCL adds in an order of its own
+    if WAYS[way][0] != "dense":  # NCCL sums in an unknown order
         assert same(outcomes, run(way, picks, k, format))
     assert_nothing_is_lost(picks, outcomes, additions=2 * len(picks))
     assert max(count for _, _, count in cuda.copies) <= MOST_BYTES < 4 * k
@@ -209,11 +209,11 @@ def test_empty_vectors_are_legal(cuda: Any, way: str) -> None:
     assert same(on_gpus(way, picks, 3, cuda), run(way, picks, 3))
 
 
-# ---- many ranks on one GPU, a real one where there is one
+# ---- many ranks on one GPU, a real one if available
 
 
 class OneGpu(LocalTransport):
-    """A rank of a world of threads whose messages stay in the memory of the one GPU of them all."""
+    """A rank of a world of threads that share one GPU; messages stay in its memory."""
 
     sends_from_device = True
 

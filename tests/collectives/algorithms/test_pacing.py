@@ -21,14 +21,14 @@ SIZES = (3, 5, 6, 7, 11, 12, 13)
 
 
 def record(size: int, k: int) -> tuple[list[Recorder], list[tuple[SparseVector, SparseVector]]]:
-    """Return the ranks of a reduction, with what they noted, and its outcomes."""
+    """Run a reduction on recorders; return these and the outcomes."""
     picks = random_picks(np.random.default_rng(size), size, LENGTH, k)
     world = local_world(size, timeout_seconds=30, kind=Recorder)
     return world, run_ranks(world, lambda t: reduce(picks[t.rank], k, t))
 
 
 def ways(trace: list[list[Event]], latency: float) -> dict[int, list[tuple[float, float]]]:
-    """Return when which bytes are on their way to each rank; a byte takes a second."""
+    """Return the intervals in which bytes are on the way to each rank; a byte takes a second."""
     now, free = [0.0] * len(trace), [0.0] * len(trace)
     flights: dict[tuple[int, int], deque[float]] = defaultdict(deque)
     found: dict[int, list[tuple[float, float]]] = defaultdict(list)
@@ -53,7 +53,7 @@ def ways(trace: list[list[Event]], latency: float) -> dict[int, list[tuple[float
 @pytest.mark.parametrize("size", SIZES)
 def test_no_two_lists_share_the_way_to_a_rank(size: int) -> None:
     world, _ = record(size, LONG_ENTRIES)
-    latency = 1.0  # seconds; a list takes thousands. Go-aheads arrive one or a few too late
+    latency = 1.0  # seconds; a list takes thousands. Go-aheads cost a few latencies
     for on_their_way in ways([transport.events for transport in world], latency).values():
         lists = sorted(way for way in on_their_way if way[1] - way[0] > LONG_ENTRIES)
         assert all(later[0] > earlier[1] - 5 * latency for earlier, later in pairwise(lists))

@@ -31,7 +31,7 @@ def pictured(module: object, arrow: str) -> tuple[list[list[tuple[int, int]]], l
 
 
 def seen_by(rank: int, rounds: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[str, int]]:
-    """Return what a rank does in the pictured rounds: first it sends, then it receives."""
+    """Return a rank's sends and receives in the pictured rounds; it sends first in each."""
     events = []
     for messages in rounds:
         events += [("to", to) for source, to in messages if source == rank]
@@ -80,7 +80,7 @@ def test_the_tree_is_as_drawn(witness, random: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("k", [1, 8, 100])
 def test_four_ranks_send_two_messages_of_a_header_and_eight_bytes_an_entry(k: int) -> None:
-    # All pick the same k entries: every list merged has k entries, too.
+    # All ranks pick the same k entries, so every merged list has k entries too.
     pick = SparseVector.from_dense(np.ones(k, np.float32))
     world = local_world(4, timeout_seconds=30)
     run_ranks(world, lambda t: reduce(pick, k, t, "gtopk"))
@@ -118,6 +118,6 @@ def test_in_topk_allgather_every_rank_sends_the_others_worth_of_lists(size: int)
     run_ranks(world, lambda t: reduce(pick, k, t, "topk-allgather"))
     rounds = (size - 1).bit_length()
     lists = (size - 1) * (HEADER_BYTES + 8 * k)
-    sizes_told = 8 * rounds + 8 * (size - 1)  # each round's count of lists, each list's size
+    sizes_told = 8 * rounds + 8 * (size - 1)  # per round the number of lists, per list its size
     for transport in world:
         assert transport.traffic.read_and_reset() == Traffic(lists + sizes_told, rounds)

@@ -64,7 +64,7 @@ def test_many_reductions_may_be_in_flight_on_channels_of_their_own(
 
         with ThreadPoolExecutor(len(ways)) as threads:
             order = list(range(len(ways)))
-            np.random.default_rng(transport.rank).shuffle(order)  # each rank in another order
+            np.random.default_rng(transport.rank).shuffle(order)  # a different order on each rank
             done = dict(zip(order, threads.map(one, order), strict=True))
         return [done[number] for number in range(len(ways))]
 

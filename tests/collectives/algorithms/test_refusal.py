@@ -1,4 +1,4 @@
-"""NaN or infinity on any rank is an error on every rank, without further messages or losses."""
+"""NaN or infinity on any rank raises on every rank, without extra messages or lost gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def with_values(pick: SparseVector, *values: float) -> SparseVector:
 
 
 def outcomes(way: str, picks: list[SparseVector], k: int) -> tuple[list[Any], list[Any]]:
-    """Return what each rank raised, or got, and what it sent."""
+    """Return each rank's error or result, and its traffic."""
     algorithm, options = WAYS[way]
     usual = options(len(picks), k, picks[0].length)
     world = local_world(len(picks), timeout_seconds=30)
@@ -79,7 +79,7 @@ def test_an_overflow_is_named_after_the_lowest_rank_that_found_it() -> None:
 @every_way
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
 def test_an_overflow_that_only_some_ranks_see_ends_all_alike(way: str, size: int) -> None:
-    # The sum of ranks 0 and 1 overflows; added up in another order, with the rest, it may not.
+    # The sum of ranks 0 and 1 overflows; summed with the rest in another order, it may not.
     largest = float(np.finfo(np.float32).max)
     picks = [
         SparseVector(np.array([5], np.int32), np.array([value], np.float32), 7)
@@ -127,9 +127,7 @@ def test_the_next_reduction_goes_on_as_if_nothing_had_been(
         with pytest.raises(NonFiniteError):
             reduce(with_values(pick, np.nan), 10, transport, algorithm, **usual)
         update, _ = reduce(pick, 10, transport, algorithm, **usual)
-        transport.announce_departure(
-            "it is done"
-        )  # who left after the last one is not missed in it
+        transport.announce_departure("it is done")  # a rank may leave after the last reduction
         return bits(update)
 
     assert len(set(run_ranks(world, program))) == 1

@@ -1,4 +1,4 @@
-"""Regions have about equally many picks, wherever these are, and are the same on all ranks."""
+"""Regions have about the same number of picks for any positions, and all ranks agree on them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_regions_cover_the_vector_once_and_every_rank_owns_one(
 def test_no_region_gets_more_than_half_as_much_again_as_the_mean(
     where: str, size: int, random: np.random.Generator
 ) -> None:
-    # Each of its two ends is off by less than one of each rank's 4 P quantiles: a quarter of it.
+    # Each end of a region is off by less than one of each rank's 4 P quantiles, a quarter of it.
     k = 64 * size
     picks = picks_where(where, random, size, 200_000, k)
     assert max(loads(picks, agreed(picks))) <= 1.5 * k
@@ -62,7 +62,7 @@ def test_regions_are_even_where_picks_lie_evenly(size: int, random: np.random.Ge
         at(sorted(random.choice(200_000, k, replace=False).tolist()), 200_000) for _ in range(size)
     ]
     divided = loads(picks, agreed(picks))
-    # With whole quantiles only, the first region would get half of one more of every other rank.
+    # Without interpolation, the first region would get half a quantile more from each other rank.
     assert max(divided) <= 1.04 * k
     assert min(divided) >= 0.96 * k
 
@@ -107,7 +107,7 @@ def test_a_region_that_got_too_full_asks_for_new_boundaries() -> None:
         kept.note_loads(loads)
         return kept.agree(picks, transport) is not before
 
-    assert not draws_anew([30, 10])  # as new: this is how even it gets
+    assert not draws_anew([30, 10])  # new boundaries are no more even than this
     assert not draws_anew([30, 10])
     assert not draws_anew([0, 0])
     kept._fullest = 1.0

@@ -1,4 +1,4 @@
-"""Shards: every element gets its turn, nothing is lost, all ranks agree, and few bytes are sent."""
+"""Shards: every element is sent in turn, nothing is lost, all ranks agree, and bytes are few."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_law_holds_for_any_length_and_period(
     size: int, length: int, period: int, code: str, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
-    # Integers, whose sums are exact: to the bit.
+    # Integers, so that sums are exact.
     gradients = random.integers(-100, 100, (2 * period, size, length)).astype(np.float64)
     applied, residuals, errors = training(size, gradients, period, code)
     total = applied[0] + residuals.sum(0) + errors.sum(0)
@@ -104,8 +104,8 @@ def test_exact_values_are_summed_whole(size: int, random: np.random.Generator) -
 
 
 def test_an_owner_sends_what_it_kept_in_the_next_turn() -> None:
-    # In 2 bits the sum of a part is -1, 0 or 1 times half of the largest. The other half is kept,
-    # and sent in the following steps, although their gradients are zero.
+    # With 2 bits a part's sum is -1, 0 or 1 times half of the largest. The other half is kept and
+    # sent in the following steps, although their gradients are zero.
     gradients = np.zeros((6, 2, 2))
     gradients[0] = [[1.0, -0.3], [1.0, -0.3]]
     applied, residuals, errors = training(2, gradients, 1, "int2")

@@ -1,4 +1,4 @@
-"""The threshold is exact: each region's quota is as if one rank had sorted all entries."""
+"""The threshold is exact: each region's quota is the same as after sorting all entries."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def vector(values: list[float]) -> SparseVector:
 def shares(
     regions: list[list[float]], wanted: int, owners: list[int] | None = None, **told: list[int]
 ) -> RegionQuotas:
-    """Return what every rank learns, which is the same."""
+    """Return the quotas, after checking that all ranks have the same."""
     size = len(regions)
     owners = owners or list(range(size))
     loads, refused = told.get("loads", [0] * size), told.get("refused", [NOBODY] * size)
@@ -90,7 +90,7 @@ def test_thousands_of_entries_are_shared_out_exactly(
 @pytest.mark.parametrize("wanted", [100, 1000, 3000, 6000])
 @pytest.mark.parametrize("without", range(5))
 def test_regions_that_have_nothing_undecided_change_nothing(wanted: int, without: int) -> None:
-    """Nor do regions that a single round decides, as with ties in earlier regions."""
+    """Nor do regions decided in a single round, as with ties in earlier regions."""
     regions = [[2.0] * (40 * region) + [1.0] * 2000 for region in range(5)]
     regions[without] = []
     assert shares(regions, wanted).counts == by_sorting(regions, wanted)
@@ -135,7 +135,7 @@ def test_the_rounds_are_as_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
         ]
 
     before, last = threshold._Search(told(first)).bracket(wanted - sum(low for low, *_ in first))
-    assert before is None  # what is in stays as it is
+    assert before is None  # selected entries do not change
     for region, (low, window, _) in enumerate(first):
         keys = np.array([-99.0] * low + [-value for value in window])
         high = threshold._Search(told(first)).count(last, keys, region)
@@ -144,7 +144,7 @@ def test_the_rounds_are_as_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = threshold._Search(told(second))
     assert exact.is_exact
     _, last = exact.bracket(wanted - sum(low for low, *_ in second))
-    assert exact.counts(last) == [3, 2]  # 9 and 8 besides those that are in
+    assert exact.counts(last) == [3, 2]  # 9 and 8 besides the selected ones
 
 
 def test_all_learn_the_loads_and_the_lowest_rank_that_refused() -> None:

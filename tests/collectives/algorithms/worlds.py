@@ -1,4 +1,4 @@
-"""Worlds for the laws of the reductions: every rank's picks, and every way to reduce them."""
+"""Test worlds for the reductions: picks of all ranks, and all ways to reduce them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from collectives.wire import EXACT, INDEX_CODES, VALUE_CODES, Format
 Outcome = tuple[SparseVector, SparseVector]  # update, returned
 
 FEW = [-2.0, -1.0, 0.5, 1.0, 2.0]  # ties, and sums that cancel exactly
-TRUNCATING = ["gtopk-tree", "gtopk", "oktopk"]  # whose update has at most k entries
-MERGING = ["gtopk-tree", "gtopk"]  # and which drop picks on the way
+TRUNCATING = ["gtopk-tree", "gtopk", "oktopk"]  # their updates have at most k entries
+MERGING = ["gtopk-tree", "gtopk"]  # these also drop picks on the way
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 truncating_algorithm = pytest.mark.parametrize("algorithm", TRUNCATING)
 merging_algorithm = pytest.mark.parametrize("algorithm", MERGING)
@@ -30,12 +30,12 @@ FORMATS = [Format(indices, values) for indices in INDEX_CODES for values in VALU
 
 
 def by_twos(size: int) -> list[list[int]]:
-    """Return nodes of two ranks, the last of one where the number is odd."""
+    """Return nodes of two ranks; with an odd number, the last has one."""
     return [list(range(rank, min(rank + 2, size))) for rank in range(0, size, 2)]
 
 
 def ragged(size: int) -> list[list[int]]:
-    """Return nodes of 2, 3, 4, ... ranks, of ranks that are no neighbours; the rest in the last."""
+    """Return nodes of 2, 3, 4, ... non-adjacent ranks; the last takes the rest."""
     nodes: list[list[int]] = []
     ranks = [*range(0, size, 2), *range(1, size, 2)]
     while len(ranks) > len(nodes) + 4:
@@ -44,7 +44,7 @@ def ragged(size: int) -> list[list[int]]:
     return [*nodes, ranks]
 
 
-# Every algorithm in every way: name, and its options for so many ranks, k and length.
+# All ways to run all algorithms: the name, and its options from (ranks, k, length).
 WAYS: dict[str, tuple[str, Callable[[int, int, int], dict[str, Any]]]] = {
     **{name: (name, lambda size, k, length: {}) for name in ALGORITHMS},
     "gtopk growing": ("gtopk", lambda size, k, length: {"growth": 3.0}),
@@ -78,7 +78,7 @@ def run(
     make_world: Callable[[int], list[LocalTransport]] | None = None,
     **options: Any,
 ) -> list[Outcome]:
-    """Return what every rank gets, in rank order."""
+    """Return all ranks' outcomes, in rank order."""
     algorithm, usual = WAYS[way]
     options = {**usual(len(picks), k, picks[0].length), **options}
     world = (make_world or local_world)(len(picks))
@@ -88,9 +88,9 @@ def run(
 
 
 def rendezvous_world(size: int) -> list[LocalTransport]:
-    """Return a world in which a send is done only when its message is received.
+    """Return a world in which a send completes only when its message is received.
 
-    So it is with long messages over MPI: who waits for a send before it receives waits for ever.
+    Long messages over MPI behave like this: waiting for a send before receiving deadlocks.
     """
     world = local_world(size, timeout_seconds=30)
     flying: dict[tuple[int, int, int], deque[threading.Event]] = defaultdict(deque)
@@ -137,7 +137,7 @@ def bits(vector: SparseVector) -> tuple[bytes, bytes]:
 def random_picks(
     random: np.random.Generator, size: int, length: int, k: int, dtype: type = np.float32
 ) -> list[SparseVector]:
-    """Return k entries of each of `size` ranks; about half of them where other ranks pick too."""
+    """Return k picks of each of `size` ranks; other ranks pick about half of the indices too."""
     shared = np.arange(length) < 2 * k
     picks = []
     for _ in range(size):
@@ -149,7 +149,7 @@ def random_picks(
 def integer_picks(
     random: np.random.Generator, size: int, length: int, k: int, dtype: type = np.float32
 ) -> list[SparseVector]:
-    """Return picks whose sums float32 holds exactly, in any order."""
+    """Return picks with sums that are exact in float32, in any order."""
     picks = random_picks(random, size, length, k, dtype)
     return [pick._replace(values=np.round(4 * pick.values) + dtype(9)) for pick in picks]
 
@@ -168,7 +168,7 @@ WHERE = [
 def picks_where(
     where: str, random: np.random.Generator, size: int, length: int, k: int
 ) -> list[SparseVector]:
-    """Return every rank's k picks, normally distributed values at indices of a pattern."""
+    """Return every rank's k picks: normally distributed values; where: the pattern of indices."""
     picks = []
     for rank in range(size):
         indices = {
@@ -195,7 +195,7 @@ def _stretch(random: np.random.Generator, part: int, parts: int, length: int, k:
 
 @st.composite
 def worlds(draw: st.DrawFn, dtype: type, most_ranks: int = 17) -> tuple[int, list[SparseVector]]:
-    """Return k and every rank's picks: any overlap, ties, zeros, cancellations, none at all."""
+    """Return k and every rank's picks, with any overlap, ties, zeros, cancellations, or empty."""
     size = draw(st.integers(1, most_ranks))
     length = draw(st.integers(1, 30))
     k = draw(st.integers(1, length))
@@ -210,11 +210,11 @@ def worlds(draw: st.DrawFn, dtype: type, most_ranks: int = 17) -> tuple[int, lis
 def assert_nothing_is_lost(
     picks: Sequence[SparseVector], outcomes: Sequence[Outcome], additions: int | None = None
 ) -> None:
-    """Check sum of picks = update + sum of returned at every coordinate, up to its additions.
+    """Check sum of picks = update + sum of returned at every coordinate, up to rounding errors.
 
-    An update's entry is a sum of at most P picks, made in P-1 additions in some order: it is off
-    by at most (P-1) u sum |pick|, with u half an ulp of 1 (Higham 2002, section 4.2).
-    additions: more of them, where what returns is a sum, too.
+    An update's entry is a sum of at most P picks in P-1 additions in some order. Its error is at
+    most (P-1) u sum |pick|, with u half an ulp of 1 (Higham 2002, section 4.2).
+    additions: their number, if it exceeds P-1 because returned entries are sums too.
     """
     update = outcomes[0][0]
     dtype = update.values.dtype

@@ -1,4 +1,4 @@
-"""A world of threads whose messages take modelled time: nothing waits, clocks are advanced."""
+"""A world of threads with modelled message times: it advances clocks instead of waiting."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from collectives.transports import LocalTransport, Transport, local_world
 
 
 class VirtualWorld:
-    """Ranks with a clock each, on nodes of `ranks_per_node`.
+    """Ranks with a virtual clock each, on nodes of `ranks_per_node`.
 
-    A message leaves its sender after the one before, takes latency + bytes * seconds per byte,
+    A message leaves its sender after the previous one, takes latency + bytes * seconds per byte,
     waits while the receiver's link is busy, and advances the receiver's clock to its arrival. Bytes
-    in the sender's token bucket take no time. A receive takes the receiver `call_seconds`.
+    covered by the sender's token bucket take no time. A receive costs `call_seconds`.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class VirtualWorld:
         return lambda: self.seconds[rank]
 
     def reduce_natively(self, link: Link, native_bytes: int = 0) -> None:
-        """Have allreduces of at least `native_bytes` take the time of their messages on a link."""
+        """Make allreduces of at least `native_bytes` take the time of their messages on a link."""
         for transport in self.world:
             self._reduce_natively(transport, link, native_bytes)
 
@@ -66,9 +66,9 @@ class VirtualWorld:
         transport.allreduce, transport.native_bytes = allreduce, lambda: native_bytes
 
     def _beyond_bucket(self, rank: int, size: int, begun: float, link: Link) -> float:
-        """Take a message out of its sender's bucket; return how many bytes it did not hold.
+        """Take a message's bytes from its sender's bucket; return the bytes that exceed it.
 
-        The bucket has refilled since the last message was sent.
+        First refill the bucket for the time since the last message was sent.
         """
         if not link.burst_bytes:
             return size

@@ -1,4 +1,4 @@
-"""A calibration is kept, found again, and forgotten when it no longer holds."""
+"""A calibration is saved, loaded, and discarded when it is no longer valid."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_of_many_files_the_newest_are_kept_and_no_other_file_is_removed(tmp_path
         path.write_text("")
         os.utime(path, (1, 1))
     for age in range(1, 2 * cache.MOST_FILES):
-        killed = ".4711" if age % 2 else ""  # while it wrote
+        killed = ".4711" if age % 2 else ""  # killed while writing
         path = folder / f"calibration-{age:016x}.json{killed}"
         path.write_text("")
         os.utime(path, (time.time() - age, time.time() - age))
@@ -166,7 +166,7 @@ def test_the_second_run_finds_what_the_first_one_measured():
     assert second[0].network == first[0].network
     assert second[0].rates == first[0].rates
     assert "kept in" in second[0].origin
-    other = on_ranks(2)  # of as many ranks as never before
+    other = on_ranks(2)  # a new number of ranks
     assert "kept in" not in other[0].origin
     assert "kept in" not in on_ranks(3, facts={"gtopk": "another version"})[0].origin
 
@@ -191,7 +191,7 @@ def test_other_places_of_the_ranks_on_the_same_hosts_are_another_calibration(mon
 
 
 def test_another_model_or_another_allreduce_is_another_calibration(monkeypatch):
-    """As a view of all ranks has, whose reductions are made of messages."""
+    """For example, a view of all ranks has an allreduce made of messages."""
     monkeypatch.setattr(cache, "measure", lambda *_: KEPT)
     monkeypatch.setattr(cache, "still_holds", lambda *_: True)
 
@@ -211,7 +211,7 @@ def test_another_model_or_another_allreduce_is_another_calibration(monkeypatch):
 
 
 def test_ranks_on_other_cores_are_another_calibration(monkeypatch):
-    """As those that are bound to one each, or wherever a container grants more or less of them."""
+    """For example ranks bound to a core each, or containers with another quota."""
     monkeypatch.setattr(cache, "measure", lambda *_: KEPT)
     monkeypatch.setattr(cache, "still_holds", lambda *_: True)
 

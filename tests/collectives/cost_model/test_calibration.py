@@ -1,4 +1,4 @@
-"""Calibration finds the links, keeps its budget of time, and all ranks agree on it."""
+"""Calibration measures the links within its time budget, and all ranks agree on the result."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.matrix import some_of
 FAST = Link(2e-6, 1e-10)
 ETHERNET = Link.of(1e9, 50e-6)
 LINKS = [FAST, ETHERNET, Link.of(5e6, 5e-3), Link.of(1e8, 50e-3), Link.of(1e9, 0.1)]
-near = partial(pytest.approx, abs=0)  # by default 1e-12, of seconds of a byte that may be 4e-11
+near = partial(pytest.approx, abs=0)  # the default, 1e-12, is too coarse for 4e-11 seconds per byte
 
 
 def found_on(world) -> list[Network]:
@@ -53,7 +53,7 @@ def found_on(world) -> list[Network]:
 
 def test_an_emulated_link_is_taken_as_it_is_given_however_busy_the_machine() -> None:
     link = Link.of(1e8, 4e-4)
-    clock = itertools.count().__next__  # by which all that is measured takes seconds
+    clock = itertools.count().__next__  # every measurement takes seconds
 
     def program(transport: LocalTransport) -> Network:
         transport.emulate(link)
@@ -116,7 +116,7 @@ def test_a_token_bucket_is_found_and_makes_no_link_faster(virtual, link, burst_b
 
 @pytest.mark.parametrize("link", [Link.of(4e7, 2e-4), Link.of(1.6e8, 2e-4)], ids=repr)
 def test_per_call_overhead_does_not_hide_a_token_bucket(virtual, link, monkeypatch):
-    """A piece takes as long to receive here as 640 of its bytes take at the most."""
+    """Receiving a piece takes at most as long as 640 of its bytes."""
     world = virtual(2, link._replace(burst_bytes=10_000), call_seconds=32e-6)
     assert probed(world, monkeypatch).burst_bytes == pytest.approx(10_000, rel=0.1)
 
@@ -131,7 +131,7 @@ def test_per_call_overhead_does_not_hide_a_token_bucket(virtual, link, monkeypat
 )
 @pytest.mark.parametrize("ranks_per_node", [1, 5])
 def test_one_that_sends_slowly_is_found_at_every_place(virtual, size, slow, ranks_per_node):
-    """Among hosts, and inside a node."""
+    """Between hosts, and inside a node."""
     world = virtual(size, FAST, FAST, ranks_per_node)
     world.link = lambda sender, to: ETHERNET if sender == slow else FAST
     network, *_ = found_on(world)
@@ -176,13 +176,13 @@ def test_the_allreduce_is_worth_its_link(virtual, size):
     network, *_ = found_on(virtual(size, ETHERNET))
     latency_seconds, seconds_per_byte, _ = network.allreduce
     assert seconds_per_byte == near(ETHERNET.seconds_per_byte, rel=0.01)
-    # An odd number of ranks does not leave an agreement, and so begin, at the same time.
+    # An odd number of ranks leave an agreement, and so begin, at different times.
     assert latency_seconds == pytest.approx(ETHERNET.latency_seconds, rel=0.3)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_acknowledgements_do_not_count_as_time_of_bytes(virtual, size):
-    """If acknowledgements take most of the time, the rest says nothing about bytes."""
+    """If acknowledgements take most of the time, the rest is no measure of the bytes."""
     for link, is_measured in ((Link.of(1e8, 2e-3), True), (Link.of(400e9, 30e-3), False)):
         network, *_ = found_on(virtual(size, link))
         assert (network.allreduce is not None) == is_measured
@@ -218,7 +218,7 @@ def test_a_librarys_own_allreduce_has_no_acknowledgements(virtual, size, link, n
 
 
 def test_one_that_is_its_own_for_long_vectors_is_modelled_in_either_way(virtual):
-    """As with gloo: only the probe's largest one has no acknowledgements."""
+    """As with gloo: only the largest probe has no acknowledgements."""
     size, native_bytes = 4, 1 << 24
     world = virtual(size, ETHERNET)
     world.reduce_natively(ETHERNET, native_bytes)
@@ -247,7 +247,7 @@ def test_the_time_of_an_agreement_is_measured(virtual, size):
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (2, 4), (3, 4)])
 def test_the_time_of_an_agreement_is_that_of_one_in_a_row(virtual, nodes, ranks_per_node):
-    """On unlike links some ranks are done a latency before others, and wait the next time."""
+    """On unequal links some ranks finish a latency before others, and wait the next time."""
     size, link = nodes * ranks_per_node, Link(5e-3, 1e-9)
     world = virtual(size, link, FAST, ranks_per_node)
     network, *_ = found_on(world)
@@ -259,7 +259,7 @@ def test_the_time_of_an_agreement_is_that_of_one_in_a_row(virtual, nodes, ranks_
 
 @pytest.mark.parametrize("length", [1 << 20, 1 << 22])
 def test_an_allreduce_of_ranks_that_end_apart_takes_what_one_after_the_other_does(virtual, length):
-    """Ranks of a host end up to some latencies apart: the slowest's would be 1.2 to 1.6 times."""
+    """Ranks of a host end some latencies apart; the slowest's time is 1.2 to 1.6 times as long."""
     size, ranks_per_node, link = 8, 4, Link(5e-3, 1e-9)
     world = virtual(size, link, FAST, ranks_per_node)
     network, *_ = found_on(world)
@@ -316,8 +316,8 @@ def test_a_slow_network_is_measured_in_the_same_time(virtual, size, latency, bit
     found_on(world)
     odd = size % 2  # a round more
     budget = WITHIN_SECONDS + (1 + odd) * BETWEEN_SECONDS + 2 * ALLREDUCE_SECONDS
-    # On top come the fixed time of about 16 runs of a link, of an allreduce if that is long, and
-    # the allgathers to agree.
+    # Add the fixed time of about 16 runs of a link, of an allreduce if that is long, and of the
+    # allgathers to agree.
     rounds = math.ceil(math.log2(size))
     link_run, allreduce_run = 2 * (64 * link.seconds_per_byte + latency), 2 * rounds * latency
     gathers = 40 * rounds * latency
@@ -343,7 +343,7 @@ def test_growing_keeps_its_budget_whatever_a_run_takes(alpha, beta, smallest, la
         return spent[-1]
 
     samples = grow(run, smallest, largest, budget)
-    # The fixed time comes on top: of at most three runs of each size, or of one if that is long.
+    # Add the fixed time of at most three runs of each size, or of one if that is long.
     floors = max(1.5 * budget, 14 * spent[0])
     assert sum(seconds - spent[0] for seconds in spent) <= budget * (1 + 1e-9)
     assert sum(spent) <= budget + floors

@@ -1,4 +1,4 @@
-"""The choice keeps its budget, fits the network, and is dense if compression cannot pay."""
+"""The choice stays within its budget, fits the network, and is dense if compression cannot pay."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_faster_network_makes_nothing_slower_and_dense_gains_most(
     gains = {candidate: slow[candidate] - fast[candidate] for candidate in slow}
     assert min(gains.values()) > 0
     densest = max(gains, key=lambda candidate: gains[candidate])
-    # An allgather of very many lists is longer than the gradient itself.
+    # With very many ranks, an allgather of lists is longer than the gradient itself.
     assert densest.algorithm == "dense" or 2 * ranks * 0.001 > 1
 
 
@@ -89,18 +89,18 @@ def test_ranks_that_share_a_nodes_link_sum_inside_the_node_first():
 
 
 def test_the_shorter_a_training_the_wider_its_updates():
-    """Wide ones are never given up for narrower ones when fewer steps are left."""
+    """With fewer steps left, the choice never changes from wider to narrower updates."""
     updated = [
         chosen(on(128, 1e9, latency=1e-3), training=Training(steps, 1.0))[0].updated
         for steps in (1e9, 1e5, 1e4, 1e3, 100, 10)
     ]
     assert updated == sorted(updated)
-    assert updated[0] == 2 * round(0.001 * RESNET50)  # what costs nothing on the wire
+    assert updated[0] == 2 * round(0.001 * RESNET50)  # costs no extra bytes
     assert updated[-1] > 25 * updated[0]
 
 
 def test_updates_are_offered_wider_where_more_ranks_have_picked_more():
-    """Two ranks' picks are no more than twice as many: an allgather updates them all."""
+    """Two ranks pick at most 2 k entries in total, and an allgather updates all of them."""
     for ranks, expected in ((2, {1.0}), (3, {1.0, 2.0}), (8, {1.0, 2.0, 4.0})):
         found = [each.candidate for each in chosen(on(ranks, 1e9))]
         assert {each.widening for each in found if each.algorithm == "gtopk"} == expected
@@ -134,7 +134,7 @@ def test_packing_pays_on_a_slow_link_and_not_on_a_fast_one():
 
 
 def test_a_gain_within_the_models_error_is_no_gain():
-    """Dense updates every coordinate: it stays, unless sparse is clearly faster."""
+    """Dense updates every coordinate, so it is kept unless sparse is clearly faster."""
     network = Network(2, Link.of(1e9, 0.0))
     dense = RESNET50 * 4 * 8e-9
     for gain, algorithm in ((0.02, "dense"), (0.2, "topk-allgather")):
@@ -153,7 +153,7 @@ def test_every_candidate_keeps_its_bytes(ranks, bits_per_second, budget_bytes):
         assert budget_bytes < 100 * ranks
         return
     assert all(each.sent.most_bytes <= budget_bytes for each in found)
-    # ... and uses it up: one entry more would not fit.
+    # ... and uses all of it: one more entry would not fit.
     for each in found:
         if each.candidate.algorithm == "gtopk" and each.candidate.density < LARGEST_DENSITY:
             rounds = each.sent.most_bytes / (8 * each.candidate.selected(RESNET50))
@@ -204,7 +204,7 @@ def test_the_largest_density_that_hides_is_taken(ranks, bits_per_second, seconds
         kept = [each for each in others if keeps(each, budget)]
         assert keeps(best, budget) or all(each.seconds >= best.seconds for each in kept)
     elif keeps(best, budget) and best.candidate.density < LARGEST_DENSITY:
-        # One entry more takes longer than it may; another message may begin with it.
+        # One more entry exceeds the budget; it may also start another message.
         more = (best.candidate.selected(RESNET50) + 1) / RESNET50
         denser = replace(best.candidate, density=more)
         assert not keeps(predict(denser, RESNET50, here.network, here.rates), budget)
@@ -241,7 +241,7 @@ def test_every_rank_chooses_the_same(size, monkeypatch, tmp_path):
 
 
 def test_nodes_of_unlike_numbers_of_ranks_are_beyond_the_model():
-    """Their shards are as many as the smallest node has ranks."""
+    """The number of shards is that of the smallest node's ranks."""
     link = Link.of(1e9, 1e-4)
     for ranks, is_offered in ((8, True), (7, False), (4, False)):
         assert ("hierarchical" in offered(Network(ranks, link, 4, link))) == is_offered

@@ -10,7 +10,7 @@ from collectives.cost_model import Training, lag_steps
 
 @pytest.mark.parametrize("updated", [4, 20, 100])
 def test_steady_gradients_are_held_back_for_that_many_steps(updated):
-    """Error feedback on gradients that never change, most of them alike, a few ten times larger."""
+    """Error feedback on constant gradients: most have equal size, a few are ten times larger."""
     length = 1000
     gradient = np.random.default_rng(5).uniform(0.9, 1.1, length)
     gradient[: updated // 4] *= 10

@@ -1,4 +1,4 @@
-"""How many ranks share a core, and how the ranks of a node share its link."""
+"""Tests of the number of ranks per core, and of the ranks that share a node's link."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def seats(
         (seats(4, 4), 1.0),
         (seats(3, 4), 1.0),
         (seats(6, 2), 3.0),
-        # On several machines the fullest counts.
+        # With several machines, the most loaded one counts.
         (seats(4, 2) + seats(2, 2, machine="n"), 2.0),
-        # Each bound to a core of its own, or most of them to the same.
+        # Each bound to its own core, or most of them to the same.
         (seats(1, [0]) + seats(1, [1]), 1.0),
         (seats(3, [0]) + seats(1, [1, 2, 3, 4, 5, 6, 7]), 3.0),
         (seats(3, [0, 1]) + seats(2, [1, 2]), 5 / 3),
-        # Containers of one machine, each of which is granted half of a core.
+        # Containers on one machine with a quota of half a core each.
         (seats(1, 2, 0.5, "a") + seats(1, 2, 0.5, "b"), 2.0),
-        # One that is granted two, whatever the hosts in it are called.
+        # A container with a quota of two, whatever the names of its hosts.
         (seats(4, 64, 2.0, "a"), 2.0),
         (seats(4, 64, 4.0, "a") + seats(4, 64, 4.0, "b"), 1.0),
         (seats(2, 64, 4.0, "a") + seats(2, 64, 1.0, "b"), 2.0),
@@ -68,7 +68,7 @@ def test_without_a_boot_id_a_host_counts_as_a_machine(tmp_path: Path):
 @pytest.mark.parametrize("burst_bytes", [500, 3000, 100_000])
 @pytest.mark.parametrize("sharing", [1, 2, 8])
 def test_ranks_of_a_node_share_its_token_bucket(sharing: int, burst_bytes: int) -> None:
-    """All of them take as long as one that sends all of their bytes."""
+    """They take as long as a single rank that sends all their bytes."""
     link = Link(1e-4, 1e-6, burst_bytes)
     own = Network(2 * sharing, link, sharing).link(sharing)
     together, alone = Bucket(burst_bytes), Bucket(burst_bytes)

@@ -64,7 +64,7 @@ def test_entries_of_one_part_take_what_its_length_makes_them_take(format, entrie
 
 
 def in_blocks(every: int, each: int) -> np.ndarray:
-    """Return so many indices at the start of one block in `every`, not of the first."""
+    """Return `each` indices at the start of one block in `every`, skipping the first block."""
     return (np.arange(every - 1, LONG // BLOCK, every)[:, None] * BLOCK + np.arange(each)).ravel()
 
 

@@ -1,4 +1,4 @@
-"""The per-call overhead is found at any latency, and however far apart ranks begin."""
+"""The per-call overhead is measured correctly at any latency, and if ranks begin at any offsets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COSTLESS = Rates(0.0, 0.0, {EXACT: CodingRate(0.0, 0.0)})
 LATENCIES = (5e-5, 5e-4, 5e-3, 20e-3)
 ONE_EACH = [(size, 1) for size in (2, 3, 4, 5, 6, 7, 8, 12)]
 SEVERAL_EACH = [(4, 2), (6, 3), (8, 4), (16, 8)]
-# The least and the greatest latency for few ranks, powers of two and others; nodes of each kind.
+# The smallest and largest latency, for few ranks (powers of two and others) and all nodes.
 OF_THE_SUITE = [
     *((size, 1, latency) for size in (2, 3, 5) for latency in (5e-5, 20e-3)),
     *((7, 1, 5e-4), (8, 1, 5e-3), (4, 2, 5e-5), (4, 2, 20e-3), (6, 3, 5e-3), (8, 4, 5e-4)),
@@ -34,12 +34,12 @@ OF_THE_SUITE = [
 
 @pytest.fixture(autouse=True)
 def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sleep no seconds of the real world in a virtual one."""
+    """Replace real sleeps, which virtual time does not need."""
     monkeypatch.setattr(per_call_overhead, "time", SimpleNamespace(sleep=lambda seconds: None))
 
 
 def found_on(virtual, size: int, ranks_per_node: int, latency: float, apart: list[float]) -> Rates:
-    """Return the measured rates if ranks begin so many latencies late."""
+    """Return the measured rates if ranks begin `apart` latencies late."""
     within = WITHIN if ranks_per_node > 1 else None
     link = Link(latency, 1e-9)
     world = virtual(size, link, within, ranks_per_node, CALL_SECONDS)
@@ -62,10 +62,10 @@ def found_on(virtual, size: int, ranks_per_node: int, latency: float, apart: lis
 def test_the_time_of_few_entries_less_their_messages_is_the_overhead(
     virtual, size, ranks_per_node, latency
 ):
-    """In calls: a swap takes one; an allgather one a round, the first of them its swap.
+    """Calls: a swap takes one; an allgather takes one per round, the first of them the swap.
 
-    Ok-Topk takes one for each of P - 1 parts, and for each round of two allgathers. The overhead of
-    its sends is that, less the known overhead of its three times P - 1 lists.
+    Ok-Topk takes one for each of P - 1 parts, and one per round of two allgathers. The overhead of
+    its sends is this time minus the known overhead of its 3 (P - 1) lists.
     """
     group = ranks_per_node if ranks_per_node > 1 else size
     lists_seconds = (rounds(group) - 1) * CALL_SECONDS
@@ -82,7 +82,7 @@ def test_the_time_of_few_entries_less_their_messages_is_the_overhead(
         assert found.list_seconds * (group - 1) == pytest.approx(
             lists_seconds, rel=0.05, abs=0.05 * CALL_SECONDS
         ), apart
-        # Ranks that begin apart leave the barrier apart, and here no circle makes up for that.
+        # Ranks that begin apart leave the barrier apart, and no ring evens this out here.
         reach = WITHIN.latency_seconds if ranks_per_node > 1 else latency * max(apart)
         assert found.send_seconds * sends == pytest.approx(
             sends_seconds, rel=0.01, abs=0.2 * reach
@@ -91,7 +91,7 @@ def test_the_time_of_few_entries_less_their_messages_is_the_overhead(
 
 @pytest.mark.parametrize("rank", [0, 1, per_call_overhead._MOST - 1])
 def test_ranks_pick_alike_many_of_each_region_and_none_the_same(rank):
-    """For Ok-Topk: then its parts and blocks are as even as the schedule assumes."""
+    """So that Ok-Topk's parts and blocks are as even as its schedule assumes."""
     size = per_call_overhead._MOST
     mine, regions = per_call_overhead.even_picks(rank, size)
     other, _ = per_call_overhead.even_picks((rank + 1) % size, size)

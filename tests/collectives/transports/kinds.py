@@ -1,4 +1,4 @@
-"""The kinds of transport whose ranks may be threads of a test, and what they send."""
+"""The kinds of transport that run with ranks as threads, and their messages."""
 
 from __future__ import annotations
 

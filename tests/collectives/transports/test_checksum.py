@@ -1,4 +1,4 @@
-"""Where messages are checked, all that ranks send each other is, and nothing else changes."""
+"""With checks enabled, all messages between ranks are checked, and nothing else changes."""
 
 from __future__ import annotations
 

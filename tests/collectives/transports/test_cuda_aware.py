@@ -1,4 +1,4 @@
-"""Whether MPI takes a GPU's memory: what the library says, and what a child finds out."""
+"""Detect whether MPI accepts GPU memory, from the library's answer and a trial in a child."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank says when it leaves, and what is known of one that says nothing."""
+"""Departure notices, and ranks that leave without one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_who_left_before_mpi_was_finalized_keeps_its_reason():
 
 
 def test_memory_that_a_late_rank_still_writes_into_is_kept(monkeypatch):
-    """In Open MPI a rank that comes late fills what an abandoned receive was given."""
+    """In Open MPI, a late rank writes into the buffer of an abandoned receive."""
     kept = []
     monkeypatch.setattr(mpi, "_receiving", kept)
     transport = object.__new__(mpi.MpiTransport)

@@ -1,4 +1,4 @@
-"""Worlds of threads: of how many, on what nodes, and what becomes of their results."""
+"""Worlds of threads: their sizes, nodes and results."""
 
 from __future__ import annotations
 

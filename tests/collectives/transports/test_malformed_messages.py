@@ -1,4 +1,4 @@
-"""What is no part of an operation is an error that names its sender."""
+"""A message that does not belong to the operation raises an error that names its sender."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who left, and who is silent, is named by whoever waits."""
+"""Waiting ranks name the ranks that have left or are silent."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_rank_that_left_is_missed_by_all_not_only_by_its_partner(
             return
         with pytest.raises(PeerError) as caught, transport.operation("step 1"):
             transport.receive((transport.rank + 1) % (size - 1))  # who waits, too
-        # Also where another rank found that out first, and left for that reason.
+        # Even if another rank noticed first, and left for that reason.
         assert str(caught.value) == (
             f"rank {size - 1} left (done early) while rank {transport.rank} waited for it in step 1"
         )

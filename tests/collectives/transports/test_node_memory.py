@@ -1,4 +1,4 @@
-"""What ranks of one host share outlives each of them."""
+"""Memory shared by a host's ranks outlives each of them."""
 
 from __future__ import annotations
 

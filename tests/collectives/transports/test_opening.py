@@ -1,4 +1,4 @@
-"""Which transport is opened by a name, and what to install where it is missing."""
+"""Opening transports by name, and the advice if one is not installed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Over an emulated link messages take what they would there; each rank has a clock that is a model.
+"""Messages over an emulated link take its modelled time; each rank has a model clock.
 
-A rank's clock stands still while it computes, and goes on to when a message arrives: what a
-collective takes is then what the link alone makes of it, to the last digit.
+A rank's clock stands still while it computes, and advances to the arrival of a message, so that a
+collective's time depends exactly on the link alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LINK = Link.of(100e6, 0.4e-3)
 
 
 class ModelClock(Clock):
-    """A clock that goes on only while its rank waits."""
+    """A clock that advances only while its rank waits."""
 
     def __init__(self) -> None:
         self.seconds = 1000.0

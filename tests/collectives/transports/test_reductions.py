@@ -1,4 +1,4 @@
-"""A rank sends its next long message when its last one has come, and not before."""
+"""A rank sends its next long message only after its last one has arrived."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that start at a store find each other, whatever earlier ranks have left there."""
+"""Ranks find each other through a store, even with entries of earlier ranks in it."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_last_word_of_a_rank_that_is_ending_does_not_keep_the_others_apart(s
 
 
 def test_a_number_that_two_processes_have_is_told_by_both_at_once(store) -> None:
-    """RANK=0, 1, 1 in place of 0, 1, 2: who waits for rank 2 says so when its time is over."""
+    """RANK=0, 1, 1 instead of 0, 1, 2: a rank that waits for rank 2 reports it on timeout."""
     first, *twins = start(store, 3, ranks=[0, 1, 1], timeout_seconds=2.0)
     for twin in twins:
         assert isinstance(twin, MismatchError)

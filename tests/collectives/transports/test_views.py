@@ -1,4 +1,4 @@
-"""Subsets and channels: what makes one, and who is missed in it."""
+"""Subsets and channels: creating them, and missing ranks in them."""
 
 from __future__ import annotations
 

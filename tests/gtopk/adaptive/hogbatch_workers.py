@@ -1,4 +1,4 @@
-"""What workers of the hogbatch modes train in the tests: a small network, on data of its own."""
+"""The small network and data that the tests' hogbatch workers train."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def loss_of(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.T
 
 
 def train(loader: Any, model: torch.nn.Module, optimizer: Any) -> list[list[int]]:
-    """Train an epoch and return the batches of this worker."""
+    """Train an epoch, and return this worker's batches."""
     batches = []
     for indices, x, y in loader:
         batches.append(indices.tolist())

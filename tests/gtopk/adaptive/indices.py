@@ -1,4 +1,4 @@
-"""A data set whose samples are their own numbers, and the batches that a loader makes of it."""
+"""A data set in which each sample is its index, to see the batches of a loader."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ class Indices(Dataset[int]):
 
 
 def indices_of(loader: Any) -> list[list[int]]:
-    """Return the batches of an epoch; one that stands in for none counts as empty."""
+    """Return the batches of an epoch; placeholder batches count as empty."""
     return [batch.tolist() if loader.num_samples else [] for batch in loader]

@@ -12,7 +12,7 @@ import gtopk.torch as hvd
 from gtopk.adaptive.partitioning.cursor import by_speed
 
 LENGTH = 203
-# By the clock, a thread may come too late for any batch of a mega-batch.
+# With real time, a thread might be too late to get any batch of a mega-batch.
 EVENLY = {2: by_speed([1.0] * 2), 3: by_speed([1.0] * 3)}
 
 

@@ -1,4 +1,4 @@
-"""A small training on ranks that are threads, and compute as fast as a test says."""
+"""A small training on ranks as threads, with computing speeds set by the test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FEATURES = 5
 
 
 class Modelled:
-    """A timer in which a rank computes so many samples a second."""
+    """A timer that models a rank's samples per second."""
 
     def __init__(self, speed: float) -> None:
         self.speed = speed
@@ -31,7 +31,7 @@ class Modelled:
 
 
 class Prompt:
-    """A wire that every rank waits for at once: rounds are the same in every run."""
+    """A wire on which every rank waits immediately, so that rounds are the same in every run."""
 
     class Over:
         done = True
@@ -77,7 +77,7 @@ def network() -> torch.nn.Module:
 
 def sgd(model: torch.nn.Module, compression: Any = hvd.Compression.none) -> Any:
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    each_alone = {"bucket_bytes": 1}  # so that exchanges begin while backward goes on
+    each_alone = {"bucket_bytes": 1}  # so that exchanges begin during backward
     return hvd.DistributedOptimizer(inner, model.named_parameters(), compression, **each_alone)
 
 

@@ -1,4 +1,4 @@
-"""A model whose gradients are its samples, in mode "abs": what rounds apply can be added up."""
+"""A model in mode "abs" with gradients equal to the samples, so that tests can sum updates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def data(length: int) -> TensorDataset:
 
 
 class Model(torch.nn.Module):
-    """Its gradient at a sample is the sample: sums of gradients are sums of samples."""
+    """Its gradient at a sample is the sample, so sums of gradients are sums of samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,9 +55,9 @@ def run(
     until: float = float("inf"),
     states: list[Any] | None = None,
 ) -> list[int]:
-    """Return the samples that count, of an epoch, or until a round, when all is drained.
+    """Return the applied samples of an epoch, or of its rounds up to one that drains everything.
 
-    states: what gets the loader's state then, before the epoch is broken off.
+    states: receives the loader's state then, before the epoch is aborted.
     """
     seen: list[int] = []
     for indices, x in loader:

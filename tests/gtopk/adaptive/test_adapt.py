@@ -1,4 +1,4 @@
-"""What holds of adapt in several modes, and balanced batches on real ranks."""
+"""Tests of adapt in several modes, and of balanced batches on real ranks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_epoch_that_is_set_after_a_break_is_trained_with_whole(mode: str, ep
 def test_a_loop_within_which_another_begins_or_a_state_is_loaded_does_not_go_on(
     mode: str, within: str, size: int
 ) -> None:
-    """Once, it did, by the places of the other's batches: some samples came twice, others never."""
+    """Regression: it continued at the other's position; some samples came twice, others never."""
 
     def program(here: World) -> list[int]:
         model = torch.nn.Linear(3, 1).double()
@@ -129,7 +129,7 @@ WHOLE = {
 
 @pytest.mark.parametrize(("mode", "name"), [(m, n) for m, names in WHOLE.items() for n in names])
 def test_what_counts_is_a_whole_number_of_any_library(mode: str, name: str) -> None:
-    """Once, a float went through until a batch was cut by it, and NumPy's was unlike Python's."""
+    """Regression: floats were accepted until a batch was cut; NumPy's integers were not."""
 
     def program(here: World) -> None:
         for wrong in (8.0, 8.5, "8"):
@@ -144,7 +144,7 @@ def test_what_counts_is_a_whole_number_of_any_library(mode: str, name: str) -> N
 
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_a_mode_that_steps_with_adam_itself_cannot_go_on_from_steps_made_before(mode: str) -> None:
-    """Once, its first step was a KeyError: 'exp_avg'."""
+    """Regression: its first step raised KeyError: 'exp_avg'."""
 
     def opened() -> Any:
         layer = torch.nn.Linear(3, 1).double()

@@ -1,4 +1,4 @@
-"""What mode "balanced" learns of the noise of gradients, on ranks that are threads."""
+"""Mode "balanced" measures gradient noise correctly, on ranks as threads."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_noise_is_of_gradients_as_they_are_without_a_loss_scale() -> None:
 
 
 def test_the_square_of_the_mean_gradient_is_added_in_the_kernels_order() -> None:
-    """AdaScale's rates depend on it: torch's and NumPy's sums go by a processor's instructions."""
+    """AdaScale's rates depend on it; the sums of torch and NumPy depend on the processor."""
     x = torch.randn(2, 40_000, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
     def program(here: World) -> Any:

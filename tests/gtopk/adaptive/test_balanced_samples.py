@@ -1,4 +1,4 @@
-"""Which samples mode "balanced" hands out: each once an epoch, wherever it goes on."""
+"""Mode "balanced" hands out each sample once per epoch, wherever it resumes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_epochs_follow_the_sampler_that_the_script_sets() -> None:
     ]
     expected = [
         torch.randperm(12, generator=torch.Generator().manual_seed(5 + epoch)).tolist()
-        for epoch in (0, 1, 2, 7, 7)  # an epoch that nobody sets anew counts on
+        for epoch in (0, 1, 2, 7, 7)  # without set_epoch, the epoch increments
     ]
     assert [list(itertools.chain(*epoch)) for epoch in epochs] == expected
 
@@ -266,7 +266,7 @@ def test_an_order_of_the_users_own() -> None:
 
 
 def test_where_no_step_is_whole_ranks_still_look_once_a_window() -> None:
-    """Of a data set that is smaller than the global batch."""
+    """With a data set smaller than the global batch."""
 
     def program(here: World) -> list[int]:
         model = torch.nn.Linear(3, 1)

@@ -1,4 +1,4 @@
-"""The controller settles at once, stays where it is good, and recovers."""
+"""The controller settles quickly, keeps good sizes, and recovers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def limits(ranks: int = 4) -> Limits:
 def run(
     controller: Controller, costs: Costs, steps: int, noise: float = 0.0, lead: int = 0
 ) -> list[list[int]]:
-    """Return the sizes of every step; times are noisy, decisions work `lead` steps later."""
+    """Return the sizes of every step; times are noisy, and decisions apply `lead` steps later."""
     random = np.random.default_rng(3)
     sizes = [list(controller.sizes)]
     pending: dict[int, list[int]] = {}
@@ -94,7 +94,7 @@ def test_any_start_ends_within_a_grain_of_the_optimum_in_few_decisions(
     def ends(sizes: Sequence[int]) -> float:
         return max(cost.seconds(size) for cost, size in zip(costs, sizes, strict=True))
 
-    # It stops where there is less than 2 % to gain, or 5 % between the ranks.
+    # It stops if it can gain less than 2 %, or if ranks differ by less than 5 %.
     assert ends(sizes[-1]) <= 1.06 * ends(best) + max(cost.per_sample for cost in costs)
 
 
@@ -118,7 +118,7 @@ def test_no_size_moves_away_from_its_solution_or_beyond(
 
 
 def test_what_a_large_rank_gives_the_small_ones_take() -> None:
-    """A tenth of theirs is less than what it gives: the rest goes by how far each has to go."""
+    """It gives more than a tenth of theirs; they share the rest in proportion to their distance."""
     now, total = [900, 50, 50], 1000
     limits = Limits(total, [0] * 3, [total] * 3)
     seconds = [1.13, 0.87, 1.0]
@@ -140,8 +140,8 @@ def test_noise_moves_nothing_once_it_is_good() -> None:
 def of_equal_ranks(seed: int, fixed: float, per_sample: float) -> list[list[int]]:
     """Return the sizes after each window of three equal ranks on a busy machine.
 
-    Synthetic noise, seeded: a rank's speed wanders by a fifth from window to window, steps differ
-    by a seventh, and in one of twenty the operating system takes some milliseconds.
+    The noise is synthetic and seeded: a rank's speed varies by a fifth between windows and by a
+    seventh between steps, and in one step of twenty the operating system takes some milliseconds.
     """
     random = np.random.default_rng(seed)
     controller = Controller([32] * 3, Limits(96, [1] * 3, [96] * 3), interval=20)
@@ -163,20 +163,20 @@ def of_equal_ranks(seed: int, fixed: float, per_sample: float) -> list[list[int]
 
 
 def test_equal_ranks_with_batches_below_a_millisecond_keep_nearly_equal_ones() -> None:
-    """Without the floor sizes changed in 22 of 30 windows, up to 14 beside 46."""
+    """Without the floor, sizes changed in 22 of 30 windows, as far as 14 next to 46."""
     runs = [of_equal_ranks(seed, fixed=2e-4, per_sample=5e-6) for seed in range(20)]
     assert statistics.mean(map(changes, runs)) <= 1
     assert max(max(sizes) - min(sizes) for run in runs for sizes in run) <= 16
 
 
 def test_equal_ranks_on_a_noisy_machine_change_half_as_often_as_windows_end() -> None:
-    """It was in 21 of 30 windows."""
+    """Formerly sizes changed in 21 of 30 windows."""
     runs = [of_equal_ranks(seed, fixed=1e-3, per_sample=2e-4) for seed in range(20)]
     assert statistics.mean(map(changes, runs)) <= 15
 
 
-# Medians of windows of 20 batches, in microseconds, of three ranks that compute alike: 32 samples
-# of a small perceptron. Recorded over gloo on two cores that ten processes shared.
+# Medians over windows of 20 batches, in microseconds, of three equal ranks: 32 samples of a small
+# perceptron. Recorded over gloo on two cores shared by ten processes.
 RECORDED = (
     """
     524 505 488 520 535 520 510 524 517 499 531 533 535 512 514 487 524 538 590 500 531 526
@@ -200,9 +200,9 @@ RECORDED = (
 def test_equal_ranks_that_were_recorded_keep_nearly_equal_sizes(
     times: float, changed: int, apart: int
 ) -> None:
-    """Without floor and noise sizes change in 12 of 64 windows, of batches below a millisecond.
+    """Without floor and noise, sizes of batches below 1 ms change in 12 of 64 windows.
 
-    times: so much longer are batches than they were.
+    times: factor on the recorded times.
     """
     controller, sizes = Controller([32] * 3, Limits(96, [1] * 3, [96] * 3)), [[32] * 3]
     for of_ranks in zip(*(map(int, each.split()) for each in RECORDED), strict=True):
@@ -216,7 +216,7 @@ def test_equal_ranks_that_were_recorded_keep_nearly_equal_sizes(
 
 
 def test_what_no_window_can_tell_all_windows_of_a_hold_do() -> None:
-    """Three ranks are alike, the fourth takes 4 % longer: a spread that one window leaves alone."""
+    """Three ranks are equal, and the fourth takes 4 % longer, too little for a single window."""
     costs = [Cost(0.0, 0.01 * factor) for factor in (1.0, 1.0, 1.0, 1.04)]
     sizes = run(start(), lambda step: costs, 5 + 17 * 20 + 40, noise=0.03)
     assert sizes[300] == [64] * 4
@@ -241,7 +241,7 @@ def test_a_rank_that_slows_fourfold_is_relieved_in_two_windows(slow: int) -> Non
     sizes = run(
         start(), lambda step: PROPORTIONAL if step < change else after, change + 44, noise=0.03
     )
-    # Two windows of 20 steps and 2 to settle, whatever was open when it happened.
+    # Two windows of 20 steps, and 2 more to settle, at any point of the open window.
     assert error(sizes[-1], after) < 0.15
 
 
@@ -257,13 +257,13 @@ def test_memory_that_ran_out_bounds_a_rank() -> None:
 
 
 def test_memory_that_ran_out_bounds_a_rank_while_ranks_end_together() -> None:
-    """A batch that is computed in parts takes no longer, perhaps: sizes are held."""
+    """A batch computed in parts may take no longer, so sizes must be held."""
     controller = start()
     assert controller.decide([Window(64, 0.64, TOTAL)] * 4, 25, 25) == [64] * 4
     ran_out = [Window(64, 0.64, 16), *[Window(64, 0.64, TOTAL)] * 3]
     assert controller.decide(ran_out, 45, 45) == [16, 80, 80, 80]
     even = [Window(16, 0.64, 16), *[Window(80, 0.64, TOTAL)] * 3]
-    for step in range(65, 25 * 20, 20):  # until HOLD has seen windows enough to refine
+    for step in range(65, 25 * 20, 20):  # until HOLD has enough windows to refine
         assert controller.decide(even, step, step) == [16, 80, 80, 80]
 
 
@@ -274,7 +274,7 @@ def test_memory_that_is_too_small_for_the_batch_is_not_asked() -> None:
 
 
 def test_a_rank_whose_memory_holds_less_than_a_grain_keeps_one() -> None:
-    """It is computed in parts; without samples the rank would do nothing from then on."""
+    """The grain is computed in parts; with no samples, the rank would never work again."""
     controller = Controller([16, 16], Limits(32, [0, 0], [32, 32], grain=8))
     assert controller.decide([Window(16, 0.2, 5), Window(16, 0.2, 32)], 25, 25) == [8, 24]
 

@@ -1,4 +1,4 @@
-"""What an optimizer's step has of the batch in hand, and what it has of none."""
+"""How an optimizer's step depends on the current batch, or on the lack of one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.gtopk.adaptive.test_next_world import in_turn
 
 
 class Script:
-    """A weight, its optimizer of rate 1, and the rates of its steps."""
+    """A weight with an optimizer of rate 1, and the rates of its steps."""
 
     def __init__(self) -> None:
         self.weight = torch.zeros(1, requires_grad=True)
@@ -31,12 +31,12 @@ class Script:
         self.optimizer = hvd.DistributedOptimizer(self.plain, [("weight", self.weight)])
 
     def adapted(self, length: int, **options: Any) -> Any:
-        """Return a loader of steps of four samples, the last of what is left."""
+        """Return a loader with four samples per step; the last step has the remainder."""
         loader = DataLoader(Indices(length), 4 // hvd.size())
         return hvd.adapt(loader, self.optimizer, lr_scaling="linear", **options)
 
     def step(self, gradient: float = 1.0) -> float:
-        """Return what a step with this rank's gradient moves the weight by."""
+        """Take a step with this rank's gradient, and return the change of the weight."""
         before = self.weight.item()
         self.weight.grad = None
         (gradient * self.weight).sum().backward()
@@ -45,14 +45,14 @@ class Script:
         return before - self.weight.item()
 
     def skip(self) -> None:
-        """Synchronize, and take no step, as a GradScaler does."""
+        """Synchronize without a step, like a GradScaler that skips."""
         self.weight.grad = None
         (float("nan") * self.weight).sum().backward()
         self.optimizer.synchronize()
 
 
 def test_two_loaders_of_an_optimizer_leave_its_rate_as_it_is() -> None:
-    """The batch that was handed out last is in hand, and the rate follows it."""
+    """The last batch handed out is the current one, and the rate follows it."""
 
     def program(here: World) -> None:
         script = Script()
@@ -71,7 +71,7 @@ def test_a_loader_that_ends_leaves_anothers_batch_in_hand() -> None:
         moved = []
         for step, _ in enumerate(longer):
             if step == 0:
-                next(shorter)  # it is in hand now
+                next(shorter)  # this is now the current batch
             if step == 2:  # of one sample, rank 0's
                 assert next(shorter, None) is None
             moved.append(script.step(1.0 + 2 * here.rank))
@@ -82,7 +82,7 @@ def test_a_loader_that_ends_leaves_anothers_batch_in_hand() -> None:
 
 @pytest.mark.parametrize("steps_in_loop", [True, False])
 def test_after_a_break_a_batch_weighs_the_one_step_that_is_its_own(steps_in_loop: bool) -> None:
-    """The last batch has one sample, which is rank 0's, and a quarter of the rate."""
+    """The last batch has one sample, on rank 0, and a quarter of the rate."""
 
     def program(here: World) -> Any:
         script, moved = Script(), []
@@ -132,7 +132,7 @@ def test_a_step_that_a_scaler_skips_leaves_the_next_batch_its_weight() -> None:
 
 @pytest.mark.parametrize("is_over", [True, False])
 def test_a_batch_that_was_left_weighs_no_step_of_another_world(is_over: bool) -> None:
-    """It has one sample, which is rank 0's, and a quarter of the rate."""
+    """It has one sample, on rank 0, and a quarter of the rate."""
 
     def leave(loader: Any) -> None:
         for _ in loader:
@@ -212,7 +212,7 @@ def test_what_a_script_says_after_a_break_stays() -> None:
 def test_the_steps_that_adamw_makes_before_the_exchange_have_the_rate_of_their_batch(
     size: int,
 ) -> None:
-    """Once, only what came after it had: their rate was that of a whole global batch."""
+    """Regression: only steps after the exchange had it; these used a full global batch's rate."""
 
     def program(here: World) -> list[float]:
         weight = torch.nn.Parameter(torch.zeros(4))
@@ -228,7 +228,7 @@ def test_the_steps_that_adamw_makes_before_the_exchange_have_the_rate_of_their_b
         for _ in chain(range(2), adapted, range(1)):  # the last batch is of half the samples
             before = weight.detach().clone()
             optimizer.zero_grad()
-            weight.sum().backward()  # a gradient of ones: AdamW's steps are the rate
+            weight.sum().backward()  # with a gradient of ones, AdamW's steps equal the rate
             optimizer.step()
             moved.append(float((before - weight.detach()).mean()))
         assert optimizer.param_groups[0]["lr"] == 1.0
@@ -267,7 +267,7 @@ def test_a_checkpoint_before_a_batchs_step_leaves_its_weight() -> None:
 
 
 class Twice(torch.optim.SGD):
-    """Its step calls that of its base class: both run the hooks."""
+    """An optimizer that calls its base class's step, so that both run the hooks."""
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         return super().step(closure)
@@ -276,7 +276,7 @@ class Twice(torch.optim.SGD):
 def test_a_step_within_a_step_multiplies_the_rate_once() -> None:
     def program(here: World) -> float:
         weight = torch.nn.Parameter(torch.zeros(1))
-        torch.optim.SGD([weight], lr=1.0)  # torch puts the hooks into a class with its first object
+        torch.optim.SGD([weight], lr=1.0)  # torch adds the hooks to a class with its first object
         optimizer = hvd.DistributedOptimizer(Twice([weight], lr=0.5), [("weight", weight)])
         LearningRate(optimizer, "linear", reference=64).scale(16, None)
         weight.grad = torch.ones(1)
@@ -288,7 +288,7 @@ def test_a_step_within_a_step_multiplies_the_rate_once() -> None:
 
 
 def test_a_step_that_fails_leaves_no_rate_behind() -> None:
-    """Rates that were set since stay; the others are what they were."""
+    """Rates set since are kept; the others are restored."""
 
     def program(here: World) -> list[float]:
         script = Script()

@@ -1,4 +1,4 @@
-"""Where the next batch lies, however iterations end."""
+"""The next batch starts at the right place, however iterations end."""
 
 from __future__ import annotations
 

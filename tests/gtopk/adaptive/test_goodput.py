@@ -1,4 +1,4 @@
-"""The global batch is the best there is, moves for a gain only, and not for noise."""
+"""The global batch is optimal, and changes only for a real gain, not for noise."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ SLOPES = [1 / speed for speed in (400, 200, 100, 100)]
 
 
 class Waiting(Modelled):
-    """A timer whose exchanges take long, and this rank waits for others besides."""
+    """A timer with long exchanges, and waiting for other ranks."""
 
     def exchanged(self, step: Any) -> float:
         return 20.0 + 1 / self.speed
@@ -124,7 +124,7 @@ def test_the_global_batch_goes_where_goodput_is() -> None:
     def program(here: World, resumed: Any = None) -> Any:
         model = network()
         optimizer = sgd(model, hvd.Compression.gtopk(density=0.2))
-        # So much noise that all samples count whole, and exchanges that batches should hide.
+        # So much noise that every sample counts fully, and exchanges that larger batches hide.
         loader = hvd.adapt(
             DataLoader(TensorDataset(torch.arange(900), *noisy.tensors), 4, shuffle=True),
             optimizer,

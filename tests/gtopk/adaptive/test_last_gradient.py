@@ -1,4 +1,4 @@
-"""A batch ends with its last gradient, by a clock that the test moves."""
+"""A batch ends with its last gradient, measured with a clock that the test advances."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.gtopk.adaptive.modelled_ranks import FEATURES, data, mean_loss, on_ra
 
 
 class Clock:
-    """Time passes by as much as is said."""
+    """A clock that the test advances."""
 
     now = 100.0
 
@@ -24,7 +24,7 @@ class Clock:
 
 
 class Passing(torch.autograd.Function):
-    """Has time pass forward, and twice as much backward; changes nothing."""
+    """Let time pass in forward, and twice as much in backward; change nothing else."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, clock: Clock, seconds: float) -> torch.Tensor:

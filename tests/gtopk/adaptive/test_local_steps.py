@@ -1,4 +1,4 @@
-"""Every second and byte of a mode that steps as it can is in a recorded step, once."""
+"""In modes where ranks step at their own pace, each second and byte is in one recorded step."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def record(
         with world.entered(transport) as here:
             gtopk.record(str(folder))
             timeline.start(here, str(folder / "trace"))
-            own_generator = torch.Generator().manual_seed(0)  # torch's own is all threads'
+            own_generator = torch.Generator().manual_seed(0)  # all threads share torch's generator
             model = torch.nn.Linear(30, 4)
             for parameter in model.parameters():
                 parameter.data.normal_(std=0.2, generator=own_generator)
@@ -81,7 +81,7 @@ def record(
 
 
 def check_trace(records: list[dict[str, Any]], rank: RankRecord) -> None:
-    """Check that a rank's trace shows what its record says, every second once."""
+    """Check that a rank's trace agrees with its record, with every second once."""
     covers = rank.steps[0].report.covers
     name = f"each {covers} of bias"  # the first that backward comes to
     (row,) = (record["pid"] for record in records if record.get("args") == {"name": name})
@@ -110,7 +110,7 @@ def steps_of(run: Run) -> list[Step]:
 
 
 def shown(run: Run, folder: Path) -> tuple[str, str]:
-    """Return the run's page, and what `gtopk top` says of it."""
+    """Return the run's page, and the output of `gtopk top`."""
     html = page(run, "a run").replace("\N{NO-BREAK SPACE}", " ")
     return html, "\n".join(as_lines(status_of(run, folder)))
 
@@ -131,7 +131,7 @@ def test_a_round_is_a_step(tmp_path: Path, threads: Callable[..., Any]) -> None:
     for step in steps_of(run):
         if not step.report.skipped:
             assert (step.report.elements, step.report.algorithm) == (124, "gtopk")
-            assert step.report.selected <= 12  # fewer, where it had no samples yet
+            assert step.report.selected <= 12  # fewer if it had no samples yet
         assert step.report.sent_bytes > 0
     html, _ = shown(run, tmp_path)
     for words in ("A round of each rank", "Rounds, one after", "Batch sizes", "Density"):

@@ -1,4 +1,4 @@
-"""A batch that does not fit gives the same gradients in parts."""
+"""A batch that does not fit in memory gives the same gradients in parts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_parts_give_the_gradients_of_the_whole(
     assert loss.item() == pytest.approx(whole_loss.item())
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
-    assert calls == [1]  # a hook sees one gradient, as of one backward pass
+    assert calls == [1]  # a hook sees a single gradient, as after a single backward pass
     assert [r.getMessage() for r in caplog.records] == [
         f"rank 3: a batch of {size} samples does not fit into memory; from now on at most {most} "
         "are computed at once"
@@ -71,7 +71,7 @@ def test_parts_give_the_gradients_of_the_whole(
 
 
 def in_parts(loss_of: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
-    """Compute a mean's gradients two samples at once."""
+    """Compute a mean's gradients two samples at a time."""
     memory = Memory(0)
     memory.most = 2
     memory.backward(loss_of, x, len(x), summed=False)
@@ -79,7 +79,7 @@ def in_parts(loss_of: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -
 
 @pytest.mark.parametrize("b_is_summed", [False, True])
 def test_gradients_that_share_memory_add_up_once(b_is_summed: bool) -> None:
-    """That of a + b is one tensor for both; that of a sum has one value for all of its places."""
+    """The gradient of a + b is one tensor for both; that of a sum is one value for all elements."""
     a, b = (torch.nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
     x = torch.randn(6, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
@@ -94,7 +94,7 @@ def test_gradients_that_share_memory_add_up_once(b_is_summed: bool) -> None:
 
 
 def test_whatever_backward_would_train_is_trained() -> None:
-    """Layers that are thawed or frozen by now; parameters of other optimizers, or of none."""
+    """Layers thawed or frozen since; parameters of other optimizers, or of none."""
     layers = [torch.nn.Linear(2, 2) for _ in range(3)]
     model = torch.nn.Sequential(*layers)
     x = torch.ones(6, 2)

@@ -1,4 +1,4 @@
-"""A loader goes on in the world that ranks join anew after a failure, or says why it cannot."""
+"""A loader continues in the new world after a failure, or raises with the reason."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LENGTH = 101
 
 
 def in_turn(sizes: list[int], *programs: Callable[[World, Any], Any]) -> list[Any]:
-    """Run each program in a world of its own, with what the one before it has returned."""
+    """Run each program in its own world, with the result of the previous one."""
     worlds = [local_world(size, timeout_seconds=30) for size in sizes]
 
     def rank(transport: LocalTransport) -> Any:
@@ -72,7 +72,7 @@ def test_a_balanced_loader_goes_on_alike_where_some_ranks_were_a_step_ahead(fail
         with suppress(hvd.HorovodInternalError):
             for number, _ in enumerate(steps(*opened)):
                 if here.rank == 1 and number == fails_at:
-                    break  # the others go on to the next batch, or to what makes its size
+                    break  # the others continue to the next batch, or to agreeing on its size
         return opened
 
     def goes_on(here: World, opened: Any) -> Any:
@@ -102,7 +102,7 @@ HOSTS_REMOVED, HOSTS_ADDED = 1, 2
 
 @pytest.mark.parametrize("what", ["failure", HOSTS_ADDED, HOSTS_REMOVED])
 def test_a_balanced_loader_in_elastics_state_goes_on_within_the_epoch(what: Any) -> None:
-    """Whether the commit is returned to, or all ranks take over rank 0's state, or none does."""
+    """After restoring a commit, after copying rank 0's state to all ranks, or after neither."""
     ranks = 2
     worlds = [local_world(ranks, timeout_seconds=30) for _ in range(2)]
 
@@ -173,7 +173,7 @@ def test_other_modes_say_that_they_cannot_go_on_and_what_can(mode: str, way_out:
         said = f"in mode '{mode}' cannot go on after .*: {way_out}"
         with pytest.raises(RuntimeError, match=said) as error:
             next(iter(loader))
-        assert not isinstance(error.value, hvd.HorovodInternalError)  # elastic tries no more
+        assert not isinstance(error.value, hvd.HorovodInternalError)  # elastic must not retry
         if mode == "hogbatch":
             return None
         optimizer = distribute(weight)
@@ -210,7 +210,7 @@ def test_a_hogbatch_loader_whose_world_is_over_is_saved_for_another_job(tmp_path
         weight, optimizer, loader = opens(here)
         gtopk.load_latest(tmp_path, torch.nn.ParameterList([weight]), optimizer, loader)
         assert torch.equal(weight, saved)
-        hvd.barrier()  # the slow worker's parameters are those that the other one trains
+        hvd.barrier()  # the slow worker's parameters are the shared model
         return saved, loader.state_dict()["epochs"], list(steps(weight, optimizer, loader))
 
     results = in_turn([2, 2, 2], trains, saves, goes_on)

@@ -101,7 +101,7 @@ def test_a_copy_is_of_one_backward_pass_only() -> None:
 
 
 def test_a_copy_is_of_all_that_was_ever_trained() -> None:
-    """Once, a model frozen between its steps, and thawed for their backward passes, had none."""
+    """Regression: the copy was empty if a model was thawed only for its backward passes."""
     first, second = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
     copy = GradientCopy([first])
     for trained, expected in (([], [2.0]), ([second], [2.0, 3.0]), ([first], [2.0, 3.0])):

@@ -1,4 +1,4 @@
-"""Equal finish keeps to the limits, and nothing ends sooner."""
+"""Equal-finish sizes respect the limits, and no other sizes end sooner."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def flat(tensors: Any) -> torch.Tensor:
 
 
 class World:
-    """Replicas of one model that go their own ways, and merge on threads."""
+    """Replicas of one model that train separately, and merge on threads."""
 
     def __init__(self, ranks: int, compression: Any, momentum: float = 0.0) -> None:
         start = torch.Generator().manual_seed(0)
@@ -50,7 +50,7 @@ class World:
         finite = [replica.prepare() for replica in self.replicas]
 
         def exchange(transport: LocalTransport) -> Any:
-            with np.errstate(over="ignore", invalid="ignore"):  # as the engine has it
+            with np.errstate(over="ignore", invalid="ignore"):  # as in the engine
                 return self.replicas[transport.rank].exchange(transport, weights[transport.rank])
 
         updates = run_ranks(local_world(len(self.replicas)), exchange)
@@ -131,7 +131,7 @@ def test_momentum_is_of_the_center(how: str) -> None:
             for replica in world.replicas:
                 with torch.no_grad():
                     torch._foreach_add_(replica.parameters, 1.0 + turn)
-        step = moved.offsets()[0]  # all alike
+        step = moved.offsets()[0]  # the same for all
         force = 0.5
         moved.merge([force] * 2, how)
         before = centers[-2] if len(centers) > 1 else centers[-1]
@@ -143,7 +143,7 @@ def test_momentum_is_of_the_center(how: str) -> None:
 
 @pytest.mark.parametrize("compression", COMPRESSIONS[:2], ids=repr)
 def test_a_replica_that_is_not_finite_becomes_the_center_that_others_pull(compression: Any) -> None:
-    """Once, it became the center from before the merge."""
+    """Regression: it became the center from before the merge."""
     world = World(3, compression, momentum=0.5)
     world.train()
     with torch.no_grad():
@@ -228,7 +228,7 @@ def test_a_replica_can_stand_at_the_center_for_a_while() -> None:
 
 
 def at_center_of(world: World, within: bool) -> ExitStack:
-    """Have the parameters of all replicas be the center's meanwhile, or not."""
+    """Put all replicas at the center within the context, if `within`."""
     stack = ExitStack()
     for replica in world.replicas if within else ():
         stack.enter_context(replica.at_center())
@@ -237,7 +237,7 @@ def at_center_of(world: World, within: bool) -> ExitStack:
 
 @pytest.mark.parametrize("how", ["merge", "pull"])
 def test_a_replica_at_the_center_is_still_the_replica_that_it_was(how: str) -> None:
-    """Once, its state there was the center's, a merge took no offset, and a collapse was undone."""
+    """Regression: its state became the center's, so a merge lost the offset."""
     found = []
     for within in (False, True):
         world = World(2, hvd.Compression.gtopk(density=0.1), momentum=0.5)

@@ -1,4 +1,4 @@
-"""A round's exchange goes on from what others held back, and all of it is sent in the end."""
+"""A round's exchange continues with other exchanges' residuals, and finally sends all of them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_node_of_fewer_ranks_sends_what_lay_in_other_shards(threads) -> None:
         signature = exchange.signature
         mine = states[transport.rank]["residual"] + states[transport.rank + 2]["residual"]
         exchange.load_state_dict({**states[transport.rank], "residual": mine})
-        assert exchange.signature != signature  # a rank that loads alone hears of it
+        assert exchange.signature != signature  # a rank that loads alone gets an error
         sent = sum(reduced(exchange, transport, nothing.clone()) for _ in range(12))
         assert exchange.signature == signature
         return sent, exchange.state_dict()["residual"]

@@ -1,4 +1,4 @@
-"""All ranks divide the same order of samples: else some are computed twice, and others never."""
+"""All ranks must divide the same order of samples, or some come twice and others never."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"abs": {"micro_batch": 2}}
 
 
 def opened(mode: str, loader: DataLoader[Any], order: Any = None) -> tuple[Any, Callable[[], Any]]:
-    """Return an adapted loader, and what trains an epoch of it."""
+    """Return an adapted loader, and a function that trains an epoch."""
     model = torch.nn.Linear(2, 1, bias=False)
     torch.nn.init.ones_(model.weight)  # the same on all ranks
     optimizer = hvd.DistributedOptimizer(
@@ -90,7 +90,7 @@ MISTAKES = [
     ("mode", "mistake"),
     [
         *itertools.product(["balanced", "abs", "adaptive-sgd"], MISTAKES),
-        # By the merges of "adaptive-sgd" others may be done with the epoch that one breaks off.
+        # Not "adaptive-sgd": others may have finished the epoch that one rank aborts.
         *itertools.product(["balanced", "abs"], [one_rank_looks_at_a_batch]),
     ],
 )
@@ -100,7 +100,7 @@ def test_ranks_that_begin_unlike_iterations_are_an_error_on_all(
     def program(here: World) -> str:
         with pytest.raises(hvd.HorovodInternalError) as raised:
             mistake(mode, here.rank)
-        return str(raised.value).partition("; at step")[0]  # ranks have made some by themselves
+        return str(raised.value).partition("; at step")[0]  # ranks take different numbers of steps
 
     first, other = on_ranks(2, program)
     assert first == other
@@ -129,7 +129,7 @@ def test_workers_of_a_node_that_begin_unlike_epochs_are_an_error_on_all(
 def test_nodes_that_begin_unlike_epochs_are_an_error_on_all(
     nodes: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their first workers see it before a batch, and the others at the next; nobody has left."""
+    """Their first workers detect it before a batch, the others at the next; nobody has left."""
     met = threading.Barrier(sum(map(len, nodes)))
     monkeypatch.setitem(OPTIONS, "hogbatch", {"nodes": nodes})
 
@@ -171,7 +171,7 @@ def one_rank_trains_meanwhile(mode: str, rank: int) -> None:
 def test_workers_that_evaluate_unlike_are_an_error_on_all(
     may_leave: bool, mistake: Callable[[str, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not a loss of the one, although ranks may leave: who begins first may be the wrong one."""
+    """Even though ranks may leave, return no loss: the first to begin may be the wrong one."""
     monkeypatch.setitem(OPTIONS, "hogbatch", {"ranks_may_leave": may_leave})
 
     def program(here: World) -> str:
@@ -190,4 +190,4 @@ def test_an_order_is_told_by_its_indices_of_whatever_kind() -> None:
     assert order_in_words(names) == order_in_words(list(names))
     others: Iterator[Any] = iter(([0, 2, 1], [0, 1], names, names[::-1], [(0, 1), (1, 2)]))
     assert len({*words, *map(order_in_words, others)}) == 6
-    assert order_in_words(range(10**15)) == "range(0, 1000000000000000)"  # not a word of each
+    assert order_in_words(range(10**15)) == "range(0, 1000000000000000)"  # not every element

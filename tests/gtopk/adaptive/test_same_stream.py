@@ -1,4 +1,4 @@
-"""Whether ranks read the same stream, which adapt divides over them."""
+"""Tests of the check that all ranks read the same stream, which adapt divides over them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Sample(NamedTuple):
 
 
 def image(label: int, rank: int = 0) -> Sample:
-    """Return an image as a rank augments it, with its label."""
+    """Return an image with a rank's augmentation, and its label."""
     return Sample(torch.full((2, 2), float(label)) + rank, label)
 
 
@@ -124,7 +124,7 @@ def test_a_column_that_is_alike_in_all_samples_agrees_without_telling(
 
 
 class OneClass(IterableDataset[Any]):
-    """A stream sorted by class, which each rank augments by itself."""
+    """A stream sorted by class, with a different augmentation on each rank."""
 
     def __iter__(self) -> Iterator[Any]:
         return ((torch.tensor([float(i), hvd.rank()]), 7) for i in range(16))
@@ -177,7 +177,7 @@ def test_a_stream_of_shards_is_an_error_on_every_rank(size: int, shard: str) -> 
 
 
 class Drawn(IterableDataset[int]):
-    """A stream whose workers shuffle it."""
+    """A stream that its workers shuffle."""
 
     def __iter__(self) -> Iterator[int]:
         assert get_worker_info() is not None
@@ -197,11 +197,11 @@ def test_workers_draw_alike_on_all_ranks() -> None:
 
 
 def test_workers_draw_alike_whatever_a_ranks_own_seed_is() -> None:
-    """Scripts add the rank to torch's, for dropout to differ."""
+    """Scripts add the rank to torch's seed, so that dropout differs."""
 
     def drawn(own: int, **options: Any) -> Any:
         def program(here: World) -> Any:
-            torch.manual_seed(own)  # that of all threads: one rank at a time
+            torch.manual_seed(own)  # all threads share it, so one rank at a time
             loader = DataLoader(Drawn(), 4, num_workers=1, multiprocessing_context="fork")
             return indices_of(hvd.adapt(loader, some_optimizer(), **options))
 

@@ -1,4 +1,4 @@
-"""A rank's batches come whatever the script's default device is."""
+"""A rank gets its batches with any default device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.gtopk.adaptive.modelled_ranks import on_ranks
 
 
 def test_workers_seeds_are_drawn_on_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of when an epoch begins; "meta", which has no generators, stands for a GPU."""
+    """On the default device when an epoch begins; "meta", without generators, acts as a GPU."""
     new, devices = torch.Generator, []
 
     def generator(device: Any) -> torch.Generator:

@@ -1,4 +1,4 @@
-"""A speed model knows what it saw, forgets, and starts anew where a rank has become another."""
+"""A speed model fits its samples, forgets old ones, and restarts if a rank's speed changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mode's own step: what schedulers see of it, and what becomes of an optimizer that has one."""
+"""Optimizers with a mode's own step, and how schedulers see it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_schedulers_warn_of_nothing(mode: str, made_for: str) -> None:
             for _, x in loader:
                 optimizer.zero_grad()
                 model(x).mean().backward()
-                optimizer.step()  # of "abs", where nothing is applied yet
+                optimizer.step()  # of "abs", which applies nothing yet
                 schedulers[0].step()
                 break
 

@@ -1,4 +1,4 @@
-"""A timer runs from a batch's hand-over to its last gradient."""
+"""A timer runs from when a batch is handed out to its last gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What unequal batches tell of the gradient's noise, and what AdaScale makes of it."""
+"""Gradient noise from unequal batches, and AdaScale's rates from it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_adascale_is_the_published_gain() -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_noise_is_that_of_unequal_batches_and_adascale_goes_by_it(reduction: str) -> None:
-    """The first step probes; the second has half its samples, at the rate that noise allows."""
+    """The first step probes; the second has half the samples and the rate for the found noise."""
 
     def program(here: World) -> Any:
         model = network()

@@ -1,4 +1,4 @@
-"""Of the wall clock every second is computed or waited, once."""
+"""Every second of the wall clock counts once, as computing or as waiting."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gtopk.adaptive import local_steps
 
 
 class Clock:
-    """Time passes by as much as is said."""
+    """A clock that the test advances."""
 
     now = 100.0
 
@@ -24,7 +24,7 @@ def test_the_wall_clock_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
         clock.now += 50  # before the beginning
     counted.begin()
     clock.now += 1
-    counted.begin()  # goes on
+    counted.begin()  # continues
     with counted.waiting():
         clock.now += 2
     clock.now += 4

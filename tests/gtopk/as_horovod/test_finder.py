@@ -1,4 +1,4 @@
-"""Under as_horovod, horovod is gtopk; elsewhere it is not."""
+"""`import horovod` gives gtopk under as_horovod, and only there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def real_horovod(tmp_path: Path) -> Path:
-    """A folder with a horovod that must not be imported."""
+    """A folder with a package horovod that must not be imported."""
     package = tmp_path / "horovod"
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('this is the real one')")

@@ -1,7 +1,7 @@
 """Scripts written for Horovod run unchanged, on MPI and on gloo.
 
-By default all of them run one after the other in one start of mpirun. `make test-matrix` does so
-under torchrun, too, and starts each by itself, as a user would, on 1, 2 and 3 ranks.
+By default all scripts run in turn under a single mpirun. `make test-matrix` also does this under
+torchrun, and starts each script separately, as a user would, on 1, 2 and 3 ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def check_imagenet(ranks: int, said: str) -> None:
     assert re.findall(r"begins with epoch (\d+)", said) == ["1", "2"]
     rates = [float(rate) for rate in re.findall(r"lr ([\d.]+)", said)]
     base = 0.0125 * 2
-    # The warm-up's end: at the first epoch's half way from one rank's rate to that of all.
+    # Warm-up: after the first epoch the rate is halfway between one rank's and all ranks'.
     assert rates[0] == pytest.approx(base * (1 + ranks) / 2, abs=1e-5)
     assert rates[-1] == pytest.approx(base * ranks, abs=1e-5)
     losses = [float(loss) for loss in re.findall(r"validation loss ([\d.]+)", said)]
@@ -73,7 +73,7 @@ CHECKS: dict[str, Callable[[int, str], None]] = {
     "synthetic_benchmark.py": check_synthetic_benchmark,
     "adasum.py": check_adasum,
 }
-# What each is run with, one after the other; imagenet.py is interrupted, and resumed.
+# The arguments of each run, in order; imagenet.py is interrupted and resumed.
 ARGUMENTS = {
     "digits.py": ["--epochs 2 --batch-size 64 --gradient-predivide-factor 2"],
     "imagenet.py": [

@@ -1,4 +1,4 @@
-"""A script under as_horovod sees what it sees under Python itself."""
+"""A script runs under as_horovod as it does under Python."""
 
 from __future__ import annotations
 
@@ -109,13 +109,13 @@ def test_pickles_are_allowed_unless_the_environment_says_otherwise(
     (folder / "ask.py").write_text("import os; print(os.environ['GTOPK_ALLOW_PICKLE'])")
     monkeypatch.delenv("GTOPK_ALLOW_PICKLE", raising=False)
     assert python(folder, "-m", "gtopk.as_horovod", "ask.py").out == "1\n"
-    monkeypatch.setenv("GTOPK_ALLOW_PICKLE", "")  # as if it were not set
+    monkeypatch.setenv("GTOPK_ALLOW_PICKLE", "")  # empty counts as not set
     assert python(folder, "-m", "gtopk.as_horovod", "ask.py").out == "1\n"
     monkeypatch.setenv("GTOPK_ALLOW_PICKLE", "0")
     assert python(folder, "-m", "gtopk.as_horovod", "ask.py").out == "0\n"
 
 
-# The script's own names are those that the command has, too.
+# The script uses names that the command also has.
 SPAWNS = """
 import multiprocessing, sys
 from horovod.common.util import split_list

@@ -1,4 +1,4 @@
-"""Options of numbers are finite, and within what they mean."""
+"""Numeric options must be finite and within their range."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_no_option_of_a_command_takes_what_is_not_finite(place: str) -> None:
 
 
 def is_number(read: Any, text: str) -> bool:
-    """Tell whether an option takes this, and as a number with a fraction."""
+    """Tell whether an option accepts the text and reads it as a float."""
     try:
         return isinstance(read(text), float)
     except (argparse.ArgumentTypeError, ValueError):

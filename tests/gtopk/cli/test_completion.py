@@ -1,4 +1,4 @@
-"""Shells learn the command's words from its grammar: each is asked as it is used, where it is."""
+"""Shell completion follows the parsers; tests use each installed shell interactively."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from gtopk.cli import main
 from gtopk.cli.completion import SHELLS, parsers
 
 PROMPT: Final = "what now> "
-KEY: Final = "\x07"  # writes down what completes the line, and empties it
+KEY: Final = "\x07"  # records the completions of the line, and clears it
 
-# What is typed, and what may follow its last word, in a folder with FILES.
+# The typed text, and the valid completions of its last word, in a folder with FILES.
 FILES: Final = ("report/page.html", "plan/a", "runs/first", "my script.py")
 OFFERED: Final[Mapping[str, set[str]]] = {
     "gtopk re": {"report"},
@@ -76,7 +76,7 @@ bindkey '{KEY}' show
 
 
 def by_keys(words: Sequence[str], start: str, folder: Path, more: str = "") -> list[str]:
-    """Type each line into an interactive shell, and the KEY; return what was written down.
+    """Type each line and the KEY into an interactive shell; return what it recorded.
 
     more: further keys.
     """
@@ -96,7 +96,7 @@ def by_keys(words: Sequence[str], start: str, folder: Path, more: str = "") -> l
     too_long = threading.Timer(60, shell.kill)
     too_long.start()
     said = b""
-    with suppress(OSError):  # nobody is left at the other end
+    with suppress(OSError):  # the shell has exited
         while PROMPT.encode() not in said:
             said += os.read(terminal, 4096)
         os.write(terminal, "".join(f"{line}{KEY}" for line in OFFERED).encode())
@@ -112,10 +112,10 @@ def by_keys(words: Sequence[str], start: str, folder: Path, more: str = "") -> l
 
 
 def bash(folder: Path) -> list[set[str]]:
-    """Return what bash inserts for each line; where there is nothing, what was begun stays."""
+    """Return bash's completions of each line; without any, the word stays unchanged."""
     words = ["bash", "--noprofile", "--rcfile", str(folder / "rc"), "-i"]
     *shown, tabbed = by_keys(words, "rc", folder, more="gtopk re\t\x18s")
-    assert tabbed == "gtopk report "  # a command, though a folder is called so, too
+    assert tabbed == "gtopk report "  # the command, although a folder has the same name
     found = []
     for line, all_inserted in zip(OFFERED, shown, strict=True):
         before, _, begun = line.rpartition(" ")
@@ -125,12 +125,12 @@ def bash(folder: Path) -> list[set[str]]:
 
 
 def zsh(folder: Path) -> list[set[str]]:
-    """Return what zsh lists for each line."""
+    """Return zsh's completions of each line."""
     return [set(shlex.split(shown)) for shown in by_keys(["zsh", "-d", "-i"], ".zshrc", folder)]
 
 
 def fish(folder: Path) -> list[set[str]]:
-    """Return what fish offers for each line."""
+    """Return fish's completions of each line."""
     asked = [f"complete -C {shlex.quote(line)}; echo END" for line in OFFERED]
     done = subprocess.run(
         ["fish", "--no-config", "-c", "\n".join(["source ../script", *asked])],

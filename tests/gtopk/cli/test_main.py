@@ -54,7 +54,7 @@ def test_every_command_has_an_example_and_but_for_completion_json(capsys):
 
 PRINTING = [
     ["--help"],
-    ["top", "--help"],  # short enough for the buffer: argparse hears nothing of it
+    ["top", "--help"],  # fits the buffer, so argparse sees no error
     ["plan", "--model", "resnet50", "--ranks", "4", "--bandwidth", "1gbit", "--no-measure"],
     ["top", "made"],
     ["top", "made", "--json"],
@@ -84,7 +84,7 @@ PLAN = ["plan", "--model=resnet20", "--ranks=4", "--bandwidth=10gbit"]
     ("encoding", "words"),
     [
         *((encoding, PLAN) for encoding in ("gbk", "koi8-r", "euc-jp", "ascii")),
-        ("ascii", ["doctor", "--no-run"]),  # which has the least of all
+        ("ascii", ["doctor", "--no-run"]),  # the smallest encoding
     ],
 )
 def test_a_command_prints_in_any_encoding(encoding, words):

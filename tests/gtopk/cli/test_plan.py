@@ -1,4 +1,4 @@
-"""`gtopk plan` tells what pays, in 80 columns, and refuses what it cannot read."""
+"""`gtopk plan` prints its advice in 80 columns, and refuses bad arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gtopk.cli import main, plan
 from gtopk.cli.arguments import PARAMETERS
 
 SLOW = ["--model", "resnet50", "--ranks", "32", "--bandwidth", "1gbit", "--latency", "0.4ms"]
-BACKWARD = ["--backward-ms", "200"]  # in which dense's latencies hide
+BACKWARD = ["--backward-ms", "200"]  # hides dense's latencies
 FAST = ["--model", "resnet50", "--ranks", "4", "--bandwidth", "800gbit", "--latency", "2us"]
 assumed = "--no-measure"
 
@@ -101,7 +101,7 @@ def test_it_does_not_recommend_by_less_than_its_own_error(capsys):
 
 
 def test_what_is_measured_for_shards_alone_turns_no_verdict(capsys, monkeypatch):
-    """Lists in 3 bits would pay here, and were not asked about."""
+    """Lists in 3 bits would pay here, but were not requested."""
 
     def measured(formats):
         coding = {format: DEFAULT_RATES.coding[format] for format in formats}
@@ -285,6 +285,6 @@ def test_without_a_checkout_it_says_where_the_simulation_is(capsys, monkeypatch,
 
 
 def test_the_call_it_recommends_sends_what_it_says(capsys):
-    """On a slow link indices are packed, which is not what the call does by itself."""
+    """On a slow link indices are packed, which is not the default of the call."""
     slow = ["--elements", "1M", "--ranks", "4", "--bandwidth", "20mbit", assumed]
     assert 'Compression.gtopk(density=0.001, wire="packed") takes' in prose(said(capsys, *slow))

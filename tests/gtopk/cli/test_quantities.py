@@ -1,4 +1,4 @@
-"""Quantities are read as they are written, or refused in one clear sentence."""
+"""Quantities are parsed, or refused with a clear error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gtopk run` says what it would start, and passes on how it ended."""
+"""`gtopk run` prints its command in a dry run, and returns the ranks' exit code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gtopk.runtime.runner import ranks
 from tests.started import STARTED_PATH
 
 PLENTY_SECONDS = 100.0
-# `gtopk run` by an mpirun that becomes its one rank; what `job` itself would wait counts for none.
+# `gtopk run` with a fake mpirun that becomes the only rank, without `job`'s own waiting time.
 RUN = """
 import pathlib, sys
 from gtopk.runtime.launch import job
@@ -30,7 +30,7 @@ job._GRACE_SECONDS = 0.0
 ranks.require_mpirun = lambda: pathlib.Path(sys.argv[1])
 sys.exit(command.main(["-n", "1", "--launcher", "mpirun", *sys.argv[2:]]))
 """
-# A rank that saves, when it gets SIGTERM, until it may go on.
+# A rank that, on SIGTERM, saves until the test lets it continue.
 SAVING = """
 import pathlib, signal, sys, time
 
@@ -78,7 +78,7 @@ def test_each_launcher_gets_the_script_and_its_arguments(capsys, script: str, mo
     "arguments",
     [
         ["--", "b"],
-        ["--host", "0.0.0.0"],  # the beginning of --hosts, and of --hostfile
+        ["--host", "0.0.0.0"],  # a prefix of --hosts and --hostfile
         ["--r", "3", "--json", "-n", "9"],
     ],
 )
@@ -93,7 +93,7 @@ def test_what_follows_the_script_is_its_own(capsys, script: str, arguments: list
 
 @pytest.fixture
 def in_slurm(tmp_path: Path, monkeypatch) -> pytest.MonkeyPatch:
-    """An allocation of 8 tasks on hosts of 2 cores, and an srun on PATH."""
+    """A Slurm allocation of 8 tasks on hosts with 2 cores, and an srun on PATH."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "srun").touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
@@ -236,7 +236,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def running(tmp_path: Path):
-    """A `gtopk run` whose rank has begun."""
+    """A `gtopk run` with a started rank."""
     launcher = tmp_path / "mpirun"
     launcher.write_text('#!/bin/sh\nshift 2\nexec "$@"\n')
     launcher.chmod(0o755)

@@ -1,4 +1,4 @@
-"""The traces of all ranks, put together."""
+"""Merging the traces of all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gtopk.telemetry.timeline import Span, Step, Timeline, TraceSource, path_of
 
 
 def write_traces(folder: Path, ranks: int, run: float = 1.7e9) -> None:
-    """Write a trace for each rank, of a step at the same moment, by clocks 5 seconds apart."""
+    """Write a trace of a simultaneous step for each rank, with clocks 5 seconds apart."""
     for rank in range(ranks):
         whose = TraceSource(rank, ranks, run, Offset(5.0 * rank, 1e-4 * rank))
         timeline = Timeline(str(path_of(folder, rank)), "mpi", False, whose)
@@ -40,13 +40,13 @@ def test_what_happened_at_once_is_at_one_place(tmp_path: Path, capsys) -> None:
     records = json.loads((tmp_path / "timeline.json").read_text())
     steps = {r["pid"]: r["ts"] for r in records if r.get("name") == "BACKWARD"}
     assert sorted(steps) == [0, 1, 2]
-    # To a tenth of a microsecond, but for when each rank's own file was opened.
+    # The rounding is 0.1 us; the times at which ranks opened their files add more.
     assert max(steps.values()) - min(steps.values()) == pytest.approx(0, abs=1)
     names = [r["args"]["name"] for r in records if r.get("name") == "process_name"]
     assert [name.split()[:2] for name in names] == [["rank", "0"], ["rank", "1"], ["rank", "2"]]
     threads = {r["args"]["name"] for r in records if r.get("name") == "thread_name"}
     assert threads == {"steps of w"}
-    elsewhere = tmp_path / "merged" / "trace.json"  # in a folder that is made
+    elsewhere = tmp_path / "merged" / "trace.json"  # its folder is created
     assert main([str(tmp_path), "--out", str(elsewhere)]) == 0
     assert json.loads(elsewhere.read_text()) == records
 

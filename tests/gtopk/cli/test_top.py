@@ -1,4 +1,4 @@
-"""What ranks do now, in words and as JSON."""
+"""`gtopk top` shows the ranks' states as text and as JSON."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_as_json_it_is_one_object_a_look(
     assert [rank["step"] for rank in ranks] == [29, 29]
     assert ranks[0]["values"] == pytest.approx({"loss": 2.0 / 30, "accuracy": 0.875})
     assert ranks[1]["density"] == 0.001
-    assert main([str(tmp_path), "--json"]) == 0  # the run is over, and so is this
+    assert main([str(tmp_path), "--json"]) == 0  # returns, as the run is over
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
@@ -83,7 +83,7 @@ def test_who_merges_once_a_minute_is_not_silent_in_between_and_has_steps_of_its_
 
 @pytest.mark.parametrize("lines", [1, 5])
 def test_who_writes_a_step_a_minute_is_not_silent_in_between(tmp_path: Path, lines: int) -> None:
-    """Of steps of half a second each 100th, and the first."""
+    """Steps take half a second; the first and each 100th are written."""
     file = LineFile(path_of(tmp_path, 0))
     file.take([begin(0, 1, every=100)])
     for number in range(lines):
@@ -97,7 +97,7 @@ def test_who_writes_a_step_a_minute_is_not_silent_in_between(tmp_path: Path, lin
 
 
 def test_the_first_step_of_an_attempt_is_in_no_mean_where_there_are_others(tmp_path: Path) -> None:
-    """It measures links, for seconds."""
+    """It measures links, which takes seconds."""
     path = path_of(tmp_path, 0)
     lines = lines_of(0, 1, 3)
     lines[1]["synchronize_seconds"] = 3.0
@@ -115,7 +115,7 @@ def test_a_run_of_fewer_ranks_than_the_one_before_it_has_only_its_own(tmp_path: 
         begin |= {"began_unix_seconds": 1.8e9, "unix_seconds": 1.8e9, "host": "new"}
         with path_of(tmp_path, rank).open("a") as file:
             file.write("".join(map(as_text, [begin, *lines])))
-    (statuses,) = itertools.islice(_snapshots(tmp_path, 0.001), 2)  # one look: the run is over
+    (statuses,) = itertools.islice(_snapshots(tmp_path, 0.001), 2)  # one: the run is over
     assert [(status.rank, status.host) for status in statuses] == [(0, "new"), (1, "new")]
 
 
@@ -123,7 +123,7 @@ def test_a_run_of_fewer_ranks_than_the_one_before_it_has_only_its_own(tmp_path: 
 def test_a_run_that_goes_on_is_not_over_and_as_fast_as_it_is_now(
     tmp_path: Path, every: int
 ) -> None:
-    """It was told to end after 80 steps, and goes on from step 60, an hour later, half as fast."""
+    """It was terminated after 80 steps, and resumes from step 60 an hour later, half as fast."""
     reader = Reader(write_run(tmp_path, ranks=1, steps=80), RECENT)
     file = LineFile(path_of(tmp_path, 0))
     file.take([begin(0, 1, unix_seconds=1.7e9 + 3600)])
@@ -131,7 +131,7 @@ def test_a_run_that_goes_on_is_not_over_and_as_fast_as_it_is_now(
     run = reader.read()
     (status,) = status_of(run, tmp_path, lambda: path_of(tmp_path, 0).stat().st_mtime)
     assert (status.state, status.steps_per_second) == ("running", None)
-    assert run.first.end is None  # or `gtopk top` would leave
+    assert run.first.end is None  # otherwise `gtopk top` would exit
     for step in [0, *range(every - 1, 30, every)]:
         slow = report(60 + step, compute_seconds=0.016)
         file.take([step_line(slow, 0.02 * step, 1200 * (step + 1), 0)])
@@ -213,7 +213,7 @@ def test_whose_record_is_missing_is_said_when_it_changes(
     waits = itertools.count()
 
     def later(seconds: float) -> None:
-        if next(waits) == 1:  # after two looks at rank 0 alone
+        if next(waits) == 1:  # after two snapshots of rank 0 alone
             write_run(tmp_path, ranks=3, steps=10)
 
     monkeypatch.setattr("gtopk.cli.top.time.sleep", later)
@@ -245,7 +245,7 @@ def test_it_waits_for_a_run_to_begin(
 
 
 def pose_as_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let stdout be a terminal that is wide enough for every column."""
+    """Make stdout a terminal wide enough for every column."""
     for name, value in {"TERM": "xterm", "COLUMNS": "200", "LINES": "50"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -279,7 +279,7 @@ def test_on_a_terminal_it_is_drawn_anew_until_the_run_is_over(
         ("10", "ended"),
     ]
     assert words[0] == ["run"]
-    assert drawn.count(THREE_UP) == 2  # a title, headings and a row, each time over the last
+    assert drawn.count(THREE_UP) == 2  # title, headings and a row, drawn over the previous ones
     assert drawn.rindex(CURSOR_SHOWN) > drawn.rindex(CURSOR_HIDDEN) > -1
 
 

@@ -1,4 +1,4 @@
-"""What clients take from horovod.common."""
+"""The parts of horovod.common that clients use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The selector believes the model first and the clock last."""
+"""The selector starts with the model's prediction, and ends with measured times."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gtopk.exchange.algorithm_selector import (
 
 RESNET50 = 25_557_032
 RATES = Rates(1.2e-9, 3.5e-8, {EXACT: CodingRate(1e-9, 3e-9)}, copy_seconds=1e-9)
-SLOW, MIDDLING, FAST = 1e8, 2e10, 1e12  # bits per second: sparse wins, who knows, dense wins
+SLOW, MIDDLING, FAST = 1e8, 2e10, 1e12  # bits per second: sparse wins, unclear, dense wins
 
 
 def selector(bits_per_second: float, ranks: int = 8, **options) -> AlgorithmSelector:
@@ -36,7 +36,7 @@ def selector(bits_per_second: float, ranks: int = 8, **options) -> AlgorithmSele
 
 
 class Truth:
-    """What the algorithms really take: seconds to select (or copy), to merge and to communicate."""
+    """The algorithms' true times: seconds to select (or copy), to merge and to communicate."""
 
     def __init__(self, **seconds: tuple[float, float, float]) -> None:
         self.seconds = {name.replace("_", "-"): parts for name, parts in seconds.items()}
@@ -54,7 +54,7 @@ def as_predicted(one: AlgorithmSelector) -> Measured:
 def run(
     one: AlgorithmSelector, truth: Truth, steps: int, backward_seconds: float = 0.0
 ) -> list[str]:
-    """Return the algorithm of every step."""
+    """Return the algorithm used in every step."""
     ran: list[str] = []
     candidate = one.begin(backward_seconds)
     one.run(candidate)
@@ -98,16 +98,16 @@ def test_what_comes_true_stays(bits_per_second):
 @pytest.mark.parametrize(
     ("bits_per_second", "factor", "then"),
     [
-        (2e11, 1.30, "dense"),  # and it is dense that runs
+        (2e11, 1.30, "dense"),  # while dense runs
         (2e11, 1.36, "topk-allgather"),
         (MIDDLING, 0.70, "topk-allgather"),
-        (MIDDLING, 0.64, "dense"),  # it was measured while links were slower: once more
+        (MIDDLING, 0.64, "dense"),  # it was measured when links were slower, so try again
     ],
 )
 def test_what_a_third_more_or_less_tells_of_the_links_has_it_look_again(
     bits_per_second, factor, then
 ):
-    """Just below, it stays with what runs; above, once a second window has said so."""
+    """Just below a third, it keeps its choice; above, it changes after a second window agrees."""
     one = selector(bits_per_second)
     one.run(one.begin(0.0))
     for _ in range(2):
@@ -121,9 +121,9 @@ def test_what_a_third_more_or_less_tells_of_the_links_has_it_look_again(
 
 @pytest.mark.parametrize("bits_per_second", [5e9, MIDDLING, 1e11])
 def test_a_noisy_machine_is_no_reason_to_change(bits_per_second):
-    """Synthetic noise, seeded: what a window measures of each part is log-normal, sigma 0.4.
+    """Seeded synthetic noise: a window's measurement of each part is log-normal, sigma 0.4.
 
-    By the word of one window alone it changed 2.6 times in 300 steps at MIDDLING, on average.
+    With decisions after a single window, it changed 2.6 times in 300 steps at MIDDLING.
     """
     changes, longer = [], []
     for seed in range(20):
@@ -185,7 +185,7 @@ RECORDED = {
     ("bits_per_second", "most"), [(SLOW, 0), (MIDDLING, 1), (1e11, 2), (FAST, 0)]
 )
 def test_the_noise_that_was_recorded_is_no_reason_to_change(bits_per_second, most):
-    """By the word of one window alone it changed three times in 300 steps, at 100 Gbit/s.
+    """With decisions after a single window, it changed three times in 300 steps at 100 Gbit/s.
 
     The first change ends a probe.
     """
@@ -197,7 +197,7 @@ def test_the_noise_that_was_recorded_is_no_reason_to_change(bits_per_second, mos
         for window in range(begun, begun + 20):
             algorithm = one.chosen.candidate.algorithm
             ran += [algorithm] * one.window
-            recorded = noise.get(algorithm, noise["gtopk"])  # Ok-Topk ran nowhere
+            recorded = noise.get(algorithm, noise["gtopk"])  # Ok-Topk was not recorded
             found, times = truth[algorithm], recorded[:, window % 34] / 100
             merging = found.code_seconds + found.merge_seconds
             parts = times * (found.select_seconds, merging, found.communicate_seconds)
@@ -213,8 +213,8 @@ def test_a_network_that_is_slower_than_measured_ends_in_compression():
     )
     assert ran[0] == "dense"
     assert ran[-1] != "dense"
-    # Sparse messages are quicker than they then seem to be, but not as much as dense would have to
-    # be: what was measured of it is not forgotten for the model.
+    # Sparse messages are faster than they seem then, but dense would have to gain even more. Its
+    # measurement must not be replaced with the model's prediction.
     assert ran.count("dense") == FIRST_WINDOW
 
 
@@ -243,7 +243,7 @@ def test_dense_is_back_when_a_congestion_has_passed(congested_steps):
 
 
 def test_merging_that_is_slower_than_measured_ends_dense():
-    """The links are as measured: dense must not be taken to be as much slower."""
+    """The links are as measured, so dense must not be assumed slower by the same factor."""
     one = selector(SLOW)
     dense = 2 * 7 / 8 * RESNET50 * 4 * 8 / SLOW
     sparse = (0.1, 20.0, 0.1)
@@ -252,7 +252,7 @@ def test_merging_that_is_slower_than_measured_ends_dense():
 
 
 def test_copies_that_are_slower_than_measured_end_in_compression():
-    """The links are as measured, and dense's copies are what takes so long."""
+    """The links are as measured; dense's copies are slow."""
     one = selector(FAST)
     sparse = (0.03, 0.002, 0.0003)
     truth = Truth(dense=(0.08, 0, 0.001), topk_allgather=sparse, gtopk=sparse, oktopk=sparse)
@@ -298,7 +298,7 @@ def test_it_settles_and_not_on_what_was_seen_to_be_slower_than_dense(
 @settings(max_examples=100, deadline=None)
 @given(st.floats(1e6, 1e12), st.floats(1e6, 1e12), st.floats(0.1, 10))
 def test_whatever_was_measured_of_the_links_it_ends_no_slower_than_dense(said, true, slower):
-    """The model holds, but for its links and the speed of the machine."""
+    """The model is right except for its links and the speed of the machine."""
     one, real = selector(said), selector(true)
     candidate = one.begin(0.0)
     one.run(candidate)
@@ -314,7 +314,7 @@ def test_whatever_was_measured_of_the_links_it_ends_no_slower_than_dense(said, t
 
 
 def test_dense_is_tried_in_the_end_where_short_messages_do_not_tell_of_the_bandwidth():
-    """Latency is what they take, and it is as measured; the link carries 47 times as much."""
+    """Their time is latency, as measured; the true bandwidth is 47 times as high."""
     one, real = selector(8.8e9), selector(4.2e11)
     ran = [one.run(one.begin(0.0)).candidate.algorithm]
     for _ in range(12):
@@ -337,13 +337,13 @@ def test_dense_is_tried_at_a_hundredth_of_the_time_at_most():
     dense_seconds = as_predicted(one).seconds
     assert 0.008 * passed < PROBE_STEPS * dense_seconds <= 0.01 * passed
     sparse = one.reconsider(as_predicted(one), 0.0)
-    assert sparse.algorithm != "dense"  # what it was, measured and not modelled now
+    assert sparse.algorithm != "dense"  # unchanged, but now measured instead of modelled
     assert one.run(sparse)
     assert not one.probing
 
 
 def test_a_short_training_is_done_first_with_wide_updates():
-    """A tenth of the exchange's time is gained, of a step that computes for nine times as long."""
+    """The gain is a tenth of the exchange's time; a step computes nine times as long."""
     sparse = (0.0, 0.0, 0.09)
     truth = Truth(dense=(0.0, 0.0, 0.1), topk_allgather=sparse, gtopk=sparse, oktopk=sparse)
 
@@ -371,7 +371,7 @@ def test_a_short_training_is_done_first_with_wide_updates():
     ],
 )
 def test_what_hides_behind_backward_is_left_dense(room_seconds, steps, ends_dense):
-    """Sparse takes a thirtieth of dense's time, of which little or nothing is waited for."""
+    """Sparse takes a thirtieth of dense's time, but dense is mostly or fully hidden."""
     one = selector(1e9, steps=steps)
     one.run(one.begin(3.0))
     ran = []

@@ -1,4 +1,4 @@
-"""Compression.auto: measured, agreed, changed over without loss, and within its budget."""
+"""Compression.auto measures, agrees, switches without loss, and stays within its budget."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from gtopk.runtime.world import world
 from tests.gtopk import posing
 from tests.gtopk.held import held
 
-FREE = Link(1e-7, 1e-11)  # or nearly so
-# The fewer bytes, the more seconds.
+FREE = Link(1e-7, 1e-11)  # almost free
+# Fewer bytes take more seconds to code.
 CODED = DEFAULT_RATES._replace(
     coding={
         Format(indices): CodingRate(seconds, seconds)
@@ -46,7 +46,7 @@ CODED = DEFAULT_RATES._replace(
 
 @pytest.fixture
 def calibrated(monkeypatch):
-    """Return a function that makes every transport's calibration one with such a link."""
+    """Return a function that sets every transport's calibration to a link."""
 
     def be(link: Link, latency_of_selection: float = DEFAULT_RATES.select_seconds) -> None:
         rates = DEFAULT_RATES._replace(select_seconds=latency_of_selection)
@@ -76,7 +76,7 @@ def optimizer_of(parameter: torch.nn.Parameter, compression: Any, **options: Any
 
 
 class Slow:
-    """A transport whose sends take time."""
+    """A transport with slow sends."""
 
     def __init__(self, transport: LocalTransport, seconds_per_byte: float) -> None:
         send = transport.send
@@ -89,7 +89,7 @@ class Slow:
 
 
 def test_links_that_lie_are_found_out_and_compression_is_switched_on(calibrated, threads):
-    """Links are said to be free and take 10 us a byte: dense 64 ms, sparse a few."""
+    """Links are reported as free, but take 10 us per byte: dense takes 64 ms, sparse a few ms."""
     calibrated(FREE)
 
     def program(transport: LocalTransport) -> list[str]:
@@ -120,7 +120,7 @@ CANDIDATES = [
 
 
 class Restless(AlgorithmSelector):
-    """Says something else after every step."""
+    """A selector that changes its choice after every step."""
 
     def begin(self, backward_seconds: float) -> Candidate:
         self.window = 1
@@ -129,7 +129,7 @@ class Restless(AlgorithmSelector):
 
     def reconsider(self, measured: Any, backward_seconds: float) -> Candidate:
         self.said += 1
-        # Two steps of each: one in which it changes over, and one after it.
+        # Two steps of each: one that switches, and one after it.
         return CANDIDATES[self.said // 2 % len(CANDIDATES)]
 
 
@@ -205,7 +205,7 @@ def test_a_sum_that_overflows_leaves_the_residual_as_it_was(restless, threads):
         parameter = torch.nn.Parameter(torch.zeros(40))
         with world.entered(transport):
             optimizer = optimizer_of(parameter, Compression.auto())
-            for _ in range(2):  # gtopk, and it leaves something
+            for _ in range(2):  # gtopk, which leaves a residual
                 parameter.grad = torch.arange(40, dtype=torch.float32)
                 optimizer.step()
             left = held(optimizer)
@@ -233,7 +233,7 @@ def test_no_rank_sends_more_than_the_budget(calibrated, threads, size, budget_by
                 parameter.grad = gradient_of(transport.rank, step, 2000)
                 optimizer.step()
                 sent.append(optimizer.last_step.sent_bytes)
-        return sent[2:]  # in the first two the ranks also say what they are about to do
+        return sent[2:]  # in the first two, ranks also agree on what to run
 
     for sent in threads(size, program):
         assert max(sent) <= budget_bytes
@@ -271,7 +271,7 @@ def test_buckets_share_the_budget_of_the_step_and_are_exchanged_while_backward_g
 
     for sent_bytes, buckets, in_flight in threads(2, program):
         assert budget_bytes / 4 < sent_bytes <= budget_bytes
-        assert (buckets, in_flight) == (4, 3)  # the last one has nothing left to hide behind
+        assert (buckets, in_flight) == (4, 3)  # the last one cannot be hidden
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -437,7 +437,7 @@ def test_a_transport_is_calibrated_once(monkeypatch, tmp_path):
 
 
 def test_of_ranks_with_and_without_a_gpu_the_slower_rates_count(monkeypatch, kernels):
-    """The rates of memory that poses as a GPU's are measured by the kernels that work on it."""
+    """The rates of fake GPU memory are measured with its own kernels."""
     launched = posing.pose(monkeypatch, kernels)
     monkeypatch.setattr(calibration, "_ELEMENTS", 1 << 12)
     select, pick, copy = calibration.measure_on(torch.device("cpu"))
@@ -459,7 +459,7 @@ def test_of_ranks_with_and_without_a_gpu_the_slower_rates_count(monkeypatch, ker
 
 
 class Clock(threading.local):
-    """Each rank's time passes by as much as is said."""
+    """A clock per rank that the test advances."""
 
     now = 100.0
 
@@ -468,7 +468,7 @@ class Clock(threading.local):
 
 
 def test_the_backward_pass_is_timed(threads, monkeypatch):
-    """From its first gradient to its last; it is what an exchange can hide behind."""
+    """From its first gradient to its last: the time that can hide an exchange."""
     clock = Clock()
     monkeypatch.setattr(hooks, "time", clock)
 

@@ -1,4 +1,4 @@
-"""BucketExchange: what of it may be asked in any thread."""
+"""BucketExchange: the methods that any thread may call."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_whoever_looks_at_gradients_does_so_on_the_stream_they_were_taken_on(
 
     @contextmanager
     def on_stream() -> Iterator[None]:
-        parameter.grad[1] = 0.0  # by then it is there
+        parameter.grad[1] = 0.0  # the gradient exists by then
         entered.append(True)
         yield
 
@@ -46,7 +46,7 @@ def test_whoever_looks_at_gradients_does_so_on_the_stream_they_were_taken_on(
 def test_a_cast_sends_what_a_compressor_with_such_functions_sends(
     threads: Callable[..., Any], compressor: type[FP16Compressor], weight: float
 ) -> None:
-    """The one casts into memory that it keeps, the other has a function called for each tensor."""
+    """One casts into memory that it keeps; the other calls a function for each tensor."""
 
     class Own(compressor):  # type: ignore[misc, valid-type]
         pass

@@ -1,4 +1,4 @@
-"""Deltas come back as they went: each tensor by itself, in its dtype, shape and order."""
+"""Deltas come back as separate tensors with the same dtypes, shapes and order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gtopk.optim.adasum import Deltas
 
 
 def tensors() -> list[torch.Tensor]:
-    """Return tensors whose dtypes alternate; one has no element, one no dimension."""
+    """Return tensors with alternating dtypes; one is empty, one has no dimension."""
     dtypes = [torch.float32, torch.bfloat16, torch.float64]
     shapes = [(2, 3), (), (0, 4), (5,), (1, 2), (2, 2)]
     return [

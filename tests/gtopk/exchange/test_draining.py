@@ -1,4 +1,4 @@
-"""A residual leaves in shares half as long as the gradients beside them, and is gone in the end."""
+"""A residual is sent in parts half as long as the gradients, and is finally empty."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gtopk.exchange.residual import MOST_STEPS, Residual, drain_fraction
 
 
 def drained(gradient: float, held: float) -> list[float]:
-    """Return what each dense step sends of a residual beside gradients of this length."""
+    """Return the part of a residual that each dense step sends with gradients of this length."""
     residual = Residual(3, np.dtype(np.float64))
     residual.values[1] = held
     residual.is_empty = False
@@ -44,7 +44,7 @@ def test_a_step_that_will_not_count_sends_nothing_of_it() -> None:
 
 
 def test_a_model_at_rest_is_not_thrown_off() -> None:
-    """SGD with momentum near the minimum of x^2 / 2, and a residual of a hundred old gradients."""
+    """SGD with momentum near the minimum of x^2 / 2, with a residual of a hundred old gradients."""
 
     def farthest(shares: bool) -> float:
         residual = Residual(1, np.dtype(np.float64))

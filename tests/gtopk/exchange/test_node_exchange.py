@@ -1,4 +1,4 @@
-"""Gradients that are summed whole inside a node obey the laws of all sparse exchanges."""
+"""Dense sums inside a node keep the laws of all sparse exchanges."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ELEMENTS = 300
 
 
 def on_nodes(transport: LocalTransport, nodes: list[list[int]]) -> LocalTransport:
-    """Let a rank's host have the ranks of its node."""
+    """Make the ranks of a node the ranks of a host."""
     node = next(node for node in nodes if transport.rank in node)
     transport.neighbours = lambda: node  # type: ignore[method-assign]
     return transport
@@ -39,7 +39,7 @@ def held_back(optimizer: Any) -> torch.Tensor:
 def steps(
     transport: LocalTransport, nodes: list[list[int]], compression: Any, count: int = 6
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str, Any]]:
-    """Return the updates and the residual after each, and the state in the end."""
+    """Return the updates, the residual after each step, and the final state."""
     parameter = torch.nn.Parameter(torch.zeros(ELEMENTS, dtype=torch.float64))
     updates, held = [], []
     with world.entered(on_nodes(transport, nodes)):
@@ -130,7 +130,7 @@ def test_what_other_shards_held_back_is_sent_by_whoever_takes_it_over(threads):
 
 
 def test_momentum_is_taken_of_the_nodes_sum(threads):
-    """With all entries sent, updates are the velocity of all gradients' sum."""
+    """If all entries are sent, updates are the velocity of the sum of gradients."""
     compression = Compression.hierarchical(1.0, inside="dense", momentum_correction=0.5)
     ranks = threads(4, lambda t: steps(t, [[0, 1], [2, 3]], compression, 3))
     velocity = torch.zeros(ELEMENTS, dtype=torch.float64)
@@ -141,7 +141,7 @@ def test_momentum_is_taken_of_the_nodes_sum(threads):
 
 
 def loaded(transport: LocalTransport, compression: Any, held: dict[str, torch.Tensor]) -> Any:
-    """Return an optimizer of 8 values that holds this back on its rank, in a run of two."""
+    """Return an optimizer of 8 values with this residual on its rank, in a run of two."""
     parameter = torch.nn.Parameter(torch.zeros(8, dtype=torch.float64))
     optimizer = DistributedOptimizer(
         torch.optim.SGD([parameter], lr=1.0), [("w", parameter)], compression
@@ -153,7 +153,7 @@ def loaded(transport: LocalTransport, compression: Any, held: dict[str, torch.Te
 
 @pytest.mark.parametrize("holder", [0, 1])
 def test_what_another_shard_held_back_is_no_gradient_to_momentum(threads, holder):
-    """It waits while another entry is larger, and counts once, whoever held it back."""
+    """It waits while another entry is larger, and counts once, whichever rank has it."""
     compression = Compression.hierarchical(
         1 / 8, inside="dense", momentum_correction=0.5, node_size=2
     )
@@ -188,7 +188,7 @@ def test_the_velocity_of_other_shards_goes_to_their_owners(threads, masked):
             optimizer = loaded(transport, compression, {"residual": nothing, "velocity": velocity})
             (parameter,) = optimizer._parameter_names
             parameter.grad = nothing.clone()
-            parameter.grad[7] = torch.nan  # no trace of a step that is skipped
+            parameter.grad[7] = torch.nan  # skipped: this step must leave no trace
             optimizer.step()
             assert optimizer.skipped_steps == 1
             parameter.grad = nothing.clone()

@@ -1,4 +1,4 @@
-"""What a profiler is shown of an exchange takes as long as the step's report says."""
+"""A profiler's ranges of an exchange have the durations of the step's report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Seconds = Counter[str]
 
 
 class Clock(threading.local):
-    """The time of each rank, which only the work itself lets pass."""
+    """A clock per rank that only work advances."""
 
     now = 0.0
 
@@ -35,7 +35,7 @@ class Clock(threading.local):
 
 
 class Ranges(threading.local):
-    """What poses as torch's record_function: how long each rank's ranges are open."""
+    """A fake of torch's record_function that records how long each rank's ranges are open."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -56,7 +56,7 @@ class Ranges(threading.local):
 
 @pytest.fixture
 def ranges(monkeypatch: pytest.MonkeyPatch) -> Ranges:
-    """Have a profiler run, and each part of an exchange take seconds of its own."""
+    """Run a profiler, and give each part of an exchange its own duration."""
     clock = Clock()
     for module in (
         gtopk.exchange.exchange,

@@ -1,4 +1,4 @@
-"""What is left goes into a dense step: by torch, which keeps subnormal numbers on a GPU, too."""
+"""A dense step adds the residual with torch, which keeps subnormal numbers, also on a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TINY = float(np.finfo(np.float32).smallest_subnormal)
 
 
 def check_a_dense_step(device: str) -> None:
-    """Add what is left and a velocity, in all subnormal numbers, to a gradient of them."""
+    """Add a residual and a velocity to a gradient, all of subnormal numbers."""
     gradient = torch.full((4,), 3 * TINY, device=device)
     held = Residual(4, np.dtype(np.float32), 0.5, gradient.device)
     values, velocity = held.after_last_step().values()
@@ -35,13 +35,13 @@ def test_what_is_left_and_the_velocity_go_into_a_dense_step() -> None:
 
 
 def test_the_arrays_of_a_gpu_are_added_as_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    posing.pose(monkeypatch, None)  # its arrays have no operators that work in place
+    posing.pose(monkeypatch, None)  # its arrays have no in-place operators
     check_a_dense_step("cpu")
 
 
 @pytest.mark.parametrize("size", [2, 4, 5])
 def test_the_velocity_of_a_pick_that_was_dropped_stays(size: int) -> None:
-    """Masked, too."""
+    """Also with masking."""
     length, k = 1000, 10
 
     def program(transport: LocalTransport) -> tuple[Residual, SparseVector, SparseVector]:
@@ -68,7 +68,7 @@ def test_the_velocity_of_a_pick_that_was_dropped_stays(size: int) -> None:
 
 @pytest.fixture(params=["host", "posing"])
 def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Residuals of the host, or of memory that poses as a GPU's."""
+    """Residuals in host memory, or in fake GPU memory."""
     if request.param == "posing":
         posing.pose(monkeypatch, request.getfixturevalue("kernels"))
     return request.param
@@ -81,7 +81,7 @@ def plain(residual: Residual) -> dict[str, bytes]:
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.usefixtures("twin")
 def test_steps_are_undone_to_the_bit_and_go_on_as_if_they_had_not_been(momentum: float) -> None:
-    """Undone, repeated or neither: after each step that counts the residuals are the same."""
+    """Undone, repeated or neither: residuals are the same after each step that counts."""
     random = np.random.default_rng(3)
     length, k = 700, 20
     held, plainly = (
@@ -110,7 +110,7 @@ def test_steps_are_undone_to_the_bit_and_go_on_as_if_they_had_not_been(momentum:
 
 
 def nothing_like(entries: SparseVector, nothing: SparseVector) -> SparseVector:
-    """Return no entries, in memory of their kind."""
+    """Return an empty vector in the same kind of memory."""
     return SparseVector(entries.indices[:0], entries.values[:0], nothing.length)
 
 
@@ -140,7 +140,7 @@ def test_what_is_known_of_a_residual_is_as_it_was_after_a_step_that_is_undone() 
     held = Residual(6, np.dtype(np.float32))
     held.snapshot()
     held.add_dense(torch.ones(6))
-    held.may_be_misplaced = False  # as an exchange does that has brought all home
+    held.may_be_misplaced = False  # as after an exchange that returned everything
     held.restore()
     assert held.is_empty
     assert held.may_be_misplaced
@@ -202,7 +202,7 @@ def test_what_an_undone_step_has_set_aside_is_none_of_the_next(momentum: float) 
 
 
 def test_what_is_set_aside_stays_here_though_all_else_is_sent() -> None:
-    """And some of it may be another rank's, where all else has been brought home."""
+    """Some of it may belong to another rank, although all else has been returned."""
     held = Residual(6, np.dtype(np.float32), sizes=[4, 2])
     held.add_dense(torch.arange(1.0, 7.0))
     held.snapshot()

@@ -1,4 +1,4 @@
-"""Names of the residual: as saved, and as they are here."""
+"""The names of residuals in checkpoints match those in the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The residual is sent, whichever way its parameters go from then on: nothing is lost."""
+"""The residual is sent even if its parameters change their exchange; nothing is lost."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from gtopk.reduce_ops import Sum
 from gtopk.runtime.world import world
 
 SHAPES = {"matrix": [8, 9], "vector": [40]}
-GIVES_NOTHING = 1  # a rank that has nothing to hold back
+GIVES_NOTHING = 1  # this rank has no residual
 
 
 class Seen(NamedTuple):
-    """What a rank has applied, holds back, and was given in all steps that count: [elements]."""
+    """A rank's applied sum, residual, and sum of gradients of all steps that count: [elements]."""
 
     applied: torch.Tensor
     held: torch.Tensor
@@ -28,7 +28,7 @@ class Seen(NamedTuple):
 
 
 class Training:
-    """Steps of rate 1, from 0: what was applied is in the parameters, with a minus."""
+    """Steps of rate 1 from 0, so that the applied sum is minus the parameters."""
 
     def __init__(self, transport: LocalTransport) -> None:
         self.rank = transport.rank
@@ -83,7 +83,7 @@ class Training:
 
 
 def check_nothing_is_lost(ranks: list[list[Seen]]) -> None:
-    """At every look, coordinate by coordinate and summed over ranks."""
+    """Check at every snapshot, per coordinate, summed over ranks."""
     for applied, held, given in (zip(*look, strict=True) for look in zip(*ranks, strict=True)):
         torch.testing.assert_close(applied[0] + sum(held), sum(given), rtol=1e-12, atol=1e-12)
 
@@ -103,7 +103,7 @@ def check_nothing_is_lost(ranks: list[list[Seen]]) -> None:
 )
 @pytest.mark.parametrize("joins", [False, True])
 def test_another_compression_goes_on_from_what_was_held_back(threads, then, joins):
-    """It is sent in the steps that count, a share in each, by a rank that has joined, too."""
+    """It is sent in parts, in the steps that count, also on a rank that has joined."""
 
     def program(transport: LocalTransport) -> list[Seen]:
         training = Training(transport)
@@ -125,13 +125,13 @@ def test_another_compression_goes_on_from_what_was_held_back(threads, then, join
             return [*looks, training.seen()]
 
     ranks = threads(3, program)
-    # Later steps round in 16 bits, or move by a velocity.
+    # Later steps round to 16 bits, or use a velocity.
     check_nothing_is_lost(ranks if then is Compression.none else [looks[:3] for looks in ranks])
     for rank, (loaded, skipped, *_) in enumerate(ranks):
         assert torch.equal(loaded.held, skipped.held)
         assert loaded.held.any() == (rank != GIVES_NOTHING)
     if isinstance(then, type):
-        assert any(looks[2].held.any() for looks in ranks)  # not all of it at once
+        assert any(looks[2].held.any() for looks in ranks)  # not sent all at once
         assert not any(looks[3].held.any() for looks in ranks)
 
 
@@ -170,7 +170,7 @@ def sparse_rows(value: float, *rows: int) -> torch.Tensor:
 def test_a_gradient_that_turns_sparse_takes_along_what_was_held_back(
     threads, dimensions, missing, joins
 ):
-    """Also where a rank has no gradient by then, or has joined."""
+    """Also if a rank then has no gradient, or has joined."""
 
     def program(transport: LocalTransport) -> list[Seen]:
         training, rank = Training(transport), transport.rank

@@ -1,4 +1,4 @@
-"""The ranks' residuals outlive their batches, and their world."""
+"""Residuals survive the end of a rank's batches, and a new world."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_ranks_without_batches_join_and_what_they_hold_back_is_sent(threads, com
 
 @pytest.mark.parametrize("on_divergence", ["error", "heal"])
 def test_replicas_are_not_compared_while_a_rank_has_joined(threads, on_divergence):
-    """Its parameters stay as they are: they lag, as they should."""
+    """Its parameters are out of date, as expected."""
     batches = [7, 3]
 
     def program(transport: LocalTransport) -> int:
@@ -104,7 +104,7 @@ def test_a_rank_that_joins_without_an_optimizer_hears_what_it_lacks(threads):
 
 
 def test_what_was_held_back_goes_into_the_next_world():
-    """As after elastic's recovery, here with fewer ranks."""
+    """As after an elastic recovery, here with fewer ranks."""
     models = [layers() for _ in range(3)]
     optimizers: list[Any] = [None] * 3
 

@@ -1,4 +1,4 @@
-"""Which coordinates are sampled: all of them once in a sweep, by a rule without a message."""
+"""Sampling covers all coordinates once per sweep, following a rule that needs no message."""
 
 from __future__ import annotations
 

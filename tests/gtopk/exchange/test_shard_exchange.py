@@ -1,6 +1,6 @@
-"""Shards in an optimizer: owner errors are saved, dealt anew, and undone with the step.
+"""Shards in an optimizer: owner errors are saved, redistributed, and undone with the step.
 
-The laws that all methods keep are in test_optimizer and test_adamw.
+test_optimizer and test_adamw check the laws of all methods.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHARDS = Compression.shards(3, 2)
 
 @pytest.fixture(autouse=True)
 def _in_small_blocks(_small_blocks: None) -> None:
-    """So that a small model has something in each shard."""
+    """Use small blocks, so that a small model fills every shard."""
 
 
 def owner_errors(optimizer: Any) -> np.ndarray:
@@ -44,7 +44,7 @@ def train(optimizer: Any, model: torch.nn.Module, rank: int, steps: range) -> No
 
 
 def saved(ranks: int, compression: Any = SHARDS, steps: int = 5) -> tuple[list[Any], Any, Any]:
-    """Return the ranks' optimizers after some steps, their state as one, and the model's."""
+    """Return the ranks' optimizers after some steps, their merged state, and the model's."""
     models = [layers() for _ in range(ranks)]
 
     def program(transport: LocalTransport) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Gradients that are sparse by rows: reduced as rows, the sum that of dense ones."""
+"""Row-sparse gradients are reduced as rows, with the same sum as dense ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tables() -> torch.nn.ParameterDict:
 
 
 def drawn(rank: int, step: int) -> torch.Tensor:
-    """Return rows of the table, some of them many times; none on rank 2's first step."""
+    """Return rows of the table, some repeated; none in rank 2's first step."""
     generator = torch.Generator().manual_seed(10 * step + rank)
     count = 0 if (rank, step) == (2, 0) else 20
     return torch.randint(10, (count,), generator=generator) * (rank + 1)
@@ -79,7 +79,7 @@ def test_rows_add_up_to_the_step_of_one_process_and_are_sent_once(threads) -> No
             assert torch.equal(end, ends[0][0])
             torch.testing.assert_close(end, trained_as_one(size), rtol=1e-12, atol=1e-12)
             assert all(sparse)
-            assert all(dense in (0, WIDTH) for dense in sent)  # the bias alone is besides
+            assert all(dense in (0, WIDTH) for dense in sent)  # only the bias is dense
 
 
 class Embedded(torch.nn.Module):
@@ -99,7 +99,7 @@ class Embedded(torch.nn.Module):
 @pytest.mark.parametrize("as_dense", [False, True])
 @pytest.mark.parametrize("absent", [False, True])
 def test_sparse_gradients_train_as_one_process_would(threads, op, as_dense, absent):
-    """Also where a rank looks up nothing at all."""
+    """Also if a rank looks up nothing."""
     size = 3
 
     def indices(rank: int, step: int) -> torch.Tensor:
@@ -143,7 +143,7 @@ def test_sparse_gradients_train_as_one_process_would(threads, op, as_dense, abse
 @pytest.mark.parametrize("compression", [Compression.none, Compression.fp16, Compression.topk(1.0)])
 @pytest.mark.parametrize("as_dense", [False, True])
 def test_what_steps_with_sparse_gradients_alone_gets_some(threads, compression, as_dense):
-    """Also on a rank whose gradient is missing, in its first step or later."""
+    """Also on a rank without a gradient, in its first step or later."""
     drawn = {0: [None, [0, 3], [3, 3, 5], None], 1: [[0, 1], None, [8], None]}
 
     def program(transport: LocalTransport) -> torch.Tensor:
@@ -206,7 +206,7 @@ def test_a_sparse_gradient_that_takes_no_momentum_is_told_once(threads, caplog, 
                 sparse_as_dense=as_dense,
             )
             for _ in range(3):
-                optimizer.load_state_dict(optimizer.state_dict())  # which is planned anew
+                optimizer.load_state_dict(optimizer.state_dict())  # plans buckets again
                 optimizer.zero_grad()
                 model(torch.tensor([1])).backward()
                 optimizer.step()
@@ -240,7 +240,7 @@ def test_a_sparse_gradient_that_is_not_finite_skips_the_step(threads, sparse_val
 
 
 def gathered(parameter: torch.Tensor) -> None:
-    """Give it a gradient that is sparse in all its dimensions."""
+    """Give a parameter a gradient that is sparse in all dimensions."""
     indices = torch.zeros(1, WIDTH, dtype=torch.int64)
     torch.gather(parameter, 0, indices, sparse_grad=True).sum().backward()
 

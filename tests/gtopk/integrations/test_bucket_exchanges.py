@@ -1,4 +1,4 @@
-"""The residual of a parameter, in whichever bucket it is."""
+"""The residual follows a parameter into any bucket."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ Parameters = Mapping[str, torch.nn.Parameter]
 
 
 def some_parameters() -> Parameters:
-    """Return parameters of unlike sizes, by name."""
+    """Return parameters of different sizes, by name."""
     sizes = {"a": 5, "b": 3, "c": 4}
     return {name: torch.nn.Parameter(torch.zeros(n).double()) for name, n in sizes.items()}
 
 
 class Hook:
-    """One rank that sends every entry of Adam's steps, bucket by bucket.
+    """A single rank that sends every entry of Adam's steps, bucket by bucket.
 
-    optimizer: the Adam whose steps are made; None: those of adam_correction.
+    optimizer: the Adam that makes the steps; None: adam_correction makes them.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Hook:
         return bucket_exchange
 
     def exchange(self, parameters: Parameters, bucket: str) -> None:
-        """Replace their gradients, where they have one, by Adam's steps."""
+        """Replace existing gradients with Adam's steps."""
         members = [parameters[name] for name in bucket]
         buffer = torch.cat([torch.zeros_like(p) if p.grad is None else p.grad for p in members])
         bucket_exchange = self.bucket_exchanges.bucket_exchange_of(members, buffer)
@@ -70,7 +70,7 @@ class Hook:
 
 
 def give_gradients(parameters: Parameters, names: str, step: int) -> None:
-    """Let those of these names have a gradient, and be the only ones that are trained."""
+    """Give only the named parameters a gradient, and train only these."""
     for name, parameter in parameters.items():
         generator = torch.Generator().manual_seed(100 * step + ord(name))
         gradient = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
@@ -81,7 +81,7 @@ def give_gradients(parameters: Parameters, names: str, step: int) -> None:
 def assert_steps_are_adams(
     buckets: Sequence[str], trained: Sequence[str], *, saved_before: int | None = None
 ) -> None:
-    """Train these parameters in these buckets, step by step, beside Adam without any."""
+    """Train in these buckets, and compare each step with plain Adam."""
     for is_given in (False, True):
         _assert_steps_are_adams(buckets, trained, saved_before, is_given)
 
@@ -111,7 +111,7 @@ def _assert_steps_are_adams(
 
 
 def test_moments_of_a_layer_that_is_frozen_and_thawed_are_as_old_as_before() -> None:
-    """And so are those of the layers beside it, which go on meanwhile."""
+    """The same holds for other layers, which train in the meantime."""
     assert_steps_are_adams(["abc"] * 9, ["abc"] * 4 + ["ac"] * 3 + ["abc"] * 2)
 
 
@@ -153,7 +153,7 @@ def test_what_ranks_share_and_own_moments_are_the_same_in_whichever_buckets(thre
 
 
 def test_the_memory_of_a_buffer_is_not_kept_once_another_takes_its_place() -> None:
-    """As in DDP that is made anew around a model of one bucket."""
+    """As when DDP is created again around a model of one bucket."""
     parameters = some_parameters()
     bucket_exchanges = Hook().bucket_exchanges
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Passes that do not count, and what optimizers drop then."""
+"""Passes that do not count, and the gradients that optimizers then drop."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from gtopk.integrations.optimizer_checks import HookSkips
 
 
 def gradients(optimizer: torch.optim.Optimizer) -> list[bool]:
-    """Tell of which parameters there are any."""
+    """Tell which parameters have gradients."""
     return [p.grad is not None for group in optimizer.param_groups for p in group["params"]]
 
 
 def test_what_is_dropped_is_all_but_what_is_of_other_models() -> None:
     one, other, nobodys = (torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
     skips, others, same = HookSkips(lambda: [one], 20), HookSkips(lambda: [other], 20), [one]
-    again = HookSkips(lambda: same, 20)  # another state of the first model, of an earlier run
+    again = HookSkips(lambda: same, 20)  # another state of the first model, from an earlier run
     optimizer = torch.optim.SGD([one, other, nobodys], lr=1.0)
 
     def dropped(counted: bool) -> list[bool]:
@@ -27,7 +27,7 @@ def test_what_is_dropped_is_all_but_what_is_of_other_models() -> None:
 
     assert dropped(True) == [True, True, True]
     assert dropped(False) == [False, True, False]
-    one.grad = torch.ones(2)  # of no pass that the hook saw
+    one.grad = torch.ones(2)  # not from a pass that the hook saw
     skips.drop(optimizer)
     assert gradients(optimizer) == [True, True, False]
     assert dropped(False) == [False, True, False]

@@ -1,4 +1,4 @@
-"""What a step costs whose buckets are handed over one by one."""
+"""The report of a step whose buckets arrive one by one."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Hook(HookState):
 def test_a_pass_whose_bucket_has_failed_is_undone_before_the_next(
     threads: Callable[..., Any],
 ) -> None:
-    """Also if its last bucket was exchanged, after which DDP's hook reports the pass."""
+    """Also if its last bucket was exchanged, after which DDP's hook reports the whole pass."""
 
     def program(transport: Transport) -> None:
         with world.entered(transport) as here:

@@ -1,4 +1,4 @@
-"""A hook's look at the optimizers of its model, from its making to its end."""
+"""A hook's checks of its model's optimizers, during its whole life."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_container_may_call_the_step_of_the_hooks_optimizer():
     optimizer = stepped(parameter)
 
     class Container(torch.optim.Optimizer):
-        """One step for several optimizers, as torchtitan's."""
+        """One step for several optimizers, as in torchtitan."""
 
         def __init__(self) -> None:
             self.optimizers = [optimizer]

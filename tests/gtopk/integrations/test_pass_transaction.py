@@ -1,4 +1,4 @@
-"""A step whose buckets come one by one, and what becomes of them in another thread."""
+"""A step whose buckets arrive one by one, and are exchanged in another thread."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_gradients_are_written_on_the_stream_of_their_bucket(flags: int) -> None
         "lane", [parameter], ["parameter"], GTopK(0.1), Progress()
     )
     bucket_exchange.capture_gradients(1.0, 1.0)
-    on_it = 0  # how often the gradient was written there
+    on_it = 0  # number of writes of the gradient there
 
     @contextmanager
     def on_stream() -> Iterator[None]:
@@ -42,7 +42,7 @@ def test_gradients_are_written_on_the_stream_of_their_bucket(flags: int) -> None
 
 
 def test_a_bucket_that_comes_twice_becomes_what_it_was_before_the_step() -> None:
-    """As that of a module that is used twice in a pass does."""
+    """As for a module that is used twice in a pass."""
     parameter = torch.nn.Parameter(torch.zeros(30))
     bucket_exchange = open_bucket_exchange(
         "lane", [parameter], ["parameter"], GTopK(0.1), Progress()

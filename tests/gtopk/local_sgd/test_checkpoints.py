@@ -1,4 +1,4 @@
-"""LocalSGD goes on from a checkpoint: its residual, and what its outer optimizer knows."""
+"""LocalSGD resumes from a checkpoint, with its residual and outer optimizer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_checkpoint_goes_on_to_the_bit(mid_round: bool) -> None:
         )
         train(model, optimizer, range(stop, 12))
         other, resumed = begin()
-        train(other, resumed, range(2))  # what it did before is forgotten
+        train(other, resumed, range(2))  # loading discards this
         other.load_state_dict(saved[0])
         resumed.load_state_dict(saved[1])
         train(other, resumed, range(stop, 12))
@@ -63,7 +63,7 @@ def test_a_checkpoint_goes_on_to_the_bit(mid_round: bool) -> None:
     ids=repr,
 )
 def test_another_compression_goes_on_from_what_was_held_back(then: Any) -> None:
-    """Also where a rank holds nothing back; it is saved as long as it is not sent."""
+    """Also if a rank has no residual; it is saved until it is sent."""
 
     def rank(transport: LocalTransport) -> tuple[torch.Tensor, ...]:
         model = network()
@@ -268,7 +268,7 @@ def test_a_state_without_the_outer_optimizers_is_told_of(caplog: pytest.LogCaptu
 
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_the_outer_optimizers_state_is_shared_or_missed(is_shared: bool) -> None:
-    """Rank 0 alone goes on from a checkpoint, as Horovod's scripts do."""
+    """Only rank 0 loads the checkpoint, as in Horovod's scripts."""
 
     def program(transport: LocalTransport) -> Any:
         model = network()
@@ -308,7 +308,7 @@ def test_the_outer_optimizers_state_is_shared_or_missed(is_shared: bool) -> None
     ids=repr,
 )
 def test_where_rank_0_alone_loads_all_go_on_from_where_it_was(compression: Any, steps: int) -> None:
-    """Between rounds, where the model alone is shared; and in the middle of one."""
+    """Between rounds, when only the model is shared, and in the middle of a round."""
 
     def begin() -> tuple[torch.nn.Module, Any]:
         model = network()

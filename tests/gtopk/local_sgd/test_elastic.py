@@ -1,4 +1,4 @@
-"""LocalSGD in hvd.elastic: ranks go on as rank 0 was in its round, holding back what each did."""
+"""LocalSGD in hvd.elastic: ranks resume where rank 0 was in its round; residuals stay."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def center(optimizer: Any) -> torch.Tensor:
 def test_a_job_goes_on_from_a_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, after: int
 ) -> None:
-    """Between two rounds, and in the middle of one, which other numbers of ranks begin anew."""
+    """Between two rounds, and within one, which another number of ranks restarts."""
     monkeypatch.setenv("GTOPK_ELASTIC_DIR", str(tmp_path))
 
     def first(transport: LocalTransport) -> torch.Tensor:
@@ -71,7 +71,7 @@ def test_a_recovery_goes_on_as_rank_0_was_in_its_round() -> None:
         model, optimizer, state = begin()
         state.sync()
         train(transport.rank, model, optimizer, range(INNER_STEPS))
-        if transport.rank == 0:  # ranks need not make as many steps as others
+        if transport.rank == 0:  # ranks may take different numbers of steps
             train(0, model, optimizer, range(INNER_STEPS, INNER_STEPS + 1))
         state.commit()
         own, mine = weights(model), held(optimizer)
@@ -81,7 +81,7 @@ def test_a_recovery_goes_on_as_rank_0_was_in_its_round() -> None:
         assert torch.equal(held(optimizer), mine)
         assert (optimizer.outer_steps, optimizer.steps_made) == (1, 1)
         seen = own, weights(model), center(optimizer)
-        state.restore()  # what was committed is what all agreed on
+        state.restore()  # all ranks agreed on the commit
         assert torch.equal(weights(model), seen[1])
         assert torch.equal(center(optimizer), seen[2])
         optimizer.outer_step()

@@ -1,4 +1,4 @@
-"""LocalSGD with fragments goes on from a state: to the bit, on other ranks, as the root does."""
+"""LocalSGD with fragments resumes bit-identically from a state, on all ranks as on the root."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_checkpoint_goes_on_to_the_bit_from_any_step(compression: Any, overlap
             train(transport.rank, model, optimizer, range(stop, 13))
             assert torch.equal(weights(model), weights(whole))  # asking for a state changes nothing
             other, resumed = in_fragments(overlap, compression)
-            train(transport.rank, other, resumed, range(3))  # is forgotten
+            train(transport.rank, other, resumed, range(3))  # discarded
             other.load_state_dict(saved[0])
             resumed.load_state_dict(saved[1])
             train(transport.rank, other, resumed, range(stop, 13))
@@ -218,7 +218,7 @@ def test_elastic_recovers_within_the_turns() -> None:
 
 @pytest.mark.parametrize("overlap", [0, 3])
 def test_the_turns_go_on_in_the_next_world(overlap: int) -> None:
-    """To the bit; where an exchange goes on then, it only ends sooner."""
+    """Bit-identically; an exchange in progress only ends sooner."""
     later = local_world(2, timeout_seconds=20)
 
     def rank(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor]:

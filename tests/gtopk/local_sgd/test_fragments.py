@@ -1,4 +1,4 @@
-"""LocalSGD with fragments: parts of the model that are exchanged in turn."""
+"""LocalSGD with fragments: it exchanges parts of the model in turn."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def in_turn(
     outside = outer(list(center.parameters()))
     z = list(center.parameters())
     parts = PARTS[fragments]
-    sent: list[Any] = [None] * fragments  # when, and what
+    sent: list[Any] = [None] * fragments  # (step, changes)
     taken = [0] * fragments
 
     def take(part: int, step: int) -> None:
@@ -178,7 +178,7 @@ def test_each_fragment_is_exchanged_by_itself_every_so_many_steps(
 
 
 def test_what_ranks_agree_on_within_the_turns() -> None:
-    """The centers always; a fragment itself as it was exchanged; all after outer_step."""
+    """The centers always, a fragment right after its exchange, everything after outer_step."""
 
     def rank(transport: LocalTransport) -> list[tuple[Any, ...]]:
         model = network()
@@ -289,7 +289,7 @@ def test_a_budget_of_bytes_is_for_an_exchange_of_all_fragments(fragments: int) -
             optimizer.step()
             if optimizer.last_step is not before:
                 sent.append(optimizer.last_step.sent_bytes)
-        # By then names are known, and no longer sent along.
+        # By then ranks have cached the names and no longer send them.
         assert 20_000 < sum(sent[-fragments:]) <= 40_000
 
     on_ranks(2, rank)
@@ -319,7 +319,7 @@ def test_ranks_with_other_fragments_or_another_decay_hear_of_it() -> None:
             ({"residual_decay": [1.0, 0.5][transport.rank]}, r"rank 1: .*residual_decay=0\.5"),
         ):
             model = network()
-            # The first name is not of the first fragment's parameters.
+            # The first name does not belong to the first fragment.
             names = zip("dcba", model.parameters(), strict=True)
             optimizer = LocalSGD(
                 momentum(model.parameters()),

@@ -1,4 +1,4 @@
-"""LocalSGD: rounds of local steps and one exchange; DiLoCo where it is dense."""
+"""LocalSGD: rounds of local steps and one exchange; with dense exchanges, DiLoCo."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RANKS = (1, 2, 3, 5)
 
 
 def diloco(ranks: int, rounds: int, steps: int, outer: Callable[[Any], Any]) -> torch.Tensor:
-    """Return the weights that algorithm 1 of DiLoCo comes to, written out in one process."""
+    """Return the weights after DiLoCo's algorithm 1, implemented in one process."""
     center, models = network(), [network() for _ in range(ranks)]
     inner = [momentum(model.parameters()) for model in models]
     outside = outer(list(center.parameters()))
@@ -108,7 +108,7 @@ def test_a_rank_without_a_step_weighs_nothing() -> None:
     def rank(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor]:
         model = network()
         optimizer = LocalSGD(momentum(model.parameters()), None, averaging)
-        assert not optimizer.outer_step()  # nobody has made one
+        assert not optimizer.outer_step()  # no rank has taken one
         assert optimizer.last_step is None
         assert torch.equal(weights(model), weights(network()))
         if transport.rank == 1:
@@ -219,7 +219,7 @@ def test_parameters_that_have_no_size_yet_are_refused_with_their_names() -> None
 
 
 def epochs(optimizer: Any, model: torch.nn.Module, rank: int, batches: int) -> None:
-    """Train two epochs of so many batches, as docs/local_sgd.md has it."""
+    """Train two epochs of `batches` batches, as in docs/local_sgd.md."""
     for epoch in range(2):
         for step in range(batches):
             backward(model, rank, 10 * epoch + step)
@@ -369,7 +369,7 @@ def test_parameters_that_are_trained_later_are_refused() -> None:
     ids=repr,
 )
 def test_a_layer_that_all_ranks_have_frozen_keeps_its_values(compression: Any) -> None:
-    """Once what was changed of it is applied: also that of the round in which it was frozen."""
+    """After all its changes are applied, including those of the round in which it was frozen."""
 
     def rank(transport: LocalTransport) -> None:
         model = network()
@@ -431,7 +431,7 @@ def test_momentum_is_outside_where_nothing_comes_late() -> None:
         ({"outer": "nesterov"}, "outer= must make an optimizer of a list of parameters, got 'nest"),
         ({"outer": lambda parameters: None}, "what outer= returns must be a torch.optim.Optimizer"),
         ({"outer": torch.optim.LBFGS}, "LBFGS needs a closure, and the outer step has none"),
-        (  # what the ranks changed of the others would be summed, and thrown away
+        (  # the ranks' changes of the others would be summed and discarded
             {"outer": lambda parameters: averaging(parameters[1:])},
             "must step the 4 parameters that outer= is given, got 3 of them and 0 others",
         ),

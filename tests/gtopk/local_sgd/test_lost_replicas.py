@@ -1,4 +1,4 @@
-"""LocalSGD goes on where a replica is not finite, or the sum of all overflows."""
+"""LocalSGD continues if a replica is not finite, or if the sum of all overflows."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def test_a_replica_that_is_not_finite_becomes_the_others_model(
                 mine -= 0.1 * other.grad
         optimizer.step()
         assert (optimizer.lost_replicas, optimizer.skipped_steps) == (1, 0)
-        assert bool(optimizer.state) == (transport.rank != 1)  # momentum that is NaN is no use
+        assert bool(optimizer.state) == (transport.rank != 1)  # NaN momentum is dropped
         seen = z, weights(model), weights(copy), held(optimizer)
-        model[0].weight.grad.fill_(float("inf"))  # on all ranks: nothing is left to go on with
+        model[0].weight.grad.fill_(float("inf"))  # on all ranks, so no rank can continue
         with pytest.raises(FloatingPointError, match="2 outer steps in a row"):
             optimizer.step()
         assert torch.equal(weights(model), seen[1])
@@ -63,7 +63,7 @@ def test_a_replica_that_is_not_finite_becomes_the_others_model(
         assert (optimizer.lost_replicas, optimizer.skipped_steps) == (4, 1)
         optimizer.load_state_dict(optimizer.state_dict())
         model[0].weight.grad.fill_(float("inf"))
-        optimizer.step()  # those before the state are in no row with this one
+        optimizer.step()  # failures before the state do not count as consecutive
         assert (optimizer.lost_replicas, optimizer.skipped_steps) == (7, 2)
         return seen
 
@@ -129,7 +129,7 @@ def test_steps_of_a_replica_that_was_lost_weigh_nothing() -> None:
                 model[2].bias.grad[1] = float("nan")
             optimizer.step()
         before = torch.cat([z.reshape(-1) for part in optimizer._fragments for z in part.center])
-        own = before - weights(model)  # rank 0's changes; rank 1 has thrown its own away
+        own = before - weights(model)  # rank 0's changes; rank 1 has discarded its own
         optimizer.outer_step()
         return before - weights(model), own
 
@@ -141,7 +141,7 @@ def test_steps_of_a_replica_that_was_lost_weigh_nothing() -> None:
 
 @pytest.mark.parametrize("overlap", [0, 1, 3])
 def test_a_replica_that_is_not_finite_goes_back_as_a_whole(overlap: int) -> None:
-    """Also where one fragment alone was found not to be finite; the rest of its round is lost."""
+    """Also if only one fragment is not finite; the rest of its round is lost."""
 
     def rank(transport: LocalTransport) -> torch.Tensor:
         model = network()
@@ -187,7 +187,7 @@ def test_a_replica_is_lost_once_though_all_exchanges_under_way_find_it(overlap: 
                     p.grad.fill_(float("nan"))
             optimizer.step()
         assert optimizer.lost_replicas == 1
-        # The rank begins anew once, and its steps count from then on.
+        # The rank restarts once, and its steps count from then on.
         made = 15 - overlap if transport.rank == 1 else 20
         velocity = optimizer.state[parameters[0]]["momentum_buffer"]
         close(velocity, torch.full_like(velocity, sum(0.5**n for n in range(made))))
@@ -212,7 +212,7 @@ def test_steps_of_a_replica_that_was_lost_weigh_nothing_in_any_fragment() -> Non
         replica = weights(model)
         backward(model, transport.rank, 1)
         own = start - replica + 0.1 * flat(p.grad for p in model.parameters())
-        optimizer.step()  # which exchanges fragment 1
+        optimizer.step()  # exchanges fragment 1
         assert (optimizer.outer_steps, optimizer.lost_replicas) == (2, 1)
         part = slice(54, 63)
         return (start - weights(model))[part], own[part]

@@ -1,4 +1,4 @@
-"""LocalSGD with overlap_steps: ranks go on while their changes are exchanged."""
+"""LocalSGD with overlap_steps: ranks continue during the exchange of their changes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.gtopk.local_rounds import (
 def streamed(
     ranks: int, steps: int, overlap: int, every: int, outer: Callable[[Any], Any]
 ) -> torch.Tensor:
-    """Return the weights that all ranks come to after a last exchange, made in one process."""
+    """Return all ranks' weights after a last exchange, computed in one process."""
     center, models = network(), [network() for _ in range(ranks)]
     inner = [momentum(model.parameters()) for model in models]
     outside = outer(list(center.parameters()))
@@ -79,7 +79,7 @@ def test_a_replica_keeps_its_steps_and_moves_by_what_all_have_changed(
     overlap: int, every: int, outer: Any, compression: Any
 ) -> None:
     for ranks in (1, 2, 3, 5):
-        for steps in (9, 10, 11):  # the last exchange has just begun, goes on, or is over
+        for steps in (9, 10, 11):  # the last exchange has just begun, is in progress, or is over
 
             def rank(
                 transport: LocalTransport, steps: int = steps
@@ -145,7 +145,7 @@ def begin() -> tuple[torch.nn.Module, Any]:
 
 @pytest.mark.parametrize("stop", [4, 5, 6, 7])
 def test_a_checkpoint_within_an_exchange_goes_on_to_the_bit(stop: int) -> None:
-    """Also where one rank alone asks for its state: its run is the same as without."""
+    """Also if only one rank gets its state; its run does not change."""
 
     def rank(transport: LocalTransport) -> None:
         whole, alone = begin()
@@ -163,7 +163,7 @@ def test_a_checkpoint_within_an_exchange_goes_on_to_the_bit(stop: int) -> None:
             (model.state_dict(), optimizer.state_dict()),
         )
         other, resumed = begin()
-        trained(transport, range(5), other, resumed)  # what goes on by then is forgotten
+        trained(transport, range(5), other, resumed)  # loading discards the exchange in progress
         other.load_state_dict(saved[0])
         resumed.load_state_dict(saved[1])
         trained(transport, range(stop, 11), other, resumed)
@@ -182,7 +182,7 @@ def test_all_go_on_within_an_exchange_as_the_root_does() -> None:
         hvd.broadcast_optimizer_state(optimizer, 0)
         assert optimizer.steps_made == 1
         root = LocalTransport.__name__, weights(model)
-        backward(model, 0, 5)  # as the root does, on all
+        backward(model, 0, 5)  # the same as on the root
         optimizer.step()
         assert torch.equal(hvd.broadcast(weights(model), 0), weights(model)), root
         assert optimizer.outer_steps == 1
@@ -230,7 +230,7 @@ def test_a_rank_whose_replica_was_lost_loads_like_the_others(way: str) -> None:
         backward(model, transport.rank, 3)
         if transport.rank == 1:
             model[2].bias.grad[1] = float("nan")
-        optimizer.step()  # and the exchange goes on
+        optimizer.step()  # the exchange continues
         if way == "all load" or transport.rank == 0:
             model.load_state_dict(saved[0])
             optimizer.load_state_dict(saved[1])
@@ -259,7 +259,7 @@ def test_the_outer_step_is_by_the_options_at_the_end_of_the_round() -> None:
             optimizer.step()
             group["lr"] *= 0.5
             if transport.rank == 0:
-                optimizer.state_dict()  # which has the changes before others do
+                optimizer.state_dict()  # has the changes earlier than on other ranks
         optimizer.outer_step()
         return weights(model), [group["lr"]]
 
@@ -287,7 +287,7 @@ def test_parameters_that_are_trained_later_are_refused() -> None:
 
 
 def test_a_frozen_layer_does_not_move_by_momentum() -> None:
-    """But once: by what was exchanged as it froze."""
+    """It moves only once, by the changes exchanged as it froze."""
 
     def rank(transport: LocalTransport) -> list[float]:
         model = network()
@@ -349,7 +349,7 @@ def test_an_exchange_that_failed_loses_no_step() -> None:
             backward(model, transport.rank, step)
             own += 0.1 * torch.cat([p.grad.reshape(-1) for p in model.parameters()])
             if step == 2 and transport.rank == 0:
-                saved = optimizer.state_dict()["local_sgd"]  # waits, and leaves the error to step
+                saved = optimizer.state_dict()["local_sgd"]  # waits; `step` raises the error
                 assert (saved["steps_made"], saved["sent"]) == (2, [])
             if step == 2:
                 with pytest.raises(hvd.HorovodInternalError, match="rank 1: outer SGD"):
@@ -371,13 +371,13 @@ def test_what_an_exchange_hid_behind_steps_is_told() -> None:
         model, optimizer = begin()
         trained(transport, range(4), model, optimizer)
         assert optimizer.last_step is None
-        while not any(optimizer._fragments.first._span):  # until the engine's thread is done
+        while not any(optimizer._fragments.first._span):  # until the engine's thread has finished
             time.sleep(0.001)
         trained(transport, range(4, 6), model, optimizer)
         report = optimizer.last_step
         assert (report.local_steps, optimizer.steps_made) == (4, 2)
         assert 0.0 < report.hidden_seconds <= report.working_seconds
-        optimizer.outer_step()  # which waits
+        optimizer.outer_step()  # waits
         assert optimizer.last_step.hidden_seconds == 0.0
 
     on_ranks(2, rank)

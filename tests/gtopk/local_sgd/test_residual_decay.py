@@ -1,4 +1,4 @@
-"""LocalSGD with residual_decay: what waits is multiplied before a round's changes are added."""
+"""LocalSGD with residual_decay: it multiplies the residual, then adds a round's changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.gtopk.local_rounds import GTOPK, flat, held, on_ranks
 @pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize("decay", [1.0, 0.5, 0.0])
 def test_a_residual_decays_before_changes_are_added(decay: float, fragments: int) -> None:
-    """To the bit: all values are short binary fractions, and the ranks' shares powers of two."""
+    """Exactly: all values are short binary fractions, and the ranks' weights powers of two."""
 
     def rank(transport: LocalTransport) -> list[tuple[torch.Tensor, ...]]:
         generator = torch.Generator().manual_seed(transport.rank)
@@ -27,7 +27,7 @@ def test_a_residual_decays_before_changes_are_added(decay: float, fragments: int
             fragments=fragments,
             residual_decay=decay,
         )
-        # On 3 ranks 2, 1 and 1 of 4 steps.
+        # On 3 ranks: 2, 1 and 1 of 4 steps.
         steps = 2 if (transport.size, transport.rank) == (3, 0) else 1
         before, seen = torch.zeros(90, dtype=torch.float64), []
         for _ in range(5):

@@ -1,4 +1,4 @@
-"""The plan: every parameter in one bucket, in the order of backward, the last ones small."""
+"""The plan puts every parameter in one bucket, in backward order, with small last buckets."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_on_a_gpu_there_are_three_buckets_at_most(compression, count):
     lengths = [1_000_000 + 1000 * (number % 7) for number in range(count)]
     sizes = sizes_for(compression, sum(lengths), 16, on_gpu=True)
     buckets = fill(range(count), lengths, sizes)
-    assert len(buckets) == (3 if count > 7 else 1)  # where all is worth several operations
+    assert len(buckets) == (3 if count > 7 else 1)  # if the total justifies several
     by_host = sizes_for(compression, sum(lengths), 16)
     assert len(buckets) <= len(fill(range(count), lengths, by_host))
 

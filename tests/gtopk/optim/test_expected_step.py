@@ -1,4 +1,4 @@
-"""What is expected of a step, and what rank 0 says of it."""
+"""The predicted time of a step, and rank 0's message about it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def embedding(values: int) -> SparseGradientExchange:
 
 
 def peers(rank: int = 0, size: int = 8, takes_part: bool = True) -> Any:
-    """Return some of 8 ranks of a world, which have measured."""
+    """Return some of a world's 8 ranks, with a calibration."""
     transport = SimpleNamespace(name="made up", library=lambda: "threads")
     here = SimpleNamespace(rank=rank, size=8, advised=False, transport=transport)
     return SimpleNamespace(
@@ -65,7 +65,7 @@ def test_what_travels_dense_beside_is_in_no_saving(caplog: pytest.LogCaptureFixt
 def test_the_other_way_is_said_of_the_buckets_it_would_have(
     is_compressed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of planned ones: those that are given are given for either."""
+    """This holds for planned buckets; given ones are the same for both."""
     runs, other = (GTOPK, None) if is_compressed else (None, GTOPK)
     parameters = [torch.nn.Parameter(torch.zeros(1_000_000)) for _ in range(10)]
     names = [str(number) for number in range(10)]
@@ -93,7 +93,7 @@ def test_where_nothing_is_compressed_it_is_said_of_what_could_be(
     ("compression", "dtype", "value_bytes"),
     [
         (Compression.none, torch.float32, 4),
-        (Compression.none, torch.bfloat16, 4),  # sums are of float32
+        (Compression.none, torch.bfloat16, 4),  # sums are float32
         (Compression.none, torch.float64, 8),
         (Compression.fp16, torch.float32, 2),
         (Compression.bf16, torch.float64, 2),

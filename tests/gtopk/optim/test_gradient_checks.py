@@ -1,4 +1,4 @@
-"""What a GradScaler's scale is to gradients that are reduced."""
+"""Reduced gradients take a GradScaler's scale into account."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_a_scaler_tells_its_scale_where_it_scales():
 
 
 def test_a_scale_on_a_gpu_is_read_once_for_each_update(monkeypatch: pytest.MonkeyPatch):
-    """On the host, which is told that the scale is on a GPU."""
+    """On the host, with a scale that claims to be on a GPU."""
     read: list[float] = []
 
     class Counted(gradient_checks._Reading):
@@ -31,7 +31,7 @@ def test_a_scale_on_a_gpu_is_read_once_for_each_update(monkeypatch: pytest.Monke
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     for expected in (8.0, 16.0, 32.0):
         scaler.scale(parameter.sum()).backward()
-        begin_to_read_scale(scaler)  # before the backward pass, as `zero_grad` does
+        begin_to_read_scale(scaler)  # before backward, as in `zero_grad`
         assert [loss_scale(scaler) for _ in range(3)] == [expected] * 3
         scaler.step(optimizer)
         scaler.update()

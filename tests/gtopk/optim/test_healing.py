@@ -1,4 +1,4 @@
-"""Replicas that have parted become what most of them are, to the bit; the residual stays."""
+"""Diverged replicas become bit-identical to the majority; residuals stay."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def network() -> torch.nn.Sequential:
 
 
 def flip(tensor: torch.Tensor) -> None:
-    """Flip the highest bit of a mantissa."""
+    """Flip the highest mantissa bit of an element."""
     flat = tensor.detach().view(-1)
     flat.view(torch.int32)[flat.abs().argmax()] ^= 1 << 22
 
 
 def content(model: torch.nn.Module, optimizer: Any) -> bytes:
-    """Return the bits of all parameters and of the optimizer's state."""
+    """Return the bytes of all parameters and of the optimizer's state."""
     tensors = [*model.parameters()]
     tensors += [v for p in model.parameters() for _, v in sorted(optimizer.state[p].items())]
     return b"".join(each.detach().numpy().tobytes() for each in tensors)
@@ -47,7 +47,7 @@ def train(
     on_divergence: str = "heal",
     **options: Any,
 ) -> tuple[bytes, list[bytes], int]:
-    """Return parameters and state at the end, the residual after each step, divergences.
+    """Return the final parameters and state, the residual after each step, and divergences.
 
     spoil: called with rank, step, model and optimizer after each backward pass.
     """
@@ -60,7 +60,7 @@ def train(
             Compression.gtopk(0.2),
             check_every=EVERY,
             on_divergence=on_divergence,  # type: ignore[arg-type]
-            adam_steps="after",  # before, parameters are put in anew after each backward pass
+            adam_steps="after",  # "before" restores parameters after each backward pass
         )
         for step in range(STEPS):
             generator = torch.Generator().manual_seed(100 * step + transport.rank)
@@ -77,7 +77,7 @@ def train(
     ("kind", "options"), [(torch.optim.Adam, {}), (torch.optim.SGD, {"momentum": 0.9})]
 )
 def test_a_bit_that_flips_in_a_parameter_is_undone_by_the_next_check(threads, kind, options):
-    """It flips after the gradient was taken: nothing of it is left, and no residual has moved."""
+    """It flips after backward: no trace of it remains, and no residual changes."""
 
     def spoil(rank: int, step: int, model: torch.nn.Sequential, optimizer: Any) -> None:
         if rank == 2 and step == 2 * EVERY - 1:
@@ -100,7 +100,7 @@ def test_a_momentum_that_has_parted_is_healed_with_its_parameter(threads):
 
     ends = threads(3, lambda t: train(t, spoil, torch.optim.SGD, momentum=0.9))
     assert {end for end, _, _ in ends} == {ends[0][0]}
-    assert [count for *_, count in ends] == [1] * 3  # else it would part anew
+    assert [count for *_, count in ends] == [1] * 3  # otherwise it would diverge again
 
 
 def test_ranks_that_part_in_different_parameters_are_all_healed(threads, caplog):
@@ -174,7 +174,7 @@ def test_what_the_majority_has_is_sent_once_to_each_that_lacks_it(threads):
         {"a": b"well"} if rank in (0, 3) else {} for rank in range(5)
     ]
     others = found[2][2]
-    assert found[1][2] == others + 2  # the lowest rank that is well has sent it
+    assert found[1][2] == others + 2  # the lowest healthy rank sent it
 
 
 def test_who_has_the_most_without_more_than_half_is_no_majority():
@@ -183,7 +183,7 @@ def test_who_has_the_most_without_more_than_half_is_no_majority():
 
 
 def test_nothing_that_most_do_not_have_stays_in_the_state(threads):
-    """A rank may lack part of the state, or have more of it."""
+    """A rank may lack part of the state, or have extra state."""
     theirs, mine = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.zeros(3))
     packed = pack({theirs: "w"}, ["w"], {theirs: {"step": torch.tensor(4.0), "sum": theirs + 1}})
     kept = torch.zeros(3)

@@ -1,4 +1,4 @@
-"""Backward passes are counted by parameter, and one too many is an error."""
+"""Backward passes are counted per parameter, and one too many raises."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_gradient_is_complete_when_its_last_pass_is_done():
 
 
 def awaited(listener: Listener, *sizes: int, passes: int = 1) -> tuple[Any, list[Any]]:
-    """Return hooks that tell of buckets of so many parameters, and all of these."""
+    """Return hooks that report buckets of the given numbers of parameters, and the parameters."""
     buckets = [[torch.nn.Parameter(torch.ones(2)) for _ in range(size)] for size in sizes]
     parameters = [parameter for bucket in buckets for parameter in bucket]
     hooks = BackwardHooks({p: f"p{at}" for at, p in enumerate(parameters)}, passes, listener.hear)
@@ -109,10 +109,10 @@ def test_a_pass_too_many_of_gradients_within_a_bucket_is_found_before_the_step()
     hooks, parameters = awaited(Listener(), 3)
     for _ in range(2):
         parameters[1].sum().backward()
-    assert not hooks.order  # who looks, to drop the gradients say, gets no error
+    assert not hooks.order  # reading, for example to drop gradients, does not raise
     with pytest.raises(AssertionError, match="'p1' was computed 2 times"):
         hooks.check()
-    hooks.check()  # who has caught it may step
+    hooks.check()  # after catching the error, a step is allowed
     hooks.forget()
     for _ in range(2):
         parameters[1].sum().backward()
@@ -154,7 +154,7 @@ def test_who_is_gone_leaves_no_list_that_grows():
 
 @pytest.mark.parametrize("passes", [1, 4])
 def test_the_last_pass_of_a_step_is_the_one_that_is_timed(monkeypatch, passes):
-    """Gradients are exchanged in it; before it come forwards and data, too."""
+    """Gradients are exchanged in it; the time before it includes forward passes and data."""
     ticks = itertools.count()
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     layers = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]

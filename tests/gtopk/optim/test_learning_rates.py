@@ -1,4 +1,4 @@
-"""The ramp: a learning rate that rises in a straight line to what it was."""
+"""The ramp: a learning rate rises linearly to its former value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What steps take of memory, and that nothing of the parameters' size comes and goes in one."""
+"""The memory of a step; no step allocates temporary arrays of the parameters' size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_steps_take_the_memory_that_plan_tells(forked, way: str) -> None:
     job = forked(2, "memory_of_a_step.py", way)
     assert job.returncode == 0, job.stderr
     found = json.loads(job.stdout.splitlines()[-1])
-    # Of the libraries' own memory more is in use here, or less.
+    # The libraries' own memory varies between machines.
     assert found["most"] == pytest.approx(MEMORY[way], rel=0.05, abs=1.0)
-    if way != "adam, shards":  # whose shard, a quarter of all, is worked on apart
+    if way != "adam, shards":  # its shard, a quarter of all, is processed separately
         assert found["most"] < found["kept"] + 1.0

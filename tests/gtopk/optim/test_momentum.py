@@ -1,4 +1,4 @@
-"""Clipping beside a correction: it trains as dense does that clips, or is refused with the way."""
+"""Clipping with momentum correction trains like dense with clipping, or raises with advice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CLIPPED = r"shortened between their exchange and step\(\), .* {}=.* leave clip_g
 
 
 def trained(threads: Any, options: dict[str, Any], norm: float | None, **given: Any) -> None:
-    """Train on two ranks, as a script that clips to a norm what the ranks have agreed on."""
+    """Train on two ranks like a script that clips the reduced gradients to a norm."""
 
     def program(transport: LocalTransport) -> None:
         model = network()
@@ -58,9 +58,9 @@ def test_a_script_that_clips_behind_a_correction_is_told_what_to_do(threads, opt
     said = CLIPPED.format(next(iter(options)), way)
     with pytest.raises(ValueError, match=said):
         trained(threads, options, 0.1, scaled=scaled)
-    for harmless in (None, math.inf):  # the latter only to know the norm
+    for harmless in (None, math.inf):  # inf only computes the norm
         trained(threads, options, harmless, scaled=scaled)
-    trained(threads, {}, 0.1, scaled=scaled)  # of gradients it is nobody's business
+    trained(threads, {}, 0.1, scaled=scaled)  # no error: gradients may be clipped
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_hook_looks_at_each_of_the_models_optimizers():
 
 
 def loss_of(model: torch.nn.Module, rank: int, step: int, size: int) -> torch.Tensor:
-    """Return the loss of a rank's part of a batch; once in ten steps it has a long gradient."""
+    """Return the loss of a rank's part of a batch; every tenth step has a long gradient."""
     generator = torch.Generator().manual_seed(step)
     inputs = torch.randn(32, 20, generator=generator)
     targets = inputs.sin().sum(1, keepdim=True) * (20 if step % 10 == 0 else 1)
@@ -168,7 +168,7 @@ ROWS: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("row", ROWS)
 def test_a_script_that_clips_ends_where_the_dense_one_does(threads, row):
-    """Within a tenth of what there was to learn; clipped velocities stop a third short."""
+    """Within a tenth of the possible gain; with clipped velocities, a third is missing."""
     dense_kind, kind, corrects, clips = ROWS[row]
 
     def program(transport: LocalTransport, *, is_dense: bool) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""What may be asked of a distributed optimizer, and what is refused."""
+"""The options of a distributed optimizer that are accepted or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank may join in the middle of a step: it is as if it had not begun it."""
+"""A rank may join in the middle of a step, as if it had not begun the step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def stop(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def not_at_all(model: Any, optimizer: Any, loss: Callable[[], torch.Tensor]) -> None:
-    """Join where one should."""
+    """Join at the proper place."""
 
 
 def after_backward(model: Any, optimizer: Any, loss: Callable[[], torch.Tensor]) -> None:
@@ -70,9 +70,9 @@ def after_backward_once_another_has_joined(
 def train(
     transport: LocalTransport, left_by: dict[int, tuple[int, Any]], compression: Any, **options: Any
 ) -> list[bytes]:
-    """Return parameters and the residual, when all have joined and after steps of all.
+    """Return parameters and the residual after all ranks have joined, and after further steps.
 
-    left_by: by rank, how many steps it takes, and what it does of the next one before it joins.
+    left_by: by rank, its number of steps, and its part of the next one before it joins.
     """
     rank = transport.rank
     model = layers()
@@ -151,7 +151,7 @@ def test_all_ranks_may_leave_a_step_to_join(threads, last):
     "others", [once_another_has_joined, after_backward_once_another_has_joined]
 )
 def test_a_step_that_nobody_goes_on_with_is_left_by_all(threads, others):
-    """All of it is run when all have joined: the last bucket, which was known before, first."""
+    """All of it runs when all have joined; the last bucket, which was known before, comes first."""
     compression = Compression.gtopk(0.1, warmup_steps=2 * STEPS, dense="0.*")
 
     def ends(*leave: Any) -> list[list[bytes]]:
@@ -163,10 +163,10 @@ def test_a_step_that_nobody_goes_on_with_is_left_by_all(threads, others):
 
 
 def test_a_rank_may_join_between_the_steps_of_two_optimizers(threads):
-    """As of a generator and its critic."""
+    """For example a generator and its critic."""
 
     def program(transport: LocalTransport, backwards: int) -> Any:
-        """backwards: of the two that rank 1 does in its last step."""
+        """backwards: how many of the two passes rank 1 does in its last step."""
         models = [layers(), layers()]
         with world.entered(transport):
             optimizers = [distribute(model) for model in models]
@@ -189,7 +189,7 @@ def test_a_rank_may_join_between_the_steps_of_two_optimizers(threads):
 
 @pytest.mark.parametrize("said", [None, 10])
 def test_a_rank_that_has_joined_has_no_gradient_whatever_samples_it_said_last(threads, said):
-    """Adam's moments stay, and go on after: they are of gradients that there have been."""
+    """Adam's moments, which are of past gradients, stay and are used again later."""
 
     def program(transport: LocalTransport) -> list[list[float]]:
         parameter = torch.nn.Parameter(torch.zeros(4))
@@ -222,7 +222,7 @@ def test_a_rank_that_has_joined_has_no_gradient_whatever_samples_it_said_last(th
     ],
 )
 def test_a_rank_that_has_joined_goes_by_what_the_others_say_of_their_samples(threads, first, then):
-    """Whose gradients are missing counts alike on all: else one is alone in a reduction."""
+    """All ranks must agree on missing gradients, or one would be alone in a reduction."""
 
     def program(transport: LocalTransport) -> str:
         both = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Layers that change their shape under a distributed optimizer: an error says so."""
+"""Layers that change their shape under a distributed optimizer raise a clear error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_pruned_or_widened_layer_is_named(threads, kind, compression, rows: in
     says = rf"parameter 'weight' has the shape \[{rows}, 400\], and had \[100, 400\] .* wrap that"
 
     def program(transport: LocalTransport) -> None:
-        # So large that it is exchanged where it lies: torch would resize that memory.
+        # Large enough to be exchanged in place: torch would resize that memory.
         layer = torch.nn.Linear(400, 100, bias=False)
         torch.nn.init.ones_(layer.weight)
         with world.entered(transport):

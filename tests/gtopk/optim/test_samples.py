@@ -1,4 +1,4 @@
-"""Weights follow from the ranks' numbers of samples, and unequal batches train by them."""
+"""Ranks are weighted with their numbers of samples, so that unequal batches train correctly."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_number_that_does_not_fit_is_an_error(count: int) -> None:
 
 
 def samples_of(rank: int, step: int) -> int:
-    """Return how many a rank has: in turn none, and never as many as in the step before."""
+    """Return a rank's number of samples: each rank has none in turn; it changes in each step."""
     return (2 * rank + step) % 5
 
 
@@ -95,7 +95,7 @@ def mean_loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 def test_unequal_batches_train_as_one_process_on_all_samples(
     threads, compression, told_late, summed
 ):
-    """A rank without samples has NaN for gradients, or none; told late, nothing may overlap."""
+    """A rank without samples has NaN gradients, or none; if set late, nothing may overlap."""
     size, steps = 3, 8
 
     def program(transport: LocalTransport) -> Any:

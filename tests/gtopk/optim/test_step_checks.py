@@ -1,4 +1,4 @@
-"""Replicas are compared after the same steps on every rank; a skipped one is told of once."""
+"""Replicas are compared after the same steps on all ranks; a skipped step is reported once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def take_steps(model: Any, optimizer: Any, steps: int, scale: float = 1.0) -> No
 
 
 def test_ranks_that_join_in_every_epoch_check_in_the_same_steps(threads):
-    """They are apart from the first step that one of them lacks: each check says so.
+    """They diverge at the first step that one of them lacks, and each check reports it.
 
     epoch            1                     2                         3
     rank 0   1 2 3 4 5 6 -   8 9 10 11 12 13 -   15 16 17 18 19 20 -
@@ -43,7 +43,7 @@ def test_ranks_that_join_in_every_epoch_check_in_the_same_steps(threads):
 
 
 def test_a_skipped_step_is_followed_by_no_check(threads):
-    """Also where all before it was done while this rank had joined."""
+    """Also if this rank had joined during all steps before it."""
 
     def program(transport: LocalTransport) -> int:
         model = layers()
@@ -104,7 +104,7 @@ def test_check_every_0_never_looks(threads, caplog):
 
 
 def test_a_step_that_only_one_rank_ended_parts_no_checks():
-    """The other failed in it, and both go on in the next world, as after elastic's recovery."""
+    """The other failed in it, and both continue in the next world, as after an elastic recovery."""
     models = [layers() for _ in range(2)]
     optimizers: list[Any] = [None] * 2
 

@@ -1,4 +1,4 @@
-"""Whatever ends a step says in which step, once."""
+"""Every error that ends a step names the step once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAST = 3
 def ends(
     at: Callable[[LocalTransport, torch.nn.Linear, int], Any], **options: Any
 ) -> list[HorovodInternalError]:
-    """Return what ended the training of each of two ranks; `at` returns the loss of a step."""
+    """Return the errors that ended training on two ranks; `at` returns the loss of a step."""
 
     def train(transport: LocalTransport) -> None:
         model = torch.nn.Linear(3, 2)

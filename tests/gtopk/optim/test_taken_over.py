@@ -1,4 +1,4 @@
-"""A training in phases: a new optimizer takes the parameters over from one that still lives."""
+"""Training in phases: a new optimizer takes over the parameters from one that still exists."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def take_steps(model: Any, optimizer: Any, rank: int, steps: Iterable[int]) -> N
 
 
 def train_in_phases(transport: LocalTransport, first: Any, second: Any, lives: bool) -> Any:
-    """Return the parameters after a phase of each optimizer; lives: the first is still there."""
+    """Return the parameters after a phase of each optimizer; lives: the first one still exists."""
     model = layers()
     with world.entered(transport):
         optimizer = first(model)
         take_steps(model, optimizer, transport.rank, range(4))
-        # As a scheduler keeps it, which hangs on its `step`: until the collector comes.
+        # A scheduler, which wraps its `step`, keeps it alive until garbage collection.
         kept = [optimizer] if lives else []
         del optimizer
         gc.collect()
@@ -101,7 +101,7 @@ def test_two_that_live_take_turns(threads) -> None:
         with world.entered(transport):
             one, other = sgd(model), sgd(model)
             for step in range(8):
-                model.zero_grad()  # not the optimizer's, which the other does not notice
+                model.zero_grad()  # not optimizer.zero_grad(), which the other would miss
                 model(inputs(transport.rank, step)).square().sum().backward()
                 (other if step % 2 else one).step()
         return flat(model)

@@ -1,4 +1,4 @@
-"""What a rank's gradients are multiplied with before anything else."""
+"""The factor that a rank's gradients are first multiplied with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The line at the start of a run says what the plan would."""
+"""The line at the start of a run agrees with `gtopk plan`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_of_a_hierarchy_that_is_not_modelled_it_says_so(options: dict[str, str])
 
 
 def test_the_edge_is_where_the_verdict_turns() -> None:
-    """A link whose library is twice as slow as it could be pays up to faster links."""
+    """If the library's allreduce is half as fast as possible, compression pays on faster links."""
     network = at(1e9).network
     slow = network._replace(allreduce=network.between.scaled(2.0))
     edges = []
@@ -67,7 +67,7 @@ def test_the_edge_is_where_the_verdict_turns() -> None:
 
 
 def test_what_sends_more_in_fewer_rounds_pays_above_the_edge() -> None:
-    """Of 200,000 values 32 lists of 10,000 are more bytes than dense, in half its rounds."""
+    """For 200,000 values, 32 lists of 10,000 are more bytes than dense, in half the rounds."""
     compression = Compression.topk(density=0.05)
     for bits_per_second, verdict in ((1e9, "saves up to"), (1e6, "dense is faster")):
         network = Network(32, Link.of(bits_per_second, 2e-3))
@@ -77,7 +77,7 @@ def test_what_sends_more_in_fewer_rounds_pays_above_the_edge() -> None:
 
 
 def test_the_edge_is_that_of_what_runs() -> None:
-    """Not that of Ok-Topk, which is quicker."""
+    """Not that of Ok-Topk, which is faster."""
     gtopk = Compression.gtopk(density=0.2)
 
     def line(bits_per_second: float) -> str:
@@ -104,7 +104,7 @@ def test_on_one_host_it_is_said_of_its_own_links(compression: object) -> None:
 
 
 def test_what_runs_waits_for_the_ranks_to_agree_as_dense_does() -> None:
-    """Once for one bucket of either: what is saved has no agreement in it."""
+    """Both agree once per bucket, so the saved time includes no agreement."""
     agreement_seconds = 2.0
     quick = at(1e8)
     slow = Calibration(
@@ -124,7 +124,7 @@ def test_what_runs_waits_for_the_ranks_to_agree_as_dense_does() -> None:
 
 
 def test_one_algorithm_by_other_options_is_told_from_what_runs() -> None:
-    """And what is saved is the time between dense and what runs."""
+    """And the saved time is dense's minus that of the running algorithm."""
     number = r"([\d.]+)\N{NO-BREAK SPACE}ms"
     pattern = rf": dense {number}, gTop-k {number} \((.*?), [\d.]+\skB .*? as it runs {number}"
     for options, told in (({}, "wire=packed"), ({"wire": "packed", "growth": 8.0}, "")):
@@ -141,7 +141,7 @@ def test_one_algorithm_by_other_options_is_told_from_what_runs() -> None:
 
 
 def test_buckets_are_reduced_one_after_the_other() -> None:
-    """A bucket of many takes as long by itself: less bandwidth is what compressing pays at."""
+    """Each of many buckets has its own latency, so compression pays only at lower bandwidth."""
     ones, tens = (
         details(Compression.gtopk(0.001), [1_000_000 // count] * count, at(1e8))
         for count in (1, 10)
@@ -158,7 +158,7 @@ def test_buckets_are_reduced_one_after_the_other() -> None:
 
 @pytest.mark.parametrize("is_compressed", [True, False])
 def test_either_way_is_reckoned_in_its_own_buckets(is_compressed: bool) -> None:
-    """On a long link many cost many latencies."""
+    """On a link with high latency, many buckets cost many latencies."""
     far = Calibration(Network(8, Link.of(1e9, 20e-3)), DEFAULT_RATES, "made up")
 
     def seconds(buckets: int, other_buckets: int) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""The comparison agrees with itself on both sides of its break-even."""
+"""The comparison is consistent on both sides of its break-even."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_it_pays_below_the_break_even_and_not_above(ranks, length, backward, bit
 
 
 def test_the_bounds_are_of_all_of_denses_time():
-    """Of what hides behind backward, too: half a second of it is one, on a quicker link."""
+    """Including the part hidden behind backward."""
     edge = ask(1e9, backward=0.5).break_even[:3]
     dense = {bits: ask(bits, backward=0.5).dense.seconds for bits in edge}
     sparse = {bits: ask(bits, backward=0.5).cheapest_sparse.seconds for bits in edge}
@@ -89,7 +89,7 @@ def test_ranks_of_one_node_agree_by_its_own_links():
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_on_one_node_the_break_even_is_of_its_own_link(ranks):
-    """It is the only one: where no message leaves the node, between nodes nothing pays."""
+    """It is the only link: no message leaves the node, so other links do not matter."""
     between, within = Link.of(1e6, 1.0), Link.of(2e11, 5e-6)
     network = Network(ranks, between, ranks, within, native_bytes=0)
     alike = Network(ranks, within, ranks, native_bytes=0)
@@ -113,7 +113,7 @@ def test_an_agreement_takes_as_much_longer_as_another_links_latency():
 
 @given(st.floats(-0.5e-9, 5e-9), st.floats(1e6, 1e12))
 def test_an_allreduce_is_taken_for_the_quicker_of_two_on_another_link(beyond, bits_per_second):
-    """Off by as many seconds a byte, as on slower ones, or by as large a part."""
+    """Its error is the same in seconds per byte, as on slower links, or the same in proportion."""
     here, there = Link.of(1e10, 50e-6), Link.of(bits_per_second, 50e-6)
     allreduce = Link(here.latency_seconds, here.seconds_per_byte + beyond)
     cluster = Cluster(10**6, Network(4, here, allreduce=allreduce), 0.001)

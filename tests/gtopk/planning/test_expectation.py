@@ -1,4 +1,4 @@
-"""What an exchange is expected to take is the model's time of what was asked for."""
+"""The expected time of an exchange is the model's, for the requested options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The logger speaks for its rank, and gives way to the script's own."""
+"""The logger names its rank, and yields to the script's own handlers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOG = logging.getLogger("gtopk")
 
 @contextmanager
 def nobody_else_listening() -> Iterator[None]:
-    """Take pytest's own handlers away for a moment."""
+    """Temporarily remove pytest's handlers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logging.getLogger(), "handlers", [])
         patch.setattr(LOG, "handlers", [])
@@ -47,7 +47,7 @@ def test_rank_0_says_more_than_the_others(
     with nobody_else_listening():
         logs.install_handler(rank, {"GTOPK_LOG": asked})
         LOG.info("info %d", 1)
-        LOG.warning("rank %d: warning %d", rank, 2)  # some say it by themselves
+        LOG.warning("rank %d: warning %d", rank, 2)  # some messages name the rank themselves
         LOG.warning("of all", extra=logs.EVERYWHERE)
         logs.remove_handler()
         LOG.info("after shutdown")

@@ -1,4 +1,4 @@
-"""How a rank ended, as its record has it: in order or not, in words for people."""
+"""The end of a rank in its record: normal or not, with a readable text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def rank_of(folder: Path) -> RankRecord:
 
 
 def write_end(folder: Path, **end: Any) -> Path:
-    """Write the record of a run of one rank that ended so."""
+    """Write the record of a run of one rank with this end."""
     *lines, _ = lines_of(0, 1, 10)
     file = LineFile(path_of(folder, 0))
     file.take([*lines, {"what": "end", "seconds": 0.2, "step": 10, **end}])
@@ -53,7 +53,7 @@ STUCK = "ended the job at step 10, in gradients.0, as rank 1 is lost (silent for
     [
         ({"how": STUCK, "in_order": False}, False),
         ({"how": "called shutdown() as nothing failed at step 10", "in_order": True}, True),
-        # What earlier versions wrote:
+        # Records of earlier versions:
         ({"how": "failed at step 10: ValueError: boom"}, False),
         ({"how": "was stopped by SIGTERM at step 10"}, False),
         ({"how": "its program ended at step 10"}, True),

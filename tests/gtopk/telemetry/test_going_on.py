@@ -1,4 +1,4 @@
-"""The record of a run that goes on: in a new world, from a checkpoint, from a script's own word."""
+"""The record of a resumed run: in a new world, from a checkpoint, or from a script's own step."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from gtopk.telemetry.sinks import Address
 
 
 class Training:
-    """A model of two weights and its optimizer, which take steps."""
+    """A model of two weights and its optimizer."""
 
     def __init__(self) -> None:
         self.model = torch.nn.Linear(2, 1)
         self.distribute()
 
     def distribute(self) -> None:
-        """Wrap an optimizer, as a new world needs one."""
+        """Wrap a new optimizer, as needed in a new world."""
         sgd = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.optimizer = hvd.DistributedOptimizer(sgd, self.model.named_parameters())
 
@@ -39,14 +39,14 @@ class Training:
 
 @pytest.fixture
 def training() -> Iterator[Training]:
-    """Begin a world of one rank, which records nothing by itself."""
+    """Start a world of one rank without a recorder."""
     hvd.init()
     yield Training()
     hvd.shutdown()
 
 
 def recorded(folder: Path) -> Run:
-    """Return what is recorded so far."""
+    """Return the record so far."""
     if world.is_initialized() and (recorder := recorder_of(world.current())) is not None:
         recorder.flush()
     return read_run(folder)
@@ -60,7 +60,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_one_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GTOPK_RUN", str(tmp_path / "run"))
-    for epoch in range(2):  # which is all that this script counts
+    for epoch in range(2):  # this script counts only epochs
         hvd.init()
         training = Training()
         found = gtopk.load_latest(tmp_path / "saved", training.model, training.optimizer)
@@ -155,7 +155,7 @@ def test_a_job_goes_on_from_the_commit_of_the_one_before_as_it_counts_steps(
 ) -> None:
     monkeypatch.setenv("GTOPK_RUN", str(tmp_path / "run"))
     monkeypatch.setenv("GTOPK_ELASTIC_DIR", str(tmp_path / "commits"))
-    for batches in (8, 16):  # of the first job the last two are not committed
+    for batches in (8, 16):  # the first job's last two are not committed
         hvd.init()
         train_in_batches(Training(), batches, fails_before=batches - 3)
         assert world.current().step == batches
@@ -174,7 +174,7 @@ def test_after_a_recovery_it_is_recorded_as_the_script_has_asked(
     assert settings_of(before).prometheus == Address("127.0.0.1", 0)
     hvd.shutdown()
     hvd.init()
-    assert recorder_of(world.current()) is None  # the script asked in that world
+    assert recorder_of(world.current()) is None  # the script requested it in that world
 
 
 def test_where_one_cannot_be_opened_what_was_opened_before_is_closed(

@@ -1,4 +1,4 @@
-"""One page over HTTP, at a cost that no visitor can raise."""
+"""One page over HTTP; clients cannot increase its cost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STRANGERS = {
 
 @pytest.fixture
 def says(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Endpoint]:
-    """Return a function that opens an endpoint whose metrics are a text."""
+    """Return a function that opens an endpoint with a text as metrics."""
 
     def opened(text: str) -> Endpoint:
         monkeypatch.setattr(sinks.Metrics, "text", lambda metrics: text)
@@ -58,7 +58,7 @@ def descriptors() -> int:
 
 
 def is_open(stranger: socket.socket) -> bool:
-    """Tell whether the other side has not closed it; what it has sent is thrown away."""
+    """Tell whether the other side keeps it open; discard received data."""
     stranger.settimeout(0.01)
     with contextlib.suppress(TimeoutError):
         try:
@@ -81,7 +81,7 @@ def test_who_asks_is_answered(served: Endpoint) -> None:
 
 @pytest.mark.parametrize("said", STRANGERS)
 def test_strangers_hold_neither_threads_nor_descriptors(served: Endpoint, said: str) -> None:
-    """Two hundred at once: each would otherwise have a thread of the rank, and a descriptor."""
+    """Two hundred clients at once would otherwise each take a thread and a descriptor."""
     assert get(served)
     threads, before = threading.enumerate(), descriptors()
     with contextlib.ExitStack() as strangers:

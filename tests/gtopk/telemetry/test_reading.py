@@ -1,4 +1,4 @@
-"""A record is read as far as it came."""
+"""Incomplete records are read as far as they go."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_read_again_a_record_goes_on_where_it_was(
     content = "".join(map(as_text, lines_of(0, 1, 60))).encode()
     path = path_of(tmp_path, 0)
     whole, recent = Reader(tmp_path), Reader(tmp_path, recent_steps=10)
-    ends = [len(content) * n // 7 for n in range(1, 8)]  # mostly amid a line
+    ends = [len(content) * n // 7 for n in range(1, 8)]  # mostly within a line
     for begun, ended in itertools.pairwise([0, *ends]):
         with path.open("ab") as file:
             file.write(content[begun:ended])
@@ -73,7 +73,7 @@ def test_read_again_a_record_goes_on_where_it_was(
         assert rank.steps == expected.first.steps[-10:]
         assert rank.end == expected.first.end
     with path.open("r+b") as file:
-        file.write(b" " * (len(content) - 1))  # nobody reads this again
+        file.write(b" " * (len(content) - 1))  # must not be read again
     assert whole.read() == expected
 
 
@@ -106,14 +106,14 @@ def test_a_run_that_went_on_is_one_run_as_earlier_versions_wrote_it(tmp_path: Pa
     assert rank.steps[-1].seconds == pytest.approx(60.5)
     assert rank.steps[-1].bytes_so_far == 51 * 1200
     assert rank.steps[-1].samples_so_far == 51 * 32
-    assert rank.end is None  # it goes on
+    assert rank.end is None  # it continues
 
 
 @pytest.mark.parametrize("recent_steps", [None, 10])
 def test_a_run_that_was_resumed_after_its_begin_is_one_run(
     tmp_path: Path, recent_steps: int | None
 ) -> None:
-    """Whoever begins knows only later that it goes on; some end before they know."""
+    """A rank learns only after its begin that it resumes a run; some end before."""
     write_run(tmp_path, ranks=1, steps=70)  # another run, before it
     file = LineFile(path_of(tmp_path, 0))
     reader = Reader(tmp_path, recent_steps)
@@ -122,7 +122,7 @@ def test_a_run_that_was_resumed_after_its_begin_is_one_run(
     kept = recent_steps or 50
     for resume in (False, True):
         file.take([begin(0, 1, unix_seconds=1.7e9 + 3600 * (1 + resume)), message])
-        assert reader.read().first.steps == []  # a new one, for all that is known
+        assert reader.read().first.steps == []  # counts as a new one so far
         if not resume:
             file.take([step_line(report(step), 0.5, 1200, 32) for step in range(50)])
             assert len(reader.read().first.steps) == kept
@@ -156,7 +156,7 @@ def test_why_a_run_had_to_be_resumed_is_told(tmp_path: Path, in_order: bool) -> 
 def test_what_was_lost_and_done_again_is_there_once_and_was_sent_twice(
     tmp_path: Path, recent_steps: int | None
 ) -> None:
-    """A run was killed after 50 steps, and went on from its checkpoint of step 30."""
+    """A run was killed after 50 steps, and resumed from its checkpoint of step 30."""
     write_run(tmp_path, ranks=1, steps=50)
     file = LineFile(path_of(tmp_path, 0))
     reader = Reader(tmp_path, recent_steps)
@@ -176,11 +176,11 @@ def test_what_was_lost_and_done_again_is_there_once_and_was_sent_twice(
         assert [note.step for note in rank.values] == [*range(1, 31), 30, 40]
         assert [note.step for note in rank.residuals] == [1, 21]
         assert [note.step for note in rank.scores] == [1, 21]
-    assert len(rank.messages) == 1  # the library has said it, at step 50
+    assert len(rank.messages) == 1  # logged once, at step 50
 
 
 def test_ranks_that_come_and_go_are_each_put_where_they_were(tmp_path: Path) -> None:
-    """Two ranks, then one, then two, on a host whose clock began later."""
+    """Two ranks, then one, then two, on a host with a later start of its clock."""
     files = [LineFile(path_of(tmp_path, rank)) for rank in range(2)]
     for met, ranks, seconds in ((0, 2, 864_000.0), (3000, 1, 3600.0), (6000, 2, 6600.0)):
         for rank, file in enumerate(files[:ranks]):
@@ -212,7 +212,7 @@ def test_who_sat_out_a_run_brings_none_that_was_before_it(tmp_path: Path) -> Non
 
 
 def test_who_has_begun_alone_so_far_is_of_the_new_run(tmp_path: Path) -> None:
-    """Each rank writes at its own moments: rank 1's begin may be there before rank 0's."""
+    """Ranks write at different times: rank 1's begin may come before rank 0's."""
     write_run(tmp_path, ranks=2, steps=50)
     file = LineFile(path_of(tmp_path, 1))
     file.take([begin(1, 2, unix_seconds=1.7e9 + 60)])

@@ -1,4 +1,4 @@
-"""What a rank does is written, soon and whole, whatever becomes of the rank."""
+"""A rank's record is written soon and completely, however the rank ends."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_the_script_tells_of_batches_that_nothing_else_does(
             together = hvd.DistributedOptimizer(plain, backward_passes_per_step=2)
             step(models[0], together, 3, 4 + here.rank)
             together.set_backward_passes_per_step(1)
-            together.set_num_samples(5)  # has precedence, and what was said is of no later step
+            together.set_num_samples(5)  # has precedence, and does not apply to later steps
             step(models[0], together, 6)
             together.set_num_samples(None)
             models[0](torch.randn(7, 30)).sum().backward()
@@ -152,7 +152,7 @@ def test_nothing_is_recorded_unless_asked_for(
 
 def test_the_environment_asks_for_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GTOPK_RUN", str(tmp_path / "run"))
-    for _ in range(2):  # a run after the other, in one folder
+    for _ in range(2):  # two runs in turn in one folder
         hvd.init()
         logging.getLogger("gtopk").warning("said in the run")
         hvd.shutdown()
@@ -211,7 +211,7 @@ def test_after_a_line_that_was_cut_off_a_new_one_begins(tmp_path: Path) -> None:
 
 
 class Failing:
-    """A sink that fails at a call: once it is dropped, it is not called any more."""
+    """A sink that fails at a call; it must be dropped and not called again."""
 
     name = "the failing one"
 
@@ -276,7 +276,7 @@ def test_of_every_so_many_steps_one_is_written_and_what_is_counted_is_of_all(
     recorder.close()
     *steps, end = lines_in(tmp_path / "file")[1:]
     assert end["what"] == "end"
-    assert [line["step"] for line in steps] == [0, 4, 9, 19, 29, 31]  # the last one, in any case
+    assert [line["step"] for line in steps] == [0, 4, 9, 19, 29, 31]  # always the last one
     assert [line["bytes_so_far"] for line in steps] == [1200 * n for n in (1, 5, 10, 20, 30, 32)]
     assert [line["samples_so_far"] for line in steps] == [32 * n for n in (1, 5, 10, 20, 30, 32)]
 

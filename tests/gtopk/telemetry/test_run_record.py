@@ -1,4 +1,4 @@
-"""The loss that a script logs: a rise of it is told once, and noise is not."""
+"""A rise of the logged loss is reported once; noise is not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.gtopk.four_layers import distribute, inputs, layers
 
 
 def told(losses: Any, watch: LossWatch | None = None) -> list[tuple[int, str]]:
-    """Return what is told of losses, and at which of them."""
+    """Return the messages about losses, each with the index of its loss."""
     watch = LossWatch() if watch is None else watch
     said = [(step, watch.note(loss, step)) for step, loss in enumerate(losses)]
     return [(step, text) for step, text in said if text]

@@ -1,4 +1,4 @@
-"""TensorBoard gets what lines say, by its names, at their steps."""
+"""TensorBoard gets the record's values, under its names, at their steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Found = dict[str, list[tuple[int, float]]]
 
 
 class Writers:
-    """What poses as SummaryWriter: tells all writers' folders, and what they were told."""
+    """A fake SummaryWriter that records folders and calls."""
 
     def __init__(self) -> None:
         self.folders: list[str] = []
@@ -62,7 +62,7 @@ def read_events(folder: Path) -> Found:
 
 @pytest.fixture(params=["a posing writer", "tensorboard"])
 def found(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Found]:
-    """Return what tells the scalars in the folder, once they are written."""
+    """Return a function that returns the scalars in the folder."""
     if request.param == "tensorboard":
         pytest.importorskip("tensorboard")
         return lambda: read_events(tmp_path)

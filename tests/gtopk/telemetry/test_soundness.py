@@ -1,4 +1,4 @@
-"""Whatever a record's lines hold, its readers show what gtopk has written, and count the rest."""
+"""For any lines in a record, its readers show the valid ones and count the rest."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FORGED = [
 
 
 def shown(folder: Path) -> str:
-    """Return all that `gtopk report` and `gtopk top` show of a record."""
+    """Return the output of `gtopk report` and `gtopk top` for a record."""
     run = read_run(folder)
     statuses = status_of(Reader(folder, 50).read(), folder)
     drawn = page(run, "a run") if any(rank.steps for rank in run.ranks) else ""
@@ -96,7 +96,7 @@ def test_what_was_passed_over_is_counted_and_the_rest_is_there(tmp_path: Path) -
     text = "".join(map(as_text, [*lines[: at + 1], *forged, *lines[at + 1 :]]))
     path_of(tmp_path, 0).write_text(f'{text}{{"what": {deep}}}\n')
     run = read_run(tmp_path)
-    assert run.unsound == 2  # what no parser takes is no line
+    assert run.unsound == 2  # unparsable text does not count
     assert len(run.first.steps) == 6
     assert "2 lines that gtopk has not written so: passed over" in page(run, "a run")
 

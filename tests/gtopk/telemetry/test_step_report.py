@@ -1,4 +1,4 @@
-"""Where the time of a step went."""
+"""The parts of a step's time."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_where_nothing_was_predicted_there_is_no_verdict() -> None:
 
 @pytest.mark.parametrize("dense_seconds", [0.001, 1.0])
 def test_steps_that_ran_dense_have_saved_and_cost_nothing(dense_seconds: float) -> None:
-    """Those of Compression.auto: what they took is dense's time, whatever was expected."""
+    """In Compression.auto their measured time is dense's, whatever was predicted."""
     dense, mixed, alone = Balance(), Balance(), Balance()
     for step in range(50):
         dense.note(report(step, algorithm="dense", dense_seconds=dense_seconds))
@@ -113,7 +113,7 @@ def test_steps_that_ran_dense_have_saved_and_cost_nothing(dense_seconds: float) 
 def test_a_verdict_is_open_where_the_line_at_the_start_has_said_the_opposite(
     predicted_seconds: float, dense_seconds: float
 ) -> None:
-    """Both go by one estimate of dense: where that of what ran was wrong, nobody knows."""
+    """Both use one estimate for dense; if the running algorithm's was wrong, dense's may be too."""
     balance = Balance()
     balance.note(report(dense_seconds=dense_seconds, predicted_seconds=None))
     for step in range(1, 100):

@@ -1,4 +1,4 @@
-"""A rank that computes for longer than the others is told of by name, soon and once."""
+"""A rank that computes longer than the others is reported by name, soon and once."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def test_the_fastest_is_1_and_who_takes_four_times_as_long_a_quarter(seconds):
 def steps(
     transport: LocalTransport, slow_from: int, slow_until: int, times: float, seconds: float
 ) -> list[Any]:
-    """Return the scores after each of 60 steps, of which rank 1 is slow in some."""
+    """Return the scores after each of 60 steps; rank 1 is slow in some."""
     found = []
     with world.entered(transport) as here:
         told = Stragglers(here, here.engine, "test")
         for step in range(1, 61):
             slow = transport.rank == 1 and slow_from <= step < slow_until
             told.note(step, seconds * (times if slow else 1))
-            # A step ends when all have exchanged something.
+            # A step ends with an exchange of all ranks.
             here.engine.submit("a step", [], lambda transport, all_flags: None).wait()
             here.step += 1
             found.append(told.scores)
@@ -113,7 +113,7 @@ def test_a_host_is_crowded_where_its_ranks_outnumber_the_cores():
 
 
 def test_who_is_slow_now_and_then_is_told_of_once_a_minute(threads, caplog, monkeypatch):
-    """Slow for 24 steps of every 36, each of which takes a second: 360 seconds, 10 times slow."""
+    """Slow for 24 of every 36 steps of a second each: 360 seconds, slow 10 times."""
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(stragglers, "time", SimpleNamespace(monotonic=lambda: clock.now))
 
@@ -135,7 +135,7 @@ def test_who_is_slow_now_and_then_is_told_of_once_a_minute(threads, caplog, monk
 
 
 def test_an_optimizers_ranks_tell_without_adapt(threads, caplog, tmp_path: Path, monkeypatch):
-    """The clock of a rank that computes for five times as long goes five times as far."""
+    """The clock of a rank that computes five times as long advances five times as far."""
     times = {rank: 5 if rank == 2 else 1 for rank in range(RANKS)}
 
     def program(transport: LocalTransport) -> Any:

@@ -1,4 +1,4 @@
-"""The timeline is JSON that Chrome shows, at every moment."""
+"""The timeline is JSON that Chrome can show at any moment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLENTY_SECONDS = 30.0
 
 
 def events(name: str, *parts: str) -> list[Event]:
-    """Return the events in a word each, as "begin negotiate" or "ready 2"."""
+    """Return the events as short texts, such as "begin negotiate" or "ready 2"."""
     made = []
     for part in parts:
         first, second = part.split()
@@ -134,7 +134,7 @@ def test_a_step_shows_what_backward_hides_of_the_exchange(
 def test_a_backward_pass_that_nobody_saw_is_not_drawn(
     tmp_path: Path, threads: Callable[..., Any], size: int
 ) -> None:
-    """A rank alone watches none, and the script may set gradients itself."""
+    """A single rank does not watch any, and scripts may set gradients themselves."""
     path = tmp_path / "trace"
 
     def program(transport: Any) -> None:
@@ -265,7 +265,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_job(
     tmp_path: Path,
     fits: int | None,
 ) -> None:
-    """Of a write nothing fits, or some bytes, or the system refuses it."""
+    """Of a write, no bytes or only some fit, or the system refuses it."""
     path = tmp_path / "trace"
     recorder = Timeline(str(path), "mpi", mark_cycles=False)
     recorder.note("", events("broadcast.0", "begin negotiate")[0])

@@ -1,4 +1,4 @@
-"""Weights & Biases and MLflow get what lines say, in one run, whatever the number of ranks."""
+"""Weights & Biases and MLflow get the record's values in one run, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ LINES = [
 
 
 class Posing:
-    """What poses as wandb, and as its run: tells what it was told."""
+    """A fake of wandb and its run that records calls."""
 
     def __init__(self, run: Any = None) -> None:
         self.run = run
         self.begun: list[str] = []
         self.axes: dict[str, str] = {}
         self.rows: list[dict[str, float]] = []
-        self.finished: list[int] = []  # by which exit codes
+        self.finished: list[int] = []  # exit codes
 
     def init(self, project: str) -> Posing:
         self.begun.append(project)
@@ -52,7 +52,7 @@ class Posing:
 
 
 class PosingMLflow:
-    """What poses as mlflow and as its client: tells what it was told."""
+    """A fake of mlflow and its client that records calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.metrics: list[Any] = []
@@ -149,7 +149,7 @@ def test_rank_0_alone_has_the_run_and_each_rank_its_own_sinks(
 
 
 class Ranked:
-    """What a recording knows of a world."""
+    """The parts of a world that a recorder uses."""
 
     resumed, local_rank, size, step = False, 0, 2, 0
     transport = SimpleNamespace(link_text="")
@@ -160,7 +160,7 @@ class Ranked:
 
 @pytest.fixture
 def posing(monkeypatch: pytest.MonkeyPatch) -> tuple[Posing, PosingMLflow]:
-    """Return what poses as wandb and as mlflow's client, which the environment asks for."""
+    """Return fakes of wandb and mlflow's client, enabled in the environment."""
     wandb, client = Posing(), PosingMLflow(monkeypatch)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setenv("GTOPK_WANDB", "p")
@@ -182,7 +182,7 @@ def test_a_run_goes_on_after_a_recovery_and_ends_where_its_rank_is_the_first_no_
         if recorder := run_record.recorder_of(here):
             recorder.note("values", values={"loss": 0.5})
         if before is None:
-            observer.pause(here)  # an elastic job begins anew
+            observer.pause(here)  # an elastic job restarts
     assert wandb.begun == ["p"]
     assert len([row for row in wandb.rows if "loss" in row]) == 1
     assert (wandb.finished, client.ended) == (([], []) if rank == 0 else ([0], ["FINISHED"]))
@@ -221,7 +221,7 @@ def test_where_the_next_world_never_stands_runs_have_failed(
     observer.join(first, None)
     observer.start(first)
     observer.pause(first)
-    observer.join(second, first)  # and its ranks do not meet
+    observer.join(second, first)  # without a meeting of its ranks
     observer.end(first, "could not begin anew", False)
     assert (wandb.finished, client.ended) == ([1], ["FAILED"])
 
@@ -230,7 +230,7 @@ def test_a_rejoin_that_fails_ends_what_was_to_go_on(monkeypatch: pytest.MonkeyPa
     ends: list[tuple[str, bool]] = []
 
     class Left:
-        """A world that every rank has left."""
+        """A world after all ranks have left."""
 
         failures: tuple[str, ...] = ()
         advice, sets, step = "", {}, 3
@@ -333,7 +333,7 @@ def test_two_ranks_have_one_run_at_wandb_offline(torchrun: Any, tmp_path: Path) 
 
 
 def history(content: bytes) -> Iterator[dict[str, str]]:
-    """Yield the rows of a run's file: records of LevelDB's log format, behind 7 bytes."""
+    """Yield the rows of a run's file: records in LevelDB's log format after 7 bytes."""
     from wandb.proto import wandb_internal_pb2
 
     place, block, whole = 7, 1 << 15, b""
@@ -344,7 +344,7 @@ def history(content: bytes) -> Iterator[dict[str, str]]:
         size, part = struct.unpack_from("<HB", content, place + 4)
         whole += content[place + 7 : place + 7 + size]
         place += 7 + size
-        if part in (1, 4):  # the whole of a record, or its end
+        if part in (1, 4):  # a whole record, or its end
             record = wandb_internal_pb2.Record()
             record.ParseFromString(whole)
             whole = b""

@@ -1,4 +1,4 @@
-"""Worlds whose ranks are threads of this process."""
+"""Worlds with ranks as threads of this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gtopk.runtime.world import world
 
 @pytest.fixture
 def ranks(threads) -> Callable[..., list[Any]]:
-    """Run `ranks(size, program)`: `program(rank)`, with gtopk's world, on each of them."""
+    """Return `ranks(size, program)`, which runs `program(rank)` in gtopk's world on each rank."""
 
     def run(size: int, program: Callable[[int], Any]) -> list[Any]:
         def rank(transport: LocalTransport) -> Any:

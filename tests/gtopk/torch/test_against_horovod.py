@@ -1,4 +1,4 @@
-"""gtopk.torch beside the real horovod.torch: the same calls come out the same, or are listed."""
+"""gtopk.torch and the real horovod.torch give the same results, except for listed calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.horovod
 
-# What comes out otherwise, and shall: the call, as a pattern, and the reason.
+# Intended differences: the call, as a pattern, and the reason.
 ON_PURPOSE = {
     r"(allreduce|reducescatter) (uint8|int8|int16|bfloat16|bool)\b.*": "more dtypes are reduced",
     r"(allgather|broadcast|alltoall) (bfloat16|bool)": "more dtypes are sent",
@@ -35,7 +35,7 @@ ON_PURPOSE = {
     r"(allgather|reducescatter) scalar": "an error on every rank, also where others pass no scalar",
     r"included in it|a dynamic set": "None of a set that is not registered, as documented",
 }
-# Names of Horovod's modules that are nobody's but its own.
+# Internal names of Horovod's modules.
 INSIDES = (
     r"signature of (check_extension|mpi_ops\.(Horovod[A-Z]\w+|Compression|check_installed_version"
     r"|get_average_backwards_compatibility_fun|gpu_available|handle_average_backwards_compatibility"
@@ -45,7 +45,7 @@ INSIDES = (
 
 @pytest.fixture(scope="module")
 def outcomes(mpirun) -> dict[str, list[dict[str, list[str]]]]:
-    """Return every call's outcome on each of two ranks, by face."""
+    """Return every call's outcome on each of two ranks, by library."""
 
     def ranks(face: str) -> list[dict[str, list[str]]]:
         done = mpirun(2, "same_calls.py", face, timeout=300)
@@ -57,9 +57,9 @@ def outcomes(mpirun) -> dict[str, list[dict[str, list[str]]]]:
 
 
 def differences(outcomes: Any) -> dict[str, list[Any]]:
-    """Return the calls that come out otherwise on any rank, with what came of them.
+    """Return the calls with different outcomes on any rank, and these outcomes.
 
-    An error is like another that it would be caught as: gtopk's texts say more.
+    Errors are equal if the same except clause catches them; gtopk's texts are longer.
     """
     found: dict[str, list[Any]] = {}
     for real, ours in zip(outcomes["horovod.torch"], outcomes["gtopk.torch"], strict=True):
@@ -75,7 +75,7 @@ def differences(outcomes: Any) -> dict[str, list[Any]]:
 
 
 def is_extended(real: str, ours: str) -> bool:
-    """Tell whether a call that fits Horovod's parameters fits ours; further ones have defaults."""
+    """Tell whether every call valid for Horovod fits ours; extra parameters have defaults."""
     theirs, mine = real.strip("'\""), ours.strip("'\"")
     if theirs == "args, kwargs":  # Horovod's wrapper of init and shutdown
         return True

@@ -1,6 +1,6 @@
-"""A script's default device, a GPU say, changes nothing of what is sent, counted or drawn.
+"""A script's default device, such as a GPU, does not affect messages, counts or random draws.
 
-"meta" stands for the GPU: what lands there has no content at all.
+"meta" replaces the GPU: tensors created there have no content.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def steps_with_sparse_gradients(rank: int, device: Device, folder: Path) -> Any:
 
 
 def sparse_gradients_after_dense_ones(rank: int, device: Device, folder: Path) -> Any:
-    """What gTop-k has held back goes along with the sparse ones."""
+    """gTop-k's residual is sent together with the sparse ones."""
     table = torch.nn.Parameter(torch.zeros(8, 2))
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD([table], lr=1.0), compression=hvd.Compression.gtopk(0.1)
@@ -56,7 +56,7 @@ def sparse_gradients_after_dense_ones(rank: int, device: Device, folder: Path) -
         table.grad = gradient
         with device():
             optimizer.step()
-    assert table.detach().eq(-1).sum() >= 14  # all but row 3, which has stepped twice
+    assert table.detach().eq(-1).sum() >= 14  # all rows but row 3, which was stepped twice
     return table
 
 

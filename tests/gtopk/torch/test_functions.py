@@ -1,4 +1,4 @@
-"""The functions that spread parameters, optimizer state and objects, on real ranks."""
+"""The functions that broadcast parameters, optimizer state and objects, on real ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_state_is_laid_out_as_its_parameter_on_the_root_too(ranks) -> None:
         weight = torch.nn.Parameter(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
         optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.5)
         momentum = torch.arange(120.0).reshape(weight.shape)
-        if rank < 2:  # with strides that a checkpoint, say, has left it
+        if rank < 2:  # with unusual strides, for example from a checkpoint
             optimizer.state[weight]["momentum_buffer"] = momentum * (1 - rank)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         found = optimizer.state[weight]["momentum_buffer"]

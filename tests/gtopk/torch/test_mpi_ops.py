@@ -1,4 +1,4 @@
-"""Horovod's collectives, on real ranks and in a process alone."""
+"""Horovod's collectives, on real ranks and in a single process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_every_operation_gives_what_rank_and_size_say(
 def test_so_does_every_operation_on_tensors_that_stay_where_they_lie(
     request, tmp_path, launcher: str, ranks: int
 ) -> None:
-    # As those of GPUs do over NCCL; gloo takes its place.
+    # As on GPUs over NCCL; gloo replaces it.
     done = request.getfixturevalue(launcher)(ranks, "mpi_ops_of_gpus.py", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("every collective does as it says\n") == ranks, done.stdout
@@ -42,7 +42,7 @@ def test_so_does_every_operation_on_tensors_that_stay_where_they_lie(
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """Be a world of one, as a script without mpirun is."""
+    """Be a world of one rank, like a script without mpirun."""
     hvd.init()
     yield
     hvd.shutdown()

@@ -17,7 +17,7 @@ import gtopk.torch as hvd
 
 ROOT = Path(__file__).parent.parent.parent.parent
 
-# What horovod.torch 0.28.1 has: every function with its parameters and defaults. NONE is
+# All functions of horovod.torch 0.28.1, with their parameters and defaults. NONE is
 # Compression.none, WORLD global_process_set.
 SIGNATURES = {
     "init": "(comm=None, process_sets=None)",
@@ -97,7 +97,7 @@ OPTIMIZER = (
 )
 REDUCTIONS = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
 OTHERS = ("Compression", "DistributedOptimizer", "HorovodInternalError", "global_process_set")
-# Names that are there only by their module's path.
+# Names available only through their module's path.
 IN_MPI_OPS_ALONE = ("is_homogeneous", "HorovodInternalError")
 NOT_IN_MPI_OPS = (
     "broadcast_parameters",
@@ -109,7 +109,7 @@ NOT_IN_MPI_OPS = (
 
 
 def parameters_of(text: str) -> list[inspect.Parameter]:
-    """Return the parameters that a line of the table stands for."""
+    """Return the parameters in a line of the table."""
     known = {"NONE": hvd.Compression.none, "WORLD": hvd.global_process_set}
     return parameters(eval(f"lambda {text[1:-1]}: None", known))
 
@@ -138,7 +138,7 @@ def test_every_name_of_horovods_is_there() -> None:
 def test_parameters_and_defaults_are_horovods(name: str) -> None:
     given, horovods = parameters(getattr(hvd, name)), parameters_of(SIGNATURES[name])
     assert given[: len(horovods)] == horovods
-    # What Horovod does not know must never be required.
+    # Parameters unknown to Horovod must be optional.
     assert all(further.default is not inspect.Parameter.empty for further in given[len(horovods) :])
 
 
@@ -231,7 +231,7 @@ def test_importing_needs_nothing_but_torch_and_numpy() -> None:
 
 
 def test_nccl_is_asked_for_without_a_warning() -> None:
-    # With CuPy and no NCCL, CuPy warns where it is imported.
+    # Without NCCL, CuPy warns on import.
     program = "import gtopk.torch as hvd; print(hvd.nccl_built())"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False

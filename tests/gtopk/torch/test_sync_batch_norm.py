@@ -1,4 +1,4 @@
-"""SyncBatchNorm is BatchNorm on the rows of all ranks together, gradients and statistics too."""
+"""SyncBatchNorm equals BatchNorm on all ranks' rows together, also in gradients and statistics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import gtopk.torch as hvd
 from collectives.transports import LocalTransport, local_world
 from gtopk.runtime.world import world
 
-# Rows of each rank: even, uneven, and none at all.
+# Rows of each rank: equal, unequal, and none.
 SPLITS = [[4], [3, 3], [5, 1], [0, 6], [2, 7, 1], [4, 0, 3], [1, 0, 0, 2, 6]]
 SHAPES = [(3,), (3, 5), (3, 4, 2), (3, 2, 1, 4)]  # of a row, channels first
 NORMS = [torch.nn.BatchNorm1d, torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d]
@@ -27,13 +27,13 @@ OPTIONS = [
 
 
 def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Return numbers with a mean far from 0: where squares would cancel."""
+    """Return numbers with a mean far from 0, for which squares would cancel."""
     generator = torch.Generator().manual_seed(seed)
     return (50 + 3 * torch.randn(*shape, generator=generator, dtype=torch.float64)).to(dtype)
 
 
 def prepared(norm: Any, dtype: torch.dtype = torch.float64) -> Any:
-    """Return the layer with a weight and bias of each channel's own."""
+    """Return the layer with different weights and biases per channel."""
     norm = norm.to(dtype)
     if norm.affine:
         with torch.no_grad():
@@ -57,7 +57,7 @@ def run_steps(
 
 
 def refuse(name: str, *arguments: Any, **options: Any) -> None:
-    """Stand for an engine that is not to be asked for anything."""
+    """Replace an engine's method that must not be called."""
     raise AssertionError(f"'{name}' was not to be exchanged")
 
 
@@ -90,7 +90,7 @@ def test_it_is_batch_norm_on_the_concatenated_batch(threads, splits):
         outcomes = [rank[case] for rank in ranks]
         for place, tensor in enumerate(expected):
             together = torch.cat([seen[place] for seen, _, _ in outcomes])
-            # The gradient of an input is a difference of slopes, of 50 and more.
+            # The gradient of an input is a difference of slopes of 50 and more.
             torch.testing.assert_close(together, tensor, rtol=1e-12, atol=1e-11)
         for place, parameter in enumerate(norm.parameters()):
             gradient = sum(gradients[place] for _, gradients, _ in outcomes)

@@ -1,7 +1,7 @@
-"""`gtopk bench collectives`: every algorithm beside the baselines and the model, on this network.
+"""`gtopk bench collectives`: compare every algorithm with the baselines and the model, here.
 
-A case is a number of ranks, a length, a density and a distribution of the picks. In each of its
-rounds every contender runs once, after a barrier; its time is that of the slowest rank.
+A case is a number of ranks, a length, a density and a distribution of the picks. In each round of a
+case every contender runs once, after a barrier; its time is that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from .run import run
 
 
 def panels(records: Sequence[Record]) -> dict[Case, list[Record]]:
-    """Return the records by case, the quickest first.
+    """Group the records by case, fastest first.
 
-    A contender that looks at every coordinate was measured once for its ranks and length; it is in
-    every such case.
+    A contender that reads every coordinate is measured once per number of ranks and length; its
+    record appears in every case with these.
     """
     sparse = [record for record in records if record["selective"]]
     every = [record for record in records if not record["selective"]]
@@ -59,7 +59,7 @@ def median(record: Record) -> float:
 
 
 def times_reference(record: Record, rows: Sequence[Record]) -> float | None:
-    """Return how many times the reference's time a contender takes."""
+    """Return a contender's time divided by the reference's; None without a reference."""
     reference = next((row for row in rows if row["reference"]), None)
     return median(record) / median(reference) if reference else None
 
@@ -122,7 +122,7 @@ CALL: Final = "gtopk bench collectives"
 
 
 def parser(call: str = CALL) -> Command:
-    """Return the command line's grammar."""
+    """Return the argument parser."""
     described = bench_parser(
         call,
         "Time every reduction, the baselines and the model. Start it on the ranks to "
@@ -177,7 +177,7 @@ def parser(call: str = CALL) -> Command:
 
 
 def _known_to(read: Callable[[str], object], word: str) -> str:
-    """Return a word as it is written; raise ValueError where `read` does."""
+    """Return the word unchanged; raise ValueError if `read` rejects it."""
     read(word)
     return word
 
@@ -186,7 +186,7 @@ def main(arguments: Sequence[str] | None = None, call: str = CALL) -> int:
     """Run the benchmark on this rank and return the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parser(call).parse_args(given)
-    # In the record, so that the measurement can be repeated.
+    # The records contain the command, so that the measurement can be repeated.
     command = f"{call} {shlex.join(given)}"
 
     def measured(transport: Transport) -> None:
@@ -194,7 +194,8 @@ def main(arguments: Sequence[str] | None = None, call: str = CALL) -> int:
         if transport.rank == 0:
             print(table(results), file=for_people(options.json), flush=True)
             write_records(results, options.json)
-        # Ranks that were not measured are still on their way: whoever left would seem to have died.
+        # Announce the departure: ranks that were not measured arrive later, and would take this
+        # rank for dead.
         transport.leave("the benchmark is done")
 
     return on_ranks(measured, max(options.ranks or [4]), options.transport)

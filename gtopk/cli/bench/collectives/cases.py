@@ -1,12 +1,12 @@
-"""Cases to measure, the picks that ranks exchange in them, and the records that are written.
+"""The cases to measure, the picks that ranks exchange in them, and the format of the records.
 
-Picks are synthetic and seeded, so that every rank can compute those of all others:
+Picks are synthetic and seeded, so that every rank can compute the picks of all others:
 
-    uniform     positions all over the vector, other ones on each rank: hardly any two ranks agree
-    clustered   half of a rank's positions come from runs of 64 that all ranks share, as those of
-                the hot rows of a layer do: neighbours in position, and large on many ranks at once
+    uniform     positions all over the vector, independent on each rank: few positions coincide
+    clustered   half of a rank's positions come from runs of 64 that all ranks share, like the hot
+                rows of a layer: adjacent positions that are large on many ranks at once
 
-Values are above a threshold, most of them near it, as those of a selection are.
+As after a real selection, values exceed a threshold, and most are close to it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Case(NamedTuple):
 
     @property
     def k(self) -> int:
-        """Return the most entries that a rank selects."""
+        """Return the maximum number of entries that a rank selects."""
         return max(1, round(self.length * self.density))
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ def cases(
 ) -> Iterator[tuple[Case, bool]]:
     """Yield each case, and whether it is the first of its ranks and length.
 
-    Dense contenders run in the first one only: they look at every coordinate in any case.
+    Dense contenders run only in the first, as they read every coordinate at any density.
     """
     for size, length in itertools.product(ranks, lengths):
         for place, (density, distribution) in enumerate(
@@ -61,7 +61,7 @@ def cases(
 
 
 RUN: Final = 64
-# From here on a vector's positions are not shuffled to draw some of them: 8 bytes for each.
+# Sampling from a vector this long without replacement would take 8 bytes per position.
 _LONG: Final = 1 << 26
 Random = np.random.Generator
 
@@ -69,7 +69,7 @@ Random = np.random.Generator
 def picks(distribution: str, length: int, k: int, rank: int, seed: int) -> SparseVector:
     """Return a rank's picks: at most k entries of a vector of float32."""
     shared = np.random.default_rng([seed, length, k])
-    # rank + 1: a trailing 0 in a seed changes nothing, and rank 0 would draw what is shared.
+    # rank + 1: a trailing 0 does not change a seed, so rank 0 would repeat the shared draws.
     own = np.random.default_rng([seed, length, k, rank + 1])
     indices = np.sort(DISTRIBUTIONS[distribution](length, k, shared, own))
     values = (1.0 + own.standard_exponential(indices.size)) * own.choice([-1.0, 1.0], indices.size)
@@ -78,10 +78,10 @@ def picks(distribution: str, length: int, k: int, rank: int, seed: int) -> Spars
 
 def uniform(length: int, k: int, shared: Random, own: Random) -> Array:
     if length < _LONG or 4 * k > length:
-        # Unshuffled, as the caller sorts them.
+        # No shuffle: the caller sorts the positions.
         return own.choice(length, k, replace=False, shuffle=False)
     drawn = np.unique(own.integers(length, size=k))
-    # Some fall together: at most a quarter of them, as k is no more than that of the vector.
+    # Replace duplicates; at most a quarter of the draws, as k is at most a quarter of the length.
     while drawn.size < k:
         drawn = np.union1d(drawn, own.integers(length, size=k - drawn.size))
     return drawn
@@ -107,23 +107,22 @@ SCHEMA: Final = 1
 class Record(TypedDict):
     """One contender in one case.
 
-    modelled_link: seconds of latency, seconds per byte, and burst bytes, as these ranks measured or
-                   were given them.
-    modelled_wire_seconds: latency and bandwidth alone; None where there is no model.
-    modelled_code_seconds: encode, decode, merge; where all ranks share cores, as many times longer
-                           as there are ranks to a core, with the work on the others' messages.
-    cpu_seconds: of a rank's process.
-    measured_over_modelled: the median over modelled_wire_seconds.
-    measured_over_wire_and_code: the median over both.
-    interface_bytes: what the network interface says it sent, headers, acknowledgements and barriers
-                     included; None where no interface was named.
+    modelled_link: latency in seconds, seconds per byte, and burst bytes; measured or given.
+    modelled_wire_seconds: from latency and bandwidth alone; None for contenders without a model.
+    modelled_code_seconds: encode, decode and merge; if ranks share cores, multiplied by the ranks
+                           per core, plus the work on the other ranks' messages.
+    cpu_seconds: CPU time of a rank's process.
+    measured_over_modelled: median time / modelled_wire_seconds.
+    measured_over_wire_and_code: median time / (modelled_wire_seconds + modelled_code_seconds).
+    interface_bytes: bytes sent according to the network interface, including headers,
+                     acknowledgements and barriers; None if no interface was given.
     """
 
     contender: str
     label: str
     ours: bool
-    reference: bool  # others' times are divided by its: gtopk, as the model would send it
-    selective: bool  # looks at the picks only; else its time holds for every density
+    reference: bool  # gtopk in the format that the model prefers; divides the others' times
+    selective: bool  # True: reads only the picks; False: its time holds for every density
     algorithm: str | None
     options: dict[str, Any]
     format: str | None
@@ -138,7 +137,7 @@ class Record(TypedDict):
     cpu_seconds: PerRank
     sent_bytes: PerRank
     sent_messages: PerRank
-    counted: bool  # message by message; else reckoned
+    counted: bool  # True: sent bytes were counted per message; False: calculated
     interface_bytes: PerRank | None
     updated: int  # coordinates that the update holds
     modelled_link: list[float]
@@ -149,7 +148,7 @@ class Record(TypedDict):
 
 
 class Results(TypedDict):
-    """The whole file; run: the options, the link that the model assumes, and who took part."""
+    """The whole file; run: the options, the modelled link, and the participating ranks."""
 
     schema: int
     benchmark: str

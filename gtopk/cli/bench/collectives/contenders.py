@@ -1,7 +1,7 @@
-"""Contenders: gtopk's own algorithms in the formats they may use, and the baselines.
+"""Contenders: gtopk's own algorithms in every applicable format, and the baselines.
 
-The baseline is the dense allreduce that comes with MPI or gloo, called directly, so that its time
-is the library's on this network. `mpi_scripts/bench_collectives.py` has more.
+The baseline is the dense allreduce of MPI or gloo, called directly, without gtopk's overhead.
+`mpi_scripts/bench_collectives.py` has more baselines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collectives.wire.format import INDEX_CODES, check
 from ....compression import Shards
 from .library import ModelledLibrary
 
-# Of gtopk's own: those of `reduce`, and the one that no picks are made for.
+# gtopk's own algorithms: those of `reduce`, and shards, which takes no picks.
 KNOWN: Final = (*ALGORITHMS, Shards.algorithm)
 
 
@@ -41,7 +41,7 @@ Update = SparseVector | Array
 
 
 class Place(NamedTuple):
-    """Where a reduction is modelled: a vector's length, the entries selected, and the ranks."""
+    """Inputs of the cost model: vector length, selected entries k, network and rates."""
 
     length: int
     k: int
@@ -50,7 +50,7 @@ class Place(NamedTuple):
 
 
 class Modelled(NamedTuple):
-    """Seconds on the wire, and of encode, decode and merge; rounds of messages on the way."""
+    """Modelled seconds on the wire, seconds to encode, decode and merge, and message rounds."""
 
     wire_seconds: float
     code_seconds: float
@@ -67,9 +67,9 @@ def _modelled(candidate: Candidate, at: Place) -> Modelled:
 class Contender:
     """One way to reduce the ranks' picks.
 
-    prepare:   returns the function that is timed.
-    modelled:  returns what the model says; None: there is no model.
-    selective: whether it looks at the picks only, and not at every coordinate.
+    prepare:   returns the function to time.
+    modelled:  returns the model's prediction; None without a model.
+    selective: whether it reads only the picks, not every coordinate.
     """
 
     name: str
@@ -83,13 +83,13 @@ class Contender:
 
 
 def own(algorithm: str, options: dict[str, Any], format: Format) -> Contender:
-    """Return one of gtopk's algorithms; of oktopk the boundaries stand, as in a training."""
+    """Return one of gtopk's algorithms; oktopk reuses its boundaries, as in training."""
     kept = {"regions": Regions()} if "oktopk" in (algorithm, options.get("across")) else {}
     begun: set[tuple[int, int]] = set()
 
     def prepare(task: Task) -> Callable[[], Update]:
         selected, k, transport, _ = task
-        # Of 64 steps of a training one draws the boundaries: here it is not timed.
+        # Training computes the boundaries once in 64 steps; do it here, outside the timed part.
         if kept and (selected.length, k) not in begun:
             reduce(selected, k, transport, algorithm, format=format, **kept, **options)
             begun.add((selected.length, k))
@@ -98,7 +98,7 @@ def own(algorithm: str, options: dict[str, Any], format: Format) -> Contender:
         ]
 
     def modelled(at: Place) -> Modelled | None:
-        # The model has the algorithms as they usually run.
+        # The model covers the algorithms with default options only.
         if algorithm not in SCHEDULES or options:
             return None
         return _modelled(Candidate(algorithm, at.k / at.length, format), at)
@@ -112,7 +112,7 @@ def own(algorithm: str, options: dict[str, Any], format: Format) -> Contender:
 
 
 def own_shards(options: dict[str, Any]) -> Contender:
-    """Return the exchange of one shard of every rank's vector, by the options of `Shards`."""
+    """Return the sharded exchange, one shard per rank; options: keyword arguments of `Shards`."""
     how = Shards(**options)
     (format,) = how.formats()
 
@@ -141,7 +141,7 @@ def own_shards(options: dict[str, Any]) -> Contender:
 
 
 def parse(words: str) -> tuple[str, dict[str, Any]]:
-    """Return an algorithm and its options, as from "hierarchical:across=gtopk,growth=2.0"."""
+    """Parse an algorithm with options, such as "hierarchical:across=gtopk,growth=2.0"."""
     name, _, rest = words.partition(":")
     if name not in KNOWN:
         raise ValueError(f"an algorithm must be one of {', '.join(KNOWN)}; got {name!r}")
@@ -151,7 +151,7 @@ def parse(words: str) -> tuple[str, dict[str, Any]]:
         if not equals:
             raise ValueError(f"an option must be written name=value, got {word!r} in {words!r}")
         try:
-            # Numbers and booleans as Python writes them; any other word stays a text.
+            # Parse numbers and booleans as Python literals; keep any other word as text.
             options[option] = ast.literal_eval(value)
         except (SyntaxError, ValueError):
             options[option] = value
@@ -166,7 +166,7 @@ def parse(words: str) -> tuple[str, dict[str, Any]]:
 
 
 def to_measure(algorithms: Sequence[str], formats: Sequence[str]) -> list[Format]:
-    """Return the formats whose coding is to be measured: those spelled, and those of shards."""
+    """Return the formats whose coding must be measured: the given ones and that of shards."""
     asked = [format for word in formats for format in formats_of(word)]
     for name, options in map(parse, algorithms):
         if name == Shards.algorithm:
@@ -175,19 +175,19 @@ def to_measure(algorithms: Sequence[str], formats: Sequence[str]) -> list[Format
 
 
 def formats_of(word: str) -> list[Format]:
-    """Return the formats a word leaves open: "packed+bf16" one, "bf16" one for each index code.
+    """Return the formats that match a word: "packed+bf16" one, "bf16" one per index code.
 
-    Raises ValueError for codes that there are not.
+    Raises ValueError for an unknown code.
     """
     indices, plus, values = word.rpartition("+")
     return [check(Format(code, values)) for code in ([indices] if plus else INDEX_CODES)]
 
 
 def own_contenders(asked: Sequence[str], formats: Sequence[str], at: Place) -> list[Contender]:
-    """Return gtopk's algorithms, each in every format asked for.
+    """Return gtopk's algorithms, each in every requested format.
 
-    formats: as `spelled`. A code of values alone stands for the format with it whose gtopk the
-             model finds quickest here.
+    formats: words as for `formats_of`. For a value code alone, use the index code with which the
+             model predicts the fastest gtopk here.
     """
     found = [min(formats_of(word), key=lambda f: modelled_gtopk(f, at)) for word in formats]
     contenders = []
@@ -202,15 +202,15 @@ def own_contenders(asked: Sequence[str], formats: Sequence[str], at: Place) -> l
 
 
 def modelled_gtopk(format: Format, at: Place) -> float:
-    """Return the seconds, on the wire and of the cores, that the model gives gtopk in a format."""
+    """Return the modelled seconds of gtopk in a format, on the wire and on the cores."""
     candidate = Candidate("gtopk", at.k / at.length, format)
     return predict(candidate, at.length, at.network, at.rates).exchange_seconds
 
 
 def reference_of(contenders: Sequence[Contender], at: Place) -> str | None:
-    """Return the name of the reference for ratios: gtopk in the format that suits it best here.
+    """Return the name of the reference for ratios: gtopk in the format the model finds fastest.
 
-    By the model. None where no plain gtopk takes part.
+    Returns None if no gtopk with default options takes part.
     """
     plain = [c for c in contenders if c.algorithm == "gtopk" and not c.options]
     offers = [(modelled_gtopk(c.format, at), c.name) for c in plain if c.format is not None]
@@ -219,7 +219,7 @@ def reference_of(contenders: Sequence[Contender], at: Place) -> str | None:
 
 def dense_library() -> Contender:
     def prepare(task: Task) -> Callable[[], Update]:
-        # Written once before the timing: fresh pages would be made within it.
+        # Touch the pages now: the first write to fresh memory is slow and must not be timed.
         array = np.empty(task.selected.length, np.float32)
         array.fill(0)
         array[task.selected.indices] = task.selected.values

@@ -1,4 +1,4 @@
-"""The dense allreduce that comes with MPI or gloo, called directly, and what it sends."""
+"""The dense allreduce of MPI or gloo, called directly, with a formula for the bytes it sends."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from collectives.vector import Array
 
 
 class ModelledLibrary:
-    """A library's allreduce, which counts as the fewest bytes that it can send.
+    """A library's allreduce; its traffic is taken as the minimum that an allreduce must send.
 
-    group: the ranks, as the library knows them: a communicator of MPI, a group of gloo, or a
-        transport.
+    group: the library's object for the ranks: an MPI communicator, a gloo group or a transport.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ def _of_mpi(ranks: Sequence[int]) -> ModelledLibrary:
 
 
 def _of_gloo(transport: Any, ranks: Sequence[int]) -> ModelledLibrary:
-    # Ranks that have met elsewhere meet again, under names of their own in the same store.
+    # Reuse the transport's store with a prefix, so that keys do not clash.
     if not distributed.is_initialized():
         store = distributed.distributed_c10d.PrefixStore("gtopk.cli.bench", transport.store)
         distributed.init_process_group(
@@ -65,13 +64,13 @@ def _of_gloo(transport: Any, ranks: Sequence[int]) -> ModelledLibrary:
 def open_library(transport: Transport, ranks: Sequence[int]) -> ModelledLibrary:
     """Return the library below a transport for some of its ranks, in order; all must call it.
 
-    On a rank that is not among them, what is returned must not be used.
+    Do not use the result on other ranks.
     """
-    # An emulated link paces the transport's messages alone: the library's own would be too fast.
+    # An emulated link slows only the transport's messages; the library's own would be too fast.
     if transport.name == "mpi" and transport.link is None:
         return _of_mpi(ranks)
     if transport.name == "torch.distributed" and transport.link is None:
         return _of_gloo(transport, ranks)
-    # No library is below, as between threads.
+    # No usable library, for example between threads: use the transport's own allreduce.
     some = transport.subset(ranks) if transport.rank in ranks else transport
     return ModelledLibrary(some.library(), some, some.allreduce, len(ranks))

@@ -1,17 +1,17 @@
-"""Measures on the ranks of a transport, from calibration to records.
+"""Measure on the ranks of a transport: calibrate, run the contenders, return the records.
 
-The contenders of a case take turns; the time of a go, one run of one, is the slowest rank's.
+The contenders of a case take turns. The time of one run (a go) is that of the slowest rank.
 
     round 1   gtopk   topk-allgather   dense-library   ...
     round 2   gtopk   topk-allgather   dense-library   ...
 
-    a go      rest | barrier | reduce | tell the time     begun behind the barrier, by its own clock
+    a go      rest | barrier | reduce | share the time     each rank starts its clock at the barrier
 
-All contenders meet the same noise of machine and network. One that has used up its budget of
-seconds sits out the rest of the rounds. Links rest before a go, as they do while gradients are
-computed: what a token bucket lets pass at once, it has ready.
+All contenders see the same noise of machine and network. A contender that has used up its time
+budget skips the remaining rounds. Links rest before a go, as they do while gradients are computed,
+so that a token bucket can refill to its burst size.
 
-A contender whose ranks get different results gets no time.
+If the ranks get different results, the measurement raises WrongResultError.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from .library import ModelledLibrary, open_library
 
 
 class WrongResultError(CollectiveError):
-    """A reduction gave a wrong result; its time means nothing."""
+    """A reduction gave a wrong result, so that its time is meaningless."""
 
 
 def digest(update: Update) -> Array:
-    """Return a digest of an update, uint8 [16]; equal for updates with the same bits."""
+    """Return a digest of an update, uint8 [16]; equal for bit-identical updates."""
     hashed = hashlib.blake2b(digest_size=16)
     parts = (update.indices, update.values) if isinstance(update, SparseVector) else (update,)
     for array in parts:
@@ -81,8 +81,8 @@ REST_SECONDS: Final = 0.02
 class Measured:
     """The times of one contender's goes; lists by round.
 
-    cpu_seconds, sent_bytes, sent_messages, interface_bytes: by rank in the last round.
-    counted: message by message; else reckoned.
+    cpu_seconds, sent_bytes, sent_messages, interface_bytes: by rank, in the last round.
+    counted: True: sent bytes were counted per message; False: calculated.
     """
 
     contender: Contender
@@ -104,16 +104,16 @@ def measure(
     library: ModelledLibrary,
     say: Callable[[str], None],
 ) -> list[Measured]:
-    """Return every contender's measurements; the same on every rank of `transport`.
+    """Measure every contender; return the same values on every rank of `transport`.
 
-    Raises WrongResultError when the ranks' updates differ.
+    Raises WrongResultError if the ranks' updates differ.
     """
     selected = picks(case.distribution, case.length, case.k, transport.rank, options.seed)
     task = Task(selected, case.k, transport, library)
     found = [Measured(contender) for contender in contenders]
     for number in range(rounds):
         for measured in found:
-            # Each contender once, whatever it takes: its result is to be checked.
+            # Run each contender at least once, however slow, to check its result.
             if number == 0 or sum(measured.seconds) < options.budget_seconds:
                 say(f"{case}: round {number + 1} of {rounds}, {measured.contender.name}")
                 go(measured, task, options.interface)
@@ -129,7 +129,7 @@ def go(measured: Measured, task: Task, interface: str | None) -> None:
     interface_before = interface_bytes(interface)
     time.sleep(REST_SECONDS)
     transport.barrier()
-    # Behind the barrier, whose own messages are not the contender's.
+    # Reset after the barrier, so that its messages are not counted.
     counters.read_and_reset()
     begun, cpu_begun = time.perf_counter(), time.process_time()
     update = prepared()
@@ -137,7 +137,7 @@ def go(measured: Measured, task: Task, interface: str | None) -> None:
     sent = counters.read_and_reset()
     on_interface = interface_bytes(interface) - interface_before
     report = np.array([seconds, cpu_seconds, sent.sent_bytes, sent.sent_messages, on_interface])
-    # A digest in place of the update, which may have every coordinate.
+    # Compare digests: the update itself may be as long as the dense vector.
     reports = transport.allgather(np.concatenate([report.view(np.uint8), digest(update)]))
     check_agreement(contender.name, [message[report.nbytes :] for message in reports])
     rows = [np.frombuffer(message[: report.nbytes].tobytes()) for message in reports]
@@ -155,7 +155,7 @@ def entries(update: Update) -> int:
 
 
 def interface_bytes(interface: str | None) -> float:
-    """Return the bytes that a network interface sent since it came up; 0 without one."""
+    """Return the bytes that a network interface has sent since it came up; 0 for None."""
     if interface is None:
         return 0.0
     return float(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
@@ -166,7 +166,7 @@ _WARM_UP = Case(ranks=0, length=4096, density=0.01, distribution="uniform")
 
 
 def message_seconds(transport: Transport) -> float:
-    """Return the processor time of a rank to send an empty message and get one; the same on all."""
+    """Return a rank's CPU seconds to send and receive an empty message; the same on all ranks."""
     transport.barrier()
     begun = time.process_time()
     for _ in range(_GATHERS):
@@ -176,9 +176,9 @@ def message_seconds(transport: Transport) -> float:
 
 
 def run(options: argparse.Namespace, command: str, transport: Transport) -> Results:
-    """Return the results; every rank must call it, rank 0's are whole.
+    """Return the results, complete on rank 0; every rank must call it.
 
-    Raises ValueError for more ranks than were started.
+    Raises ValueError if options.ranks exceeds the number of ranks that were started.
     """
     sizes = options.ranks or [transport.size]
     if max(sizes) > transport.size:
@@ -197,7 +197,7 @@ def run(options: argparse.Namespace, command: str, transport: Transport) -> Resu
     for size in sizes:
         library = open_library(transport, range(size))
         library_name = library.name
-        # Ranks that do not take part are in it, too: they wait at the barrier at its end.
+        # Idle ranks enter the operation too: they wait at its final barrier.
         with transport.operation(f"the benchmark of {size} ranks"):
             if transport.rank < size:
                 some = transport.subset(range(size)) if size < transport.size else transport
@@ -215,7 +215,7 @@ def run(options: argparse.Namespace, command: str, transport: Transport) -> Resu
         "command": command,
         "transport": transport.name,
         "library": library_name,
-        "ranks": transport.size,  # that were launched
+        "ranks": transport.size,  # the launched ones
         "hosts": count_hosts(transport),
         "link": link,
         "calibration": calibration.origin,
@@ -234,15 +234,15 @@ def on_these_ranks(
     calibration: Calibration,
     say: Callable[[str], None],
 ) -> list[Record]:
-    """Return the records of all cases with this number of ranks."""
+    """Measure all cases with this number of ranks, and return their records."""
     records: list[Record] = []
     network, rates = calibration.network, calibration.rates
-    # The others' messages, where ranks share cores; a round's own one is in its latency.
+    # On shared cores, add the CPU time of the other ranks' messages; the latency has this rank's.
     sharing_seconds = (network.coding_waves(network.ranks) - 1) * message_seconds(transport)
     for case, first in cases((transport.size,), options.lengths, options.densities, options.picks):
         place = Place(case.length, case.k, network, rates)
         for what, rounds in ((_warm_up(case), 1), (case, options.rounds)):
-            # Anew: those of the warm-up keep boundaries of another length.
+            # New contenders each time: those of the warm-up keep boundaries for another length.
             contenders = chosen(options, place, first)
             found = measure(options, what, rounds, contenders, transport, library, say)
         reference = reference_of(contenders, place)
@@ -251,10 +251,10 @@ def on_these_ranks(
 
 
 def calibrate(transport: Transport, formats: list[Format]) -> Calibration:
-    """Return link and rates, the same on every rank.
+    """Measure the link and the coding rates; return the same values on every rank.
 
-    Unlike those of a training's calibration, rates are in seconds of a core: where ranks share
-    cores, or others use the machine, the clock would tell more of that than of the codes.
+    The rates are in CPU seconds, not wall-clock seconds as in a training's calibration, so that
+    shared cores and other load on the machine do not distort them.
     """
     network, _ = measure_network(transport)
     rates = agree_on_rates(transport, measure_rates(formats, time.thread_time))
@@ -262,21 +262,21 @@ def calibrate(transport: Transport, formats: list[Format]) -> Calibration:
 
 
 def chosen(options: argparse.Namespace, place: Place, first: bool) -> list[Contender]:
-    """Return the contenders of a case; dense ones take part in the first only."""
+    """Return the contenders of a case; dense ones only if it is the first."""
     ours = own_contenders(options.algorithms, options.formats, place)
     theirs = [contender for name in options.baselines for contender in BASELINES[name]]
     return [contender for contender in (*ours, *theirs) if contender.selective or first]
 
 
 def _warm_up(case: Case) -> Case:
-    """Return a small case of the same ranks: it opens the connections."""
+    """Return a small case with the same ranks, which opens the connections."""
     return _WARM_UP._replace(ranks=case.ranks, length=min(case.length, _WARM_UP.length))
 
 
 def modelled_network(
     options: argparse.Namespace, network: Network
 ) -> tuple[Network, dict[str, Any]]:
-    """Return the network of the model: one rank a host, link and cores given or measured."""
+    """Return the modelled network: one rank per host; link and cores given or measured."""
     measured = network.link(1)
     latency = measured.latency_seconds if options.latency is None else options.latency
     seconds_per_byte = 8.0 / options.bandwidth if options.bandwidth else measured.seconds_per_byte
@@ -284,7 +284,7 @@ def modelled_network(
     told = {
         "latency_seconds": latency,
         "bits_per_second": 8.0 / seconds_per_byte if seconds_per_byte else 0.0,
-        "burst_bytes": measured.burst_bytes,  # that pass at once after a pause
+        "burst_bytes": measured.burst_bytes,  # pass at full speed after a pause
         "bandwidth_from": "given" if options.bandwidth else "measured",
         "latency_from": "measured" if options.latency is None else "given",
     }

@@ -1,4 +1,4 @@
-"""Which GPU a rank gets, and what must be installed."""
+"""The GPU that a rank gets, and the required packages."""
 
 from __future__ import annotations
 

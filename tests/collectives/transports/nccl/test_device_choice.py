@@ -1,4 +1,4 @@
-"""What carries the messages of GPUs: the choice by facts alone, and ranks that make it."""
+"""The choice of transport for GPUs' messages: from facts alone, and on ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who leaves, and who is silent, while messages travel over NCCL."""
+"""Ranks that leave or hang during messages over NCCL."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.programs.of_gpus import device, up
 
 
 def announce_only(transport: NcclTransport, to: int) -> None:
-    """Do what a rank has done that dies between its header and its kernel."""
+    """Act like a rank that dies between its header and its kernel."""
     transport.host.send(TransferHeader(TransferMethod.NCCL, 100).encode(), to)()
 
 
@@ -218,7 +218,7 @@ def test_a_rank_that_never_connects_is_missed(cuda: Any) -> None:
 def test_whoever_still_waits_when_its_rank_leaves_gets_an_error(
     cuda: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # It does not look: it finds that the kernel has ended, for it was aborted.
+    # It does not poll: it notices that the kernel was aborted.
     monkeypatch.setattr("collectives.transports.polling._LOOK_SECONDS", 3600)
 
     def program(transport: NcclTransport) -> None:

@@ -1,4 +1,4 @@
-"""What is refused: arrays that differ or cannot be sent."""
+"""Arrays that differ, or cannot be sent, are refused."""
 
 from __future__ import annotations
 

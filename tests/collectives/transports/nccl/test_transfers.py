@@ -1,4 +1,4 @@
-"""Messages of GPUs, over NCCL or through pinned memory, and which of the two they take."""
+"""Messages of GPUs over NCCL or through pinned memory, and the choice between these."""
 
 from __future__ import annotations
 

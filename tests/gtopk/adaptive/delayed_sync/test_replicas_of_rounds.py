@@ -1,4 +1,4 @@
-"""Replicas are compared in mode "abs", too, with the round after the one that it is time for."""
+"""Replicas are compared in mode "abs" too, one round after the comparison is due."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_replicas_that_were_never_the_same_end_all_ranks(options: dict[str, Any]
 
 @pytest.mark.parametrize("heals", [False, True])
 def test_replicas_are_looked_at_every_so_many_rounds(heals: bool) -> None:
-    """After rounds 1, 3 and 6 of 9; they part after the first of these."""
+    """After rounds 1, 3 and 6 of 9; the replicas diverge after the first of these."""
 
     def program(here: World) -> Any:
         loader, model, optimizer = opened(
@@ -72,7 +72,7 @@ def test_replicas_are_looked_at_every_so_many_rounds(heals: bool) -> None:
 
 @pytest.mark.parametrize("unlike", [{"check_every": 1}, {"on_divergence": "heal"}])
 def test_ranks_compare_their_replicas_alike_or_not_at_all(unlike: dict[str, Any]) -> None:
-    """Once, one rank's checksums met another's settings: an error that named neither."""
+    """Regression: one rank's checksums met another's settings, and the error named neither."""
 
     def program(here: World) -> str:
         options = {"check_every": 2, **(unlike if here.rank else {})}
@@ -86,7 +86,7 @@ def test_ranks_compare_their_replicas_alike_or_not_at_all(unlike: dict[str, Any]
 
 @pytest.mark.parametrize("every", [1, 2, 5])
 def test_a_state_may_be_loaded_in_a_round_with_which_it_is_time_to_look(every: int) -> None:
-    """Where one rank has sent its part of that round, and the other has not."""
+    """One rank has sent its part of that round, and the other has not."""
     has_loaded = threading.Event()
 
     def program(here: World) -> Any:
@@ -94,7 +94,7 @@ def test_a_state_may_be_loaded_in_a_round_with_which_it_is_time_to_look(every: i
         states: list[Any] = []
         run(*parts, 2, states)
         weight = model.weight.detach().clone()
-        loader.rounds._wire = loader._wire  # from here on ranks need not keep together
+        loader.rounds._wire = loader._wire  # from here on ranks may be in different rounds
         for number, (_, x) in enumerate(loader):
             model(x).mean().backward()
             optimizer.step()

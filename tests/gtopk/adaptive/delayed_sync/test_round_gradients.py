@@ -1,4 +1,4 @@
-"""What becomes of a round's gradients: scaled, clipped, added up, not there, or not finite."""
+"""A round's gradients may be scaled, clipped, summed, missing, or not finite."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.gtopk.adaptive.sums_of_samples import GTOPK, Model, data, run
 def scaled_run(
     here: World, scales: list[float] | None, overflows: Callable[[int], bool], **options: Any
 ) -> Any:
-    """Train an epoch with a GradScaler, whose scale is set after every micro-batch."""
+    """Train an epoch with a GradScaler; set its scale after every micro-batch."""
     model = Model()
     inner = torch.optim.SGD(model.parameters(), lr=1.0, **options)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scales is not None)
@@ -135,7 +135,7 @@ def test_a_ranks_part_of_a_round_is_clipped_to_its_share_before_the_residual() -
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sums_over_many_samples_outgrow_no_parameters_dtype(dtype: torch.dtype) -> None:
-    """A mean gradient of 100 over 2,048 samples: 16 bits hold neither that sum nor its steps."""
+    """A mean gradient of 100 over 2,048 samples: the sum and its steps do not fit 16 bits."""
 
     def program(here: World) -> torch.Tensor:
         weight = torch.nn.Parameter(torch.zeros(2, dtype=dtype))

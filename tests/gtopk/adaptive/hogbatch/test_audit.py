@@ -1,4 +1,4 @@
-"""The audit finds what the race loses, to the element."""
+"""The audit finds exactly the elements that races lose."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.gtopk.adaptive.modelled_ranks import on_ranks
 def test_one_element_of_a_step_that_another_writes_over_is_its_share_of_all_steps(
     size: int,
 ) -> None:
-    """In lock step nothing else is lost; every worker loses one element of its first step."""
+    """In lock step, every worker loses one element of its first step, and nothing else."""
 
     def program(here: World) -> Any:
         loader, model, optimizer = adapted(lock_step=True, audit=True)

@@ -1,4 +1,4 @@
-"""Writes that overlap are counted, and nothing else is."""
+"""Only overlapping writes are counted."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_writes_at_the_same_time_overlap_on_both_sides(threads: Callable[..., An
 
 
 def test_a_write_within_another_one_is_counted(threads: Callable[..., Any]) -> None:
-    """Rank 0's began and ended while rank 1's was under way."""
+    """Rank 0's write begins and ends during rank 1's."""
 
     def program(transport: LocalTransport) -> int:
         board = open_board(transport)

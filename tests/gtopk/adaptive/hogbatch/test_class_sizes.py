@@ -1,4 +1,4 @@
-"""The workers of a device class have one smallest batch, and slow ones none above fast ones."""
+"""Workers of a device class share one smallest batch; that of slow ones is never the larger."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEFAULT = Thresholds(1, 64)
 
 
 def sizers(threads: Callable[..., Any], adapts: bool, **said: Any) -> list[Sizer]:
-    """Return those of two slow workers and two fast ones."""
+    """Return the sizers of two slow and two fast workers."""
 
     def program(transport: LocalTransport) -> Sizer:
         memory = transport.shared_memory(WorkerTable.size_bytes(transport.size))
@@ -28,7 +28,7 @@ def sizers(threads: Callable[..., Any], adapts: bool, **said: Any) -> list[Sizer
 
 
 def probe(sizer: Sizer, overhead: float) -> None:
-    """Have a worker compute until it has its sizes."""
+    """Let a worker compute until it has determined its sizes."""
     while sizer.thresholds is None:
         size = sizer.next(0, [])
         sizer.note(size, overhead + size)
@@ -50,7 +50,7 @@ def test_who_finds_it_later_takes_what_was_found(threads: Callable[..., Any]) ->
     for size in alike[:-1]:
         other.note(size, 1.0)
     probe(one, 10)
-    other.note(alike[-1], 1.0)  # by itself it would have 64
+    other.note(alike[-1], 1.0)  # alone, it would have 64
     assert one.thresholds == other.thresholds == (16, 64)
 
 

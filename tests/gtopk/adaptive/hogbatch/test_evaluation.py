@@ -1,4 +1,4 @@
-"""The loss of all samples is that of all samples, or an error: never of those that were left."""
+"""The loss of all samples covers all of them, or is an error; never only a part."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def numbers(batch: Any) -> torch.Tensor:
 def test_what_a_worker_fails_at_is_evaluated_by_the_others(
     kinds: tuple[str, ...], batch: int
 ) -> None:
-    """Once, its batch was nobody's: the others' mean went without it, or they waited for ever."""
+    """Regression: nobody took its batch; the mean lacked it, or the others waited forever."""
 
     def fails(batch: Any) -> torch.Tensor:
         raise MemoryError("of a GPU")
@@ -42,13 +42,13 @@ def test_what_a_worker_fails_at_is_evaluated_by_the_others(
     mean = pytest.approx((LENGTH - 1) / 2)
     failed, *others = on_ranks(len(kinds), program)
     assert others == [(mean, mean)] * (len(kinds) - 1)
-    if kinds.count("fast") == 1:  # else another may have been quicker
+    if kinds.count("fast") == 1:  # otherwise another worker may have been faster
         assert failed == ("failed", mean)
 
 
 @pytest.mark.parametrize(("batch", "ranks"), [(LENGTH, 2), (20, 3)])
 def test_a_worker_that_is_stuck_is_an_error_for_those_who_wait(batch: int, ranks: int) -> None:
-    """Once, slow workers waited for ever for the fast one to claim what came next."""
+    """Regression: slow workers waited forever for the fast one to claim the next batch."""
     is_over = threading.Event()
     told = threading.Barrier(ranks - 1, action=is_over.set)
 

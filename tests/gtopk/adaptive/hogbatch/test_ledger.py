@@ -1,4 +1,4 @@
-"""Every place of a round is claimed once, and done, whoever dies."""
+"""Every place of a round is claimed once and done, whichever workers die."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_worker_that_ends_its_round_and_leaves_meanwhile_is_not_dead() -> None
 
     def program(transport: LocalTransport) -> list[int]:
         def leave(place: int) -> str:
-            if place:  # it ends its round while this rank looks after it
+            if place:  # it ends its round while this rank checks on it
                 ledger._workers.rows["idle"][place] = ledger._workers.rows["over"][place] = (
                     ledger.round
                 )
@@ -199,9 +199,9 @@ def test_what_is_given_back_is_done_by_others() -> None:
 
 @pytest.mark.parametrize("look", [1, 2, 3, 4])
 def test_a_last_claim_at_any_moment_ends_the_wait_for_claims(look: int) -> None:
-    """Once, a claim between two looks at the next place left its worker and the waiting one idle.
+    """Regression: a claim between two checks of the next place left two workers idle.
 
-    look: at which look for workers to wait for the last place is claimed.
+    look: the number of the check for workers to wait for at which the last place is claimed.
     """
 
     def program(transport: LocalTransport) -> None:
@@ -222,7 +222,7 @@ def test_a_last_claim_at_any_moment_ends_the_wait_for_claims(look: int) -> None:
 
 
 def test_who_holds_the_lock_sees_no_worker_idle_whose_notes_are_not_there() -> None:
-    """Once, notes were given back without it: another processor could see them after "idle"."""
+    """Regression: notes were returned without the lock; another core could see "idle" first."""
 
     def program(transport: LocalTransport) -> None:
         ledger = open_ledger(transport)
@@ -268,7 +268,7 @@ def test_turns_go_round_and_pass_over_who_is_idle() -> None:
 
 
 def test_nodes_take_stretches_of_one_counter(threads: Callable[..., Any]) -> None:
-    """Two nodes of two workers each: together they do every place once, round after round."""
+    """Two nodes of two workers each do every place once in each round."""
 
     def program(transport: LocalTransport) -> list[list[int]]:
         counter = transport.counter()
@@ -279,7 +279,7 @@ def test_nodes_take_stretches_of_one_counter(threads: Callable[..., Any]) -> Non
             ledger.begin(LENGTH)
             rounds.append(work(ledger, 1 + transport.rank))
             transport.barrier()
-            ledger._head["base"][0] = counter.add(0)  # as the merge at an epoch's end says
+            ledger._head["base"][0] = counter.add(0)  # as set in the merge at the end of an epoch
             transport.barrier()
         return rounds
 

@@ -1,4 +1,4 @@
-"""Nodes merge their models while they train, and nothing that was applied in between is lost."""
+"""Nodes merge their models while they train, and lose no update applied during a merge."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from gtopk.runtime.world.membership import World
 from tests.gtopk.adaptive.hogbatch_workers import adapted, flat, train
 from tests.gtopk.adaptive.modelled_ranks import network, on_ranks
 
-NODES = [[0], [1]]  # of one worker each: nobody else's step is in what one of its own changes
+NODES = [[0], [1]]  # one worker each, so that changes in a worker's step are its own
 
 
 class Followed:
-    """What a node's worker applies, by the merge that takes it in.
+    """The updates that a node's worker applies, by the merge that includes them.
 
-    applied:       of each merge, and last of what none has taken in yet.
-    beside_merges: steps while a merge was under way.
+    applied:       one per merge; the last has the updates in no merge yet.
+    beside_merges: steps taken during a merge.
     """
 
     def __init__(self, loader: Any, model: torch.nn.Module) -> None:
@@ -58,7 +58,7 @@ def trained(here: World, compression: Any) -> tuple[Followed, torch.Tensor]:
 
 
 def test_a_merge_is_the_mean_of_what_nodes_applied() -> None:
-    """And what they applied while it was under way is in the next."""
+    """The next merge includes updates that were applied during this one."""
     nodes, models = zip(*on_ranks(2, lambda here: trained(here, hvd.Compression.none)), strict=True)
     expected = flat(network())
     for merge in range(12):
@@ -73,7 +73,7 @@ def test_a_merge_is_the_mean_of_what_nodes_applied() -> None:
 
 @pytest.mark.parametrize("number", [0, 3])
 def test_a_merge_that_fails_is_an_error_on_all_workers_of_its_node(number: int) -> None:
-    """The others wait for the first one, which lives on: once, until their timeouts."""
+    """Regression: the others waited for the first one, which lives on, until their timeouts."""
     over = threading.Barrier(4)
 
     def program(here: World) -> str:
@@ -112,7 +112,7 @@ def test_a_first_worker_that_merges_and_ends_at_once_is_not_missed() -> None:
     head = np.zeros(1, np.dtype([("merged", np.int64)]))
 
     def end(place: int) -> bool:
-        head["merged"][0] = 5  # while this worker looks
+        head["merged"][0] = 5  # while this worker checks
         return False
 
     merging = object.__new__(NodeMerges)

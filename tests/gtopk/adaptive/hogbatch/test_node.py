@@ -1,4 +1,4 @@
-"""Hogbatch on processes: MPI's window, a file that others map, and a process that is killed."""
+"""Hogbatch on processes: an MPI window, a mapped file, and a killed process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_mpis_ranks_train_one_model(mpirun: Callable[..., Any]) -> None:
 
 
 def start_alone(rank: int, port: int, folder: Path) -> subprocess.Popen[str]:
-    """Start a rank that no launcher ends when another one dies."""
+    """Start a rank without a launcher, which would end it when another rank dies."""
     program = ROOT / "tests" / "programs" / "hogbatch_killed.py"
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_PORT": port}
     return subprocess.Popen(
@@ -47,7 +47,7 @@ def start_alone(rank: int, port: int, folder: Path) -> subprocess.Popen[str]:
 
 
 def check(folder: Path) -> None:
-    """Check that every sample of every epoch was computed, once, by some rank."""
+    """Check that the ranks computed every sample of every epoch exactly once."""
     done = Counter(line for file in folder.iterdir() for line in file.read_text().splitlines())
     assert done == Counter(f"{epoch} {index}" for epoch in range(3) for index in range(200))
 
@@ -77,7 +77,7 @@ def test_a_killed_process_does_not_stop_the_others(tmp_path: Path) -> None:
 @pytest.mark.skipif(VENDOR != "Open MPI", reason="other mpiruns end all ranks with the killed one")
 @pytest.mark.parametrize("shuts_down", ["yes", "no"])
 def test_mpirun_that_recovers_lets_the_others_finish(tmp_path: Path, shuts_down: str) -> None:
-    """Once, a rank that called shutdown() ended by MPI_Finalize, which waited for the dead one."""
+    """Regression: after shutdown(), a rank called MPI_Finalize, which waited for the dead one."""
     program = ROOT / "tests" / "programs" / "hogbatch_killed.py"
     job = subprocess.run(
         [

@@ -1,4 +1,4 @@
-"""What is not finite never reaches the shared model, and is an error where it goes on."""
+"""Non-finite updates never reach the shared model, and raise if they persist."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_what_is_not_finite_never_reaches_the_model() -> None:
 
 
 def test_a_model_that_is_not_finite_is_an_error_soon() -> None:
-    """Once, every later update was skipped, without a word, for as many epochs as there were."""
+    """Regression: every later update was skipped silently, in all remaining epochs."""
 
     def program(here: World) -> None:
         loader, model, optimizer = adapted(device_class=classes(here))

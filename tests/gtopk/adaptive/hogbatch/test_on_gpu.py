@@ -1,4 +1,4 @@
-"""Ranks on a GPU, in class "gpu", train one model with ranks on the CPU: threads, and processes."""
+"""Ranks on a GPU (class "gpu") and ranks on the CPU train one model, as threads or processes."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_in_lock_step_gpu_and_cpu_ranks_are_one_process(name: str) -> None:
 @pytest.mark.parametrize("mode", ["hogbatch", "adaptive-hogbatch"])
 @pytest.mark.parametrize("gpus", [1, 2, 3])
 def test_ranks_that_share_a_gpu_train_one_model(mode: str, gpus: int) -> None:
-    """Of three ranks; with sizes that are probed for, and with what memory has room for."""
+    """With three ranks; batch sizes come from probing, and from the available memory."""
 
     def program(here: World) -> Any:
         device = GPU if here.rank < gpus else "cpu"
@@ -109,7 +109,7 @@ def test_ranks_that_share_a_gpu_train_one_model(mode: str, gpus: int) -> None:
         loss = loader.evaluate(mean_loss, batch=50)
         loader.drain()
         assert loss == pytest.approx(loss_of(model, *data()[:][1:]).item(), rel=1e-9)
-        assert bool(calls) <= (here.rank < gpus)  # the fast class computes it
+        assert bool(calls) <= (here.rank < gpus)  # only the fast class computes it
         for state in optimizer.state.values():
             assert {tensor.device.type for tensor in state.values()} == {"cpu"}
             assert (state["exp_avg_sq"] >= 0).all()
@@ -156,7 +156,7 @@ def test_an_old_gradient_of_a_gpu_is_the_optimizers_own_step_on_the_host(name: s
         torch.testing.assert_close(shared_one, expected.detach(), rtol=1e-12, atol=1e-14)
     assert [parameter.data_ptr() for parameter in own] == places
     assert all(p.grad is g and p.is_cuda for p, g in zip(own, gradients, strict=True))
-    loss_of(fast, *data()[:][1:]).backward()  # and its gradients go on to be made there
+    loss_of(fast, *data()[:][1:]).backward()  # gradients are still created there
     assert all(parameter.grad.is_cuda for parameter in own)
 
 

@@ -1,4 +1,4 @@
-"""Shared memory is page-locked where CUDA can, and unlocked when it goes."""
+"""Shared memory is page-locked if CUDA can, and unlocked when it is freed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CUDA = torch.device("cuda")
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
-    """What a stand-in for CUDA's runtime has registered: bytes by address."""
+    """The memory registered with a fake CUDA runtime: bytes by address."""
     held: dict[int, int] = {}
 
     def register(address: int, size: int, flags: int) -> int:
@@ -63,5 +63,5 @@ def test_where_cuda_refuses_copies_go_on_as_before(
     monkeypatch.setattr(torch, "ones", ones)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
     assert not lock_pages(np.zeros(8, np.uint8), CUDA)
-    # The error that CUDA keeps is taken from it: no later kernel is blamed.
+    # CUDA keeps the error; it must be cleared, so that no later kernel reports it.
     assert launched == ([CUDA] if fault == "status" else [])

@@ -1,4 +1,4 @@
-"""The probe finds where larger batches stop to pay."""
+"""The probe finds the size beyond which larger batches no longer pay."""
 
 from __future__ import annotations
 

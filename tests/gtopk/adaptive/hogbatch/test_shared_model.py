@@ -1,4 +1,4 @@
-"""A model and its optimizer's state lie in one memory, as if they had always been there."""
+"""A model and its optimizer's state move to shared memory without visible changes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPTIMIZERS = {
 
 
 class WithScale(torch.optim.SGD):
-    """An optimizer with an attribute that is neither in its groups nor in its defaults."""
+    """An optimizer with an attribute outside its groups and defaults."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.1)
@@ -101,7 +101,7 @@ def test_training_by_a_copy_is_training_as_ever_to_the_bit(name: str) -> None:
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
 def test_a_fused_step_takes_the_gradient_of_a_copy_in_any_strides(kind: Any) -> None:
-    """Once, it paired entries as they lay in memory: those of channels_last with others' own."""
+    """Regression: it paired entries in memory order, also for tensors in channels_last."""
     taken = []
     for layout in (torch.contiguous_format, torch.channels_last):
         made = torch.nn.Conv2d(3, 4, 3, bias=False)
@@ -120,7 +120,7 @@ def test_a_fused_step_takes_the_gradient_of_a_copy_in_any_strides(kind: Any) -> 
 
 
 def test_a_gradient_of_before_is_not_filled_again_in_its_own_strides() -> None:
-    """Once, a fused step paired it with the parameter's memory, whose strides are others."""
+    """Regression: a fused step paired it with the parameter's memory, which has other strides."""
     made = torch.nn.Conv2d(3, 4, 3, bias=False).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(made.parameters(), lr=0.1, fused=True)
     x = torch.randn(1, 3, 5, 5)
@@ -137,7 +137,7 @@ def test_a_gradient_of_before_is_not_filled_again_in_its_own_strides() -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_update_as_old_as_can_be_is_the_optimizers_own_step(name: str) -> None:
-    """Once, what a step of the copy had changed was added, 600 updates later: v < 0, and NaN."""
+    """Regression: the copy's state change was added 600 updates later, so that v < 0 gave NaN."""
     plain, slow, fast = model(), model(), model()
     oracle, *optimizers = (OPTIMIZERS[name](each.parameters()) for each in (plain, slow, fast))
     shared, in_place, states = share(slow, optimizers[0])
@@ -194,7 +194,7 @@ def test_a_state_that_is_there_already_goes_on() -> None:
 
 @pytest.mark.parametrize("name", ["momentum", "adam"])
 def test_a_parameter_without_a_state_shares_its_first_beside_others(name: str) -> None:
-    """Once, where others had one, as after a layer is thawed, each worker made its own of it."""
+    """Regression: if others had a state, as after thawing a layer, each worker created its own."""
     plain, made = model(), model()
     optimizers = [OPTIMIZERS[name](each.parameters()) for each in (plain, made)]
     for each, optimizer in zip((plain, made), optimizers, strict=True):
@@ -250,7 +250,7 @@ def test_a_parameter_that_cannot_be_shared_is_an_error(tensor: torch.Tensor, rea
 
 
 def test_parameters_of_one_memory_are_an_error() -> None:
-    """Once, each got memory of its own, and what had been one was two."""
+    """Regression: each got its own memory, so that one parameter became two."""
     memory = torch.zeros(4, 6)
     a, b = torch.nn.Parameter(memory), torch.nn.Parameter(memory.view(-1)[20:])
     for trained, other in ((a, b), (b, a)):
@@ -264,7 +264,7 @@ def test_parameters_of_one_memory_are_an_error() -> None:
 
 
 def test_parameters_side_by_side_in_one_memory_are_shared() -> None:
-    """As the weights of an LSTM on a GPU are."""
+    """Like the weights of an LSTM on a GPU."""
     first, second = torch.zeros(24).split([10, 14])
     require_shareable(
         {

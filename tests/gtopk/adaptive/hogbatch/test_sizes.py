@@ -1,4 +1,4 @@
-"""Who has made fewer updates gets smaller batches, between the thresholds."""
+"""Workers with fewer updates get smaller batches, between the thresholds."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_what_is_not_said_is_probed_or_the_largest() -> None:
     while slow.thresholds is None:
         size = slow.next(0, [])
         tried.append(size)
-        slow.note(size, 10.0 + size)  # a batch costs as much as ten samples
+        slow.note(size, 10.0 + size)  # a batch's overhead equals ten samples
     assert tried == [1] * 3 + [2] * 3 + [4] * 3 + [8] * 3 + [16] * 3 + [32] * 6
     assert slow.thresholds == (16, 512)
     assert slow.next(0, []) == 16

@@ -1,4 +1,4 @@
-"""A step is taken with gradients that are finite, and with no others."""
+"""Only finite gradients lead to a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LARGE = {
 
 @pytest.mark.parametrize("dtype", LARGE, ids=str)
 def test_large_gradients_are_finite(dtype: torch.dtype) -> None:
-    """Once, sums were looked at: of finite elements one may not be finite."""
+    """Regression: the check used sums, and a sum of finite elements may overflow."""
     gradients = [torch.full(shape, LARGE[dtype], dtype=dtype) for shape in ((16, 8), (16,), ())]
     assert all_finite([*gradients, gradients[0].t(), gradients[0].to_sparse()])
     for spoilt in gradients:

@@ -1,4 +1,4 @@
-"""Batch sizes settle where all ranks make as many updates, and keep to their bounds."""
+"""Batch sizes converge to equal numbers of updates on all ranks, and stay within bounds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def limits(ranks: int, least: int = MOST // 8, grain: int = 1) -> Limits:
 
 
 def updates_of(sizes: Sequence[int], speeds: Sequence[float], samples: int) -> list[int]:
-    """Return the updates of ranks that share samples, each as long as it takes them all."""
+    """Return the number of updates of each rank until all shared samples are taken."""
     seconds = samples / sum(speeds)
     return [int(seconds * speed / size) for size, speed in zip(sizes, speeds, strict=True)]
 
@@ -70,7 +70,7 @@ def test_the_published_rule_moves_by_half_the_lower_bound_for_each_update_off_th
         512,
         384,
         900,
-    ]  # no room: it stays
+    ]  # at its bound, so unchanged
 
 
 def test_counts_that_differ_by_one_change_nothing() -> None:

@@ -1,4 +1,4 @@
-"""Mode "adaptive-sgd" on ranks that are threads of this process."""
+"""Mode "adaptive-sgd" on ranks as threads of this process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_sample_is_trained_with_once_an_epoch_and_ranks_agree(algorithm: s
 
 
 def serial(batches: list[list[int]], lr: float, batch: int) -> torch.Tensor:
-    """Return what one process learns from these batches, their rate in proportion to their size."""
+    """Return the weights after training in one process; rates are proportional to batch sizes."""
     weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
     optimizer = torch.optim.SGD([weight], lr=lr)
     _, x, y = data().tensors
@@ -99,7 +99,7 @@ def test_a_record_of_takes_repeats_a_run_to_the_bit() -> None:
 
 
 def test_a_record_repeats_a_run_that_went_on_from_a_state() -> None:
-    """Once, it began with the state and was read from the first stretch of all: other takes."""
+    """Regression: the record began at the state, but was replayed from the first stretch."""
 
     def unlike(number: int, total: int, sizes: Sequence[int]) -> list[list[range]]:
         return by_speed([1.0 + number % 3, 1.0 + (number + 1) % 4])(number, total, sizes)
@@ -230,7 +230,7 @@ def test_a_replica_that_is_not_finite_is_everybodys_business(
             return False
 
         state = run.loader.state_dict()
-        for _ in range(2):  # those before a state is loaded are in no row with later ones
+        for _ in range(2):  # stretches before a loaded state do not continue in later ones
             with pytest.raises(FloatingPointError, match="not finite in 3 merges in a row"):
                 run.epoch(spoil)
             run.loader.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""What ranks decide alike between mega-batches: stretches, weights, sizes, and what is left."""
+"""Between mega-batches all ranks decide the same stretches, weights, sizes and remainders."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_an_epoch_is_merged_sample_by_sample_once(length: int, ranks: int, algor
     assert sorted(merged) == list(range(length))
     if algorithm == "adaptive" and sizes:
         assert len(sizes) == max(1, round(length / 300))
-        assert max(sizes) - min(sizes) <= len(sizes)  # no mega-batch is a mere rest
+        assert max(sizes) - min(sizes) <= len(sizes)  # no mega-batch is just a small remainder
 
 
 def test_what_a_lost_rank_had_taken_is_handed_out_first_and_once() -> None:

@@ -42,7 +42,7 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_bit(algorithm: str, density: flo
 
 
 def test_a_state_of_between_epochs_can_be_evaluated_and_drained_before_the_next() -> None:
-    """By a loader that has no replica yet, and by one that has gone on since."""
+    """In a loader without a replica, and in one that has trained since."""
     options: dict[str, Any] = {"mega_batch": 50, "replay": by_speed([2.0, 1.0])}
     compression = hvd.Compression.gtopk(density=0.4)
 
@@ -74,7 +74,7 @@ def test_a_state_of_between_epochs_can_be_evaluated_and_drained_before_the_next(
 def test_a_state_that_is_loaded_after_ranks_drained_unlike_is_what_a_new_loader_begins_with() -> (
     None
 ):
-    """Nobody drains any more, and none is handed a batch of no weight for it."""
+    """No rank drains any more, or gets a batch of weight 0 for that."""
 
     def program(here: World) -> None:
         run, new = (Run(mega_batch=60, replay=EVENLY[2]) for _ in range(2))
@@ -177,13 +177,13 @@ def test_a_broken_off_epoch_is_over_in_states_of_what_was_merged_since(drains: b
     results = on_ranks(2, program)
     order = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(0)).tolist()
     seen = sorted(index for seen, _ in results for index in seen)
-    # What was computed since the merge is computed again.
+    # Work since the merge is repeated.
     assert seen == (list(range(LENGTH)) if drains else sorted(order[51:]))
     assert {epoch for _, epoch in results} == {1 + drains}
 
 
 def few_for_rank_1(number: int, total: int, sizes: Sequence[int]) -> list[list[range]]:
-    """Return takes in which rank 1 has none of the second and of the third stretch."""
+    """Return takes in which rank 1 has no part of the second and third stretch."""
     if number in (1, 2):
         return [*by_speed([1.0])(number, total, sizes[:1]), []]
     return by_speed([1.0, 1.0])(number, total, sizes)
@@ -194,7 +194,7 @@ def few_for_rank_1(number: int, total: int, sizes: Sequence[int]) -> list[list[r
 def test_checkpoints_are_saved_within_an_epoch_and_resumed(
     density: float, after: int, tmp_path: Path
 ) -> None:
-    """Also where a rank has no batch of a mega-batch, and so finds late that others save."""
+    """Even if a rank has no batch in a mega-batch, and so learns late that others save."""
     compression = hvd.Compression.gtopk(density=density)
 
     def first(here: World) -> Any:
@@ -249,7 +249,7 @@ def test_drains_within_an_epoch_leave_every_sample_to_be_trained_with_once() -> 
         for _ in range(2):
             for indices, x, y in run.loader:
                 if run.loader.merges % 3 == 1 and merges < run.loader.merges:
-                    run.loader.drain()  # before the step: the batch is handed out once more
+                    run.loader.drain()  # before the step, so the batch is handed out again
                     merges = run.loader.merges
                     with pytest.raises(RuntimeError, match="without a batch in hand"):
                         run.optimizer.step()
@@ -321,7 +321,7 @@ def test_draining_puts_all_that_was_not_sent_into_the_model() -> None:
 
 
 def test_the_merged_model_is_saved_as_it_is_shown_and_nothing_unsent_is_lost() -> None:
-    """Once, a state of then, or a drain, had replicas without what they had not sent."""
+    """Regression: such a state, or a drain, lost the unsent parts of the replicas."""
 
     def program(here: World) -> Any:
         run = Run(hvd.Compression.gtopk(density=0.3), mega_batch=50, replay=EVENLY[2])

@@ -1,4 +1,4 @@
-"""Weights of a merge sum to one, whatever they lean to."""
+"""The weights of a merge sum to one with every weighting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cursor: every sample is taken once, whoever comes when, and what was lost is known."""
+"""The cursor hands out every sample once, in any order of the ranks, and knows the lost ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_takes_of_a_stretch_are_disjoint_and_together_all_of_it(
 ) -> None:
     stretch, counter = SampleRange(places), LocalCounter()
     cursors = [SharedCursor(counter) for _ in range(4)]
-    for number in range(2):  # the second begins where the takes beyond the end of the first led
+    for number in range(2):  # takes beyond the end of the first move the start of the second
         count = max(cursor.count for cursor in cursors)
         for cursor in cursors:
             cursor.open(number, len(stretch), [1] * 4, count)

@@ -1,4 +1,4 @@
-"""Every sample comes once an epoch, whatever the sizes; resuming changes nothing."""
+"""Every sample comes once per epoch for any sizes, and resuming changes nothing."""
 
 from __future__ import annotations
 

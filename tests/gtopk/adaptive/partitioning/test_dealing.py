@@ -1,4 +1,4 @@
-"""Dealing again and again, every batch is computed once."""
+"""With repeated dealing, every batch is computed once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_every_batch_is_computed_once(count: int, speeds: list[int], data: Any) 
     while left:
         dealt = split_batches(len(left), speeds)
         assert sorted(place for places in dealt for place in places) == list(range(len(left)))
-        # One rank at least computes all it has: that is when they are dealt anew.
+        # At least one rank computes all it has; then the rest is dealt again.
         done = [data.draw(st.integers(min(1, len(own)), len(own))) for own in dealt]
         seen += [left[p] for own, n in zip(dealt, done, strict=True) for p in own[:n]]
         left = [left[place] for place in left_over(dealt, done)]

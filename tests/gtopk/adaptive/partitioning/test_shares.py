@@ -1,4 +1,4 @@
-"""Whole shares keep their sum, their bounds and their grain."""
+"""Integer shares keep their sum, bounds and granularity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An option of a benchmark takes words with spaces, and says what it would have taken."""
+"""A benchmark's options take words separated by spaces, and errors list the valid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of a step: every way is measured beside the plain one, on any number of ranks."""
+"""The step benchmark measures every way against the plain one, on any number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Emulated compute takes its time, and its gradients come layer by layer, the last one first."""
+"""Emulated compute takes the given time; its gradients come by layer, last layer first."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_step_sleeps_as_long_as_a_published_worker_took(monkeypatch: pytest.Mo
     assert sum(seconds) == pytest.approx(published.step_seconds)
     vectors = {number: len(layer) for number, layer in enumerate(model.layers)}
     assert layers == [number for number in reversed(vectors) for _ in range(vectors[number])]
-    # A layer's gradients are there when its share is over.
+    # A layer's gradients are ready after its part of the time.
     assert told[-1 - vectors[0] :] == [seconds[-1], *[0] * vectors[0]]
 
 

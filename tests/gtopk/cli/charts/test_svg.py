@@ -1,4 +1,4 @@
-"""Axes: where values lie, and which of them are written there."""
+"""Axes: positions of values, and ticks."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Invented records, shaped like a demo's; every number is round and none was measured."""
+"""Made-up records in the demo's format, with round numbers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def records() -> list[Record]:
 
 @pytest.fixture
 def linked(records: list[Record]) -> list[Record]:
-    """Return them, and dense and gTop-k over a link: 24 s and 6 s, to one loss."""
+    """Return them with dense and gTop-k over a link: 24 s and 6 s to the same loss."""
     more = []
     for record, wall in ((records[0], 24.0), (records[2], 6.0)):
         seconds = [[0.0, wall / 3, 2 * wall / 3, wall]]

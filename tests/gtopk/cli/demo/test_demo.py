@@ -1,4 +1,4 @@
-"""The demo itself, small: real ranks, real data, the files it writes."""
+"""A small run of the demo: real ranks, real data, and the files it writes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_it_writes_one_record_for_each_method(shown):
         )
         assert len(record["accuracy_by_epoch"][0]) == 2
         assert record["steps"] == 2 * (1437 // (3 * 32))
-        assert min(record["step_seconds"].values()) > 0  # dense copies into its bucket, too
+        assert min(record["step_seconds"].values()) > 0  # dense also copies into its bucket
         dense = record["method"] == "dense"
         assert record["bytes_counted"] == (not dense)
         assert (record["merge_seconds"] == 0) == dense
@@ -92,8 +92,8 @@ def test_the_bytes_are_those_of_the_algorithms(shown):
     assert dense["bytes_per_step"] == pytest.approx(2 * 2 / 3 * n * 4, rel=1e-3)
     entry_bytes = 2 + 4  # a 16-bit offset and a float32; the blocks' counts take less than 1 %
     assert topk["bytes_per_step"] == pytest.approx(2 * k * entry_bytes, rel=0.01)
-    # Of 3 ranks, rank 2 hands its picks to rank 0 and gets the result, of up to twice as many: five
-    # lists in all, less what ranks have picked alike.
+    # With 3 ranks, rank 2 sends its picks to rank 0 and receives the result, up to twice as long:
+    # five lists in total, minus entries that several ranks picked.
     assert 4.2 / 3 < gtopk["bytes_per_step"] / (k * entry_bytes) < 5 / 3
     assert linked[1]["bytes_per_step"] == pytest.approx(gtopk["bytes_per_step"], rel=0.05)
     assert 0.85 < equal["bytes_per_step"] / topk["bytes_per_step"] < 1.02
@@ -102,7 +102,7 @@ def test_the_bytes_are_those_of_the_algorithms(shown):
 def test_it_shows_a_table_and_progress_without_a_terminal(shown):
     ended, _ = shown
     for label in ("dense allreduce", "top-k allgather", "gTop-k, equal k", "gTop-k, equal bytes"):
-        assert ended.stdout.count(label) >= 3  # two seeds of progress, one row
+        assert ended.stdout.count(label) >= 3  # progress of two seeds, and a row
     assert "Over an emulated link of 50 Mbit/s, 1 ms: gTop-k, equal k reaches" in " ".join(
         ended.stdout.replace("\N{NO-BREAK SPACE}", " ").split()
     )
@@ -174,7 +174,7 @@ def test_a_plan_knows_how_many_images_there_are():
 @pytest.mark.parametrize("growth", [1.0, 2.0])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 8])
 def test_equal_bytes_are_what_both_algorithms_send(threads, ranks, growth):
-    """Counted: the bytes of one reduction by each, summed over ranks, headers apart."""
+    """Compare counted bytes of a reduction with each, summed over ranks, without headers."""
     import numpy as np
 
     from collectives import reduce, select

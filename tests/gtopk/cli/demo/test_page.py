@@ -1,4 +1,4 @@
-"""The report's page: alone, true to its records, and safe."""
+"""The report's page is self-contained, agrees with its records, and is safe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VOID = {"meta", "link"}
 
 
 class Reader(HTMLParser):
-    """Collects a page's words, attributes and unclosed elements."""
+    """Collect a page's words, attributes and unclosed elements."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def test_markup_in_a_record_stays_text(records: list[Record], field: str) -> Non
         record[field] = attack  # type: ignore[literal-required]
     reader = Reader(page(records))
     assert "script" not in reader.tags
-    assert len(reader.tags) <= harmless  # "top-k" in a label is kept whole by an element
+    assert len(reader.tags) <= harmless  # an element keeps "top-k" in a label on one line
     assert attack in reader.words
 
 

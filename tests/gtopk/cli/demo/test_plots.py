@@ -1,4 +1,4 @@
-"""Plots put the records' numbers where they belong."""
+"""Plots show the records' numbers at the right positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Findings in words follow the numbers, whoever wins."""
+"""The verdicts in words agree with the numbers, whichever method wins."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_accuracy_is_judged_seed_by_seed(
 
 
 def test_a_spread_that_both_share_excuses_no_shortfall(records: list[Record]) -> None:
-    """0.6 points below at every seed, while the seeds themselves lie 4 points apart."""
+    """Accuracy is 0.6 points lower at every seed; the seeds themselves differ by 4 points."""
     dense, _, gtopk, _ = records
     set_accuracy(dense, [0.91, 0.95, 0.99])
     set_accuracy(gtopk, [0.904, 0.945, 0.983])

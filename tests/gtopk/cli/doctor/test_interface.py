@@ -1,4 +1,4 @@
-"""The doctor says on which network ranks of several hosts would meet, and how to choose another."""
+"""The doctor reports the network between hosts, and how to choose another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doctor tries the link of each pair of ranks, and names those that are bad."""
+"""The doctor tries the link of each pair of ranks, and names bad ones."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_links_that_bring_everything_are_not_named(size):
 
 
 def spoil(world: list[LocalTransport], rank: int, to: int, what: Callable[[LocalTransport], None]):
-    """Have a rank do something else in place of sending to another."""
+    """Replace a rank's sends to another rank with `what`."""
     send = world[rank].send
     world[rank].send = lambda message, target: (
         what(world[rank]) or (lambda: None) if target == to else send(message, target)
@@ -65,7 +65,7 @@ def spoil(world: list[LocalTransport], rank: int, to: int, what: Callable[[Local
 
 @pytest.mark.parametrize(("rank", "to"), [(1, 2), (2, 0), (0, 3)])
 def test_a_message_that_does_not_come_or_not_whole_names_both_ends(rank, to):
-    # Reports come up to three times as late: room for a machine that is busy with other things.
+    # Reports may take three times this long; leave room for a busy machine.
     world = local_world(4, timeout_seconds=2.0)
     spoil(world, rank, to, lambda transport: None)
     (broken, *more) = over(world).broken

@@ -1,4 +1,4 @@
-"""The doctor warns where the internet may reach a port of gtopk's own."""
+"""The doctor warns if the internet may reach one of gtopk's own ports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a run: alone, true to its record, and safe."""
+"""The page of a run is self-contained, agrees with its record, and is safe."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_every_figure_has_its_place(tmp_path: Path) -> None:
     for over in ("steps", "time", "bytes"):
         assert html.count(f">over {over}</label>") == 2
     ids = re.findall(r' id="([^"]+)"', html.split("</style>")[1])
-    others = [each for each in ids if not each.endswith("-hatch")]  # equal, whichever is drawn
+    others = [each for each in ids if not each.endswith("-hatch")]  # hatches may repeat
     assert len(others) == len(set(others))
 
 
@@ -75,7 +75,7 @@ def test_the_head_says_what_the_record_says(tmp_path: Path) -> None:
 def test_dense_is_that_of_the_ranks_that_exchange_together(
     tmp_path: Path, exchanging: int, of: int
 ) -> None:
-    """Replicas of a shard, say; 0: an earlier version did not tell."""
+    """For example replicas of a shard; 0: an earlier version did not record the number."""
     for rank in range(4):
         lines = lines_of(rank, 4, 50)
         for line in lines:
@@ -155,7 +155,7 @@ def test_a_value_lies_over_the_bytes_that_a_rank_has_sent_on_average(tmp_path: P
 
 
 def test_a_rank_that_comes_later_takes_nothing_off_what_a_rank_has_sent(tmp_path: Path) -> None:
-    """One rank, and from second 100 on two; each sends 1,000 bytes a second."""
+    """One rank, two from second 100 on; each sends 1,000 bytes a second."""
     for rank, met, seconds in ((0, 0, range(1, 100)), (0, 100, range(1, 4)), (1, 100, range(1, 4))):
         file = LineFile(path_of(tmp_path, rank))
         file.take([begin(rank, 1 + met // 100, unix_seconds=1.7e9 + met, seconds=1.0 * met)])
@@ -241,13 +241,13 @@ def test_many_ranks_and_one_step_make_a_page_too(tmp_path: Path) -> None:
 
 
 def ticks_of(title: str, html: str) -> list[str]:
-    """Return what stands at the axes of a figure's first drawing: from bottom to top, then on."""
+    """Return the tick labels of a figure's first drawing: the y axis upwards, then the x axis."""
     figure = html.split(f"<figure><h3>{title}</h3>")[1].split("</svg>")[0]
     return re.findall(r'<text class="tick[^>]*>([^<]*)<', figure)
 
 
 def write_losses(folder: Path, name: str, values: list[float]) -> Path:
-    """Write the record of a step a second, and of a value by this name after each."""
+    """Write a record with a step each second, and a value of this name after each step."""
     file = LineFile(path_of(folder, 0))
     file.take([begin(0, 1)])
     for step, value in enumerate(values):
@@ -307,7 +307,7 @@ def test_of_one_step_the_axes_hold_it_and_neither_parts_of_steps_nor_times_befor
 
 @pytest.mark.parametrize("seconds", [0.0, -0.004])
 def test_steps_that_took_no_time_make_a_page_too(tmp_path: Path, seconds: float) -> None:
-    """As the first one of a hook, before which nothing was seen; none takes less than none."""
+    """Like the first step of a hook, which has no time before it; times are never negative."""
     write_run(tmp_path, compute_seconds=seconds, synchronize_seconds=-seconds / 2)
     assert all(part >= 0 for part in parts(read_run(tmp_path).first.steps[0].report).values())
     assert "A step of each rank" in html_of(tmp_path)
@@ -359,7 +359,7 @@ def test_totals_are_of_all_steps_also_of_those_that_were_not_written(tmp_path: P
 def test_the_verdict_is_of_all_steps_also_of_those_that_were_not_written(
     tmp_path: Path, steps: int, covered: int
 ) -> None:
-    """The first step, which plans and calibrates, and the last are written, and count once."""
+    """The first step, which plans and calibrates, and the last are written and count once."""
     every = 100 // covered
     line = begin(0, 1, every=every)
     recorder = Recorder([LineFile(path_of(tmp_path, 0))], line, 0.0, every, lambda: 0)
@@ -401,7 +401,7 @@ def test_the_command_writes_the_page_and_says_where(tmp_path: Path, capsys) -> N
     assert [rank["utilisation"] for rank in said["ranks"]] == pytest.approx([0.6] * 3)
     assert [rank["straggler_score"] for rank in said["ranks"]] == pytest.approx([1, 1 / 2, 1 / 3])
     assert said["figures"]["A step takes"][0].startswith("10")
-    elsewhere = tmp_path / "pages" / "first.html"  # in a folder that is made
+    elsewhere = tmp_path / "pages" / "first.html"  # its folder is created
     assert main([str(tmp_path), "--out", str(elsewhere)]) == 0
     assert elsewhere.read_text() == (tmp_path / "report.html").read_text()
 
@@ -427,7 +427,7 @@ def test_a_run_that_diverges_has_its_page_and_its_figures(
 def test_each_step_that_was_skipped_is_counted_also_where_the_next_one_has_its_number(
     tmp_path: Path,
 ) -> None:
-    """As with a GradScaler, which makes no step then; the second rank was killed early."""
+    """As with a GradScaler, which then takes no step; the second rank was killed early."""
     numbers = [(0, True)] * 4 + [(0, False), (1, False), (2, True), (2, False)]
     for rank, count in ((0, 8), (1, 2)):
         file = LineFile(path_of(tmp_path, rank))

@@ -1,4 +1,4 @@
-"""A cluster's seconds are what its parameters say."""
+"""A cluster's seconds follow from its parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gtopk simulate` prints what it simulated, and says so."""
+"""`gtopk simulate` prints its results, marked as simulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one model on a node is worth on a modelled cluster; simulated seconds."""
+"""Modes with one model per node on a modelled cluster, in simulated seconds."""
 
 from __future__ import annotations
 

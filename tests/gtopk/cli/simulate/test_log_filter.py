@@ -1,4 +1,4 @@
-"""A simulation says nothing of the machine it runs on, and nothing twice."""
+"""A simulation logs nothing about the machine it runs on, and no message twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the modes are worth on a modelled cluster; simulated seconds, so figures can be asserted."""
+"""The modes on a modelled cluster; seconds are simulated, so tests can assert them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def setting(speeds: list[float], exchange_seconds: float, epochs: int, **options
 
 
 def steady(record: Record) -> float:
-    """Return samples a second of the second half of the run."""
+    """Return samples per second in the second half of the run."""
     half = record.sizes[len(record.sizes) // 2 :]
     seconds = half[-1][0] - half[0][0]
     return sum(sum(sizes) for _, sizes in half[1:]) / seconds
@@ -36,7 +36,7 @@ def test_balanced_batches_gain_what_their_speeds_allow(speeds: list[float], gain
     equal, balanced = (modes.in_steps(at, mode) for mode in ("equal", "balanced"))
     assert steady(balanced) > gain * steady(equal)
     assert [sum(s) for _, s in balanced.sizes] == [sum(s) for _, s in equal.sizes]
-    # The same samples in the same steps: as good a model, up to what top-k keeps back.
+    # The same samples in the same steps give an equally good model, up to top-k's residuals.
     assert abs(balanced.final_accuracy - equal.final_accuracy) < 0.03
 
 
@@ -82,7 +82,7 @@ def test_delayed_rounds_hide_an_exchange_as_long_as_the_computation() -> None:
 
 
 def test_delayed_rounds_end_with_each_epoch_in_which_every_sample_was_once() -> None:
-    """As `hvd.adapt` hands them out, and not from a counter that never ends."""
+    """As in `hvd.adapt`, and not from a counter that never ends."""
     at = setting([400, 200, 100, 100], 0.32, epochs=4)
     record = delayed.simulate(at)
     totals = [sum(sizes) for _, sizes in record.sizes]
@@ -90,7 +90,7 @@ def test_delayed_rounds_end_with_each_epoch_in_which_every_sample_was_once() -> 
     assert {epoch * len(TASK.y) for epoch in range(1, 5)} <= ends
     assert (record.samples, max(ends)) == (4 * len(TASK.y), 4 * len(TASK.y))
     assert len(record.accuracy) == 4  # all updates of an epoch are applied before the next one
-    # By then all ranks wait for what the last round of a pass sends.
+    # By then all ranks wait for the last round of a pass.
     after = {round(second + 0.32, 9) for second, _ in record.sizes}
     assert {round(second, 9) for second, _ in record.accuracy} <= after
 
@@ -101,7 +101,7 @@ def test_a_pass_ends_when_all_is_applied_that_its_ranks_computed() -> None:
     at = replace(setting([1, 1], 0.0, epochs=1), cluster=cluster, task=task, global_batch=16)
     record = delayed.simulate(at)  # one micro-batch for each rank
     assert [sizes for _, sizes in record.sizes] == [[8, 8]]
-    # Words of all: the pass begins; twice, who is ready; nothing is left to reduce; the pass ends.
+    # Signals of all ranks: the pass begins, ready (twice), nothing to reduce, the pass ends.
     assert record.seconds == pytest.approx(0.2 + 0.5 + 5 * cluster.signal_seconds(), abs=1e-9)
 
 
@@ -132,7 +132,7 @@ def test_local_sgd_averages_now_and_then() -> None:
     at = setting([200, 100], 0.5, epochs=3)
     record = SIMULATED["local-sgd"](at)
     assert record.steps == 18
-    assert record.exchange == pytest.approx(0.5 * 3)  # an epoch has 6 steps, of the 8 there may be
+    assert record.exchange == pytest.approx(0.5 * 3)  # an epoch has 6 steps, of at most 8
     assert record.final_accuracy > 0.7
     assert all(before < after for (before, _), (after, _) in pairwise(record.accuracy))
 
@@ -166,7 +166,7 @@ def test_a_rank_that_dies_costs_only_its_samples_since_the_last_merge() -> None:
     for mode in ("adaptive-sgd", "adaptive-sgd-gtopk", "local-sgd"):
         record = SIMULATED[mode](replicas_of([400, 200, 100], epochs=3, deaths=deaths))
         merged = [sizes for _, sizes in record.sizes]
-        assert sum(map(sum, merged)) == 3 * len(TASK.y)  # each sample in a merge, once an epoch
+        assert sum(map(sum, merged)) == 3 * len(TASK.y)  # each sample is in one merge per epoch
         died = next(place for place, sizes in enumerate(merged) if sizes[1] == 0)
         assert 0 < died < len(merged)
         assert all(min(sizes) > 0 for sizes in merged[:died])

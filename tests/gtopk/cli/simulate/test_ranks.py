@@ -1,4 +1,4 @@
-"""Simulated ranks that are a process each come to what they come to in one process."""
+"""Simulated ranks give the same results in separate processes as in one."""
 
 from __future__ import annotations
 

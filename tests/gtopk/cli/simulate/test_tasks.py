@@ -1,4 +1,4 @@
-"""What is trained: a whole ResNet-18, too, whose batch norm is that of training, or of use."""
+"""The tasks, including a full ResNet-18 with batch norm in training and evaluation mode."""
 
 from __future__ import annotations
 

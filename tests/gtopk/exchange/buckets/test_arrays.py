@@ -50,7 +50,7 @@ def test_a_view_is_the_same_memory_both_ways(dtype: torch.dtype) -> None:
 
 
 def test_bfloat16_is_copied_and_reduced_in_16_bits() -> None:
-    tensor = torch.tensor([1.0, -2.5, 0.0, 3.0], dtype=torch.bfloat16)[::2]  # apart in memory
+    tensor = torch.tensor([1.0, -2.5, 0.0, 3.0], dtype=torch.bfloat16)[::2]  # not contiguous
     array = to_array(tensor)
     assert (array.dtype, array.nbytes) == (BFLOAT16, 4)
     assert widen(array).tolist() == [1.0, 0.0]
@@ -74,9 +74,9 @@ def test_on_the_host_there_is_no_stream() -> None:
 
 
 class Gpus(threading.local):
-    """The GPU that is current in this thread, to CUDA and to torch, which may only mean to set it.
+    """This thread's current GPU, for CUDA and for torch, which may set it lazily.
 
-    opened: those of all threads with a context: to set a GPU opens one.
+    opened: the GPUs of all threads with a context; setting a GPU opens one.
     """
 
     opened: set[int]
@@ -117,7 +117,7 @@ class Gpus(threading.local):
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
-    """GPUs that torch and CuPy reach, none of them with a context."""
+    """GPUs that torch and CuPy can use, without contexts so far."""
     gpus = Gpus(set())
 
     def stream(of: torch.device | None = None) -> Any:
@@ -166,7 +166,7 @@ def test_a_thread_on_another_gpus_stream_opens_no_context_on_the_first(gpus: Gpu
 def test_a_thread_works_on_the_streams_of_several_gpus_without_the_kernels(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda, "cupy", None)  # it is not asked for
+    monkeypatch.setattr(cuda, "cupy", None)  # must not be used
     on_streams = current_streams([torch.device("cuda", 1), torch.device("cuda", 2)])
     with on_streams():
         assert gpus.opened == {1, 2}
@@ -190,7 +190,7 @@ def test_torch_and_the_kernels_share_memory_and_order_on_a_gpu() -> None:
         pytest.skip("torch sees no GPU here")
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(10_000_000)  # what is not ordered would run before
+        torch.cuda._sleep(10_000_000)  # unordered work would run first
         gradient = torch.arange(100_000, dtype=torch.float32, device="cuda")
         residual, velocity = torch.ones_like(gradient), torch.zeros_like(gradient)
         with current_stream(residual.device)():

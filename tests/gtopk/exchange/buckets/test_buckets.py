@@ -1,4 +1,4 @@
-"""The gradients as one vector: read and written where they lie, in one order on all ranks."""
+"""Gradients as one vector, read and written in place, in the same order on all ranks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from gtopk.exchange.buckets.buckets import Bucket
 
 @pytest.fixture(autouse=True)
 def _small_ones_stay_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else these would all be copied."""
+    """Keep small gradients in place; otherwise these would all be copied."""
     monkeypatch.setattr(buckets, "_SMALL", 0)
 
 
 def bucket_of(*tensors: torch.Tensor, weight: float = 1.0) -> Bucket:
-    """Return a bucket whose parameters have these gradients."""
+    """Return a bucket of parameters with these gradients."""
     parameters = [torch.nn.Parameter(torch.zeros_like(tensor)) for tensor in tensors]
     for parameter, tensor in zip(parameters, tensors, strict=True):
         parameter.grad = tensor.clone()
@@ -35,7 +35,7 @@ def bucket_of(*tensors: torch.Tensor, weight: float = 1.0) -> Bucket:
 
 
 def added(bucket: Bucket) -> np.ndarray:
-    """Return what a residual of zeros becomes."""
+    """Return a residual of zeros after adding the bucket."""
     residual = np.zeros(bucket.length, bucket.dtype)
     accumulate_and_select(residual, bucket.addend(), 1, weight=bucket.weight)
     return residual
@@ -53,7 +53,7 @@ def test_gradients_are_read_and_written_where_they_lie(dtype: torch.dtype) -> No
     assert first.tolist() == [[0, 5, 0], [0, 0, 0]]
     assert (empty.numel(), last.item()) == (0, 7)
     assert places == [parameter.grad.data_ptr() for parameter in bucket.parameters]
-    assert "flat" not in vars(bucket)  # nothing of the vector's length was made
+    assert "flat" not in vars(bucket)  # no array of the vector's length exists
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
@@ -89,7 +89,7 @@ def test_the_vector_has_the_order_of_the_parameters_memory() -> None:
     assert added(bucket_of(image)).tolist() == list(range(16))
     in_memory = last.permute(0, 2, 3, 1).flatten().tolist()
     assert added(bucket_of(last)).tolist() == in_memory
-    # A gradient in another order than its parameter is brought into the parameter's, and back.
+    # A gradient with other strides than its parameter is converted to these, and back.
     bucket = bucket_of(last)
     bucket.parameters[0].grad = image.clone()
     bucket.capture_gradients(1.0)
@@ -179,7 +179,7 @@ def test_gathered_side_by_side_gradients_are_weighted_and_come_back() -> None:
 
 
 class OnGpu(torch.Tensor):
-    """A tensor that says it is on a GPU."""
+    """A tensor that claims to be on a GPU."""
 
     device = torch.device("cuda", 0)
 
@@ -260,7 +260,7 @@ def test_a_changed_element_shows_however_the_gradients_lie(dtype: torch.dtype, l
 @pytest.mark.parametrize("factor", [0.5, 0.25, 2.0**-10, 2.0, -1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 def test_so_does_a_factor_that_all_elements_have(dtype: torch.dtype, factor: float) -> None:
-    """Whose exponents change alike, and the sum of their bits by a number that may wrap to 0."""
+    """All exponents change by the same amount, so the sum of bits may wrap to the same value."""
     parameter = torch.nn.Parameter(torch.zeros(100, 512, dtype=dtype))
     generator = torch.Generator().manual_seed(0)
     parameter.grad = torch.randn(100, 512, generator=generator).to(dtype)

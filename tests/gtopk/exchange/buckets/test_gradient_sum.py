@@ -1,4 +1,4 @@
-"""A dense sum that torch alone carries, as where there is no CuPy: gloo in NCCL's place."""
+"""A dense sum through torch alone, as without CuPy; gloo replaces NCCL."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def over(host: LocalTransport) -> NcclTransport:
 def model() -> torch.nn.Module:
     net = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
     with torch.no_grad():
-        for parameter in net.parameters():  # the ranks are threads, and share torch's random state
+        for parameter in net.parameters():  # ranks are threads and share torch's random state
             parameter.copy_(torch.cos(torch.arange(parameter.numel())).view_as(parameter))
     return net
 

@@ -1,4 +1,4 @@
-"""Parameters are known by names that all ranks can agree on."""
+"""Parameters have names that are the same on all ranks."""
 
 from __future__ import annotations
 

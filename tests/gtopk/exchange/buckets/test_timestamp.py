@@ -1,4 +1,4 @@
-"""A timestamp on a GPU is one of the GPU that it is asked of, whichever the script works on."""
+"""A timestamp is of the requested GPU, whichever GPU is current."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gtopk.exchange.buckets.arrays import Timestamp
 
 
 class Event:
-    """Notes which stream it was recorded on."""
+    """An event that records its stream."""
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
@@ -22,7 +22,7 @@ class Event:
 
 
 def test_a_timestamp_is_of_its_own_gpus_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA tells no time between events of two GPUs: the current one, and that of a hook."""
+    """CUDA cannot measure time between events of two GPUs: the current one, and a hook's."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"of {device}")
     event: Any = Timestamp(torch.device("cuda", 1))._event

@@ -1,4 +1,4 @@
-"""What a distributed optimizer holds back is never lost: a run is resumed to the bit."""
+"""Checkpoints keep a distributed optimizer's residual, so that runs resume bit-identically."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_another_number_of_ranks_holds_back_the_same_sum(threads, caplog, before
     np.testing.assert_allclose(sum(each.astype(np.float64) for each in found), total, atol=1e-6)
     assert np.abs(total).max() > 0
     words = [r.getMessage() for r in caplog.records if "residual" in r.getMessage()]
-    assert len(words) == (0 if after == before else after)  # nothing is said of what stays
+    assert len(words) == (0 if after == before else after)  # no message about kept residuals
     if after != before:
         assert any(re.search(r"rank 0 takes over the residuals? of old ranks? 0", w) for w in words)
 
@@ -160,7 +160,7 @@ def test_another_ranks_own_state_is_not_taken_for_ones_own(threads, caplog):
 
 
 def test_nothing_is_said_of_what_was_never_held_back(threads, caplog):
-    """As a script written for Horovod loads what rank 0 has saved, on all ranks."""
+    """As when all ranks of a Horovod script load rank 0's checkpoint."""
 
     def program(transport: LocalTransport) -> None:
         model = network()
@@ -179,7 +179,7 @@ def test_nothing_is_said_of_what_was_never_held_back(threads, caplog):
 
 
 def compiled(names: Any) -> list[tuple[str, Any]]:
-    """Return them as torch.compile has them, of a model whose inner layers are compiled, too."""
+    """Return the names under torch.compile, of a model with compiled inner layers."""
     return [(f"_orig_mod.{name.replace('2.', '2._orig_mod.')}", p) for name, p in names]
 
 
@@ -209,7 +209,7 @@ def test_a_run_may_be_compiled_before_or_after_it_is_resumed(threads, caplog, be
 
 
 def test_what_a_hook_gathered_on_the_first_rank_counts_once(threads, tmp_path):
-    """The others give what is theirs alone, and all of it is saved."""
+    """The others add only their own part, and all of it is saved."""
 
     def program(transport: LocalTransport) -> tuple[float, float]:
         rank, size = transport.rank, transport.size
@@ -226,7 +226,7 @@ def test_what_a_hook_gathered_on_the_first_rank_counts_once(threads, tmp_path):
 
 
 def test_parts_that_lie_on_several_devices_are_added_where_the_first_lies():
-    """A root's own are on its GPU, what it has gathered on the host; meta stands for a GPU."""
+    """The root's own parts are on its GPU, gathered ones on the host; meta acts as a GPU."""
     devices = ["meta", "cpu", "cpu", "cpu"]
     held = {r: {"w": {"residual": torch.zeros(3, device=d)}} for r, d in enumerate(devices)}
     part = {"format": 1, "ranks": 4, "steps": 1, "lanes": [], "held": held}
@@ -252,7 +252,7 @@ NOTHING: dict[str, Any] = {"w": {"residual": torch.zeros(2)}}
 def test_a_hooks_state_that_says_nothing_of_what_is_held_back_is_told(
     caplog, rank, change, is_told
 ):
-    """As torch.distributed.checkpoint loads it into a new one."""
+    """As when torch.distributed.checkpoint loads it into a new hook."""
     part = {"format": 1, "ranks": 2, "steps": 3, "lanes": [], **change}
     optimizer_checkpoint.residuals_for(part, rank, part["ranks"])
     assert ("lost; load it by gtopk.load_latest" in caplog.text) == is_told
@@ -295,7 +295,7 @@ def test_the_state_between_backward_and_step_is_that_of_the_last_step(threads):
             take_steps(model, optimizer, transport.rank, range(3))
             before = held(optimizer), held(optimizer, "velocity")
             model(torch.ones(4, 2, 4, 4)).square().mean().backward()
-            if transport.rank == 0:  # nobody else has to know
+            if transport.rank == 0:  # the other ranks need not know
                 np.testing.assert_array_equal(held(optimizer), before[0])
                 np.testing.assert_array_equal(held(optimizer, "velocity"), before[1])
             optimizer.step()
@@ -356,7 +356,7 @@ def test_what_does_not_fit_is_refused(threads, change, said):
     ids=repr,
 )
 def test_where_rank_0_alone_loads_all_go_on_from_its_step(threads, compression, before):
-    """As scripts written for Horovod do, before they broadcast; then, or after some steps."""
+    """As in Horovod's scripts before they broadcast, at once or after some steps."""
 
     def program(transport: LocalTransport) -> tuple[torch.Tensor, int]:
         model, other = network(), network()
@@ -378,7 +378,7 @@ def test_where_rank_0_alone_loads_all_go_on_from_its_step(threads, compression, 
 
 
 def test_a_run_goes_on_to_the_bit_from_a_state_that_is_loaded_between_its_steps(threads):
-    """In the buckets and regions of that state, not in those it has by then."""
+    """With the buckets and regions of that state, not with the current ones."""
 
     def program(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor]:
         model, compression = network(), Compression.oktopk(0.2)

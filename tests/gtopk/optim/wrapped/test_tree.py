@@ -1,4 +1,4 @@
-"""Where a rank makes the tensors of the root's state that it lacks."""
+"""The device on which a rank creates tensors that it lacks from the root's state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gtopk.optim.wrapped.tree import (
 
 
 def stepped(device: str) -> torch.optim.Optimizer:
-    """Return Adam as after a step; "meta" stands for a GPU, which need not be here."""
+    """Return Adam as after a step; "meta" replaces a GPU."""
     parameter = torch.nn.Parameter(torch.ones(2, device=device))
     optimizer = torch.optim.Adam([parameter], foreach=False)
     optimizer.state[parameter] = {

@@ -1,4 +1,4 @@
-"""A wrapped optimizer is of the user's class, and shares its groups and state."""
+"""A wrapped optimizer keeps the user's class, and shares its groups and state."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def step(optimizer: Any) -> None:
 
 
 class Lookahead(torch.optim.Optimizer):
-    """Holds an inner optimizer, and neither groups nor a state of its own, as timm's."""
+    """Wrap an inner optimizer without own groups or state, like timm's."""
 
-    def __init__(self, inner: torch.optim.Optimizer) -> None:  # and not torch's
+    def __init__(self, inner: torch.optim.Optimizer) -> None:  # without torch's __init__
         self._optimizer_step_pre_hooks = OrderedDict()
         self._optimizer_step_post_hooks = OrderedDict()
         self.inner = inner
@@ -61,7 +61,7 @@ class Lookahead(torch.optim.Optimizer):
 
 
 class Apex(torch.optim.SGD):
-    """Has arguments of its own, as apex's fused optimizers have."""
+    """An optimizer with extra arguments, like apex's fused ones."""
 
     strict: bool | None = None
 
@@ -126,7 +126,7 @@ def test_an_optimizer_within_steps_at_the_rate_that_is_scheduled(kind: str, load
 def test_hooks_are_called_once_a_step_after_the_exchange(
     threads: Callable[..., Any], kind: str, order: str
 ) -> None:
-    """It is wrapped (w), loaded (l), and given to a scheduler (s), one after the other."""
+    """It is wrapped (w), loaded (l) and given to a scheduler (s) in several orders."""
 
     def program(transport: Any) -> list[Any]:
         parameter = torch.nn.Parameter(torch.zeros(()))

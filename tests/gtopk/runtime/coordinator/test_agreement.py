@@ -47,7 +47,7 @@ def test_of_a_deadlock_the_likely_cause_is_told():
     alone = describe_deadlock({0: "allgather.checkpoint.problem", 1: "gradients.0.bias.0"})
     assert "save_checkpoint and load_latest are for every rank" in alone
     assert "batches" not in alone
-    for others in ("gradients.1", "allreduce.a"):  # all of one kind: nothing is known
+    for others in ("gradients.1", "allreduce.a"):  # all of one kind: unknown
         kind = others.rpartition(".")[0]
         text = describe_deadlock({0: f"{kind}.x", 1: others})
         assert text.endswith(f"rank 0: {kind}.x; rank 1: {others}")

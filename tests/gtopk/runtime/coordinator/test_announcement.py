@@ -1,4 +1,4 @@
-"""What a rank says is what all hear; cached names cost a bit each."""
+"""All ranks receive a rank's announcement unchanged; cached names cost a bit each."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_all_hear_what_each_says(said: list[Announcement]) -> None:
 def test_cached_names_cost_a_bit_each_in_one_message_a_round(threads, ranks, names):
     def program(transport: LocalTransport) -> tuple[int, int]:
         transport.traffic.read_and_reset()
-        ready = (1 << names) - 1 >> transport.rank  # not the same on all ranks
+        ready = (1 << names) - 1 >> transport.rank  # different on each rank
         gather_announcements(transport, Announcement(ready), names)
         taken = transport.traffic.read_and_reset()
         return taken.sent_bytes, taken.sent_messages

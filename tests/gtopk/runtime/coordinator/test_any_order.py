@@ -1,4 +1,4 @@
-"""Whatever ranks submit, in whatever order: each operation ends as it must, on every rank."""
+"""For any submissions in any order, each operation ends correctly on every rank."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from gtopk.runtime.coordinator import Engine, Operation, Settings
 from gtopk.runtime.coordinator.fusion import Dense
 
 NAMES = [f"tensor.{number}" for number in range(6)]
-# Who submits a name, and with which facts: for each name, by rank.
+# For each name, the ranks that submit it, with their signatures.
 Cast = dict[str, dict[int, str]]
 
 
 @st.composite
 def casts(draw: Any, everybody: bool) -> tuple[int, list[Cast], int]:
-    """Return the number of ranks, who submits what in each of several steps, and a seed."""
+    """Return the number of ranks, the submissions of several steps, and a seed."""
     ranks = draw(st.integers(2, 5))
     signature = st.sampled_from(["x", "x", "x", "x", "y"])
     everyone = st.fixed_dictionaries(dict.fromkeys(range(ranks), signature))
@@ -33,7 +33,7 @@ def casts(draw: Any, everybody: bool) -> tuple[int, list[Cast], int]:
 
 
 def begin(engine: Engine, cast: Cast, seed: list[int]) -> dict[str, Operation]:
-    """Submit what this rank submits, in an order of its own; some as dense arrays, some not."""
+    """Make this rank's submissions in a random order; some as dense arrays, some not."""
     rank = engine.transport.rank
     operations = {}
     for name in np.random.default_rng([*seed, rank]).permutation(NAMES).tolist():
@@ -133,6 +133,6 @@ def test_what_a_rank_that_leaves_has_submitted_is_done_and_the_rest_fails(
         for name, outcome in outcomes.items():
             if len(cast[name]) == ranks:
                 assert outcome == 2.0**ranks - 1
-            else:  # or who leaves waits for others, who wait for each other
+            else:  # otherwise a leaving rank waits for others in a deadlock
                 text = str(outcome)
                 assert "has been shut down" in text or "about their next operation" in text

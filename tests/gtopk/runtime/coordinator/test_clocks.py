@@ -1,4 +1,4 @@
-"""Clocks are put together without a clock in common."""
+"""Clocks are synchronized without a common clock."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_clock_that_is_ahead_is_found_out(
 
     for rank, offset in enumerate(threads(size, program)):
         if rank < 2:
-            assert offset == Offset()  # of rank 0's host, as far as it knows
+            assert offset == Offset()  # as if on rank 0's host
             continue
         assert abs(offset.ahead_seconds - 7.0 * rank) <= offset.uncertain_seconds
         assert offset.uncertain_seconds < 7.0

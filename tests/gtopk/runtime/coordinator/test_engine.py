@@ -1,4 +1,4 @@
-"""Operations are matched by name: whatever the order, run alike everywhere, or an error."""
+"""Operations are matched by name in any order; all ranks run the same, or raise."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def with_engine(program: Any, settings: Settings = QUICK) -> Any:
 
 
 def nothing(transport: Any, all_flags: list[int]) -> None:
-    """Agreeing was all."""
+    """Do nothing: only the agreement matters."""
 
 
 def total(value: float, length: int = 3) -> dict[str, Any]:
-    """Return the arguments of an operation that adds the ranks' values."""
+    """Return the arguments of an operation that sums the ranks' values."""
     array = np.full(length, value, np.float32)
     return {"work": lambda transport, all_flags: array, "fusion": [Dense(array)]}
 
@@ -62,7 +62,7 @@ def test_each_rank_may_submit_in_its_own_order(threads, ranks):
 
     def program(engine: Engine, rank: int) -> list[list[str]]:
         orders = []
-        for step in range(3):  # new names, then names that have a slot
+        for step in range(3):  # new names, then cached ones
             ran: list[str] = []
             mine = np.random.default_rng([rank, step]).permutation(names).tolist()
             operations = [
@@ -152,7 +152,7 @@ def test_dense_arrays_that_differ_are_a_mismatch(threads):
 
 
 def test_ranks_that_wait_for_different_operations_are_told_and_go_on(threads):
-    """No rank could ever submit what the others wait for."""
+    """No rank can ever submit the operation that the others wait for."""
 
     def program(engine: Engine, rank: int) -> tuple[str, float, float]:
         pending = engine.submit("pending", [], **total(1.0)) if rank else None
@@ -450,7 +450,7 @@ def test_an_engine_of_some_ranks_is_independent_and_ends_without_the_others(thre
         members = [0, 2] if transport.rank % 2 == 0 else [1, 3]
         some = Engine(transport.subset(members), QUICK)
         found = []
-        for step in range(3 + transport.rank % 2):  # another number on each side
+        for step in range(3 + transport.rank % 2):  # a different number on each side
             found.append(some.submit(f"{step}", [], **total(transport.rank)).wait()[0])
         with pytest.raises(HorovodInternalError, match=f"ranks? {members[0]}.*rank {members[1]}"):
             some.submit("x", [f"rank {transport.rank}"], nothing).wait()
@@ -489,7 +489,7 @@ def test_what_is_done_holds_no_array(threads):
         seen = weakref.ref(array)
         engine.submit("a", [], lambda transport, all_flags: None, fusion=[Dense(array)]).wait()
         del array
-        engine.submit("b", [], nothing).wait()  # by now the thread has let go, too
+        engine.submit("b", [], nothing).wait()  # by now the thread has dropped it too
         return seen() is None
 
     assert threads(2, with_engine(program)) == [True, True]

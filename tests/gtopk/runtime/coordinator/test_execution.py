@@ -1,4 +1,4 @@
-"""What is run after a cycle, and in which order."""
+"""The operations that run after a cycle, and their order."""
 
 from __future__ import annotations
 

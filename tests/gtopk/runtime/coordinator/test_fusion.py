@@ -1,4 +1,4 @@
-"""Arrays reduced as one are what each would be alone, in fewer reductions."""
+"""Fused arrays have the same results as separate ones, with fewer reductions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = ("float16", BFLOAT16, "float32", "float64", "int32", "int64", "uint8")
 
 
 def numbers(values: list[int], dtype: object) -> np.ndarray:
-    """Return an array of whole numbers, which every dtype holds."""
+    """Return an array of integers that every dtype represents exactly."""
     if dtype == BFLOAT16:
         return narrow(np.array(values, np.float32), BFLOAT16)
     return np.array(values, dtype)

@@ -1,4 +1,4 @@
-"""A rank that has joined stands in, until all have; all learn who was last."""
+"""A joined rank takes part as a join shadow until all have joined; all learn the last rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def reduce(engine: Engine, name: str, value: float, reduction: str = "sum") -> f
 def test_ranks_with_less_to_do_contribute_nothing_to_the_rest(threads, ranks):
     def program(engine: Engine, rank: int) -> tuple[list[float], int]:
         found = []
-        for _ in range(2):  # everything is as before when all have joined
+        for _ in range(2):  # after all have joined, everything works as before
             found += [reduce(engine, f"step {step}", 10.0 + rank) for step in range(rank + 1)]
             last = engine.join().wait()
         return found, last
@@ -81,7 +81,7 @@ def test_what_needs_every_rank_is_an_error_meanwhile_and_works_afterwards(thread
 
             return engine.submit("gather", [], work).wait()
 
-        for _ in range(2):  # with a slot, too
+        for _ in range(2):  # also with a cache slot
             if rank != 1:
                 with pytest.raises(HorovodInternalError, match="'gather' needs every rank, and ra"):
                     gather()

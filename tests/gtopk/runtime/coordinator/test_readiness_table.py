@@ -1,4 +1,4 @@
-"""The table follows from what is said, and from nothing else: all ranks have the same."""
+"""The readiness table depends only on announcements, so all ranks have the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def fresh(*names: str, spec: OperationSpec = PLAIN) -> Announcement:
 
 
 def said(table: ReadinessTable, names: str, *, rank: int = 0, flags: int = 0) -> Announcement:
-    """What a rank says when these become ready there, each as it always was."""
+    """Return a rank's announcement when these names become ready, with unchanged signatures."""
     return table.announcement_of([Request(name, PLAIN, flags) for name in names], rank)
 
 
@@ -92,7 +92,7 @@ def test_what_was_said_before_is_said_alike_until_a_slot_or_a_vote_is_another():
         assert said(table, "ba") == Announcement(ready=0b11)
     assert said(table, "ca", flags=7) == Announcement(ready=0b101, changed_flags={0: 7, 2: 7})
     done(table, said(table, "ca", flags=7), said(table, "ca", rank=1))
-    # What rank 0 says of a is what it said last: 7. Left out, its 0 would be taken for that.
+    # Without changed flags, rank 0's last flags of "a", 7, would count instead of its 0.
     assert said(table, "ba") == Announcement(ready=0b11, changed_flags={0: 0})
     assert said(table, "ba", rank=1) == Announcement(ready=0b11)
     done(table, fresh("b", spec=OperationSpec(("y",), None, ())), Announcement())
@@ -112,7 +112,7 @@ def test_who_waits_and_who_is_waited_for():
 
 
 def test_what_is_said_and_run_again_is_the_same_objects():
-    """A step of many names then costs a comparison a cycle."""
+    """A step with many names then costs one comparison per cycle."""
     table = ReadinessTable(range(2), capacity=3)
     done(table, fresh(*"ab"), fresh(*"ab"))
     one, other = said(table, "a"), said(table, "b")
@@ -133,7 +133,7 @@ def test_ranks_that_wait_for_each_other_are_told_once_nobody_has_news():
 
 
 def test_after_a_deadlock_slots_become_vacant_in_the_same_order_in_every_process():
-    # In a set's order, which each process has for itself, ranks would number slots differently.
+    # In a set's order, which differs between processes, ranks would number slots differently.
     size = 8
     table = ReadinessTable(range(size), capacity=size)
     names = "abcdefgh"
@@ -152,7 +152,7 @@ REDUCED = OperationSpec(("z",), b"how", ())  # a rank that has joined takes part
 
 
 class Plainly:
-    """The same without slots, bits and what is remembered: {name: {rank: (spec, flags)}}."""
+    """A reference without slots, bits and caches: {name: {rank: (spec, flags)}}."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self.ranks = [*ranks]
@@ -224,7 +224,7 @@ class Plainly:
 def drawn(
     draw: random.Random, plainly: Plainly, size: int
 ) -> tuple[list[list[Request]], list[Announcement]]:
-    """What the ranks say in a cycle: more often than not all the same, of few names."""
+    """Return the ranks' announcements in a cycle: few names, and often the same on all ranks."""
     more = [Announcement() for _ in range(size)]
     if draw.random() < 0.5:
         names = [n for n in "abcde" if draw.random() < 0.4]
@@ -254,7 +254,7 @@ def drawn(
 
 
 def test_the_table_is_what_follows_plainly_from_what_was_said_on_every_rank_alike():
-    """Whatever the ranks say in whatever order, and however few slots there are."""
+    """For any announcements in any order, and any number of slots."""
     events: Counter[str] = Counter()
     for seed in range(150):
         draw = random.Random(seed)

@@ -1,4 +1,4 @@
-"""The engine on ranks that are processes, over MPI and over gloo."""
+"""The engine on ranks as processes, over MPI and over gloo."""
 
 from __future__ import annotations
 

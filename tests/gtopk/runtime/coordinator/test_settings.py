@@ -1,4 +1,4 @@
-"""The environment says how an engine works, in Horovod's words."""
+"""Horovod's environment variables configure the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank failed with reaches torchrun's own report."""
+"""torchrun's report contains a rank's error."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def test_torchrun_reads_what_a_rank_failed_with_and_when(tmp_path):
     write_error_file("rank 2 of 3 failed", error, {"TORCHELASTIC_ERROR_FILE": str(path)})
     failure = ProcessFailure(local_rank=2, pid=1, exitcode=1, error_file=str(path))
     assert failure.message["message"] == "rank 2 of 3 failed"
-    stack = failure.message["extraInfo"]["py_callstack"]  # which is all that torchrun shows
+    stack = failure.message["extraInfo"]["py_callstack"]  # torchrun shows only this
     assert stack.startswith("rank 2 of 3 failed\n")
     assert "ValueError: boom" in stack
     assert abs(failure.timestamp - time.time()) < 100
 
 
 def test_what_another_rank_is_the_cause_of_is_told_and_is_not_the_first(tmp_path):
-    """Though torchrun dates that other one, if it was killed, when it notices."""
+    """Although torchrun dates the end of a killed rank to when it notices."""
     path = tmp_path / "error.json"
     write_error_file("rank 2 is lost", None, {"TORCHELASTIC_ERROR_FILE": str(path)})
     survivor = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(path))

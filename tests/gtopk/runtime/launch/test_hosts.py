@@ -1,4 +1,4 @@
-"""Hosts as horovodrun's users write them."""
+"""Parse hosts in horovodrun's syntax."""
 
 from __future__ import annotations
 

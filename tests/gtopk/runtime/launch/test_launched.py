@@ -1,4 +1,4 @@
-"""Which launcher started a process, told from its environment."""
+"""Detect the launcher of a process from its environment."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_mpi_comes_before_other_launchers() -> None:
 @pytest.mark.parametrize(
     "outer",
     [
-        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "8"},  # one agent for each node
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "8"},  # one agent per node
         {"PMI_RANK": "0", "PMI_SIZE": "1"},  # a shell of srun --pty --mpi=pmi2
         {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"},
     ],
@@ -117,7 +117,7 @@ def test_a_process_that_a_rank_has_started_is_not_the_rank(environ: dict[str, st
     assert job is not None
     inherited = dict(environ)
     mark_joined(job, inherited)
-    require_own_rank(job, inherited)  # the rank itself, once more
+    require_own_rank(job, inherited)  # the rank itself, again
     command = [
         *(sys.executable, "-c"),
         "import sys; from gtopk.runtime.launch.job import *; require_own_rank(launched_by())",
@@ -126,8 +126,8 @@ def test_a_process_that_a_rank_has_started_is_not_the_rank(environ: dict[str, st
     assert child.returncode == 1
     assert f"rank 2 of {job.launcher} is process {os.getpid()}, which has" in child.stderr
     for other in (
-        {"MASTER_PORT": "2"},  # a job of this rank's own
-        {settings.JOB.name: "2"},  # which gtopk.run has started
+        {"MASTER_PORT": "2"},  # this rank's own job
+        {settings.JOB.name: "2"},  # started with gtopk.run
         {settings.JOINED.name: inherited[settings.JOINED.name].replace(f"{os.getpid()}", ENDED, 1)},
         {settings.JOINED.name: ""},
     ):

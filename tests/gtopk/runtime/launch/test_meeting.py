@@ -1,4 +1,4 @@
-"""Where ranks meet whose launcher brings no MPI."""
+"""The rendezvous of ranks under launchers without MPI."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ ANSWER = b"HTTP/1.0 200 OK\r\n\r\n10.0.0.1:4711"
 
 @contextmanager
 def answering(*answers: bytes | None) -> Iterator[HorovodrunServer]:
-    """Answer each connection in turn, the last ones alike; None: with nothing, and for a while."""
+    """Answer connections in turn, repeating the last answer; None: send nothing for a while."""
     held = []
 
     def serve() -> None:
@@ -95,7 +95,7 @@ def answering(*answers: bytes | None) -> Iterator[HorovodrunServer]:
                 return
             held.append(connection)
             if answer is not None:
-                with contextlib.suppress(OSError):  # who asked may be gone by now
+                with contextlib.suppress(OSError):  # the client may be gone
                     connection.recv(1 << 16)
                     connection.sendall(answer)
                 connection.close()
@@ -128,7 +128,7 @@ def test_an_answer_that_is_cut_off_is_none(monkeypatch) -> None:
 
 def test_a_server_that_nobody_reaches_is_named_after_the_timeout() -> None:
     with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        nobody.bind(("127.0.0.1", 0))  # but does not listen
         address = Address(*nobody.getsockname())
         server = HorovodrunServer(address)
         with pytest.raises(PeerTimeoutError, match=rf"rank 2 .* 0\.2 s .* {address}.* refused"):
@@ -148,7 +148,7 @@ def test_a_server_that_refuses_is_not_asked_again() -> None:
 
 def test_horovodrun_names_its_server_in_two_variables(monkeypatch, key_value_server) -> None:
     host, port = key_value_server
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # is not asked
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # must not be used
     server = horovodrun_server(
         {"HOROVOD_GLOO_RENDEZVOUS_ADDR": host, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port)}
     )

@@ -1,4 +1,4 @@
-"""How ranks are started on one machine, and that none outlives its job."""
+"""Ranks start on one machine, and none outlives its job."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ needs_mpirun = pytest.mark.skipif(
 )
 
 ALLREDUCE = "from mpi4py import MPI; print('sum', MPI.COMM_WORLD.allreduce(1), flush=True)"
-# Ranks that leave their process ids (one write: lines must not tear), and that only SIGKILL ends.
+# Ranks that record their process ids (in one write, so that lines stay whole) and ignore all
+# signals but SIGKILL.
 STUBBORN = """
 import os, pathlib, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -56,7 +57,7 @@ def python(code: str, *arguments: object) -> list[str]:
 
 
 def lives(pid: int) -> bool:
-    """Tell whether a process runs; one that is dead but not yet reaped does not."""
+    """Tell whether a process runs; a zombie does not."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -84,7 +85,7 @@ def pids_in(folder: Path, count: int) -> list[int]:
 
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """The folders where scripts of the environment, and of PATH, are looked for; both empty."""
+    """Empty folders for the scripts of the environment, and for PATH."""
     own, path = tmp_path / "own", tmp_path / "path"
     monkeypatch.setattr(sysconfig, "get_path", lambda *_: str(own))
     monkeypatch.setattr(sys, "executable", str(own / "python"))

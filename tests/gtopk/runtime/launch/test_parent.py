@@ -1,4 +1,4 @@
-"""The launcher's process that started this one, and whether it is gone."""
+"""Find the launcher's process that started this one, and detect its end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1"}
         (TORCHRUN, True, True),
         (OPEN_MPI, True, False),
         (TORCHRUN | OPEN_MPI, True, True),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, False, False),  # a shell's, that may end before them
+        ({"RANK": "1", "WORLD_SIZE": "2"}, False, False),  # a shell, which may end before them
         ({}, False, False),
     ],
 )
@@ -39,7 +39,7 @@ def test_a_launcher_in_whose_place_is_another_parent_is_gone(monkeypatch, enviro
 
 
 def test_where_open_mpis_daemon_hears_nobody_any_more_it_is_gone() -> None:
-    """Though its orphans had another parent before they could look."""
+    """Although its orphans got another parent before they could check."""
     with socket.create_server(("127.0.0.1", 0)) as daemon:
         host, port = daemon.getsockname()
         said = {"PMIX_SERVER_URI41": f"prterun-node7-4711@0.0;tcp4://{host}:{port}"}
@@ -62,10 +62,10 @@ def test_a_forked_process_has_its_own_parent() -> None:
     ("environ", "of_parent", "expected"),
     [
         ({"RANK": "1", "LOCAL_WORLD_SIZE": "4"} | TORCHRUN, "", 4),
-        ({"RANK": "0", "LOCAL_WORLD_SIZE": "1"} | TORCHRUN, "", 0),  # it has nobody to miss
+        ({"RANK": "0", "LOCAL_WORLD_SIZE": "1"} | TORCHRUN, "", 0),  # it waits for nobody
         ({"RANK": "1", "LOCAL_WORLD_SIZE": "4"}, "", 0),  # set by hand
         ({"RANK": "1"} | TORCHRUN, "", 0),
-        ({"RANK": "1", "LOCAL_WORLD_SIZE": "4"} | TORCHRUN, "none", 0),  # a shell of this rank's
+        ({"RANK": "1", "LOCAL_WORLD_SIZE": "4"} | TORCHRUN, "none", 0),  # this rank's shell
         ({"RANK": "1", "LOCAL_WORLD_SIZE": "4"} | TORCHRUN, None, 0),  # another user's
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "3"} | OPEN_MPI, "", 3),
         ({"PMI_RANK": "1", "MPI_LOCALNRANKS": "2"}, "", 2),

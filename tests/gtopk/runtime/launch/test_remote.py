@@ -1,4 +1,4 @@
-"""What Open MPI is told so that ranks run on other hosts as they would here."""
+"""Open MPI's arguments for running ranks on other hosts as on this one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command that starts ranks by torchrun."""
+"""The command that starts ranks with torchrun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A companion hears on the interface that was chosen, and on no other."""
+"""A companion listens only on the chosen interface."""
 
 from __future__ import annotations
 

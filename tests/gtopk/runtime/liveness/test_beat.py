@@ -1,4 +1,4 @@
-"""A beat says what it said when it was signed, or nothing."""
+"""A beat is decoded as it was signed, or rejected."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ WHOLE = Beat(1, 2, State.LOST, 3, 0.5, "gone").encode(SECRET)[:-32]
         b"",
         WHOLE[:8],
         WHOLE[: -len("gone") - 1],  # one byte less than a head
-        WHOLE[:-1],  # less text than it says
+        WHOLE[:-1],  # less text than declared
         WHOLE + b"!",
         b"X" + WHOLE[1:],  # another magic
-        WHOLE[:16] + bytes([5]) + WHOLE[17:],  # no state
+        WHOLE[:16] + bytes([5]) + WHOLE[17:],  # not a state
         WHOLE[:20] + (601).to_bytes(4, "little") + WHOLE[24:40] + bytes(601),  # too long
     ],
 )

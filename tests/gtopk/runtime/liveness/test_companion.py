@@ -1,4 +1,4 @@
-"""What a companion does with its rank's lines, and when it ends its rank, by the test's clock."""
+"""A companion's handling of its rank's lines, and of its rank's end, on the test's clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RUNS, STOPPED = Process("S", LAUNCHER), Process("T", LAUNCHER)
 
 
 class Beside:
-    """A companion of rank 0 of 3, the ends of its pipes, and what it did to its rank."""
+    """A companion of rank 0 of 3, the ends of its pipes, and its actions on its rank."""
 
     def __init__(self, stack: ExitStack, launcher: int) -> None:
         self.sockets = [
@@ -93,7 +93,7 @@ def test_a_note_is_the_last_one_and_its_advice_is_cut(beside) -> None:
     note = beside().note
     write_note(note, 1 << 40, "a" + "ü" * 2000)
     assert read_note(note) == (1 << 40, "a" + "ü" * 999 + "\ufffd")
-    write_note(note, 7, "in /\udc80")  # a path that is no UTF-8
+    write_note(note, 7, "in /\udc80")  # a path that is not UTF-8
     assert read_note(note) == (7, "in /?")
     write_note(note, 7, "start it again")
     assert read_note(note) == (7, "start it again")
@@ -184,7 +184,7 @@ def test_what_waits_in_the_socket_is_read_before_the_last_word(beside, capfd) ->
 
 def test_a_rank_that_does_not_answer_is_killed_after_the_timeout(beside, capfd) -> None:
     job = beside()
-    job.companion._kill_unresponsive_rank(NOW + 9 * TIMEOUT)  # nobody is lost
+    job.companion._kill_unresponsive_rank(NOW + 9 * TIMEOUT)  # no rank is lost
     job.lose(2, NOW)
     job.lose(1, NOW + 1)
     job.companion._kill_unresponsive_rank(NOW + TIMEOUT)
@@ -334,8 +334,8 @@ def test_shared_memory_that_another_companion_removed_is_passed_over(beside, tmp
     [
         (NOW + 1, b"", "start it again", True),
         (NOW + 1, b"", "", True),
-        (NOW, b"", "", False),  # as likely the first to end
-        (NOW + 1, b"because it failed\n", "", False),  # it could print that itself
+        (NOW, b"", "", False),  # may have been the first to end
+        (NOW + 1, b"because it failed\n", "", False),  # it could print this itself
     ],
 )
 def test_who_could_not_print_why_it_ended_is_spoken_for(

@@ -1,4 +1,4 @@
-"""Whatever befalls a rank is told to the others, by its name; what befalls nobody is not told."""
+"""The other ranks learn of every failure of a rank, by its name, without false alarms."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from tests.started import STARTED_PATH
 
 ROOT = Path(__file__).parents[4]
 TIMEOUT = 1.2
-PATIENT = 2.5  # where nobody is to be lost, however busy the machine is
+PATIENT = 2.5  # long, so that no rank counts as lost on a busy machine
 
 
 class Ranks:
-    """Ranks of beats.py, and what they and their companions say."""
+    """Ranks of beats.py, with the output of them and their companions."""
 
     def __init__(self, process: subprocess.Popen[str], size: int) -> None:
         self.process = process
@@ -55,7 +55,7 @@ class Ranks:
             self._lines.put(line.strip())
 
     def hear(self, pattern: str) -> re.Match[str]:
-        """Return the next line that matches; fail where none comes."""
+        """Return the next line that matches; fail if none comes."""
         while True:
             line = self._lines.get(timeout=20)
             self.said.append(line)
@@ -63,7 +63,7 @@ class Ranks:
                 return match
 
     def wait(self, seconds: float) -> None:
-        """Collect what is said meanwhile."""
+        """Collect output for some seconds."""
         time.sleep(seconds)
         while not self._lines.empty():
             self.said.append(self._lines.get())
@@ -99,7 +99,7 @@ def ranks(size: int, timeout: float = TIMEOUT) -> Iterator[Ranks]:
                 if read_process(started.pids[rank]).parent == process.pid:
                     started.send(rank, signal.SIGKILL)
             process.wait(20)
-            started.reader.join(20)  # companions may have the last word
+            started.reader.join(20)  # companions may print last
     deadline = time.monotonic() + 10
     while any(read_process(pid).state for pid in started.companions.values()):
         assert time.monotonic() < deadline, "a companion outlives its rank"
@@ -121,7 +121,7 @@ def test_a_stopped_rank_is_lost_by_name_and_ended_by_its_companion():
 
 
 def ignores_sigterm(pid: int) -> bool:
-    """Tell whether a companion has begun: the first that it does."""
+    """Tell whether a companion has started; it first ignores SIGTERM."""
     ignored = re.search(r"SigIgn:\s+(\w+)", Path(f"/proc/{pid}/status").read_text())
     return bool(ignored and int(ignored[1], 16) >> (signal.SIGTERM - 1) & 1)
 
@@ -141,9 +141,7 @@ def test_a_companion_that_is_stopped_with_its_rank_ends_with_it():
 
 
 def test_what_passes_in_time_costs_nothing():
-    """A stop, Python's lock held for long, a companion that is killed, a stranger's datagrams, and
-    a rank that leaves.
-    """
+    """A stop, a long-held GIL, a killed companion, foreign datagrams, and a departing rank."""
     with ranks(3, PATIENT) as job, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
         forged = Beat(1, 1, State.ENDED, 1 << 62, 0.0, "says a stranger").encode(bytes(32))
         for _ in range(2000):
@@ -177,7 +175,7 @@ def test_a_rank_that_ends_is_lost_at_once_with_what_it_said():
 
 
 def test_for_a_rank_that_is_killed_because_another_was_its_companion_has_the_last_word():
-    """As MPICH's mpirun does it: within milliseconds, and with SIGKILL."""
+    """As with MPICH's mpirun, which sends SIGKILL within milliseconds."""
     with ranks(3, timeout=60) as job:
         job.order(0, "step 7")
         job.hear("rank 0 is at step 7")
@@ -191,7 +189,7 @@ def test_for_a_rank_that_is_killed_because_another_was_its_companion_has_the_las
             "start it again",
             said,
         )
-        job.order(2, "fail by itself")  # and has said why
+        job.order(2, "fail by itself")  # and has reported why
         job.hear(f"{job.pids[2]} ended with 1")
     job.wait(0.2)
     assert not [line for line in job.said if re.search("gtopk: rank [12] of 3", line)]
@@ -213,7 +211,7 @@ def test_who_leaves_waits_for_its_companion_and_keeps_nothing_open(system, monke
     assert own.fileno() == -1
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(note)
-    heartbeat.note(7, "too late")  # is no error
+    heartbeat.note(7, "too late")  # must not raise
     assert heartbeat.lost() is None
 
 
@@ -222,7 +220,7 @@ def test_a_companion_that_ends_while_its_rank_leaves_is_not_replaced():
     heartbeat._setting = SimpleNamespace(peers=["rank 0"])
     others: list[str] = []
     heartbeat._begin = lambda: others.append("another")
-    # The rank leaves, and closes the companion's socket, when it is known to have ended.
+    # The rank leaves, and closes the companion's socket, while learning that it has ended.
     ended = SimpleNamespace(stdout=io.BytesIO(), returncode=-9, wait=heartbeat.close)
     heartbeat._receive_losses(ended)
     assert others == []

@@ -1,4 +1,4 @@
-"""What follows from beats: who watches whom, who is warned of, who is lost, and who is not."""
+"""From beats to decisions: who watches whom, which ranks get a warning, and which are lost."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ def peers(size: int) -> list[Peer]:
 
 
 class Job:
-    """The companions of a few ranks, whose beats all arrive, on a clock of their own."""
+    """The companions of a few ranks on a simulated clock; all beats arrive."""
 
     def __init__(self, size: int, timeout: float = TIMEOUT) -> None:
         self.now = 50.0
         self.watches = [Watch(r, peers(size), timeout, WARNING, self.now) for r in range(size)]
         self.states = dict.fromkeys(range(size), State.ALIVE)
         self.sequence = 0
-        self.cut: set[int] = set()  # nothing from or to them arrives
-        self.frozen: set[int] = set()  # the companion, too
+        self.cut: set[int] = set()  # no beats from or to these arrive
+        self.frozen: set[int] = set()  # with their companions
 
     def say(self, sender: int, about: int, state: State, text: str = "") -> None:
         self.sequence += 1
@@ -97,7 +97,7 @@ def test_a_rank_that_goes_on_in_time_is_not_lost():
 
 
 def test_a_job_that_is_stopped_as_a_whole_loses_nobody():
-    """Each rank of it finds the others stopped or silent, when it goes on."""
+    """When a rank continues, it finds the others stopped or silent."""
     for companions_too in (False, True):
         job = Job(4)
         job.run(3)
@@ -106,7 +106,7 @@ def test_a_job_that_is_stopped_as_a_whole_loses_nobody():
         else:
             job.states = dict.fromkeys(job.states, State.STOPPED)
             job.run(10 * TIMEOUT)
-            for rank in range(4):  # they go on one after the other
+            for rank in range(4):  # they continue one by one
                 job.states[rank] = State.ALIVE
                 job.watches[rank].check_timeouts(job.now, False)
         job.run(10 * TIMEOUT)
@@ -283,7 +283,7 @@ def test_who_heard_another_rank_since_the_time_to_warn_does_not_blame_itself(hea
 
 def test_who_is_not_heard_is_told_of_once_the_time_to_warn_has_passed():
     watch = Watch(0, peers(2), TIMEOUT, WARNING, 50.0)
-    watch.check_timeouts(50.0 + TIMEOUT, False)  # kept from looking: a beat may wait in the socket
+    watch.check_timeouts(50.0 + TIMEOUT, False)  # was suspended: a beat may wait in the socket
     assert watch.news == []
     watch = Watch(0, peers(2), TIMEOUT, WARNING, 50.0)
     late = look_on(watch, 50.0, WARNING)
@@ -295,9 +295,9 @@ def test_who_is_not_heard_is_told_of_once_the_time_to_warn_has_passed():
 @pytest.mark.parametrize(
     ("host", "said", "lost_at"),
     [
-        ("host0", 50.5, 50.25),  # on this host's clock: it waited until this companion had time
+        ("host0", 50.5, 50.25),  # this host's clock; the beat waited for this companion
         ("host0", 46.5, 46.25),
-        ("host0", 46.0, 50.75),  # farther off than a companion is late: another clock
+        ("host0", 46.0, 50.75),  # more than a companion is late, so another clock
         ("host0", 51.5, 50.75),
         ("host1", 49.5, 50.75),
     ],

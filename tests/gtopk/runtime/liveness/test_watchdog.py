@@ -1,4 +1,4 @@
-"""What ends a start that would wait for ever."""
+"""The watchdog ends a start that would wait forever."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_body_in_time_is_left_alone_and_waits_for_no_process_to_start(
 
 
 def test_a_body_that_ends_while_a_look_takes_long_is_left_alone(monkeypatch, capfd) -> None:
-    """A thread looks: killing it would kill the process that has joined meanwhile."""
+    """A thread checks; killing now would kill a process that has joined in the meantime."""
     waits = iter([False, True, True])
     monkeypatch.setattr(os, "kill", None)
     watchdog.watch(WatchdogSettings(0.0, "late"), os.getpid(), lambda seconds: next(waits))
@@ -96,7 +96,7 @@ def test_a_body_whose_launcher_is_killed_is_ended_with_a_word(tmp_path) -> None:
     assert launcher.stdout.readline()
     begun = time.monotonic()
     launcher.kill()
-    _, said = launcher.communicate(timeout=30)  # until the rank and what watches it have ended
+    _, said = launcher.communicate(timeout=30)  # until the rank and its watchdog have ended
     assert said == "gtopk: torchrun is gone\n"
     assert time.monotonic() - begun < 25, "the body would have ended after 60 s"
 
@@ -156,7 +156,7 @@ def test_a_rank_that_ends_while_this_one_waits_is_named(way, said, code) -> None
 
 
 def test_how_long_ago_a_process_was_started_is_told() -> None:
-    assert watchdog.age_seconds(2**22) == 0.0  # there is none
+    assert watchdog.age_seconds(2**22) == 0.0  # no such process
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         assert 0 <= watchdog.age_seconds(child.pid) < watchdog.age_seconds(os.getpid())
@@ -185,10 +185,10 @@ def test_what_the_watchdog_says_is_in_the_failure_file_too(tmp_path, holds_lock)
 
 
 class Launcher:
-    """A launcher's processes as Linux would tell of them, and a clock."""
+    """A launcher's processes as Linux would report them, and a clock."""
 
     def __init__(self, monkeypatch, roll: Siblings) -> None:
-        self.told: dict[int, str | None] = {}  # by process: which rank it says that it is
+        self.told: dict[int, str | None] = {}  # the reported rank by process
         self.started: dict[int, float] = {}
         self.seconds = 0.0
         monkeypatch.setattr(watchdog, "read_process", lambda pid: Process("S", 1))
@@ -226,7 +226,7 @@ def test_who_ends_is_named_once_the_launcher_has_had_a_second_to_end_the_job_its
     assert launcher.after(5) == ""
     launcher.end(2)
     assert launcher.after(1) == launcher.after(0.9) == ""
-    launcher.end(3)  # by its own watchdog: it is not the one that was missed
+    launcher.end(3)  # by its own watchdog, so it is not the missing one
     assert launcher.after(0.2) == "rank 2 has ended"
 
 
@@ -240,7 +240,7 @@ def test_who_ended_before_anybody_looked_is_named_where_the_whole_job_is_here(mo
     for roll, said in ((FOUR, "ranks 2 and 3 have ended"), (FOUR._replace(is_all=False), "a rank")):
         launcher = Launcher(monkeypatch, roll)
         launcher.start(0, 1)
-        assert launcher.after(0) == launcher.after(2.9) == ""  # others may be to come
+        assert launcher.after(0) == launcher.after(2.9) == ""  # others may follow
         assert launcher.after(0.2).startswith(said)
 
 
@@ -256,7 +256,7 @@ def test_ranks_that_come_one_after_the_other_are_waited_for(launcher) -> None:
 
 @pytest.mark.parametrize("told", [None, ""])
 def test_a_process_that_does_not_tell_its_rank_may_be_any(launcher, told) -> None:
-    """None: it has written over its environment (setproctitle). "": it is no rank (an ssh)."""
+    """None: it overwrote its environment (setproctitle). "": it is not a rank (an ssh)."""
     launcher.start(0, 1, 2, 3)
     launcher.told[103] = told
     assert launcher.after(0) == ""
@@ -267,7 +267,7 @@ def test_a_process_that_does_not_tell_its_rank_may_be_any(launcher, told) -> Non
 
 
 def test_what_is_no_number_of_the_launchers_tells_nothing(launcher) -> None:
-    """As where a pod has set RANK, and functions are run whose own environment nobody sees."""
+    """As when a pod sets RANK, and ranks are functions with an invisible environment."""
     launcher.start(0, 1, 2, 3)
     launcher.told = {100: "0", 101: "0", 102: "0", 103: "0"}
     assert launcher.after(0) == launcher.after(60) == ""
@@ -279,7 +279,7 @@ def test_what_is_no_number_of_the_launchers_tells_nothing(launcher) -> None:
 
 def test_what_a_process_says_before_it_has_become_a_rank_does_not_count(launcher) -> None:
     launcher.start(0, 1, 2, 3)
-    launcher.told[103] = "0"  # a copy of the launcher yet
+    launcher.told[103] = "0"  # still a copy of the launcher
     assert launcher.after(0) == ""
     launcher.start(3)
     assert launcher.after(0) == launcher.after(60) == ""

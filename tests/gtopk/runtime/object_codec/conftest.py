@@ -1,4 +1,4 @@
-"""What bytes may do when they are decoded: raise the one error, or give an object."""
+"""Fixtures: decoding bytes must raise one kind of error, or return an object."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def without_pickle() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def refused() -> Callable[[bytes], str]:
-    """Return the text of the one error that malformed bytes may end in."""
+    """Return a function that checks that bytes raise the expected error, and returns its text."""
 
     def text_of(data: bytes) -> str:
         with pytest.raises(ObjectFormatError) as caught:
@@ -32,7 +32,7 @@ def refused() -> Callable[[bytes], str]:
 
 @pytest.fixture(scope="session")
 def decodes_or_is_refused() -> Callable[[bytes], None]:
-    """Decode bytes that may or may not hold an object."""
+    """Decode bytes that may or may not be valid."""
 
     def check(data: bytes) -> None:
         with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Configurations between ranks: dataclasses by their fields, and namespaces; none executes."""
+"""Configurations between ranks: dataclasses as fields, and namespaces; decoding runs no code."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_dataclass_comes_back_field_by_field_and_nothing_of_it_is_called() -> 
     assert type(came) is Config
     assert (came.name, came.layers, came.kind) == (sent.name, sent.layers, sent.kind)
     assert torch.equal(came.seed, sent.seed)
-    assert came.made == ["here"]  # and not twice, as another __post_init__ would have it
+    assert came.made == ["here"]  # not twice, as after a second __post_init__
 
 
 def test_slots_nested_classes_and_fields_that_are_not_set_come_back() -> None:

@@ -1,4 +1,4 @@
-"""A message is as drawn, and bytes that are none never do more than raise."""
+"""Messages have the documented layout, and invalid bytes only raise."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ HEADER = struct.Struct("<4sHHQQ")
 
 
 def message(head: bytes, bulk: bytes = b"", flags: int = 0) -> bytes:
-    """Return a message whose header is right, whatever its head and bulk are."""
+    """Return a message with a valid header, and any head and bulk."""
     content = head + bulk
     return HEADER.pack(b"GTKO", 1, flags, len(head), zlib.crc32(content)) + content
 
 
 def packed(*values: object) -> bytes:
-    """Return a head: codes as empty extensions, everything else as msgpack has it."""
+    """Return a head: codes as empty extensions, other values as msgpack encodes them."""
     packer = msgpack.Packer()
     return b"".join(
         packer.pack(msgpack.ExtType(value, b"") if isinstance(value, Code) else value)

@@ -1,4 +1,4 @@
-"""What cannot be sent is refused by type and place, before anything is sent."""
+"""Objects that cannot be sent raise an error with type and place, before any message."""
 
 from __future__ import annotations
 

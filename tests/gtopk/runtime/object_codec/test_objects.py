@@ -1,4 +1,4 @@
-"""Objects come back as they were, and damaged ones never do more than raise."""
+"""Objects come back unchanged, and damaged ones only raise."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def content_of(tensor: torch.Tensor) -> list[int]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Tell whether two objects are of the same types, with the same content to the bit."""
+    """Tell whether two objects have the same types and bit-identical content."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):

@@ -1,4 +1,4 @@
-"""The state of every optimizer of torch travels without a pickle, and works where it lands."""
+"""The state of every torch optimizer is sent without a pickle, and works on the receiver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What has no code of its own travels as a pickle, where both sides allow it."""
+"""Other types are sent as pickles, if both sides allow it."""
 
 from __future__ import annotations
 

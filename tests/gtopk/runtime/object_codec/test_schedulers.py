@@ -1,4 +1,4 @@
-"""The state of every learning rate scheduler of torch travels without a pickle."""
+"""The state of every torch learning rate scheduler is sent without a pickle."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCHEDULERS = {
 
 
 def arguments(name: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what a scheduler needs besides its optimizer."""
+    """Return a scheduler's arguments besides its optimizer."""
     parts = [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)]
     needed: dict[str, dict[str, Any]] = {
         "StepLR": {"step_size": 2},
@@ -62,7 +62,7 @@ def rates(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> list[
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_scheduler_goes_on_from_the_state_that_arrived(name: str) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # SequentialLR calls what it warns of itself
+        warnings.simplefilter("ignore")  # SequentialLR itself makes the calls it warns about
         optimizer, scheduler = made(name)
         rates(optimizer, scheduler, 3)
         state = scheduler.state_dict(), optimizer.state_dict()

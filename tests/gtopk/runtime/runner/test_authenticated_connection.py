@@ -1,4 +1,4 @@
-"""A connection carries what the two ends say, and nothing that anybody else does."""
+"""A connection accepts only messages of its two ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SECRET = bytes(range(32))
 
 @pytest.fixture
 def sockets():
-    """Make pairs of sockets, and close them afterwards."""
+    """Create pairs of sockets, and close them afterwards."""
     with ExitStack() as opened:
 
         def pair():
@@ -34,7 +34,7 @@ def between(sockets):
 
 
 class Between:
-    """Two ends, and the wire between them in the hands of somebody else."""
+    """Two ends, and an attacker who controls the wire between them."""
 
     def __init__(self, ours, theirs, other_secret):
         self.ours, self.theirs = ours, theirs
@@ -61,7 +61,7 @@ class Between:
         return content
 
     def hears(self, change):
-        """Return what b hears of a message of a, changed on the way."""
+        """Return what b receives of a's message, changed on the way."""
         self.a.send(b"content")
         self.pass_on(self.ours[1], self.theirs[1], 8 + 32 + 7 + 32, change)
         self.theirs[1].shutdown(socket.SHUT_WR)
@@ -107,7 +107,7 @@ def test_a_message_changed_anywhere_is_refused(between, place):
 
 
 def test_a_length_is_not_believed_before_it_was_checked(between):
-    """Else anybody could have room made for as much as there is."""
+    """Otherwise anybody could make it allocate all memory."""
     with pytest.raises(UnauthenticatedError, match="does not know the secret"):
         between().hears(lambda content: b"\xff" * 8 + content[8:])
 
@@ -127,7 +127,7 @@ def test_neither_a_message_of_before_nor_ones_own_counts(between):
         wire.b.receive()
     wire = between()
     wire.a.send(b"content")
-    wire.pass_on(wire.ours[1], wire.ours[1], 8 + 32 + 7 + 32)  # back to who said it
+    wire.pass_on(wire.ours[1], wire.ours[1], 8 + 32 + 7 + 32)  # back to its sender
     with pytest.raises(UnauthenticatedError):
         wire.a.receive()
     with pytest.raises(UnauthenticatedError):  # of another stream

@@ -1,4 +1,4 @@
-"""A function travels by its name; what has none travels as a pickle, where that is allowed."""
+"""A function is sent as its name, or without one as a pickle if that is allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of everything that ranks report, the cause is told."""
+"""From all ranks' reports, the error shows the cause."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def outcome(
     came: range | None = None,
     start_seconds: float = 60,
 ) -> list[Any]:
-    """Collect from a server where all this has happened already."""
+    """Collect from a server on which all these events have happened."""
     server = CallServer(ranks, [])
     server.close()
     server.came, server.left, server.reports = set(came or range(ranks)), [*reports, *left], reports

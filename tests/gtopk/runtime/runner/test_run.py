@@ -1,4 +1,4 @@
-"""gtopk.run as horovod.run: results by rank, one error for a failure, and nothing left behind."""
+"""gtopk.run works like horovod.run: results by rank, one error per failure, and no leftovers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.started import STARTED_PATH
 ROOT = Path(__file__).parents[4]
 PROGRAM = ROOT / "tests/programs/calls_run.py"
 
-pytestmark = pytest.mark.timeout(400)  # the first to ask waits for four jobs, one by one
+pytestmark = pytest.mark.timeout(400)  # the first user waits for four jobs in turn
 
 HOROVODS = (
     "func, args=(), kwargs=None, num_proc=1, min_num_proc=None, max_num_proc=None, slots=None, "
@@ -52,11 +52,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def told(folder: Path) -> dict[str, Any]:
-    """What the program told, by scene."""
+    """The program's results, by scene."""
     scenes = ["fails", "keeps_secrets"]
     scenes += ["trains"] if find_mpirun() is not None else []
     scenes += ["dies"] if can_emulate_hosts else []
-    # EMULATED hosts: in place of ssh, a shell on this machine under another host's name.
+    # EMULATED hosts: instead of ssh, a shell on this machine with another host's name.
     agent = folder / "agent"
     agent.write_text(
         '#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift; done\n'

@@ -1,4 +1,4 @@
-"""GTOPK_CHECK_MESSAGES: on all ranks or none, and not where it could not be kept."""
+"""GTOPK_CHECK_MESSAGES must be set on all ranks or none, and only if the transport supports it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GTOPK_LINK: on all ranks or none, of one host, and not where messages could not be paced."""
+"""GTOPK_LINK: on all ranks or none, on one host, and only if messages can be paced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank failed with is found in a file, of this run and no other, and never holds it up."""
+"""A file has a rank's error, only of this run; writing it never delays the rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write(folder, error, lost=(), operation="", how="failed"):
 
 
 class Ending(SystemExit):
-    """In place of a job's end."""
+    """Replaces the end of the job."""
 
 
 def member(note_end=lambda how, in_order: None):
@@ -60,7 +60,7 @@ def member(note_end=lambda how, in_order: None):
 
 @pytest.fixture
 def brief(monkeypatch):
-    """Wait for nobody for long."""
+    """Use short waits."""
     monkeypatch.setattr(guard, "_DISK_SECONDS", 0.1)
     monkeypatch.setattr(guard, "_LAST_WORD_SECONDS", 0.05)
 
@@ -118,7 +118,7 @@ def test_those_of_an_earlier_run_are_removed_and_nothing_else(tmp_path):
     names = [f"failure_rank{rank}.json" for rank in (0, 1, 2, 30)]
     for name in [*names, "rank-00002.jsonl", "failure_ranks.json", "my_failure_rank2.json"]:
         (tmp_path / name).touch()
-    # Each rank those that the run lacks, too: the folder may be its host's own.
+    # Each rank also removes files of ranks beyond the run's size: its folder may be local.
     guard.remove_earlier(str(tmp_path), 1, 2)
     stays = ["failure_ranks.json", "my_failure_rank2.json", "rank-00002.jsonl"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["failure_rank0.json", *stays]
@@ -204,7 +204,7 @@ def fail(failing):
 
 
 def be_stuck(failing):
-    """Be in an operation that takes no notice of a lost rank."""
+    """Stay in an operation that does not notice a lost rank."""
     failing.world.engine.activity, failing.world.engine.cycles = "allreduce", 5
     failing._end_if_stuck(LostRank(0, "it is silent"))
 
@@ -215,7 +215,7 @@ def be_preempted(failing):
 
 @pytest.fixture
 def over():
-    """What a disk waits for that hangs."""
+    """An event that ends the wait of a hanging disk."""
     over = threading.Event()
     yield over
     over.set()
@@ -223,7 +223,7 @@ def over():
 
 @pytest.fixture
 def lost(brief, monkeypatch):
-    """Return a guard, for a member and a folder, whose heartbeat has lost rank 0."""
+    """Return a function that creates a guard whose heartbeat has lost rank 0."""
 
     def stop(pid, number):
         raise Ending(f"signal {number}")
@@ -303,7 +303,7 @@ def test_the_step_is_said_once(brief, capfd):
 def test_who_is_ended_by_others_after_a_failure_of_its_own_has_said_enough(
     tmp_path, brief, capfd, monkeypatch
 ):
-    """mpirun ends by SIGTERM those that have failed, too, once one has ended the job."""
+    """Once a rank has ended the job, mpirun sends SIGTERM also to failed ranks."""
     signals: list[int] = []
     monkeypatch.setattr(guard.signal, "signal", lambda number, handler: None)
     monkeypatch.setattr(guard.os, "kill", lambda pid, number: signals.append(number))
@@ -339,7 +339,7 @@ def test_each_rank_of_a_job_leaves_its_own_and_no_secret_is_in_it(mpirun, tmp_pa
     for rank in (0, 1):
         found = read(tmp_path, rank)
         assert (found["rank"], found["size"]) == (rank, 3)
-        # On a busy machine mpirun's SIGTERM may come before this rank has noticed by itself.
+        # On a busy machine, mpirun's SIGTERM may come before this rank notices the loss.
         ends = {
             "HorovodInternalError": "rank 2 left (failed at step 5",
             None: "as rank 2 is lost (failed at step 5",
@@ -368,7 +368,7 @@ def test_who_is_killed_is_named_in_the_files_of_the_others(torchrun, tmp_path):
 
 
 def test_the_first_loss_is_named_first(monkeypatch):
-    """A launcher ends the others: by then some of those are lost, too."""
+    """By the time the launcher ends the others, some of these are lost too."""
 
     class Transport(SimpleNamespace):
         name, rank, size = "mpi", 3, 4

@@ -1,4 +1,4 @@
-"""No rank hangs: however one rank of a real MPI job ends, all end, and the reason is said."""
+"""However one rank of a real MPI job ends, all end without hanging, and report the reason."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import pytest
 from gtopk.runtime.world.guard import Guard
 from tests.matrix import some_of
 
-# How rank 2 of 3 ends at step 5 -> what somebody must say besides "step 5". Of a signal mpirun says
-# it, or a survivor, whose end it may hear of first, or a survivor's companion.
+# How rank 2 of 3 ends at step 5 -> text that must appear besides "step 5". A signal is reported by
+# mpirun, by a survivor (mpirun may learn of its end first), or by a survivor's companion.
 ENDINGS = {
     "exception": r"rank 2 of 3 .* failed at step 5: RuntimeError: boom",
     "exception with a live thread": r"rank 2 of 3 .* failed at step 5: RuntimeError: boom",
@@ -34,7 +34,7 @@ ENDINGS = {
 
 
 def runs(pid: str) -> bool:
-    """Tell whether a process runs; one that has ended may wait for its parent's look (Z)."""
+    """Tell whether a process runs; a zombie (Z) does not."""
     try:
         return Path("/proc", pid, "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
@@ -42,7 +42,7 @@ def runs(pid: str) -> bool:
 
 
 def assert_none_runs(pids: list[str]) -> None:
-    """MPICH's mpirun does not wait for those that it has killed: they may be on their way."""
+    """Wait for them: MPICH's mpirun does not wait for processes that it has killed."""
     deadline = time.monotonic() + 2
     while running := [pid for pid in pids if runs(pid)]:
         assert time.monotonic() < deadline, running
@@ -97,7 +97,7 @@ def test_rank_0_is_no_exception(mpirun):
 
 
 def test_nobody_is_cut_off_before_its_last_words(mpirun):
-    """Though its operation has failed, by which the others know already that it takes no part."""
+    """Even though its operation has failed, so that the others already know that it is out."""
     job = mpirun(3, "ends.py", "exception, and a rank is slow to speak", "2", timeout=60)
     assert job.returncode != 0
     for rank in (0, 1):
@@ -105,7 +105,7 @@ def test_nobody_is_cut_off_before_its_last_words(mpirun):
 
 
 def test_nor_does_a_launcher_cut_a_rank_off_in_mid_sentence(mpirun, tmp_path):
-    """As torchrun does, as soon as it sees that another rank is lost."""
+    """As torchrun would when it sees that another rank is lost."""
     way = "exception, and SIGTERM in mid-sentence"
     job = mpirun(2, "ends.py", way, "1", timeout=60, GTOPK_FAILURE_DIR=str(tmp_path))
     assert job.returncode != 0
@@ -158,7 +158,7 @@ def test_under_torchrun_too_a_rank_that_never_arrives_ends_the_start(torchrun):
 
 
 def test_an_operation_that_fails_on_one_rank_ends_on_all(mpirun):
-    """Going on would pair messages of different steps: silently wrong sums."""
+    """Continuing would pair messages of different steps, and sums would be silently wrong."""
     job = mpirun(2, "fails.py", "an operation fails and the script goes on", timeout=60)
     assert re.search(
         r"rank 0: rank 1 left \(failed in gradients\..*: RuntimeError: out of memory "
@@ -180,7 +180,7 @@ def test_an_exception_that_passes_a_finally_with_shutdown_ends_the_job_at_once(m
 
 @pytest.fixture(scope="module")
 def handled(mpirun, tmp_path_factory):
-    """Return what one job says of exceptions that end nothing, each handled in its turn."""
+    """Return the output of a job that handles several exceptions without ending."""
     ways = (
         "one before init",
         "one that ended the loop",
@@ -239,8 +239,8 @@ def test_where_a_daemon_has_closed_the_standard_streams_a_frozen_rank_is_named_a
     assert_none_runs([frozen])
 
 
-# "own store": where no agent serves it, as with RANK, WORLD_SIZE and MASTER_PORT set by hand; that
-# of forked ranks does, as torchrun's.
+# "own store": no agent serves the store, as when RANK, WORLD_SIZE and MASTER_PORT are set by hand;
+# for forked ranks an agent does, as with torchrun.
 @pytest.mark.parametrize("launcher", ["mpirun", "forked", "own store"])
 def test_after_an_init_that_ranks_disagreed_in_another_one_is_as_if_it_were_the_first(
     launcher, request
@@ -261,7 +261,7 @@ def test_what_a_rank_has_started_is_no_rank(launcher, request):
 
 
 def test_a_line_is_written_where_the_streams_cannot_be_flushed(monkeypatch, capfd):
-    """As within a print of the main thread, whose lock a handler of SIGTERM would wait for."""
+    """As within a print of the main thread: a SIGTERM handler would wait for its lock."""
     released = threading.Event()
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(flush=released.wait))
     guard = object.__new__(Guard)
@@ -279,7 +279,7 @@ def test_a_rank_ends_where_the_reader_of_stderr_has_stopped(unread_stderr):
 
 
 def test_a_handler_of_a_guard_that_has_left_is_the_present_ones(monkeypatch):
-    """As `termination` puts it back after a recovery within its block."""
+    """As when `termination` restores it after a recovery within its block."""
     left, present = (object.__new__(Guard) for _ in range(2))
     left._retired, present._retired = True, False
     heard: list[Any] = []

@@ -1,6 +1,6 @@
-"""From what the launcher says to the transport that joins its ranks.
+"""Choose and join the transport from the launcher's variables.
 
-torchrun and mpirun are real; horovodrun and srun are SIMULATED: the same variables, set by hand.
+torchrun and mpirun are real; horovodrun and srun are SIMULATED with the same variables.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def test_without_mpi4py_mpi_says_what_to_install(monkeypatch) -> None:
 
 
 def places_and_weights(output: str) -> tuple[list[str], set[str]]:
-    """Return what the ranks of trains.py said: their places, in order, and the weights' hashes."""
+    """Parse the output of trains.py: the ranks' places, in order, and the hashes of weights."""
     lines = sorted(line.split() for line in output.splitlines() if "cross" in line)
     return [" ".join(words[:-1]) for words in lines], {words[-1] for words in lines}
 
@@ -196,7 +196,7 @@ def test_ranks_that_are_a_world_wait_for_no_other(torchrun, over: str) -> None:
 
 
 def start(ranks: int, started: int, variables: Callable[[int], dict[str, str]]) -> list[str]:
-    """Start trains.py on the first `started` of so many ranks; return what each printed."""
+    """Start trains.py on the first `started` of `ranks` ranks; return the output of each."""
     processes = [
         subprocess.Popen(
             [sys.executable, str(PROGRAMS / "trains.py")],

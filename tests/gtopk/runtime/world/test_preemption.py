@@ -1,4 +1,4 @@
-"""A preempted rank tells the others with its next flags; all know after the same step."""
+"""A preempted rank informs the others in its next flags; all know after the same step."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_the_signal_is_told_and_the_block_ends_the_program():
             with gtopk.termination() as preempted:
                 take_a_step(model, optimizer)
                 os.kill(os.getpid(), signal.SIGTERM)
-                assert signal.getsignal(signal.SIGTERM) == was  # the next one ends it at once
+                assert signal.getsignal(signal.SIGTERM) == was  # another one ends it at once
                 assert not preempted
                 take_a_step(model, optimizer)
                 assert preempted
@@ -150,7 +150,7 @@ def test_a_signal_after_the_last_step_is_said(capfd):
             take_a_step(model, optimizer)
             os.kill(os.getpid(), signal.SIGTERM)
         assert "had SIGTERM after the last step" in capfd.readouterr().err
-        with pytest.raises(SystemExit), gtopk.termination():  # the next block's steps tell of it
+        with pytest.raises(SystemExit), gtopk.termination():  # the next block's steps report it
             take_a_step(model, optimizer)
 
 
@@ -166,7 +166,7 @@ def test_what_was_not_told_ends_as_ever(capfd):
             with gtopk.termination() as preempted:
                 os.kill(os.getpid(), signal.SIGTERM)
                 assert preempted.ask()
-                raise KeyError  # what goes wrong while it is saved is what is told
+                raise KeyError  # an error while saving must be reported
 
         with pytest.raises(KeyError):
             fail()
@@ -198,7 +198,7 @@ def test_a_signal_while_the_ranks_join_anew_is_kept(monkeypatch):
     reopen = World.reopen_sets
 
     def interrupted(self: World, *arguments: Any) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)  # the new world is there, what it takes over is not
+        os.kill(os.getpid(), signal.SIGTERM)  # the new world exists, its state does not yet
         reopen(self, *arguments)
 
     monkeypatch.setattr(World, "reopen_sets", interrupted)

@@ -1,4 +1,4 @@
-"""What becomes of process sets when a rank, or the world, is left."""
+"""Process sets after a rank joins, or after the world ends."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_set_goes_on_when_a_rank_that_is_not_in_it_has_left(threads) -> None:
 
 
 def test_who_waits_in_a_set_for_a_rank_that_has_joined_hears_of_it() -> None:
-    """Joining is of all ranks, as Horovod's."""
+    """As in Horovod, join concerns all ranks."""
 
     def program(transport: LocalTransport) -> str:
         with world.entered(transport):
@@ -82,7 +82,7 @@ def test_an_optimizer_whose_set_was_removed_says_so(threads) -> None:
 
 
 def test_a_copy_of_a_set_is_as_good(threads) -> None:
-    """Optimizers that hold one are copied with it."""
+    """Optimizers are copied together with their process set."""
 
     def program(transport: LocalTransport) -> None:
         with world.entered(transport):
@@ -117,7 +117,7 @@ def test_a_set_is_forgotten_where_its_number_has_become_anothers(threads) -> Non
 
 
 def test_an_optimizer_of_a_set_that_is_not_registered_is_refused(threads) -> None:
-    """Each rank would train by itself."""
+    """Otherwise each rank would train alone."""
     never, once = hvd.ProcessSet([0, 1]), hvd.ProcessSet([0, 1])
 
     def optimizer_of(process_set: hvd.ProcessSet) -> torch.optim.Optimizer:
@@ -143,7 +143,7 @@ def test_an_optimizer_of_a_set_that_is_not_registered_is_refused(threads) -> Non
 
 
 def test_a_set_that_a_recovery_has_carried_over_may_be_added_once_more(threads) -> None:
-    """A function under elastic.run begins anew, the lines that add its sets included."""
+    """A function under elastic.run restarts, including the lines that add its sets."""
 
     def program(transport: LocalTransport) -> None:
         with world.entered(transport) as here:

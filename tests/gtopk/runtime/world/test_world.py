@@ -1,4 +1,4 @@
-"""Joining a world, or being told why not."""
+"""Joining a world, or getting the reason why not."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_without_a_launcher_a_process_is_a_world_of_one():
 
 
 def test_ranks_meet_in_one_message(threads):
-    """A start takes as long as its round trips."""
+    """The time of a start is that of its round trips."""
 
     def program(transport: LocalTransport) -> int:
         with world.entered(transport):

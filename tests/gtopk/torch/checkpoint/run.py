@@ -1,4 +1,4 @@
-"""A run whose every part has a state, to be saved and loaded."""
+"""A run in which every part has a state to save and load."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.gtopk.held import held
 
 
 class Modelled:
-    """A timer in which a rank computes so many samples a second."""
+    """A timer that models a rank's samples per second."""
 
     def __init__(self, speed):
         self.speed = speed
@@ -26,7 +26,7 @@ class Modelled:
 
 
 class Run:
-    """A run whose every part has a state; running means are each rank's own."""
+    """A run in which every part has a state; running means differ between ranks."""
 
     def __init__(self, adam=False, compression=None, momentum=0.9, **adapted):
         x = torch.linspace(-1, 1, 120).reshape(60, 2)
@@ -81,12 +81,12 @@ class Run:
             self.optimizer,
             self.loader,
             scheduler=self.scheduler,
-            generators=False,  # ranks that are threads share them
+            generators=False,  # ranks as threads share them
             **options,
         )
 
     def everything(self):
-        """Return all that a resumed run must have alike, in words that tell every bit."""
+        """Return everything that a resumed run must reproduce, as exact text."""
         self.loader.drain()
         tensors = {**self.model.state_dict(), "held": torch.from_numpy(held(self.optimizer))}
         states = self.optimizer.state_dict()["state"], self.scheduler.state_dict()

@@ -1,4 +1,4 @@
-"""Checkpoints of all ranks: the newest that is whole is found, by as many ranks as there are."""
+"""Checkpoints of all ranks: any number of ranks finds the newest complete one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gtopk.torch.checkpoint.tree import put_together, take_apart
 
 
 def snapshot(rank, value):
-    """Return what every rank has alike, tensors among it, and what is a rank's own."""
+    """Return the state that all ranks share, with tensors, and a rank's own state."""
     replicated = take_apart({"value": value, "tensor": torch.full((3,), len(value))})
     return Snapshot(10 * len(value), replicated, take_apart([value, rank]))
 
@@ -47,7 +47,7 @@ def value_of(found):
 
 
 def owned(found):
-    """Return what each rank has of what ranks had for their own."""
+    """Return the ranks' own saved states that each rank gets."""
     return [[(each.rank, *each.state) for each in one.owned] for one in found]
 
 
@@ -130,7 +130,7 @@ def test_where_all_are_damaged_nobody_begins_anew_unasked(ranks, tmp_path):
 
 
 def test_where_none_was_ever_finished_there_is_none(ranks, tmp_path, capfd):
-    """A job that was killed in its first save begins at the beginning when it is started again."""
+    """A job killed in its first save starts from the beginning when restarted."""
     ranks(2, lambda rank: write(tmp_path, rank, "x"))
     for path in tmp_path.glob("*/rank-0-of-2.json"):
         path.unlink()
@@ -144,7 +144,7 @@ def test_however_often_it_was_killed_before_its_first_was_whole_it_begins_at_the
     def killed(rank):
         archive = Archive(tmp_path, 2)
         assert archive.find() is None
-        if rank == 1:  # rank 0 gets no further
+        if rank == 1:  # rank 0 stops here
             archive.write(snapshot(rank, "x"))
 
     for _ in range(3):
@@ -155,7 +155,7 @@ def test_however_often_it_was_killed_before_its_first_was_whole_it_begins_at_the
 
 @pytest.mark.parametrize("saved", ["ab", "abc"])
 def test_where_a_hosts_files_are_lost_nobody_begins_anew_unasked(ranks, tmp_path, saved):
-    """A host was replaced, or a copy left a rank's files out; each run saved some of them."""
+    """A host was replaced, or a copy missed a rank's files; each run saved some of them."""
 
     def first(rank):
         for value in saved:
@@ -177,7 +177,7 @@ def test_where_a_hosts_files_are_lost_nobody_begins_anew_unasked(ranks, tmp_path
     for number in there:
         lost = f"checkpoint-{number:08d}-step-10/rank-1-of-2.json"
         assert f"checkpoint {number} lacks {lost}" in said
-    assert numbers(tmp_path / "0") == [*there, len(saved) + 1]  # they may still be brought back
+    assert numbers(tmp_path / "0") == [*there, len(saved) + 1]  # they may still be restored
 
 
 def test_what_is_not_whole_goes_once_a_start_finds_something_whole(ranks, tmp_path):
@@ -197,7 +197,7 @@ def test_what_is_not_whole_goes_once_a_start_finds_something_whole(ranks, tmp_pa
 
 
 def test_what_cannot_be_read_now_is_passed_over_and_stays(ranks, tmp_path, monkeypatch, capfd):
-    """A file server that fails for a moment damages nothing."""
+    """A temporary failure of a file server damages nothing."""
     ranks(2, lambda rank: write(tmp_path, rank, "old", "newer"))
     read = archives.read_part
 
@@ -256,7 +256,7 @@ def test_a_folder_that_one_rank_cannot_list_is_said_on_every_rank(ranks, tmp_pat
 
 
 def test_a_later_format_is_refused_and_stays(ranks, tmp_path):
-    """Else an old version, started by mistake, would go on from what is older, and remove it."""
+    """Otherwise an old version, started by mistake, would resume an older one and remove it."""
     ranks(2, lambda rank: write(tmp_path, rank, "old", "newer"))
     (path,) = tmp_path.glob("*-step-50/rank-1-of-2.json")
     path.write_bytes(encode_with_checksum({**decode_with_checksum(path.read_bytes()), "format": 2}))
@@ -285,7 +285,7 @@ def test_files_of_two_attempts_are_no_checkpoint(ranks, tmp_path):
 
 
 def test_no_number_is_used_twice(ranks, tmp_path):
-    """Else what is left of an attempt would make another's checkpoint look whole."""
+    """Otherwise the remains of an attempt could make another's checkpoint look complete."""
     ranks(2, lambda rank: write(tmp_path, rank, "a", "b"))
     for path in tmp_path.glob("*2-step-10/all-of-2.json"):
         path.unlink()
@@ -305,7 +305,7 @@ def test_the_last_ones_are_kept(ranks, tmp_path):
         archive.write(snapshot(rank, "f")).wait()
         return archive.number
 
-    (tmp_path / "checkpoint-00000001-step-3").mkdir()  # what a killed job left
+    (tmp_path / "checkpoint-00000001-step-3").mkdir()  # left by a killed job
     assert ranks(1, go_on) == [6]
     assert numbers(tmp_path) == [4, 5, 6]
     assert len(list(tmp_path.iterdir())) == 3
@@ -326,7 +326,7 @@ def test_what_is_damaged_does_not_count_among_those_kept(ranks, tmp_path):
 
 
 def test_each_host_may_have_a_folder_of_its_own(ranks, tmp_path):
-    """Rank 0 comes back on another host: what it needs is read where it is, and sent."""
+    """Rank 0 restarts on another host: a rank that has its files reads and sends them."""
 
     def on(homes, then):
         return lambda rank: then(rank, Archive(tmp_path / homes[rank], 2))
@@ -361,7 +361,7 @@ def test_who_cannot_write_is_named_on_every_rank_and_the_last_one_stays(ranks, t
 
 
 def test_whose_folder_is_gone_says_so_as_the_others_do(ranks, tmp_path):
-    """A host's own disk, or its way to the one that all share: nothing can be removed there."""
+    """The folder is on a host's own disk or on a shared one; nothing can be removed there."""
 
     def program(rank):
         folder = tmp_path / str(rank)
@@ -410,7 +410,7 @@ def test_a_second_job_in_a_folder_is_refused_and_harms_nothing(ranks, tmp_path, 
     def begin(rank):
         return Archive(tmp_path, 2)
 
-    second = ranks(size, begin)  # both looked before either wrote
+    second = ranks(size, begin)  # both listed the folder before either wrote
 
     def save(archives, value):
         return lambda rank: archives[rank].write(snapshot(rank, value)).wait()
@@ -430,7 +430,7 @@ def test_a_second_job_in_a_folder_is_refused_and_harms_nothing(ranks, tmp_path, 
     assert re.match(r"checkpoint 1 is not written to \S+, and nothing there is removed: ", said[0])
     assert "another job writes to this folder, too: checkpoint-00000001-step-50/" in said[0]
     assert "Give each job a folder of its own" in said[0]
-    # The first one goes on as if the other were not there, and is what is found.
+    # The first one continues as if the other did not exist, and its checkpoint is found.
     ranks(size, save(first, "first, later"))
     assert set(map(str, ranks(size, refused))) == set(said)
     assert value_of(ranks(size, find(tmp_path))[0]) == "first, later"

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint reads what we write, and writes what we read."""
+"""torch.distributed.checkpoint and gtopk read each other's checkpoints."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Run:
             self.scheduler.step()
 
     def state(self):
-        """Return the state under the names that save_checkpoint has for it."""
+        """Return the state under save_checkpoint's names."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -56,7 +56,7 @@ class Run:
 
 @pytest.fixture(autouse=True)
 def one_process():
-    """DCP says that there is no process group, and goes on without."""
+    """Ignore DCP's warning that it runs without a process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -101,7 +101,7 @@ def test_we_read_what_dcp_writes(ranks, tmp_path):
 
 
 class Pair:
-    """A model and two optimizers of one kind, that have made as many steps."""
+    """A model and two optimizers of the same kind and number of steps."""
 
     def __init__(self, kind, steps):
         torch.manual_seed(0)
@@ -161,7 +161,7 @@ def sending_all(model):
 
 @pytest.mark.parametrize("kind", [*KINDS.values(), sending_all], ids=[*KINDS, "density 1"])
 def test_what_a_new_optimizer_has_no_place_for_is_told(ranks, tmp_path, caplog, kind):
-    """DCP loads what is in a state, and gTop-k's has the residual from its first step on."""
+    """DCP loads only the target's keys; gTop-k has a residual only after its first step."""
 
     def said():
         return sorted(r.getMessage() for r in caplog.records if r.name == "gtopk")
@@ -188,7 +188,7 @@ def test_what_a_new_optimizer_has_no_place_for_is_told(ranks, tmp_path, caplog, 
 
 
 def test_so_does_whatever_has_a_state(ranks, tmp_path):
-    """Also under keys that are no text, in dicts of other kinds, and in none at all."""
+    """Also under keys that are not text, in other kinds of dicts, and without a dict."""
 
     class Thing:
         def __init__(self, state=None):
@@ -244,7 +244,7 @@ def test_what_is_each_ranks_own_is_refused_of_several(ranks, tmp_path, name):
             plans, _ = planner.create_global_plan(plans)
             with pytest.raises(ValueError, match=f"of {name}, in which .*save_checkpoint"):
                 Writer(tmp_path).prepare_global_plan(plans)
-            dcp.save(state, storage_writer=Writer(tmp_path))  # of one rank alone
+            dcp.save(state, storage_writer=Writer(tmp_path))  # of a single rank
 
     ranks(1, program)
 
@@ -292,7 +292,7 @@ def test_all_ranks_read_one_checkpoint_whatever_a_job_saves_meanwhile(tmp_path):
         dcp.save(state, storage_writer=Writer(tmp_path, **options))
 
     states, readers, planners, plans = [], [], [], []
-    for step in (1, 2):  # each rank looks for itself, the second after another save
+    for step in (1, 2):  # each rank looks separately, the second after another save
         save(float(step), step=step)
         reader, planner = Reader(tmp_path), DefaultLoadPlanner()
         states.append({"model": {"weight": torch.zeros(4)}})
@@ -337,7 +337,7 @@ def test_where_files_of_what_it_wrote_are_lost_nobody_begins_anew_unasked(ranks,
 
 
 class Shards(DefaultSavePlanner):
-    """A planner for a rank that has one shard, as DCP's own makes of a DTensor."""
+    """A planner for a rank with one shard, as DCP creates from a DTensor."""
 
     def __init__(self, first_row, shard, size):
         super().__init__()
@@ -386,7 +386,7 @@ def test_a_step_that_is_no_integer_is_refused(ranks, tmp_path):
 
 
 def test_how_many_steps_a_run_has_counted_is_not_guessed_from_the_scripts_number(ranks, tmp_path):
-    """An epoch's, say: a record would take other steps for those that are done again."""
+    """It may be an epoch; a record would then mark the wrong steps as repeated."""
     dcp.save(Run(seed=1).state(), storage_writer=Writer(tmp_path, 5))
     steps = ranks(1, lambda rank: (load_latest(tmp_path, None).step, world.current().step))
     assert steps == [(5, 0)]

@@ -1,4 +1,4 @@
-"""A part of a checkpoint is there whole or not at all, and what is damaged is told from it."""
+"""A part of a checkpoint exists completely or not at all, and damage is detected."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_names_are_those_drawn(tmp_path):
 
 
 def test_others_can_read_the_files(tmp_path):
-    """With safetensors and a JSON parser alone; the checksum is what sha256sum prints."""
+    """With only safetensors and a JSON parser; the checksum is that of sha256sum."""
     write_part(tmp_path, PART, content(3.0))
     path, tensors = files_of(tmp_path)
     told = json.loads(path.read_text())["part"]
@@ -180,7 +180,7 @@ def test_a_folder_that_cannot_be_listed_is_not_taken_for_one_that_is_gone(
 
 
 def limited(write):
-    """Write where files may have 1000 bytes: as on a disk that is full in the middle of one."""
+    """Write with a limit of 1000 bytes per file, as on a disk that fills up within a file."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
@@ -203,13 +203,13 @@ def test_a_full_disk_is_an_error_and_leaves_nothing_behind(tmp_path, full):
             write_part(tmp_path, PART, content(2.0))
     after = {path: path.read_bytes() for path in files_of(tmp_path)}
     assert after.keys() == before.keys()
-    if full != "json":  # else the tensors are new, and the JSON's checksum tells
+    if full != "json":  # else the tensors are new, and the JSON's checksum differs
         assert after == before
 
 
 @pytest.mark.parametrize("limit", ["_MOST_JSON_BYTES", "_MOST_HEADER_BYTES"])
 def test_what_would_not_be_read_is_refused_when_it_is_written(tmp_path, monkeypatch, limit):
-    """Else all that is kept could be checkpoints that no run goes on from."""
+    """Otherwise all kept checkpoints could be unreadable."""
     write_part(tmp_path, PART, content(1.0))
     before = {path: path.read_bytes() for path in files_of(tmp_path)}
     monkeypatch.setattr(files, limit, 20)
@@ -229,7 +229,7 @@ def test_a_file_system_that_cannot_sync_folders_will_do(tmp_path, monkeypatch, r
 
     monkeypatch.setattr(os, "fsync", fsync)
     write_part(tmp_path, PART, content(1.0))
-    assert len(synced) == 2  # the files must be on the disk nevertheless
+    assert len(synced) == 2  # the files must still be synced to disk
     assert torch.equal(read_part(tmp_path, PART).state.tensors["weight"], torch.ones(300))
 
 

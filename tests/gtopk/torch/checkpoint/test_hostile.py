@@ -1,4 +1,4 @@
-"""What somebody put into the folder: it is passed over, and the checkpoints that are whole stay."""
+"""Foreign or manipulated files in the folder are skipped, and complete checkpoints stay."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def write_all(folder, alike, own, **more):
 
 
 def nested_deep(folder):
-    """Write what only just is JSON that Python reads."""
+    """Write JSON nested as deeply as Python can just read."""
     for name in NAMES:
         body = json.dumps(record(name, "here" if name == "all" else NOTHING_OWN)).encode()
         body = body.replace(b'"here"', b"[" * 500 + b"]" * 500)
@@ -149,7 +149,7 @@ def test_after_the_last_number_there_is_none(ranks, tmp_path):
 
 
 def test_what_a_script_cannot_load_stays_and_pushes_none_out(ranks, tmp_path):
-    """It asks for something else, or the newest is of another model."""
+    """The script loads other objects, or the newest checkpoint is of another model."""
 
     def program(rank):
         model = torch.nn.Linear(2, 2)
@@ -173,14 +173,14 @@ SHAPES = {
 
 
 def reseal(path, name, value):
-    """Give the state of a part this in the place of what it holds, under a right checksum."""
+    """Replace a value in a part's state, and update the checksum."""
     told = decode_with_checksum(path.read_bytes())
     told["state"][name] = value
     path.write_bytes(encode_with_checksum(told))
 
 
 class Schedule:
-    """A script's own, which trusts what it is given."""
+    """A script's own schedule, which does not validate its state."""
 
     def state_dict(self):
         return {"factor": 2}
@@ -212,7 +212,7 @@ def test_sealed_state_of_another_shape_is_passed_over_for_the_older_one(
 
     assert ranks(2, program) == [1, 1]
     assert "checkpoint-00000002-step-2 cannot be loaded: " in capfd.readouterr().err
-    # The state may be another version's: it is not removed.
+    # The state may be from another version, so it is not removed.
     assert (tmp_path / "checkpoint-00000002-step-2").is_dir()
 
 
@@ -286,7 +286,7 @@ LEAVES = [
 
 
 def mutate(folder, part, path, value):
-    """Give a part this at a place of its record, under a right checksum."""
+    """Replace a value in a part's record, and update the checksum."""
     file = folder / "checkpoint-00000002-step-5" / f"{part}-of-2.json"
     told = decode_with_checksum(file.read_bytes())
     at = told
@@ -301,7 +301,7 @@ def mutate(folder, part, path, value):
 
 @pytest.fixture
 def trained(ranks, tmp_path):
-    """Return a folder with checkpoints of two ranks after three steps, and after five."""
+    """Return a folder with checkpoints of two ranks after three and five steps."""
 
     def program(rank):
         run = Run().steps(3)
@@ -313,7 +313,7 @@ def trained(ranks, tmp_path):
 
 
 def step_gone_on_from(folder):
-    """Return where a run goes on from, after which it trains."""
+    """Resume a run, train, and return the step at which it resumed."""
     run = Run()
     found = run.load(folder)
     run.steps(2)
@@ -340,7 +340,7 @@ def places_of(tree, path=()):
 
 @pytest.mark.timeout(240)
 def test_whatever_leaf_is_another_a_run_goes_on_or_is_told_of_the_checkpoint(ranks, trained):
-    """A sample of all leaves of a run's parts; plain data of a script's may be anything."""
+    """Sample the leaves of all parts of a run; a script's plain data may be anything."""
     whole = {
         part: (trained / "checkpoint-00000002-step-5" / f"{part}-of-2.json").read_bytes()
         for part in NAMES
@@ -369,7 +369,7 @@ def test_whatever_leaf_is_another_a_run_goes_on_or_is_told_of_the_checkpoint(ran
 
 
 def test_dicts_in_dicts_come_back_however_many_marks_that_takes(ranks, tmp_path):
-    """As JSON they are nested three times as deep as objects between ranks may be."""
+    """As JSON they are nested three times as deeply as allowed for objects between ranks."""
     nested = {0: "x"}
     for _ in range(45):
         nested = {0: nested}

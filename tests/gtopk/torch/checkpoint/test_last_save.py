@@ -1,4 +1,4 @@
-"""The last asynchronous save of a program has no next one: its end tells what became of it."""
+"""The end of the program reports the outcome of its last asynchronous save."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_where_one_rank_cannot_write_it_the_job_fails_and_nothing_of_it_stays(
     assert there(tmp_path) == [WHOLE]
     if way != "an exception is handled":  # the log may be closed by then
         said = r"rank 1: a checkpoint cannot be written: .*No space left on device"
-        assert len(re.findall(said, job.stderr)) == 1  # as it happens
+        assert len(re.findall(said, job.stderr)) == 1  # when it happens
     said = rf"CheckpointError: checkpoint 2 .* {tmp_path}: rank 1 .*No space.*checkpoint 1 is whole"
     assert re.search(said, job.stderr), job.stderr
 

@@ -1,4 +1,4 @@
-"""Where one rank cannot save or load, all hear of it, and none waits for it."""
+"""If one rank cannot save or load, all ranks learn of it, and none waits for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gtopk.torch.checkpoint.dcp import Writer
 
 
 def test_where_one_rank_has_no_state_to_save_now_nobody_waits(ranks, tmp_path):
-    """As in the middle of a round of gradients that are applied later."""
+    """As within a round of gradients that are applied later."""
 
     class Loader:
         def state_dict(self):
@@ -33,7 +33,7 @@ def test_where_one_rank_has_no_state_to_save_now_nobody_waits(ranks, tmp_path):
 
 
 class Moody(torch.nn.Linear):
-    """A model that one rank cannot take the state of."""
+    """A model that fails in state_dict on one rank."""
 
     def state_dict(self, *args, **options):
         if hvd.rank() == 1:

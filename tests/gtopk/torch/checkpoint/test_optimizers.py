@@ -1,4 +1,4 @@
-"""Optimizers go on from a checkpoint, each with its own residual and all of its state."""
+"""Optimizers resume from a checkpoint, each with its own residual and full state."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_nor_is_anything_lost_that_a_second_optimizer_holds_back(ranks, tmp_path
 
 
 def test_an_older_checkpoint_of_a_second_optimizer_is_loaded_by_as_many_ranks(ranks, tmp_path):
-    """It has a rank's residual among the rest of that optimizer's state."""
+    """It stores a rank's residual in that optimizer's state."""
 
     class Older:
         def __init__(self, optimizer):
@@ -93,7 +93,7 @@ def test_an_older_checkpoint_of_a_second_optimizer_is_loaded_by_as_many_ranks(ra
 
 
 def test_moments_of_a_process_set_go_on_to_the_bit(ranks, tmp_path, monkeypatch):
-    """Its ranks are fewer than the job's, and a rank's second moment carries a share of them."""
+    """The set has fewer ranks than the job; a second moment includes a rank's weight in it."""
     monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
 
     def begin():
@@ -132,7 +132,7 @@ def test_moments_of_a_process_set_go_on_to_the_bit(ranks, tmp_path, monkeypatch)
 
 
 def test_names_of_an_optimizers_parameters_may_be_other_ones_of_the_models(ranks, tmp_path):
-    """Those of a part of the model, say, that alone is trained."""
+    """For example those of a submodule, if only that is trained."""
 
     def program(rank):
         head = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
@@ -159,7 +159,7 @@ def test_names_of_an_optimizers_parameters_may_be_other_ones_of_the_models(ranks
 
 
 class Counting(torch.optim.SGD):
-    """It keeps a count beside the parameters' states, as torch's optimizers may."""
+    """An optimizer with a counter next to the parameters' states, as torch allows."""
 
     def step(self, closure=None):
         super().step(closure)
@@ -190,7 +190,7 @@ def test_a_rate_may_become_a_tensor(ranks, tmp_path):
     def program(rank):
         model = torch.nn.Linear(2, 1)
         save_checkpoint(tmp_path, model, torch.optim.Adam(model.parameters(), lr=0.5))
-        # As for a compiled step, which would be compiled anew for each rate.
+        # As for a compiled step, which would otherwise be recompiled for each rate.
         optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1))
         load_latest(tmp_path, model, optimizer, generators=False)
         return optimizer.param_groups[0]["lr"]
@@ -203,7 +203,7 @@ def test_a_rate_may_become_a_tensor(ranks, tmp_path):
     "wrapped", [hvd.DistributedOptimizer, partial(gtopk.LocalSGD, inner_steps=1)]
 )
 def test_a_residual_of_another_shape_is_refused_at_once(ranks, wrapped, compression):
-    """And not in the next step, once the checkpoint before it is removed."""
+    """Not only in the next step, when the previous checkpoint is already removed."""
 
     def program(rank):
         states = []

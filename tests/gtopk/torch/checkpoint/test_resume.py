@@ -1,4 +1,4 @@
-"""A run that is saved and loaded goes on to the bit; on other ranks, without losing anything."""
+"""A loaded run continues bit-identically; with other numbers of ranks, without losses."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_model_that_is_in_a_wrapper_only_once_is_told_the_way_out(ranks, tmp_p
     def program(rank):
         model = torch.nn.Linear(2, 1)
         wrapped = torch.nn.Module()
-        wrapped.module = model  # as DistributedDataParallel names it
+        wrapped.module = model  # as in DistributedDataParallel
         first, then = (wrapped, model) if saved else (model, wrapped)
         save_checkpoint(tmp_path, first, None, step=1)
         with pytest.raises(RuntimeError, match=r"of another model; save and load model\.module"):
@@ -131,7 +131,7 @@ def test_a_model_that_is_in_a_wrapper_only_once_is_told_the_way_out(ranks, tmp_p
 
 
 def lose_own(folder, numbers="*"):
-    """Lose a host's own folder, or a file of it."""
+    """Delete a host's own folder, or files in it."""
     for path in folder.glob(f"checkpoint-{numbers}-step-*/rank-3-of-4.json"):
         path.unlink()
 
@@ -146,7 +146,7 @@ def damage_own(folder):
 def test_a_run_goes_on_without_a_lost_ranks_residual_where_it_is_asked_to(
     ranks, tmp_path, caplog, after, lose
 ):
-    """The sum of the others' stays, and who is missing is reported."""
+    """The sum of the others' is kept, and the missing rank is reported."""
 
     def first(rank):
         run = Run().steps(2)
@@ -200,7 +200,7 @@ def test_what_is_whole_is_taken_before_what_is_newer_and_lacks_ranks(ranks, tmp_
     lose_own(tmp_path)
     assert ranks(2, then) == [(2, (3,))] * 2
     for path in tmp_path.glob("checkpoint-00000002-step-2/rank-[12]-of-4.json"):
-        path.unlink()  # its writing was broken off
+        path.unlink()  # writing it was interrupted
     assert ranks(2, then) == [(1, (3,))] * 2
     for path in tmp_path.glob("checkpoint-*/all-of-4.json"):
         path.write_bytes(b"")
@@ -211,7 +211,7 @@ def test_what_is_whole_is_taken_before_what_is_newer_and_lacks_ranks(ranks, tmp_
 
 
 def test_ranks_that_moved_between_hosts_lose_nothing_that_loaders_hold_back(ranks, tmp_path):
-    """Each host has a folder of its own; one has three ranks of four now, where it had two."""
+    """Each host has its own folder; one now has three of four ranks instead of two."""
 
     def open_run():
         run = Run(momentum=0.0, mode="abs", micro_batch=4)
@@ -255,11 +255,11 @@ def test_an_epoch_of_rounds_goes_on_with_all_that_loaders_hold_back(ranks, tmp_p
         compression = hvd.Compression.gtopk(density=0.2, momentum_correction=0.5)
         run = Run(compression=compression, momentum=0.0, mode="abs", micro_batch=4)
         rounds = run.loader.rounds
-        rounds._wire = Prompt(rounds._wire)  # else the epoch may be over before a round is
+        rounds._wire = Prompt(rounds._wire)  # otherwise the epoch may end before a round
         return run
 
     def steps(run, folder=None):
-        """Save where a round is reached; return the sums of the samples that count."""
+        """Save at the given round; return the sums of the samples that count."""
         seen = []
         for x, y in run.loader:
             seen += x.sum(1).tolist() if run.loader.num_samples else []
@@ -292,7 +292,7 @@ def test_an_epoch_of_rounds_goes_on_with_all_that_loaders_hold_back(ranks, tmp_p
 
 @pytest.mark.parametrize("after", [2, 3])
 def test_so_does_what_another_thing_with_a_residual_holds_back(ranks, tmp_path, after):
-    """As the hook of DistributedDataParallel does, whose state is made with the model."""
+    """Like the hook of DistributedDataParallel, with a state created with the model."""
 
     def first(rank):
         held = {"weight": {"residual": torch.tensor([1.0, 10.0**rank])}}
@@ -309,7 +309,7 @@ def test_so_does_what_another_thing_with_a_residual_holds_back(ranks, tmp_path, 
 
 
 class Hook:
-    """What has such a state for its own, as FSDP's replicas do."""
+    """An object with its own such state, like FSDP's replicas."""
 
     def __init__(self):
         self.steps, self.residual = 0, torch.zeros(2)

@@ -1,4 +1,4 @@
-"""Random numbers go on as they would have."""
+"""Random number generators continue unchanged after loading."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def draw():
 
 
 def test_every_generator_goes_on():
-    draw()  # Python's and NumPy's keep a second Gaussian for later
+    draw()  # the generators of Python and NumPy cache a second Gaussian
     np.random.normal()
     taken = take_apart(take_generators(), copy=True)
     expected = draw()

@@ -1,4 +1,4 @@
-"""What is saved: by whom, where, of which moment, and what is said where it cannot be."""
+"""Saving: which ranks write what, where, and when, and the errors if they cannot."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_plain_models_and_optimizers_do(ranks, tmp_path):
         assert load_latest(tmp_path, other, again, resumed).step == 7
         assert repr(again.state_dict()) == repr(optimizer.state_dict())
         assert resumed.processed_num == 2 * hvd.size()
-        assert load_latest(tmp_path, torch.nn.Linear(2, 2)).values == {}  # to look at, say
+        assert load_latest(tmp_path, torch.nn.Linear(2, 2)).values == {}  # for inspection
         with pytest.raises(ValueError, match="holds no 'scheduler', only nothing"):
             load_latest(tmp_path, model, scheduler=optimizer)
 
@@ -57,7 +57,7 @@ def test_plain_models_and_optimizers_do(ranks, tmp_path):
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_steps_that_were_counted_go_on_whatever_the_script_counts(ranks, tmp_path, size):
     def first(rank):
-        world.current().step = 40 + rank  # as in modes whose ranks step by themselves
+        world.current().step = 40 + rank  # as in modes with independent steps
         save_checkpoint(tmp_path, None, None, step=2)
 
     def then(rank):
@@ -153,7 +153,7 @@ def test_parameters_that_differ_are_saved_and_said(ranks, tmp_path, caplog):
 
 
 def test_replicas_that_are_apart_by_design_are_no_surprise(ranks, tmp_path, caplog):
-    """Within a round of LocalSGD; what it does not train should be the same even then."""
+    """Within a round of LocalSGD; parts that it does not train should still be equal."""
 
     def program(rank):
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
@@ -162,7 +162,7 @@ def test_replicas_that_are_apart_by_design_are_no_surprise(ranks, tmp_path, capl
         model[1].requires_grad_(False)
         optimizer = gtopk.LocalSGD(torch.optim.SGD(model.parameters(), lr=0.1), inner_steps=None)
         optimizer.outer_step()
-        for _ in range(rank):  # rank 0's replica is still where the round begins
+        for _ in range(rank):  # rank 0's replica is still at the round's start
             optimizer.zero_grad()
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
@@ -256,7 +256,7 @@ def test_a_path_that_leads_nowhere_is_said_on_every_rank(ranks, tmp_path):
 
 
 def test_who_cannot_save_is_named_on_every_rank_and_training_goes_on(ranks, tmp_path):
-    """The disk is full on one rank; later it has room again."""
+    """The disk is full on one rank, and later has room again."""
 
     def program(rank):
         run = Run().steps(2)
@@ -300,7 +300,7 @@ def test_what_has_no_state_is_named_on_every_rank(ranks, tmp_path):
 
 
 def test_an_asynchronous_save_is_of_the_moment_that_it_began(ranks, tmp_path, monkeypatch):
-    """Training goes on at once; the next save, or `wait`, says what became of it."""
+    """Training continues at once; the next save, or `wait`, reports the outcome."""
     gate = threading.Event()
 
     def later(task):
@@ -333,7 +333,7 @@ def test_an_asynchronous_save_is_of_the_moment_that_it_began(ranks, tmp_path, mo
 
 
 def test_an_asynchronous_save_that_failed_is_said_by_the_next_which_is_written(ranks, tmp_path):
-    """It may be the last one before the job has to end, and the disk may have room again."""
+    """The next save may be the last one of the job, and the disk may have room again."""
 
     def program(rank):
         run = Run().steps(1)
@@ -399,7 +399,7 @@ def test_where_the_next_fails_too_both_are_said(ranks, tmp_path):
 
 @pytest.mark.timeout(200)
 def test_whatever_moment_a_writer_is_killed_at_the_last_checkpoint_is_whole(tmp_path):
-    """That whose save returned, or the one after it."""
+    """The one with the last completed save, or the next."""
     program, killed = ROOT / "tests" / "programs" / "checkpoint_killed_writer.py", 60
     done = subprocess.run(
         [sys.executable, str(program), str(tmp_path), str(killed)],
@@ -411,7 +411,7 @@ def test_whatever_moment_a_writer_is_killed_at_the_last_checkpoint_is_whole(tmp_
     )
     assert done.returncode == 0, done.stderr
     some_left, new, deeds = map(int, done.stdout.split())
-    # Else the writers have not been killed at the moments that this is about.
+    # Otherwise the kills did not cover the relevant moments.
     assert deeds >= 10
     assert some_left >= 3
     assert new >= 1
@@ -419,7 +419,7 @@ def test_whatever_moment_a_writer_is_killed_at_the_last_checkpoint_is_whole(tmp_
 
 @contextmanager
 def without_rights():
-    """Be a user to whom no folder of root's belongs, if this is root."""
+    """If this is root, become a user without root's rights."""
     before = os.geteuid()
     if before == 0:
         os.seteuid(65534)
@@ -431,7 +431,7 @@ def without_rights():
 
 @pytest.fixture
 def open_path():
-    """Return a folder that every user may look into."""
+    """Return a folder that every user may read."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         yield Path(folder)

@@ -1,4 +1,4 @@
-"""What DCP wrote under text comes back under the keys of what it is loaded into."""
+"""Values that DCP saved under text keys load under the original keys of the target."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from gtopk.torch.checkpoint.state import keyed
             {"inner": {"state": {0: "a", "w": "b"}, "param_groups": [{"params": [0, "w"]}]}},
         ),
         ({"param_groups": "none"}, None, {"param_groups": "none"}),
-        ({"param_groups": [{"lr": 1}]}, None, {"param_groups": [{"lr": 1}]}),  # no optimizer's
+        ({"param_groups": [{"lr": 1}]}, None, {"param_groups": [{"lr": 1}]}),  # not of an optimizer
     ],
     ids=repr,
 )

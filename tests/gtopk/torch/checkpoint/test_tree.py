@@ -1,4 +1,4 @@
-"""What is taken apart into JSON and tensors is put together as it was."""
+"""States are split into JSON and tensors, and restored unchanged."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from gtopk.torch.checkpoint.tree import put_together, take_apart
 
 
 def through(obj):
-    """Return what comes back, by way of JSON text."""
+    """Convert an object to JSON text and back."""
     taken = take_apart(obj)
     return put_together(json.loads(json.dumps(taken.tree, allow_nan=False)), taken.tensors)
 
 
 def same(one, other):
-    """Tell whether two objects are the same, types, order and NaNs included."""
+    """Tell whether two objects are equal, including types, order and NaNs."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -114,7 +114,7 @@ def test_views_of_one_memory_are_written_each_by_itself(tmp_path, copy):
     taken = take_apart(views, copy=copy)
     before = {name: view.clone() for name, view in views.items()}
     if copy:
-        whole.zero_()  # training goes on before it is written
+        whole.zero_()  # training continues before it is written
     part = Part(1, 1, 1, name_of(0))
     write_part(tmp_path, part, Content("", taken))
     found = read_part(tmp_path, part).state.tensors
@@ -123,7 +123,7 @@ def test_views_of_one_memory_are_written_each_by_itself(tmp_path, copy):
 
 
 def test_what_need_not_be_copied_is_not():
-    """Else a save would take the memory of a bucket once more, of which states are views."""
+    """Otherwise a save would copy a whole bucket's memory, as states are views of it."""
     whole = torch.arange(6.0)
     taken = take_apart({"head": whole[:3], "tail": whole[3:]})
     assert {t.untyped_storage().data_ptr() for t in taken.tensors.values()} == {
@@ -134,7 +134,7 @@ def test_what_need_not_be_copied_is_not():
 @pytest.mark.parametrize("length", [1, 100, 10_000, 1_000_000])
 @pytest.mark.parametrize("copy", [False, True])
 def test_many_arrays_stay_apart(length, copy):
-    """None is of memory that another one was in a moment ago."""
+    """None reuses memory just freed by another."""
     arrays = {f"a{i}": np.full(length, i) for i in range(8)}
     taken = take_apart(arrays, copy=copy)
     assert len(taken.tensors) == len(arrays)
@@ -208,7 +208,7 @@ def test_what_is_no_such_tree_is_an_error(damaged):
 
 
 def test_names_of_files_may_be_keys_of_tensors(tmp_path):
-    """Python has lone surrogates in place of bytes that are no UTF-8."""
+    """Python represents bytes that are not UTF-8 as lone surrogates."""
     odd = {os.fsdecode(b"\xff.png"): torch.ones(2), "\\udcff.png": torch.zeros(2), "é": [1]}
     part = Part(1, 1, 1, name_of(0))
     write_part(tmp_path, part, Content("", take_apart(odd)))

@@ -1,4 +1,4 @@
-"""What all states share, and commits on disk, as the environment asks for them."""
+"""The common parts of all states, and commits on disk, enabled in the environment."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_horovods_arguments_are_taken(ranks):
 
 @pytest.mark.parametrize("went_back", [False, True])
 def test_after_a_restore_all_ranks_count_from_rank_0s_commit(ranks, went_back):
-    """One may have been a commit ahead; steps of ranks that did not go back are their own."""
+    """One may have been a commit ahead; ranks that did not go back keep their steps."""
 
     def program(rank):
         here = world.current()
@@ -127,7 +127,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def commit(rank, *values):
-    """Write a commit of each value; a rank's own part is [value, rank]."""
+    """Write a commit per value; a rank's own part is [value, rank]."""
     archive = open_archive()
     for value in values:
         write_commit(archive, Commit({"value": value}, {"own": [value, rank]}))
@@ -149,7 +149,7 @@ def test_every_rank_finds_its_own_part_of_the_newest_commit(ranks, folder, monke
 
 
 def test_ranks_that_have_counted_unlike_steps_commit_the_most(ranks, folder):
-    """One ran out of batches, or its steps are its own."""
+    """One ran out of batches, or ranks step independently."""
 
     def program(rank):
         world.current().step = 5 - rank

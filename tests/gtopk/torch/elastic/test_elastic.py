@@ -1,4 +1,4 @@
-"""Horovod's names, where its scripts look for them."""
+"""Horovod's names exist where its scripts look for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import gtopk.torch as hvd
 from gtopk import exceptions
 from gtopk.torch import elastic
 
-# By module; a class's parameters are those of its __init__.
+# By module; for a class, the parameters of its __init__.
 NAMES = {
     "gtopk.torch.elastic": {
         "TorchState": ("model", "optimizer", "kwargs"),

@@ -1,4 +1,4 @@
-"""Each rank's residual survives a change of the ranks: its sum is conserved."""
+"""Residuals survive a change of the ranks: their sum is conserved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.gtopk.torch.checkpoint.run import Run
 
 
 class HoldsBack(torch.optim.SGD):
-    """An optimizer that holds something back, as a distributed one does."""
+    """An optimizer with a residual, like a distributed one."""
 
     steps = 0
     buckets: list[list[str]]
@@ -59,7 +59,7 @@ def test_what_is_held_back_is_conserved(ranks, tmp_path, monkeypatch, before, af
         state.restore()
         optimizer = state.optimizer
         assert optimizer.param_groups[0]["lr"] == 0.5
-        # Ranks that hold back nothing, too: they are where the others are.
+        # Also ranks without a residual must be at the others' step.
         assert (optimizer.steps, optimizer.buckets) == (7, [["weight"], ["bias"]])
         return optimizer.held
 
@@ -131,7 +131,7 @@ def test_a_commit_from_before_the_first_step_takes_back_what_was_held_back_since
 
 @pytest.mark.parametrize("mode", [{"mode": "abs", "micro_batch": 4}, {"mode": "adaptive-sgd"}])
 def test_a_loader_whose_state_is_each_ranks_own_is_refused(ranks, mode):
-    """A `sync` would give all ranks what rank 0 holds back."""
+    """A `sync` would give all ranks rank 0's residual."""
 
     def program(rank):
         run = Run(momentum=0.0, **mode)

@@ -1,4 +1,4 @@
-"""Training that fails goes on from its last commit: the same processes, or others after them."""
+"""Failed training resumes from its last commit, in the same processes or in new ones."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from gtopk.torch.elastic import State, run_fn
 
 PROGRAMS = Path(__file__).parents[3] / "programs"
 
-# Of its own: the fixture below starts two jobs, each with a limit.
+# A separate limit, as the fixture below starts two jobs, each with its own.
 pytestmark = pytest.mark.timeout(300)
 
 
 class Told(State):
-    """Writes down what is done to it."""
+    """A state that records its calls."""
 
     def __init__(self, log):
         super().__init__()
@@ -102,7 +102,7 @@ def load_job() -> ModuleType:
 
 
 def train_here(ranks, size):
-    """Return what each rank of a job of threads, in which nothing happens, ends with."""
+    """Return each rank's result in a job of threads without failures."""
     job = load_job()
     return ranks(size, lambda rank: job.train(lambda epoch, batch: None))
 
@@ -113,9 +113,9 @@ def every_sample_once(trained):
 
 
 class Killed(NamedTuple):
-    """A job of 3 ranks, one of which was killed in the second epoch, a batch after commit 4.
+    """A job of 3 ranks; one was killed in the second epoch, a batch after commit 4.
 
-    left: its folder of commits, as it was then; again: the same job, started again.
+    left: its folder of commits at that time; again: the same job, restarted.
     """
 
     first: Any
@@ -135,7 +135,7 @@ def killed(mpirun, tmp_path_factory) -> Killed:
 
 def test_a_killed_rank_ends_the_job_which_says_how_it_can_go_on(killed):
     assert killed.first.returncode != 0
-    # mpirun tells of the signal, or of the survivor that ended the job: of what it hears of first.
+    # mpirun reports the signal, or the survivor that ended the job, whichever it learns of first.
     lost = r"rank [02] of 3 .*rank 1 is lost \("
     advice = lost + r".*start it again with GTOPK_ELASTIC_DIR=\S+ .*from commit 4"
     assert re.search(advice, killed.first.stderr), killed.first.stderr
@@ -146,7 +146,7 @@ def test_as_many_ranks_end_as_if_nothing_had_happened(ranks, killed):
     assert "going on from checkpoint 4 (step 8) in " in killed.again.stderr
     undisturbed = train_here(ranks, 3)[0]
     assert every_sample_once(undisturbed)
-    # To the bit: the ranks' residuals are there again, too.
+    # Bit-identical, as the ranks' residuals are restored too.
     told = [line for line in killed.again.stdout.split("\n") if " of 3: " in line]
     assert sorted(told) == [f"rank {rank} of 3: {undisturbed}" for rank in range(3)]
 
@@ -181,8 +181,8 @@ def test_torchrun_restarts_all_and_they_go_on(ranks, torchrun, tmp_path):
         GTOPK_ELASTIC_DIR=str(tmp_path / "commits"),
     )
     assert job.returncode == 0, job.stderr
-    # The survivor says who is gone, and what to do where no agent does it; the agent may have told
-    # it to end before it has tried to go on.
+    # The survivor names the lost rank, and says what to do without an agent; the agent may have
+    # terminated it before it tried to continue.
     said = r"(rank 1 cannot join this job anew \(|was stopped by SIGTERM .*, as )rank 1 is lost \("
     assert re.search(said, job.stderr), job.stderr
     assert "start it again with GTOPK_ELASTIC_DIR=" in job.stderr

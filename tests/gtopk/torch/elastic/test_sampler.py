@@ -1,4 +1,4 @@
-"""Every sample of an epoch is processed once, whatever becomes of the ranks meanwhile."""
+"""Every sample of an epoch is processed once, even if ranks come and go."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gtopk.torch.elastic import ElasticSampler, sampler
 
 
 class World:
-    """Stands in for the ranks: `rank` of `size`."""
+    """A fake world: `rank` of `size`."""
 
     rank, size = 0, 1
 
@@ -28,7 +28,7 @@ def _world():
 
 
 def deal(size, state=None, **options):
-    """Return the samplers of all ranks, which go on from a state."""
+    """Return the samplers of all ranks, resumed from a state."""
     samplers = []
     World.size = size
     for World.rank in range(size):
@@ -39,12 +39,12 @@ def deal(size, state=None, **options):
 
 
 def in_turn(shares):
-    """Return the ranks' samples in the order in which they were dealt; all have as many."""
+    """Return the ranks' samples in the order of dealing; all have the same number."""
     return [sample for turn in zip(*shares, strict=True) for sample in turn]
 
 
 def take(samplers, batches, batch):
-    """Process some batches on every rank; return their samples, and the state they lead to."""
+    """Process some batches on every rank; return their samples and the new state."""
     taken = []
     iterators = [iter(each) for each in samplers]
     for index in range(batches):
@@ -73,10 +73,10 @@ def test_every_sample_is_processed_once_over_any_change_of_the_ranks(
         processed += taken
     samplers = deal(last, state, **options)
     shares = [list(each) for each in samplers]
-    # All ranks take as many steps, and say how many.
+    # All ranks take the same number of steps, which len() returns.
     assert {len(share) for share in shares} == {len(each) for each in samplers}
     assert len(set(map(len, shares))) == 1
-    # What makes up for the remainder comes last, so it is the only thing that comes twice.
+    # Only the padding of the remainder, which comes last, repeats samples.
     processed += in_turn(shares)
     assert sorted(processed[:length]) == list(range(length))
     sizes = [last, *(size for size, *_ in phases)]

@@ -1,4 +1,4 @@
-"""A TorchState commits, restores and spreads what it holds, each value as its type needs it."""
+"""A TorchState commits, restores and broadcasts its values, each according to its type."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gtopk.torch.elastic.state import (
 
 
 def make(rank=0):
-    """Return a state with one of everything."""
+    """Return a state with a value of every type."""
     model = torch.nn.BatchNorm1d(2)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (1 + rank))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -73,7 +73,7 @@ def test_restore_returns_to_the_last_commit_every_time(ranks):
         work(one)
         one.commit()
         committed = everything(one)
-        for _ in range(2):  # what goes on from it must not change it
+        for _ in range(2):  # later changes must not affect the commit
             work(one)
             assert everything(one) != committed
             one.restore()
@@ -111,7 +111,7 @@ def test_a_value_of_its_own_type_may_take_the_place_of_another(ranks):
         one.restore()
         assert one.model is other
         assert other.weight.tolist() == [7.0, 7.0]
-        assert one.epoch == 0  # a plain object is what was committed
+        assert one.epoch == 0  # plain objects return to the commit
 
     ranks(1, program)
 
@@ -145,14 +145,14 @@ def test_reset_deals_the_samples_out_anew_and_calls_back(ranks):
 
 
 class Counter:
-    """A type that gtopk does not know."""
+    """A type unknown to gtopk."""
 
     def __init__(self, value):
         self.value = value
 
 
 class CounterHandler(StateHandler):
-    """Keeps a Counter in memory, as Horovod's own handlers would."""
+    """Keep a Counter in memory, like Horovod's own handlers."""
 
     def __init__(self, counter):
         super().__init__(counter)
@@ -226,7 +226,7 @@ def test_a_job_that_starts_again_goes_on_from_the_last_commit(ranks, tmp_path, m
         one.restore()
         assert everything(one) == resumed
         one.sync()
-        assert everything(one) == resumed  # the disk is looked at once
+        assert everything(one) == resumed  # the disk is read only once
         left = list(one.sampler)
         one.commit()
         return resumed, resets, left
@@ -238,7 +238,7 @@ def test_a_job_that_starts_again_goes_on_from_the_last_commit(ranks, tmp_path, m
     for size, resets in ((3, []), (2, [2])):
         outcomes = ranks(size, go_on)
         assert [resumed for resumed, _, _ in outcomes] == [committed] * size
-        # As Horovod does when ranks were added or removed: learning rates may depend on it.
+        # As in Horovod after ranks were added or removed, since learning rates may depend on it.
         assert [calls for _, calls, _ in outcomes] == [resets] * size
         assert sorted(index for *_, left in outcomes for index in left) == unprocessed
 
@@ -255,7 +255,7 @@ def test_another_states_commit_is_refused(ranks, tmp_path, monkeypatch):
 
 
 class Flaky(ModelStateHandler):
-    """It fails once, in this method, as a link does for a moment."""
+    """A handler that fails once, in this method, like a temporary link failure."""
 
     failing = ""
 
@@ -276,7 +276,7 @@ class Flaky(ModelStateHandler):
 def test_after_a_failure_in_the_first_sync_an_earlier_jobs_commit_is_taken_all_the_same(
     ranks, tmp_path, monkeypatch, failing, method
 ):
-    """At its very end, some ranks have got through, and the function begins on them."""
+    """It fails at the very end: some ranks have succeeded, and the function begins on them."""
     monkeypatch.setenv("GTOPK_ELASTIC_DIR", str(tmp_path))
     registry = [(torch.nn.Module, Flaky), *state.get_handler_registry()]
     monkeypatch.setattr(state, "_registry", registry)
@@ -308,7 +308,7 @@ def test_after_a_failure_in_the_first_sync_an_earlier_jobs_commit_is_taken_all_t
 
     ranks(2, begin)
     assert ranks(2, go_on) == [(7, 5.0)] * 2
-    assert ranks(2, go_on) == [(7, 5.0)] * 2  # from what was committed after that
+    assert ranks(2, go_on) == [(7, 5.0)] * 2  # from the later commit
 
 
 def test_so_it_is_where_one_rank_had_opened_the_folder_and_the_other_had_not(tmp_path, monkeypatch):

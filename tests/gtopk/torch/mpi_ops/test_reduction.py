@@ -1,4 +1,4 @@
-"""What becomes of numbers that an average, or a factor, has no integer for."""
+"""Integer reductions if an average or a factor gives no integer."""
 
 from __future__ import annotations
 

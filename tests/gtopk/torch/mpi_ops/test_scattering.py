@@ -1,4 +1,4 @@
-"""Which rows of what shape reducescatter deals out."""
+"""The rows and shapes that reducescatter gives to each rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradients of collectives have gradients, as a penalty on a gradient needs."""
+"""The gradients of collectives have gradients, as needed for gradient penalties."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import torch
 
 import gtopk.torch as hvd
 
-SPLITS = [[1, 2], [3, 0]]  # how many rows each rank sends to each; of rank 0 one stays
+SPLITS = [[1, 2], [3, 0]]  # rows that each rank sends to each; rank 0 keeps one
 
 
 def penalty(exchanged, own):
-    """Return the square of a loss's gradient: of what the ranks have exchanged, and of its own."""
+    """Return the squared gradient of a loss of the exchanged and own values."""
     losses = [y.square().sum() + x.pow(3).sum() for y, x in zip(exchanged, own, strict=True)]
     gradients = torch.autograd.grad(sum(losses), own, create_graph=True)
     return sum(gradient.square().sum() for gradient in gradients)
@@ -23,7 +23,7 @@ def rows(rank):
 
 
 def dealt_out(x, of_rank):
-    """Return what `hvd.alltoall` does of SPLITS, where x is of all ranks."""
+    """Return the result of `hvd.alltoall` with SPLITS; x: the rows of all ranks."""
     parts = [part.split([*splits, 4 - sum(splits)]) for part, splits in zip(x, SPLITS, strict=True)]
     return torch.cat([part[of_rank] for part in parts])
 

@@ -1,4 +1,4 @@
-"""What collectives take whose memory is not what it stands for."""
+"""Collectives on tensors with lazy conjugation or negation, or unusual strides."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import gtopk.torch as hvd
 
 
 def gone_through(collective, tensor):
-    """Return what becomes of a tensor, or of itself in place."""
+    """Return a tensor after a collective, or after one in place."""
     result = collective(tensor)
     return [each.tolist() for each in (result if isinstance(result, tuple) else [result])]
 
@@ -28,7 +28,7 @@ COLLECTIVES = [
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_a_view_that_negates_is_what_it_stands_for(ranks, collective):
-    """As the imaginary part of a conjugate is, which has its memory in common with the number."""
+    """For example the imaginary part of a conjugate, which shares the number's memory."""
 
     def program(rank):
         strided = torch.complex(torch.ones(2), torch.tensor([1.0 + rank, 2.0])).conj().imag
@@ -60,7 +60,7 @@ def test_in_place_it_stands_for_what_has_come(ranks, collective):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 @pytest.mark.parametrize("elements", [0, 1])
 def test_one_element_and_none_go_with_any_stride(ranks, collective, dtype, elements):
-    """Torch calls them contiguous, and views of other dtypes refuse them."""
+    """Torch calls them contiguous, but refuses views of them with other dtypes."""
 
     def program(rank):
         odd = torch.full((3, 4), rank).to(dtype)[:elements, ::4]
@@ -210,7 +210,7 @@ IN_PLACE = {
 @pytest.mark.parametrize("name", IN_PLACE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_autograd_knows_of_what_was_overwritten(ranks, name, dtype):
-    """Else a gradient is computed, without a word, from other values than its loss."""
+    """Otherwise autograd silently computes a gradient from other values than the loss."""
 
     def program(rank):
         weight = torch.ones(3, dtype=dtype, requires_grad=True)

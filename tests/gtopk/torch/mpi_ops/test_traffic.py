@@ -1,4 +1,4 @@
-"""Collectives send what others need, and nothing more."""
+"""Collectives send only data that other ranks need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROWS = 1000  # for each rank
 
 
 def sent_bytes(threads, ranks: int, operation: Callable[[torch.Tensor], object]) -> list[int]:
-    """Return what each rank sends besides agreeing, for `operation` of ROWS float32 per rank."""
+    """Return each rank's bytes for `operation` on ROWS float32 per rank, without the agreement."""
 
     def program(transport: LocalTransport) -> int:
         sent = 0
@@ -23,7 +23,7 @@ def sent_bytes(threads, ranks: int, operation: Callable[[torch.Tensor], object])
 
         def counting(stream, message, to):
             nonlocal sent
-            # Agreeing takes messages of a few hundred bytes.
+            # The agreement's messages have only a few hundred bytes.
             sent += message.size if message.size >= 4 * ROWS else 0
             return send_on(stream, message, to)
 

@@ -1,4 +1,4 @@
-"""Tensors that stay where they lie, as on GPUs: gloo in NCCL's place, on ranks that are threads."""
+"""Tensors that stay on their device, as on GPUs; gloo replaces NCCL, and ranks are threads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.fixture
 def ranks(threads, monkeypatch) -> Callable[..., list[Any]]:
-    """Run `ranks(size, program)`; ranks have tensors carried, but for those `on_host`."""
+    """Return `ranks(size, program)`; tensors stay on their device, except on ranks `on_host`."""
 
     def signature(host: Any, device: int | None) -> GpuFacts:
         return GpuFacts(f"GPU-{host.rank}", cupy="no cupy here", torch_nccl=22703)
@@ -76,7 +76,7 @@ def test_ranks_that_differ_in_where_they_have_theirs_get_the_same(
         return found, transport.choice is not None
 
     expected = threads(2, plainly)
-    # Where one has it on the host, all go through it, and NCCL is not even connected.
+    # If one rank's tensor is on the host, all use the host, and NCCL is not even connected.
     assert ranks(2, program, on_host) == [(each, not on_host) for each in expected]
 
 
@@ -224,7 +224,7 @@ def test_a_rank_alone_has_its_tensors_stay_on_its_gpu(threads, monkeypatch, name
 
     monkeypatch.setitem(OPERATIONS, "broadcast", lambda t: hvd.broadcast(t, 0))
     expected = threads(1, program)
-    # As of a tensor that is on a GPU.
+    # As for a tensor on a GPU.
     monkeypatch.setattr(LocalTransport, "carries", lambda self, tensor: True)
     assert threads(1, program) == expected
 
@@ -250,7 +250,7 @@ def test_a_result_s_memory_is_kept_for_the_stream_that_waits_for_it(monkeypatch)
     result = SimpleNamespace(is_cuda=True, record_stream=recorded.append)
     finish = Finish()
     finish.wait([result])
-    assert recorded == []  # of work on the host
+    assert recorded == []  # no work on the host
     with finish.on(torch.device("cpu")):
         pass
     finish.wait([result, torch.zeros(1), np.zeros(1)])

@@ -1,4 +1,4 @@
-"""A benchmark of threads, small enough for a test, measured once."""
+"""A benchmark on threads, small enough for tests, run once."""
 
 from __future__ import annotations
 

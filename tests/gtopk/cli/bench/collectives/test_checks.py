@@ -1,4 +1,4 @@
-"""Nothing wrong gets a time."""
+"""A wrong result raises instead of giving a time."""
 
 from __future__ import annotations
 

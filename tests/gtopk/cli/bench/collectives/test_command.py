@@ -1,4 +1,4 @@
-"""`gtopk bench collectives` measures on threads and under mpirun, and says what it cannot."""
+"""`gtopk bench collectives` measures on threads and under mpirun, and reports wrong usage."""
 
 from __future__ import annotations
 

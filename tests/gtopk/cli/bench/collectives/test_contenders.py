@@ -1,4 +1,4 @@
-"""Contenders: every algorithm, in the formats asked for, with the model's word on it."""
+"""Contenders: every algorithm in the requested formats, with the model's prediction."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_code_of_values_stands_for_the_format_that_the_model_finds_quickest() 
         for format in formats_of("bf16")
     }
     assert found.format == min(seconds, key=lambda format: seconds[format].exchange_seconds)
-    assert found.format == Format("packed", "bf16")  # the fewest bytes, where bytes are dear
+    assert found.format == Format("packed", "bf16")  # fewest bytes, for a slow link
     free = Network(8, Link(1e-6, 0.0))
     slow_packing = RATES._replace(
         coding={f: CodingRate(1e-9 * (1 + 9 * (f.indices != "raw")), 1e-9) for f in FORMATS}
@@ -101,7 +101,7 @@ def test_shards_of_several_kinds_take_part_once_whatever_the_format() -> None:
 
 
 def test_the_boundaries_of_oktopk_stand_in_every_go() -> None:
-    """Once, the first of three goes drew them, and the median was the slower one of the others."""
+    """Regression: the first of three runs drew them, so the median was the slower of the others."""
 
     def program(transport: Transport) -> list[int]:
         (contender,) = own_contenders(["oktopk"], ["exact"], Place(100, 10, SLOW, RATES))

@@ -1,4 +1,4 @@
-"""Picks are seeded, whole vectors of the size asked for."""
+"""Picks are seeded, valid, and as many as requested."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_picks_are_a_vector_of_at_most_k_entries(distribution: str, length: int,
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_picks_of_a_long_vector_are_as_many_as_were_asked_for(distribution: str) -> None:
-    """Shuffling all of its positions would take 8 TB."""
+    """Shuffling all positions would take 8 TB."""
     vector = check(picks(distribution, 10**12, 100_000, rank=2, seed=5))
     assert vector.entries == 100_000 or distribution == "clustered"
     assert vector.indices.max() > 9 * 10**11

@@ -1,4 +1,4 @@
-"""What a library's allreduce sends is reckoned."""
+"""The bytes of a library's allreduce come from a formula."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables tell what was measured, losing cases included."""
+"""Tables show all measurements, including cases that gtopk loses."""
 
 from __future__ import annotations
 
