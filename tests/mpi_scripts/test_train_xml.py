@@ -36,7 +36,7 @@ def test_all_methods_are_trained_and_drawn_and_bad_input_is_told_once(mpirun, tm
             *good[2:],
         ],
         "the same features and labels, got 300 and 60 in train": [*good[:2], "--test", str(other)],
-        "--evaluations 200 leaves 1 of 300 rows": [*good, "--evaluations", "200"],
+        "with --evaluations 200 only 1 of 300 rows": [*good, "--evaluations", "200"],
         "must be one of amazon-670k": ["--synthetic", "mnist"],
         "argument --density: must lie in (0, 1], got '1.5'": [*good, "--density", "1.5"],
         "--merge-density: must lie in (0, 1], got 'nan'": [*good, "--merge-density", "nan"],

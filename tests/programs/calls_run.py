@@ -140,7 +140,7 @@ def scene_keeps_secrets() -> dict[str, Any]:
         "on_command_lines": [
             words
             for result in results
-            for words in result["commands"]
+            for words in result["command_lines"]
             if any(secret in words for secret in secrets)
         ],
         "written": [

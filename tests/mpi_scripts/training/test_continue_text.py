@@ -16,5 +16,5 @@ def test_a_text_too_short_to_test_on_is_refused_before_training() -> None:
         return ContinueText(text, Feed(0, 1, 2), context=8)
 
     assert task(9).sizes.outputs == 256
-    with pytest.raises(ValueError, match="a window of 8 bytes and the one after it, got 8"):
+    with pytest.raises(ValueError, match="must have more bytes than a window of 8, got 8"):
         task(8)

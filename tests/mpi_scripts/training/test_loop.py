@@ -243,8 +243,8 @@ def test_arguments_that_would_go_unheard_are_refused(trained) -> None:
         ),
         (
             ["--compression", "none", *(word for option in SENDING for word in option)],
-            "for --density, --density-warmup-epochs, --momentum-correction: leave that out, or "
-            "choose one of topk, gtopk, oktopk, hierarchical",
+            "none does not use --density, --density-warmup-epochs, --momentum-correction: leave it "
+            "out, or choose one of topk, gtopk, oktopk, hierarchical",
         ),
         (
             ["--preset", "lstm-ptb", "--synthetic-samples", "90"],
