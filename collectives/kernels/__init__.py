@@ -21,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 
 from .. import environment
-from ..ranges import profiled
+from ..telemetry import profiled
 from ..vector import (
     Array,
     Gradient,

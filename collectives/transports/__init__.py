@@ -19,8 +19,9 @@ node_memory.py          shared memory of the ranks on a host
 
 from __future__ import annotations
 
+from ..telemetry import Traffic
 from .carrier import Carrier
-from .counters import Counter, Traffic
+from .counters import Counter
 from .local import LocalTransport, local_world, run_ranks
 from .transport import Transport
 

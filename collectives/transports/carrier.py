@@ -17,8 +17,9 @@ from typing import Final
 
 from ..cost import Link
 from ..errors import PeerError, PeerTimeoutError
+from ..telemetry import Traffic
 from ..vector import Array
-from .counters import Counter, NodeMemory, Traffic
+from .counters import Counter, NodeMemory
 from .departure import DepartureNotice
 from .node_memory import open_shared_memory
 from .pacing import Pacer, append_stamp, split_stamp

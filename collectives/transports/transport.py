@@ -23,9 +23,10 @@ import numpy as np
 
 from ..cost import Link
 from ..errors import MessageError
+from ..telemetry import Traffic
 from ..vector import Array
 from . import reductions
-from .counters import Counter, NodeMemory, Traffic
+from .counters import Counter, NodeMemory
 from .departure import DepartureNotice
 from .reductions import Endpoint
 

@@ -39,7 +39,7 @@ import numpy as np
 
 from ..errors import MessageError
 from ..kernels import checksum, read_head, write_head
-from ..ranges import profiled
+from ..telemetry import profiled
 from ..transports.transport import Transport
 from ..vector import Array, SparseVector, module_of
 from .format import ALL_INDEX_CODES, EXACT, VALUE_CODES, Format, numbered, numbers

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from collectives.ranges import profiled
+from collectives.telemetry import profiled
 from collectives.transports import Transport
 
 from .. import settings

@@ -19,7 +19,7 @@ import torch
 from collectives.algorithms import ALGORITHMS, Regions, find_nodes, reduce_where_supported
 from collectives.cost_model import predict
 from collectives.errors import NonFiniteError
-from collectives.ranges import profiled
+from collectives.telemetry import profiled
 from collectives.transports import Transport
 from collectives.vector import SparseVector, is_on_device
 from collectives.wire import NOTHING_CODED, CodingTotals, Format, coded

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from collectives.errors import MismatchError
-from collectives.ranges import profiled
+from collectives.telemetry import profiled
 from collectives.transports import Transport
 
 from .bucket_exchange import BucketExchange

@@ -24,17 +24,17 @@ from ..planning.advice import (
     value_bytes_of,
 )
 from ..runtime.world.membership import World
-from ..telemetry.step_report import Prediction
 from .bucket_plan import buckets_by
 from .peers import Peers
 
 
-class ExpectedStep(Prediction):
+class ExpectedStep:
     """The predicted seconds of a step's exchange. Call `measure` first; before, nothing is known.
 
     per: the kind of step that an exchange ends, for messages: "step" or "outer step".
     beyond: the name of a method that the cost model does not cover; "": gradients are reduced with
         the compression.
+    dense_seconds: predicted for a dense exchange; None if unknown, or if nothing is compressed.
     is_planned: whether `bucket_plan` made the buckets, in sizes that suit the compression: dense
         gradients would use other buckets.
     """
@@ -48,12 +48,13 @@ class ExpectedStep(Prediction):
         *,
         is_planned: bool = False,
     ) -> None:
-        super().__init__(progress, getattr(compression, "warmup_steps", 0))
-        self._compression = compression
+        self._compression, self._progress = compression, progress
         self._per = per
         self._beyond = beyond
         self._is_planned = is_planned
         self._calibration: Calibration | None = None
+        self._seconds: float | None = None  # once the density has warmed up
+        self.dense_seconds: float | None = None
 
     def measure(self, bucket_exchanges: Sequence[Sized], peers: Peers) -> None:
         """Measure links and predict these buckets; rank 0 logs, once per world, the savings.
@@ -62,7 +63,7 @@ class ExpectedStep(Prediction):
         and not between threads of one process, which have no links. Groups that exchange at the
         same time also measure at the same time, and so share links as in every step.
         """
-        self._calibration = self.usual_seconds = self.dense_seconds = None
+        self._calibration = self._seconds = self.dense_seconds = None
         here = peers.world
         if not peers.takes_part or peers.size < 2 or here.transport.name == "local":
             return
@@ -120,7 +121,7 @@ class ExpectedStep(Prediction):
         """Predict the time of these buckets from now on, if links were measured."""
         if self._calibration is None:
             return
-        self.usual_seconds = expected_seconds(bucket_exchanges, self._calibration)
+        self._seconds = expected_seconds(bucket_exchanges, self._calibration)
         asked, is_compressed = ([], False) if self._beyond else in_question(bucket_exchanges)
         self.dense_seconds = None
         if is_compressed:
@@ -130,6 +131,17 @@ class ExpectedStep(Prediction):
             value_bytes, _ = value_bytes_of(asked)
             dense = expected(Compression.none, length, self._calibration, value_bytes)
             self.dense_seconds = dense.times(buckets).seconds if dense is not None else None
+
+    @property
+    def seconds(self) -> float | None:
+        """Return the expected seconds of the exchange that has just ended; None if unknown.
+
+        They are unknown while the density warms up.
+        """
+        warmup_steps = getattr(self._compression, "warmup_steps", 0)
+        # The last warm-up step is counted before its report is made (except with FSDP).
+        warmed_up = warmup_steps == 0 or self._progress.steps > warmup_steps
+        return self._seconds if warmed_up else None
 
 
 def _lengths(bucket_exchanges: Sequence[Sized]) -> list[int]:

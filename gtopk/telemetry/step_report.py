@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ..units import duration_text, seconds_text
 
 if TYPE_CHECKING:
-    from ..exchange.exchange import Exchanged, Progress
+    from ..exchange.exchange import Exchanged
     from ..runtime.coordinator import Operation
 
 
@@ -244,28 +244,13 @@ _CLOSE: Final = 0.01  # share of a run; a smaller difference counts as none
 SAME: Final = 1.1  # two exchange times that differ by a smaller factor count as equal
 
 
-class Prediction:
-    """The cost model's predictions for a step's exchange, and for a dense one, in seconds.
-
-    usual_seconds: for the exchange, once the density has warmed up; None if unknown.
-    dense_seconds: for dense; None if unknown, or if nothing is compressed.
-    """
-
-    def __init__(self, progress: Progress, warmup_steps: int) -> None:
-        """progress: counts the steps; warmup_steps: the number of steps with another density."""
-        self._progress, self._warmup_steps = progress, warmup_steps
-        self.usual_seconds: float | None = None
-        self.dense_seconds: float | None = None
+class Prediction(Protocol):
+    """The cost model's predictions for a step's exchange, and for a dense one; None if unknown."""
 
     @property
-    def seconds(self) -> float | None:
-        """Return the expected seconds of the exchange that has just ended; None if unknown.
-
-        They are unknown while the density warms up.
-        """
-        # The last warm-up step is counted before its report is made (except with FSDP).
-        warmed_up = self._warmup_steps == 0 or self._progress.steps > self._warmup_steps
-        return self.usual_seconds if warmed_up else None
+    def seconds(self) -> float | None: ...
+    @property
+    def dense_seconds(self) -> float | None: ...
 
 
 @dataclass(eq=False)

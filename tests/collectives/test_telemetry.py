@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from collectives.ranges import profiled
+from collectives.telemetry import profiled
 
 
 def test_without_a_profiler_no_range_is_made_and_no_torch_imported() -> None:
     program = (
         "import sys\n"
-        "from collectives.ranges import profiled\n"
+        "from collectives.telemetry import profiled\n"
         "with profiled('merge'):\n    pass\n"
         "assert profiled('merge') is profiled('select')\n"
         "assert 'torch' not in sys.modules\n"
