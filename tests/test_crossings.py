@@ -5,24 +5,31 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 # Includes the C++ core's files, which NumPy's kernels do not need.
 MOST_FILES = {"DistributedOptimizer": 40, "DDP's hook": 36}
 
 
-def test_a_step_goes_through_no_more_files_than_before(forked) -> None:
-    done = forked(2, "../crossings.py")
+@pytest.fixture(scope="module")
+def printed(forked) -> str:
+    """Return what one job of two ranks printed: files, calls, and calls by caller and callee."""
+    done = forked(2, "../crossings.py", "--pairs")
     assert done.returncode == 0, done.stderr
-    counts = re.findall(r"^(.+): (\d+) files, (\d+) calls from file to file$", done.stdout, re.M)
+    return done.stdout
+
+
+def test_a_step_crosses_no_more_files_than_before(printed: str) -> None:
+    counts = re.findall(r"^(.+): (\d+) files, (\d+) calls from file to file$", printed, re.M)
     assert {name for name, _, _ in counts} == {*MOST_FILES}
     assert all(int(calls) >= int(files) > 0 for _, files, calls in counts)
     assert [line for line in counts if int(line[1]) > MOST_FILES[line[0]]] == []
 
 
-def test_the_page_names_calls_that_a_step_makes(forked) -> None:
+def test_the_page_names_calls_that_a_step_makes(printed: str) -> None:
     page = (Path(__file__).parents[1] / "docs" / "how-it-works.md").read_text(encoding="utf-8")
     drawn = page.partition("## One step, file by file")[2].split("```")[1].strip().splitlines()
-    done = forked(2, "../crossings.py", "--pairs")
-    of_optimizer = done.stdout.partition("DDP's hook")[0]
+    of_optimizer = printed.partition("DDP's hook")[0]
     calls = set(re.findall(r"^ *\d+  (\S+) -> (\S+)$", of_optimizer, re.M))
     above: list[str] = []
     for line in drawn:

@@ -215,7 +215,7 @@ ON_A_CPU = {
     **dict.fromkeys(("mpirun 4", "torchrun 4", "hogbatch"), "ok"),
     **dict.fromkeys(("warm", "memcheck", "racecheck", "counters"), "skipped"),
 }
-LONG = ("mpirun 2", "mpirun 4", "torchrun 2", "torchrun 4", "hogbatch", "features")
+LONG = ("mpirun 2", "mpirun 4", "torchrun 2", "torchrun 4", "hogbatch", "features", "transformer")
 QUICK = [name for name in ON_A_CPU if name not in LONG]
 
 
