@@ -78,9 +78,9 @@ def granted_cores(
         else:
             continue
         # Inside a container the path may be the host's, while only the top of the tree is mounted.
-        here = top / path.lstrip("/")
+        own_group = top / path.lstrip("/")
         # Every ancestor's limit applies, too.
-        for directory in (here, *here.parents):
+        for directory in (own_group, *own_group.parents):
             if directory == top.parent:
                 break
             quota = _quota_of(directory)
@@ -114,7 +114,7 @@ def local_ranks() -> int:
     """Return how many ranks run on this machine; 1 if no launcher's variable says."""
     counts = [os.environ.get(name, "") for name in _COUNTS]
     if in_slurm_step():
-        counts += [_tasks_here(), os.environ.get("SLURM_NTASKS_PER_NODE", "")]
+        counts += [_node_tasks(), os.environ.get("SLURM_NTASKS_PER_NODE", "")]
     return max([1, *(int(count) for count in counts if count.isdecimal())])
 
 
@@ -123,7 +123,7 @@ def in_slurm_step() -> bool:
     return "SLURM_STEP_ID" in os.environ
 
 
-def _tasks_here() -> str:
+def _node_tasks() -> str:
     """Return SLURM's tasks on this node: with "8(x2),4" nodes 0 and 1 have 8, node 2 has 4."""
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     tasks = itertools.chain.from_iterable([count] * int(times or 1) for count, times in found)
@@ -132,8 +132,8 @@ def _tasks_here() -> str:
 
 
 # A few cores saturate the memory bandwidth; more threads would only slow down autograd.
-_MOST: Final = 8
-_MOST_REQUESTED: Final = 1 << 10  # the C interface takes 32 bits
+_MAX_THREADS: Final = 8
+_MAX_REQUESTED: Final = 1 << 10  # the C interface takes 32 bits
 
 # Set by `use_threads`, for the current thread only.
 requested_threads: ContextVar[int | None] = ContextVar("threads", default=None)
@@ -159,8 +159,8 @@ def default_threads() -> int:
     Raises ValueError for a GTOPK_THREADS that is not a positive number.
     """
     if requested := environment.threads():
-        return min(requested, _MOST_REQUESTED)
+        return min(requested, _MAX_REQUESTED)
     granted = os.environ.get("SLURM_CPUS_PER_TASK", "") if in_slurm_step() else ""
     share = int(granted) if granted.isdecimal() else usable_cores() // local_ranks()
     # SLURM's share may be more than the affinity, or the container, allows.
-    return max(1, min(_MOST, share, usable_cores()))
+    return max(1, min(_MAX_THREADS, share, usable_cores()))

@@ -118,7 +118,7 @@ def break_even(
     # Whether the ratio dense / sparse grows with the bandwidth, by more than rounding.
     above = (1 + 1e-9) * dense(slow) * sparse(fast) < dense(fast) * sparse(slow)
 
-    def found(factor: float) -> float | None:
+    def break_even_if(factor: float) -> float | None:
         """Return the break-even if dense took `factor` times as long."""
 
         def scaled_dense(link: Link) -> float:
@@ -127,8 +127,10 @@ def break_even(
         slower, faster = (sparse, scaled_dense) if above else (scaled_dense, sparse)
         return break_even_bits_per_second(slower, faster, latency_seconds)
 
-    middle = found(1.0)
-    lowest, highest = sorted(found(factor) or 0.0 for factor in (1 / (1 + ERROR), 1 + ERROR))
+    middle = break_even_if(1.0)
+    lowest, highest = sorted(
+        break_even_if(factor) or 0.0 for factor in (1 / (1 + ERROR), 1 + ERROR)
+    )
     if above:
         # The search ran with the two exchanged, so its "at none" is "at any" for sparse.
         exchanged = {None: math.inf, math.inf: None}

@@ -11,12 +11,12 @@ def kernels() -> str:
 
     Raises ValueError for anything else.
     """
-    wanted = os.environ.get("GTOPK_KERNELS", "")
-    if wanted not in ("", "reference"):
+    value = os.environ.get("GTOPK_KERNELS", "")
+    if value not in ("", "reference"):
         raise ValueError(
-            f"GTOPK_KERNELS must be 'reference' (NumPy) or unset (C++ where built), got {wanted!r}"
+            f"GTOPK_KERNELS must be 'reference' (NumPy) or unset (C++ where built), got {value!r}"
         )
-    return wanted
+    return value
 
 
 def threads() -> int:
@@ -47,6 +47,8 @@ def whole_number(
         return default
     # `int` alone would also take "+4", " 4" and "1_000".
     if not text.isdecimal() or int(text) < least:
-        of = f" of {unit}" if unit else ""
-        raise ValueError(f"{variable} must be a whole number{of}, at least {least}, got {text!r}")
+        unit_text = f" of {unit}" if unit else ""
+        raise ValueError(
+            f"{variable} must be a whole number{unit_text}, at least {least}, got {text!r}"
+        )
     return int(text)

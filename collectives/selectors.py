@@ -111,23 +111,23 @@ def mstopk(dense: Array, k: int) -> SparseVector:
     magnitudes = np.abs(dense)
     mean, highest = float(magnitudes.mean(dtype=np.float64)), float(magnitudes.max())
     low, high = 0.0, 1.0
-    too_many, enough = 0.0, highest
+    low_threshold, high_threshold = 0.0, highest
     for _ in range(PASSES):
         middle = (low + high) / 2
         threshold = mean + middle * (highest - mean)
         if count_above(magnitudes, threshold) <= k:
-            high, enough = middle, threshold
+            high, high_threshold = middle, threshold
         else:
-            low, too_many = middle, threshold
-    sure = above(dense, magnitudes, enough)
+            low, low_threshold = middle, threshold
+    certain = above(dense, magnitudes, high_threshold)
     # More than k only if more than k entries tie at the largest |value|, where the search begins.
-    if sure.entries >= k:
-        return sure.where(np.arange(sure.entries) < k)
-    nearly = above(dense, magnitudes, too_many)
-    spare = np.flatnonzero(np.abs(nearly.values) < enough)[: k - sure.entries]
-    chosen = np.abs(nearly.values) >= enough
-    chosen[spare] = True
-    return nearly.where(chosen)
+    if certain.entries >= k:
+        return certain.where(np.arange(certain.entries) < k)
+    candidates = above(dense, magnitudes, low_threshold)
+    added = np.flatnonzero(np.abs(candidates.values) < high_threshold)[: k - certain.entries]
+    is_chosen = np.abs(candidates.values) >= high_threshold
+    is_chosen[added] = True
+    return candidates.where(is_chosen)
 
 
 STAGES = 2

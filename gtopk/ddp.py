@@ -49,7 +49,7 @@ from .optim.samples import LocalClip
 from .optim.step_checks import MAX_SKIPPED_STEPS
 from .optim.step_transaction import PREEMPTED
 from .optim.wrapped.adam_step import options_of_adam, plain
-from .optim.wrapped.checkpoint import gather_held, residuals_for
+from .optim.wrapped.checkpoint import gather_residuals, residuals_for
 from .reduce_ops import Average
 from .runtime.coordinator import Operation
 
@@ -95,13 +95,15 @@ class GTopKState(HookState):
     parameters, sparse gradients, and a group other than DDP's. Cannot be pickled: save state_dict.
     """
 
-    _accumulating: ClassVar[str] = "within `with model.no_sync():`"
-    _giving: ClassVar[str] = "give the hook's state the optimizer, GTopKState(optimizer=optimizer)"
-    _saving: ClassVar[str] = (
+    _accumulation_hint: ClassVar[str] = "within `with model.no_sync():`"
+    _optimizer_hint: ClassVar[str] = (
+        "give the hook's state the optimizer, GTopKState(optimizer=optimizer)"
+    )
+    _saving_hint: ClassVar[str] = (
         "Save model.module.state_dict() and state.state_dict(model), and give that to "
         "load_state_dict of a new GTopKState; average or copy model.module, not the DDP model"
     )
-    _clipping: ClassVar[str] = "GTopKState(global_clip_norm=) clips before the moments"
+    _clipping_hint: ClassVar[str] = "GTopKState(global_clip_norm=) clips before the moments"
 
     def __init__(
         self,
@@ -227,7 +229,7 @@ class GTopKState(HookState):
             factor=factor,
             is_joined=pending.is_joined,
             flags=PREEMPTED if self._world.termination_requested else 0,
-            then=partial(self._note_exchanged, pending.number, pending.is_last),
+            on_done=partial(self._note_exchanged, pending.number, pending.is_last),
         )
         self._finisher.submit(self._finish, operation, pending)
 
@@ -305,7 +307,7 @@ class GTopKState(HookState):
         state = self.state_dict(model)
 
         def work(transport: Transport, all_flags: list[int]) -> None:
-            gather_held(state, self._rank, 0, transport)
+            gather_residuals(state, self._rank, 0, transport)
 
         self._peers.run("state", [], work)
         return state

@@ -167,13 +167,15 @@ class ReplicaState(HookState):
         the model's gradients become NaN on all ranks.
     """
 
-    _accumulating: ClassVar[str] = "behind model.set_requires_gradient_sync(False)"
-    _giving: ClassVar[str] = "give replicate the optimizer, replicate(..., optimizer=optimizer)"
-    _saving: ClassVar[str] = (
+    _accumulation_hint: ClassVar[str] = "behind model.set_requires_gradient_sync(False)"
+    _optimizer_hint: ClassVar[str] = (
+        "give replicate the optimizer, replicate(..., optimizer=optimizer)"
+    )
+    _saving_hint: ClassVar[str] = (
         "Save state.state_dict() on every rank, and give that to load_state_dict of the state that "
         "replicate returns"
     )
-    _clipping: ClassVar[str] = _NO_CLIPPING
+    _clipping_hint: ClassVar[str] = _NO_CLIPPING
 
     def __init__(
         self,
@@ -228,11 +230,11 @@ class ReplicaState(HookState):
 
     @property
     def _ranks(self) -> int:
-        return self._place.everyone.size() or 1
+        return self._place.all_ranks.size() or 1
 
     def exchange(self, unit: Unit, gradients: torch.Tensor) -> None:
         """Replace a replica's mean gradient, [shard's length], with the mean of all replicas."""
-        if unit.is_to_accumulate:
+        if unit.accumulates:
             unit.accumulate(gradients)
             return
         unit.add_accumulated(gradients)
@@ -256,7 +258,7 @@ class ReplicaState(HookState):
         )
         stream = torch.cuda.current_stream(gradients.device) if gradients.is_cuda else None
         self._unfinished.append(_Unfinished(unit, operation, stream))
-        if not unit.is_left_alone(gradients):
+        if not unit.is_only_viewed(gradients):
             self._finish()
             self._has_waited = True
 
@@ -302,8 +304,8 @@ class ReplicaState(HookState):
         """Agree with all ranks on whether the step counts, and begin another."""
         require_outermost(self._model, self._world.rank)
         self._finish()
-        everyone = self._place.everyone
-        all_flags = everyone.engine.submit(
+        all_ranks = self._place.all_ranks
+        all_flags = all_ranks.engine.submit(
             f"{self._peers.name}.pass",
             [],
             lambda transport, all_flags: all_flags,
@@ -318,7 +320,7 @@ class ReplicaState(HookState):
                     parameter.grad.to_local().fill_(torch.nan)
                     self._nonfinite.append(parameter)
         overlapped, self._has_waited = not self._has_waited, False
-        ranks = zip(everyone.members.ranks, all_flags, strict=True)
+        ranks = zip(all_ranks.members.ranks, all_flags, strict=True)
         where = [f"rank {rank}" for rank, flags in ranks if flags & _PassFlags.NOT_FINITE]
         # The report raises after too many skipped steps. If the script goes on, its gradients must
         # still be noted as NaN, not as the last pass's agreed ones.

@@ -97,20 +97,20 @@ class _Group:
 
     def allreduce(self, array: Array, paired: int) -> None:
         """Combine the arrays of the first `paired` ranks, a power of two, in place."""
-        held = slice(0, array.size)
+        kept = slice(0, array.size)
         halvings = []
         for distance in distances(paired):
             peer = self._transport.rank ^ distance
-            middle = (held.start + held.stop) // 2
-            lower, upper = slice(held.start, middle), slice(middle, held.stop)
-            held, given = (lower, upper) if self._transport.rank < peer else (upper, lower)
-            mine, theirs = array[held], self.swap(array[given], peer, array[held])
+            middle = (kept.start + kept.stop) // 2
+            lower, upper = slice(kept.start, middle), slice(middle, kept.stop)
+            kept, sent = (lower, upper) if self._transport.rank < peer else (upper, lower)
+            own, received = array[kept], self.swap(array[sent], peer, array[kept])
             # On all holders `a` must be the lower rank's: the products are summed by column.
-            a, b = (mine, theirs) if self._transport.rank < peer else (theirs, mine)
-            self.combine(held.start, a, b, out=mine, holders=2 * distance)
-            halvings.append((peer, held, given))
-        for peer, held, given in reversed(halvings):
-            array[given] = self.swap(array[held], peer, array[given])
+            a, b = (own, received) if self._transport.rank < peer else (received, own)
+            self.combine(kept.start, a, b, out=own, holders=2 * distance)
+            halvings.append((peer, kept, sent))
+        for peer, kept, sent in reversed(halvings):
+            array[sent] = self.swap(array[kept], peer, array[sent])
 
     def combine(self, start: int, a: Array, b: Array, out: Array, holders: int) -> None:
         """Set `out` to a (+) b, for this rank's part of both vectors, from element `start` on.

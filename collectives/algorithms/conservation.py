@@ -53,10 +53,10 @@ def check_finite(
     return (vector if refused_by == NOBODY else vector.take(slice(0)), refused_by)
 
 
-def refused(selected: SparseVector, rank: int) -> ReductionResult:
+def refused_result(selected: SparseVector, rank: int) -> ReductionResult:
     """Return the result of a reduction that a rank refused: all picks return."""
-    nothing = selected.take(slice(0))
-    return ReductionResult(nothing, selected, nothing, rank)
+    empty = selected.take(slice(0))
+    return ReductionResult(empty, selected, empty, rank)
 
 
 def split_result(result: ReductionResult) -> tuple[SparseVector, SparseVector]:
@@ -68,11 +68,11 @@ def split_result(result: ReductionResult) -> tuple[SparseVector, SparseVector]:
 
 def sum_vectors(vectors: list[SparseVector]) -> SparseVector:
     """Return the sum, in new memory; if at most one vector is not empty, that vector itself."""
-    filled = [vector for vector in vectors if vector.indices.size]
-    if len(filled) == 2:
-        one, other = filled
+    nonempty = [vector for vector in vectors if vector.indices.size]
+    if len(nonempty) == 2:
+        one, other = nonempty
         return merge(one, other, one.indices.size + other.indices.size)  # faster for two
-    return sum_by_index(filled) if len(filled) > 1 else (filled or vectors)[0]
+    return sum_by_index(nonempty) if len(nonempty) > 1 else (nonempty or vectors)[0]
 
 
 def intersect(vector: SparseVector, others: SparseVector) -> SparseVector:

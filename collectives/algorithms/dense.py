@@ -23,11 +23,11 @@ def reduce(
     # The sum is not finite wherever a contribution is not, and every rank has the same sum, so no
     # message is needed to agree.
     if not all_finite(total):
-        raise NonFiniteError(_lowest_that_is_not_finite(selected, transport))
+        raise NonFiniteError(_lowest_nonfinite_rank(selected, transport))
     return SparseVector.from_dense(total), selected.take(slice(0))
 
 
-def _lowest_that_is_not_finite(selected: SparseVector, transport: Transport) -> int | None:
+def _lowest_nonfinite_rank(selected: SparseVector, transport: Transport) -> int | None:
     """Return the lowest rank whose contribution is not finite; None when only the sum is not."""
     lowest = np.array([transport.size if all_finite(selected.values) else transport.rank], np.int64)
     transport.allreduce(lowest, "min")

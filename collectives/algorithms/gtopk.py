@@ -111,13 +111,13 @@ def _reduce_with_folded_rank(
     folds = guest < transport.size
     conservations = [Conservation(picks)]
     if folds:
-        guests, _, their_refusal = wire.receive(guest, picks, k, transport, format)
-        refused_by = lowest_refusing(refused_by, their_refusal)
+        guest_picks, _, guest_refused_by = wire.receive(guest, picks, k, transport, format)
+        refused_by = lowest_refusing(refused_by, guest_refused_by)
         # Tracks only which are alive: the guest itself returns the rounding errors of its picks.
-        conservations.append(Conservation(guests))
+        conservations.append(Conservation(guest_picks))
     merged = picks
     if folds or not kept:  # this merge also drops zeros; without it, that of the first round does
-        merged = merge(picks, guests if folds else picks.take(slice(0)), k)
+        merged = merge(picks, guest_picks if folds else picks.take(slice(0)), k)
         merged, refused_by = check_finite(merged, transport.ranks[rank], refused_by)
         for conservation in conservations:
             conservation.note_merge(merged)
@@ -133,9 +133,9 @@ def _reduce_with_folded_rank(
         # Before `note_merge`, which discards the errors of dropped entries: those return whole.
         conservations[0].note_rounding(sent, rounded, format, rank % holders, holders)
         holders *= 2
-        finder = transport.ranks[rank & -holders]  # the same on all ranks that hold this list
+        named_rank = transport.ranks[rank & -holders]  # the same on all ranks that hold this list
         # Check each merge: finite values may add up to infinity.
-        merged, refused_by = check_finite(merged, finder, refused_by)
+        merged, refused_by = check_finite(merged, named_rank, refused_by)
         for conservation in conservations:
             conservation.note_merge(merged)
 
@@ -152,7 +152,7 @@ def _reduce_with_folded_rank(
 
 
 def exchange_and_merge(
-    mine: SparseVector,
+    own: SparseVector,
     refused_by: int,
     keep: int,
     transport: Transport,
@@ -161,15 +161,15 @@ def exchange_and_merge(
 ) -> tuple[SparseVector, SparseVector, int]:
     """Swap lists with a peer, and return the `keep` largest entries of the sum of both.
 
-    Also returned: `mine` with the rounded values that the peer received, and the refusing rank.
+    Also returned: `own` with the rounded values that the peer received, and the refusing rank.
     """
     number = transport.begun
-    encoded = wire.encode(mine, keep, format, refused_by=refused_by, number=number)
-    received, sender = transport.exchange(encoded.message, peer), transport.ranks[peer]
-    theirs, _, their_refusal = wire.decode(received, mine, keep, sender, format, number=number)
-    # The rounded list, not `mine`: both ranks must merge the same two lists.
-    merged = merge(encoded.vector, theirs, keep)
-    return merged, encoded.vector, lowest_refusing(refused_by, their_refusal)
+    encoded = wire.encode(own, keep, format, refused_by=refused_by, number=number)
+    message, sender = transport.exchange(encoded.message, peer), transport.ranks[peer]
+    received, _, peer_refused_by = wire.decode(message, own, keep, sender, format, number=number)
+    # The rounded list, not `own`: both ranks must merge the same two lists.
+    merged = merge(encoded.vector, received, keep)
+    return merged, encoded.vector, lowest_refusing(refused_by, peer_refused_by)
 
 
 def _reduce_as_folded_rank(

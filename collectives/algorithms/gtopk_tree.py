@@ -58,15 +58,15 @@ def reduce(
     # The result is sent down exact: rounding again would give a different update.
     exact = Format(format.indices)
     merged, refused_by = check_finite(selected, ranks[rank])
-    inputs: list[tuple[int, SparseVector, SparseVector]] = []  # child, its list, ours before it
+    inputs: list[tuple[int, SparseVector, SparseVector]] = []  # child, its list, ours before
     distance = 1
     while distance < size and not rank & distance:
         if rank + distance < size:
             child = rank + distance
-            theirs, _, their_refusal = wire.receive(child, selected, k, transport, format)
-            inputs.append((child, theirs, merged))
-            merged = merge(merged, theirs, k)
-            refused_by = lowest_refusing(refused_by, their_refusal)
+            child_list, _, child_refused_by = wire.receive(child, selected, k, transport, format)
+            inputs.append((child, child_list, merged))
+            merged = merge(merged, child_list, k)
+            refused_by = lowest_refusing(refused_by, child_refused_by)
             merged, refused_by = check_finite(merged, ranks[rank], refused_by)
         distance *= 2
 
@@ -85,14 +85,14 @@ def reduce(
         error = intersect(error, survivors)
 
     # Undo the merges, the last one first: of each, tell the child which entries are alive.
-    for child, theirs, before in reversed(inputs):
-        bits = pack_alive(contains(survivors.indices, theirs.indices))
+    for child, child_list, own_list in reversed(inputs):
+        bits = pack_alive(contains(survivors.indices, child_list.indices))
         result = wire.encode(update, k, exact, extra=bits, refused_by=refused_by, number=number)
         transport.send(result.message, child)()
-        survivors = intersect(before, survivors)
+        survivors = intersect(own_list, survivors)
     # Raise only now: the messages just sent tell the ranks below of the refusal.
     if refused_by != NOBODY:
         raise NonFiniteError(refused_by)
     cleared = update if put_back == "published" else survivors
-    dead = selected.where(~contains(cleared.indices, selected.indices))
-    return split_result(ReductionResult(update, dead, error))
+    dropped = selected.where(~contains(cleared.indices, selected.indices))
+    return split_result(ReductionResult(update, dropped, error))

@@ -35,7 +35,7 @@ from .conservation import (
     check_finite,
     lowest_refusing,
     pack_alive,
-    refused,
+    refused_result,
     split_result,
     sum_vectors,
     unpack_alive,
@@ -50,16 +50,17 @@ def find_nodes(transport: Transport, node_size: int | None = None) -> list[list[
     node_size: if given, so many consecutive ranks form a node, and nothing is exchanged.
     """
     if node_size is not None:
-        everyone = list(range(transport.size))
-        return [everyone[first : first + node_size] for first in everyone[::node_size]]
+        all_ranks = list(range(transport.size))
+        return [all_ranks[first : first + node_size] for first in all_ranks[::node_size]]
     # A host is identified by its lowest rank, which all its ranks know.
     lowest = np.array([min(transport.node())], np.int64)
     nodes: dict[int, list[int]] = {}
     for rank, message in enumerate(transport.allgather(lowest.view(np.uint8))):
         if message.size != lowest.nbytes:
             raise MessageError(
-                f"the message from rank {transport.ranks[rank]} is malformed: its {message.size} "
-                "bytes are not the number of a node; every rank must run the same algorithm"
+                f"the message from rank {transport.ranks[rank]} is malformed: it has "
+                f"{message.size} bytes, but a rank number has {lowest.nbytes}; every rank must run "
+                "the same algorithm"
             )
         nodes.setdefault(int(message.view(np.int64)[0]), []).append(rank)
     return checked_nodes(nodes.values(), transport.size)
@@ -201,8 +202,8 @@ class Hierarchy:
         """
         inter_node = open_inter_node(across, format, options, k, length)
         shard = self.shard(length)
-        nothing = selected.take(slice(0))
-        outcome = ReductionResult(nothing, nothing, nothing)
+        empty = selected.take(slice(0))
+        outcome = ReductionResult(empty, empty, empty)
         # All ranks of `across` own the same shard, so all of them reduce it, or none does.
         if self.across is not None and shard.start < shard.stop:
             k_out = max(1, shard_quota(inter_node.k_out, self.shards, self.place))
@@ -253,7 +254,7 @@ class _Step:
             sent()
         refused_by = lowest_refusing(*(outcome.refused_by for outcome in outcomes.values()))
         if refused_by != NOBODY:
-            return refused(self.selected, refused_by)
+            return refused_result(self.selected, refused_by)
         parts = [outcomes[shard] for shard in range(self.shards)]
         return ReductionResult(
             sum_vectors([part.update for part in parts]),
@@ -304,9 +305,9 @@ class _Step:
         update, bits, refused_by = wire.receive(
             shard, part, self.k, self.inside, extra_bytes=alive_bytes(part.entries)
         )
-        dead = part.where(~unpack_alive(bits, part.entries))
+        dropped = part.where(~unpack_alive(bits, part.entries))
         # The shard's owner returns the rounding errors of the reduction across.
-        return ReductionResult(update, dead, part.take(slice(0)), refused_by)
+        return ReductionResult(update, dropped, part.take(slice(0)), refused_by)
 
 
 def shard_bounds(length: int, shards: int) -> list[int]:

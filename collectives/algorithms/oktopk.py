@@ -42,7 +42,7 @@ from .conservation import (
     check_finite,
     intersect,
     lowest_refusing,
-    refused,
+    refused_result,
     rounding_error,
     split_result,
     sum_vectors,
@@ -52,16 +52,16 @@ from .threshold import region_quotas
 
 # Balance only if the largest part exceeds the mean by this factor: the allgather takes that much
 # longer, while balancing costs a message and the surplus.
-_EVEN: Final = 1.25
+_MAX_IMBALANCE: Final = 1.25
 
 
 def is_even(counts: Sequence[int]) -> bool:
     """Tell whether parts of these sizes need no balancing."""
     # The second bound is for few entries: parts of one entry or none cannot be more even.
-    return max(counts) * len(counts) <= max(_EVEN * sum(counts), len(counts))
+    return max(counts) * len(counts) <= max(_MAX_IMBALANCE * sum(counts), len(counts))
 
 
-def moves(counts: Sequence[int]) -> list[list[slice]]:
+def block_slices(counts: Sequence[int]) -> list[list[slice]]:
     """Return, for each region and block, the slice of the region's entries that go to the block."""
     total, parts = sum(counts), len(counts)
     bounds = [total * block // parts for block in range(parts + 1)]
@@ -118,7 +118,7 @@ def reduce_list(
 
     lists, refused_by = step.split(picks, k, refused_by)
     if refused_by != NOBODY:  # on every rank, as each has a message of all others
-        return refused(selected, refused_by)
+        return refused_result(selected, refused_by)
     total, refused_by = check_finite(sum_by_index(lists), transport.ranks[transport.rank])
 
     # Count entries before they are added up: receiving them is the cost of a region too full.
@@ -127,21 +127,21 @@ def reduce_list(
     # Even if a rank refused: all ranks have the same loads, and so keep equal boundaries.
     regions.note_loads(quotas.loads)
     if quotas.refused_by != NOBODY:
-        return refused(selected, quotas.refused_by)
+        return refused_result(selected, quotas.refused_by)
     block = _largest(total, quotas.counts[step.region])
     if not is_even(quotas.counts):
         block = step.balance(block, k_out, quotas.counts)
     update = step.gather(block, k_out)
 
     # A pick whose index is not in the update returns whole, without its rounding error.
-    dead = selected.where(~contains(update.indices, selected.indices))
-    return ReductionResult(update, dead, intersect(sum_vectors(step.errors), update))
+    dropped = selected.where(~contains(update.indices, selected.indices))
+    return ReductionResult(update, dropped, intersect(sum_vectors(step.errors), update))
 
 
 def _largest(vector: SparseVector, count: int) -> SparseVector:
     # `merge` refuses k = 0, but a region may have no entry in the update.
-    nothing = vector.take(slice(0))
-    return merge(vector, nothing, count) if count else nothing
+    empty = vector.take(slice(0))
+    return merge(vector, empty, count) if count else empty
 
 
 class _Step:
@@ -169,34 +169,34 @@ class _Step:
         parts = (picks.index_range(*bounds[region : region + 2]) for region in regions)
         sources = others[::-1]
         received = self._exchange(zip(parts, others, strict=True), sources, picks, k, refused_by)
-        for source, (theirs, _, their_refusal) in zip(sources, received, strict=True):
-            if theirs.index_range(first, end).entries != theirs.entries:
+        for source, (source_picks, _, source_refused_by) in zip(sources, received, strict=True):
+            if source_picks.index_range(first, end).entries != source_picks.entries:
                 raise MessageError(
                     f"the message from rank {self.transport.ranks[source]} has entries outside of "
                     f"{first}..{end - 1}, this rank's region; every rank must pass regions that "
                     "served the same steps"
                 )
-            lists[source] = theirs
-            refused_by = lowest_refusing(refused_by, their_refusal)
+            lists[source] = source_picks
+            refused_by = lowest_refusing(refused_by, source_refused_by)
         return [lists[rank] for rank in range(size)], refused_by
 
     def balance(self, entries: SparseVector, k_out: int, counts: list[int]) -> SparseVector:
         """Send the entries of other blocks to their owners, and return this rank's block."""
-        owners, plan, here = self.cut.owners, moves(counts), self.region
+        owners, plan, own_region = self.cut.owners, block_slices(counts), self.region
         # All ranks know all counts, and so which parts are empty: those are not sent.
         outgoing = [
             (entries.take(part), owners[block])
-            for block, part in enumerate(plan[here])
-            if block != here and part.start < part.stop
+            for block, part in enumerate(plan[own_region])
+            if block != own_region and part.start < part.stop
         ]
         incoming = [
             region
             for region, row in enumerate(plan)
-            if region != here and row[here].start < row[here].stop
+            if region != own_region and row[own_region].start < row[own_region].stop
         ]
         received = self._exchange(outgoing, [owners[each] for each in incoming], entries, k_out)
         return sum_vectors(
-            [entries.take(plan[here][here]), *(decoded.vector for decoded in received)]
+            [entries.take(plan[own_region][own_region]), *(decoded.vector for decoded in received)]
         )
 
     def gather(self, block: SparseVector, k_out: int) -> SparseVector:

@@ -118,12 +118,12 @@ def estimate(picks: SparseVector, transport: Transport) -> Cut:
     picked = np.zeros((size, size), np.int64)  # by rank and region
     # Right: an index that is a boundary belongs to the region that begins there.
     np.add.at(picked, (ranks, np.searchsorted(bounds[1:-1], points, side="right")), weights)
-    everyone = np.arange(size)
+    all_ranks = np.arange(size)
 
     def preference(rotation: int) -> tuple[int, int, int]:
         """Return the fewest picks that stay on any rank, then those on all ranks together."""
         # The rank on which the fewest stay sends the most, and all others wait for it.
-        staying = picked[everyone, (everyone - rotation) % size]
+        staying = picked[all_ranks, (all_ranks - rotation) % size]
         return int(staying.min()), int(staying.sum()), -rotation
 
     rotation = max(range(size), key=preference)
@@ -164,10 +164,10 @@ def _gather_quantiles(picks: SparseVector, transport: Transport) -> tuple[Array,
     ends = quantile_ends(picks.entries, QUANTILES_PER_RANK * transport.size)
     lasts = at_positions(picks.indices, [end - 1 for end in ends])
     sizes = np.diff([0, *ends]).astype(picks.values.dtype)
-    mine = SparseVector(lasts, sizes, picks.length)
+    own = SparseVector(lasts, sizes, picks.length)
     k = QUANTILES_PER_RANK  # any number that is the same on all ranks
-    message = wire.encode(mine, k, number=transport.begun).message
-    quantiles = [each.vector for each in wire.allgather(message, mine, k, transport)]
+    message = wire.encode(own, k, number=transport.begun).message
+    quantiles = [each.vector for each in wire.allgather(message, own, k, transport)]
     return (
         np.repeat(np.arange(transport.size), [vector.entries for vector in quantiles]),
         np.concatenate([vector.indices for vector in quantiles]).astype(np.int64),

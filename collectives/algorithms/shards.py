@@ -135,10 +135,10 @@ def to_owners(
         messages.append((encoded.message, to))
     sources = [(rank - distance) % size for distance in range(1, size)]
     for source, message in zip(sources, transport.exchange_all(messages, sources), strict=True):
-        theirs, their_refusal = _decode(message, total, source, transport, shard, code)
+        received, source_refused_by = _decode(message, total, source, transport, shard, code)
         # In any order: only this owner adds these up.
-        total += theirs
-        refused_by = lowest_refusing(refused_by, their_refusal)
+        total += received
+        refused_by = lowest_refusing(refused_by, source_refused_by)
     return total, lost, refused_by
 
 
@@ -160,8 +160,8 @@ def _from_owners(
             # The rounded values, so that all ranks have the same update, bit for bit.
             part[:] = rounded
             continue
-        part[:], their_refusal = _decode(message, part, source, transport, shard, code)
-        refused_by = lowest_refusing(refused_by, their_refusal)
+        part[:], source_refused_by = _decode(message, part, source, transport, shard, code)
+        refused_by = lowest_refusing(refused_by, source_refused_by)
     return update, rounded, refused_by
 
 
@@ -184,10 +184,10 @@ def _decode(
     sender, k = transport.ranks[source], max(1, like.size)
     format = Format(wire.WHOLE, code)
     decoded = wire.decode(message, expected, k, sender, format, STAMP_BYTES, number=transport.begun)
-    theirs = int.from_bytes(decoded.extra.tobytes(), sys.byteorder)
-    if theirs != shard:
+    sender_shard = int.from_bytes(decoded.extra.tobytes(), sys.byteorder)
+    if sender_shard != shard:
         raise MessageError(
-            f"rank {sender} exchanges shard {theirs} where this rank exchanges shard {shard}; "
-            "every rank must go on from the same step"
+            f"rank {sender} exchanges shard {sender_shard}, but this rank exchanges shard {shard}; "
+            "every rank must resume from the same step"
         )
     return decoded.vector.values, decoded.refused_by

@@ -1,4 +1,4 @@
-"""Threshold: count how many entries of each region are among the `wanted` largest of all regions.
+"""Threshold: count how many entries of each region are among the `k_out` largest of all regions.
 
 Entries are ordered by |value|, the largest first; among equals the lower index (and so the lower
 region) comes first. Each owner sorts its own. In a round it sends the last value of each of 64
@@ -37,7 +37,7 @@ NUMBERS_BYTES: Final = 3 * 8  # of a message's low, high and load, before the sa
 class RegionQuotas(NamedTuple):
     """The result, the same on all ranks.
 
-    counts: by region, how many of its largest entries are among the `wanted` largest.
+    counts: by region, how many of its largest entries are among the `k_out` largest.
     loads:  by region, the `load` that its owner passed.
     """
 
@@ -58,42 +58,42 @@ class _RegionCounts(NamedTuple):
 
 def region_quotas(
     total: SparseVector,
-    wanted: int,
+    k_out: int,
     owners: Sequence[int],
     transport: Transport,
     load: int,
     refused_by: int,
 ) -> RegionQuotas:
-    """Return how many entries of each region are among the `wanted` largest.
+    """Return how many entries of each region are among the `k_out` largest.
 
     total:  the entries of this rank's region, finite.
     owners: the rank of each region.
     load, refused_by: this rank's; they are exchanged along with the samples.
     """
-    here = owners.index(transport.rank)
+    own_region = owners.index(transport.rank)
     keys = -abs(total.values)  # negated, so that ascending order puts the largest first
     keys.sort()
-    # At most `wanted` entries of a region can be in the result: the rest are out at once.
-    low, high = 0, min(wanted, total.entries)
+    # At most `k_out` entries of a region can be in the result: the rest are out at once.
+    low, high = 0, min(k_out, total.entries)
     # All ranks see the same numbers in each round, so they all leave the loop in the same one.
     while True:
         lasts = [low + end - 1 for end in quantile_ends(high - low, QUANTILES)]
-        mine = _RegionCounts(low, high, load, refused_by, at_positions(keys, lasts))
-        regions = _gather_counts(mine, total, wanted, owners, transport)
+        own = _RegionCounts(low, high, load, refused_by, at_positions(keys, lasts))
+        regions = _gather_counts(own, total, k_out, owners, transport)
         quotas = RegionQuotas(
             [region.high for region in regions],
             [region.load for region in regions],
             lowest_refusing(*(region.refused_by for region in regions)),
         )
-        if quotas.refused_by != NOBODY or sum(quotas.counts) <= wanted:
+        if quotas.refused_by != NOBODY or sum(quotas.counts) <= k_out:
             return quotas
         search = _Search(regions)
-        before, last = search.bracket(wanted - sum(region.low for region in regions))
+        before, last = search.bracket(k_out - sum(region.low for region in regions))
         if search.is_exact:
             return quotas._replace(counts=search.counts(last))
         if before is not None:
-            low = search.count(before, keys, here)
-        high = search.count(last, keys, here)
+            low = search.count(before, keys, own_region)
+        high = search.count(last, keys, own_region)
 
 
 class _Search:
@@ -136,8 +136,8 @@ class _Search:
 
     def counts(self, sample: int) -> list[int]:
         """Return how many entries of each region come up to a sample, if all are samples."""
-        seen = np.bincount(self._regions[: sample + 1], minlength=len(self._lows))
-        return [low + int(count) for low, count in zip(self._lows, seen, strict=True)]
+        counted = np.bincount(self._regions[: sample + 1], minlength=len(self._lows))
+        return [low + int(count) for low, count in zip(self._lows, counted, strict=True)]
 
     def count(self, sample: int, keys: Array, region: int) -> int:
         """Return how many of a region's sorted entries come up to a sample."""
@@ -149,9 +149,9 @@ class _Search:
 
 
 def _gather_counts(
-    mine: _RegionCounts,
+    own: _RegionCounts,
     like: SparseVector,
-    wanted: int,
+    k_out: int,
     owners: Sequence[int],
     transport: Transport,
 ) -> list[_RegionCounts]:
@@ -159,24 +159,24 @@ def _gather_counts(
 
     Those are low, high and load, int64 [3], then the samples, padded to the most there may be.
     """
-    nothing = like.take(slice(0))
+    empty = like.take(slice(0))
     # The same size on all ranks, as `decode` must know it in advance.
-    extra = np.zeros(NUMBERS_BYTES + min(QUANTILES, wanted) * mine.samples.itemsize, np.uint8)
-    extra[:NUMBERS_BYTES].view(np.int64)[:] = mine.low, mine.high, mine.load
-    extra[NUMBERS_BYTES:].view(mine.samples.dtype)[: mine.samples.size] = mine.samples
+    extra = np.zeros(NUMBERS_BYTES + min(QUANTILES, k_out) * own.samples.itemsize, np.uint8)
+    extra[:NUMBERS_BYTES].view(np.int64)[:] = own.low, own.high, own.load
+    extra[NUMBERS_BYTES:].view(own.samples.dtype)[: own.samples.size] = own.samples
     message = wire.encode(
-        nothing, wanted, extra=extra, refused_by=mine.refused_by, number=transport.begun
+        empty, k_out, extra=extra, refused_by=own.refused_by, number=transport.begun
     ).message
-    ranks = wire.allgather(message, nothing, wanted, transport, extra_bytes=extra.size)
+    ranks = wire.allgather(message, empty, k_out, transport, extra_bytes=extra.size)
     regions = []
     for owner in owners:
         _, extra, refused_by = ranks[owner]
         low, high, load = extra[:NUMBERS_BYTES].view(np.int64).tolist()
-        if not 0 <= low <= high <= wanted:
+        if not 0 <= low <= high <= k_out:
             raise MessageError(
-                f"the message from rank {transport.ranks[owner]} is malformed: of its {wanted} "
-                f"largest entries number {low} to {high} should be undecided"
+                f"the message from rank {transport.ranks[owner]} is malformed: its "
+                f"undecided entries, from {low} to {high}, must lie in 0..{k_out}"
             )
-        samples = extra[NUMBERS_BYTES:].view(mine.samples.dtype)[: min(QUANTILES, high - low)]
+        samples = extra[NUMBERS_BYTES:].view(own.samples.dtype)[: min(QUANTILES, high - low)]
         regions.append(_RegionCounts(low, high, load, refused_by, samples))
     return regions

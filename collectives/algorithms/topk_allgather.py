@@ -14,7 +14,7 @@ from .conservation import (
     ReductionResult,
     check_finite,
     lowest_refusing,
-    refused,
+    refused_result,
     rounding_error,
     split_result,
 )
@@ -33,6 +33,6 @@ def reduce(
     # Every rank has the same sum: if it is not finite, the lowest rank is named.
     update, refused_by = check_finite(update, ranks[0], refused_by)
     if refused_by != wire.NOBODY:
-        return split_result(refused(selected, refused_by))
+        return split_result(refused_result(selected, refused_by))
     error = rounding_error(picks, encoded.vector, format)
     return split_result(ReductionResult(update, selected.take(slice(0)), error))

@@ -1,6 +1,6 @@
 """The calibration of this run, from its file or measured, the same on every rank.
 
-A calibration is kept as a small JSON file for the hosts that it was measured on:
+A calibration is cached as a small JSON file for the hosts that it was measured on:
 
     {"facts": what it depends on, "saved": seconds since 1970, "calibration": ...}
 
@@ -8,7 +8,7 @@ A file that is damaged, old or for other facts is ignored: measuring again takes
 newest files in the cache's folder are kept, as containers may have new host names each day, and
 their files are never read again.
 
-Before a kept calibration is used, a few short reductions check its links between hosts, since the
+Before a cached calibration is used, a few short reductions check its links between hosts, since the
 network, a route or a traffic shaper may have changed. That takes a tenth of a second.
 """
 
@@ -80,17 +80,17 @@ def save(path: Path, facts: Facts, calibration: Calibration) -> bool:
     if not path.name:  # "." and "/" have none
         return False
     record = {"facts": dict(facts), "saved": time.time(), "calibration": as_json(calibration)}
-    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        beside.replace(path)
+        temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(path)
         _remove_oldest(path)
     except OSError:
         return False
     finally:
         with contextlib.suppress(OSError):  # after the rename it is gone
-            beside.unlink()
+            temporary.unlink()
     return True
 
 
@@ -138,14 +138,14 @@ def calibration_from(record: Mapping[str, Any]) -> Calibration:
         # Not isinstance, for which True is an int.
         if not is_none and (type(network[name]) is not int or network[name] < least):
             raise ValueError(
-                f"{name} must be a whole number from {least} on, got {network[name]!r}"
+                f"{name} must be a whole number of at least {least}, got {network[name]!r}"
             )
     sharing = network["ranks_per_core"]
     if type(sharing) not in (int, float) or not 1 <= sharing < math.inf:
-        raise ValueError(f"ranks_per_core must be a number from 1 on, got {sharing!r}")
+        raise ValueError(f"ranks_per_core must be a number of at least 1, got {sharing!r}")
     link = network["between"]
     if link is None or (link.burst_bytes and not link.seconds_per_byte):
-        raise ValueError("a network needs a link, and a link with a burst a bandwidth")
+        raise ValueError("a network needs a link, and a link with a burst needs a bandwidth")
     coding = {
         Format(indices, values): CodingRate(_seconds(encode), _seconds(decode))
         for indices, values, encode, decode in rates["coding"]
@@ -165,14 +165,14 @@ def _seconds(number: Any) -> float:
     return seconds
 
 
-WRONG: Final = 2.0  # a link has changed if its time is off by this factor, up or down
+MAX_DEVIATION: Final = 2.0  # a link has changed if its time is off by this factor, up or down
 NEGLIGIBLE_SECONDS: Final = 5e-3  # smaller differences are ignored: hosts may be busy
 LONG_SECONDS: Final = 0.02  # expected time of the reduction that checks the bandwidth
 RUNS: Final = 3  # of which the shortest counts
-_MANY: Final = 1 << 22  # values
+_LONG_LENGTH: Final = 1 << 22  # values
 
 
-def still_holds(transport: Transport, calibration: Calibration, clock: Clock) -> bool:
+def links_unchanged(transport: Transport, calibration: Calibration, clock: Clock) -> bool:
     """Tell whether reductions take as long as predicted; a collective, the same on all ranks."""
     network = calibration.network
     if network.is_one_node:
@@ -188,18 +188,18 @@ def still_holds(transport: Transport, calibration: Calibration, clock: Clock) ->
             run()
             # All ranks get the same mean, so they all continue, or none does.
             seconds.append(agree_on_mean(transport, clock() - begun))
-        off = abs(min(seconds) - expected_seconds)
+        error = abs(min(seconds) - expected_seconds)
         return (
-            off <= NEGLIGIBLE_SECONDS
-            or expected_seconds / WRONG <= min(seconds) <= expected_seconds * WRONG
+            error <= NEGLIGIBLE_SECONDS
+            or expected_seconds / MAX_DEVIATION <= min(seconds) <= expected_seconds * MAX_DEVIATION
         )
 
-    many = expected(_MANY)
-    each = (many.communicate_seconds - many.latency_seconds) / _MANY
+    longest = expected(_LONG_LENGTH)
+    value_seconds = (longest.communicate_seconds - longest.latency_seconds) / _LONG_LENGTH
     # Long enough that a token bucket's burst is at most half of it.
     past_burst = 2 * network.between.burst_bytes / np.float32().itemsize
-    length = max(LONG_SECONDS / each if each else 0.0, past_burst)
-    array = np.zeros(max(1, min(_MANY, round(length))), np.float32)
+    length = max(LONG_SECONDS / value_seconds if value_seconds else 0.0, past_burst)
+    array = np.zeros(max(1, min(_LONG_LENGTH, round(length))), np.float32)
     return is_right(transport.barrier, network.expected_agreement_seconds) and is_right(
         lambda: transport.allreduce(array), expected(array.size).communicate_seconds
     )
@@ -218,7 +218,7 @@ def calibrate(
 ) -> Calibration:
     """Return the calibration; every rank must call it, and all get rank 0's.
 
-    A kept calibration is used if the links still behave as measured; otherwise all is measured.
+    A cached calibration is used if the links still behave as measured; otherwise all is measured.
     facts: what else it depends on, such as versions, besides hosts, transport, kernels and formats.
     GTOPK_CALIBRATION=off assumes Gigabit Ethernet and measures nothing; =fresh always measures;
     =PATH keeps the cache in that file. Without it the cache is in XDG_CACHE_HOME, or in the home
@@ -227,31 +227,31 @@ def calibrate(
     setting = environment.calibration()  # only rank 0's is used
     mode = setting.lower()
     # A collective, so before anything that depends on rank 0's own setting.
-    known = _facts(transport, formats, facts or {})
-    found, path, is_kept = None, None, False
+    all_facts = _facts(transport, formats, facts or {})
+    found, path, is_cached = None, None, False
     if transport.rank == 0 and mode == "off":
         found = assumed(transport.size)
     elif transport.rank == 0:
-        path = cache_path(known) if mode in ("", "fresh") else Path(setting)
+        path = cache_path(all_facts) if mode in ("", "fresh") else Path(setting)
     if path is not None and mode != "fresh":
-        found = load(path, known, transport.size)
-        if is_kept := found is not None:
-            found = replace(found, origin=f"{found.origin}, kept in {path}")
-    record, is_kept = transport.broadcast_object([as_json(found) if found else None, is_kept])
+        found = load(path, all_facts, transport.size)
+        if is_cached := found is not None:
+            found = replace(found, origin=f"{found.origin}, cached in {path}")
+    record, is_cached = transport.broadcast_object([as_json(found) if found else None, is_cached])
     if record is not None:
-        kept = calibration_from(record)
-        # All ranks decide alike: both were broadcast, and `still_holds` agrees.
-        if not is_kept or still_holds(transport, kept, clock):
-            return kept
+        cached = calibration_from(record)
+        # All ranks decide alike: both were broadcast, and `links_unchanged` agrees.
+        if not is_cached or links_unchanged(transport, cached, clock):
+            return cached
     calibration = measure(transport, formats, clock)
     if path is not None:
-        save(path, known, calibration)
-    if is_kept:
-        return replace(calibration, origin=f"{calibration.origin}: the kept one is out of date")
+        save(path, all_facts, calibration)
+    if is_cached:
+        return replace(calibration, origin=f"{calibration.origin}: the cached one is out of date")
     return calibration
 
 
-def _facts(transport: Transport, formats: Sequence[Format], more: Mapping[str, str]) -> Facts:
+def _facts(transport: Transport, formats: Sequence[Format], others: Mapping[str, str]) -> Facts:
     """Return the facts that a calibration depends on, as texts; every rank must call it."""
     native_bytes = transport.native_bytes()
     hosts = transport.gather_object(socket.gethostname())
@@ -267,5 +267,5 @@ def _facts(transport: Transport, formats: Sequence[Format], more: Mapping[str, s
         "messages": "checked" if transport.checks_messages else "as they are",
         # A subset of all ranks may have another allreduce than the transport itself.
         "allreduce": "of messages" if native_bytes == sys.maxsize else f"own from {native_bytes} B",
-        **more,
+        **others,
     }

@@ -62,8 +62,8 @@ SUM_SECONDS: Final = 0.1
 CODE_SECONDS: Final = 0.2  # all formats together
 
 _SMALLEST, _LARGEST = 1 << 12, 1 << 22  # elements; larger vectors do not fit a cache either
-_DENSE: Final = 0.1  # a density at which the time per selected entry shows
-_LISTS: Final = 8  # that are summed
+_HIGH_DENSITY: Final = 0.1  # a density at which the time per selected entry shows
+_SUMMED_LISTS: Final = 8  # that are summed
 # Gigabit Ethernet, for a link that was not measured.
 ASSUMED_LINK: Final = Link.of(1e9, 50e-6)
 
@@ -93,23 +93,23 @@ def measure(
     network, nodes = measure_network(transport, clock)
     rates = agree_on_rates(transport, measure_rates(formats, clock))
     rates = measure_calls(transport, network, rates, clock)
-    (took,) = agree_on_slowest(transport, [clock() - begun])
-    where = f"{nodes} host{'s' * (nodes > 1)}"
+    (seconds,) = agree_on_slowest(transport, [clock() - begun])
+    hosts = f"{nodes} host{'s' * (nodes > 1)}"
     if transport.link is not None:
-        where = f"one host over an {transport.link_text}"
+        hosts = f"one host over an {transport.link_text}"
     ranks = f"{transport.size} rank{'s' * (transport.size > 1)}"
-    return Calibration(network, rates, f"measured on {ranks} of {where} in {took:.1f} s")
+    return Calibration(network, rates, f"measured on {ranks} of {hosts} in {seconds:.1f} s")
 
 
-def agree_on_rates(transport: Transport, mine: Rates) -> Rates:
+def agree_on_rates(transport: Transport, own: Rates) -> Rates:
     """Return the slowest of all ranks' rates; all must have measured the same formats."""
     names = [name for name in Rates._fields if name != "coding"]
-    coding = [seconds for rate in mine.coding.values() for seconds in rate]
-    numbers = agree_on_slowest(transport, [*(getattr(mine, name) for name in names), *coding])
+    coding = [seconds for rate in own.coding.values() for seconds in rate]
+    numbers = agree_on_slowest(transport, [*(getattr(own, name) for name in names), *coding])
     coding = numbers[len(names) :]
     pairs = zip(coding[::2], coding[1::2], strict=True)
     return Rates(
-        coding={f: CodingRate(*pair) for f, pair in zip(mine.coding, pairs, strict=True)},
+        coding={f: CodingRate(*pair) for f, pair in zip(own.coding, pairs, strict=True)},
         **dict(zip(names, numbers, strict=False)),
     )
 
@@ -163,12 +163,12 @@ def measure_network(transport: Transport, clock: Clock = time.perf_counter) -> t
     return network, len(nodes)
 
 
-def _slowest_link(transport: Transport, mine: Link) -> Link | None:
+def _slowest_link(transport: Transport, own: Link) -> Link | None:
     """Return the worst of the ranks' measured links; None if no rank had a partner.
 
     The largest burst counts, as disturbances can only hide part of a burst.
     """
-    found = Link(*agree_on_slowest(transport, mine))
+    found = Link(*agree_on_slowest(transport, own))
     return None if math.isnan(found.latency_seconds) else found
 
 
@@ -260,7 +260,7 @@ def measure_rates(
         return run
 
     def summing(entries: int) -> Callable[[], object]:
-        lists = [picks(max(1, entries // _LISTS), random) for _ in range(_LISTS)]
+        lists = [picks(max(1, entries // _SUMMED_LISTS), random) for _ in range(_SUMMED_LISTS)]
         return lambda: sum_by_index(lists)
 
     def encoding(entries: int, format: Format) -> Callable[[], object]:
@@ -282,28 +282,31 @@ def measure_rates(
     def rate(prepare: Prepare, largest: int, budget_seconds: float) -> float:
         return seconds_per_unit(prepare, _SMALLEST, largest, budget_seconds, clock, stopwatch)
 
-    most = round(_LARGEST * 16 * DENSITY)  # entries: the k of 64 million elements
-    each = CODE_SECONDS / 2 / len(formats)
-    few, many = (
+    most_entries = round(_LARGEST * 16 * DENSITY)  # entries: the k of 64 million elements
+    format_seconds = CODE_SECONDS / 2 / len(formats)
+    sparse_seconds, dense_seconds = (
         rate(partial(selection, density=density), _LARGEST, SELECT_SECONDS / 2)
-        for density in (DENSITY, _DENSE)
+        for density in (DENSITY, _HIGH_DENSITY)
     )
     # From two densities: the slope is the time of an entry, the rest the time of an element.
-    pick_seconds = max(0.0, many - few) / (_DENSE - DENSITY)
+    pick_seconds = max(0.0, dense_seconds - sparse_seconds) / (_HIGH_DENSITY - DENSITY)
     swap_seconds, list_seconds, send_seconds = own_call_seconds(stopwatch, random)
     return Rates(
-        select_seconds=max(0.0, few - DENSITY * pick_seconds),
-        merge_seconds=rate(merging, most, MERGE_SECONDS),
+        select_seconds=max(0.0, sparse_seconds - DENSITY * pick_seconds),
+        merge_seconds=rate(merging, most_entries, MERGE_SECONDS),
         coding={
             f: CodingRate(
-                *(rate(partial(work, format=f), most, each) for work in (encoding, decoding))
+                *(
+                    rate(partial(work, format=f), most_entries, format_seconds)
+                    for work in (encoding, decoding)
+                )
             )
             for f in formats
         },
         swap_seconds=swap_seconds,
         list_seconds=list_seconds,
         copy_seconds=rate(copying, _LARGEST, COPY_SECONDS),
-        sum_seconds=rate(summing, most, SUM_SECONDS) / math.log2(_LISTS),
+        sum_seconds=rate(summing, most_entries, SUM_SECONDS) / math.log2(_SUMMED_LISTS),
         pick_seconds=pick_seconds,
         send_seconds=send_seconds,
     )

@@ -94,8 +94,8 @@ def choose(
     """
 
     def expected(candidate: Candidate) -> Prediction:
-        found = predict(candidate, length, calibration.network, calibration.rates, value_bytes)
-        return found.scaled(*(corrections or {}).get(candidate.algorithm, NO_CORRECTION))
+        prediction = predict(candidate, length, calibration.network, calibration.rates, value_bytes)
+        return prediction.scaled(*(corrections or {}).get(candidate.algorithm, NO_CORRECTION))
 
     def most(candidate: Candidate) -> float:
         return most_bytes(candidate, length, calibration.network, value_bytes)
@@ -103,10 +103,10 @@ def choose(
     def fits(candidate: Candidate) -> bool:
         if budget.bytes_per_step is not None:
             return most(candidate) <= budget.bytes_per_step
-        return keeps(expected(candidate), budget)
+        return fits_budget(expected(candidate), budget)
 
     dense = expected(Candidate("dense"))
-    of_one = [
+    one_entry_candidates = [
         Candidate(algorithm, 1.0 / length, format, widening)
         for algorithm in offered(calibration.network)
         for format in formats
@@ -115,34 +115,34 @@ def choose(
         # The update has at most k entries per rank, so a widening of P or more changes nothing.
         if widening == widenings[0] or widening < calibration.network.ranks
     ]
-    found = [
+    predictions = [
         expected(replace(candidate, density=density))
-        for candidate in of_one
+        for candidate in one_entry_candidates
         for density in [_density(candidate, length, budget, fits)]
         if density is not None
     ]
-    if budget.bytes_per_step is None or keeps(dense, budget):
-        found.append(dense)
-    if budget.bytes_per_step is not None and not found:
-        least = min(map(most, of_one))
+    if budget.bytes_per_step is None or fits_budget(dense, budget):
+        predictions.append(dense)
+    if budget.bytes_per_step is not None and not predictions:
+        least = min(map(most, one_entry_candidates))
         raise TooFewBytesError(least, calibration.network.ranks, budget.bytes_per_step)
 
     def cost(each: Prediction) -> float:
         return training.cost(each.seconds, each.lag_steps)
 
-    least = min(map(cost, found))
+    least = min(map(cost, predictions))
 
     def preference(each: Prediction) -> tuple[bool, bool, float, float]:
         # False sorts first, so candidates that cost more than dense come after it.
-        costly = cost(each) > cost(dense)
+        costs_more = cost(each) > cost(dense)
         if budget.density is not None:
-            about_the_least = cost(each) <= SAME * least
-            by = -each.updated if about_the_least else cost(each)
-            return costly, not about_the_least, by, cost(each)
-        kept = keeps(each, budget)
-        return costly, not kept, -each.updated if kept else cost(each), cost(each)
+            is_nearly_cheapest = cost(each) <= SAME * least
+            tiebreaker = -each.updated if is_nearly_cheapest else cost(each)
+            return costs_more, not is_nearly_cheapest, tiebreaker, cost(each)
+        is_within = fits_budget(each, budget)
+        return costs_more, not is_within, -each.updated if is_within else cost(each), cost(each)
 
-    return sorted(found, key=preference)
+    return sorted(predictions, key=preference)
 
 
 def offered(network: Network) -> list[str]:
@@ -156,7 +156,7 @@ def offered(network: Network) -> list[str]:
     return [name for name in SPARSE if name != "hierarchical" or is_hierarchy]
 
 
-def keeps(found: Prediction, budget: Budget) -> bool:
+def fits_budget(found: Prediction, budget: Budget) -> bool:
     """Tell whether a candidate keeps the budget; dense keeps any budget of density."""
     if budget.bytes_per_step is not None:
         return found.sent.most_bytes <= budget.bytes_per_step

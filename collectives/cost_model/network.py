@@ -206,12 +206,14 @@ def most_per_core(placements: Sequence[Placement]) -> float:
     """Return the most ranks that share a core, at least 1, for ranks placed like this."""
     most = 1.0
     for machine in {place.machine for place in placements}:
-        here = [(frozenset(place.cores), place) for place in placements if place.machine == machine]
-        everywhere = frozenset[int]().union(*(cores for cores, _ in here))
+        on_machine = [place for place in placements if place.machine == machine]
+        allowed = [frozenset(place.cores) for place in on_machine]
+        all_cores = frozenset[int]().union(*allowed)
         # Sets of cores may overlap: for each set count the ranks that may run only inside it.
-        for cores in {everywhere, *(cores for cores, _ in here)}:
-            most = max(most, sum(own <= cores for own, _ in here) / len(cores))
-        for (_, quota), sharing in Counter((place.group, place.quota) for _, place in here).items():
+        for cores in {all_cores, *allowed}:
+            most = max(most, sum(own <= cores for own in allowed) / len(cores))
+        groups = Counter((place.group, place.quota) for place in on_machine)
+        for (_, quota), sharing in groups.items():
             # A group's quota is for all its processes together; infinite without a limit.
             most = max(most, sharing / quota)
     return most

@@ -44,9 +44,9 @@ from .schedules import SCHEDULES, Order
 CALLS_SECONDS: Final = 0.4
 DENSITY: Final = 0.001
 
-_FEW: Final = 16  # entries
-_OF_REGION: Final = 4  # entries in each region of Ok-Topk
-_MOST: Final = 64  # ranks that Ok-Topk is measured on, as every rank sends to every other
+_SHORT_ENTRIES: Final = 16  # entries
+_REGION_ENTRIES: Final = 4  # entries in each region of Ok-Topk
+_MAX_OKTOPK_RANKS: Final = 64  # as every rank sends to every other
 _REST_SECONDS: Final = 0.02
 _RUNS: Final = 7  # of which the median counts
 
@@ -64,11 +64,11 @@ def even_picks(rank: int, size: int) -> tuple[SparseVector, Regions]:
     Rank 0 has the largest values, so the update has equally many of every region, and nothing is
     balanced.
     """
-    k, step = _OF_REGION * size, round(1 / DENSITY)
+    k, step = _REGION_ENTRIES * size, round(1 / DENSITY)
     indices = step // size * rank + np.arange(0, k * step, step)
     values = np.random.default_rng(rank).random(k, np.float32) + (2 if rank == 0 else 1)
     regions = Regions()
-    bounds = [region * _OF_REGION * step for region in range(size + 1)]
+    bounds = [region * _REGION_ENTRIES * step for region in range(size + 1)]
     regions.resume({"cut": [bounds, list(range(size))], "served": 1, "fullest": 1.0})
     return SparseVector(indices.astype(np.int32), values, k * step), regions
 
@@ -79,31 +79,31 @@ def own_call_seconds(stopwatch: Clock, random: np.random.Generator) -> tuple[flo
     The swap comes after a rest, with cold caches, as in training it comes after a backward pass or
     a wait. Decoding and sending are measured with warm caches, as lists come one after the other.
     """
-    here, there = local_world(2)
-    mine = picks(_FEW, random)
-    message = wire.encode(mine, mine.entries, EXACT).message
+    transport, peer = local_world(2)
+    own = picks(_SHORT_ENTRIES, random)
+    message = wire.encode(own, own.entries, EXACT).message
 
     def swap() -> float:
-        there.send(message, 0)()
+        peer.send(message, 0)()
         time.sleep(_REST_SECONDS)
         begun = stopwatch()
-        reduce(mine, mine.entries, here)
-        there.receive(0)
+        reduce(own, own.entries, transport)
+        peer.receive(0)
         return stopwatch() - begun
 
     def read() -> float:
         begun = stopwatch()
-        wire.decode(message, mine, mine.entries, 0, EXACT)
+        wire.decode(message, own, own.entries, 0, EXACT)
         return stopwatch() - begun
 
     def send() -> float:
         begun = stopwatch()
-        encoded = wire.encode(mine, mine.entries, EXACT)
-        rounding_error(mine, encoded.vector, EXACT)
-        here.send(encoded.message, 1)()
-        took = stopwatch() - begun
-        there.receive(0)
-        return took
+        encoded = wire.encode(own, own.entries, EXACT)
+        rounding_error(own, encoded.vector, EXACT)
+        transport.send(encoded.message, 1)()
+        seconds = stopwatch() - begun
+        peer.receive(0)
+        return seconds
 
     def least(run: Callable[[], float]) -> float:
         return min(run() for _ in range(REPEATS))  # disturbances only make a run longer
@@ -127,10 +127,12 @@ def measure_calls(
     size = network.ranks_per_node if inside else network.ranks
     is_full = group.size == size  # otherwise this node has fewer ranks than others
     circle = _Circle(group)
-    mine = picks(_FEW, np.random.default_rng(transport.rank))
+    own = picks(_SHORT_ENTRIES, np.random.default_rng(transport.rank))
     # Any format will do: the lists are too short for coding rates to matter.
     format = next(iter(rates.coding))
-    few = group.subset(range(min(size, _MOST))) if is_full and group.rank < _MOST else None
+    oktopk_group = None
+    if is_full and group.rank < _MAX_OKTOPK_RANKS:
+        oktopk_group = group.subset(range(min(size, _MAX_OKTOPK_RANKS)))
 
     def timed(
         algorithm: str,
@@ -152,31 +154,33 @@ def measure_calls(
 
     runs: list[list[float]] = []
     while len(runs) < _RUNS and sum(map(sum, runs)) < CALLS_SECONDS:
-        swap = timed("gtopk", mine, cast("Transport", circle))
-        runs.append([swap, timed("topk-allgather", mine, group)])
+        swap = timed("gtopk", own, cast("Transport", circle))
+        runs.append([swap, timed("topk-allgather", own, group)])
     swapped, gathered = map(statistics.median, zip(*runs, strict=True))
-    among = min(size, _MOST)
-    # Ranks from _MOST on take no part, so any list will do for them.
-    even, regions = even_picks(min(group.rank, _MOST - 1), among)
-    split = partial(timed, "oktopk", even, few or group, few, regions=regions)
+    among = min(size, _MAX_OKTOPK_RANKS)
+    # Ranks from _MAX_OKTOPK_RANKS on take no part, so any list will do for them.
+    even_list, regions = even_picks(min(group.rank, _MAX_OKTOPK_RANKS - 1), among)
+    split = partial(
+        timed, "oktopk", even_list, oktopk_group or group, oktopk_group, regions=regions
+    )
     split()  # not counted, as it may open connections between all ranks
     splits: list[float] = []
     while len(splits) < _RUNS and sum(splits) < CALLS_SECONDS:
         splits.append(split())
-    link, known = network.link(int(not inside)), rates.without_calls()
-    for algorithm, picked, took, ranks, of_each, counted in (
-        ("gtopk", mine, swapped, _paired(size), "swap_seconds", "swaps"),
-        ("topk-allgather", mine, gathered, size, "list_seconds", "others"),
-        ("oktopk", even, statistics.median(splits), among, "send_seconds", "sends"),
+    link, measured = network.link(int(not inside)), rates.without_calls()
+    for algorithm, picked, seconds, ranks, rate, count in (
+        ("gtopk", own, swapped, _paired(size), "swap_seconds", "swaps"),
+        ("topk-allgather", own, gathered, size, "list_seconds", "others"),
+        ("oktopk", even_list, statistics.median(splits), among, "send_seconds", "sends"),
     ):
         length, k = picked.length, picked.entries
         candidate = Candidate(algorithm, k / length, format)
-        expected = predict(candidate, length, Network(ranks, link), known).exchange_seconds
+        expected = predict(candidate, length, Network(ranks, link), measured).exchange_seconds
         steps = SCHEDULES[algorithm](Order(length, k, ranks))
-        lists = sum(step.times * getattr(step, counted) for step in steps)
+        lists = sum(step.times * getattr(step, count) for step in steps)
         # In this order, as an algorithm's expected time uses the overheads found before.
-        known = known._replace(**{of_each: max(0.0, took - expected) / lists})
-    return known
+        measured = measured._replace(**{rate: max(0.0, seconds - expected) / lists})
+    return measured
 
 
 def _paired(size: int) -> int:

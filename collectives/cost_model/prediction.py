@@ -100,9 +100,9 @@ class Bucket:
         filled = min(self._burst_bytes, sharing * pause_seconds / link.seconds_per_byte)
         # Refilled after each round. The last round's pause refills it for what follows.
         free = self._free_bytes + (times - 1) * filled
-        wanted = sharing * times * message_bytes
-        self._free_bytes = min(self._burst_bytes, max(0.0, free - wanted) + filled)
-        return max(0.0, wanted - free) / sharing
+        needed = sharing * times * message_bytes
+        self._free_bytes = min(self._burst_bytes, max(0.0, free - needed) + filled)
+        return max(0.0, needed - free) / sharing
 
 
 # The algorithms' names for the option that widens an update.
@@ -228,13 +228,13 @@ def predict(
     rounds = 0
     bucket = Bucket(network.between.burst_bytes)
 
-    for step, each in _messages(candidate, order):
+    for step, largest_bytes in _messages(candidate, order):
         times = step.times
         waves = network.coding_waves(step.senders)
         coded = 0.0
         if step.lists:
-            asked = rates.coding_of(candidate.format)
-            rate = rates.coding_of(step.format(candidate.format)) or asked  # if it was measured
+            requested = rates.coding_of(candidate.format)
+            rate = rates.coding_of(step.format(candidate.format)) or requested  # if it was measured
             if rate is None:
                 raise KeyError(candidate.format)
             coded = step.encoded * rate.encode_seconds + step.decoded * rate.decode_seconds
@@ -255,12 +255,12 @@ def predict(
         waits = times if step.waits is None else step.waits
         latency += waits * link.latency_seconds
         rounds += times
-        passed = bucket.pass_on(times, each, link, coded + merged, max(1, step.leaving))
+        passed = bucket.pass_on(times, largest_bytes, link, coded + merged, max(1, step.leaving))
         communicate += waits * link.latency_seconds + passed * link.seconds_per_byte
         messages += times * step.senders
-        sent += times * step.senders * each
+        sent += times * step.senders * largest_bytes
     most = most_bytes(candidate, length, network, value_bytes)
-    wide = updated(candidate.algorithm, order)
+    update_entries = updated(candidate.algorithm, order)
     select = length * rates.copy_seconds
     if not is_dense:
         select = length * rates.select_seconds + candidate.selected(length) * rates.pick_seconds
@@ -273,8 +273,8 @@ def predict(
         latency_seconds=latency,
         rounds=rounds,
         sent=Traffic(messages / network.ranks, sent / network.ranks, most),
-        updated=wide,
-        lag_steps=lag_steps(length, wide),
+        updated=update_entries,
+        lag_steps=lag_steps(length, update_entries),
     )
 
 
@@ -346,4 +346,4 @@ def updated(algorithm: str, order: Order) -> float:
             return min(picked, list_sizes(order)[-1])
         case "hierarchical":
             return min(picked, list_sizes(order._replace(ranks=order.nodes))[-1])
-    return min(picked, order.wanted)
+    return min(picked, order.k_out)

@@ -234,13 +234,13 @@ def time_agreement(transport: Transport, clock: Clock) -> float:
     bounds = range(0, messages.size + 1, AGREEMENT_BYTES)
     runs: list[float] = []
     while len(runs) < RUNS and sum(runs) < AGREEMENT_SECONDS:
-        took = 0.0
+        seconds = 0.0
         for _ in range(2):
             time.sleep(SHORT_REST_SECONDS)
             begun = clock()
             transport.allgather_into(messages, bounds)
-            took += clock() - begun
-        runs.append(agree_on_mean(transport, took / 2))
+            seconds += clock() - begun
+        runs.append(agree_on_mean(transport, seconds / 2))
     return statistics.median(runs)
 
 
@@ -287,8 +287,8 @@ def agree_on_mean(transport: Transport, seconds: float) -> float:
     For the time of an operation that ranks do not begin at exactly the same time: an early rank
     waits longer by as much as a late one waits less.
     """
-    everyones = transport.gather_object(seconds)
-    return statistics.fmean(number for number in everyones if not math.isnan(number))
+    gathered = transport.gather_object(seconds)
+    return statistics.fmean(number for number in gathered if not math.isnan(number))
 
 
 def agree_on_slowest(transport: Transport, seconds: Sequence[float]) -> list[float]:

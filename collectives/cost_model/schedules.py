@@ -191,9 +191,11 @@ class Round(NamedTuple):
     fresh: bool = False
     waits: int | None = None
 
-    def format(self, asked: Format) -> Format:
-        """Return the format of its lists in a reduction with format `asked`."""
-        return Format("raw" if self.raw else asked.indices, "exact" if self.exact else asked.values)
+    def format(self, requested: Format) -> Format:
+        """Return the format of its lists in a reduction with format `requested`."""
+        return Format(
+            "raw" if self.raw else requested.indices, "exact" if self.exact else requested.values
+        )
 
 
 class Order(NamedTuple):
@@ -214,7 +216,7 @@ class Order(NamedTuple):
     native_bytes: int = sys.maxsize
 
     @property
-    def wanted(self) -> int:
+    def k_out(self) -> int:
         """Return how many entries the update may have."""
         return min(self.length, round(self.widening * self.k))
 
@@ -267,8 +269,8 @@ def topk_allgather(order: Order) -> Iterator[Round]:
     if ranks > 1:
         *gathered, last = _allgather(ranks, order.ranks_per_node, 0, k)
         yield from gathered
-        everyones = last._replace(decoded=ranks * k, summed=ranks * k * rounds(ranks))
-        yield everyones._replace(swaps=1, others=ranks - 1)
+        final = last._replace(decoded=ranks * k, summed=ranks * k * rounds(ranks))
+        yield final._replace(swaps=1, others=ranks - 1)
 
 
 def gtopk_tree(order: Order) -> Iterator[Round]:
@@ -292,14 +294,14 @@ def gtopk(order: Order) -> Iterator[Round]:
     """Yield recursive doubling; ranks beyond the largest power of two are folded in and out."""
     k, ranks, m = order.k, order.ranks, order.ranks_per_node
     paired = 1 << (ranks.bit_length() - 1)
-    everyone, guests = np.arange(paired), np.arange(paired, ranks)
+    paired_ranks, guests = np.arange(paired), np.arange(paired, ranks)
     sizes = list_sizes(order)
     folded = leaving(guests, guests - paired, m)
     if guests.size:
         yield Round(guests.size, folded, 1, k, encoded=k, decoded=k, merged=2 * k, swaps=1)
     # The result of the last merge is not sent.
     for number, size in enumerate(sizes[:-1]):
-        outside = leaving(everyone, everyone ^ (1 << number), m)
+        outside = leaving(paired_ranks, paired_ranks ^ (1 << number), m)
         if count := go_aheads(1 << number, guests.size, k):
             yield Round(count, min(outside, count), lists=0)
         both = Round(paired, outside, 1, size, encoded=size, decoded=size, merged=2 * size)
@@ -338,8 +340,8 @@ def oktopk(order: Order) -> Iterator[Round]:
         split = Round(ranks, outside, 1, part, encoded=part, decoded=part, others=1, sends=1)
         yield split._replace(times=times, parts=regions, waits=int(number == 0))  # sent at once
     # A round of the threshold leaves two quantiles undecided; in the last each entry is a quantile.
-    undecided = order.wanted if order.uneven else k  # of an owner
-    sampled = HEADER_BYTES + NUMBERS_BYTES + min(QUANTILES, order.wanted) * order.value_bytes
+    undecided = order.k_out if order.uneven else k  # of an owner
+    sampled = HEADER_BYTES + NUMBERS_BYTES + min(QUANTILES, order.k_out) * order.value_bytes
     while True:
         *earlier, last = _allgather(ranks, m, sampled)
         yield from earlier
@@ -348,8 +350,8 @@ def oktopk(order: Order) -> Iterator[Round]:
             break
         undecided = -(-2 * undecided // QUANTILES)
     if order.uneven:
-        yield Round(ranks, 0, 1, -(-order.wanted // others), times=others, parts=others)
-    block = -(-order.wanted // ranks)
+        yield Round(ranks, 0, 1, -(-order.k_out // others), times=others, parts=others)
+    block = -(-order.k_out // ranks)
     # A rank's own block, which it sends in each round, may be spread over the whole vector.
     parts = max(1, others // rounds(ranks)) if order.uneven else ranks
     *gathered, last = _allgather(ranks, m, 0, block, parts)

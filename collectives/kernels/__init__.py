@@ -34,7 +34,7 @@ from ..vector import (
     require_writable,
 )
 from . import host, reference
-from .host.library import absence, library
+from .host.library import library, load_error
 from .narrow import round_to_bfloat16
 
 __all__ = [
@@ -127,7 +127,7 @@ def merge(a: SparseVector, b: SparseVector, k: int) -> SparseVector:
     """
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
-    _require_alike((a, b))
+    _require_compatible((a, b))
     with profiled("merge"):
         return _twin(a.values).merge(a, b, k)
 
@@ -137,12 +137,12 @@ def sum_by_index(vectors: Sequence[SparseVector]) -> SparseVector:
 
     Raises ValueError for vectors that `merge` refuses.
     """
-    _require_alike(vectors)
+    _require_compatible(vectors)
     with profiled("merge"):
         return _twin(vectors[0].values).sum_by_index(vectors)
 
 
-def _require_alike(vectors: Sequence[SparseVector]) -> None:
+def _require_compatible(vectors: Sequence[SparseVector]) -> None:
     """Raise ValueError unless all have one length and dtype, which C++ and CUDA rely on."""
     for vector in vectors:
         require_values(vector.values)
@@ -284,4 +284,4 @@ def why_not_compiled() -> str:
     """Return why the C++ core is not in use; "" when it is."""
     if _for_numpy is not reference:
         return ""
-    return absence() or "GTOPK_KERNELS=reference asks for NumPy"
+    return load_error() or "GTOPK_KERNELS=reference asks for NumPy"

@@ -74,8 +74,8 @@ def select(dense: Array, k: int, threshold: float = 0.0) -> tuple[SparseVector, 
 
 def accumulate_and_select(*arguments: Any, **options: Any) -> tuple[SparseVector, float]:
     """Do what `search` does; return its result without the number of passes."""
-    picked, following, _ = search(*arguments, **options)
-    return picked, following
+    picked, next_threshold, _ = search(*arguments, **options)
+    return picked, next_threshold
 
 
 def search(
@@ -93,8 +93,8 @@ def search(
     """
     parts = host_parts(residual, gradient, k, momentum, into)
     state = _Search(residual if into is None else into, k, residual)
-    picked, following = _select(state, _addends(residual, parts, momentum, weight), threshold)
-    return picked, following, state.scans
+    picked, next_threshold = _select(state, _addends(residual, parts, momentum, weight), threshold)
+    return picked, next_threshold, state.scans
 
 
 def _starts(dense: Array) -> range:
@@ -264,8 +264,8 @@ class _Search:
         count, k = magnitudes.size, self.k
         rank = _aim(k)
         if rank <= count:
-            following = float(np.partition(magnitudes, count - rank)[count - rank])
-            return following if np.isfinite(following) else 0.0
+            next_threshold = float(np.partition(magnitudes, count - rank)[count - rank])
+            return next_threshold if np.isfinite(next_threshold) else 0.0
         lowest = float(magnitudes.min())
         if not np.isfinite(lowest):
             return 0.0

@@ -236,7 +236,7 @@ def _pack_rests(rests: Array, sizes: Array, widths: Array) -> Array:
     """Return the rests of all groups as bytes; the last group takes no more words than it needs."""
     starts = np.cumsum(widths) - widths
     words = np.zeros((int(widths.sum()), _WORD), np.uint8)
-    for rows, width in _alike(widths):
+    for rows, width in _groups_by_width(widths):
         bits = np.unpackbits(
             rests[rows].view(np.uint8).reshape(-1, _WORD), axis=1, bitorder="little", count=width
         )
@@ -251,7 +251,7 @@ def _unpack_rests(data: Array, widths: Array) -> Array:
     words = np.zeros((int(widths.sum()), _WORD), np.uint8)
     words.ravel()[: data.size] = data
     rests = np.zeros((widths.size, GROUP), np.int64)
-    for rows, width in _alike(widths):
+    for rows, width in _groups_by_width(widths):
         packed = words[starts[rows][:, None] + np.arange(width)].reshape(rows.size, -1)
         bits = np.zeros((rows.size * GROUP, 64), np.uint8)
         bits[:, :width] = np.unpackbits(packed, axis=1, bitorder="little").reshape(-1, width)
@@ -259,7 +259,7 @@ def _unpack_rests(data: Array, widths: Array) -> Array:
     return rests
 
 
-def _alike(widths: Array) -> list[tuple[Array, int]]:
+def _groups_by_width(widths: Array) -> list[tuple[Array, int]]:
     """Return the groups of each width above 0, at most _ROWS_AT_ONCE at a time."""
     return [
         (rows[start : start + _ROWS_AT_ONCE], int(width))

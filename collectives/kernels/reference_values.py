@@ -162,9 +162,9 @@ def _pack_floats(code: str, values: Array, exponent: int, out: Array) -> None:
     else:
         rounded = in_range.astype(np.float16).view(np.uint16)
     rounded[np.isnan(values)] = _NAN[code]
-    beyond = rounds_to_infinity(code, exponent, values.dtype)
-    if beyond is not None:
-        rounded -= rounded & 0x7FFF == beyond
+    infinite_bits = rounds_to_infinity(code, exponent, values.dtype)
+    if infinite_bits is not None:
+        rounded -= rounded & 0x7FFF == infinite_bits
     out.view(np.uint16)[:] = rounded
 
 

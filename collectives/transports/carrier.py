@@ -131,11 +131,11 @@ class View(Stream, Overlay):
         return super().misses(rank, notice) or self._parent.misses(rank, notice)
 
     def neighbours(self) -> list[int]:
-        here = set(self.host.neighbours())
-        return [place for place, rank in enumerate(self.ranks) if rank in here]
+        on_host = set(self.host.neighbours())
+        return [place for place, rank in enumerate(self.ranks) if rank in on_host]
 
 
-_LOOK_SECONDS: Final = 0.001  # how often a leaving rank checks which others have left
+_CHECK_SECONDS: Final = 0.001  # how often a leaving rank checks which others have left
 
 
 class Carrier(Stream):
@@ -158,7 +158,7 @@ class Carrier(Stream):
         self._left: dict[int, DepartureNotice] = {}
         self._views: dict[Path, Transport] = {(): self}
         self._tags: dict[int, Path] = {0: ()}
-        self._making_a_view = threading.Lock()
+        self._views_lock = threading.Lock()
         self._counters: dict[Path, int] = {}  # by stream: how many counters were made
         self._checks_messages = False
         self._pacer: Pacer | None = None
@@ -213,14 +213,14 @@ class Carrier(Stream):
         # A message to this rank itself crosses no link.
         if pacer is None or to == self.rank:
             return self.send_on(stream, message, to)
-        begins, is_gone_at = pacer.leave(message.size)
+        begins, last_byte_at = pacer.reserve_outbound(message.size)
         # The stamp goes outside the checksum: the receiver removes it first. It is not counted, as
         # no real network would carry it.
         sent = self.send_on(stream, append_stamp(message, begins), to)
 
         def finish() -> None:
             sent()
-            self._await(pacer, stream, is_gone_at)
+            self._await(pacer, stream, last_byte_at)
 
         return finish
 
@@ -229,7 +229,7 @@ class Carrier(Stream):
         message = self.receive_on(stream, source)
         if self._pacer is not None and source != self.rank:
             message, begins = split_stamp(message, source)
-            self._await(self._pacer, stream, self._pacer.arrive(begins, message.size))
+            self._await(self._pacer, stream, self._pacer.reserve_inbound(begins, message.size))
         return strip_checksum(message, source) if self.checks_messages else message
 
     def _await(self, pacer: Pacer, stream: Transport, at: float) -> None:
@@ -243,7 +243,7 @@ class Carrier(Stream):
         """Return the view one step below a parent."""
         path = (*parent.path, step)
         # Two threads must get the same object for a view: it counts the stream's operations.
-        with self._making_a_view:
+        with self._views_lock:
             if path not in self._views:
                 tag = tag_of(path, self.tag_limit)
                 if tag in self._tags:
@@ -289,8 +289,8 @@ class Carrier(Stream):
 
     def note(self, rank: int, notice: DepartureNotice) -> None:
         """Note that a rank has left; its own notice replaces notices from others."""
-        known = self._left.get(rank)
-        if known is None or (known.lost and not notice.lost):
+        earlier = self._left.get(rank)
+        if earlier is None or (earlier.lost and not notice.lost):
             self._left[rank] = notice
 
     def _wake(self) -> None:
@@ -315,7 +315,7 @@ class Carrier(Stream):
                 print_line(
                     f"rank {self.rank} is done ({reason}) and waits for {others} to end, too"
                 )
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_CHECK_SECONDS)
 
 
 # Messages from one rank on one stream. None only wakes a waiting thread, as a rank has left.

@@ -60,41 +60,43 @@ def choose(facts: Sequence[GpuFacts], ranks: Sequence[int]) -> RouteChoice:
 
     ranks: their numbers for texts.
     """
-    named = list(zip(ranks, facts, strict=True))
-    if lacking := [(rank, fact) for rank, fact in named if not fact.device]:
-        rank, fact = lacking[0]
+    info_by_rank = list(zip(ranks, facts, strict=True))
+    if without_gpu := [(rank, fact) for rank, fact in info_by_rank if not fact.device]:
+        rank, fact = without_gpu[0]
         return RouteChoice(GpuRoute.STAGED, f"rank {rank} has no GPU ({fact.problem})")
     owners: dict[str, list[int]] = defaultdict(list)
-    for rank, fact in named:
+    for rank, fact in info_by_rank:
         owners[fact.device].append(rank)
-    for device, those in owners.items():
-        if len(those) > 1:
-            return RouteChoice(GpuRoute.STAGED, f"ranks {those} share {device}; {OWN_GPU}")
+    for device, sharing in owners.items():
+        if len(sharing) > 1:
+            return RouteChoice(GpuRoute.STAGED, f"ranks {sharing} share {device}; {OWN_GPU}")
     if any(fact.checks for fact in facts):
         return RouteChoice(
             GpuRoute.STAGED, "NCCL's messages cannot be checked (GTOPK_CHECK_MESSAGES=1)"
         )
-    each = f"each of {len(facts)} ranks has a GPU of its own"
-    without = _without_cupy(named)
-    if not without:
+    own_gpus = f"each of {len(facts)} ranks has a GPU of its own"
+    cupy_problem = _cupy_problem(info_by_rank)
+    if not cupy_problem:
         version = version_text(facts[0].nccl)
-        return RouteChoice(GpuRoute.NCCL, f"{each}; NCCL {version} through CuPy")
-    amiss = _nccl_mismatch([(rank, fact.torch_nccl) for rank, fact in named], "torch's NCCL")
-    if amiss:
-        return RouteChoice(GpuRoute.STAGED, f"{without}, and {amiss}")
-    through = f"NCCL {version_text(facts[0].torch_nccl)} of torch, dense reductions only"
-    return RouteChoice(GpuRoute.TORCH, f"{each}; {through}: {without}")
+        return RouteChoice(GpuRoute.NCCL, f"{own_gpus}; NCCL {version} through CuPy")
+    torch_problem = _nccl_mismatch(
+        [(rank, fact.torch_nccl) for rank, fact in info_by_rank], "torch's NCCL"
+    )
+    if torch_problem:
+        return RouteChoice(GpuRoute.STAGED, f"{cupy_problem}, and {torch_problem}")
+    library = f"NCCL {version_text(facts[0].torch_nccl)} of torch, dense reductions only"
+    return RouteChoice(GpuRoute.TORCH, f"{own_gpus}; {library}: {cupy_problem}")
 
 
-def _without_cupy(named: Sequence[tuple[int, GpuFacts]]) -> str:
+def _cupy_problem(info_by_rank: Sequence[tuple[int, GpuFacts]]) -> str:
     """Return why NCCL cannot be reached through CuPy; "" if it can."""
-    for rank, fact in named:
+    for rank, fact in info_by_rank:
         if fact.cupy:
             return f"CuPy cannot be used on rank {rank} ({fact.cupy})"
-    return _nccl_mismatch([(rank, fact.nccl) for rank, fact in named], "CuPy's NCCL")
+    return _nccl_mismatch([(rank, fact.nccl) for rank, fact in info_by_rank], "CuPy's NCCL")
 
 
-def _nccl_mismatch(versions: Sequence[tuple[int, int]], what: str) -> str:
+def _nccl_mismatch(versions: Sequence[tuple[int, int]], library: str) -> str:
     """Return why ranks with these NCCL versions cannot use it together; "": they can.
 
     NCCL refuses peers with another version.
@@ -102,10 +104,10 @@ def _nccl_mismatch(versions: Sequence[tuple[int, int]], what: str) -> str:
     first_rank, first = versions[0]
     for rank, version in versions:
         if not version:
-            return f"{what} is missing on rank {rank}"
+            return f"{library} is missing on rank {rank}"
         if version != first:
             return (
-                f"{what} is {version_text(first)} on rank {first_rank} and "
+                f"{library} is {version_text(first)} on rank {first_rank} and "
                 f"{version_text(version)} on rank {rank}"
             )
     return ""

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from ..vector import Array, is_on_device
-from .gpu import gpus_of_cupy, has_come, load_cupy
+from .gpu import gpus_of_cupy, is_reached, load_cupy
 from .mpi import MpiTransport
 from .polling import wait_until
 from .staged import StagedTransport, TransferHeader, TransferMethod
@@ -56,19 +56,19 @@ def open_mpi(
 
 def open_for_gpus(host: MpiTransport) -> Transport:
     """Return a transport for host and GPU messages; `host` itself if a rank has no GPU."""
-    if not _everywhere(host, bool(gpus_of_cupy())):
+    if not _on_all_ranks(host, bool(gpus_of_cupy())):
         return host
     # One trial for each host, as its ranks use the same library.
-    is_first_here = host.neighbours()[0] == host.rank
-    if not _everywhere(host, not (is_first_here and why_staged())):
+    is_first_on_host = host.neighbours()[0] == host.rank
+    if not _on_all_ranks(host, not (is_first_on_host and why_staged())):
         return StagedTransport(host)
     return DirectTransport(host)
 
 
-def _everywhere(transport: Transport, here: bool) -> bool:
-    answer = np.array([here], np.int32)
-    transport.allreduce(answer, "min")
-    return bool(answer[0])
+def _on_all_ranks(transport: Transport, value: bool) -> bool:
+    result = np.array([value], np.int32)
+    transport.allreduce(result, "min")
+    return bool(result[0])
 
 
 class DirectTransport(StagedTransport):
@@ -113,8 +113,10 @@ class DirectTransport(StagedTransport):
         """Wait until the current stream of an array's GPU has finished its work so far."""
         cuda = self._cupy.cuda
         with array.device:  # type: ignore[attr-defined]
-            done = cuda.get_current_stream().record(cuda.Event(disable_timing=True))
-        wait_until(lambda: has_come(done, self._cupy) or None, self.host, [], self.timeout_seconds)
+            event = cuda.get_current_stream().record(cuda.Event(disable_timing=True))
+        wait_until(
+            lambda: is_reached(event, self._cupy) or None, self.host, [], self.timeout_seconds
+        )
 
     def allgather(self, message: Array) -> list[Array]:
         """Return every rank's message; each is sent to every rank, P-1 times.
@@ -127,9 +129,9 @@ class DirectTransport(StagedTransport):
 
 
 # Longer than CUDA and MPI take to start; limits how long a hanging MPI holds up the ranks.
-_SECONDS: Final = 30.0
-_SIZES: Final = (64, 1 << 20)  # bytes: one sent at once, one after the receiver's clearance
-_HELD: Final = "what arrived is what was sent"
+_TRIAL_SECONDS: Final = 30.0
+_TRIAL_SIZES: Final = (64, 1 << 20)  # bytes: one sent at once, one after the receiver's clearance
+_SUCCESS: Final = "what arrived is what was sent"
 
 # Variables that make a process a launcher's rank; other OMPI_MCA_ variables are the user's.
 _LAUNCHERS: Final = (
@@ -144,8 +146,8 @@ def why_staged() -> str:
     """Return why MPI cannot take a GPU's memory here; "" if it can."""
     if not claims_cuda(import_module("mpi4py.MPI").__file__):
         return "the MPI library does not claim to be CUDA-aware"
-    failure = attempt()
-    return f"the MPI library claims to be CUDA-aware, but a try {failure}" if failure else ""
+    failure = run_trial()
+    return f"the MPI library claims to be CUDA-aware, but a trial {failure}" if failure else ""
 
 
 def claims_cuda(library: str | None) -> bool:
@@ -164,7 +166,7 @@ def claims_cuda(library: str | None) -> bool:
     return False
 
 
-def attempt(seconds: float = _SECONDS) -> str:
+def run_trial(seconds: float = _TRIAL_SECONDS) -> str:
     """Let a child send GPU memory to itself over MPI; return how that failed, or ""."""
     # The child uses this process's module path, including additions by the script.
     code = (
@@ -174,7 +176,7 @@ def attempt(seconds: float = _SECONDS) -> str:
     try:
         child = subprocess.run(
             [sys.executable, "-c", code],
-            env=alone(os.environ),
+            env=without_launcher(os.environ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -186,11 +188,11 @@ def attempt(seconds: float = _SECONDS) -> str:
     if child.returncode < 0:
         return f"died: {signal.strsignal(-child.returncode)}"
     # Not only the exit code: an MPI that ends a process may exit with 0.
-    held = child.returncode == 0 and _HELD.encode() in child.stdout
-    return "" if held else f"ended with exit code {child.returncode}"
+    passed = child.returncode == 0 and _SUCCESS.encode() in child.stdout
+    return "" if passed else f"ended with exit code {child.returncode}"
 
 
-def alone(environ: Mapping[str, str]) -> dict[str, str]:
+def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without the variables that make a process a launcher's rank."""
 
     def makes_a_rank(name: str) -> bool:
@@ -205,7 +207,7 @@ def send_to_self() -> None:
     """Send GPU memory from this process to itself; runs in the child."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is an expected outcome
     mpi, cupy = import_module("mpi4py.MPI"), load_cupy("mpi")
-    for size in _SIZES:
+    for size in _TRIAL_SIZES:
         sent = (cupy.arange(size) % 251).astype(np.uint8)
         received = cupy.zeros_like(sent)
         cupy.cuda.get_current_stream().synchronize()
@@ -214,4 +216,4 @@ def send_to_self() -> None:
         request.Wait()
         if not bool((sent == received).all()):
             sys.exit(1)
-    print(_HELD)
+    print(_SUCCESS)

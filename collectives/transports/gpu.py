@@ -52,7 +52,7 @@ def is_tensor(array: Any) -> bool:
     return hasattr(array, "data_ptr")
 
 
-def is_of_gpu(array: Any) -> bool:
+def is_gpu_array(array: Any) -> bool:
     """Tell whether an array is CuPy's or torch's, not NumPy's."""
     return is_tensor(array) or is_on_device(array)
 
@@ -96,7 +96,7 @@ def require_place(array: Any, own: int | None, rank: int) -> None:
     way_out = f"; {OWN_GPU}, before anything is on a GPU" if span.device != own else ""
     strides = array.stride() if is_tensor(array) else array.strides
     raise ValueError(
-        f"rank {rank} sends from GPU {own}: an array must be contiguous and there, got one on GPU "
+        f"rank {rank} uses GPU {own}: arrays must be contiguous and on that GPU, got one on GPU "
         f"{span.device} with strides {strides}{way_out}"
     )
 
@@ -130,7 +130,7 @@ def tensor_of(array: Array, like: Any) -> Any:
     return torch.from_numpy(plain).view(like.dtype).to(like.device)
 
 
-def has_come(event: Any, cupy: Any) -> bool:
+def is_reached(event: Any, cupy: Any) -> bool:
     """Tell whether a GPU has reached an event; raise CuPy's error if the GPU has failed.
 
     CuPy's `event.done` cannot tell a failed GPU from one that has not reached the event.
@@ -149,22 +149,22 @@ def load_cupy(transport: str) -> Any:
         raise ImportError(_missing(transport, error)) from error
 
 
-def _told_by_cupy(ask: Callable[[Any], T]) -> T | None:
+def _query_cupy(query: Callable[[Any], T]) -> T | None:
     """Return `ask(cupy)`; None if CuPy cannot tell."""
     try:
-        return ask(load_cupy("nccl"))
+        return query(load_cupy("nccl"))
     except (ImportError, OSError, RuntimeError):  # missing; broken; CuPy's error without a driver
         return None
 
 
 def gpus_of_cupy() -> int | None:
     """Return how many GPUs CuPy sees; None if it cannot tell."""
-    return _told_by_cupy(lambda cupy: int(cupy.cuda.runtime.getDeviceCount()))
+    return _query_cupy(lambda cupy: int(cupy.cuda.runtime.getDeviceCount()))
 
 
 def current_device() -> int | None:
     """Return the number of CuPy's current GPU; None without CuPy or a GPU."""
-    return _told_by_cupy(lambda cupy: int(cupy.cuda.Device().id))
+    return _query_cupy(lambda cupy: int(cupy.cuda.Device().id))
 
 
 def load_nccl() -> Any:
@@ -200,7 +200,7 @@ def torch_nccl() -> int:
     return int(major * 10000 + minor * 100 + patch)
 
 
-def facts_here(host: Transport, device: int | None) -> GpuFacts:
+def own_gpu_facts(host: Transport, device: int | None) -> GpuFacts:
     """Return this rank's facts for the choice of how GPU messages are carried; sends nothing.
 
     device: the number of its GPU; None: by its place on its host.
@@ -211,10 +211,10 @@ def facts_here(host: Transport, device: int | None) -> GpuFacts:
         nccl = load_nccl().get_version()
     except (ImportError, OSError, RuntimeError) as error:  # OSError: broken; RuntimeError: CUDA's
         cupy = f"{error}"
-    number, count = own_number(host) if device is None else device, gpus_in_sight()
+    number, count = own_gpu_number(host) if device is None else device, visible_gpus()
     problem = ""
     if not 0 <= number < count:
-        problem = f"it sees {count} and would use number {number}{cupy and f'; {cupy}'}"
+        problem = f"it sees {count} GPUs and would use number {number}{cupy and f'; {cupy}'}"
     return GpuFacts(
         "" if problem else name_of_device(number, host.ranks[host.neighbours()[0]]),
         problem,
@@ -225,7 +225,7 @@ def facts_here(host: Transport, device: int | None) -> GpuFacts:
     )
 
 
-def gpus_in_sight() -> int:
+def visible_gpus() -> int:
     """Return how many GPUs CuPy, or else torch, sees; torch's NCCL may serve GPUs without CuPy."""
     if (count := gpus_of_cupy()) is not None:
         return count
@@ -233,21 +233,21 @@ def gpus_in_sight() -> int:
     return torch.cuda.device_count() if torch is not None and torch.cuda.is_available() else 0
 
 
-def own_number(host: Transport) -> int:
+def own_gpu_number(host: Transport) -> int:
     """Return the number of this rank's GPU, by its place on its host."""
     # A launcher may show each rank only its own GPU, as number 0.
-    return 0 if gpus_in_sight() == 1 else host.neighbours().index(host.rank)
+    return 0 if visible_gpus() == 1 else host.neighbours().index(host.rank)
 
 
-def name_of_device(number: int, first_here: int) -> str:
+def name_of_device(number: int, first_on_host: int) -> str:
     """Return a unique name for a GPU: its UUID, else its bus and its host's first rank.
 
     MIG instances of a GPU share a bus id, but each has its own UUID.
     """
     if uuid := _uuid(number):
         return uuid
-    bus = _told_by_cupy(lambda cupy: cupy.cuda.Device(number).pci_bus_id)
-    return f"{bus or f'GPU {number}'} on the host of rank {first_here}"
+    bus = _query_cupy(lambda cupy: cupy.cuda.Device(number).pci_bus_id)
+    return f"{bus or f'GPU {number}'} on the host of rank {first_on_host}"
 
 
 def _uuid(number: int) -> str:
@@ -272,16 +272,16 @@ def gather_facts(host: Transport, device: int | None) -> list[GpuFacts]:
 
     Raises MismatchError if a rank is in another operation.
     """
-    own = np.frombuffer(json.dumps(facts_here(host, device)).encode(), np.uint8)
+    own = np.frombuffer(json.dumps(own_gpu_facts(host, device)).encode(), np.uint8)
     facts = []
     for message, rank in zip(host.allgather(own), host.ranks, strict=True):
         try:
             facts.append(GpuFacts(*json.loads(message.tobytes())))
         except (ValueError, TypeError) as error:  # the message is from another operation
             raise MismatchError(
-                f"rank {rank} does not take part in connecting the GPUs: where one rank passes "
-                "arrays on a GPU every rank must, or GTOPK_TRANSPORT=staged has the hosts carry "
-                "them"
+                f"rank {rank} does not take part in connecting the GPUs: if one rank passes arrays "
+                "on a GPU, every rank must; or set GTOPK_TRANSPORT=staged to send them through "
+                "host memory"
             ) from error
     return facts
 

@@ -62,10 +62,10 @@ class HorovodTransport(Carrier):
         self._outgoing: list[list[Array]] = [[] for _ in range(self.size)]
         self._queued_bytes, self._carried_bytes = [0] * self.size, [0] * self.size
         self._incoming = [_Incoming() for _ in range(self.size)]
-        self._queueing = threading.Lock()
+        self._queue_lock = threading.Lock()
         self._awake = threading.Event()
         self._has_departed = False
-        self._ticker = threading.Thread(target=self._tick_on, name="gtopk-ticks", daemon=True)
+        self._ticker = threading.Thread(target=self._run_ticks, name="gtopk-ticks", daemon=True)
         self._ticker.start()
         hosts = self.gather_object(socket.gethostname())
         self._neighbours = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
@@ -79,7 +79,7 @@ class HorovodTransport(Carrier):
             self.mailbox.put(tag, to, np.array(message))
             return
         header = np.frombuffer(_HEADER.pack(tag, message.size), np.uint8)
-        with self._queueing:
+        with self._queue_lock:
             self._outgoing[to].append(np.concatenate([header, message]))
             self._queued_bytes[to] += header.size + message.size
         self._awake.set()
@@ -88,14 +88,14 @@ class HorovodTransport(Carrier):
         peers = [rank for rank in stream.ranks if rank != self.rank]
         for peer in peers:
             self._queue(stream.tag, np.empty(0, np.uint8), peer)
-        until_carried = {peer: self._queued_bytes[peer] for peer in peers}
+        ends = {peer: self._queued_bytes[peer] for peer in peers}
         # Wait for the peers' empty messages, so that none ends the operation before all arrive.
         for peer in peers:
             self.mailbox.pop(stream, peer)
 
         def carried() -> Literal[True] | None:
-            there = all(self._carried_bytes[peer] >= end for peer, end in until_carried.items())
-            return there or None
+            all_carried = all(self._carried_bytes[peer] >= end for peer, end in ends.items())
+            return all_carried or None
 
         wait_until(carried, stream, peers, self.timeout_seconds)
 
@@ -103,7 +103,7 @@ class HorovodTransport(Carrier):
         self._awake.set()
         return super().receive_on(stream, source)
 
-    def _tick_on(self) -> None:
+    def _run_ticks(self) -> None:
         """Tick until all ranks are done or Horovod has ended."""
         pause_seconds = _SHORTEST_PAUSE_SECONDS
         try:
@@ -131,7 +131,7 @@ class HorovodTransport(Carrier):
         self._awake.clear()
         done = self._has_departed and len(self._left) >= self.size - 1
         limit = TICK_BYTES // self.size
-        with self._queueing:
+        with self._queue_lock:
             parts = [_take(queue, limit) for queue in self._outgoing]
             sending = any(self._outgoing) or any(part.size for part in parts)
         awake = sending or self.mailbox.has_waiters
@@ -145,15 +145,17 @@ class HorovodTransport(Carrier):
         for peer, part in enumerate(parts):
             self._carried_bytes[peer] += part.size
         ends = np.cumsum(splits.numpy())[:-1]
-        theirs = np.split(received.numpy(), ends)
-        for source, block in enumerate(theirs):
+        received_blocks = np.split(received.numpy(), ends)
+        for source, block in enumerate(received_blocks):
             for tag, message in self._incoming[source].feed(block[_FLAG_BYTES:]):
                 if tag == _DEPARTURE:
                     self.note(source, DepartureNotice.decode(message))
                     self.mailbox.wake()
                 else:
                     self.mailbox.put(tag, source, message)
-        return any(block[0] for block in theirs), all(block[1] for block in theirs)
+        return any(block[0] for block in received_blocks), all(
+            block[1] for block in received_blocks
+        )
 
     def announce_departure(self, reason: str) -> None:
         if self._has_departed:
@@ -167,10 +169,10 @@ class HorovodTransport(Carrier):
         self._has_departed = True
 
     def leave(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
-        staying = super().leave(reason, leave_timeout_seconds)
-        if not staying:
+        remaining = super().leave(reason, leave_timeout_seconds)
+        if not remaining:
             self._ticker.join()  # the last ticks tell the others that this rank is done
-        return staying
+        return remaining
 
     def abort(self, exit_code: int, reason: str = "") -> None:
         """End this process; mpirun and horovodrun then end the others."""
@@ -187,28 +189,28 @@ class _Incoming:
     """The byte stream from one peer, which ticks may split anywhere."""
 
     def __init__(self) -> None:
-        self._held: list[Array] = []
-        self._held_bytes = 0
-        self._wanted_bytes = _HEADER.size
+        self._buffered: list[Array] = []
+        self._buffered_bytes = 0
+        self._needed_bytes = _HEADER.size
 
     def feed(self, part: Array) -> Iterator[tuple[int, Array]]:
         """Add bytes; yield the tag and content of each complete message."""
         if part.size:
-            self._held.append(part)
-            self._held_bytes += part.size
+            self._buffered.append(part)
+            self._buffered_bytes += part.size
         # Join the parts only once a message is complete: joining at every tick would copy a long
         # one many times.
-        while self._held_bytes >= self._wanted_bytes:
-            whole = np.concatenate(self._held)  # a copy, which the message may keep
+        while self._buffered_bytes >= self._needed_bytes:
+            whole = np.concatenate(self._buffered)  # a copy, which the message may keep
             tag, size = _HEADER.unpack_from(whole.data)
-            self._wanted_bytes = _HEADER.size + size
-            if whole.size < self._wanted_bytes:
-                self._held = [whole]
+            self._needed_bytes = _HEADER.size + size
+            if whole.size < self._needed_bytes:
+                self._buffered = [whole]
                 return
-            yield tag, whole[_HEADER.size : self._wanted_bytes].copy()
-            rest = whole[self._wanted_bytes :]
-            self._held, self._held_bytes = [rest], rest.size
-            self._wanted_bytes = _HEADER.size
+            yield tag, whole[_HEADER.size : self._needed_bytes].copy()
+            rest = whole[self._needed_bytes :]
+            self._buffered, self._buffered_bytes = [rest], rest.size
+            self._needed_bytes = _HEADER.size
 
 
 def _take(queue: list[Array], limit: int) -> Array:

@@ -55,9 +55,9 @@ PIECE_BYTES: Final = 1 << 30
 EAGER_BYTES: Final = 60_000
 _EAGER_PIECES: Final = (16 << 20) // EAGER_BYTES
 # MPI tags: departure notices; notes of long waits; the stream with tag 0, and so on.
-_LEAVE, _HERE, _DATA = 0, 1, 2
-_KEEPER: Final = 0  # the rank that keeps a counter, in its communicator and stream
-_QUESTION, _ANSWER = 0, 1  # tags in a counter's communicator
+_DEPARTURE_TAG, _ARRIVAL_TAG, _FIRST_STREAM_TAG = 0, 1, 2
+_OWNER: Final = 0  # the rank that keeps a counter, in its communicator and stream
+_REQUEST_TAG, _REPLY_TAG = 0, 1  # tags in a counter's communicator
 _PAUSE_SECONDS: Final = 0.0002  # between two polls of the answering thread
 _NUMBER: Final = np.dtype(np.int64)
 _LONG_SECONDS: Final = 0.5  # a rank that waits longer tells the others
@@ -117,15 +117,15 @@ class MpiTransport(Carrier):
             )
         highest = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # split communicators lack it in Open MPI
         assert isinstance(highest, int)
-        self.tag_limit = highest + 1 - _DATA
+        self.tag_limit = highest + 1 - _FIRST_STREAM_TAG
         self.timeout_seconds = timeout_seconds
         self._has_departed = False
         self._gathers = 0  # number of calls to MPI's own allgather
         # By rank: the last gather in which it reported waiting.
         self._arrived: dict[int, int] = {}
         # Threads may call MPI concurrently or in turns; no call under the lock waits for a peer.
-        self._several_threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        self._calling = nullcontext() if self._several_threads else threading.Lock()
+        self._is_thread_multiple = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self._mpi_lock = nullcontext() if self._is_thread_multiple else threading.Lock()
         self._neighbours = self._find_neighbours()
         self._reduces_itself = self._is_over_ethernet()
         self._swap_bytes = _BLOCKING_BYTES if self.size == 2 else sys.maxsize
@@ -134,7 +134,7 @@ class MpiTransport(Carrier):
         self._in_flight: dict[int, list[tuple[MPI.Request, Array]]] = {}
 
     def send_on(self, stream: Transport, message: Array, to: int) -> Callable[[], None]:
-        requests = self._isend(message, to, _DATA + stream.tag)
+        requests = self._isend(message, to, _FIRST_STREAM_TAG + stream.tag)
 
         def finish() -> None:
             for request in requests:
@@ -147,7 +147,7 @@ class MpiTransport(Carrier):
         requests: list[MPI.Request] = []
         sizes = piece_sizes(to in self._neighbours)
         sent = full = 0
-        with self._calling:
+        with self._mpi_lock:
             # The receiver stops at a piece that is not full, so an empty piece follows a full last
             # one.
             while sent == full:
@@ -189,13 +189,13 @@ class MpiTransport(Carrier):
         self, stream: Transport, source: int, memory: Callable[[int], Array]
     ) -> Array:
         status = self._mpi.Status()
-        tag = _DATA + stream.tag
+        tag = _FIRST_STREAM_TAG + stream.tag
         # Pieces have no header: the probe tells the size before memory is allocated.
         message = self._wait(
             stream, lambda: self._communicator.Improbe(source, tag, status), source
         )
         piece = memory(status.Get_count(self._mpi.BYTE))
-        with self._calling:
+        with self._mpi_lock:
             request = message.Irecv([piece, self._mpi.BYTE])
         with self._keep_on_error(request, piece):
             self._finish(stream, request, source)
@@ -214,15 +214,17 @@ class MpiTransport(Carrier):
             return
         # All ranks choose alike: size, dtype and reduction are the same on all, and the flags were
         # agreed on.
-        by_hand = array.nbytes >= (_BY_HAND_BYTES if self._reduces_itself else self._swap_bytes)
-        by_hand |= loses_nan(reduction, array.dtype.name)
-        if is_narrow(array.dtype) or by_hand or self.handles_messages:
+        uses_messages = array.nbytes >= (
+            _BY_HAND_BYTES if self._reduces_itself else self._swap_bytes
+        )
+        uses_messages |= loses_nan(reduction, array.dtype.name)
+        if is_narrow(array.dtype) or uses_messages or self.handles_messages:
             super().allreduce(array, reduction)
             return
         mpi_op = getattr(self._mpi, LIBRARY_NAMES[reduction])
         # Not if threads take turns: a blocking call would hold the lock until all ranks are here,
         # and stall the streams of this rank's other threads.
-        blocking = array.nbytes >= _BLOCKING_BYTES and self._several_threads
+        blocking = array.nbytes >= _BLOCKING_BYTES and self._is_thread_multiple
         if blocking:
             self.barrier()  # all ranks are here, so the blocking call cannot wait for one that left
         step = PIECE_BYTES // array.itemsize
@@ -233,15 +235,15 @@ class MpiTransport(Carrier):
                 self._communicator.Allreduce(self._mpi.IN_PLACE, piece, mpi_op)
                 self.traffic.count_wait(time.monotonic() - begun)
             else:
-                with self._calling:
+                with self._mpi_lock:
                     request = self._communicator.Iallreduce(self._mpi.IN_PLACE, piece, mpi_op)
                 with self._keep_on_error(request, piece):
                     self._finish(self, request, None)
         self.traffic.count_allreduce(array.size, array.itemsize, self.size)
 
     def native_bytes(self) -> int:
-        ours = self._reduces_itself or self.handles_messages or self.size == 2
-        return sys.maxsize if ours else 0
+        uses_messages = self._reduces_itself or self.handles_messages or self.size == 2
+        return sys.maxsize if uses_messages else 0
 
     def allgather_into(self, array: Array, bounds: Sequence[int]) -> None:
         """Fill the others' parts in place; small ones of equal size with MPI's own allgather.
@@ -250,13 +252,13 @@ class MpiTransport(Carrier):
         """
         sizes = {end - begin for begin, end in itertools.pairwise(bounds)}
         parts = array[bounds[0] : bounds[-1]]
-        ours = self.handles_messages or len(sizes) > 1 or parts.nbytes > _SMALL_BYTES
-        if self.size == 1 or ours:
+        uses_messages = self.handles_messages or len(sizes) > 1 or parts.nbytes > _SMALL_BYTES
+        if self.size == 1 or uses_messages:
             super().allgather_into(array, bounds)
             return
         # All ranks have the same bounds, so all or none come here, and count alike.
         self._gathers += 1
-        with self._calling:
+        with self._mpi_lock:
             request = self._communicator.Iallgather(self._mpi.IN_PLACE, [parts, self._mpi.BYTE])
         with self._keep_on_error(request, parts):
             self._await_gather(request)
@@ -268,12 +270,12 @@ class MpiTransport(Carrier):
 
         A rank that waits long tells the others, so the silent ranks are the missing ones.
         """
-        long_after = time.monotonic() + _LONG_SECONDS
+        long_from = time.monotonic() + _LONG_SECONDS
         has_announced = False
 
         def exchange_notes() -> None:
             nonlocal has_announced
-            if time.monotonic() > long_after:
+            if time.monotonic() > long_from:
                 if not has_announced:
                     self._announce_arrival()
                     has_announced = True
@@ -293,17 +295,17 @@ class MpiTransport(Carrier):
         number = np.array([self._gathers]).view(np.uint8)
         for rank in range(self.size):
             if rank != self.rank:
-                self._isend(number, rank, _HERE)
+                self._isend(number, rank, _ARRIVAL_TAG)
 
     def _collect_arrivals(self) -> None:
-        for source, number in self._collect(_HERE):
+        for source, number in self._collect(_ARRIVAL_TAG):
             self._arrived[source] = int(number.view(np.int64)[0])
 
     def _collect(self, tag: int) -> Iterator[tuple[int, Array]]:
         """Yield source and content, uint8 [m], of each message that has arrived with a tag."""
         status = self._mpi.Status()
         while True:
-            with self._calling:
+            with self._mpi_lock:
                 # A matched probe, so that no other thread can receive the message found here.
                 message = self._communicator.Improbe(self._mpi.ANY_SOURCE, tag, status)
                 if message is None:
@@ -319,7 +321,7 @@ class MpiTransport(Carrier):
         MPI still writes a late rank's message there, even if the allocator has reused the memory,
         and even after this transport has ended: a recovery opens another one.
         """
-        with self._calling:
+        with self._mpi_lock:
             if _receiving and not self._mpi.Is_finalized():
                 _receiving[:] = [pair for pair in _receiving if not pair[0].Test()]
         try:
@@ -333,41 +335,41 @@ class MpiTransport(Carrier):
         stream: Transport,
         request: MPI.Request,
         peer: int | None,
-        look: Callable[[], None] = lambda: None,
+        on_check: Callable[[], None] = lambda: None,
     ) -> None:
-        self._wait(stream, lambda: request.Test() or None, peer, look)
+        self._wait(stream, lambda: request.Test() or None, peer, on_check)
 
     def _wait(
         self,
         stream: Transport,
         test: Callable[[], T | None],
         peer: int | None,
-        look: Callable[[], None] = lambda: None,
+        on_check: Callable[[], None] = lambda: None,
     ) -> T:
         """Call `test` until its result is not None, and return that.
 
-        peer: the rank waited for; None: all of them. look: as in `wait_until`.
+        peer: the rank waited for; None: all of them. on_check: as in `wait_until`.
         """
 
         def tested() -> T | None:
-            with self._calling:
+            with self._mpi_lock:
                 return test()
 
         peers = [] if peer is None else [peer]
-        return wait_until(tested, stream, peers, self.timeout_seconds, look)
+        return wait_until(tested, stream, peers, self.timeout_seconds, on_check)
 
     def progress(self) -> None:
         if not self._mpi.Is_finalized():
-            with self._calling:
+            with self._mpi_lock:
                 # MPI only advances messages while it is called; the probe removes none.
-                self._communicator.Iprobe(self._mpi.ANY_SOURCE, _LEAVE)
+                self._communicator.Iprobe(self._mpi.ANY_SOURCE, _DEPARTURE_TAG)
 
     def collect_departures(self) -> None:
         if self._mpi.Is_finalized():
             for rank in range(self.size):  # ranks that left before keep their reason
                 self._left.setdefault(rank, DepartureNotice({}, "MPI is finalized"))
             return
-        for source, text in self._collect(_LEAVE):
+        for source, text in self._collect(_DEPARTURE_TAG):
             self.note(source, DepartureNotice.decode(text))
 
     def announce_departure(self, reason: str) -> None:
@@ -377,7 +379,7 @@ class MpiTransport(Carrier):
         text = self.departure_notice(reason).encode()
         for rank in range(self.size):
             if rank != self.rank:
-                self._isend(text, rank, _LEAVE)
+                self._isend(text, rank, _DEPARTURE_TAG)
 
     def abort(self, exit_code: int, reason: str = "") -> None:
         # Abort the whole job: the duplicate may contain only some of its ranks.
@@ -414,7 +416,7 @@ class MpiTransport(Carrier):
             self._mpi,
             self._communicator.Create_group(group, stream.tag),
             stream,
-            self._calling,
+            self._mpi_lock,
             lambda: self._has_departed or self._mpi.Is_finalized(),
         )
 
@@ -425,8 +427,8 @@ class MpiTransport(Carrier):
 class ServedCounter:
     """A number kept by a communicator's rank 0; a thread on that rank adds for the others.
 
-    Over TCP, MPI completes one-sided calls only while the keeper calls MPI, several times for each,
-    and a rank that computes does not. So a thread on the keeper answers, in one round trip.
+    Over TCP, MPI completes one-sided calls only while the owner calls MPI, several times for each,
+    and a rank that computes does not. So a thread on the owner answers, in one round trip.
     """
 
     def __init__(
@@ -434,7 +436,7 @@ class ServedCounter:
         mpi: Any,
         communicator: MPI.Intracomm,
         stream: Transport,
-        calling: AbstractContextManager[Any],
+        mpi_lock: AbstractContextManager[Any],
         is_over: Callable[[], bool],
     ) -> None:
         """Make the counter on a communicator of its own. A collective on that communicator.
@@ -444,45 +446,45 @@ class ServedCounter:
         self._mpi = mpi
         self._communicator = communicator
         self._stream = stream
-        self._calling = calling
+        self._mpi_lock = mpi_lock
         self._is_over = is_over
-        self._number = LocalCounter()  # the keeper's
-        self._asking = threading.Lock()
-        if stream.rank == _KEEPER:
-            threading.Thread(target=self._answer_all, name="gtopk-counter", daemon=True).start()
+        self._number = LocalCounter()  # the owner's
+        self._request_lock = threading.Lock()
+        if stream.rank == _OWNER:
+            threading.Thread(target=self._serve, name="gtopk-counter", daemon=True).start()
 
     def add(self, amount: int) -> int:
         """Add, and return the number before that."""
-        if self._stream.rank == _KEEPER:
+        if self._stream.rank == _OWNER:
             return self._number.add(amount)
         added, before = np.array([amount], _NUMBER), np.zeros(1, _NUMBER)
-        with self._asking:  # one question at a time, to match questions and answers
-            with self._calling:
-                answer = self._communicator.Irecv(before, _KEEPER, _ANSWER)
-                question = self._communicator.Isend(added, _KEEPER, _QUESTION)
+        with self._request_lock:  # one request at a time, to match requests and replies
+            with self._mpi_lock:
+                reply = self._communicator.Irecv(before, _OWNER, _REPLY_TAG)
+                request = self._communicator.Isend(added, _OWNER, _REQUEST_TAG)
 
             def tested() -> Literal[True] | None:
-                with self._calling:
-                    return (question.Test() and answer.Test()) or None
+                with self._mpi_lock:
+                    return (request.Test() and reply.Test()) or None
 
-            keeper, seconds = self._stream.ranks[_KEEPER], self._stream.timeout_seconds
-            wait_until(tested, self._stream, [keeper], seconds)
+            owner, seconds = self._stream.ranks[_OWNER], self._stream.timeout_seconds
+            wait_until(tested, self._stream, [owner], seconds)
         return int(before[0])
 
-    def _answer_all(self) -> None:
+    def _serve(self) -> None:
         """Answer until this rank leaves."""
         status, amount = self._mpi.Status(), np.zeros(1, _NUMBER)
-        answers: list[tuple[MPI.Request, np.ndarray]] = []
+        replies: list[tuple[MPI.Request, np.ndarray]] = []
         while not self._is_over():
-            with self._calling:
+            with self._mpi_lock:
                 # Poll: a blocking receive would hold the lock, and could not be ended when this
                 # rank leaves.
-                question = self._communicator.Improbe(self._mpi.ANY_SOURCE, _QUESTION, status)
-                if question is not None:
-                    question.Recv(amount)
+                incoming = self._communicator.Improbe(self._mpi.ANY_SOURCE, _REQUEST_TAG, status)
+                if incoming is not None:
+                    incoming.Recv(amount)
                     before = np.array([self._number.add(int(amount[0]))], _NUMBER)
-                    request = self._communicator.Isend(before, status.source, _ANSWER)
-                    answers.append((request, before))  # MPI reads it until it is sent
-                answers = [pair for pair in answers if not pair[0].Test()]
-            if question is None:
+                    request = self._communicator.Isend(before, status.source, _REPLY_TAG)
+                    replies.append((request, before))  # MPI reads it until it is sent
+                replies = [pair for pair in replies if not pair[0].Test()]
+            if incoming is None:
                 time.sleep(_PAUSE_SECONDS)

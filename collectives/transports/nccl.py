@@ -37,11 +37,11 @@ from .gpu import (
     Gpu,
     current_device,
     gather_facts,
-    is_of_gpu,
+    is_gpu_array,
     is_tensor,
     load_nccl,
     open_gpu,
-    own_number,
+    own_gpu_number,
     require_message,
     require_place,
     span_of,
@@ -57,7 +57,7 @@ _START_TEST_SECONDS: Final = 60.0  # limit for connecting and the first allreduc
 Collectives = CupyCollectives | TorchCollectives
 
 
-class _Undecided(threading.local):
+class _DeferredSend(threading.local):
     """This thread's send, over any view, that may still use NCCL: one, or none."""
 
     stage: Callable[[], None] | None = None
@@ -107,8 +107,8 @@ class NcclTransport(StagedTransport):
         self._timeout_seconds = timeout_seconds
         self._connected: list[Collectives] = [] if parent is None else parent._connected
         self._collectives: Collectives | None = None
-        self._all_on_gpu: dict[Hashable, bool] = {}  # all ranks' answer, by `what` of `carrying`
-        self._undecided: _Undecided = parent._undecided if parent else _Undecided()
+        self._all_on_gpu: dict[Hashable, bool] = {}  # all ranks' answer, by `key` of `carrying`
+        self._deferred: _DeferredSend = parent._deferred if parent else _DeferredSend()
         if not automatic:
             self.name, self.counts_allreduce = "nccl", False
             if parent is None:
@@ -118,7 +118,7 @@ class NcclTransport(StagedTransport):
     def _require_nccl(self) -> None:
         """Find NCCL and a GPU for every rank; raise on all ranks alike if that is impossible."""
         if self._device is None:
-            self._device = own_number(self.host)
+            self._device = own_gpu_number(self.host)
         self.choice = choose(gather_facts(self.host, self._device), self.ranks)
         if self._is_staged():
             load_nccl()  # if it is missing on this rank, raises with installation advice
@@ -139,23 +139,23 @@ class NcclTransport(StagedTransport):
             return False
         return device.type == "cpu" or self._device in (None, device.index)
 
-    def carrying(self, on_gpu: bool, what: Hashable = None) -> Transport:
+    def carrying(self, on_gpu: bool, key: Hashable = None) -> Transport:
         if not self.automatic or self._is_staged():
             return self
-        # All ranks ask in the same order, so all come here for a new `what`; later calls send none.
-        if what not in self._all_on_gpu:
+        # All ranks call in the same order, so all come here for a new `key`; later calls send none.
+        if key not in self._all_on_gpu:
             answer = np.array([on_gpu], np.int32)
             self.host.allreduce(answer, "min")
-            self._all_on_gpu[what] = bool(answer[0])
-            if on_gpu and not self._all_on_gpu[what]:
+            self._all_on_gpu[key] = bool(answer[0])
+            if on_gpu and not self._all_on_gpu[key]:
                 reason = "some ranks have their vectors on the host"
                 self.on_choice(RouteChoice(GpuRoute.STAGED, reason))
-        if self._all_on_gpu[what] and not on_gpu:
+        if self._all_on_gpu[key] and not on_gpu:
             raise ValueError(
-                f"rank {self.ranks[self.rank]} has a vector on the host where every rank had its "
-                "vectors on a GPU: move it there, or set GTOPK_TRANSPORT=staged"
+                f"rank {self.ranks[self.rank]} has a vector on the host, but every rank had its "
+                "vectors on a GPU before: move it there, or set GTOPK_TRANSPORT=staged"
             )
-        return self if self._all_on_gpu[what] else self._staged_host
+        return self if self._all_on_gpu[key] else self._staged_host
 
     @property
     def tensor_place(self) -> str:
@@ -213,11 +213,11 @@ class NcclTransport(StagedTransport):
             self._gpu = self._gpu or open_gpu(self._device)
             opened = CupyCollectives(host, self._gpu, seconds)
         try:
-            total, wanted = opened.sum_of_ranks(), host.size * (host.size + 1) / 2
-            if total != [wanted] * len(total):
+            total, expected = opened.sum_of_ranks(), host.size * (host.size + 1) / 2
+            if total != [expected] * len(total):
                 raise PeerError(
-                    f"{self.choice.route.value} adds up 1 to {host.size} over the ranks to "
-                    f"{total[0]:g} in place of {wanted:g} on rank {host.ranks[host.rank]}"
+                    f"{self.choice.route.value} sums 1 to {host.size} over the ranks to "
+                    f"{total[0]:g} instead of {expected:g} on rank {host.ranks[host.rank]}"
                 )
         except BaseException as error:
             # A kernel of the test may still wait for a peer, and would do so for ever.
@@ -229,15 +229,15 @@ class NcclTransport(StagedTransport):
         self._collectives = opened
 
     def view(self, step: Step, ranks: Sequence[int]) -> Transport:
-        under = self._staged_host.view(step, ranks)
-        with self._making_a_view:
-            if under.path not in self._views:
-                made = NcclTransport(under, self._device, self._timeout_seconds, parent=self)
-                self._views[under.path] = made
-            return self._views[under.path]
+        host_view = self._staged_host.view(step, ranks)
+        with self._views_lock:
+            if host_view.path not in self._views:
+                view = NcclTransport(host_view, self._device, self._timeout_seconds, parent=self)
+                self._views[host_view.path] = view
+            return self._views[host_view.path]
 
     def send(self, message: Array, to: int) -> Callable[[], None]:
-        self._stage_undecided()
+        self._stage_deferred()
         if not is_on_device(message):
             return self._staged_host.send(message, to)
         self._checked(message)
@@ -253,22 +253,22 @@ class NcclTransport(StagedTransport):
             nonlocal finish
             if finish is None:
                 # Nothing came in between: this rank can wait in NCCL until its peer receives.
-                self._undecided.stage = None
+                self._deferred.stage = None
                 finish = self._announce(TransferMethod.NCCL, message, to)
                 self._transfer([(message, to)], [])
             finish()
 
-        self._undecided.stage = stage
+        self._deferred.stage = stage
         return sent
 
-    def _stage_undecided(self) -> None:
+    def _stage_deferred(self) -> None:
         """Stage the undecided send, as another operation comes before the wait for it."""
-        stage, self._undecided.stage = self._undecided.stage, None
+        stage, self._deferred.stage = self._deferred.stage, None
         if stage is not None:
             stage()
 
     def receive(self, source: int) -> Array:
-        self._stage_undecided()
+        self._stage_deferred()
         return super().receive(source)
 
     def _receive_body(self, header: TransferHeader, source: int) -> Array:
@@ -282,7 +282,7 @@ class NcclTransport(StagedTransport):
     def exchange_all(
         self, messages: Iterable[tuple[Array, int]], sources: Sequence[int]
     ) -> Iterator[Array]:
-        self._stage_undecided()
+        self._stage_deferred()
         if not self.sends_from_device:
             return super().exchange_all(messages, sources)
         sends, outgoing = [], []
@@ -323,7 +323,7 @@ class NcclTransport(StagedTransport):
         self._collectives.transfer(outgoing, incoming)
 
     def allgather(self, message: Array) -> list[Array]:
-        self._stage_undecided()
+        self._stage_deferred()
         if not is_on_device(message):
             return self.host.allgather(message)
         own = TransferHeader(TransferMethod.NCCL, self._checked(message).size).encode()
@@ -332,8 +332,8 @@ class NcclTransport(StagedTransport):
         for rank, header in enumerate(headers):
             if header is None or header.method is not TransferMethod.NCCL:
                 raise MismatchError(
-                    f"rank {self.ranks[rank]} gathers messages of hosts where rank "
-                    f"{self.ranks[self.rank]} gathers messages of GPUs"
+                    f"rank {self.ranks[rank]} gathers host messages, but rank "
+                    f"{self.ranks[self.rank]} gathers GPU messages"
                 )
             bounds.append(bounds[-1] + header.message_bytes)
         # A collective: only now is it certain that all ranks have their messages on GPUs.
@@ -341,11 +341,11 @@ class NcclTransport(StagedTransport):
         if self._collectives is None:
             with self._current():
                 return self._staged_host.allgather(message)
-        everyones = self._empty(bounds[-1])
+        gathered = self._empty(bounds[-1])
         with self._current():
-            everyones[bounds[self.rank] : bounds[self.rank + 1]] = message
-        self._fill(everyones, bounds)
-        return [everyones[a:b] for a, b in itertools.pairwise(bounds)]
+            gathered[bounds[self.rank] : bounds[self.rank + 1]] = message
+        self._fill(gathered, bounds)
+        return [gathered[a:b] for a, b in itertools.pairwise(bounds)]
 
     def allreduce(self, array: Array, reduction: str = "sum") -> None:
         """Reduce in place with NCCL's own allreduce; counted by formula, like MPI's.
@@ -398,8 +398,8 @@ class NcclTransport(StagedTransport):
         if collectives is None:
             return self._staged_host.alltoall(array, bounds)
         # NCCL must know the sizes to receive, which only the senders know.
-        said = self.host.allgather(np.diff(bounds).astype(np.int64).view(np.uint8))
-        sizes = [int(message.view(np.int64)[self.rank]) for message in said]
+        gathered = self.host.allgather(np.diff(bounds).astype(np.int64).view(np.uint8))
+        sizes = [int(message.view(np.int64)[self.rank]) for message in gathered]
         ends = [0, *itertools.accumulate(sizes)]
         span = span_of(array)
         if is_tensor(array):
@@ -423,8 +423,8 @@ class NcclTransport(StagedTransport):
         None: use the staged host transport, which also takes host arrays. Raises MismatchError on
         all ranks alike.
         """
-        self._stage_undecided()
-        if not is_of_gpu(array):
+        self._stage_deferred()
+        if not is_gpu_array(array):
             return None
         span = span_of(self._placed(array))
         kind = f" ({reduction})" if reduction else ""
@@ -437,8 +437,8 @@ class NcclTransport(StagedTransport):
         for rank, text in zip(self.ranks, texts, strict=True):
             if text != texts[0]:
                 raise MismatchError(
-                    f"rank {rank} asks for {text} where rank {self.ranks[0]} asks for {texts[0]}; "
-                    "all ranks must ask for the same"
+                    f"rank {rank} calls {text}, but rank {self.ranks[0]} calls {texts[0]}; all "
+                    "ranks must call the same operation"
                 )
         self.connect(span.device)
         if self._collectives is None:
@@ -468,14 +468,14 @@ class NcclTransport(StagedTransport):
         return array
 
     def barrier(self) -> None:
-        self._stage_undecided()
+        self._stage_deferred()
         super().barrier()
 
     def leave(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
-        self._stage_undecided()
-        staying = super().leave(reason, leave_timeout_seconds)
+        self._stage_deferred()
+        remaining = super().leave(reason, leave_timeout_seconds)
         self.disconnect(f"rank {self.ranks[self.rank]} left ({reason})")
-        return staying
+        return remaining
 
     def disconnect(self, reason: str) -> None:
         """Abort NCCL on all views; none of its calls may be under way."""

@@ -30,7 +30,7 @@ import numpy as np
 
 from ..errors import PeerError
 from ..vector import Array
-from .gpu import Gpu, has_come, is_tensor, span_of, tensor_event
+from .gpu import Gpu, is_reached, is_tensor, span_of, tensor_event
 from .polling import wait_for_call, wait_until
 from .reductions import LIBRARY_NAMES, parts_of
 from .transport import Transport
@@ -59,7 +59,7 @@ class GpuGroup:
         self._timeout_seconds = timeout_seconds
         self._library = library
         self._group: Any = None
-        self._broken = ""
+        self._abort_reason = ""
 
     def set_timeout(self, seconds: float) -> None:
         """Set the longest wait for a peer."""
@@ -75,7 +75,7 @@ class GpuGroup:
 
     def abort(self, reason: str) -> None:
         """End all calls under way and free the group; later calls raise the reason."""
-        self._broken = self._broken or reason
+        self._abort_reason = self._abort_reason or reason
         # Take it away first, so that another thread's abort cannot free it twice.
         group, self._group = self._group, None
         if group is not None:
@@ -83,10 +83,10 @@ class GpuGroup:
             thread.start()
             thread.join(_ABORT_SECONDS)
 
-    def require_unbroken(self) -> None:
+    def require_usable(self) -> None:
         """Raise PeerError with the reason if this or another thread has aborted."""
-        if self._broken:
-            raise PeerError(self._broken)
+        if self._abort_reason:
+            raise PeerError(self._abort_reason)
 
     def call_in_thread(self, call: Callable[[], Any], peers: Sequence[int] = ()) -> Any:
         """Run a call that may block in another thread, which is abandoned on an error."""
@@ -100,12 +100,12 @@ class GpuGroup:
     def wait(self, test: Callable[[], Any], peers: Sequence[int] = ()) -> Any:
         """Call a test until its result is not None; peers: the ranks awaited, empty: all."""
         ranks = [self._host.ranks[peer] for peer in peers]
-        look, seconds = self.require_unbroken, self._timeout_seconds
-        return self.unless_broken(
-            lambda: wait_until(test, self._host, ranks, seconds, look, _GRACE_SECONDS), peers
+        on_check, seconds = self.require_usable, self._timeout_seconds
+        return self.abort_on_error(
+            lambda: wait_until(test, self._host, ranks, seconds, on_check, _GRACE_SECONDS), peers
         )
 
-    def unless_broken(self, action: Callable[[], Any], peers: Sequence[int] = ()) -> Any:
+    def abort_on_error(self, action: Callable[[], Any], peers: Sequence[int] = ()) -> Any:
         """Return the result of an action; abort if it fails."""
         try:
             return action()
@@ -138,7 +138,7 @@ class CupyCollectives(GpuGroup):
         self.library_errors = (gpu.nccl.NcclError, KeyError)  # KeyError: a status unknown to CuPy
         self._gpu = gpu
         self._stream: Any = None
-        self._met: set[Hashable] = set()
+        self._connected_peers: set[Hashable] = set()
         # The arrays of a kernel that may still run.
         self._touched: Sequence[Array] = ()
         unique_id = self._share_id()
@@ -162,10 +162,10 @@ class CupyCollectives(GpuGroup):
             except (RuntimeError, KeyError) as error:  # NCCL's or CUDA's; or an unknown status
                 failure = f" ({error})"
         message = np.frombuffer(unique_id, np.uint8) if self._host.rank == 0 else None
-        told = self._host.broadcast(message, root=0).tobytes()
-        if not told:
-            raise PeerError(f"rank {self._host.ranks[0]} could not make NCCL's id{failure}")
-        return told
+        unique_id = self._host.broadcast(message, root=0).tobytes()
+        if not unique_id:
+            raise PeerError(f"rank {self._host.ranks[0]} could not create NCCL's id{failure}")
+        return unique_id
 
     def use_device(self) -> None:
         self._gpu.device.use()  # not `with`, which would open a context on GPU 0 at its end
@@ -176,11 +176,11 @@ class CupyCollectives(GpuGroup):
         group.abort()
         self._touched = ()  # only after the abort: a kernel might have written there
 
-    def require_unbroken(self) -> None:
+    def require_usable(self) -> None:
         """Also raise NCCL's asynchronous error."""
         # Keep a local: another thread's abort may set the attribute to None in between.
         group = self._group
-        super().require_unbroken()
+        super().require_usable()
         if group is not None:
             group.check_async_error()
 
@@ -189,41 +189,41 @@ class CupyCollectives(GpuGroup):
         enqueue: Enqueue,
         touched: Sequence[Array],
         peers: Sequence[int] = (),
-        meets: frozenset[Hashable] | None = None,
+        connections: frozenset[Hashable] | None = None,
     ) -> None:
         """Run one group of NCCL calls; return when it has ended.
 
         touched: the arrays that it reads and writes; ready on the caller's current stream: CuPy's
                  for its arrays, torch's for tensors.
         peers:   the ranks that it waits for; empty: all ranks.
-        meets:   the ranks that NCCL must be connected to for it; None: unknown.
+        connections: the ranks that NCCL must be connected to for it; None: unknown.
         Raises PeerError after this or an earlier abort, CuPy's error if CUDA fails.
         """
-        super().require_unbroken()
+        super().require_usable()
         event = self._gpu.cupy.cuda.Event
         with self._gpu.device:
             ready = self._wait_for_caller(touched)
             self._touched = touched
             # Calls between ranks that have met do not block, so they need no thread.
-            if meets is not None and meets <= self._met:
-                self.unless_broken(lambda: self._enqueue(enqueue), peers)
+            if connections is not None and connections <= self._connected_peers:
+                self.abort_on_error(lambda: self._enqueue(enqueue), peers)
             else:
                 self.call_in_thread(lambda: self._enqueue(enqueue), peers)
-                self._met |= meets or set()
+                self._connected_peers |= connections or set()
             done = self._stream.record(event(disable_timing=True))
-            self.wait(lambda: has_come(done, self._gpu.cupy) or None, peers)
+            self.wait(lambda: is_reached(done, self._gpu.cupy) or None, peers)
             self._touched = ()
             del ready
-        super().require_unbroken()  # another thread's abort also ends a kernel
+        super().require_usable()  # another thread's abort also ends a kernel
 
     def _wait_for_caller(self, touched: Sequence[Array]) -> object:
         """Make our stream wait for the caller's; return the event, to be kept until then."""
         cuda = self._gpu.cupy.cuda
         tensor = next(filter(is_tensor, touched), None)
         if tensor is not None:
-            made = tensor_event(tensor)
-            cuda.runtime.streamWaitEvent(self._stream.ptr, made.cuda_event, 0)
-            return made
+            event = tensor_event(tensor)
+            cuda.runtime.streamWaitEvent(self._stream.ptr, event.cuda_event, 0)
+            return event
         ready = cuda.get_current_stream().record(cuda.Event(disable_timing=True))
         self._stream.wait_event(ready)
         return ready
@@ -265,10 +265,13 @@ class CupyCollectives(GpuGroup):
                 nccl.recv(span.address, span.size * span.itemsize, uint8, source, stream)
 
         # Track each direction: NCCL connects each one between two ranks at its first use.
-        meets = {*(("to", to) for _, to in sends), *(("from", source) for _, source in receives)}
+        connections = {
+            *(("to", to) for _, to in sends),
+            *(("from", source) for _, source in receives),
+        }
         touched = [array for array, _ in (*outgoing, *incoming)]
-        peers = sorted({peer for _, peer in meets})
-        self._run(enqueue, touched, peers, frozenset(meets))
+        peers = sorted({peer for _, peer in connections})
+        self._run(enqueue, touched, peers, frozenset(connections))
 
     def allreduce(self, array: Array, reduction: str) -> None:
         """Reduce in place."""
@@ -290,11 +293,11 @@ class CupyCollectives(GpuGroup):
         parts = parts_of(bounds)
 
         def enqueue(nccl: Any, stream: int) -> None:
-            if (each := _each(bounds)) is not None:
+            if (length := _common_length(bounds)) is not None:
                 first = span.address + bounds[0] * span.itemsize
-                own = first + self._host.rank * each * span.itemsize
+                own = first + self._host.rank * length * span.itemsize
                 # NCCL's in-place form: the output is the rank's own part of the input.
-                nccl.reduceScatter(first, own, each, dtype, operator, stream)
+                nccl.reduceScatter(first, own, length, dtype, operator, stream)
                 return
             for owner, begin, end in parts:
                 place = span.address + begin * span.itemsize
@@ -309,10 +312,10 @@ class CupyCollectives(GpuGroup):
         parts = parts_of(bounds)
 
         def enqueue(nccl: Any, stream: int) -> None:
-            if (each := _each(bounds)) is not None:
+            if (length := _common_length(bounds)) is not None:
                 first = span.address + bounds[0] * item
-                own = first + self._host.rank * each * item
-                nccl.allGather(own, first, each * item, uint8, stream)
+                own = first + self._host.rank * length * item
+                nccl.allGather(own, first, length * item, uint8, stream)
                 return
             for owner, begin, end in parts:
                 place = span.address + begin * item
@@ -351,7 +354,7 @@ class CupyCollectives(GpuGroup):
         return number
 
 
-def _each(bounds: Sequence[int]) -> int | None:
+def _common_length(bounds: Sequence[int]) -> int | None:
     """Return the common length of all parts; None if they differ."""
     sizes = {end - begin for begin, end in itertools.pairwise(bounds)}
     return sizes.pop() if len(sizes) == 1 else None

@@ -91,12 +91,12 @@ class FileMemory:
         self._locks = locks
         self._offset = self.places + number
         self._timeout_seconds = seconds
-        self._of_threads = threading.Lock()  # the kernel's locks are per process
+        self._thread_lock = threading.Lock()  # the kernel's locks are per process
 
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Enter as the only rank."""
-        with self._of_threads:
+        with self._thread_lock:
             self._acquire()
             try:
                 yield
@@ -113,7 +113,7 @@ class FileMemory:
                 ranks = self._locks.ranks
                 raise PeerTimeoutError(
                     f"rank {ranks[self.place]} has waited {self._timeout_seconds:g} s for the "
-                    f"memory that ranks {list(ranks)} share: the one that has locked it is frozen"
+                    f"memory that ranks {list(ranks)} share: the rank that has locked it is frozen"
                 )
             time.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, _LONGEST_SLEEP_SECONDS)
@@ -163,7 +163,7 @@ class MemoryCounter:
 
 _FOLDER: Final = Path("/dev/shm")  # its files are in memory
 _PROCESS: Final = uuid.uuid4().hex  # containers that share memory may have processes with equal pid
-_in_this_process: weakref.WeakValueDictionary[str, ThreadMemory] = weakref.WeakValueDictionary()
+_thread_memories: weakref.WeakValueDictionary[str, ThreadMemory] = weakref.WeakValueDictionary()
 _locks: weakref.WeakKeyDictionary[Transport, FileLocks] = weakref.WeakKeyDictionary()
 
 
@@ -179,14 +179,14 @@ def open_shared_memory(stream: Transport, size_bytes: int) -> NodeMemory:
 
 def share_in_process(stream: Transport, size_bytes: int) -> ThreadMemory:
     """Return memory for a stream's ranks, which are threads in this process."""
-    name, made = uuid.uuid4().hex, None
+    name, own_memory = uuid.uuid4().hex, None
     if stream.rank == 0:
         # A map is page-aligned, as `NodeMemory.bytes` promises, and cannot have 0 bytes.
         memory = np.frombuffer(mmap.mmap(-1, max(size_bytes, 1)), np.uint8)[:size_bytes]
         # Store it before anybody learns the name.
-        made = _in_this_process[name] = ThreadMemory(stream, memory, threading.Lock())
-    first = _in_this_process[stream.broadcast_object(name)]
-    own = made or ThreadMemory(stream, first.bytes, first.lock())
+        own_memory = _thread_memories[name] = ThreadMemory(stream, memory, threading.Lock())
+    first = _thread_memories[stream.broadcast_object(name)]
+    own = own_memory or ThreadMemory(stream, first.bytes, first.lock())
     stream.barrier()  # the first rank keeps its reference until all have theirs
     return own
 
@@ -211,23 +211,23 @@ def share_by_file(stream: Transport, size_bytes: int) -> FileMemory:
 
 def _open_file(stream: Transport, size_bytes: int) -> int:
     """Return a new file of zeros that all of a stream's ranks have opened, and nobody else can."""
-    made = _make_file(size_bytes) if stream.rank == 0 else (-1, "")
+    created = _make_file(size_bytes) if stream.rank == 0 else (-1, "")
     # A failure is sent instead of the path, so that all ranks raise and none waits in the barrier.
-    told: str = stream.broadcast_object(made[1])
-    if told.startswith("!"):
-        raise OSError(f"the ranks of a host must share {size_bytes:,} bytes: {told[1:]}")
-    file, amiss = made[0], ""
+    path: str = stream.broadcast_object(created[1])
+    if path.startswith("!"):
+        raise OSError(f"the ranks of a host must share {size_bytes:,} bytes: {path[1:]}")
+    file, problem = created[0], ""
     if stream.rank != 0:
         try:
-            file = os.open(told, os.O_RDWR)
+            file = os.open(path, os.O_RDWR)
         except OSError as error:  # e.g. in containers, each with its own /dev/shm
-            amiss = f"rank {stream.ranks[stream.rank]} cannot open it: {error}"
+            problem = f"rank {stream.ranks[stream.rank]} cannot open it: {error}"
     try:
         # All ranks have opened it, or learn here which one could not.
-        if found := next(filter(None, stream.gather_object(amiss)), ""):
+        if found := next(filter(None, stream.gather_object(problem)), ""):
             raise OSError(
                 f"the ranks of a host must share {size_bytes:,} bytes, made by rank "
-                f"{stream.ranks[0]}: {found}; let them see one {Path(told).parent}, as one user"
+                f"{stream.ranks[0]}: {found}; let them see one {Path(path).parent}, as one user"
             )
     except BaseException:
         if file >= 0:
@@ -236,7 +236,7 @@ def _open_file(stream: Transport, size_bytes: int) -> int:
     finally:
         # Unlink once all have it: the memory goes away with the last process, however that ends.
         if stream.rank == 0:
-            os.unlink(told)
+            os.unlink(path)
     return file
 
 

@@ -34,7 +34,7 @@ _STAMP: Final = struct.Struct("<d")
 STAMP_BYTES: Final = _STAMP.size
 # Ethernet with 1500 bytes a packet: TCP payload, and the overhead of IP, TCP and the frame.
 _SEGMENT_BYTES, _HEADER_BYTES = 1448, 90
-_KEPT: Final = 64  # how many busy intervals of the inbound link to keep
+_MAX_INTERVALS: Final = 64  # how many busy intervals of the inbound link to keep
 # A sleep may end this much late, so the last part of a wait yields the core instead.
 _SLACK_SECONDS: Final = 60e-6
 _NAP_SECONDS: Final = 1e-3
@@ -78,7 +78,7 @@ class Pacer:
         self._busy: list[tuple[float, float]] = []  # inbound busy intervals (begin, end), in order
         self._lock = threading.Lock()
 
-    def leave(self, message_bytes: int) -> tuple[float, float]:
+    def reserve_outbound(self, message_bytes: int) -> tuple[float, float]:
         """Reserve the outbound link; return when a message's first byte leaves, and its last."""
         seconds = self._seconds(message_bytes)
         with self._lock:
@@ -86,20 +86,24 @@ class Pacer:
             self._free_at = begins + seconds
         return begins, begins + seconds
 
-    def arrive(self, begins: float, message_bytes: int) -> float:
+    def reserve_inbound(self, begins: float, message_bytes: int) -> float:
         """Reserve the inbound link; return when a message's last byte arrives."""
         first = begins + self.link.latency_seconds
         with self._lock:
             last = self._fill(first, self._seconds(message_bytes))
-            apart = [each for each in self._busy if each[1] < first or each[0] > last]
+            disjoint = [each for each in self._busy if each[1] < first or each[0] > last]
             # Merge adjacent intervals to keep the list short; only the gaps matter.
-            merged = [each for each in self._busy if not (each[1] < first or each[0] > last)]
+            overlapping = [each for each in self._busy if not (each[1] < first or each[0] > last)]
             insort(
-                apart, (min([first, *(b for b, _ in merged)]), max([last, *(e for _, e in merged)]))
+                disjoint,
+                (
+                    min([first, *(b for b, _ in overlapping)]),
+                    max([last, *(e for _, e in overlapping)]),
+                ),
             )
             # Forget the earliest ones: hardly any message is read so late that it would need
             # them.
-            self._busy = apart[-_KEPT:]
+            self._busy = disjoint[-_MAX_INTERVALS:]
         return last
 
     def _fill(self, at: float, seconds: float) -> float:
@@ -129,8 +133,8 @@ def split_stamp(stamped: Array, sender: int) -> tuple[Array, float]:
     """Return message and stamp; raise MessageError, naming the sender, if it is malformed."""
     if stamped.size < STAMP_BYTES:
         raise MessageError(
-            f"the message from rank {sender} is malformed: its {stamped.size} bytes do not say "
-            "when it was sent, as they do over an emulated link"
+            f"the message from rank {sender} is malformed: its {stamped.size} bytes have no "
+            "time stamp, which messages over an emulated link need"
         )
     (begins,) = _STAMP.unpack(stamped[-STAMP_BYTES:].tobytes())
     return stamped[:-STAMP_BYTES], begins

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 _SPINS: Final = 200  # tests with only a yield (about 0.1 ms) before a wait starts to sleep
 _SHORTEST_SLEEP_SECONDS, _LONGEST_SLEEP_SECONDS = 20e-6, 500e-6
-_LOOK_SECONDS: Final = 0.01  # how often a waiting rank checks whether a peer has left
+_CHECK_SECONDS: Final = 0.01  # how often a waiting rank checks whether a peer has left
 
 
 def wait_until(
@@ -27,13 +27,13 @@ def wait_until(
     transport: Transport,
     peers: Sequence[int],
     timeout_seconds: float,
-    look: Callable[[], None] = lambda: None,
+    on_check: Callable[[], None] = lambda: None,
     grace_seconds: float = 0.0,
 ) -> T:
     """Call `test` until its result is not None, and return that; count the wait.
 
     peers: the world ranks waited for; empty: all of them.
-    look:  called now and then; may raise.
+    on_check: called now and then; may raise.
     grace_seconds: how long messages from a peer may arrive after it left; at least one more test
            follows its departure notice.
     Raises PeerError if a peer has left, PeerTimeoutError after the timeout.
@@ -43,7 +43,7 @@ def wait_until(
     begun = time.monotonic()
     needed: Sequence[int | None] = peers or [None]
     who = " and ".join(f"rank {peer}" for peer in peers) or "its peers"
-    next_look = begun + _LOOK_SECONDS
+    next_check = begun + _CHECK_SECONDS
     next_warning = begun + STALL_WARNING_SECONDS
     missed_since: float | None = None
     sleep_seconds = _SHORTEST_SLEEP_SECONDS
@@ -52,16 +52,16 @@ def wait_until(
         while (result := test()) is None:
             spins += 1
             # On busy cores a yield takes milliseconds: spinning must not delay the first check.
-            if spins < _SPINS and time.monotonic() < next_look:
+            if spins < _SPINS and time.monotonic() < next_check:
                 os.sched_yield()
                 continue
             time.sleep(sleep_seconds)
             sleep_seconds = min(sleep_seconds * 1.3, _LONGEST_SLEEP_SECONDS)
             now = time.monotonic()
-            if now < next_look:
+            if now < next_check:
                 continue
-            next_look = now + _LOOK_SECONDS
-            look()
+            next_check = now + _CHECK_SECONDS
+            on_check()
             transport.collect_departures()
             missing = [text for text in map(transport.missing, needed) if text]
             if not missing:
@@ -92,22 +92,22 @@ def wait_for_call(call: Callable[[], T], wait: Callable[[Callable[[], Any]], Any
 
     wait: calls a test until its result is not None and returns that, or raises.
     """
-    made = call_in_thread(call)
+    future = call_in_thread(call)
     # Wrapped in a list, as the call may return None.
-    result: list[T] = wait(lambda: [made.result()] if made.done() else None)
+    result: list[T] = wait(lambda: [future.result()] if future.done() else None)
     return result[0]
 
 
 def call_in_thread(call: Callable[[], T]) -> Future[T]:
     """Run a call that may never end in a new thread; return a future for its result."""
-    made: Future[T] = Future()
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
-            made.set_result(call())
+            future.set_result(call())
         except BaseException as error:
-            made.set_exception(error)
+            future.set_exception(error)
 
     # A daemon thread: an abandoned call may never end, and must not keep the process alive.
     threading.Thread(target=run, name="gtopk-call", daemon=True).start()
-    return made
+    return future

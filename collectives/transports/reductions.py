@@ -52,7 +52,7 @@ REDUCTIONS: Final[dict[str, Callable[..., Array]]] = {
 LIBRARY_NAMES: Final = {"sum": "SUM", "product": "PROD", "min": "MIN", "max": "MAX"}
 # Messages from this size on are long: they take many times as long as their confirmation.
 LONG_BYTES: Final = 1 << 17
-_WORD: Final = np.empty(0, np.uint8)
+_CONFIRMATION: Final = np.empty(0, np.uint8)
 # Two longer messages delay each other: on two hosts with 100 Mbit/s, the time above the link's own
 # grew from a tenth to two fifths.
 PIECE_BYTES: Final = 4 << 20
@@ -179,13 +179,13 @@ def reduce_scatter(endpoint: Endpoint, array: Array, bounds: Sequence[int], redu
     for distance in reversed(distances(size)):
         blocks = min(distance, size - distance)
         to, source = (rank + distance) % size, (rank - distance) % size
-        theirs = _pieces(array, bounds, to, blocks)
-        ours = _pieces(array, bounds, rank, blocks)
-        for here, come in _shifted(endpoint, theirs, to, source, ours):
+        sent = _pieces(array, bounds, to, blocks)
+        own = _pieces(array, bounds, rank, blocks)
+        for block, received in _exchange_shifted(endpoint, sent, to, source, own):
             if is_narrow(array.dtype):
-                combine(here, come, reduction)
+                combine(block, received, reduction)
             else:
-                REDUCTIONS[reduction](here, come, out=here)
+                REDUCTIONS[reduction](block, received, out=block)
 
 
 def allgather_into(endpoint: Endpoint, array: Array, bounds: Sequence[int]) -> None:
@@ -194,26 +194,26 @@ def allgather_into(endpoint: Endpoint, array: Array, bounds: Sequence[int]) -> N
     for distance in distances(size):
         blocks = min(distance, size - distance)
         to, source = (rank - distance) % size, (rank + distance) % size
-        held = _pieces(array, bounds, rank, blocks)
-        wanted = _pieces(array, bounds, source, blocks)
-        for here, come in _shifted(endpoint, held, to, source, wanted):
-            here[...] = come
+        sent = _pieces(array, bounds, rank, blocks)
+        expected = _pieces(array, bounds, source, blocks)
+        for block, received in _exchange_shifted(endpoint, sent, to, source, expected):
+            block[...] = received
 
 
 def allgather(endpoint: Endpoint, message: Array) -> list[Array]:
     """Return every rank's message, in rank order; each rank packs all that it holds into one."""
-    held = [message]  # from ranks endpoint.rank, endpoint.rank + 1, ...
+    messages = [message]  # from ranks endpoint.rank, endpoint.rank + 1, ...
     distance = 1
     while distance < endpoint.size:
-        wanted = min(distance, endpoint.size - distance)
+        count = min(distance, endpoint.size - distance)
         # Wait for the send only after the receive, as the receiving rank also sends before it
         # receives.
-        sent = endpoint.send(_pack(held[:wanted]), (endpoint.rank - distance) % endpoint.size)
+        sent = endpoint.send(_pack(messages[:count]), (endpoint.rank - distance) % endpoint.size)
         source = (endpoint.rank + distance) % endpoint.size
-        held += _unpack(endpoint.receive(source), wanted, endpoint.ranks[source])
+        messages += _unpack(endpoint.receive(source), count, endpoint.ranks[source])
         sent()
         distance *= 2
-    return [held[(rank - endpoint.rank) % endpoint.size] for rank in range(endpoint.size)]
+    return [messages[(rank - endpoint.rank) % endpoint.size] for rank in range(endpoint.size)]
 
 
 def _pack(messages: list[Array]) -> Array:
@@ -232,7 +232,7 @@ def _unpack(packed: Array, count: int, sender: int) -> list[Array]:
             return [packed[a:b] for a, b in itertools.pairwise(ends)]
     raise MessageError(
         f"the message from rank {sender} is malformed: its {packed.size} bytes are not "
-        f"{count} messages of an allgather"
+        f"{count} packed messages of an allgather"
     )
 
 
@@ -272,8 +272,8 @@ def _joined(slices: list[Array]) -> Array:
     return np.ascontiguousarray(whole).view(np.uint8)
 
 
-def _shifted(
-    endpoint: Endpoint, ours: list[list[Array]], to: int, source: int, wanted: list[list[Array]]
+def _exchange_shifted(
+    endpoint: Endpoint, own: list[list[Array]], to: int, source: int, expected: list[list[Array]]
 ) -> Iterator[tuple[Array, Array]]:
     """Send our pieces; yield each wanted slice with its share of a received piece.
 
@@ -283,35 +283,35 @@ def _shifted(
     sent: list[Callable[[], None]] = []
 
     def send(number: int) -> None:
-        if number < len(ours):
-            message = _joined(ours[number])
+        if number < len(own):
+            message = _joined(own[number])
             sent.append(endpoint.send(message, to))
             if _is_checked(endpoint, message.size):
                 sent.append(endpoint.send(checksum_of(message), to))
 
-    def wait_for_go_ahead(number: int) -> None:
-        if number < len(ours) and _bytes(ours[number]) >= LONG_BYTES:
+    def wait_for_confirmation(number: int) -> None:
+        if number < len(own) and _bytes(own[number]) >= LONG_BYTES:
             endpoint.receive(to)
 
-    last = max(len(ours), len(wanted)) - 1
+    last = max(len(own), len(expected)) - 1
     send(0)
     send(1)
     for number in range(last + 1):
-        slices = wanted[number] if number < len(wanted) else []
-        come = _receive(endpoint, source, slices) if slices else None
+        slices = expected[number] if number < len(expected) else []
+        received = _receive(endpoint, source, slices) if slices else None
         if number > 0:
-            wait_for_go_ahead(number - 1)
+            wait_for_confirmation(number - 1)
         if _bytes(slices) >= LONG_BYTES:
-            sent.append(endpoint.send(_WORD, source))
+            sent.append(endpoint.send(_CONFIRMATION, source))
         # Before using the piece, so that the link does not idle meanwhile. A round never writes to
         # the blocks that it sends.
         send(number + 2)
-        if come is not None:
-            yield from _shares(come, slices, endpoint.ranks[source])
-    for is_gone in sent:
-        is_gone()
+        if received is not None:
+            yield from _split_by_slice(received, slices, endpoint.ranks[source])
+    for wait_until_sent in sent:
+        wait_until_sent()
     # Otherwise the next round's message could queue behind this round's last piece.
-    wait_for_go_ahead(last)
+    wait_for_confirmation(last)
 
 
 def _bytes(slices: list[Array]) -> int:
@@ -331,22 +331,22 @@ def _receive(endpoint: Endpoint, source: int, slices: list[Array]) -> tuple[Arra
     if message.size != _bytes(slices):
         raise MessageError(
             f"the message from rank {endpoint.ranks[source]} is malformed: a part of a dense "
-            f"collective has {message.size} bytes where rank {endpoint.ranks[endpoint.rank]}'s "
+            f"collective has {message.size} bytes, but rank {endpoint.ranks[endpoint.rank]}'s "
             f"has {_bytes(slices)}; every rank must pass an array of one size and dtype"
         )
     is_checked = _is_checked(endpoint, message.size)
     return message, endpoint.receive(source) if is_checked else None
 
 
-def _shares(
-    come: tuple[Array, Array | None], slices: list[Array], sender: int
+def _split_by_slice(
+    received: tuple[Array, Array | None], slices: list[Array], sender: int
 ) -> Iterator[tuple[Array, Array]]:
     """Yield each slice with its share of a message; raise MessageError if the message changed."""
-    message, checksum = come
+    message, checksum = received
     if checksum is not None:
         require_checksum(message, checksum, sender)
-    theirs = message.view(slices[0].dtype)
+    elements = message.view(slices[0].dtype)
     start = 0
     for part in slices:
-        yield part, theirs[start : start + part.size]
+        yield part, elements[start : start + part.size]
         start += part.size

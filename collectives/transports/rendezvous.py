@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_CALL_SECONDS: Final = 2.0  # for one attempt to connect to the store's port
+_ATTEMPT_SECONDS: Final = 2.0  # for one attempt to connect to the store's port
 _LEAST_SECONDS: Final = 1.0  # minimum time for the store once the port has answered
 # After this time a launcher that refuses all connections, or a store with a lost rank, is gone.
 _GONE_SECONDS: Final = 3.0
@@ -75,7 +75,7 @@ def connect(
     port (0: any free one).
     Raises PeerError if nobody serves it, RuntimeError if rank 0 cannot.
     """
-    make = import_torch().distributed.TCPStore
+    store_class = import_torch().distributed.TCPStore
     timeout = timedelta(seconds=start_timeout_seconds)
     if rank == 0 and not hosted:
         if (host, port) in _served:
@@ -83,7 +83,7 @@ def connect(
         try:
             # TCPStore would listen on all addresses of this host.
             listener = listen(host, port)
-            served: TCPStore = make(
+            served: TCPStore = store_class(
                 *(host, listener.getsockname()[1]),
                 is_master=True,
                 wait_for_workers=False,
@@ -92,7 +92,7 @@ def connect(
             )
         except (RuntimeError, OSError) as error:
             raise RuntimeError(
-                f"rank 0 must serve port {port} for the ranks to meet, and cannot: "
+                f"rank 0 cannot serve port {port}, where the ranks meet: "
                 f"{str(error).splitlines()[0]}"
             ) from error
         _served[host, port] = served
@@ -104,7 +104,9 @@ def connect(
         _await_port(host, port, start_timeout_seconds, _GONE_SECONDS if hosted else math.inf)
         reached: TCPStore = call_within(
             max(_LEAST_SECONDS, begun + start_timeout_seconds - time.monotonic()),
-            lambda: make(host, port, is_master=False, wait_for_workers=False, timeout=timeout),
+            lambda: store_class(
+                host, port, is_master=False, wait_for_workers=False, timeout=timeout
+            ),
         )
         return reached
     except (RuntimeError, OSError) as error:
@@ -115,7 +117,7 @@ def connect(
         )
         if hosted and waited < start_timeout_seconds:
             raise PeerError(f"{why}; is the launcher, which serves it, gone?") from error
-        raise PeerTimeoutError(f"{why}; is rank 0, which serves it, there?") from error
+        raise PeerTimeoutError(f"{why}; has rank 0, which serves it, started?") from error
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -124,18 +126,18 @@ def listen(host: str, port: int) -> socket.socket:
     If no interface of this host has that address (a service in front of a container), or only
     loopback has (many hosts resolve their own name so), it listens on all interfaces.
     """
-    family, *_, address = socket.getaddrinfo(_to_look_up(host), port, type=socket.SOCK_STREAM)[0]
-    where = str(address[0])
-    if not where.startswith("127.") or host == "localhost" or host.startswith("127."):
+    family, *_, address = socket.getaddrinfo(_encoded(host), port, type=socket.SOCK_STREAM)[0]
+    address_text = str(address[0])
+    if not address_text.startswith("127.") or host == "localhost" or host.startswith("127."):
         try:
-            return socket.create_server((where, port), family=family, backlog=_BACKLOG)
+            return socket.create_server((address_text, port), family=family, backlog=_BACKLOG)
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
     return socket.create_server(("", port), family=family, backlog=_BACKLOG)
 
 
-def _to_look_up(host: str) -> Any:
+def _encoded(host: str) -> Any:
     """Return a host's name as bytes: for str, Python would load tables of all characters first."""
     return host.encode() if host.isascii() else host
 
@@ -151,7 +153,7 @@ def _await_port(host: str, port: int, seconds: float, refused_seconds: float) ->
         remaining = begun + seconds - time.monotonic()
         try:
             socket.create_connection(
-                (_to_look_up(host), port), min(_CALL_SECONDS, max(0.001, remaining))
+                (_encoded(host), port), min(_ATTEMPT_SECONDS, max(0.001, remaining))
             ).close()
             return
         except OSError as error:
@@ -162,15 +164,15 @@ def _await_port(host: str, port: int, seconds: float, refused_seconds: float) ->
             if now - begun >= seconds or now - since >= refused_seconds:
                 raise
         time.sleep(min(pause, max(0.0, begun + seconds - time.monotonic())))
-        pause = min(2 * pause, _CALL_SECONDS / 2)
+        pause = min(2 * pause, _ATTEMPT_SECONDS / 2)
 
 
 def call_within(seconds: float, call: Callable[[], T]) -> T:
     """Return `call()`; raise TimeoutError, and leave it running in its thread, if too slow."""
-    made = call_in_thread(call)
-    if not futures.wait([made], seconds).done:
-        raise TimeoutError("somebody listens there, and does not answer")
-    return made.result()
+    future = call_in_thread(call)
+    if not futures.wait([future], seconds).done:
+        raise TimeoutError("the port accepts connections, but nothing answers")
+    return future.result()
 
 
 class StoreCounter:
@@ -202,14 +204,14 @@ class StoreCounter:
             return wait_for_call(lambda: self._store.add(self._name, amount), wait) - amount
         except PeerTimeoutError:
             raise PeerTimeoutError(
-                f"{who} has waited {time.monotonic() - begun:.0f} s for {store}, which counts for "
-                "them and does not answer"
+                f"{who} has waited {time.monotonic() - begun:.0f} s for {store}, which keeps "
+                "the counter and does not answer"
             ) from None
         except PeerError:
             raise
         except RuntimeError as error:
             raise PeerError(
-                f"{who} cannot reach {store}, which counts for them: {str(error).splitlines()[0]}"
+                f"{who} cannot reach {store}, which keeps the counter: {str(error).splitlines()[0]}"
             ) from error
 
 
@@ -217,7 +219,7 @@ _CALL: Final = "call"
 _SHORTEST_POLL_SECONDS: Final = 2e-4  # between two polls of the store
 _POLL_SECONDS: Final = 0.01  # the longest, and between two checks of this rank's token
 _POLLED: Final = 4  # a poll waits for a quarter of the time since the last news
-_TIMES: Final = 10  # a process that is ending overwrites a token less often than this
+_MAX_OVERWRITES: Final = 10  # a process that is ending overwrites a token less often than this
 
 
 class Start(NamedTuple):
@@ -234,75 +236,79 @@ def agree_on_start(store: Store, rank: int, size: int, timeout_seconds: float) -
     process has the same rank.
     """
     # When this rank came, when the call last changed, and when to check its own token next.
-    begun = news = checked = time.monotonic()
+    begun = changed = checked = time.monotonic()
     # TOKEN of the last call, of the call before the latest check, and of the last one answered.
-    called = heard = answered = ""
+    current_call = last_call = answered = ""
     own = f"{secrets.token_hex(8)}@{socket.gethostname()}:{os.getpid()}"
-    seen: Counter[str] = Counter()  # other tokens found in this rank's place
-    here = [f"here-{each}" for each in range(size)]
+    other_tokens: Counter[str] = Counter()  # other tokens found in this rank's place
+    token_keys = [f"here-{each}" for each in range(size)]
     try:
         # Read before announcing this rank: a call that it sees again later is from an earlier
         # start.
-        before = _read_last_call(store)
-        store.set(here[rank], own)
+        old_call = _read_last_call(store)
+        store.set(token_keys[rank], own)
         while True:
-            answers = [f"{called}-{each}" for each in range(size)]
-            call = _read_last_call(store, is_there=bool(called))
-            if rank == 0 and store.check(here):
-                tokens = [token.decode() for token in store.multi_get(here)]
+            answers = [f"{current_call}-{each}" for each in range(size)]
+            call = _read_last_call(store, is_there=bool(current_call))
+            if rank == 0 and store.check(token_keys):
+                tokens = [token.decode() for token in store.multi_get(token_keys)]
                 # A token has changed since the call, as that rank restarted or was overwritten:
                 # call again.
-                if [called, *tokens] != call:
+                if [current_call, *tokens] != call:
                     call = [secrets.token_hex(8), *tokens]
                     store.set(_CALL, " ".join(call))
                 elif store.check(answers):
-                    store.set(f"{called}-go", "begin")
-            called, *tokens = call
+                    store.set(f"{current_call}-go", "begin")
+            current_call, *tokens = call
             now = time.monotonic()
-            if called != heard:
-                heard, news = called, now
+            if current_call != last_call:
+                last_call, changed = current_call, now
             if len(tokens) == size and tokens[rank] == own:
-                if called != answered:
-                    answered = called
-                    store.set(f"{called}-{rank}", "here")
-                if store.check([f"{called}-go"]):
-                    return Start(called, [_place_of(token).rpartition(":")[0] for token in tokens])
+                if current_call != answered:
+                    answered = current_call
+                    store.set(f"{current_call}-{rank}", "here")
+                if store.check([f"{current_call}-go"]):
+                    return Start(
+                        current_call, [_place_of(token).rpartition(":")[0] for token in tokens]
+                    )
             # Not, or no longer, in the call: another process may have overwritten this rank's
             # token.
             elif now >= checked:
                 checked = now + _POLL_SECONDS
-                seen[store.get(here[rank]).decode()] += 1
-                del seen[own]
-                began = len(tokens) == size and store.check([f"{called}-go"])
-                if began and [called, *tokens] != before:
-                    seen[tokens[rank]] += _TIMES  # it was called in this start, and answered
-                _require_unique_rank(store, f"rank {rank} of {size}", own, seen)
-                store.set(here[rank], own)  # a process that is ending may have overwritten it
+                other_tokens[store.get(token_keys[rank]).decode()] += 1
+                del other_tokens[own]
+                began = len(tokens) == size and store.check([f"{current_call}-go"])
+                if began and [current_call, *tokens] != old_call:
+                    other_tokens[tokens[rank]] += (
+                        _MAX_OVERWRITES  # called in this start, and answered
+                    )
+                _require_unique_rank(store, f"rank {rank} of {size}", own, other_tokens)
+                store.set(token_keys[rank], own)  # a process that is ending may have overwritten it
             if now - begun > timeout_seconds:
-                raise missing_ranks_error(store, rank, begun, here, answers)
+                raise missing_ranks_error(store, rank, begun, token_keys, answers)
             # In proportion to the time since the last news, as many ranks poll one store.
-            pause = (now - news) / _POLLED
+            pause = (now - changed) / _POLLED
             time.sleep(min(max(pause, _SHORTEST_POLL_SECONDS), _POLL_SECONDS))
     except RuntimeError as error:
         if isinstance(error, CollectiveError):
             raise
-        raise missing_ranks_error(store, rank, begun, here) from None
+        raise missing_ranks_error(store, rank, begun, token_keys) from None
 
 
-def _require_unique_rank(store: Store, name: str, own: str, seen: Counter[str]) -> None:
+def _require_unique_rank(store: Store, name: str, own: str, other_tokens: Counter[str]) -> None:
     """Raise MismatchError if another process overwrites this one's token with its own.
 
-    seen: how often each other token was found there.
+    other_tokens: how often each was found there.
     """
-    twin = next((token for token, times in seen.items() if times >= _TIMES), "")
+    twin = next((token for token, count in other_tokens.items() if count >= _MAX_OVERWRITES), "")
     if twin:
         store.set(f"twin of {twin}", own)
     elif store.check([f"twin of {own}"]):
         twin = store.get(f"twin of {own}").decode()
     if twin:
-        here, there = (_place_of(token).replace(":", ", pid ") for token in (own, twin))
+        this, other = (_place_of(token).replace(":", ", pid ") for token in (own, twin))
         raise MismatchError(
-            f"two processes are {name}: this one (host {here}) and another (host {there}); give "
+            f"two processes are {name}: this one (host {this}) and another (host {other}); give "
             "each a number of its own, 0 to the number of ranks - 1 (RANK), and each job a port of "
             "its own (MASTER_PORT)"
         )
@@ -340,10 +346,10 @@ def missing_ranks_error(
     return waited_error(rank, size, begun, absent)
 
 
-_NOBODY: Final = "the others, and where the ranks meet nobody answers any more"
+_NO_ANSWER: Final = "the others, and the store where the ranks meet no longer answers"
 
 
-def waited_error(rank: int, size: int, begun: float, absent: str = _NOBODY) -> PeerTimeoutError:
+def waited_error(rank: int, size: int, begun: float, absent: str = _NO_ANSWER) -> PeerTimeoutError:
     """Return the error for a rank that has waited since `begun`; default: last for the store."""
     return PeerTimeoutError(
         f"rank {rank} of {size} has waited {time.monotonic() - begun:.3g} s at the start for "

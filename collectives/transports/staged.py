@@ -29,7 +29,7 @@ from ..errors import MismatchError
 from ..vector import Array, is_on_device
 from .carrier import Overlay
 from .counters import Counter, NodeMemory
-from .gpu import host_copy, is_of_gpu, is_tensor, load_cupy, tensor_of
+from .gpu import host_copy, is_gpu_array, is_tensor, load_cupy, tensor_of
 from .transport import Path, Step, Transport
 
 _FIELDS: Final = struct.Struct("<8sqq")
@@ -82,7 +82,7 @@ class StagedTransport(Overlay):
         self.full_speed_bytes = host.full_speed_bytes
         self.counts_allreduce = host.counts_allreduce
         self._views: dict[Path, StagedTransport] = {} if parent is None else parent._views
-        self._making_a_view: threading.Lock = parent._making_a_view if parent else threading.Lock()
+        self._views_lock: threading.Lock = parent._views_lock if parent else threading.Lock()
 
     @cached_property
     def _cupy(self) -> Any:
@@ -158,13 +158,13 @@ class StagedTransport(Overlay):
         self._on_host(array, lambda host: self.host.broadcast_into(host, root))
 
     def alltoall(self, array: Array, bounds: Sequence[int]) -> tuple[Array, list[int]]:
-        if not is_of_gpu(array):
+        if not is_gpu_array(array):
             return self.host.alltoall(array, bounds)
         received, ends = self.host.alltoall(self._to_host(array), bounds)
         return tensor_of(received, array) if is_tensor(array) else self._to_device(received), ends
 
     def _on_host(self, array: Array, collective: Callable[[Array], None]) -> None:
-        if not is_of_gpu(array):
+        if not is_gpu_array(array):
             collective(array)
             return
         host = self._to_host(array)
@@ -182,7 +182,7 @@ class StagedTransport(Overlay):
 
     def view(self, step: Step, ranks: Sequence[int]) -> Transport:
         host = self.host.view(step, ranks)
-        with self._making_a_view:
+        with self._views_lock:
             if host.path not in self._views:
                 self._views[host.path] = type(self)(host, self)
             return self._views[host.path]

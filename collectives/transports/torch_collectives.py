@@ -28,7 +28,9 @@ from .reductions import parts_of
 from .rendezvous import connect, import_torch
 from .transport import Transport
 
-_OURS: Final = timedelta(days=365)  # torch's timeout; the host transport's ends waits earlier
+_TORCH_TIMEOUT: Final = timedelta(
+    days=365
+)  # torch's timeout; the host transport's ends waits earlier
 
 DTYPES: Final = ("int8", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 
@@ -44,31 +46,31 @@ class TorchCollectives(GpuGroup):
     ) -> None:
         super().__init__(host, timeout_seconds, "NCCL" if backend == "nccl" else backend)
         self._torch = torch = import_torch()
-        self._place = torch.device("cuda", device) if backend == "nccl" else torch.device("cpu")
-        self._is_under_way = False
+        self._device = torch.device("cuda", device) if backend == "nccl" else torch.device("cpu")
+        self._is_running = False
         self._called: set[object] = set()  # kinds of call that no longer block
         store = _open_store(host, timeout_seconds)
 
         def join() -> Any:
             if backend == "nccl":
                 options = torch.distributed.ProcessGroupNCCL.Options()
-                options._timeout = _OURS
+                options._timeout = _TORCH_TIMEOUT
                 make = torch.distributed.ProcessGroupNCCL
                 return make(store, host.rank, host.size, options)
-            return torch.distributed.ProcessGroupGloo(store, host.rank, host.size, _OURS)
+            return torch.distributed.ProcessGroupGloo(store, host.rank, host.size, _TORCH_TIMEOUT)
 
         self._group = self.call_in_thread(join)
 
     def use_device(self) -> None:
-        if self._place.type == "cuda":
-            self._torch.cuda.set_device(self._place)
+        if self._device.type == "cuda":
+            self._torch.cuda.set_device(self._device)
 
     def end_group(self, group: Any) -> None:
         if hasattr(group, "abort"):
             super().end_group(group)
 
     def abort(self, reason: str) -> None:
-        if self._is_under_way:
+        if self._is_running:
             # Never destroy it: that would wait for calls under way, even at the program's end.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
         super().abort(reason)
@@ -76,7 +78,7 @@ class TorchCollectives(GpuGroup):
     def sum_of_ranks(self) -> list[float]:
         """Return the sum of every rank's 1 + rank, four times, for a start-up test."""
         torch = self._torch
-        array = torch.full((4,), self._host.rank + 1.0, dtype=torch.float32, device=self._place)
+        array = torch.full((4,), self._host.rank + 1.0, dtype=torch.float32, device=self._device)
         self.allreduce(array, "sum")
         total: list[float] = array.tolist()
         return total
@@ -151,9 +153,9 @@ class TorchCollectives(GpuGroup):
 
         Raises PeerError after this or an earlier abort.
         """
-        self.require_unbroken()
+        self.require_usable()
         stream = (
-            self._torch.cuda.current_stream(self._place) if self._place.type == "cuda" else None
+            self._torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         )
 
         def call() -> list[Any]:
@@ -162,7 +164,7 @@ class TorchCollectives(GpuGroup):
             with self._torch.cuda.stream(stream):  # in this thread, wait for the caller's stream
                 return begin(self._group)
 
-        def all_there() -> bool | None:
+        def all_completed() -> bool | None:
             return all(work.is_completed() for work in works) or None
 
         def run() -> list[Any]:
@@ -171,14 +173,14 @@ class TorchCollectives(GpuGroup):
 
         works: list[Any] = []
         # Stays set if `abort` follows an error, which must then keep the group alive.
-        self._is_under_way = True
-        works = self.unless_broken(run)
+        self._is_running = True
+        works = self.abort_on_error(run)
         self._called.add(kind)
-        self.wait(all_there)
+        self.wait(all_completed)
         # The work has ended; `wait` only raises its errors.
         for work in works:
-            self.unless_broken(work.wait)
-        self._is_under_way = False
+            self.abort_on_error(work.wait)
+        self._is_running = False
 
 
 def _open_store(host: Transport, timeout_seconds: float) -> Any:
@@ -195,10 +197,10 @@ def _open_store(host: Transport, timeout_seconds: float) -> Any:
         except (RuntimeError, OSError) as error:
             failure = f" ({error})"
     # The only message over the host: later failures are each rank's own.
-    place: str = host.broadcast_object(text)
-    if not place:
+    server: str = host.broadcast_object(text)
+    if not server:
         raise PeerError(f"rank {host.ranks[0]} could not serve a store for torch's NCCL{failure}")
-    address, port, word = place.split(" ")
+    address, port, token = server.split(" ")
     if store is None:
         store = connect(address, int(port), host.rank, timeout_seconds)
-    return prefix_store(f"gtopk-{word}", store)
+    return prefix_store(f"gtopk-{token}", store)

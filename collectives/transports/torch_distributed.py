@@ -169,8 +169,10 @@ class TorchDistributedTransport(Carrier):
                 return DepartureNotice.decode(message)
             if tag == _ABORT:
                 reason = message[1:].tobytes().decode(errors="replace")
-                here = f" in {self._activity}" if self._activity else ""
-                print_line(f"rank {self.rank} ends{here}, as rank {source} ended the job{reason}")
+                activity = f" in {self._activity}" if self._activity else ""
+                print_line(
+                    f"rank {self.rank} ends{activity}, as rank {source} ended the job{reason}"
+                )
                 end_process(int(message[0]))
             self.mailbox.put(tag, source, message)
 
@@ -241,9 +243,9 @@ class TorchDistributedTransport(Carrier):
         if self.size == 1:
             return
         # torch 2.1's gloo lacks bfloat16. It sums float16 in float32, as we do.
-        ours = array.dtype not in (np.int32, np.int64, np.float16, np.float32, np.float64)
-        ours |= loses_nan(reduction, array.dtype.name)
-        if ours or array.nbytes < self.native_bytes():
+        uses_messages = array.dtype not in (np.int32, np.int64, np.float16, np.float32, np.float64)
+        uses_messages |= loses_nan(reduction, array.dtype.name)
+        if uses_messages or array.nbytes < self.native_bytes():
             super().allreduce(array, reduction)
             return
         self.barrier()  # all ranks are here: gloo's call could not be given up if a rank left
@@ -278,9 +280,9 @@ class TorchDistributedTransport(Carrier):
 
     def announce_departure(self, reason: str) -> None:
         if self._departing is None:
-            self._departing = self._tell_all(_DEPARTURE, self.departure_notice(reason).encode())
+            self._departing = self._send_to_all(_DEPARTURE, self.departure_notice(reason).encode())
 
-    def _tell_all(self, tag: int, message: Array) -> list[Work]:
+    def _send_to_all(self, tag: int, message: Array) -> list[Work]:
         """Send a last message to all remaining peers."""
         works: list[Work] = []
         for peer in self._listeners:
@@ -291,15 +293,15 @@ class TorchDistributedTransport(Carrier):
         return works
 
     def leave(self, reason: str, leave_timeout_seconds: float | None = None) -> list[int]:
-        staying = super().leave(reason, leave_timeout_seconds)
+        remaining = super().leave(reason, leave_timeout_seconds)
         _wait_for_last_sends(self._departing or [])
-        return staying
+        return remaining
 
     def abort(self, exit_code: int, reason: str = "") -> None:
         text = f": it {reason}" if reason else ""
-        word = np.frombuffer(bytes([exit_code % 256]) + text.encode(), np.uint8)
+        message = np.frombuffer(bytes([exit_code % 256]) + text.encode(), np.uint8)
         # Send the reason first: gloo's threads, which send it, end with the process.
-        _wait_for_last_sends(self._tell_all(_ABORT, word))
+        _wait_for_last_sends(self._send_to_all(_ABORT, message))
         end_process(exit_code)
 
     def neighbours(self) -> list[int]:
@@ -357,16 +359,20 @@ def join_at(
     ranks: a subset, the same on each of its ranks; the others need not come. None: all.
     Other ranks, or these, may have met there before: a roll call gives these a token of their own.
     """
-    under, prefix = import_torch().distributed.PrefixStore, "gtopk"
+    prefix_store, prefix = import_torch().distributed.PrefixStore, "gtopk"
     if ranks is not None:
         prefix += f"-of-{'-'.join(map(str, ranks))}"
         rank, size = ranks.index(rank), len(ranks)
-    store = under(prefix, store)
+    store = prefix_store(prefix, store)
     begun = time.monotonic()
 
     def meet(start: Start) -> TorchDistributedTransport:
         return TorchDistributedTransport(
-            under(start.token, store), rank, start.hosts, timeout_seconds, start_timeout_seconds
+            prefix_store(start.token, store),
+            rank,
+            start.hosts,
+            timeout_seconds,
+            start_timeout_seconds,
         )
 
     try:

@@ -103,7 +103,7 @@ class Transport(Endpoint):
             )
         if self.rank not in ranks:
             raise ValueError(
-                f"only members make a subset: rank {self.rank} is not in {list(ranks)}"
+                f"only members may call subset: rank {self.rank} is not in {list(ranks)}"
             )
         members = tuple(self.ranks[int(rank)] for rank in ranks)
         return self.view(members, members)
@@ -132,11 +132,11 @@ class Transport(Endpoint):
         """
         return self.size == 1 and tensor.device.type == "cuda"
 
-    def carrying(self, on_gpu: bool, what: Hashable = None) -> Transport:
+    def carrying(self, on_gpu: bool, key: Hashable = None) -> Transport:
         """Return the transport for vectors that each rank has either on its GPU or on its host.
 
-        A collective: the first call for a `what` may exchange a message.
-        what: a key for these vectors, as others may be elsewhere; equal on all ranks.
+        A collective: the first call for a `key` may exchange a message.
+        key: of these vectors, as others may be elsewhere; equal on all ranks.
         """
         return self
 
@@ -438,8 +438,8 @@ class Transport(Endpoint):
         message = self.broadcast(own if self.rank == root else None, root)
         if message.size != own.size:
             raise MessageError(
-                f"rank {self.ranks[root]} broadcasts {message.size} bytes where rank "
-                f"{self.ranks[self.rank]}'s array has {own.size}; all must be alike"
+                f"rank {self.ranks[root]} broadcasts {message.size} bytes, but rank "
+                f"{self.ranks[self.rank]}'s array has {own.size}; all arrays must be equally large"
             )
         if self.rank != root:
             own[...] = message
@@ -467,19 +467,19 @@ class Transport(Endpoint):
         by_source = {self.rank: messages[self.rank], **dict(zip(sources, received, strict=True))}
         return [by_source[source] for source in range(self.size)]
 
-    def gather_object(self, mine: Any) -> list[Any]:
+    def gather_object(self, obj: Any) -> list[Any]:
         """Return every rank's object, in rank order. A collective.
 
         An object is anything in JSON: numbers (floats bit for bit), texts, booleans, None, lists
         and dicts with text keys; tuples arrive as lists. Use it for rare, small messages, and
         `allgather` for vectors. Raises MessageError, which names the rank, for invalid JSON.
         """
-        messages = self.allgather(_as_message(mine))
+        messages = self.allgather(_as_message(obj))
         return [_as_object(m, rank) for m, rank in zip(messages, self.ranks, strict=True)]
 
-    def broadcast_object(self, mine: Any, root: int = 0) -> Any:
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
         """Return the root's object, of `gather_object`'s types; others' arguments are ignored."""
-        own = _as_message(mine) if self.rank == root else None
+        own = _as_message(obj) if self.rank == root else None
         return _as_object(self.broadcast(own, root), self.ranks[root])
 
     def barrier(self) -> None:

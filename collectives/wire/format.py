@@ -205,7 +205,7 @@ def numbered(index_code: int, value_code: int) -> Format:
     """Return the format with these numbers; raise ValueError if there is none."""
     if index_code >= len(_INDEX_NAMES) or value_code >= len(_VALUE_NAMES):
         raise ValueError(
-            f"its codes are numbers {index_code} and {value_code}; "
-            f"this rank knows {len(_INDEX_NAMES)} and {len(_VALUE_NAMES)}"
+            f"its codes have the numbers {index_code} and {value_code}; this rank has "
+            f"{len(_INDEX_NAMES)} index codes and {len(_VALUE_NAMES)} value codes"
         )
     return Format(_INDEX_NAMES[index_code], _VALUE_NAMES[value_code])

@@ -92,7 +92,7 @@ def read_header(message: Array) -> Header:
     if magic != MAGIC:
         raise ValueError(f"it begins with {magic!r}, not {MAGIC!r}")
     if version != VERSION:
-        raise ValueError(f"it has format version {version}; this rank speaks version {VERSION}")
+        raise ValueError(f"it has format version {version}; this rank uses version {VERSION}")
     if _CHECKSUM.unpack_from(head.data, _FIELDS.size) != (expected,):
         raise ValueError("its checksum does not match its content")
     return Header(*fields)
@@ -119,24 +119,24 @@ class CodingTotals(NamedTuple):
 NOTHING_CODED: Final = CodingTotals()
 
 
-class _OfThread(threading.local):
+class _ThreadTotals(threading.local):
     """Totals by thread: the engine's thread writes and reads all of a rank's messages."""
 
     total = NOTHING_CODED
 
 
-_here: Final = _OfThread()
+_thread_totals: Final = _ThreadTotals()
 
 
 def coded(since: CodingTotals = NOTHING_CODED) -> CodingTotals:
     """Return this thread's totals since it began, less the totals `since`."""
-    return CodingTotals(*map(operator.sub, _here.total, since))
+    return CodingTotals(*map(operator.sub, _thread_totals.total, since))
 
 
 def count(seconds: float, entries: int = 0, message_bytes: int = 0) -> None:
     """Add to this thread's totals; entries and bytes count for messages written only."""
-    before = _here.total
-    _here.total = CodingTotals(
+    before = _thread_totals.total
+    _thread_totals.total = CodingTotals(
         before.seconds + seconds, before.entries + entries, before.bytes + message_bytes
     )
 
@@ -304,8 +304,8 @@ def _decode(
     if on_host != isinstance(like.values, np.ndarray):
         places = ("the host", "a GPU") if on_host else ("a GPU", "the host")
         raise ValueError(
-            f"it comes from {places[0]} where this rank's vector is on {places[1]}; over NCCL all "
-            "ranks must pass vectors on GPUs, or none"
+            f"it comes from {places[0]}, but this rank's vector is on {places[1]}; over NCCL, "
+            "either all ranks or none must pass vectors on GPUs"
         )
     if not on_host and message.data.ptr % _MOST_PADDING:  # type: ignore[attr-defined]
         message = message.copy()  # kernels need aligned elements
@@ -313,15 +313,15 @@ def _decode(
     count, float_bytes = header.entries, header.float_bytes
     # The error names the first difference. The number comes first, since a message of another
     # operation may differ in everything.
-    theirs = (header.number, *header[:3], header.length, header.k, header.extra_bytes)
-    ours = (number % NUMBERS, *numbers(format), like.values.itemsize, like.length, k, extra_bytes)
-    if theirs != ours:
-        raise _disagreement(theirs, ours)
+    received = (header.number, *header[:3], header.length, header.k, header.extra_bytes)
+    own = (number % NUMBERS, *numbers(format), like.values.itemsize, like.length, k, extra_bytes)
+    if received != own:
+        raise _mismatch(received, own)
     # The checksum only proves that these bytes were sent: check every size before using it.
     if not 0 <= count <= header.length:
         raise ValueError(f"it announces {count} entries of a vector of {header.length}")
     if header.refused_by < NOBODY:
-        raise ValueError(f"it names rank {header.refused_by}")
+        raise ValueError(f"its refusing rank is {header.refused_by}")
     index_code, value_code = ALL_INDEX_CODES[format.indices], VALUE_CODES[format.values]
     if header.exponent not in value_code.exponents(like.values.dtype):
         raise ValueError(f"its exponent is {header.exponent}")
@@ -345,7 +345,7 @@ def _decode(
     return Decoded(vector, message[extra_from:], header.refused_by)
 
 
-def _disagreement(theirs: tuple[int, ...], ours: tuple[int, ...]) -> ValueError:
+def _mismatch(message_fields: tuple[int, ...], own_fields: tuple[int, ...]) -> ValueError:
     """Return the error that names the first difference between the ranks."""
     got, expected = (
         {
@@ -356,7 +356,10 @@ def _disagreement(theirs: tuple[int, ...], ours: tuple[int, ...]) -> ValueError:
             "k": k,
             "number of bytes behind the values": extra_bytes,
         }
-        for number, index_code, value_code, float_bytes, length, k, extra_bytes in (theirs, ours)
+        for number, index_code, value_code, float_bytes, length, k, extra_bytes in (
+            message_fields,
+            own_fields,
+        )
     )
     name = next(name for name in got if got[name] != expected[name])
     return ValueError(

@@ -25,10 +25,10 @@ from ..planning.comparison import (
     SHARDS,
     Cluster,
     Comparison,
+    break_even_text,
     compare,
     deciding,
     pays_clearly,
-    where_it_pays,
 )
 from ..runtime.standard_streams import coloured, wants_colour
 from ..units import (
@@ -176,7 +176,7 @@ def verdict(comparison: Comparison, clearly: bool | None) -> str:
         return "One rank has nobody to send to: there is nothing to compress."
     dense_adds, adds = map(duration_text, map(comparison.exposed_seconds, (dense, cheapest)))
     density = f"{cheapest.candidate.density:g}"
-    where = where_it_pays(comparison.break_even)
+    where = break_even_text(comparison.break_even)
     hides = comparison.cluster.backward_seconds > 0
     if not comparison.pays:
         at_most = "" if hides else ", with nothing hidden behind the backward pass"

@@ -59,7 +59,7 @@ class Hyper(NamedTuple):
 
 
 # For a parameter that was removed from all groups: the current step will be void.
-GONE: Final = Hyper(0.0, 0.0, 0.0, 1.0, 0.0, False)
+REMOVED: Final = Hyper(0.0, 0.0, 0.0, 1.0, 0.0, False)
 
 
 class AdamGroups:
@@ -74,15 +74,15 @@ class AdamGroups:
 
     def read(self, parameters: Sequence[torch.Tensor]) -> list[Hyper | None]:
         """Return the current options of these parameters; None: the step skips this parameter."""
-        of: dict[torch.Tensor, Hyper] = {}
+        hyper_of: dict[torch.Tensor, Hyper] = {}
         for group in self._optimizer.param_groups:
             refuse_amsgrad(group)
             beta1, beta2 = map(float, group["betas"])
             l2 = 0.0 if is_decoupled(group, self._optimizer) else float(group["weight_decay"])
             rate = float(group["lr"]) * self.factor
-            one = Hyper(rate, beta1, beta2, float(group["eps"]), l2, bool(group["maximize"]))
-            of.update(dict.fromkeys(group["params"], one))
-        return [of.get(parameter, GONE) for parameter in parameters]
+            hyper = Hyper(rate, beta1, beta2, float(group["eps"]), l2, bool(group["maximize"]))
+            hyper_of.update(dict.fromkeys(group["params"], hyper))
+        return [hyper_of.get(parameter, REMOVED) for parameter in parameters]
 
     def state_of(self, parameter: torch.Tensor) -> MutableMapping[str, Any]:
         """Return the optimizer's own state of a parameter; the caller may change it in place."""
@@ -98,9 +98,9 @@ def refuse_amsgrad(group: dict[str, Any]) -> None:
     """Raise ValueError for a parameter group with amsgrad=True."""
     if group["amsgrad"]:
         raise ValueError(
-            "amsgrad=True needs the largest second moment of the mean gradient, and no rank knows "
-            "that of every coordinate in every step: use amsgrad=False, or adam_steps='after', "
-            "which steps with the agreed update and loses accuracy"
+            "amsgrad=True needs the largest second moment of the mean gradient, which ranks only "
+            "sample: use amsgrad=False, or adam_steps='after', which steps with the agreed update "
+            "and loses accuracy"
         )
 
 
@@ -124,7 +124,7 @@ class OwnMoments:
     rows: torch.Tensor
 
 
-class _Before(NamedTuple):
+class _Snapshot(NamedTuple):
     """The shared state before a step, at the coordinates sampled in it."""
 
     places: torch.Tensor
@@ -157,13 +157,13 @@ class AdamSteps:
         ]
         self._steps = [0] * len(self._sizes)
         self._hypers: list[Hyper | None] = []
-        self._aside: Collection[int] = ()  # parameters that have no gradient on any rank
-        self._before: _Before | None = None
+        self._excluded: Collection[int] = ()  # parameters that have no gradient on any rank
+        self._snapshot: _Snapshot | None = None
         self.mean_square = 0.0  # sum of squares of the mean gradient, from the last step's sample
 
     def read(self, own: OwnMoments) -> None:
         """Read the options, and adopt state that was loaded into the optimizer."""
-        self._hypers, self._aside = self._groups.read(self._parameters), ()
+        self._hypers, self._excluded = self._groups.read(self._parameters), ()
         for number, parameter in enumerate(self._parameters):
             if self._hypers[number] is None:
                 continue
@@ -172,16 +172,16 @@ class AdamSteps:
             # first step.
             if state.get(SHARED) is not shared:
                 if SHARED not in state:  # no state yet, or a plain AdamW's
-                    self._begin_anew(number, own)
+                    self._reset_moments(number, own)
                 if SHARED in state:
                     shared.copy_(state[SHARED])
                     rows.copy_(state[SHARED_ROWS])
                 elif "exp_avg_sq" in state:
-                    self._begin_with(number, state, shared, own)
+                    self._import_adam_state(number, state, shared, own)
                 state[STEP] = step_count(float(state.get(STEP, 0)))
                 state[SHARED], state[SHARED_ROWS] = shared, rows
                 if not int(own.ages[number]):
-                    self._begin_late(number, int(state[STEP]), own)
+                    self._init_late_joiner(number, int(state[STEP]), own)
             self._steps[number] = int(state[STEP])
 
     def is_unchanged(self) -> bool:
@@ -191,7 +191,7 @@ class AdamSteps:
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return split_like(flat, self._parameters, self._strides)
 
-    def _begin_anew(self, number: int, own: OwnMoments) -> None:
+    def _reset_moments(self, number: int, own: OwnMoments) -> None:
         """Reset a parameter's moments: this rank's own and the shared ones."""
         shared, rows = self._in_state[number]
         shared.fill_(UNKNOWN)
@@ -201,7 +201,7 @@ class AdamSteps:
         own.rows.split(self.rows)[number].zero_()
         own.ages[number] = 0
 
-    def _begin_late(self, number: int, steps: int, own: OwnMoments) -> None:
+    def _init_late_joiner(self, number: int, steps: int, own: OwnMoments) -> None:
         """Set the moments of a rank that joins at a step that the other ranks have reached.
 
         At age 0, bias correction would give its first gradient as much weight as all the gradients
@@ -210,17 +210,17 @@ class AdamSteps:
         shared, rows = self._in_state[number]
         if not steps or bool((shared < 0).any()):
             return  # the other ranks are hardly older: some coordinates are not sampled yet
-        seen = 1.0 - (self._hypers[number] or GONE).beta2 ** steps
+        seen = 1.0 - (self._hypers[number] or REMOVED).beta2 ** steps
         self._split(own.second)[number].copy_(shared).mul_(self.share * seen)
         own.rows.split(self.rows)[number].copy_(rows).mul_(self.share)
         own.ages[number] = steps
 
-    def _begin_with(
+    def _import_adam_state(
         self, number: int, state: MutableMapping[str, Any], shared: torch.Tensor, own: OwnMoments
     ) -> None:
         """Continue from the moments of a plain AdamW, which are those of the mean gradient."""
         steps, share = int(state[STEP]), self.share
-        hyper = self._hypers[number] or GONE
+        hyper = self._hypers[number] or REMOVED
         # Remove them: a plain Adam that gets this state later must notice that they are missing.
         square = state.pop("exp_avg_sq")
         mean = state.pop("exp_avg")
@@ -244,7 +244,7 @@ class AdamSteps:
         self._add_decay(gradient, share)
         began = time.perf_counter()
         # Also with a share of 0, because summing the samples is a collective.
-        ratios = self._learn(gradient, share, transport, own.rows)
+        ratios = self._update_shared_moment(gradient, share, transport, own.rows)
         seconds = time.perf_counter() - began
         if share:
             own.ages.add_(1)
@@ -257,7 +257,7 @@ class AdamSteps:
         for number, (hyper, parameter, part) in enumerate(
             zip(self._hypers, self._parameters, self._split(gradient), strict=True)
         ):
-            if hyper is None or number in self._aside:  # decay alone would make a step, too
+            if hyper is None or number in self._excluded:  # decay alone would make a step, too
                 continue
             if hyper.maximize:
                 part.neg_()
@@ -266,7 +266,7 @@ class AdamSteps:
                 # Times the share, so that the sum over the ranks adds the decay once.
                 part.add_(values, alpha=share * hyper.l2)
 
-    def _learn(
+    def _update_shared_moment(
         self, gradient: torch.Tensor, share: float, transport: Transport, own_rows: torch.Tensor
     ) -> torch.Tensor:
         """Add this step's sample to the shared moment; return R, [all rows], on the host."""
@@ -274,29 +274,29 @@ class AdamSteps:
         places = sample.places.to(gradient.device)
         # Half the bytes of float32 with the same range; float16 would lose small gradients.
         sent = gradient[places].to(torch.bfloat16)
-        on_wire = to_array(sent)
-        # A copy, because the allreduce overwrites `on_wire`.
-        mine = from_array(on_wire, sent).to("cpu", self._shared_rows.dtype)
+        message = to_array(sent)
+        # A copy, because the allreduce overwrites `message`.
+        own_sample = from_array(message, sent).to("cpu", self._shared_rows.dtype)
         if self._ranks > 1:
-            transport.allreduce(on_wire)
-        mean = from_array(on_wire, sent).to(self._shared.dtype)
+            transport.allreduce(message)
+        mean = from_array(message, sent).to(self._shared.dtype)
         squares = mean.square()
-        before = self._shared[places]
+        old_values = self._shared[places]
         # After the allreduce, which may raise, but before the first change.
-        self._before = _Before(places, before, self._shared_rows.clone(), self._steps)
-        weights = self._sample_weights(sample.numbers).to(before)
+        self._snapshot = _Snapshot(places, old_values, self._shared_rows.clone(), self._steps)
+        weights = self._sample_weights(sample.numbers).to(old_values)
         # The first sample has weight 1, for which lerp returns the sample exactly: no trace of
         # UNKNOWN remains.
-        self._shared[places] = torch.lerp(before, squares, weights)
+        self._shared[places] = torch.lerp(old_values, squares, weights)
         on_host = squares.cpu()
         self._shared_rows.mul_(_ROW_DECAY).index_add_(0, sample.rows, on_host)
         self.mean_square = SWEEP * float(on_host.sum())  # a sweep samples each coordinate once
         own_rows.mul_(_ROW_DECAY)
         if share:
-            own_rows.index_add_(0, sample.rows, mine.square_().div_(share))
+            own_rows.index_add_(0, sample.rows, own_sample.square_().div_(share))
         self._set_steps([steps + 1 for steps in self._steps])
-        if passed_over := [n for n, hyper in enumerate(self._hypers) if hyper is None]:
-            self.undo_part(passed_over)
+        if skipped := [n for n, hyper in enumerate(self._hypers) if hyper is None]:
+            self.undo_part(skipped)
         return self._ratios(own_rows)
 
     def _sample_weights(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -305,7 +305,7 @@ class AdamSteps:
         for steps, hyper in zip(self._steps, self._hypers, strict=True):
             # A coordinate is sampled once per sweep; Adam's moment would have decayed this much in
             # between. The divisor corrects the bias towards zero, as in Adam.
-            decay = (hyper or GONE).beta2 ** SWEEP
+            decay = (hyper or REMOVED).beta2 ** SWEEP
             weights.append((1.0 - decay) / (1.0 - decay ** times_sampled(steps + 1)))
         return torch.tensor(weights, dtype=self._shared.dtype, device="cpu")[numbers]
 
@@ -325,9 +325,9 @@ class AdamSteps:
 
     def _ratios_of(self, own: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
         ratio = mean.sum() / own.sum().clamp_min(1e-30)
-        more = own.mean() * _SMOOTHING
+        smoothing = own.mean() * _SMOOTHING
         # Shrink towards the ratio of all rows; the smaller a row's sums, the more.
-        ratios = (mean + ratio * more) / (own + more + 1e-30)
+        ratios = (mean + ratio * smoothing) / (own + smoothing + 1e-30)
         # It is 1 for equal gradients and 1 / P for independent ones.
         return ratios.clamp_(0.25 / self._ranks, 1.0)
 
@@ -337,16 +337,16 @@ class AdamSteps:
 
     def _set_steps(self, steps: list[int]) -> None:
         self._steps = steps
-        for parameter, hyper, many in zip(self._parameters, self._hypers, steps, strict=True):
+        for parameter, hyper, count in zip(self._parameters, self._hypers, steps, strict=True):
             if hyper is not None:
-                self._groups.state_of(parameter)[STEP].fill_(many)
+                self._groups.state_of(parameter)[STEP].fill_(count)
 
     def _step(
         self, gradient: torch.Tensor, share: float, own: OwnMoments, ratios: torch.Tensor | None
     ) -> None:
         vectors = (gradient, own.first, own.second, self._shared)
         parts = zip(*(each.split(self._sizes) for each in vectors), strict=True)
-        of_rows = (
+        row_ratios = (
             [None] * len(self.rows)
             if ratios is None
             else ratios.to(gradient.device).split(self.rows)
@@ -356,7 +356,7 @@ class AdamSteps:
             self._steps,
             self._hypers,
             self.rows,
-            of_rows,
+            row_ratios,
             parts,
             strict=True,
         ):
@@ -380,29 +380,31 @@ class AdamSteps:
 
     def state_before(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
         """Return copies of the state as `undo` would leave it; empty if nothing would change."""
-        if self._before is None:
+        if self._snapshot is None:
             return {}
-        places, values, rows, steps = self._before
+        places, values, rows, steps = self._snapshot
         shared = self._shared.clone()
         shared[places] = values
         views = zip(self._split(shared), rows.split(self.rows), steps, strict=True)
         return {
             parameter: {
-                STEP: step_count(float(many)),
-                SHARED: of_shared,
-                SHARED_ROWS: of_rows.clone(),
+                STEP: step_count(float(count)),
+                SHARED: shared_values,
+                SHARED_ROWS: row_values.clone(),
             }
-            for parameter, (of_shared, of_rows, many) in zip(self._parameters, views, strict=True)
+            for parameter, (shared_values, row_values, count) in zip(
+                self._parameters, views, strict=True
+            )
         }
 
     def undo(self) -> None:
         """Restore the shared state of all parameters to before `make_step`."""
         self.undo_part(range(len(self._sizes)))
-        self._before = None
+        self._snapshot = None
 
     def exclude(self, numbers: Collection[int]) -> None:
         """Add no decay for these parameters in this step: no rank has a gradient for them."""
-        self._aside = numbers
+        self._excluded = numbers
 
     def undo_part(self, numbers: Sequence[int]) -> None:
         """Restore the shared state of some parameters to before `make_step`.
@@ -410,23 +412,23 @@ class AdamSteps:
         numbers: parameters without a gradient on any rank, which plain AdamW skips, too. All ranks
             must pass the same numbers.
         """
-        if self._before is None:
+        if self._snapshot is None:
             return
-        places, shared, rows, steps = self._before
+        places, shared, rows, steps = self._snapshot
         ends = [*itertools.accumulate(self._sizes, initial=0)]
         row_ends = [*itertools.accumulate(self.rows, initial=0)]
-        now = list(self._steps)
+        counts = list(self._steps)
         for number in numbers:
-            mine = (places >= ends[number]) & (places < ends[number + 1])
-            self._shared[places[mine]] = shared[mine]
-            where = slice(*row_ends[number : number + 2])
-            self._shared_rows[where] = rows[where]
-            now[number] = steps[number]
-        self._set_steps(now)
+            in_parameter = (places >= ends[number]) & (places < ends[number + 1])
+            self._shared[places[in_parameter]] = shared[in_parameter]
+            row_slice = slice(*row_ends[number : number + 2])
+            self._shared_rows[row_slice] = rows[row_slice]
+            counts[number] = steps[number]
+        self._set_steps(counts)
 
     def drop_snapshot(self) -> None:
         """Make the step final: from now on `undo` changes nothing."""
-        self._before = None
+        self._snapshot = None
 
 
 def step_count(steps: float) -> torch.Tensor:
@@ -450,10 +452,10 @@ def _pieces(
 ) -> Iterator[tuple[Any, ...]]:
     """Return pieces of the vectors, [rows, row length], and their ratios, sized for a CPU cache."""
     if vectors[0].device.type != "cpu" or not vectors[0].numel():
-        wide = rows, rows
+        piece_lengths = rows, rows
     else:
-        wide = max(1, _PIECE * rows // vectors[0].numel()), _PIECE
+        piece_lengths = max(1, _PIECE * rows // vectors[0].numel()), _PIECE
     if rows == 1 or ratio is None:
-        return zip(*(each.split(wide[1]) for each in vectors), itertools.repeat(ratio))
-    split = (each.view(rows, -1).split(wide[0]) for each in vectors)
-    return zip(*split, ratio.view(rows, 1).split(wide[0]), strict=True)
+        return zip(*(each.split(piece_lengths[1]) for each in vectors), itertools.repeat(ratio))
+    split = (each.view(rows, -1).split(piece_lengths[0]) for each in vectors)
+    return zip(*split, ratio.view(rows, 1).split(piece_lengths[0]), strict=True)

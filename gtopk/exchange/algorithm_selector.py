@@ -4,13 +4,13 @@
     reconsider  after a window of steps: if measured and predicted seconds differ by more than a
                 third, or dense was measured to be better, correct the predictions and choose again
     probe       in both: run some dense steps, so that the time to beat is measured and not
-                modelled. Probe at once, unless sparse is expected to be CLEARLY better. Then probe
-                when these steps take no more than PREMIUM of the time that has passed: the model
-                may be wrong by any factor, as short messages do not reveal a link's bandwidth.
-                Probe again if the links prove faster than when dense was measured
+                modelled. Probe at once, unless sparse is expected to be CLEAR_FACTOR times better.
+                Then probe when these steps take no more than PROBE_SHARE of the time that has
+                passed: the model may be wrong by any factor, as short messages do not reveal a
+                link's bandwidth. Probe again if the links prove faster than when dense was measured
     confirm     before a change, measure a second window of FIRST_WINDOW steps, which must support
                 the change, too: on a busy machine one window may be twice as slow as the next. A
-                candidate that takes over CLEARLY times as long as another is dropped at once
+                candidate that takes over CLEAR_FACTOR times as long as another is dropped at once
 
 A candidate's cost is the time by which it delays the end of training: the seconds that it adds to
 each step, plus the extra steps that narrow updates need (`cost_model.prediction`). Seconds that
@@ -40,11 +40,11 @@ from collectives.cost_model.choice import SPARSE, TooFewBytesError
 from ..compression import Automatic
 from ..runtime.coordinator.operation import cycle_bytes
 
-CLEARLY: Final = 4.0  # the model is hardly ever wrong by a larger factor
+CLEAR_FACTOR: Final = 4.0  # the model is hardly ever wrong by a larger factor
 PROBE_STEPS: Final = 5
-PREMIUM: Final = 0.01
+PROBE_SHARE: Final = 0.01
 FIRST_WINDOW, LONGEST_WINDOW = 20, 640  # steps
-APART: Final = 1 / 3  # of the prediction: if a measurement differs by more, the model was wrong
+TOLERANCE: Final = 1 / 3  # of the prediction: if a measurement differs by more, the model was wrong
 # A switch must pay even if it takes 1 / this times the predicted seconds: less gain is noise.
 WORTH_SPARSE: Final = 0.9
 WORTH_DENSE: Final = 0.97
@@ -100,7 +100,7 @@ class AlgorithmSelector:
         # By algorithm: fewest seconds on the wire since dense was measured, or predicted then.
         self._fastest: dict[str, float] = {}
         self._is_faster = False  # the last window beat that by a third
-        self._elsewhere = Correction()  # for algorithms that have not run: the last measured one
+        self._default = Correction()  # for algorithms that have not run: the last measured one
         self._dense_at_best = 1.0  # for dense, while it has not run
         self._passed_seconds = 0.0  # in whole steps, over the measured windows
         self._backward_seconds = 0.0
@@ -114,9 +114,9 @@ class AlgorithmSelector:
         best, *others = self._choices()
         return (self._probe(others, self._cost(best.seconds, best)) or best).candidate
 
-    def _cost(self, seconds: float, found: Prediction) -> float:
+    def _cost(self, seconds: float, prediction: Prediction) -> float:
         """Return the cost of a candidate that takes `seconds` per step."""
-        return self._training.cost(seconds, found.lag_steps)
+        return self._training.cost(seconds, prediction.lag_steps)
 
     def _probe(self, choices: Sequence[Prediction], cost: float) -> Prediction | None:
         """Return dense, to measure it, if it may cost less than `cost` or if probing is cheap.
@@ -128,9 +128,9 @@ class AlgorithmSelector:
         if dense is None or "dense" in self.corrections:
             return None
         # Dense may be faster than predicted, by the largest error of the model.
-        may_be_better = self._cost(dense.seconds / CLEARLY, dense) < cost
+        may_be_better = self._cost(dense.seconds / CLEAR_FACTOR, dense) < cost
         exposed = self._training.exposed(dense.seconds)
-        if not may_be_better and PROBE_STEPS * exposed >= PREMIUM * self._passed_seconds:
+        if not may_be_better and PROBE_STEPS * exposed >= PROBE_SHARE * self._passed_seconds:
             return None
         self.probing = True
         self.window = PROBE_STEPS
@@ -153,18 +153,20 @@ class AlgorithmSelector:
         self._passed_seconds += self.window * (exposed + measured.elsewhere_seconds)
         cost = self._cost(measured.seconds, running)
         wire, expected = measured.communicate_seconds, running.communicate_seconds
-        apart = (
-            abs(measured.seconds - running.seconds) > APART * running.seconds
-            or abs(wire - expected) > APART * expected  # may be short, but hints at dense's wire
+        mispredicted = (
+            abs(measured.seconds - running.seconds) > TOLERANCE * running.seconds
+            # The wire's seconds may be short, but hint at dense's.
+            or abs(wire - expected) > TOLERANCE * expected
         )
-        self._learn(measured, apart)
+        self._update_corrections(measured, mispredicted)
         # The budget is then the backward time: if that changes, other candidates may fit.
-        moved = self.compression.hide_behind_backward and (
-            abs(backward_seconds - self._backward_seconds) > APART * self._backward_seconds
+        backward_changed = self.compression.hide_behind_backward and (
+            abs(backward_seconds - self._backward_seconds) > TOLERANCE * self._backward_seconds
         )
-        if moved:
+        if backward_changed:
             self._backward_seconds = backward_seconds
-        hides_otherwise = abs(exposed - before.exposed(measured.seconds)) > APART * measured.seconds
+        change = abs(exposed - before.exposed(measured.seconds))
+        overlap_changed = change > TOLERANCE * measured.seconds
         probed = self.probing
         choices = self._choices()
         if (dense := self._probe(choices, cost)) is not None:
@@ -176,20 +178,20 @@ class AlgorithmSelector:
         )
         best = choices[0]
         doubtful = (
-            apart
-            or moved
-            or hides_otherwise
+            mispredicted
+            or backward_changed
+            or overlap_changed
             or probed
             or self._doubted
             or (dense_wins and "dense" in self.corrections)
         )
-        if not (doubtful and self._is_worth(best, cost, moved)):
+        if not (doubtful and self._is_worth(best, cost, backward_changed)):
             self._doubted = False
             # No evidence for a change: the next window may be twice as long.
-            again = probed or self._is_faster
-            self.window = FIRST_WINDOW if again else min(2 * self.window, LONGEST_WINDOW)
+            is_short = probed or self._is_faster
+            self.window = FIRST_WINDOW if is_short else min(2 * self.window, LONGEST_WINDOW)
             return running.candidate
-        at_once = probed or moved or CLEARLY * self._cost(best.seconds, best) < cost
+        at_once = probed or backward_changed or CLEAR_FACTOR * self._cost(best.seconds, best) < cost
         if not (at_once or self._doubted):
             self._doubted = True
             self.window = FIRST_WINDOW
@@ -201,7 +203,7 @@ class AlgorithmSelector:
         self.window = min(FIRST_WINDOW * 2**self.switches, LONGEST_WINDOW)
         return best.candidate
 
-    def _is_worth(self, best: Prediction, cost: float, moved: bool) -> bool:
+    def _is_worth(self, best: Prediction, cost: float, backward_changed: bool) -> bool:
         new, old = best.candidate, self.chosen.candidate
         if new == old:
             return False
@@ -209,17 +211,17 @@ class AlgorithmSelector:
         # A budget of bytes or seconds decides here, not the cost: run the best candidate within
         # it, unless only the density differs, and only slightly.
         if self.density is None and same:
-            return moved or abs(new.density - old.density) > APART * old.density
+            return backward_changed or abs(new.density - old.density) > TOLERANCE * old.density
         if self.density is None:
             return True
         return self._is_cheaper(best, cost)
 
-    def _is_cheaper(self, found: Prediction, cost: float) -> bool:
+    def _is_cheaper(self, prediction: Prediction, cost: float) -> bool:
         """Return whether a candidate costs less even if it takes a little longer than predicted."""
-        worth = WORTH_DENSE if found.candidate.algorithm == "dense" else WORTH_SPARSE
-        return self._cost(found.seconds / worth, found) < cost
+        worth = WORTH_DENSE if prediction.candidate.algorithm == "dense" else WORTH_SPARSE
+        return self._cost(prediction.seconds / worth, prediction) < cost
 
-    def _learn(self, measured: Measured, apart: bool) -> None:
+    def _update_corrections(self, measured: Measured, mispredicted: bool) -> None:
         """Correct the prediction of the algorithm that ran; if it was wrong, of the others too."""
         algorithm = self.chosen.candidate.algorithm
         expected = self._predicted(self.chosen.candidate)
@@ -230,30 +232,30 @@ class AlgorithmSelector:
         )
         correction = Correction(*map(_ratio, measured[:3], parts))
         self.corrections[algorithm] = correction
-        wire, believed = measured.communicate_seconds, self.chosen.communicate_seconds
+        wire, predicted = measured.communicate_seconds, self.chosen.communicate_seconds
         measured_dense = None
         if algorithm == "dense":
             self._fastest.clear()
-        slow = self._fastest.setdefault(algorithm, believed)
-        was_faster, self._is_faster = self._is_faster, slow - wire > APART * slow
+        reference = self._fastest.setdefault(algorithm, predicted)
+        was_faster, self._is_faster = self._is_faster, reference - wire > TOLERANCE * reference
         if not self._is_faster:
-            self._fastest[algorithm] = min(slow, wire)
+            self._fastest[algorithm] = min(reference, wire)
         elif was_faster and algorithm != "dense":
             # When dense was measured, the links may have been slower by this wire's factor.
             self._fastest[algorithm], self._is_faster = wire, False
             measured_dense = self.corrections.pop("dense", None)
-        if apart and algorithm == "dense":  # dense seconds only measure the links
-            self._elsewhere = self._elsewhere._replace(communicate=correction.communicate)
-        elif apart:
-            self._elsewhere = correction
+        if mispredicted and algorithm == "dense":  # dense seconds only measure the links
+            self._default = self._default._replace(communicate=correction.communicate)
+        elif mispredicted:
+            self._default = correction
         if measured_dense is not None:
-            self._dense_at_best = measured_dense.communicate * wire / slow
-        elif apart and algorithm != "dense":
+            self._dense_at_best = measured_dense.communicate * wire / reference
+        elif mispredicted and algorithm != "dense":
             # Latency or bandwidth may be wrong. Assume the best for dense: latency is as
             # calibrated, and the bytes took the rest.
-            of_bytes = expected.communicate_seconds - expected.latency_seconds
+            byte_seconds = expected.communicate_seconds - expected.latency_seconds
             at_most = measured.communicate_seconds - expected.latency_seconds
-            self._dense_at_best = min(1.0, max(0.0, _ratio(at_most, of_bytes)))
+            self._dense_at_best = min(1.0, max(0.0, _ratio(at_most, byte_seconds)))
 
     def _choices(self) -> list[Prediction]:
         try:
@@ -293,7 +295,7 @@ class AlgorithmSelector:
             return self.corrections[algorithm]
         if algorithm == "dense":
             return Correction(communicate=self._dense_at_best)  # optimistic, so that it is measured
-        return self._elsewhere
+        return self._default
 
     def _predicted(self, candidate: Candidate) -> Prediction:
         """Return the prediction from the calibration alone, without corrections."""

@@ -77,7 +77,7 @@ class AutomaticExchange:
         # Never run: the first call replaces it with rank 0's choice.
         self._exchange: Exchange = DenseExchange()
         self._exchanged: Exchanged | None = None  # exchanged, but not applied yet
-        self._seen: list[tuple[float, ...]] = []  # by step: Measured's seconds, backward's
+        self._window: list[tuple[float, ...]] = []  # by step: Measured's seconds, backward's
         self._settling_steps = 0
         self._ended = time.perf_counter()  # end of the last step's reduction
 
@@ -97,7 +97,7 @@ class AutomaticExchange:
             self.selector = self._begin(bucket, transport)
         # All ranks get here in the same step: they (also joined ranks) have applied the same steps
         # since the last window, and window sizes follow from agreed numbers.
-        elif len(self._seen) >= self.selector.window:
+        elif len(self._window) >= self.selector.window:
             self._reconsider(self.selector, bucket, transport)
         exchanged = self._exchange(bucket, transport)
         # A rank alone measures nothing, so it never considers another candidate.
@@ -127,15 +127,15 @@ class AutomaticExchange:
         selector = AlgorithmSelector(
             self.compression, calibration, bucket.length, bucket.dtype.itemsize, self.budget_share
         )
-        self._run(selector, agreed(selector.begin(-fastest), transport), bucket)
+        self._run(selector, broadcast_candidate(selector.begin(-fastest), transport), bucket)
         if transport.rank == 0:
             _log.info(
-                "compression of %s elements begins with %s, expected to take %.3g ms a step%s, in "
+                "compression of %s elements starts with %s, expected to take %.3g ms a step%s, in "
                 "a training of %s steps (Compression.auto(steps=...)); links and rates: %s",
                 f"{bucket.length:,}",
                 selector.chosen.candidate,
                 1e3 * selector.chosen.seconds,
-                ", to measure what has to be beaten" if selector.probing else "",
+                ", to measure the time to beat" if selector.probing else "",
                 f"{self.compression.steps:,}",
                 calibration.origin,
             )
@@ -146,7 +146,7 @@ class AutomaticExchange:
             self._settling_steps -= 1
             return
         merge_seconds = exchanged.merge_seconds
-        self._seen.append(
+        self._window.append(
             (
                 exchanged.select_seconds,
                 merge_seconds,
@@ -165,12 +165,12 @@ class AutomaticExchange:
 
         A collective: all ranks run rank 0's candidate.
         """
-        *parts, room, backward = map(statistics.median, zip(*self._seen, strict=True))
-        self._seen.clear()
+        *parts, room, backward = map(statistics.median, zip(*self._window, strict=True))
+        self._window.clear()
         # The slowest rank's seconds count; for time to hide behind, the least of all ranks.
         *parts, room, backward = agree_on_slowest(transport, [*parts, -room, -backward])
         measured, before = Measured(*parts)._replace(room_seconds=-room), selector.chosen
-        candidate = agreed(selector.reconsider(measured, -backward), transport)
+        candidate = broadcast_candidate(selector.reconsider(measured, -backward), transport)
         changed = candidate != before.candidate
         if changed:
             self._run(selector, candidate, bucket)
@@ -214,7 +214,7 @@ def hides_behind_backward(compression: object) -> bool:
     return isinstance(compression, Automatic) and compression.hide_behind_backward
 
 
-def agreed(candidate: Candidate, transport: Transport) -> Candidate:
+def broadcast_candidate(candidate: Candidate, transport: Transport) -> Candidate:
     """Return rank 0's candidate, on every rank."""
     record = transport.broadcast_object(dataclasses.asdict(candidate))
     return Candidate(**{**record, "format": Format(*record["format"])})

@@ -173,9 +173,9 @@ class BucketExchange:
         place = next(n for n, (parameter, shape) in enumerate(pairs) if parameter.shape != shape)
         name = f"'{self.names[place]}'" if self.names else f"number {place}"
         raise ValueError(
-            f"parameter {name} has the shape {list(self.parameters[place].shape)}, and had "
-            f"{list(self._shapes[place])} when it was exchanged before: where layers change their "
-            "shape, make a plain optimizer of the new parameters, and wrap that"
+            f"parameter {name} has the shape {list(self.parameters[place].shape)}, but had "
+            f"{list(self._shapes[place])} in its last exchange: after layers change their shape, "
+            "create a plain optimizer of the new parameters, and wrap that"
         )
 
     def _read_options(self) -> None:
@@ -199,17 +199,17 @@ class BucketExchange:
         torch counts in-place changes, but not those made through `.data`, NumPy or a GradScaler.
         Those only show in the values, on the host only, if `Bucket.checksum` reads them.
         """
-        here = [p.grad for p in self.parameters]
-        if not all(map(operator.is_, here, self._captured)):
+        gradients = [p.grad for p in self.parameters]
+        if not all(map(operator.is_, gradients, self._captured)):
             return False
         options_changed = self.adam is not None and not self.adam.is_unchanged()
-        if options_changed or _versions_of(here) != self._versions:
+        if options_changed or _versions_of(gradients) != self._versions:
             return False
         if self._checksum is None:
             return True
         # Compare checksums last, and only if that decides, because it reads values.
-        mark = self.bucket.checksum(self._checksums_whole)
-        return mark is None or torch.equal(mark, self._checksum)
+        checksum = self.bucket.checksum(self._checksums_whole)
+        return checksum is None or torch.equal(checksum, self._checksum)
 
     def missing(self) -> list[str]:
         """Return the names of the parameters that have no gradient on this rank."""
@@ -394,12 +394,12 @@ def mean_square_ratio(bucket_exchanges: Sequence[Any]) -> float:
 
     At most 1; 1 if nothing was sampled.
     """
-    found = [
+    row_sums = [
         residual.row_sums()
         for each in bucket_exchanges
         if (residual := each.residual) is not None and residual.shares_second_moment
     ]
-    mean, own = (sum(sums) for sums in zip(*found, strict=True)) if found else (1.0, 1.0)
+    mean, own = (sum(sums) for sums in zip(*row_sums, strict=True)) if row_sums else (1.0, 1.0)
     # On average over the ranks the mean gradient is shorter, but a sample may disagree.
     return min(1.0, mean / own) if mean > 0 and own > 0 else 1.0
 
@@ -440,9 +440,9 @@ class DrainingExchange:
     def __call__(self, bucket: Bucket, transport: Transport) -> Exchanged:
         exchanged = self._dense(bucket, transport)
         # Fractions differ between ranks: one rank with a rest keeps all ranks draining.
-        left = np.array([not self._dense.sends_all()], np.float32)
-        transport.allreduce(left, "max")
-        self._is_drained_now = not left[0]
+        has_rest = np.array([not self._dense.sends_all()], np.float32)
+        transport.allreduce(has_rest, "max")
+        self._is_drained_now = not has_rest[0]
         return exchanged
 
     def apply(self, bucket: Bucket) -> None:

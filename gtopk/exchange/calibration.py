@@ -32,39 +32,39 @@ _HOST: Final = torch.device("cpu")
 _of_transport: WeakKeyDictionary[Transport, Calibration] = WeakKeyDictionary()
 
 
-def calibration_of(transport: Transport, home: torch.device = _HOST) -> Calibration:
+def calibration_of(transport: Transport, device: torch.device = _HOST) -> Calibration:
     """Return the calibration; the first call measures it, a collective.
 
-    home: the device of this rank's buckets. The rates of host kernels are cached between runs;
+    device: of this rank's buckets. The rates of host kernels are cached between runs;
         those of GPU kernels are measured in every run.
     """
-    # Not keyed by `home`: devices may differ between ranks, but all must measure here or none.
+    # Not keyed by `device`: devices may differ between ranks, but all must measure here or none.
     if transport not in _of_transport:
-        found = calibrate(transport, FORMATS, facts={"gtopk": __version__})
-        rates = _slowest_rates(found.rates, transport, home)
-        _of_transport[transport] = replace(found, rates=rates)
+        calibration = calibrate(transport, FORMATS, facts={"gtopk": __version__})
+        rates = _slowest_rates(calibration.rates, transport, device)
+        _of_transport[transport] = replace(calibration, rates=rates)
     return _of_transport[transport]
 
 
-def _slowest_rates(rates: Rates, transport: Transport, home: torch.device) -> Rates:
+def _slowest_rates(rates: Rates, transport: Transport, device: torch.device) -> Rates:
     """Return the slowest rank's rates, each for the device of its buckets; equal on all ranks."""
-    mine = [rates.select_seconds, rates.pick_seconds, rates.copy_seconds]
-    if home.type != "cpu":
-        mine = measure_on(home)
-    select, pick, copy = agree_on_slowest(transport, mine)
+    own_seconds = [rates.select_seconds, rates.pick_seconds, rates.copy_seconds]
+    if device.type != "cpu":
+        own_seconds = measure_on(device)
+    select, pick, copy = agree_on_slowest(transport, own_seconds)
     return rates._replace(select_seconds=select, pick_seconds=pick, copy_seconds=copy)
 
 
-def measure_on(home: torch.device) -> list[float]:
+def measure_on(device: torch.device) -> list[float]:
     """Return a device's seconds: to select, per element; per picked entry; to copy, per element."""
-    with current_stream(home)():
-        held = Residual(_ELEMENTS, np.dtype(np.float32), device=home)
-        gradient = torch.randn(_ELEMENTS, dtype=torch.float32, device=home)
+    with current_stream(device)():
+        residual = Residual(_ELEMENTS, np.dtype(np.float32), device=device)
+        gradient = torch.randn(_ELEMENTS, dtype=torch.float32, device=device)
         flat = torch.empty_like(gradient)
 
         def select() -> None:
-            picked = held.accumulate_and_select(located([gradient]), round(_ELEMENTS * DENSITY))
-            clear_at(held.values, picked.indices)
+            picked = residual.accumulate_and_select(located([gradient]), round(_ELEMENTS * DENSITY))
+            clear_at(residual.values, picked.indices)
             flat.zero_()  # as a step does before it writes the update
 
         # As in a dense step: into one buffer, weighted, and back.
@@ -73,13 +73,13 @@ def measure_on(home: torch.device) -> list[float]:
             flat.mul_(1.0)
             gradient.copy_(flat)
 
-        return [_seconds(select, home) / _ELEMENTS, 0.0, _seconds(copy, home) / _ELEMENTS]
+        return [_seconds(select, device) / _ELEMENTS, 0.0, _seconds(copy, device) / _ELEMENTS]
 
 
-def _seconds(work: Callable[[], None], home: torch.device) -> float:
+def _seconds(work: Callable[[], None], device: torch.device) -> float:
     rounds = []
     for _ in range(_WARM_UP + _ROUNDS):
-        begun = Timestamp(home)
+        begun = Timestamp(device)
         work()
-        rounds.append(begun.seconds_until(Timestamp(home)))
+        rounds.append(begun.seconds_until(Timestamp(device)))
     return statistics.median(rounds[_WARM_UP:])

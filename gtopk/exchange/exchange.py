@@ -122,7 +122,7 @@ class SparseExchange:
         residual: Residual | None = None,
     ) -> None:
         self.compression = compression
-        self._said = compression.signature()  # formatted once, not in each step
+        self._signature = compression.signature()  # formatted once, not in each step
         self.residual: Residual = residual or open_residual(bucket, compression)
         self._progress = progress
         # Picked, update, returned, and this rank's part of the rest that gradients cannot hold.
@@ -140,7 +140,7 @@ class SparseExchange:
         self.k = selected(self._density, length)
         # During density warm-up k changes every step. Keep the learnt region boundaries, and the
         # nodes, because finding them is a collective.
-        kept = {what: self.options[what] for what in self.options if what in ("regions", "nodes")}
+        kept = {name: self.options[name] for name in self.options if name in ("regions", "nodes")}
         self.options = {**self.compression.options(self.k, length), **kept}
 
     @property
@@ -152,7 +152,7 @@ class SparseExchange:
     def signature(self) -> str:
         """Return the options and, during density warm-up, the step."""
         # k then depends on the step: ranks that disagree on it would select different numbers.
-        return self._said + (f" at step {self._progress.steps}" if self._is_warming_up else "")
+        return self._signature + (f" at step {self._progress.steps}" if self._is_warming_up else "")
 
     @property
     def _is_warming_up(self) -> bool:
@@ -178,8 +178,8 @@ class SparseExchange:
         with profiled("select"):
             begun = Timestamp(bucket.device)
             picked = self._select(bucket, transport)
-            chosen = Timestamp(bucket.device)
-            select_seconds, ready_at = begun.seconds_until(chosen), ready(bucket, chosen)
+            selected_at = Timestamp(bucket.device)
+            select_seconds, ready_at = begun.seconds_until(selected_at), ready(bucket, selected_at)
         # Seconds of the exchange not spent waiting are spent on coding and merging.
         picked_at, waited = time.perf_counter(), transport.traffic.wait_seconds
         coded_before = coded()
@@ -317,8 +317,8 @@ class DenseExchange:
             keeps = self.residual is not None and transport.rank == 0
             self._kept = bucket.rounding_error() if keeps else None
             dense = _dense(bucket, transport, begun, added)
-        more = dense.communicate_seconds + (sampling_seconds or 0.0)
-        return replace(dense, communicate_seconds=more)
+        communicate_seconds = dense.communicate_seconds + (sampling_seconds or 0.0)
+        return replace(dense, communicate_seconds=communicate_seconds)
 
     def apply(self, bucket: Bucket) -> None:
         """Put the sum in place; the residual keeps the part of it that 16 bits cannot hold."""

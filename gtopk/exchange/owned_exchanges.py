@@ -49,7 +49,7 @@ class ShardExchange(SparseExchange):
     def __init__(self, bucket: Bucket, compression: Shards, progress: Progress) -> None:
         residual = open_residual(bucket, compression, has_owner_errors=True)
         super().__init__(bucket, compression, progress, residual)
-        self._refuses = False
+        self._is_nonfinite = False
         self._owned: tuple[Array, Array] | None = None  # indices, and the new owner errors there
 
     @property
@@ -60,7 +60,7 @@ class ShardExchange(SparseExchange):
         would have to be announced in full each time.
         """
         if self.residual.may_be_misplaced:
-            return super().signature + ", owner errors to be brought home"
+            return super().signature + ", owner errors to be moved to their owners"
         return super().signature
 
     @property
@@ -73,7 +73,7 @@ class ShardExchange(SparseExchange):
             self._move_to_owners(transport)
         gradient = bucket.flat if self.residual.has_moments else bucket.gather()
         # Check the whole gradient: NaN outside this shard would only show in a later step.
-        self._refuses = not all_finite(gradient)
+        self._is_nonfinite = not all_finite(gradient)
         self.residual.accumulate(gradient)
         indices = self._indices(self._shard)
         return SparseVector(indices, self.residual.values[indices], bucket.length)
@@ -93,7 +93,7 @@ class ShardExchange(SparseExchange):
             transport,
             shard=self._shard,
             code=format.values,
-            refuses=self._refuses,
+            refuses=self._is_nonfinite,
         )
         self._owned = own, module_of(picked.values).asarray(shared.kept)
         update, returned = (
@@ -115,15 +115,15 @@ class ShardExchange(SparseExchange):
     def _move_to_owners(self, transport: Transport) -> None:
         """Move all ranks' owner errors to the owners of the parts, and sum them there."""
         errors = self.residual.owner_errors
-        held = np.array([bool(errors.any())], np.uint8)
+        has_errors = np.array([bool(errors.any())], np.uint8)
         # All ranks get the same answer, so all skip the sums or none does.
-        if not any(message.any() for message in transport.allgather(held)):
+        if not any(message.any() for message in transport.allgather(has_errors)):
             return
         for shard in range(self.compression.period):
             indices = self._indices(shard)
             values = _on_host(errors[indices])
             own = shards.own_part(values.size, transport)
-            with transport.operation("owner errors that are brought home"):
+            with transport.operation("moving owner errors to their owners"):
                 total, _, _ = shards.to_owners(values, transport)
             values = np.zeros_like(values)
             values[own] = total
@@ -154,14 +154,14 @@ class NodeExchange(SparseExchange):
         self._node_size = compression.node_size
         self._hierarchy: Hierarchy | None = None
 
-    def _place(self, transport: Transport) -> tuple[Hierarchy, slice]:
+    def _locate(self, transport: Transport) -> tuple[Hierarchy, slice]:
         """Return the hierarchy, and this rank's shard of the vector."""
         if self._hierarchy is None:
             self._hierarchy = Hierarchy(transport, find_nodes(transport, self._node_size))
         return self._hierarchy, self._hierarchy.shard(self._length)
 
     def _select(self, bucket: Bucket, transport: Transport) -> SparseVector:
-        hierarchy, own = self._place(transport)
+        hierarchy, own = self._locate(transport)
         if self.residual.may_be_misplaced:
             self._move_to_owners(hierarchy)
         shard = hierarchy.scatter(bucket.gather())
@@ -177,7 +177,7 @@ class NodeExchange(SparseExchange):
         """Return the options, and whether shards must first be moved to their owners."""
         # Moving is a collective: all ranks do it in the same step, or none does.
         return super().signature + (
-            ", shards to be brought home" if self.residual.may_be_misplaced else ""
+            ", shards to be moved to their owners" if self.residual.may_be_misplaced else ""
         )
 
     def _move_to_owners(self, hierarchy: Hierarchy) -> None:
@@ -193,7 +193,7 @@ class NodeExchange(SparseExchange):
 
     def _own_part(self, rest: SparseVector, transport: Transport) -> SparseVector | None:
         """Return the part in this rank's shard on the first node; None on the others."""
-        hierarchy, own = self._place(transport)
+        hierarchy, own = self._locate(transport)
         if transport.ranks[0] not in hierarchy.inside.ranks:
             return None
         return rest.index_range(own.start, own.stop)
@@ -201,7 +201,7 @@ class NodeExchange(SparseExchange):
     def _reduce(
         self, picked: SparseVector, transport: Transport, format: Format
     ) -> tuple[SparseVector, SparseVector]:
-        hierarchy, _ = self._place(transport)
+        hierarchy, _ = self._locate(transport)
         return hierarchy.reduce(
             picked, self.k, self._length, format=format, **{**self.options, "across": self._across}
         )

@@ -27,11 +27,11 @@ from .adamw import AdamSteps, OwnMoments
 from .buckets.arrays import Memory, view_tensor, zeros
 from .moments import make_adam_step
 
-PART: Final = 0.5  # norm of the part that a dense step sends, relative to the gradient's norm
-MOST_STEPS: Final = 1000  # the residual is drained after these, however small gradients are
+DRAIN_RATIO: Final = 0.5  # norm of what a dense step sends of it, relative to the gradient's norm
+MAX_DRAIN_STEPS: Final = 1000  # the residual is drained after these, however small gradients are
 
 
-def drain_fraction(held_square: float, gradient_square: float, steps: int) -> float:
+def drain_fraction(residual_square: float, gradient_square: float, steps: int) -> float:
     """Return the fraction of the residual that a dense step sends along with its gradient.
 
     The residual of sparse steps is the sum of many gradients. Sent in one step, it would move the
@@ -45,16 +45,16 @@ def drain_fraction(held_square: float, gradient_square: float, steps: int) -> fl
     Whatever the direction of this part s, the sum still points downhill: <g, g + s> >= |g|^2 / 2.
     Nothing is lost: entries not sent yet, and parts that 16 bits cannot hold, stay in the residual.
 
-    held_square, gradient_square: squared norms of the residual and of the gradient.
+    residual_square, gradient_square: squared norms of the residual and of the gradient.
     steps: how many steps have already sent a fraction.
     """
-    if not held_square:
+    if not residual_square:
         return 1.0
-    ratio = PART * math.sqrt(gradient_square / held_square)
+    ratio = DRAIN_RATIO * math.sqrt(gradient_square / residual_square)
     if not math.isfinite(ratio):
         return 0.0  # a norm is not finite: the step will not count
     # The second term grows to 1/3, 1/2, then 1, so that nothing stays forever.
-    return min(1.0, max(ratio, 1.0 / max(1, MOST_STEPS - steps)))
+    return min(1.0, max(ratio, 1.0 / max(1, MAX_DRAIN_STEPS - steps)))
 
 
 # Names of a residual's parts. AGE has one number per parameter, ROWS one sum of squares per row;
@@ -223,24 +223,25 @@ class Residual:
         if where is not None:
             return self._add_to_part(gradient, k, weight, where)
         # The kernel writes the sum into the second buffer, so no copy is needed.
-        into, faster = self._target_buffer(0), self._target_buffer(1) if self.momentum else None
-        beside = None if into is None else into.array
+        values_target = self._target_buffer(0)
+        velocity_target = self._target_buffer(1) if self.momentum else None
+        target_array = None if values_target is None else values_target.array
         momentum = None
         if self.momentum:
-            memory = None if faster is None else faster.array
-            momentum = Momentum(self._memory[1].array, self.momentum, memory)
+            velocity_array = None if velocity_target is None else velocity_target.array
+            momentum = Momentum(self._memory[1].array, self.momentum, velocity_array)
         if self._on_gpu:
             # A Step is for a fixed k: its buffers and its CUDA graph have that size.
             if self._step is None or self._step.k != k:
                 self._step = open_step(self.values, k)
             picked, self.threshold = self._step(
-                self.values, gradient, momentum, weight, beside, self.threshold
+                self.values, gradient, momentum, weight, target_array, self.threshold
             )
         else:
             picked, self.threshold = accumulate_and_select(
-                self.values, gradient, k, self.threshold, momentum, weight, beside
+                self.values, gradient, k, self.threshold, momentum, weight, target_array
             )
-        for number, written in enumerate((into, faster)):
+        for number, written in enumerate((values_target, velocity_target)):
             if written is not None:
                 self._swap_buffers(number)
         return picked
@@ -276,9 +277,9 @@ class Residual:
         clear_at(values, picked.indices)
         add_at(values, returned)
         if self.momentum and self._masked:
-            there = picked.where(contains(update.indices, picked.indices))
-            applied = abs(values[there.indices]) < abs(there.values) / 2
-            clear_at(self._writable(1).array[here], there.indices[applied])
+            in_update = picked.where(contains(update.indices, picked.indices))
+            applied = abs(values[in_update.indices]) < abs(in_update.values) / 2
+            clear_at(self._writable(1).array[here], in_update.indices[applied])
 
     def add(self, entries: SparseVector) -> None:
         """Add entries of a vector as long as this one."""
@@ -302,21 +303,21 @@ class Residual:
             sent_mass = max(0.0, picked - returned)
         if self.is_empty:
             return ResidualSize(sent_mass=sent_mass)
-        here = self._memory[0].tensor
-        if here.is_cuda:
-            norms = [torch.linalg.vector_norm(here, o, dtype=torch.float64) for o in (2, 1)]
+        values = self._memory[0].tensor
+        if values.is_cuda:
+            norms = [torch.linalg.vector_norm(values, o, dtype=torch.float64) for o in (2, 1)]
             norm, mass = torch.stack(norms).tolist()
             return ResidualSize(norm * norm, mass, sent_mass)
         # In pieces that fit in a cache, and in which float32 sums lose little.
         square = mass = 0.0
-        for part in here.split(_PIECE):
+        for part in values.split(_PIECE):
             square += float(part.dot(part))
             mass += float(part.abs().sum())
         return ResidualSize(square, mass, sent_mass)
 
     def snapshot(self) -> None:
         """Save the current state for `restore`; the first call allocates memory for it."""
-        self._second_buffers = self._second_buffers or [one.like() for one in self._memory]
+        self._second_buffers = self._second_buffers or [memory.like() for memory in self._memory]
         self.drop_snapshot()
         self._snapshot = self.is_empty, self._drained_steps, self.may_be_misplaced
 
@@ -353,7 +354,7 @@ class Residual:
                 continue
             tensor = self._writable(number).tensor
             for place in places:
-                where = self._where(name, place)
+                where = self._location(name, place)
                 self._stashed.append((number, place, tensor[where].clone()))
                 # Ages and row sums are not sent, so they need no clearing.
                 if name not in (AGE, ROWS):
@@ -367,7 +368,7 @@ class Residual:
         places = []
         for number, place, values in self._stashed:
             name = self._names[number]
-            here = self._writable(number).tensor[self._where(name, place)]
+            here = self._writable(number).tensor[self._location(name, place)]
             if name in (AGE, ROWS):
                 here.copy_(values)  # for these parameters the step did not happen
             else:
@@ -386,8 +387,8 @@ class Residual:
         return any(number == 0 and bool(values.any()) for number, _, values in self._stashed or ())
 
     def _swap_buffers(self, number: int) -> None:
-        memory, beside = self._memory, self._second_buffers
-        memory[number], beside[number] = beside[number], memory[number]
+        memory, second = self._memory, self._second_buffers
+        memory[number], second[number] = second[number], memory[number]
         self._swapped ^= {number}
 
     def _target_buffer(self, number: int) -> Memory | None:
@@ -398,9 +399,9 @@ class Residual:
 
     def _writable(self, number: int) -> Memory:
         """Return this part's memory for changes in place; copy it first if a snapshot needs it."""
-        into = self._target_buffer(number)
-        if into is not None:
-            into.tensor.copy_(self._memory[number].tensor)
+        target = self._target_buffer(number)
+        if target is not None:
+            target.tensor.copy_(self._memory[number].tensor)
             self._swap_buffers(number)
         return self._memory[number]
 
@@ -423,13 +424,13 @@ class Residual:
         """
         number = self._names.index(name)
         memory = self._second_buffers if number in self._swapped else self._memory
-        return memory[number].tensor[self._where(name, place)]
+        return memory[number].tensor[self._location(name, place)]
 
     def parts(self, place: int) -> dict[str, torch.Tensor]:
         """Return all of a parameter's parts by name, as `part` does."""
         return {name: self.part(name, place) for name in self._names}
 
-    def _where(self, name: str, place: int) -> int | slice:
+    def _location(self, name: str, place: int) -> int | slice:
         """Return the location of a parameter's part in the memory of this name."""
         if name == AGE:
             return place
@@ -463,10 +464,10 @@ class Residual:
             total.copy_(self._writable(1).tensor.mul_(self.momentum).add_(total))
         if self.is_empty:
             return 1.0
-        here = self._memory[0].tensor
-        held, coming = _squares(here, total)
-        fraction = drain_fraction(held, coming, self._drained_steps)
-        total.add_(here, alpha=fraction)
+        values = self._memory[0].tensor
+        residual_square, gradient_square = _squares(values, total)
+        fraction = drain_fraction(residual_square, gradient_square, self._drained_steps)
+        total.add_(values, alpha=fraction)
         return fraction
 
     def subtract_fraction(self, fraction: float) -> None:

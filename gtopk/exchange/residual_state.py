@@ -25,11 +25,11 @@ _COMPILED: Final = "_orig_mod"  # torch.compile adds it to the names of all that
 ResidualState = dict[str, torch.Tensor]
 
 
-def fits(what: str, tensor: torch.Tensor, shape: Sequence[int]) -> bool:
+def fits(part: str, tensor: torch.Tensor, shape: Sequence[int]) -> bool:
     """Return whether a tensor fits this part of the residual of a parameter of this shape."""
-    if what == ROWS:  # one value per row; a single one if rows are not contiguous in memory
+    if part == ROWS:  # one value per row; a single one if rows are not contiguous in memory
         return list(tensor.shape) in ([1], [*shape][:1])
-    return list(tensor.shape) == ([] if what == AGE else list(shape))
+    return list(tensor.shape) == ([] if part == AGE else list(shape))
 
 
 def require_shape(
@@ -39,11 +39,10 @@ def require_shape(
 
     owner: of the residual, for the message. rows: the shape that ROWS is based on, if different.
     """
-    for what, tensor in parts.items():
-        if not fits(what, tensor, (rows or shape) if what == ROWS else shape):
+    for part, tensor in parts.items():
+        if not fits(part, tensor, (rows or shape) if part == ROWS else shape):
             raise DamagedError(
-                f"the {what} of {owner} has the shape {list(tensor.shape)}, but here it must "
-                f"have {list(shape)}"
+                f"the {part} of {owner} has the shape {list(tensor.shape)}, expected {list(shape)}"
             )
 
 
@@ -60,7 +59,7 @@ def copy_residuals(bucket_exchanges: Sequence[AnyBucketExchange]) -> dict[str, R
     return {
         # Contiguous, not in the parameter's memory order, which may differ in another run.
         name: {
-            what: view.clone(memory_format=torch.contiguous_format) for what, view in views.items()
+            part: view.clone(memory_format=torch.contiguous_format) for part, view in views.items()
         }
         for name, views in _views(bucket_exchanges)
     }
@@ -78,14 +77,14 @@ def load_residuals(
         parts = residuals.get(name, {})
         if OWNER_ERROR not in views:
             parts = without_owner_errors(parts)
-        for what, view in views.items():
-            tensor = parts.get(what)
+        for part, view in views.items():
+            tensor = parts.get(part)
             if tensor is None:
                 view.zero_()
                 continue
             if tensor.shape != view.shape:
                 raise ValueError(
-                    f"the {what} of '{name}' has the shape {list(tensor.shape)}, but the "
+                    f"the {part} of '{name}' has the shape {list(tensor.shape)}, but the "
                     f"parameter has {list(view.shape)}"
                 )
             view.copy_(tensor)
@@ -99,7 +98,7 @@ def without_owner_errors(parts: ResidualState) -> ResidualState:
     """Return the parts with owner errors added to the residual, for an exchange without owners."""
     if OWNER_ERROR not in parts:
         return parts
-    rest = {what: tensor for what, tensor in parts.items() if what != OWNER_ERROR}
+    rest = {part: tensor for part, tensor in parts.items() if part != OWNER_ERROR}
     return {**rest, "residual": parts["residual"] + parts[OWNER_ERROR]}
 
 
@@ -109,16 +108,16 @@ def nonzero_names(residuals: Mapping[str, ResidualState]) -> list[str]:
         name
         for name, parts in residuals.items()
         # Velocity and moments do not count: they contain nothing that is still to be sent.
-        if any(what in parts and parts[what].any() for what in ("residual", OWNER_ERROR))
+        if any(part in parts and parts[part].any() for part in ("residual", OWNER_ERROR))
     ]
 
 
 def norm_of(residuals: Iterable[ResidualState]) -> float:
     """Return the norm of all residuals and owner errors, as one vector."""
     unsent = (
-        parts[what] for parts in residuals for what in ("residual", OWNER_ERROR) if what in parts
+        parts[part] for parts in residuals for part in ("residual", OWNER_ERROR) if part in parts
     )
-    return math.sqrt(sum(float(part.detach().double().square().sum()) for part in unsent))
+    return math.sqrt(sum(float(each.detach().double().square().sum()) for each in unsent))
 
 
 def _views(
@@ -136,8 +135,8 @@ def _views(
         for place, name in enumerate(bucket_exchange.names):
             shape, stride = bucket.parameters[place].shape, bucket.strides[place]
             parts = residual.parts(place)
-            for what in parts.keys() - {AGE, ROWS}:
-                parts[what] = parts[what].as_strided(shape, stride)
+            for part in parts.keys() - {AGE, ROWS}:
+                parts[part] = parts[part].as_strided(shape, stride)
             yield name, parts
 
 
@@ -179,26 +178,27 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != _COMPILED)
 
 
-def translate(saved: Collection[str], known: Collection[str]) -> dict[str, str]:
+def translate(saved: Collection[str], own_names: Collection[str]) -> dict[str, str]:
     """Map saved names to this run's names; a name without a match maps to itself."""
-    by_plain_name = {plain_name(name): name for name in known}
-    here = {
-        name: name if name in known else by_plain_name.get(plain_name(name), name) for name in saved
+    by_plain_name = {plain_name(name): name for name in own_names}
+    new_names = {
+        name: name if name in own_names else by_plain_name.get(plain_name(name), name)
+        for name in saved
     }
     # Never map two names to one: a saved name that is known exactly wins.
-    return {name: name if other in saved else other for name, other in here.items()}
+    return {name: name if other in saved else other for name, other in new_names.items()}
 
 
 def under_known_names(
-    residuals: Mapping[str, ResidualState], known: Collection[str]
+    residuals: Mapping[str, ResidualState], own_names: Collection[str]
 ) -> dict[str, ResidualState]:
     """Return the residuals under this run's names; names without a match stay."""
-    here = translate(residuals.keys(), known)
-    return {here[name]: parts for name, parts in residuals.items()}
+    new_names = translate(residuals.keys(), own_names)
+    return {new_names[name]: parts for name, parts in residuals.items()}
 
 
 def unmatched(
-    residuals: Mapping[str, ResidualState], known: Collection[str], rank: int, why: str
+    residuals: Mapping[str, ResidualState], own_names: Collection[str], rank: int, why: str
 ) -> dict[str, ResidualState]:
     """Return residuals that no parameter's name matches, to be saved again, and warn of them.
 
@@ -207,7 +207,7 @@ def unmatched(
     found = {
         name: parts
         for name, parts in residuals.items()
-        if name not in known and any(bool(tensor.any()) for tensor in parts.values())
+        if name not in own_names and any(bool(tensor.any()) for tensor in parts.values())
     }
     if found:
         named = ", ".join(map(repr, sorted(found)[:5])) + ", ..." * (len(found) > 5)

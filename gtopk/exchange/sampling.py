@@ -60,8 +60,8 @@ class Sampling:
 
         steps: for each parameter, the number of steps that have sampled it before.
         """
-        taken = torch.tensor(steps, dtype=torch.int64, device="cpu")[self._number]
-        places = self._block + (self._phase + _STRIDE * taken) % SWEEP
+        sampled = torch.tensor(steps, dtype=torch.int64, device="cpu")[self._number]
+        places = self._block + (self._phase + _STRIDE * sampled) % SWEEP
         # The last block of a parameter may be shorter than SWEEP.
         inside = places < self._ends[self._number]
         places, numbers = places[inside], self._number[inside]

@@ -86,8 +86,8 @@ class SparseGradientExchange:
         self._captured = gradient, -1 if gradient is None else gradient._version
         self._weight, self._scale = weight, scale
         # A placeholder is no gradient: its zeros would be sent as an entry for every row.
-        mine = None if lacks_gradient(self._parameter) else gradient
-        self._indices, self._values = _entries(self._parameter, mine)
+        own_gradient = None if lacks_gradient(self._parameter) else gradient
+        self._indices, self._values = _entries(self._parameter, own_gradient)
 
     def set_weight(self, weight: float, share: float) -> None:
         """Change the weight of the captured entries."""
@@ -139,20 +139,22 @@ class SparseGradientExchange:
             # Not `contiguous`, which would keep the odd stride of a single index.
             indices = self._indices.t().cpu().clone(memory_format=torch.contiguous_format)
             # Send the number of sparse dimensions first: a rank without entries does not know it.
-            mine = torch.tensor([indices.shape[1] if len(indices) else 0], device="cpu")
+            own_dimensions = torch.tensor([indices.shape[1] if len(indices) else 0], device="cpu")
         prepared = time.perf_counter()
         with profiled("exchange"):
-            sent = as_bytes(torch.cat([mine, indices.flatten()]))
-            all_indices = transport.allgather(sent.numpy())
+            message = as_bytes(torch.cat([own_dimensions, indices.flatten()]))
+            all_indices = transport.allgather(message.numpy())
             all_values = transport.allgather(as_bytes(values).numpy())
-            along = self._sum_unsent(transport)
+            unsent_sum = self._sum_unsent(transport)
         communicate_seconds = time.perf_counter() - prepared
-        dimensions = self._agreed([int(part[:8].view(np.int64)[0]) for part in all_indices])
+        dimensions = self._common_dimensions(
+            [int(part[:8].view(np.int64)[0]) for part in all_indices]
+        )
         rows = _joined([part[8:] for part in all_indices], torch.int64).reshape(-1, dimensions).t()
         gathered = _joined(all_values, values.dtype)
         gathered = gathered.reshape(-1, *self._parameter.shape[dimensions:])
-        if along is not None:
-            entries = along.to_sparse(dimensions)
+        if unsent_sum is not None:
+            entries = unsent_sum.to_sparse(dimensions)
             rows = torch.cat([rows, entries._indices()], dim=1)
             gathered = torch.cat([gathered, entries._values().to(gathered.dtype)])
         # Also scales the residual's part, which is in units of weighted gradients.
@@ -172,7 +174,7 @@ class SparseGradientExchange:
             communicate_seconds,
             0.0,
             finite=bool(gathered.isfinite().all()),
-            bytes_counted=along is None or transport.counts_allreduce,
+            bytes_counted=unsent_sum is None or transport.counts_allreduce,
         )
 
     def _sum_unsent(self, transport: Transport) -> torch.Tensor | None:
@@ -184,25 +186,27 @@ class SparseGradientExchange:
         transport.allreduce(total.view(-1).numpy())
         return total
 
-    def _agreed(self, dimensions: Sequence[int]) -> int:
+    def _common_dimensions(self, dimensions: Sequence[int]) -> int:
         """Return the common number of sparse dimensions; a rank without entries sends 0.
 
         Raises MismatchError if the ranks' numbers differ.
         """
-        said = {many: rank for rank, many in enumerate(dimensions) if many}
-        if len(said) > 1:
+        rank_of = {count: rank for rank, count in enumerate(dimensions) if count}
+        if len(rank_of) > 1:
             raise MismatchError(
                 f"the sparse gradient of '{self.names[0]}' has "
-                + ", ".join(f"{many} sparse dimensions on rank {said[many]}" for many in said)
-                + "; make them alike, or use sparse_as_dense=True"
+                + ", ".join(
+                    f"{count} sparse dimensions on rank {rank_of[count]}" for count in rank_of
+                )
+                + "; use the same number on all ranks, or sparse_as_dense=True"
             )
-        return next(iter(said), 1)
+        return next(iter(rank_of), 1)
 
     def apply(self, missing_everywhere: Collection[str]) -> None:
         """Replace the gradient with the sum; if no rank has a gradient, it stays None."""
         assert self._sum is not None
-        stays_without = self.names[0] in missing_everywhere and not self._sum._nnz()
-        self._parameter.grad = None if stays_without else self._sum
+        stays_none = self.names[0] in missing_everywhere and not self._sum._nnz()
+        self._parameter.grad = None if stays_none else self._sum
         self._sent, self.unsent = self.unsent, None
         self.release_gradients()
 

@@ -17,7 +17,7 @@ import torch
 
 from ..errors import check_number, page
 from ..exchange.adamw import (
-    GONE,
+    REMOVED,
     SHARED,
     SHARED_ROWS,
     STEP,
@@ -54,17 +54,17 @@ class HookGroups(AdamGroups):
         """Return the options; raise ValueError for a parameter that the optimizer does not step."""
         found: list[Hyper | None] = []
         for parameter, hyper in zip(parameters, super().read(parameters), strict=True):
-            if parameter.requires_grad and hyper is GONE:
+            if parameter.requires_grad and hyper is REMOVED:
                 raise ValueError(
                     f"the optimizer does not step a parameter of shape {list(parameter.shape)} "
-                    "that the hook exchanges: give one Adam or AdamW of all parameters of the "
-                    "model, freeze those that are not trained (requires_grad_(False)), or give "
+                    "that the hook exchanges: pass one Adam or AdamW for all parameters of the "
+                    "model, freeze those that are not trained (requires_grad_(False)), or pass "
                     "adam_steps='after'"
                 )
             found.append(hyper if parameter.requires_grad else None)
         return found
 
-    def begin_states(self) -> bool:
+    def create_states(self) -> bool:
         """Create every parameter's initial state, if this step is for that; return whether it was.
 
         torch.distributed.checkpoint only loads into existing state, so it first steps with
@@ -77,12 +77,12 @@ class HookGroups(AdamGroups):
         if not parameters or any(bool(on_this_rank(p.grad).any()) for p in parameters):
             return False
         for parameter in parameters:
-            shared, rows = self.first_state(parameter)
+            shared, rows = self.initial_state(parameter)
             state = {STEP: step_count(0.0), SHARED: shared, SHARED_ROWS: rows}
             self._optimizer.state[parameter] = state
         return True
 
-    def first_state(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def initial_state(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a parameter's shared second moment and row sums before the first step."""
         # In float32 or wider: second moments of 16-bit gradients underflow in 16 bits.
         dtype = torch.promote_types(parameter.dtype, torch.float32)
@@ -129,12 +129,12 @@ class HookedAdam:
         self._hidden: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # gradients, during a step
         self._loading: Mapping[str, Any] = {}
         # Two of them would apply the same agreed steps twice.
-        if (last := _owners.get(optimizer)) is not None and (owner := last()) is not None:
+        if (owner_ref := _owners.get(optimizer)) is not None and (owner := owner_ref()) is not None:
             owner.detach()
         _owners[optimizer] = ref(self)
-        self._look_for_steps()
-        self._before = optimizer.register_step_pre_hook(self._before_step)
-        self._others = [
+        self._check_missing_residual()
+        self._pre_hook = optimizer.register_step_pre_hook(self._before_step)
+        self._other_hooks = [
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._after_load),
@@ -151,7 +151,7 @@ class HookedAdam:
         if self._local is not None:
             # Its residual will no longer be sent, so forward passes must not include it.
             self._local.eval()
-        for handle in (self._before, *self._others):
+        for handle in (self._pre_hook, *self._other_hooks):
             handle.remove()
         self._passes.close()
 
@@ -161,26 +161,26 @@ class HookedAdam:
             self._has_warned = True
             _log.warning(
                 "rank %d: gradients of a backward pass were exchanged, and no step() has applied "
-                "them: what that pass took from the residual is lost. Have a pass whose gradients "
+                "them: what that pass took from the residual is lost. Run a pass whose gradients "
                 "are thrown away, as the discriminator's in a generator's step, %s (%s)",
                 self.peers.world.rank,
                 self._passes.accumulating,
                 page("Several models, and GANs"),
             )
 
-    def note(self, *, again: bool = False) -> None:
+    def note(self, *, is_repeated: bool = False) -> None:
         """Record that a pass that counts has ended: gradients are now agreed steps.
 
-        again: it is the same pass, with its gradients written again.
+        is_repeated: it is the same pass, with its gradients written again.
         """
-        if not again:
+        if not is_repeated:
             self._warn_of_unused()
         self._is_due = self._has_residual = True
         # Register the hook again, so that it runs after later hooks, which may clip. Not within a
         # closure: torch is then iterating over these hooks, and their dict must not change.
         if not self._in_closure:
-            self._before.remove()
-            self._before = self._optimizer.register_step_pre_hook(self._before_step)
+            self._pre_hook.remove()
+            self._pre_hook = self._optimizer.register_step_pre_hook(self._before_step)
 
     def forget(self) -> None:
         """Record that gradients are not agreed steps, and restore the center."""
@@ -212,7 +212,7 @@ class HookedAdam:
                 self._in_closure = False
         self._skips.drop(optimizer)
         stepped = [(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None]
-        if self._passes.agreed is None and self.groups.begin_states():
+        if self._passes.agreed is None and self.groups.create_states():
             self._hide(stepped)
             return None
         for parameter, _ in stepped:
@@ -253,17 +253,18 @@ class HookedAdam:
                 return
             raise ValueError(
                 f"rank {self.peers.world.rank}: gradients were changed between backward() and "
-                "step(), where they are the agreed steps of AdamW, and no gradients: leave "
-                f"clip_grad_norm_ (or a trainer's option for it) out. {self._clipping}; "
-                "adam_steps='after' steps with agreed gradients"
+                "step(), but there they hold the agreed steps of AdamW: leave out "
+                f"clip_grad_norm_ (or a trainer's option for it). {self._clipping}; "
+                "with adam_steps='after' the optimizer steps with agreed gradients"
             )
         raise ValueError(
-            f"rank {self.peers.world.rank}: step() takes the agreed steps of AdamW, and a "
-            f"parameter of shape {list(parameter.shape)} has another gradient: of a pass within "
-            "no_sync() after the one that was exchanged, say, one that was stepped with before, of "
-            "another model, of a call of model.module, or of a layer thawed after the model was "
-            "wrapped. Let the last pass before step() be exchanged, wrap the model anew after "
-            "thawing a layer; adam_steps='after' steps with any gradients"
+            f"rank {self.peers.world.rank}: step() applies the agreed steps of AdamW, but a "
+            f"parameter of shape {list(parameter.shape)} has another gradient. It may come from a "
+            "pass within no_sync() after the one that was exchanged, from a step() before this "
+            "one, from another model, from a call of model.module, or from a layer thawed after "
+            "the model was wrapped. Let the last pass before step() be exchanged, and wrap the "
+            "model again after thawing a layer; with adam_steps='after' the optimizer steps with "
+            "any gradients"
         )
 
     def _before_load(self, optimizer: Any, state_dict: dict[str, Any]) -> None:
@@ -274,9 +275,9 @@ class HookedAdam:
         # torch casts loaded state to the parameters' dtype.
         keep_precision(optimizer, self._loading)
         self._loading = {}
-        self._look_for_steps()
+        self._check_missing_residual()
 
-    def _look_for_steps(self) -> None:
+    def _check_missing_residual(self) -> None:
         """Record whether the optimizer's state is from steps with a residual that is missing."""
         steps = (state for state in self._optimizer.state.values() if SHARED in state)
         # A single rank has no residual to lose: it steps as its optimizer would.
@@ -293,7 +294,7 @@ def check_clip_norm(norm: float | None, *, makes_adam_steps: bool) -> None:
         raise ValueError(f"global_clip_norm must be above 0, got {norm}")
     if not makes_adam_steps:
         raise ValueError(
-            "global_clip_norm is for an Adam or AdamW whose steps the hook makes (optimizer=): "
-            "with any other optimizer use clip_grad_norm_ after backward, which clips what the "
-            "ranks have agreed on"
+            "global_clip_norm is for an Adam or AdamW whose steps the hook computes (optimizer=): "
+            "with any other optimizer use clip_grad_norm_ after backward, which clips the agreed "
+            "gradients"
         )

@@ -56,15 +56,15 @@ class Unit:
         self.with_gradient: list[str] = []
         self.accumulated: dict[str, torch.Tensor] = {}
         self._group = group
-        self._of: dict[str, Any] = {}  # FSDP's own record of each parameter
+        self._fsdp_params: dict[str, Any] = {}  # FSDP's own record of each parameter
         for each in group.fsdp_params:
             info = each._module_info
-            called = ".".join(filter(None, (modules[info.module], info.param_name)))
+            full_name = ".".join(filter(None, (modules[info.module], info.param_name)))
             shape = each.padded_sharded_param_size
             one = torch.empty(1, dtype=each.sharded_param.dtype, device=group.device)
-            self.stand_ins[called] = stand_in(one, shape.numel())
-            self.padded[called] = torch.empty(shape, device="meta")
-            self._of[called] = each
+            self.stand_ins[full_name] = stand_in(one, shape.numel())
+            self.padded[full_name] = torch.empty(shape, device="meta")
+            self._fsdp_params[full_name] = each
         # Replace the method, because FSDP has no hook while gradients are still by parameter; it
         # looks the method up on each call.
         self._reduce = group.post_backward
@@ -77,17 +77,17 @@ class Unit:
             raise ValueError(
                 f"module '{self.name}' is replicated by FSDP itself, over {info.mesh}: its "
                 "gradients would be exchanged twice, dense and by gTop-k. Shard it over one "
-                "dimension, fully_shard(model, mesh=mesh['shard']), and give replicate the other"
+                "dimension, fully_shard(model, mesh=mesh['shard']), and pass the other to replicate"
             )
 
     @property
     def parameters(self) -> list[torch.Tensor]:
         """The sharded parameters; the module itself may have whole ones in their place."""
-        return [each.sharded_param for each in self._of.values()]
+        return [each.sharded_param for each in self._fsdp_params.values()]
 
     def parameter(self, name: str) -> DTensor:
         """Return the sharded parameter with this name."""
-        sharded: DTensor = self._of[name].sharded_param
+        sharded: DTensor = self._fsdp_params[name].sharded_param
         return sharded
 
     def name_of(self, stand_in: torch.Tensor) -> str:
@@ -99,11 +99,11 @@ class Unit:
         self._group.reshard()
 
     @property
-    def is_to_accumulate(self) -> bool:
+    def accumulates(self) -> bool:
         """Whether FSDP was told not to send this pass's gradients to the other replicas."""
         return not self._group.all_reduce_grads
 
-    def is_left_alone(self, gradients: torch.Tensor) -> bool:
+    def is_only_viewed(self, gradients: torch.Tensor) -> bool:
         """Whether FSDP only creates views of this vector, and does not read it in this pass."""
         group = self._group
         return (
@@ -111,7 +111,7 @@ class Unit:
             # FSDP later divides gradients of other types.
             and gradients.dtype in (torch.float32, torch.bfloat16)
             and not getattr(group, "force_sum_reduction_for_comms", False)
-            and not any(self._is_read(self._of[name]) for name in self.with_gradient)
+            and not any(self._is_read(self._fsdp_params[name]) for name in self.with_gradient)
         )
 
     @staticmethod
@@ -148,30 +148,34 @@ class Unit:
 
         Raises ValueError if it is not as long as all trained parameters together.
         """
-        trained = [name for name, each in self._of.items() if each.sharded_param.requires_grad]
+        trained = [
+            name for name, each in self._fsdp_params.items() if each.sharded_param.requires_grad
+        ]
         lengths = [self.stand_ins[name].numel() for name in trained]
         require_shape(f"the shard of '{self.name}'", whole, [sum(lengths)])
         found: dict[str, ResidualState] = {}
-        for what, vector in whole.items():
+        for kind, vector in whole.items():
             for name, part in zip(trained, vector.split(lengths), strict=True):
-                found.setdefault(name, {})[what] = part
+                found.setdefault(name, {})[kind] = part
         return found
 
     def _post_backward(self, *call: Any) -> None:
         if not self._group.reduce_grads:
             self._reduce(*call)
             return
-        if not self.is_to_accumulate:
+        if not self.accumulates:
             for name in self.accumulated:
-                if not self._has_gradient(self._of[name]):
+                if not self._has_gradient(self._fsdp_params[name]):
                     # Exchange its gradient of earlier passes with this pass.
-                    whole = self._of[name].unsharded_param
+                    whole = self._fsdp_params[name].unsharded_param
                     whole.grad = torch.zeros_like(whole)
         # Before FSDP reduces: afterwards it has freed the gradients that show this.
-        self.with_gradient = [name for name, each in self._of.items() if self._has_gradient(each)]
+        self.with_gradient = [
+            name for name, each in self._fsdp_params.items() if self._has_gradient(each)
+        ]
         none_before = [p for p in self.parameters if p.grad is None]
         self._reduce(*call)
-        if self.is_to_accumulate:
+        if self.accumulates:
             for parameter in none_before:
                 # FSDP has created it from the zeros.
                 parameter.grad = None
@@ -212,21 +216,21 @@ def require_outermost(model: torch.nn.Module, rank: int) -> None:
     state = context._get_fsdp_state()._state_ctx
     if getattr(state, "post_backward_final_callback_queued", False):
         raise RuntimeError(
-            f"rank {rank}: a backward pass within the backward pass, or after one that an error "
-            "has ended: replicas do not know which of them ends a step. Checkpoint activations "
-            "with use_reentrant=False; after an error make the model anew, by fully_shard"
+            f"rank {rank}: a backward pass ran within another one, or after one that ended with "
+            "an error: replicas do not know which of them ends a step. Checkpoint activations "
+            "with use_reentrant=False; after an error call fully_shard on a new model"
         )
 
 
 class Place(NamedTuple):
     """This rank's place among the ranks that train the model.
 
-    replicas: the ranks that hold its shard; everyone: all ranks, of all shards.
+    replicas: the ranks that hold its shard; all_ranks: those of all shards.
     shard: the number of its shard; shards: how many there are.
     """
 
     replicas: ProcessSet
-    everyone: ProcessSet
+    all_ranks: ProcessSet
     shard: int
     shards: int
 
@@ -234,35 +238,35 @@ class Place(NamedTuple):
 def place_in(replicas: DeviceMesh, parameters: Iterable[torch.Tensor]) -> Place:
     """Return this rank's place and register all process sets; a collective."""
     here = world.current()
-    alike = tuple(sorted(torch.distributed.get_process_group_ranks(replicas.get_group())))
+    same_shard = tuple(sorted(torch.distributed.get_process_group_ranks(replicas.get_group())))
     meshes = [p.device_mesh.mesh for p in parameters if isinstance(p, DTensor)]
-    replica = tuple(sorted({rank for mesh in meshes for rank in mesh.flatten().tolist()}))
-    said = [" ".join(map(str, ranks)) for ranks in (alike, replica)]
+    same_replica = tuple(sorted({rank for mesh in meshes for rank in mesh.flatten().tolist()}))
+    own_words = [" ".join(map(str, ranks)) for ranks in (same_shard, same_replica)]
 
     def gather(transport: Transport, all_flags: list[int]) -> list[list[str]]:
-        return transport.gather_object(said)
+        return transport.gather_object(own_words)
 
     # If a rank is in both, gradients of different shards would be added up.
-    if both := set(alike) & set(replica) - {here.rank}:
+    if both := set(same_shard) & set(same_replica) - {here.rank}:
         raise ValueError(
             f"replicas must be the mesh of the ranks that hold the same shard, got that of ranks "
-            f"{list(alike)}, but rank {here.rank} shares a replica with {sorted(both)}: give the "
-            "dimension of the mesh that fully_shard was not given"
+            f"{list(same_shard)}, but rank {here.rank} shares a replica with {sorted(both)}: pass "
+            "the mesh dimension that fully_shard does not shard over"
         )
-    told = here.engine.submit("fsdp.replicas", [], gather).wait()
-    groups = [[tuple(map(int, ranks.split())) for ranks in words] for words in told]
-    together = [_reached_from(rank, groups) for rank in range(here.size)]
-    wanted = {each[0] for each in groups} | set(together)
+    gathered = here.engine.submit("fsdp.replicas", [], gather).wait()
+    groups = [[tuple(map(int, ranks.split())) for ranks in words] for words in gathered]
+    connected = [_connected_ranks(rank, groups) for rank in range(here.size)]
+    needed = {each[0] for each in groups} | set(connected)
     # Registering is collective: all ranks register all sets, also other ranks', in the same order.
-    found = {ranks: find_or_register(list(ranks)) for ranks in sorted(wanted)}
-    everyone = found[together[here.rank]]
-    return Place(found[alike], everyone, replica.index(here.rank), len(replica))
+    found = {ranks: find_or_register(list(ranks)) for ranks in sorted(needed)}
+    all_ranks = found[connected[here.rank]]
+    return Place(found[same_shard], all_ranks, same_replica.index(here.rank), len(same_replica))
 
 
-def _reached_from(rank: int, groups: Sequence[Sequence[tuple[int, ...]]]) -> tuple[int, ...]:
+def _connected_ranks(rank: int, groups: Sequence[Sequence[tuple[int, ...]]]) -> tuple[int, ...]:
     """Return all ranks connected to this one by shared groups, directly or through others."""
     found = {rank}
-    while more := {r for of in found for group in groups[of] for r in group} - found:
+    while more := {r for other in found for group in groups[other] for r in group} - found:
         found |= more
     return tuple(sorted(found))
 
@@ -276,19 +280,19 @@ class ShardGroups(HookGroups):
 
     def __init__(self, optimizer: torch.optim.Optimizer, units: Iterable[Unit]) -> None:
         super().__init__(optimizer)
-        self._of = {shape: (unit, name) for unit in units for name, shape in unit.padded.items()}
-        sharded = set(map(self._parameter, self._of))
+        self._named = {shape: (unit, name) for unit in units for name, shape in unit.padded.items()}
+        sharded = set(map(self._parameter, self._named))
         for parameter in trained_by(optimizer):
             if parameter not in sharded:
                 raise ValueError(
                     f"the optimizer steps a parameter of shape {list(parameter.shape)} that "
-                    "fully_shard has not sharded: make the optimizer after fully_shard, of what is "
-                    "sharded, or give adam_steps='after'"
+                    "fully_shard has not sharded: create the optimizer after fully_shard, with "
+                    "sharded parameters only, or pass adam_steps='after'"
                 )
         self._views: dict[torch.Tensor, dict[str, tuple[DTensor, torch.Tensor]]] = {}
 
     def _parameter(self, padded: torch.Tensor) -> DTensor:
-        unit, name = self._of[padded]
+        unit, name = self._named[padded]
         return unit.parameter(name)
 
     def read(self, parameters: Sequence[torch.Tensor]) -> list[Hyper | None]:
@@ -305,10 +309,10 @@ class ShardGroups(HookGroups):
         """Return this rank's shard of a parameter, padded."""
         return _padded(on_this_rank(self._parameter(parameter).detach()), parameter.shape)
 
-    def first_state(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def initial_state(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a parameter's shared second moment and row sums before the first step."""
-        shared, _ = super().first_state(parameter)
-        padded = next(each for each in self._of if self._parameter(each) is parameter)
+        shared, _ = super().initial_state(parameter)
+        padded = next(each for each in self._named if self._parameter(each) is parameter)
         rows = torch.zeros(rows_of(padded), dtype=shared.dtype, device="cpu")
         assert isinstance(parameter, DTensor)
         return shared, _rows_of_all(rows, parameter)
@@ -384,9 +388,9 @@ def _padded(shard: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 def _shard_of(padded: torch.Tensor, parameter: DTensor) -> DTensor:
     """Return a DTensor like the parameter, with the memory of this rank's shard as local part."""
-    here = padded[: on_this_rank(parameter.detach()).shape[0]]
+    own = padded[: on_this_rank(parameter.detach()).shape[0]]
     return _part_of(
-        here, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
+        own, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
     )
 
 

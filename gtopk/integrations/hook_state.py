@@ -59,10 +59,10 @@ def compression_of(
     if compression is None:
         compression = GTopK(density, **options)
     # The hooks' default density is that of Compression.gtopk: any other one was set by the user.
-    elif given := [*options, *(["density"] if density != GTopK.density else [])]:
+    elif given_options := [*options, *(["density"] if density != GTopK.density else [])]:
         raise ValueError(
-            f"give compression or the options of gTop-k, not both: got {', '.join(sorted(given))} "
-            f"beside {compression!r}"
+            "pass compression or the options of gTop-k, not both: got "
+            f"{', '.join(sorted(given_options))} and {compression!r}"
         )
     if not isinstance(compression, GTopK | Shards):
         raise ValueError(
@@ -162,7 +162,7 @@ def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
     Raises ValueError for a distributed optimizer, TypeError for an object that is no optimizer.
     """
     if isinstance(optimizer, Wrapping):
-        raise ValueError("the optimizer is distributed already: give the hook the plain one")
+        raise ValueError("the optimizer is distributed already: pass the plain one to the hook")
     return None if optimizer is None else plain(optimizer)
 
 
@@ -195,10 +195,10 @@ class HookState(ABC):
 
     # In messages: how a script accumulates passes, passes its optimizer to the hook, saves the
     # state, and clips if the hook computes Adam's steps.
-    _accumulating: ClassVar[str]
-    _giving: ClassVar[str]
-    _saving: ClassVar[str]
-    _clipping: ClassVar[str]
+    _accumulation_hint: ClassVar[str]
+    _optimizer_hint: ClassVar[str]
+    _saving_hint: ClassVar[str]
+    _clipping_hint: ClassVar[str]
 
     def __init__(
         self,
@@ -207,9 +207,9 @@ class HookState(ABC):
         scaler: Any,
         max_skipped_steps: int,
         optimizer: torch.optim.Optimizer | None,
-        of_adam: Mapping[str, Any],
+        adam_options: Mapping[str, Any],
     ) -> None:
-        """optimizer: that was passed to the hook. of_adam: its `options_of_adam`."""
+        """optimizer: that was passed to the hook. adam_options: its `options_of_adam`."""
         require_scaler(scaler)
         self.compression, self.scaler, self.progress = compression, scaler, Progress()
         self._world, self._peers = peers.world, peers
@@ -219,9 +219,9 @@ class HookState(ABC):
         self._skips = HookSkips(self._parameters, max_skipped_steps)
         # Residuals with names that no parameter has; they are saved again.
         self._unmatched: dict[str, ResidualState] = {}
-        stepped = optimizer if of_adam["adam"] is not None else None
+        stepped = optimizer if adam_options["adam"] is not None else None
         made_by = compression.correction if stepped is None else "AdamW"
-        self._passes = PassWatch(self._world.rank, made_by, self._accumulating)
+        self._passes = PassWatch(self._world.rank, made_by, self._accumulation_hint)
         self._adam: HookedAdam | None = None
         if stepped is not None:
             self._adam = HookedAdam(
@@ -230,19 +230,19 @@ class HookState(ABC):
                 peers,
                 self._residuals,
                 self._passes,
-                local_residual=of_adam["local_residual"],
+                local_residual=adam_options["local_residual"],
                 groups=self._groups_of(stepped),
                 swapped=self._reshard,
-                clipping=self._clipping,
+                clipping=self._clipping_hint,
             )
         self._checks = OptimizerChecks(
             self._skips,
             compression,
             self._world.rank,
-            says=self._rank == 0,
-            way=self._giving if optimizer is None else "",
+            logs_advice=self._rank == 0,
+            hint=self._optimizer_hint if optimizer is None else "",
             stepped=stepped,
-            adam="" if stepped is None else self._clipping,
+            adam="" if stepped is None else self._clipping_hint,
             residuals=self._residuals if stepped is None else None,
             retire=self._retire,
         )
@@ -317,20 +317,20 @@ class HookState(ABC):
 
     def accept_gradients(self) -> None:
         """Accept the current gradients as the agreed steps, if the hook computes the steps."""
-        self._note_gradients(again=True)
+        self._note_gradients(is_repeated=True)
 
-    def _note_gradients(self, *, again: bool) -> None:
-        """again: they belong to a pass that was already recorded."""
+    def _note_gradients(self, *, is_repeated: bool) -> None:
+        """is_repeated: they belong to a pass that was already recorded."""
         counted = self._skips.counted
         self._passes.note(self._skips.parameters() if counted else None)
         if self._adam is not None:
-            self._adam.note(again=again) if counted else self._adam.forget()
+            self._adam.note(is_repeated=is_repeated) if counted else self._adam.forget()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise TypeError on a copy or a pickle; torch.save also pickles."""
         raise TypeError(
             f"a {type(self).__name__} can be neither copied nor pickled: it belongs to the ranks "
-            f"of a running job. {self._saving}"
+            f"of a running job. {self._saving_hint}"
         )
 
     def _open(
@@ -360,7 +360,7 @@ class HookState(ABC):
         factor: float = 1.0,
         is_joined: bool = False,
         flags: int = 0,
-        then: Callable[[], None] = lambda: None,
+        on_done: Callable[[], None] = lambda: None,
     ) -> Operation:
         """Start exchanging a bucket, with the gradients that are now in it.
 
@@ -368,7 +368,7 @@ class HookState(ABC):
         in the same order.
 
         factor: multiplies the gradients. is_joined: they are zeros without samples.
-        then: called on the engine's thread, when the bucket is exchanged.
+        on_done: called on the engine's thread, when the bucket is exchanged.
         """
         scale = loss_scale(self.scaler)
         bucket_exchange.capture_gradients(factor * self._weight / scale, scale)
@@ -381,7 +381,7 @@ class HookState(ABC):
 
         def work(transport: Transport, all_flags: list[int]) -> bool:
             is_finite = transaction.run(number, transport, all_flags)
-            then()
+            on_done()
             return is_finite
 
         if bucket_exchange.checks_finite_first and not bucket_exchange.all_finite():
@@ -421,7 +421,7 @@ class HookState(ABC):
         """Record that the pass has ended and, if it counts, that gradients are agreed ones."""
         # First: restore parameters from an earlier hook's residual before they are used.
         self._checks.take_over()
-        self._note_gradients(again=False)
+        self._note_gradients(is_repeated=False)
         agreed = self._skips.parameters() if self._skips.counted else ()
         self._checks.corrected.agree(agreed, self.scaler)
 
@@ -443,13 +443,13 @@ class HookState(ABC):
         self._skips.warn_of_saving(self._world.rank)
         # Residuals without a parameter, as after a change of the model, are saved again: a later
         # run may have their names.
-        mine = {name: parts for name, parts in (*self._unmatched.items(), *residuals) if parts}
+        own = {name: parts for name, parts in (*self._unmatched.items(), *residuals) if parts}
         return {
             "format": FORMAT,
             "ranks": self._ranks,
             "steps": self.progress.steps,
             "lanes": [],
-            "held": {self._rank: {prefix + name: parts for name, parts in mine.items()}},
+            "held": {self._rank: {prefix + name: parts for name, parts in own.items()}},
         }
 
     @contextmanager
@@ -457,14 +457,14 @@ class HookState(ABC):
         self,
         state: Mapping[str, Any],
         residuals: Mapping[str, ResidualState],
-        known: Collection[str],
+        own_names: Collection[str],
         why: str,
     ) -> Iterator[None]:
         """Forget the last pass, and set the state's steps; load residuals within the context.
 
         why: the end of a warning: why residuals of unknown names cannot be loaded, and what to do.
         """
-        self._unmatched = unmatched(residuals, known, self._world.rank, why)
+        self._unmatched = unmatched(residuals, own_names, self._world.rank, why)
         self._abort_pass()
         self._skips.note_loaded()
         if self._adam is not None:

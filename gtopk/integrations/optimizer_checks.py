@@ -32,7 +32,7 @@ from ..optim.options import warn_of_few_entries
 from ..optim.step_checks import SkippedSteps
 from ..optim.wrapped.adam_step import AgreedSteps, groups_to_step_before, require_plain
 
-_everyones: Final[WeakSet[HookSkips]] = WeakSet()
+_all_skips: Final[WeakSet[HookSkips]] = WeakSet()
 
 _log = logging.getLogger("gtopk")
 
@@ -61,7 +61,7 @@ class HookSkips(SkippedSteps):
         self.counted = True  # whether the last pass counts
         self.is_due = self.is_loaded = self._has_warned = False
         self._dropped: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
-        _everyones.add(self)
+        _all_skips.add(self)
 
     def note_pass(self, counted: bool, rank: int, step: int, where: str) -> None:
         """Record whether a pass that has ended counts; warn if it does not.
@@ -86,8 +86,8 @@ class HookSkips(SkippedSteps):
             self._has_warned = True
             _log.warning(
                 "rank %d: the hook's state is saved between backward() and step(): what the pass "
-                "has sent is in the gradients alone, neither in the residual nor in the "
-                "parameters, and a run that is resumed from it lacks it. Save after step()",
+                "has sent is only in the gradients, not in the residual or the parameters, so a "
+                "run that resumes from this state loses it. Save after step()",
                 rank,
             )
 
@@ -100,7 +100,7 @@ class HookSkips(SkippedSteps):
         if self.counted or self._dropped.get(optimizer) == self.count:
             return
         self._dropped[optimizer] = self.count
-        others = set[torch.Tensor]().union(*(each.parameters() for each in _everyones))
+        others = set[torch.Tensor]().union(*(each.parameters() for each in _all_skips))
         kept = others.difference(self.parameters())
         for parameter in parameters_of(optimizer):
             if parameter not in kept:
@@ -109,8 +109,8 @@ class HookSkips(SkippedSteps):
 
 # Always replaced, never changed, so that a step may iterate while another thread adds one. PyTorch
 # iterates over its global hooks, so removing ours when a hook is collected would break a step.
-_living: tuple[weakref.ref[OptimizerChecks], ...] = ()
-_adding = threading.Lock()
+_instances: tuple[weakref.ref[OptimizerChecks], ...] = ()
+_instances_lock = threading.Lock()
 
 
 def _check_all(
@@ -121,32 +121,32 @@ def _check_all(
     args: the optimizer itself, and the other arguments of `step`. Returns them with a closure that
     also drops the gradients of its own backward pass if that does not count.
     """
-    living = [checks for each in _living if (checks := each()) is not None]
-    for checks in living:
+    instances = [checks for each in _instances if (checks := each()) is not None]
+    for checks in instances:
         checks.check(optimizer)
     closure = kwargs["closure"] if "closure" in kwargs else next(iter(args[1:]), None)
-    mine = [checks for checks in living if checks.has_seen(optimizer)]
-    if closure is None or not mine:
+    checking = [checks for checks in instances if checks.has_checked(optimizer)]
+    if closure is None or not checking:
         return None
 
-    def dropping() -> Any:
+    def closure_and_drop() -> Any:
         loss = closure()
-        for checks in mine:
+        for checks in checking:
             checks.drop(optimizer)
         return loss
 
     if "closure" in kwargs:
-        return args, {**kwargs, "closure": dropping}
-    return (args[0], dropping, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure_and_drop}
+    return (args[0], closure_and_drop, *args[2:]), kwargs
 
 
 def _note_step(optimizer: torch.optim.Optimizer, *call: Any) -> None:
     """Tell all living hooks that an optimizer has stepped their models."""
-    for checks in filter(None, (each() for each in _living)):
+    for checks in filter(None, (each() for each in _instances)):
         checks.note_step(optimizer)
 
 
-def _holds(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer | None) -> bool:
+def _contains(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer | None) -> bool:
     """Return whether an optimizer contains another, as torchtitan's OptimizersContainer does."""
     values = vars(optimizer).values()
     lists = (each for value in values if isinstance(value, list | tuple) for each in value)
@@ -163,7 +163,7 @@ def warn_of_lost_residual(
     _log.warning(
         "rank %d: %s goes on from earlier steps, and the state of the hook was not loaded: what "
         "this rank had not sent is lost%s. Save the state_dict of the hook's state on every rank, "
-        "and give it to load_state_dict (%s)",
+        "and load it with load_state_dict (%s)",
         rank,
         type(optimizer).__name__,
         "" if norm is None else f" (a norm of {norm:.3g} on the rank that saved)",
@@ -209,9 +209,9 @@ class OptimizerChecks:
 
     Before every step, and in its closure, also drop the gradients of a pass that does not count.
 
-    rank: in the world. says: also log advice on steps before the selection, and whether the density
-        is too low.
-    way: how to let the hook compute Adam's steps, for messages.
+    rank: in the world.
+    logs_advice: also log advice on steps before the selection, and whether the density is too low.
+    hint: how to let the hook compute Adam's steps, for messages.
     stepped: the optimizer that the hook computes the steps of; any other one is a ValueError.
     adam: see `CorrectedGradients`.
     residuals: see `ResidualNote`; detects that the hook's state is not loaded with the
@@ -227,28 +227,28 @@ class OptimizerChecks:
         compression: ErrorFeedback,
         rank: int,
         *,
-        says: bool,
-        way: str,
+        logs_advice: bool,
+        hint: str,
         stepped: torch.optim.Optimizer | None = None,
         adam: str = "",
         residuals: Residuals | None = None,
         retire: Callable[[], None] | None = None,
     ) -> None:
-        global _living
+        global _instances
         self.corrected = CorrectedGradients(compression, adam)
         self._skips, self._compression, self._rank = skips, compression, rank
-        self._says, self._way, self._stepped = says, way, stepped
-        self._seen = WeakSet[torch.optim.Optimizer]()
-        # Not derived from `_seen`, because a replaced optimizer disappears from it.
+        self._logs_advice, self._hint, self._stepped = logs_advice, hint, stepped
+        self._checked = WeakSet[torch.optim.Optimizer]()
+        # Not derived from `_checked`, because a replaced optimizer disappears from it.
         self._has_warned = self._has_stepped = False
         self._note = None if residuals is None else ResidualNote(residuals)
         self._retire = None if retire is None else weakref.WeakMethod(retire)
         self._is_retired = False
-        with _adding:
-            if not _living:
+        with _instances_lock:
+            if not _instances:
                 register_optimizer_step_pre_hook(_check_all)
                 register_optimizer_step_post_hook(_note_step)
-            _living = (*(each for each in _living if each() is not None), weakref.ref(self))
+            _instances = (*(each for each in _instances if each() is not None), weakref.ref(self))
 
     def take_over(self) -> None:
         """Retire all hooks whose parameters are all in this one's pass: their phase is over.
@@ -256,18 +256,17 @@ class OptimizerChecks:
         DDP and an optimizer with hooks stay alive in reference cycles until garbage collection.
         Raises ValueError if this hook is retired and should compute steps, which nothing applies.
         """
-        others = [each for each in (each() for each in _living) if each not in (None, self)]
+        others = [each for each in (each() for each in _instances) if each not in (None, self)]
         if self._is_retired and self._stepped is not None:
             raise ValueError(
-                f"rank {self._rank}: another hook has exchanged the gradients of this one's model "
-                "since, and this one makes no steps any more: wrap the model anew, and register "
-                "the hook with a new state"
+                f"rank {self._rank}: another hook has taken over the model, so this one no longer "
+                "computes its steps: wrap the model again, and register the hook with a new state"
             )
         self._is_retired = False
-        mine = self._skips.parameters() if others else ()
+        own = self._skips.parameters() if others else ()
         for other in filter(None, others):
-            theirs = other._skips.parameters()
-            if not other._is_retired and theirs and all(each in mine for each in theirs):
+            replaced = other._skips.parameters()
+            if not other._is_retired and replaced and all(each in own for each in replaced):
                 other._is_retired = True
                 if other._retire is not None and (retire := other._retire()) is not None:
                     retire()
@@ -276,7 +275,7 @@ class OptimizerChecks:
         """Check an optimizer that is about to step, if it belongs to the model."""
         if self._is_retired:
             return
-        if optimizer in self._seen:
+        if optimizer in self._checked:
             ResidualNote.take(optimizer)
         else:
             parameters = self._skips.parameters()
@@ -284,40 +283,40 @@ class OptimizerChecks:
                 return
             if self._stepped is not None and optimizer is not self._stepped:
                 # A container calls the inner optimizer's step, which is then checked.
-                if _holds(optimizer, self._stepped):
+                if _contains(optimizer, self._stepped):
                     return
                 raise ValueError(
-                    f"rank {self._rank}: the hook was given an optimizer whose steps it makes, and "
-                    f"another {type(optimizer).__name__} steps its model: give the hook this one, "
-                    "or adam_steps='after'"
+                    f"rank {self._rank}: the hook computes the steps of one optimizer, but another "
+                    f"{type(optimizer).__name__} steps its model: pass this one to the hook, or "
+                    "adam_steps='after'"
                 )
-            if self._says and not self._has_warned:
+            if self._logs_advice and not self._has_warned:
                 self._has_warned = True
                 trained = sum(p.numel() for p in parameters if p.requires_grad)
                 warn_of_few_entries(self._compression, trained)
-            # Before the optimizer is marked as seen, so that a script that catches the error gets
-            # it again in the next step.
+            # Before `_checked` has the optimizer, so that a script that catches the error gets it
+            # again in the next step.
             if self._stepped is None:
                 require_one_momentum(optimizer, self._compression)
                 require_plain(optimizer.state.values(), self._rank)
-                if self._says:
-                    takes = groups_to_step_before(optimizer, self._compression) is not None
-                    log_advice(optimizer, self._compression, self._way if takes else "")
+                if self._logs_advice:
+                    can_select = groups_to_step_before(optimizer, self._compression) is not None
+                    log_advice(optimizer, self._compression, self._hint if can_select else "")
             if self._note is not None:
                 norm = self._note.take(optimizer)
                 if norm is not None and not (self._has_stepped or self._skips.is_loaded):
                     warn_of_lost_residual(self._rank, optimizer, norm)
                 self._note.add_to_saved(optimizer)
             self._has_stepped = True
-            self._seen.add(optimizer)
+            self._checked.add(optimizer)
         # Here, and not in a hook of each optimizer, which a script may forget: a NaN would stay in
         # the parameters. A GradScaler has already seen it.
         self.drop(optimizer)
         self.corrected.require_unchanged(optimizer)
 
-    def has_seen(self, optimizer: torch.optim.Optimizer) -> bool:
+    def has_checked(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer was checked, and so belongs to the model."""
-        return optimizer in self._seen
+        return optimizer in self._checked
 
     def drop(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop an optimizer's gradients if the last pass does not count."""
@@ -325,7 +324,7 @@ class OptimizerChecks:
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that an optimizer has stepped, so that its model may be saved."""
-        if optimizer in self._seen:
+        if optimizer in self._checked:
             self._skips.is_due = False
 
 
@@ -386,11 +385,11 @@ class PassWatch:
     def _error(self) -> RuntimeError:
         return RuntimeError(
             f"rank {self._rank}: a backward pass has added its gradients to the agreed steps of "
-            f"{self._made_by}, which the pass before has left in their place: have all passes of a "
-            f"step but the last {self.accumulating}, and clear gradients (optimizer.zero_grad()) "
-            "after step(). A pass whose gradients are thrown away, as the discriminator's in a "
-            f"generator's step, belongs {self.accumulating}, too: exchanged, it takes from the "
-            f"residual what no step applies ({page('Several models, and GANs')})"
+            f"{self._made_by}, which the previous pass left in p.grad: run all passes of a step "
+            f"but the last {self.accumulating}, and clear gradients (optimizer.zero_grad()) after "
+            "step(). Run a pass whose gradients are thrown away, as the discriminator's in a "
+            f"generator's step, {self.accumulating}, too: if it is exchanged, no step applies "
+            f"what it takes from the residual ({page('Several models, and GANs')})"
         )
 
     def _track_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:

@@ -72,7 +72,7 @@ class BucketExchanges:
         """Return the parameters of all buckets, in order of arrival: the same on all ranks."""
         return list(self._bucket_of)
 
-    def knows(self, parameters: Sequence[torch.Tensor]) -> bool:
+    def has_seen(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Return whether all these parameters were in a bucket, or in a loaded state."""
         return all(p in self._bucket_of or p in self._residuals for p in parameters)
 
@@ -110,7 +110,9 @@ class BucketExchanges:
     def _take_out(self, bucket_exchange: BucketExchange) -> None:
         """Dissolve a bucket, and keep its residual until other buckets have its parameters."""
         moved = [
-            parameter for parameter, (home, _) in self._bucket_of.items() if home is bucket_exchange
+            parameter
+            for parameter, (current, _) in self._bucket_of.items()
+            if current is bucket_exchange
         ]
         for parameter in moved:
             if parameter not in self._residuals:
@@ -126,15 +128,15 @@ class BucketExchanges:
         # An owner error with no place in this bucket joins the residual, so that it is not lost.
         if OWNER_ERROR not in views:
             residuals = without_owner_errors(residuals)
-        for what, part in views.items():
-            part.copy_(residuals[what]) if what in residuals else part.zero_()
+        for kind, part in views.items():
+            part.copy_(residuals[kind]) if kind in residuals else part.zero_()
         residual = _residual(self._bucket_of[parameter][0])
         residual.is_empty = False
         # With another bucket, or another number of ranks, the same entries have other owners.
         residual.may_be_misplaced |= OWNER_ERROR in residuals
 
     def _copy_of(self, parameter: torch.Tensor) -> ResidualState:
-        return {what: part.clone() for what, part in self._views(parameter).items()}
+        return {kind: part.clone() for kind, part in self._views(parameter).items()}
 
     def _views(self, parameter: torch.Tensor) -> ResidualState:
         """Return views of a parameter's part of its bucket's residual, in memory order."""
@@ -164,10 +166,10 @@ class BucketExchanges:
             whole = stand_in(parameter, parameter.numel())
             own = _residual(self._open_bucket_exchange(whole, [parameter])).parts(0)
         return {
-            what: (part if what in (AGE, ROWS) else as_shaped(part, parameter)).clone(
+            kind: (part if kind in (AGE, ROWS) else as_shaped(part, parameter)).clone(
                 memory_format=torch.contiguous_format
             )
-            for what, part in (own or {}).items()
+            for kind, part in (own or {}).items()
         }
 
     def put_residuals(self, residuals: dict[torch.Tensor, ResidualState]) -> None:
@@ -175,13 +177,13 @@ class BucketExchanges:
         # Recreate the buckets: the next pass may have others, which take the residuals from here.
         self._bucket_exchanges, self._bucket_of, self._residuals = {}, {}, {}
         for parameter, parts in residuals.items():
-            for what, tensor in parts.items():
-                if what in (AGE, ROWS):
-                    self._residuals.setdefault(parameter, {})[what] = tensor.clone()
+            for kind, tensor in parts.items():
+                if kind in (AGE, ROWS):
+                    self._residuals.setdefault(parameter, {})[kind] = tensor.clone()
                     continue
                 part = torch.empty(parameter.numel(), dtype=tensor.dtype, device=parameter.device)
                 as_shaped(part, parameter).copy_(tensor)
-                self._residuals.setdefault(parameter, {})[what] = part
+                self._residuals.setdefault(parameter, {})[kind] = part
 
 
 def _residual(bucket_exchange: BucketExchange) -> Residual:
@@ -230,7 +232,7 @@ class PassTransaction(RecordedStep):
         bucket_exchange = self.bucket_exchanges[number]
         # A module used twice in a pass is exchanged twice: `undo` must return to before the first
         # time.
-        again = bucket_exchange in self.ran
+        is_repeated = bucket_exchange in self.ran
         self.ran.append(bucket_exchange)
         places = enumerate(all_flags)
         self.preempted.update(transport.ranks[n] for n, flags in places if flags & PREEMPTED)
@@ -238,7 +240,7 @@ class PassTransaction(RecordedStep):
         self.is_void |= bool(self.not_finite)
         # All ranks' flags and sums decide whether the pass is void: all ranks exchange, or none.
         if not self.is_void:
-            if not again:
+            if not is_repeated:
                 bucket_exchange.snapshot()
             self._reduce(number, transport)
         if self.is_void:
@@ -261,8 +263,8 @@ class PassTransaction(RecordedStep):
         # culprits; if no rank reports any, a sum of finite gradients is not finite.
         if not self.exchanged[number].finite:
             self.is_void = True
-            said = transport.gather_object(not bucket_exchange.all_finite())
-            self.not_finite = [place for place, is_theirs in enumerate(said) if is_theirs]
+            gathered = transport.gather_object(not bucket_exchange.all_finite())
+            self.not_finite = [place for place, is_nonfinite in enumerate(gathered) if is_nonfinite]
 
     def drop(self) -> None:
         """Make the pass void: restore the residual from before it."""
@@ -363,13 +365,15 @@ class HookReplicas:
             failures.append(error)
 
 
-def refuse_another_model(bucket: GradBucket, known: BucketExchanges) -> None:
+def refuse_another_model(bucket: GradBucket, bucket_exchanges: BucketExchanges) -> None:
     """Raise ValueError for new parameters after the first step, which has buckets in order."""
-    if not known.knows(bucket.parameters()) and bucket.index() != len(known):
+    if not bucket_exchanges.has_seen(bucket.parameters()) and bucket.index() != len(
+        bucket_exchanges
+    ):
         raise ValueError(
-            "this GTopKState has the parameters of another model: use one GTopKState for each "
-            "model (or, of one model whose parameters have several dtypes, static_graph=True, "
-            "with which DDP does not number its first buckets: leave it out)"
+            "this GTopKState belongs to another model: use one GTopKState for each model (or, if "
+            "one model has parameters of several dtypes, leave out static_graph=True: with it DDP "
+            "does not number its first buckets)"
         )
 
 
@@ -392,11 +396,11 @@ def write_flat_gradients(parameters: Sequence[torch.Tensor], buffer: torch.Tenso
     parameter. But its residual is sent in that step as in any other.
     """
     # Identity is not enough: DDP writes in place if .grad is a view of its bucket.
-    before = [(p.grad, -1 if p.grad is None else p.grad._version) for p in parameters]
+    old_gradients = [(p.grad, -1 if p.grad is None else p.grad._version) for p in parameters]
 
     def write() -> None:
         parts = split(buffer, parameters)
-        for parameter, part, (grad, version) in zip(parameters, parts, before, strict=True):
+        for parameter, part, (grad, version) in zip(parameters, parts, old_gradients, strict=True):
             if parameter.grad is not grad or (grad is not None and grad._version != version):
                 # DDP has written it.
                 continue
@@ -447,15 +451,15 @@ def process_set_of(group: ProcessGroup | None) -> ProcessSet:
 def refuse_another_group(parameters: Sequence[torch.Tensor], ranks: Sequence[int]) -> None:
     """Raise ValueError if DDP averages these parameters over ranks other than the hook's."""
     # The usual case, without another group, is cheap: the search below takes a tenth of a second.
-    known = torch.distributed.distributed_c10d._world.pg_group_ranks.values()
-    if all(set(group) == set(ranks) for group in known):
+    groups = torch.distributed.distributed_c10d._world.pg_group_ranks.values()
+    if all(set(group) == set(ranks) for group in groups):
         return
     found = [*map(torch.distributed.get_process_group_ranks, groups_of_ddp(parameters))]
     if found and all(set(group) != set(ranks) for group in found):
         raise ValueError(
             f"rank {world.current().rank}: DistributedDataParallel averages this model over ranks "
-            f"{found[0]}, and the state of its hook over ranks {list(ranks)}: give both one group, "
-            "GTopKState(process_group=model.process_group)"
+            f"{found[0]}, and the state of its hook over ranks {list(ranks)}: use the same group "
+            "for both, GTopKState(process_group=model.process_group)"
         )
 
 

@@ -87,11 +87,12 @@ def assign_parameters(names: Mapping[torch.nn.Parameter, str], fragments: int) -
         [place for place, _ in group]
         for _, group in groupby(enumerate(names.values()), lambda pair: _layer(pair[1]))
     ]
-    whole = _assign(layers, sizes, fragments)
-    cut = _assign([[place] for place in range(len(sizes))], sizes, fragments)
-    totals = [[sum(sizes[place] for place in each) for each in way] for way in (whole, cut)]
+    by_layer = _assign(layers, sizes, fragments)
+    by_parameter = _assign([[place] for place in range(len(sizes))], sizes, fragments)
+    both = by_layer, by_parameter
+    totals = [[sum(sizes[place] for place in part) for part in parts] for parts in both]
     is_even = min(totals[0]) > 0 and max(totals[0]) <= _UNEVEN * max(totals[1])
-    dealt = whole if is_even or fragments == 1 else cut
+    dealt = by_layer if is_even or fragments == 1 else by_parameter
     if fragments > 1 and min(totals[1]) == 0:
         raise ValueError(
             f"fragments must be at most the number of parameters with values, "
@@ -118,8 +119,8 @@ def _assign(
 
 def _layer(name: str) -> str:
     parts = name.split(".")
-    ends = next((end for end, part in enumerate(parts, 1) if part.isdigit()), len(parts) - 1)
-    return ".".join(parts[:ends])
+    depth = next((end for end, part in enumerate(parts, 1) if part.isdigit()), len(parts) - 1)
+    return ".".join(parts[:depth])
 
 
 @contextmanager
@@ -133,25 +134,25 @@ def center_in_place(
 
     Swaps `data`, unseen by autograd: a running backward pass may need the replica.
     """
-    known, groups = list(parameters), outer.param_groups
-    replica = [parameter.data for parameter in known]
-    now = [{name: group[name] for name in of} for group, of in zip(groups, options, strict=True)]
+    own, groups = list(parameters), outer.param_groups
+    replica = [parameter.data for parameter in own]
+    old = [{name: group[name] for name in new} for group, new in zip(groups, options, strict=True)]
     try:
-        for parameter, tensor in zip(known, center, strict=True):
+        for parameter, tensor in zip(own, center, strict=True):
             parameter.data = tensor
-        for group, of in zip(groups, options, strict=True):
-            group.update(of)
+        for group, new in zip(groups, options, strict=True):
+            group.update(new)
         with ExitStack() as versions:
             # An in-place step increments the parameters' versions, which a running backward pass
             # would refuse.
-            for parameter in known:
+            for parameter in own:
                 versions.enter_context(preserve(parameter))
             yield
     finally:
-        for parameter, tensor in zip(known, replica, strict=True):
+        for parameter, tensor in zip(own, replica, strict=True):
             parameter.data = tensor
-        for group, of in zip(groups, now, strict=True):
-            group.update(of)
+        for group, new in zip(groups, old, strict=True):
+            group.update(new)
 
 
 class Fragment:
@@ -160,23 +161,23 @@ class Fragment:
     places:     of the parameters, among all that are exchanged.
     others:     the parameters of other fragments.
     center:     z, while a round is open.
-    before:     the round before, until its exchange has moved the replica.
+    previous:   the round before, until its exchange has moved the replica.
     steps_made: by this rank, in this round; wasted: the part of them made by a lost replica.
     early:      by how many steps this round is shorter than others; below 0: longer.
     """
 
     def __init__(
         self,
-        every: Sequence[torch.nn.Parameter],
+        all_parameters: Sequence[torch.nn.Parameter],
         places: Sequence[int],
         exchange: OuterExchange,
     ) -> None:
         self.places = list(places)
-        self.parameters = [every[place] for place in places]
-        self.others = [p for place, p in enumerate(every) if place not in set(places)]
+        self.parameters = [all_parameters[place] for place in places]
+        self.others = [p for place, p in enumerate(all_parameters) if place not in set(places)]
         self.exchange = exchange
         self.center: list[torch.Tensor] = []
-        self.before: Round | None = None
+        self.previous: Round | None = None
         self.steps_made = self.wasted = self.early = 0
 
     @torch.no_grad()
@@ -185,58 +186,58 @@ class Fragment:
 
         With overlap the replica does not move yet: a rank may receive earlier than others.
         """
-        before = self.before
+        previous = self.previous
         # A checkpoint may have received it already; then only the replica must still move.
-        if before is None or before.has_ended:
+        if previous is None or previous.has_ended:
             return
-        with before.waiting():
+        with previous.waiting():
             try:
                 with preserve_gradients(self.others), self.exchange.ended() as outcome:
                     for parameter in self.others:
                         parameter.grad = None  # so that the outer optimizer skips it
-                    if not before.sent:
+                    if not previous.sent:
                         # The rank has waited, so nothing needs the replica: the outer optimizer
                         # steps in its place.
                         torch._foreach_copy_([*self.parameters], self.center)
                         if outcome.moves:
                             outer.step()
                     elif outcome.moves:
-                        own, options = self.parameters, before.options
+                        own, options = self.parameters, previous.options
                         with center_in_place(own, self.center, outer, options):
                             outer.step()
             except HorovodInternalError as error:
-                before.error = error  # so that all ranks raise it in the same step
+                previous.error = error  # so that all ranks raise it in the same step
             except BaseException:
-                self.give_back(before)
+                self.merge_failed_round(previous)
                 raise
             else:
-                before.outcome, before.is_lost = outcome, rank in outcome.lost
+                previous.outcome, previous.is_lost = outcome, rank in outcome.lost
 
-    def give_back(self, before: Round) -> None:
+    def merge_failed_round(self, previous: Round) -> None:
         """Add the steps of a round with a failed exchange to this one."""
         # Its changes were never summed: they are still in the replica, and the next exchange sends
         # them.
-        self.before = None
-        self.steps_made += before.steps
-        self.wasted += before.steps - before.made
-        self.early += before.early
+        self.previous = None
+        self.steps_made += previous.steps
+        self.wasted += previous.steps - previous.counted
+        self.early += previous.early
 
-    def show_center(self, before: Round) -> None:
+    def move_to_center(self, previous: Round) -> None:
         """Move the replica to the center, and keep the steps that it has made since."""
         # A rank that has waited has made no steps since: its parameters are the center now.
-        if not before.sent:
+        if not previous.sent:
             self.center = []
-        elif before.is_lost or not self.steps_made:
+        elif previous.is_lost or not self.steps_made:
             torch._foreach_copy_([*self.parameters], self.center)
         else:
-            for p, z, sent in zip(self.parameters, self.center, before.sent, strict=True):
+            for p, z, sent in zip(self.parameters, self.center, previous.sent, strict=True):
                 # Exact for unchanged values: a frozen parameter must not seem to move.
                 p.copy_(torch.where(p == sent, z, p + (z - sent)))
-        if before.is_lost:
+        if previous.is_lost:
             self.wasted = self.steps_made
 
     @torch.no_grad()
-    def go_back(self, outer: torch.optim.Optimizer, rank: int) -> None:
+    def reset_to_center(self, outer: torch.optim.Optimizer, rank: int) -> None:
         """Reset to the center: another fragment's exchange found this rank's replica lost.
 
         Changes sent before count; the steps since do not.
@@ -246,19 +247,18 @@ class Fragment:
             return
         torch._foreach_copy_([*self.parameters], self.center)
         self.wasted = self.steps_made
-        if self.before is not None and self.before.error is not None:
+        if self.previous is not None and self.previous.error is not None:
             # Its changes are lost with the replica: the next sum contains none of its steps.
-            self.before.made = 0
-        elif self.before is not None:
-            # `show_center` then moves the replica only by the center's own move, and keeps later
-            # steps.
-            self.before.sent = [z.clone() for z in self.center]
-            self.before.is_lost = False
+            self.previous.counted = 0
+        elif self.previous is not None:
+            # `move_to_center` then adds only the center's own move, and keeps later steps.
+            self.previous.sent = [z.clone() for z in self.center]
+            self.previous.is_lost = False
 
     def state(self) -> dict[str, Any]:
         """Return this rank's place in its round; call `receive` first."""
-        before = self.before
-        has_failed = before is not None and before.error is not None
+        previous = self.previous
+        has_failed = previous is not None and previous.error is not None
         state = {
             "places": self.places,
             "steps_made": self.steps_made,
@@ -268,29 +268,29 @@ class Fragment:
             "sent": [],
             "is_lost": False,
         }
-        # A loader of this state cannot raise the error, so it starts as after `give_back`.
-        if before is not None and has_failed:
-            state["steps_made"] = self.steps_made + before.steps
-            state["wasted"] = self.wasted + before.steps - before.made
-            state["early"] = self.early + before.early
-        elif before is not None:
-            state["sent"] = [tensor.clone() for tensor in before.sent]
-            state["is_lost"] = before.is_lost
+        # A loader of this state cannot raise the error, so it starts as after `merge_failed_round`.
+        if previous is not None and has_failed:
+            state["steps_made"] = self.steps_made + previous.steps
+            state["wasted"] = self.wasted + previous.steps - previous.counted
+            state["early"] = self.early + previous.early
+        elif previous is not None:
+            state["sent"] = [tensor.clone() for tensor in previous.sent]
+            state["is_lost"] = previous.is_lost
         return state
 
     @property
     def is_uncounted(self) -> bool:
         """Tell whether an exchange has ended that is not counted in the outer steps yet."""
-        outcome = self.before.outcome if self.before is not None else None
+        outcome = self.previous.outcome if self.previous is not None else None
         return outcome is not None and not outcome.empty
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Resume from a state."""
         self.steps_made, self.wasted = state["steps_made"], state.get("wasted", 0)
         self.early = state.get("early", 0)
-        self.center, self.before = self._in_layout(state["center"]), None
+        self.center, self.previous = self._in_layout(state["center"]), None
         if sent := self._in_layout(state.get("sent", ())):
-            self.before = Round(sent=sent, is_lost=state["is_lost"], is_loaded=True)
+            self.previous = Round(sent=sent, is_lost=state["is_lost"], is_loaded=True)
 
     def _in_layout(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return copies in the parameters' memory layout; an empty list for an empty one."""
@@ -313,21 +313,21 @@ class Fragments:
         residual_decay: float,
     ) -> None:
         self._names, self._process_set = names, process_set
-        every, self._name = list(names), self._name_in(here)
-        elements = sum(parameter.numel() for parameter in every)
+        parameters, self._name = list(names), self._name_in(here)
+        elements = sum(parameter.numel() for parameter in parameters)
         self._fragments = [
             Fragment(
-                every,
+                parameters,
                 places,
                 OuterExchange(
-                    {every[place]: names[every[place]] for place in places},
+                    {parameters[place]: names[parameters[place]] for place in places},
                     f"{self._name}.{number}",
                     compression,
                     process_set,
                     here,
                     residual_decay,
                     # bytes_per_step is divided in proportion to elements.
-                    sum(every[place].numel() for place in places) / elements,
+                    sum(parameters[place].numel() for place in places) / elements,
                 ),
             )
             for number, places in enumerate(assign_parameters(names, fragments))
@@ -338,7 +338,7 @@ class Fragments:
         self.turn = 0  # of the next exchange
 
     def enter(self, here: World) -> None:
-        """Enter the next world; call each exchange's `meet` before it."""
+        """Enter the next world; call each exchange's `agree` before it."""
         self._name = self._name_in(here)
         for number, each in enumerate(self):
             each.exchange.enter(here, f"{self._name}.{number}")
@@ -367,7 +367,7 @@ class Fragments:
             *(f"parameter {place} in fragment {placed[place]}" for place in sorted(placed)),
         ]
 
-    def begin_anew(self, inner_steps: int | None) -> None:
+    def start_rounds(self, inner_steps: int | None) -> None:
         """Begin a round of each fragment, spaced so that they end in turn; drop open rounds."""
         for fragment in self:
             fragment.load({"steps_made": 0, "center": ()})
@@ -414,16 +414,16 @@ class Fragments:
 
     def restore_centers(self, state: Mapping[str, Any]) -> bool:
         """Set the model to the centers of a state with any fragments; tell whether it has any."""
-        every = list(self._names)
+        parameters = list(self._names)
         rounds = [(places, own["center"]) for places, own in self._rounds(state) if own["center"]]
         for places, center in rounds:
-            torch._foreach_copy_([every[place] for place in places], list(center))
+            torch._foreach_copy_([parameters[place] for place in places], list(center))
         return bool(rounds)
 
     def _rounds(self, state: Mapping[str, Any]) -> list[tuple[list[int], Mapping[str, Any]]]:
-        every = range(len(self._names))  # for states from before fragments existed
+        all_places = range(len(self._names))  # for states from before fragments existed
         states = [state, *state.get("other_fragments", ())]
-        return [([*own.get("places", every)], own) for own in states]
+        return [([*own.get("places", all_places)], own) for own in states]
 
     def begin(
         self,
@@ -440,25 +440,24 @@ class Fragments:
         """
         name, count = f"{self._name}.outer", len(self)
         # After a failure with fewer inner_steps turns are out of order: a name may still be in use.
-        under_way = {each.before.turn for each in self if each.before is not None}
+        pending_turns = {each.previous.turn for each in self if each.previous is not None}
         turns = (turn % count for turn in range(self.turn, self.turn + count))
-        turn = next(turn for turn in turns if turn not in under_way)
+        turn = next(turn for turn in turns if turn not in pending_turns)
         if count > 1:
             name = f"{name}.{turn}"
             signature = [*signature, f"fragment {self._fragments.index(fragment)} of {count}"]
-        made = fragment.steps_made - fragment.wasted
-        before = Round(fragment.steps_made, made, fragment.early, turn)
+        counted = fragment.steps_made - fragment.wasted
+        previous = Round(fragment.steps_made, counted, fragment.early, turn)
         # Since the last end of any round, so that no step is in two reports. No sum contains a lost
         # replica's steps, so no report does.
-        before.covered = min(made, *(each.steps_made for each in self))
-        with before.waiting():
-            fragment.exchange.begin(name, fragment.center, signature, made, preempted)
+        previous.covered = min(counted, *(each.steps_made for each in self))
+        with previous.waiting():
+            fragment.exchange.begin(name, fragment.center, signature, counted, preempted)
             if outer is not None:
-                # A copy, to separate the changes made during the exchange from those that were
-                # sent.
-                before.sent = [p.detach().clone() for p in fragment.parameters]
-                before.options = options_by_group(outer)
-        fragment.before = before
+                # A copy, to separate the changes made during the exchange from those sent.
+                previous.sent = [p.detach().clone() for p in fragment.parameters]
+                previous.options = options_by_group(outer)
+        fragment.previous = previous
         fragment.steps_made = fragment.wasted = fragment.early = 0
         self.turn = turn + 1
 
@@ -475,8 +474,8 @@ class Fragments:
         """Return how many exchanges of the first fragment have moved the model."""
         return self.first.steps
 
-    def known_names(self) -> Collection[str]:
-        return {name for each in self for name in each.exchange.known_names()}
+    def parameter_names(self) -> Collection[str]:
+        return {name for each in self for name in each.exchange.parameter_names()}
 
     def export_state(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]:
         """Return the residual of each parameter, and the buckets' records."""
@@ -488,12 +487,12 @@ class Fragments:
     def import_state(
         self, residuals: Mapping[str, ResidualState], records: list[dict[str, Any]], steps: int
     ) -> None:
-        """Replace the residuals, and resume from the records; call `meet` before an exchange."""
+        """Replace the residuals, and resume from the records; call `agree` before an exchange."""
         for each in self:
             each.exchange.import_state(residuals, records, steps)
         self._unmatched = unmatched(
             residuals,
-            self.known_names(),
+            self.parameter_names(),
             self.ranks[self.rank],
             "LocalSGD trains no parameter of that name; give it the names that the checkpoint "
             "was saved with (named_parameters)",

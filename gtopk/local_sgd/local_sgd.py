@@ -36,7 +36,7 @@ from ..compression import Compressing, Compression, ErrorFeedback
 from ..errors import HorovodInternalError, check_count
 from ..exchange.automatic import hides_behind_backward
 from ..exchange.bucket_exchange import require_compression
-from ..exchange.buckets.parameters import name_parameters, require_known, require_trained
+from ..exchange.buckets.parameters import name_parameters, refuse_new_parameters, require_trained
 from ..optim.gradient_checks import make_outer, require_one_momentum, set_aside_optimizers_of
 from ..optim.wrapped import checkpoint as optimizer_checkpoint
 from ..optim.wrapped.tree import lay_out_as_parameters
@@ -109,13 +109,13 @@ class _LocalSGD(Wrapping):
         self.outer_steps = self.skipped_steps = 0
         self.last_step: StepReport | None = None
         self._lost = LostReplicas(max_skipped_steps)
-        self._good = 0  # outer steps since the last one with a lost replica or an overflow
+        self._good_steps = 0  # outer steps since the last one with a lost replica or an overflow
         self._world = here = world.current()
         self._fragments = Fragments(
             self._names, fragments, compression, process_set, here, residual_decay
         )
-        self._fragments.begin_anew(inner_steps)
-        self._are_alike = False  # whether the ranks' models have been compared and are the same
+        self._fragments.start_rounds(inner_steps)
+        self._models_compared = False  # and found to be the same
         self._ended = time.perf_counter()
 
     @property
@@ -143,11 +143,11 @@ class _LocalSGD(Wrapping):
         """Adopt another rank's place in its round; broadcast_parameters brings its replica."""
         self._receive()  # it changes this rank's residual, as on the other ranks
         for fragment in self._fragments:
-            if fragment.before is not None and (outcome := fragment.before.outcome) is not None:
+            if fragment.previous is not None and (outcome := fragment.previous.outcome) is not None:
                 self._world.note_preempted(outcome.preempted)
         self._lost.end_row()
         self.outer_steps = self._fragments.load(common)
-        self._are_alike = False
+        self._models_compared = False
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step this rank's replica with its own gradients; end the round when it is due.
@@ -168,17 +168,17 @@ class _LocalSGD(Wrapping):
             fragment.steps_made += 1
         for fragment in self._fragments:
             # Not earlier, even if the exchange has ended: all ranks must move at the same step.
-            if fragment.before is not None and fragment.steps_made >= self.overlap_steps:
+            if fragment.previous is not None and fragment.steps_made >= self.overlap_steps:
                 self._move(fragment)
         for fragment in self._fragments:
             # steps_made may exceed inner_steps if that was lowered, or after a failed exchange.
-            made = fragment.steps_made + fragment.early
-            if self.inner_steps is not None and made >= self.inner_steps:
+            passed = fragment.steps_made + fragment.early
+            if self.inner_steps is not None and passed >= self.inner_steps:
                 self._end_round(
                     fragment,
-                    f"the round was over after inner_steps={self.inner_steps} (where ranks make "
-                    "unlike numbers of steps, use inner_steps=None, and call outer_step() on all "
-                    "of them)",
+                    f"the round ended after inner_steps={self.inner_steps} (if ranks take "
+                    "different numbers of steps, use inner_steps=None, and call outer_step() on "
+                    "all of them)",
                     overlap=self.overlap_steps > 0,
                 )
         return loss
@@ -188,44 +188,44 @@ class _LocalSGD(Wrapping):
         if (here := world.current()) is not self._world:  # after elastic's recovery, say
             for fragment in self._fragments:
                 with contextlib.suppress(HorovodInternalError):  # its ranks may be gone
-                    if fragment.before is not None:
+                    if fragment.previous is not None:
                         self._move(fragment)
             self._fragments.enter(here)
-            self._world, self._are_alike = here, False
+            self._world, self._models_compared = here, False
             self._ended = time.perf_counter()
-        begins = [fragment for fragment in self._fragments if not fragment.center]
-        for fragment in begins:
-            self._require_known()
+        starting = [fragment for fragment in self._fragments if not fragment.center]
+        for fragment in starting:
+            self._refuse_new_parameters()
             fragment.center = [p.detach().clone() for p in fragment.parameters]
-        if not self._are_alike:
-            begun = time.perf_counter()
+        if not self._models_compared:
+            began = time.perf_counter()
             signature = [*self._signature(), state_of(self.outer, self._names)]
             try:
                 for fragment in self._fragments:
-                    self.outer_steps = fragment.exchange.meet(
+                    self.outer_steps = fragment.exchange.agree(
                         fragment.center, signature, self.outer_steps
                     )
             except BaseException:
-                for fragment in begins:  # the model may be broadcast before the next attempt
+                for fragment in starting:  # the model may be broadcast before the next attempt
                     fragment.center = []
                 raise
             self._fragments.turn = 0  # no exchange is running
-            self._are_alike = True
-            self._ended += time.perf_counter() - begun  # measuring links belongs to no round
+            self._models_compared = True
+            self._ended += time.perf_counter() - began  # measuring links belongs to no round
 
-    def _require_known(self) -> None:
-        require_known(
+    def _refuse_new_parameters(self) -> None:
+        refuse_new_parameters(
             self.param_groups,
             self._names.keys(),
-            "LocalSGD (make another of the plain optimizer) exchanges the parameters that "
-            "required a gradient when it was made",
+            "LocalSGD exchanges the parameters that required a gradient when it was made (for "
+            "others, wrap the plain optimizer again)",
         )
 
     def _signature(self) -> list[str]:
         """Return words for the options that must be equal on all ranks."""
         steps = f"inner_steps={self.inner_steps}, overlap_steps={self.overlap_steps}"
-        more = f"fragments={len(self._fragments)}, residual_decay={self._residual_decay}"
-        return [f"{steps}, {more}", options_of(self.outer)]
+        layout = f"fragments={len(self._fragments)}, residual_decay={self._residual_decay}"
+        return [f"{steps}, {layout}", options_of(self.outer)]
 
     def outer_step(self) -> bool:
         """End the round: combine the changes of all ranks in the model. All ranks must call it.
@@ -244,12 +244,12 @@ class _LocalSGD(Wrapping):
         self._begin_round()
         moved = False
         for fragment in self._fragments:
-            if fragment.before is not None:
+            if fragment.previous is not None:
                 # `or` last: each fragment must move, even if others have.
                 moved = self._move(fragment) or moved
         for fragment in self._fragments:
             moved = self._end_round(fragment, "the script called outer_step()") or moved
-        self._fragments.begin_anew(self.inner_steps)
+        self._fragments.start_rounds(self.inner_steps)
         return moved
 
     def _end_round(self, fragment: Fragment, why: str, overlap: bool = False) -> bool:
@@ -259,8 +259,8 @@ class _LocalSGD(Wrapping):
         overlap: do not wait for the exchange; then return False.
         """
         # If inner_steps was set below overlap_steps, the exchange before is still running.
-        moved = fragment.before is not None and self._move(fragment)
-        self._require_known()
+        moved = fragment.previous is not None and self._move(fragment)
+        self._refuse_new_parameters()
         self._fragments.begin(
             fragment,
             [*self._signature(), why],
@@ -281,48 +281,48 @@ class _LocalSGD(Wrapping):
         Steps that it has made since are kept: they are changes of this round.
         """
         fragment.receive(self.outer, self._world.rank)
-        before = fragment.before
-        assert before is not None
-        if before.error is not None:
-            fragment.give_back(before)
-            raise before.error
-        fragment.before = None
-        with before.waiting():
-            fragment.show_center(before)
-        if before.is_lost:
+        previous = fragment.previous
+        assert previous is not None
+        if previous.error is not None:
+            fragment.merge_failed_round(previous)
+            raise previous.error
+        fragment.previous = None
+        with previous.waiting():
+            fragment.move_to_center(previous)
+        if previous.is_lost:
             # Its moments belong to the replica that was lost.
             self.state.clear()
             for other in self._fragments:
                 if other is not fragment:
-                    other.go_back(self.outer, self._world.rank)
-        outcome = before.outcome
+                    other.reset_to_center(self.outer, self._world.rank)
+        outcome = previous.outcome
         if outcome is None:
             return True
         self._world.note_preempted(outcome.preempted)
         if outcome.empty:
-            self._ended += before.waited  # belongs to no round
+            self._ended += previous.waited  # belongs to no round
             return False
         self.outer_steps += 1
         self.skipped_steps += not outcome.moves
         began, self._ended = self._ended, time.perf_counter()
         self.last_step = fragment.exchange.report(
             outcome,
-            before,
+            previous,
             step=max(0, self._world.step - 1),
-            compute_seconds=self._ended - began - before.waited,
+            compute_seconds=self._ended - began - previous.waited,
             model_elements=sum(p.numel() for p in self._names),
         )
         # A replica lost in one fragment shows in the others' exchanges, too; count it once.
-        lost = {rank: n for rank, n in outcome.lost.items() if rank not in before.gone_back}
+        lost = {rank: n for rank, n in outcome.lost.items() if rank not in previous.reset_ranks}
         for other in self._fragments:
-            if other.before is not None:
-                other.before.gone_back.update(lost)
+            if other.previous is not None:
+                other.previous.reset_ranks.update(lost)
         if lost or outcome.overflowed:
-            self._good = 0
+            self._good_steps = 0
             self._lost.note(self._world.rank, self.outer_steps, lost, outcome.moves)
         elif not outcome.lost:
-            self._good += 1
-            if self._good >= len(self._fragments):  # one bad fragment may fail in every turn
+            self._good_steps += 1
+            if self._good_steps >= len(self._fragments):  # one bad fragment may fail in every turn
                 self._lost.end_row()
         return outcome.moves
 
@@ -372,13 +372,13 @@ class _LocalSGD(Wrapping):
         self._receive()  # running exchanges must end; their results are dropped
         super().load_state_dict(state_dict, *args, **kwargs)
         self._lost.end_row()
-        self._are_alike = False
-        self._fragments.begin_anew(self.inner_steps)
+        self._models_compared = False
+        self._fragments.start_rounds(self.inner_steps)
         if own is None:
             _log.warning(
                 "the state has no part %r: the outer optimizer's state (its momentum) and the "
                 "number of outer steps are not restored; to go on from a LocalSGD run, save the "
-                "state_dict() of what LocalSGD returns",
+                "state_dict() of the optimizer that LocalSGD returns",
                 _KEY,
                 extra=EVERYWHERE,
             )
@@ -392,8 +392,9 @@ class _LocalSGD(Wrapping):
                 self._fragments.load(own)
             elif self._fragments.restore_centers(own):
                 _log.warning(
-                    "rank %d: the state is of %d ranks in the middle of a round, and here are %d%s:"
-                    " all go back to where it began; save after outer_step() to lose nothing",
+                    "rank %d: the state was saved by %d ranks in the middle of a round, and now "
+                    "there are %d%s: all ranks go back to the start of the round and lose its "
+                    "steps; save after outer_step() to lose nothing",
                     self._world.rank,
                     own["ranks"],
                     len(self._fragments.ranks),
@@ -469,13 +470,13 @@ def LocalSGD(
         )
     if isinstance(compression, ErrorFeedback) and compression.adam_correction:
         raise ValueError(
-            "adam_correction makes Adam's steps of gradients, and LocalSGD exchanges changes of "
-            "the model: wrap Adam itself, which steps between the rounds"
+            "adam_correction needs gradients, and LocalSGD exchanges changes of the model: wrap "
+            "Adam without it; Adam then steps between the rounds"
         )
     if hides_behind_backward(compression):
         raise ValueError(
-            "hide_behind_backward=True is not for LocalSGD: no backward pass goes on while models "
-            "are exchanged; give density= or bytes_per_step="
+            "hide_behind_backward=True does not work with LocalSGD: no backward pass runs while "
+            "models are exchanged; give density= or bytes_per_step="
         )
     if not world.is_initialized():
         world.init()

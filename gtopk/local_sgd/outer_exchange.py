@@ -38,7 +38,7 @@ from ..optim.expected_step import ExpectedStep
 from ..optim.options import signature_of
 from ..optim.peers import Peers
 from ..optim.step_checks import (
-    BUFFERS_STAY,
+    BUFFERS_KEPT,
     SkipCounter,
     checksums,
     name_culprits,
@@ -99,7 +99,7 @@ class OuterResult(NamedTuple):
 class Round:
     """A round that is over, and has not moved the replica yet.
 
-    steps:   made by this rank in it; made: the part of them that counts.
+    steps:   made by this rank in it; counted: the part of them that counts.
     early:   by how many steps it was shorter than others.
     turn:    the turn in its exchange's name; -1: its exchange was before a checkpoint.
     covered: the steps in its report: all since the last end of any fragment's round.
@@ -107,13 +107,13 @@ class Round:
     options: of the outer optimizer, when the round was over.
     waits:   the spans in which the program waited for it.
     is_lost: this rank's replica was not finite, and has not been reset to the center yet.
-    gone_back: ranks reset since, for another fragment; their loss has been counted.
+    reset_ranks: ranks reset since, for another fragment; their loss has been counted.
     outcome: None: not known yet, or it came before a checkpoint.
     error:   why the exchange has failed.
     """
 
     steps: int = 0
-    made: int = 0
+    counted: int = 0
     early: int = 0
     turn: int = -1
     covered: int = 0
@@ -122,7 +122,7 @@ class Round:
     waits: list[Bounds] = field(default_factory=list)
     is_lost: bool = False
     is_loaded: bool = False
-    gone_back: set[int] = field(default_factory=set)
+    reset_ranks: set[int] = field(default_factory=set)
     outcome: OuterResult | None = None
     error: HorovodInternalError | None = None
 
@@ -166,7 +166,7 @@ class LostReplicas(SkipCounter):
             rank,
             step,
             f"goes on without {name_ranks(list(lost))}" if moved else "changes nothing",
-            f"{why}; {BUFFERS_STAY}" if moved else why,
+            f"{why}; {BUFFERS_KEPT}" if moved else why,
         )
         self.lengthen(
             lambda n: (
@@ -201,7 +201,7 @@ def state_of(outer: torch.optim.Optimizer, parameters: Iterable[torch.nn.Paramet
     others = [value for value in state if isinstance(value, (int, float))]
     return (
         f"state of the outer optimizer {zlib.crc32(tensors.tobytes()):08x} {others} "
-        "(all ranks load, or broadcast_optimizer_state gives them one's)"
+        "(load it on all ranks, or on one and call broadcast_optimizer_state)"
     )
 
 
@@ -219,13 +219,13 @@ def preserve_gradients(parameters: Sequence[torch.nn.Parameter]) -> Iterator[Non
 class OuterExchange:
     """Exchanges one rank's changes of the model, and keeps its residual.
 
-    In each world call `meet` first; then, in each round, `begin` and `ended`.
+    In each world call `agree` first; then, in each round, `begin` and `ended`.
 
     names: of the parameters, in the order in which they are exchanged.
     residual_decay: multiplies the residual before a round's changes are added to it.
     budget_share: share of all fragments' elements, and so of the budget of `Compression.auto`.
     name:  prefix of its operations' names. peers: the ranks that exchange.
-    expected: the expected seconds of an exchange; known after `meet`.
+    expected: the expected seconds of an exchange; known after `agree`.
     """
 
     def __init__(
@@ -245,14 +245,14 @@ class OuterExchange:
         self._budget_share = budget_share
         self._progress = Progress()
         self.expected = ExpectedStep(compression, self._progress, "outer step")
-        self._under_way: Operation | None = None  # the running exchange
+        self._running: Operation | None = None
         self._span: Bounds = (0.0, 0.0)
         self._enter(here, name, {})
 
     def enter(self, here: World, name: str) -> None:
-        """Enter the next world, after `shutdown` or a failure; call `meet` before an exchange."""
+        """Enter the next world, after `shutdown` or a failure; call `agree` before an exchange."""
         # Taken out first: the residual of the new bucket starts empty.
-        self._enter(here, name, self._take_out())
+        self._enter(here, name, self._copy_residuals())
 
     def _enter(self, here: World, name: str, residuals: Mapping[str, ResidualState]) -> None:
         group = self._process_set
@@ -272,11 +272,11 @@ class OuterExchange:
         # Residuals that do not fit into the bucket, until the ranks agree to send them along.
         self._residuals = {} if self._bucket_exchange.has_residual else dict(residuals)
 
-    def _take_out(self) -> dict[str, ResidualState]:
+    def _copy_residuals(self) -> dict[str, ResidualState]:
         """Return the residual by parameter name."""
         return {**self._residuals, **copy_residuals([self._bucket_exchange])}
 
-    def meet(
+    def agree(
         self, center: Sequence[torch.Tensor], signature: Sequence[str], outer_steps: int
     ) -> int:
         """Check that all ranks have the same model, and agree to send loaded residuals along.
@@ -285,23 +285,23 @@ class OuterExchange:
         nothing. Returns the first rank's outer steps.
         signature: other words that must be equal on all ranks.
         """
-        own, names = checksums(center), list(self._names.values())
-        mine = [outer_steps, self._progress.steps, self._bucket_exchange.record()]
+        sums, names = checksums(center), list(self._names.values())
+        own_progress = [outer_steps, self._progress.steps, self._bucket_exchange.record()]
 
         def compare_models(transport: Transport, all_flags: list[int]) -> tuple[bool, Any]:
-            require_the_same(transport, own, names)
-            return any(all_flags), transport.broadcast_object(mine)
+            require_the_same(transport, sums, names)
+            return any(all_flags), transport.broadcast_object(own_progress)
 
-        of_any, said = self.peers.run(
+        any_unsent, first_progress = self.peers.run(
             "replicas",
             self._signature([*signature, signature_of(self._compression)]),
             compare_models,
             flags=bool(nonzero_names(self._residuals)),
         )
-        outer_steps, self._progress.steps, record = said
+        outer_steps, self._progress.steps, record = first_progress
         self._bucket_exchange.resume(record)
         # On all ranks, even those that have loaded nothing: it changes how the bucket is exchanged.
-        if of_any:
+        if any_unsent:
             self._bucket_exchange.start_draining()
             load_residuals([self._bucket_exchange], self._residuals)
         self._residuals = {}
@@ -328,7 +328,7 @@ class OuterExchange:
 
         The replica may change meanwhile: the changes are copies.
         name: of the operation.
-        signature: as in `meet`. steps: how many this rank has made in the round.
+        signature: as in `agree`. steps: how many this rank has made in the round.
         preempted: this rank has received SIGTERM.
         """
         bucket_exchange = self._bucket_exchange
@@ -341,16 +341,16 @@ class OuterExchange:
         ]
         # Unweighted: the shares depend on all ranks' steps, which only `_work` knows.
         bucket_exchange.capture_gradients(1.0, 1.0, changes)
-        mine = [] if bucket_exchange.all_finite() else bucket_exchange.not_finite()
-        if mine:
+        own_lost = [] if bucket_exchange.all_finite() else bucket_exchange.not_finite()
+        if own_lost:
             torch._foreach_zero_(changes)  # a weight of 0 is not enough: 0 times NaN is NaN
         try:
             # A lost replica announces no steps, so its weight in the sum is zero.
-            self._under_way = self.peers.engine.submit(
+            self._running = self.peers.engine.submit(
                 name,
                 self._signature([*signature, bucket_exchange.signature]),
-                partial(self._work, mine, frozen),
-                flags=(0 if mine else steps << _STEPS_SHIFT | _FINITE)
+                partial(self._work, own_lost, frozen),
+                flags=(0 if own_lost else steps << _STEPS_SHIFT | _FINITE)
                 | (_PREEMPTED if preempted else 0)
                 | (_FROZEN if frozen else 0),
             )
@@ -366,9 +366,9 @@ class OuterExchange:
         Raises HorovodInternalError, on every rank, if the ranks disagree or one is gone; the
         residual is then restored.
         """
-        assert self._under_way is not None
+        assert self._running is not None
         # Cleared first: if the wait fails, it must not be repeated.
-        operation, self._under_way = self._under_way, None
+        operation, self._running = self._running, None
         bucket_exchange = self._bucket_exchange
         try:
             with preserve_gradients(bucket_exchange.parameters):
@@ -379,8 +379,8 @@ class OuterExchange:
                     # The sum has replaced the changes.
                     sums = zip(self._names.items(), bucket_exchange.bucket.gradients, strict=True)
                     for (parameter, name), gradient in sums:
-                        is_still = name in frozen and not bool(gradient.any())
-                        parameter.grad = None if is_still else gradient
+                        is_unchanged = name in frozen and not bool(gradient.any())
+                        parameter.grad = None if is_unchanged else gradient
                 else:
                     bucket_exchange.undo()
                 yield outcome
@@ -394,7 +394,7 @@ class OuterExchange:
             bucket_exchange.release_gradients()
 
     def _work(
-        self, mine: list[str], frozen: list[str], transport: Transport, all_flags: list[int]
+        self, own_lost: list[str], frozen: list[str], transport: Transport, all_flags: list[int]
     ) -> tuple[list[int], dict[int, list[str]], set[str], Exchanged | None]:
         """Exchange on the engine's thread; return the first four fields of an `OuterResult`."""
         steps = [flags >> _STEPS_SHIFT for flags in all_flags]
@@ -404,13 +404,15 @@ class OuterExchange:
         # All ranks' flags decide every branch below, so either all ranks gather or none does.
         lost: dict[int, list[str]] = {}
         if not all(flags & _FINITE for flags in all_flags):
-            said = transport.gather_object(mine)
-            lost = {rank: names for rank, names in zip(transport.ranks, said, strict=True) if names}
+            gathered = transport.gather_object(own_lost)
+            lost = {
+                rank: names for rank, names in zip(transport.ranks, gathered, strict=True) if names
+            }
         if not any(steps):
             return preempted, lost, set(), None
-        everywhere: set[str] = set()
+        frozen_everywhere: set[str] = set()
         if all(flags & _FROZEN for flags in all_flags):
-            everywhere = set.intersection(*map(set, transport.gather_object(frozen)))
+            frozen_everywhere = set.intersection(*map(set, transport.gather_object(frozen)))
         began = time.perf_counter()
         # Before the decay: if the sum does not count, `undo` restores the residual undecayed.
         self._bucket_exchange.snapshot()
@@ -419,7 +421,7 @@ class OuterExchange:
         self._bucket_exchange.set_weight(share, share)
         exchanged = self._bucket_exchange.reduce(transport)
         self._span = began, time.perf_counter()
-        return preempted, lost, everywhere, exchanged
+        return preempted, lost, frozen_everywhere, exchanged
 
     def report(
         self,
@@ -434,12 +436,12 @@ class OuterExchange:
         compute_seconds: of all steps of the round.
         model_elements: values of the parameters of all fragments.
         """
-        seen = RecordedStep([self._bucket_exchange], {0: outcome.operation})
+        recorded = RecordedStep([self._bucket_exchange], {0: outcome.operation})
         if outcome.exchanged is not None:
-            seen.exchanged[0] = outcome.exchanged
-            seen.spans.append(outcome.span)
-        done = report(
-            seen,
+            recorded.exchanged[0] = outcome.exchanged
+            recorded.spans.append(outcome.span)
+        step_report = report(
+            recorded,
             step=step,
             compute_seconds=compute_seconds,
             waits=round.waits,
@@ -451,32 +453,32 @@ class OuterExchange:
         )
         # With this fragment's residual only: others may be in use.
         steps = self.steps if outcome.moves else None
-        note_step(self.peers.world, done, steps, seen.bucket_exchanges)
-        return done
+        note_step(self.peers.world, step_report, steps, recorded.bucket_exchanges)
+        return step_report
 
     @property
     def steps(self) -> int:
         """Return how many exchanges have moved the model."""
         return self._progress.steps
 
-    def known_names(self) -> Collection[str]:
+    def parameter_names(self) -> Collection[str]:
         return set(self._bucket_exchange.names)
 
     def export_state(self) -> tuple[dict[str, ResidualState], dict[str, Any]]:
         """Return the residual of each parameter, and the bucket's record with its steps."""
-        return self._take_out(), {**self._bucket_exchange.record(), "steps": self.steps}
+        return self._copy_residuals(), {**self._bucket_exchange.record(), "steps": self.steps}
 
     def import_state(
         self, residuals: Mapping[str, ResidualState], records: list[dict[str, Any]], steps: int
     ) -> None:
-        """Replace the residual, and resume from the record's steps; call `meet` before an exchange.
+        """Replace the residual, and resume from the record's steps; `agree` before an exchange.
 
         steps: used if no record is of this bucket, or that record has none.
         Raises DamagedError for a tensor that does not fit the parameter of its name.
         """
         require_shapes(residuals, {name: p for p, name in self._names.items()})
-        known = self.known_names()
-        self._put_residuals({name: parts for name, parts in residuals.items() if name in known})
+        own_names = self.parameter_names()
+        self._put_residuals({name: parts for name, parts in residuals.items() if name in own_names})
         self._progress.steps = steps
         for record in records:
             if record["names"] == self._bucket_exchange.names:

@@ -56,7 +56,7 @@ class _Fused(NamedTuple):
     array: NDArray[Any]
 
 
-class _Whole(NamedTuple):
+class _DeltaBucket(NamedTuple):
     """All changes of a step as one bucket, for the step's report."""
 
     elements: int
@@ -78,7 +78,7 @@ class Deltas:
         others = [str(dtype) for dtype in by_dtype if not dtype.is_floating_point]
         if others:
             raise ValueError(
-                f"op=Adasum combines floating-point numbers, and {compressor.__name__} makes "
+                f"op=Adasum combines floating-point numbers, but {compressor.__name__} returns "
                 f"{', '.join(others)}"
             )
         # One array per dtype, with the lengths: Adasum computes dot products tensor by tensor.
@@ -141,7 +141,7 @@ class _AdasumOptimizer(Wrapping):
         self._shared = SharedParameters(self._parameter_names, self._hooks.set_aside)
         self._enter(self._world)
         self._begun = time.perf_counter()  # start of this step: the end of the last one
-        self._seen = RecordedStep()  # this step; spans: the waits for its operations
+        self._recorded = RecordedStep()  # this step; spans: the waits for its operations
         self._select_seconds = 0.0
         self._skipped = SkippedSteps(max_skipped_steps)
         self.last_step: StepReport | None = None
@@ -182,8 +182,8 @@ class _AdasumOptimizer(Wrapping):
         FloatingPointError if more steps in a row were skipped than `max_skipped_steps`.
         """
         # `step` may repeat this for the same gradients: count one skip. One rank has no hooks.
-        again = self._world.size > 1 and not self._hooks.has_counted
-        noted = self._are_finite is False and again
+        is_repeated = self._world.size > 1 and not self._hooks.has_counted
+        already_counted = self._are_finite is False and is_repeated
         if (here := world.current()) is not self._world:  # such as after an elastic recovery
             self._enter(here)
         self._hooks.check()
@@ -200,7 +200,7 @@ class _AdasumOptimizer(Wrapping):
             return
         for part in entries:
             part.fill_(float("nan"))
-        if not noted:
+        if not already_counted:
             ranks = [rank for rank, flags in enumerate(all_flags) if not flags]
             self._note_skip(f"the gradient is not finite on ranks {ranks}")
 
@@ -222,15 +222,15 @@ class _AdasumOptimizer(Wrapping):
             f"{self._name}.{part}", self._signature(), work, flags
         )
         result = operation.wait()
-        self._seen.operations[len(self._seen.operations)] = operation
-        self._seen.spans.append((begun, time.perf_counter()))
+        self._recorded.operations[len(self._recorded.operations)] = operation
+        self._recorded.spans.append((begun, time.perf_counter()))
         return result
 
     def skip_synchronize(self) -> NoReturn:
         """Raise AssertionError: Adasum exchanges after the step, not before."""
         raise AssertionError(
-            "skip_synchronize() is not for op=Adasum: gradients are not exchanged, what the step "
-            "changed is; clip or unscale this rank's gradients before step()"
+            "skip_synchronize() does not apply to op=Adasum, which exchanges the changes of a step "
+            "instead of gradients; clip or unscale this rank's gradients before step()"
         )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -268,11 +268,11 @@ class _AdasumOptimizer(Wrapping):
         for parameter, old in zip(parameters, before, strict=True):
             parameter.copy_(old)  # parameters change only after the changes are combined
         deltas = Deltas(changes, self._compression)
-        taken = time.perf_counter()
-        self._expect(deltas)
-        self._begun += time.perf_counter() - taken  # leave out the time to measure links
+        computed_at = time.perf_counter()
+        self._log_expected_step(deltas)
+        self._begun += time.perf_counter() - computed_at  # leave out the time to measure links
         self._run("adasum", lambda transport, all_flags: deltas.allreduce(transport))
-        combined = time.perf_counter()
+        combined_at = time.perf_counter()
         changes = deltas.tensors()
         finite = all(bool(change.isfinite().all()) for change in changes)
         # The combined changes are bit-identical, so either all ranks add them or none.
@@ -280,16 +280,16 @@ class _AdasumOptimizer(Wrapping):
             for parameter, change in zip(parameters, changes, strict=True):
                 parameter.add_(change)
         else:
-            self._note_skip("what the ranks' steps changed is not finite")
-        self._select_seconds = taken - begun + time.perf_counter() - combined
+            self._note_skip("the combined change of the parameters is not finite")
+        self._select_seconds = computed_at - begun + time.perf_counter() - combined_at
         return finite
 
-    def _expect(self, deltas: Deltas) -> None:
+    def _log_expected_step(self, deltas: Deltas) -> None:
         """Before the first exchange, let rank 0 log the cost model's advice."""
         if self._expected is None:
             ranks = range(self._world.size)
             peers = Peers(self._world, self._world.engine, self._name, ranks, takes_part=True)
-            self._expected = ExpectedStep(Compression.none, Progress(), beyond="op=Adasum")
+            self._expected = ExpectedStep(Compression.none, Progress(), uncovered="op=Adasum")
             self._expected.measure([deltas], peers)
 
     def _note_skip(self, why: str) -> None:
@@ -298,13 +298,13 @@ class _AdasumOptimizer(Wrapping):
 
     def _report(self, skipped: bool) -> None:
         """Set `last_step`, and start recording the next step."""
-        now, seen, self._seen = time.perf_counter(), self._seen, RecordedStep()
+        now, recorded, self._recorded = time.perf_counter(), self._recorded, RecordedStep()
         entries = sum(parameter.numel() for parameter in self._trained())
         sent = 0 if skipped else entries
-        waited_seconds = sum(ended - begun for begun, ended in seen.spans)
-        agree_seconds = sum(operation.agree_seconds for operation in seen.operations.values())
-        seen.bucket_exchanges.append(_Whole(entries))
-        seen.exchanged[0] = Exchanged(
+        waited_seconds = sum(ended - begun for begun, ended in recorded.spans)
+        agree_seconds = sum(operation.agree_seconds for operation in recorded.operations.values())
+        recorded.bucket_exchanges.append(_DeltaBucket(entries))
+        recorded.exchanged[0] = Exchanged(
             "adasum",
             selected=sent,
             updated=sent,
@@ -316,10 +316,10 @@ class _AdasumOptimizer(Wrapping):
         )
         exchange_seconds = self._select_seconds + waited_seconds
         self.last_step = report(
-            seen,
+            recorded,
             step=self._world.step,
             compute_seconds=now - self._begun - exchange_seconds,
-            waits=seen.spans,
+            waits=recorded.spans,
             waited_seconds=exchange_seconds,
             skipped=skipped,
         )
@@ -329,7 +329,7 @@ class _AdasumOptimizer(Wrapping):
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients, and discard all work towards the next step."""
-        self._forget()
+        self._discard_progress()
         super().zero_grad(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
@@ -341,7 +341,7 @@ class _AdasumOptimizer(Wrapping):
 
         Warns if the state has residuals: op=Adasum cannot send them, so they are lost.
         """
-        self._forget()
+        self._discard_progress()
         self._skipped.end_row()
         super().load_state_dict(state_dict, *args, **kwargs)
         parts = state_dict.get(optimizer_checkpoint.KEY, {}).get("held", {}).values()
@@ -355,7 +355,7 @@ class _AdasumOptimizer(Wrapping):
                 norm_of(state for part in parts for state in part.values()),
             )
 
-    def _forget(self) -> None:
+    def _discard_progress(self) -> None:
         self._hooks.forget()
         self._are_finite = None
 

@@ -122,7 +122,7 @@ def fill(order: Sequence[int], lengths: Sequence[int], sizes: Sizes) -> list[lis
     return [bucket for bucket in buckets if bucket]
 
 
-def buckets_by(
+def count_buckets(
     compression: object, lengths: Sequence[int], ranks: int, *, on_gpu: bool = False
 ) -> int:
     """Return the number of buckets; lengths: in the order in which gradients are complete."""
@@ -130,7 +130,7 @@ def buckets_by(
     return len(fill(range(len(lengths)), lengths, sizes))
 
 
-def number_of_groups(order: Sequence[int], groups: int) -> list[list[int]]:
+def split_evenly(order: Sequence[int], groups: int) -> list[list[int]]:
     """Distribute parameters over `groups` buckets; their counts differ by at most one."""
     parts = np.array_split(np.array(order), max(1, min(groups, len(order))))
     return [part.tolist() for part in parts]
@@ -163,7 +163,7 @@ def arrange(
     """
     compressed = [n for n in order if n not in sparse and n not in dense]
     if isinstance(groups, int):
-        buckets = number_of_groups(compressed, groups)
+        buckets = split_evenly(compressed, groups)
     else:
         buckets = [[n for n in group if n in compressed] for group in groups]
         grouped = {n for bucket in buckets for n in bucket}
@@ -173,8 +173,8 @@ def arrange(
     parts += [Part("dense", whole)] if whole else []
     parts += [Part("sparse", [n]) for n in order if n in sparse]
     # A part is complete when its last gradient is.
-    place = {number: at for at, number in enumerate(order)}
-    return sorted(parts, key=lambda part: max(place[number] for number in part.numbers))
+    positions = {number: position for position, number in enumerate(order)}
+    return sorted(parts, key=lambda part: max(positions[number] for number in part.numbers))
 
 
 class Agreed(NamedTuple):
@@ -201,7 +201,7 @@ class Plan:
     trained: the parameters that may have a gradient; names: their names.
     order:  the parameters with complete gradients, in that order; the others follow.
     sparse: names of parameters with sparse gradients on this rank.
-    wanted: records of the buckets in a checkpoint; empty if there is nothing to resume.
+    records: of the buckets in a checkpoint; empty if there is nothing to resume.
     steps:  taken by this rank.
     unsent: names of parameters with a residual on this rank.
     """
@@ -211,7 +211,7 @@ class Plan:
     names: Sequence[str]
     order: Sequence[torch.nn.Parameter]
     sparse: Sequence[str]
-    wanted: Sequence[Mapping[str, Any]]
+    records: Sequence[Mapping[str, Any]]
     steps: int
     unsent: Sequence[str]
 
@@ -219,12 +219,12 @@ class Plan:
         """Return the options, shapes, dtypes and strides that must be equal on all ranks."""
         signature = self.options.signature()
         for name, parameter in zip(self.names, self.trained, strict=True):
-            said = f"parameter '{name}' {list(parameter.shape)} {parameter.dtype}"
+            description = f"parameter '{name}' {list(parameter.shape)} {parameter.dtype}"
             # Vectors follow memory order: different strides would add up different elements.
             if not parameter.is_contiguous():
                 strides = torch.empty_like(parameter, device="meta").stride()
-                said += f" of strides {list(strides)}"
-            signature.append(said)
+                description += f" of strides {list(strides)}"
+            signature.append(description)
         return signature
 
     def agree(self, transport: Transport) -> Agreed:
@@ -232,13 +232,13 @@ class Plan:
 
         A parameter that is sparse, or has a residual, on any rank counts as such on all.
         """
-        everyones = transport.gather_object([list(self.sparse), list(self.unsent)])
-        sparse, unsent = (set().union(*each) for each in zip(*everyones, strict=True))
+        gathered = transport.gather_object([list(self.sparse), list(self.unsent)])
+        sparse, unsent = (set().union(*each) for each in zip(*gathered, strict=True))
         # Only rank 0's: the order in which gradients became complete may differ between ranks.
-        mine = self._arrange(sparse, transport.size) if transport.rank == 0 else []
-        parts = [[part.how, part.numbers] for part in mine]
-        said = transport.broadcast_object([parts, self.steps, list(self.wanted)])
-        parts, steps, records = said
+        own_parts = self._arrange(sparse, transport.size) if transport.rank == 0 else []
+        parts = [[part.how, part.numbers] for part in own_parts]
+        announcement = transport.broadcast_object([parts, self.steps, list(self.records)])
+        parts, steps, records = announcement
         return Agreed(
             [Part(how, numbers) for how, numbers in parts], steps, records, unsent, sparse
         )
@@ -250,10 +250,10 @@ class Plan:
         parts = agreed.parts
         compressed = sum(self._elements(part) for part in parts if part.how == "compressed") or 1
         # The last bucket starts after backward has ended: it takes no room from the others.
-        waiting = [0 if part.how == "sparse" else self._elements(part) for part in parts[:-1]]
+        overlapped = [0 if part.how == "sparse" else self._elements(part) for part in parts[:-1]]
         bucket_exchanges = [
             self._open_bucket_exchange(
-                part, f"{name}.{index}", progress, compressed, sum(waiting[index:]), ranks
+                part, f"{name}.{index}", progress, compressed, sum(overlapped[index:]), ranks
             )
             for index, part in enumerate(parts)
         ]
@@ -270,7 +270,7 @@ class Plan:
         if self.options.sparse_as_dense:
             sparse = set()
         numbers = {parameter: number for number, parameter in enumerate(self.trained)}
-        groups, order = self._by_hand(numbers)
+        groups, order = self._preset_buckets(numbers)
         order += [numbers[parameter] for parameter in self.order if parameter in numbers]
         # Then parameters without a gradient yet, from the last layer to the first, like backward.
         order += reversed(range(len(self.trained)))
@@ -289,7 +289,7 @@ class Plan:
             sparse={number for number, name in enumerate(self.names) if name in sparse},
         )
 
-    def _by_hand(
+    def _preset_buckets(
         self, numbers: Mapping[torch.nn.Parameter, int]
     ) -> tuple[list[list[int]] | int, list[int]]:
         """Return buckets set by the user or a checkpoint, and the order of their parameters."""
@@ -300,7 +300,7 @@ class Plan:
             # A group may include frozen parameters, which are in no bucket.
             return [[numbers[p] for p in group if p in numbers] for group in groups], []
         places = {name: number for number, name in enumerate(self.names)}
-        buckets = [[places[n] for n in record["names"] if n in places] for record in self.wanted]
+        buckets = [[places[n] for n in record["names"] if n in places] for record in self.records]
         return buckets, [number for bucket in buckets for number in bucket]
 
     def _sizes(self, ranks: int) -> Sizes:
@@ -320,13 +320,13 @@ class Plan:
         name: str,
         progress: Progress,
         compressed: int,
-        waiting: int,
+        overlapped: int,
         ranks: int,
     ) -> AnyBucketExchange:
         """Create the bucket of a part.
 
         compressed: elements in all compressed buckets.
-        waiting: elements in this and later buckets that become ready during backward.
+        overlapped: elements in this and later buckets that become ready during backward.
         """
         parameters = [self.trained[number] for number in part.numbers]
         names = [self.names[number] for number in part.numbers]
@@ -335,7 +335,7 @@ class Plan:
         compression = self.options.compression if part.how == "compressed" else NoneCompressor
         elements = self._elements(part)
         budget_share = elements / compressed if part.how == "compressed" else 1.0
-        room_share = elements / waiting if waiting else 1.0
+        room_share = elements / overlapped if overlapped else 1.0
         bucket_exchange = open_bucket_exchange(
             name, parameters, names, compression, progress, budget_share, room_share
         )

@@ -26,16 +26,16 @@ from .gradient_checks import (
     RECIPE,
     CorrectedGradients,
     SharedParameters,
-    begin_to_read_scale,
     log_advice,
     loss_scale,
+    prefetch_scale,
     require_no_fused_unscaling,
     require_one_momentum,
     require_scaled,
 )
 from .options import Groups, Options, warn_of_few_entries
 from .reducer import Reducer
-from .samples import Samples, shorten
+from .samples import Samples, clip_to_norm
 from .step_checks import MAX_SKIPPED_STEPS, ReplicaCheck, SkippedSteps, name_culprits
 from .wrapped import adam_step
 from .wrapped import checkpoint as optimizer_checkpoint
@@ -205,7 +205,7 @@ class _DistributedOptimizer(Readings):
         if allowed is None or self._makes_adam_steps:  # Adam's gradients were clipped before
             return
         gradients = [p.grad for p in self._reducer.trained() if p.grad is not None]
-        shorten(gradients, allowed, loss_scale(scaler))
+        clip_to_norm(gradients, allowed, loss_scale(scaler))
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -240,13 +240,13 @@ class _DistributedOptimizer(Readings):
             self.synchronize()
         elif self._makes_adam_steps and not self._synchronized:
             raise ValueError(
-                "step() within skip_synchronize() takes the agreed steps of AdamW, and there are "
-                "none: call synchronize() first; adam_steps='after' steps with any gradients"
+                "step() within skip_synchronize() applies the agreed steps of AdamW, and there are "
+                "none: call synchronize() first, or use adam_steps='after'"
             )
         elif not self._synchronized and self._reducer.exchanges:  # as in Horovod it steps
-            said = f"rank {self._world.rank} steps with its own gradients, and replicas will differ"
-            way_out = "call synchronize() before step() within skip_synchronize()"
-            warnings.warn(f"{said}: {way_out}", stacklevel=2)
+            problem = f"rank {self._world.rank} steps with its own gradients: replicas will differ"
+            remedy = "call synchronize() before step() within skip_synchronize()"
+            warnings.warn(f"{problem}; {remedy}", stacklevel=2)
         self._synchronized = False
         if not self._skip:
             self._corrected.require_unchanged(self)
@@ -316,13 +316,13 @@ class _DistributedOptimizer(Readings):
         """
         if not self._synchronized and self._reducer.drops_overflow():
             _log.warning(
-                "rank %d: gradients that are not finite are dropped without a step on this rank; "
-                "if a GradScaler has skipped it, the other ranks do not know. %s",
+                "rank %d: non-finite gradients are cleared without a step on this rank; if a "
+                "GradScaler skipped the step, the other ranks do not know. %s",
                 self._world.rank,
                 RECIPE,
             )
         # The scaler is updated by now: read its new scale to the host while backward runs.
-        begin_to_read_scale(self.scaler)
+        prefetch_scale(self.scaler)
         self._synchronized, self._agreed = False, None
         self._corrected.forget()
         self._reducer.drop()
@@ -334,13 +334,13 @@ class _DistributedOptimizer(Readings):
 
         Before the first step "gtopk" is missing.
         """
-        own = optimizer_checkpoint.save(self._reducer)
-        return {**self._state(), **({optimizer_checkpoint.KEY: own} if own["lanes"] else {})}
+        part = optimizer_checkpoint.save(self._reducer)
+        return {**self._state(), **({optimizer_checkpoint.KEY: part} if part["lanes"] else {})}
 
     def _state(self) -> dict[str, Any]:
-        whole = super().state_dict()
-        optimizer_checkpoint.undo_step(whole, self, self._reducer)
-        return whole
+        state = super().state_dict()
+        optimizer_checkpoint.undo_step(state, self, self._reducer)
+        return state
 
     def gather_state(self, root_rank: int = 0) -> dict[str, Any] | None:
         """Return the state with the residuals of all ranks, on the root; None on the others.

@@ -18,13 +18,13 @@ from ..exchange.exchange import Progress
 from ..planning import advice
 from ..planning.advice import (
     Sized,
+    compressible_buckets,
     expected,
     expected_seconds,
-    in_question,
     value_bytes_of,
 )
 from ..runtime.world.membership import World
-from .bucket_plan import buckets_by
+from .bucket_plan import count_buckets
 from .peers import Peers
 
 
@@ -32,8 +32,8 @@ class ExpectedStep:
     """The predicted seconds of a step's exchange. Call `measure` first; before, nothing is known.
 
     per: the kind of step that an exchange ends, for messages: "step" or "outer step".
-    beyond: the name of a method that the cost model does not cover; "": gradients are reduced with
-        the compression.
+    uncovered: the name of a method that the cost model does not cover; "": gradients are reduced
+        with the compression.
     dense_seconds: predicted for a dense exchange; None if unknown, or if nothing is compressed.
     is_planned: whether `bucket_plan` made the buckets, in sizes that suit the compression: dense
         gradients would use other buckets.
@@ -44,13 +44,13 @@ class ExpectedStep:
         compression: Any,
         progress: Progress,
         per: str = "step",
-        beyond: str = "",
+        uncovered: str = "",
         *,
         is_planned: bool = False,
     ) -> None:
         self._compression, self._progress = compression, progress
         self._per = per
-        self._beyond = beyond
+        self._uncovered = uncovered
         self._is_planned = is_planned
         self._calibration: Calibration | None = None
         self._seconds: float | None = None  # once the density has warmed up
@@ -68,11 +68,11 @@ class ExpectedStep:
         if not peers.takes_part or peers.size < 2 or here.transport.name == "local":
             return
 
-        homes = [e.bucket.device for e in bucket_exchanges if isinstance(e, BucketExchange)]
-        home = homes[0] if homes else torch.device("cpu")
+        devices = [e.bucket.device for e in bucket_exchanges if isinstance(e, BucketExchange)]
+        device = devices[0] if devices else torch.device("cpu")
 
         def calibrate(transport: Transport, all_flags: list[int]) -> Calibration | None:
-            return calibration_of(transport, home) if all(all_flags) else None
+            return calibration_of(transport, device) if all(all_flags) else None
 
         # Decide by every rank's flag: measuring is a collective, so all ranks must do it, or none.
         self._calibration = peers.run("advice", [], calibrate, flags=settings.ADVICE.read())
@@ -84,37 +84,45 @@ class ExpectedStep:
         self, here: World, bucket_exchanges: Sequence[Sized], calibration: Calibration
     ) -> None:
         """Log advice on the compressed gradients, or if there are none, on those that could be."""
-        every = _lengths(bucket_exchanges)
-        asked, is_compressed = ([], False) if self._beyond else in_question(bucket_exchanges)
-        lengths = every if self._beyond else [bucket_exchange.elements for bucket_exchange in asked]
+        all_lengths = _lengths(bucket_exchanges)
+        compressible, is_compressed = (
+            ([], False) if self._uncovered else compressible_buckets(bucket_exchanges)
+        )
+        lengths = (
+            all_lengths
+            if self._uncovered
+            else [bucket_exchange.elements for bucket_exchange in compressible]
+        )
         if lengths:
             compression = self._compression if is_compressed else None
-            said = advice.advice(
+            message = advice.advice(
                 compression,
                 lengths,
                 calibration,
-                sum(every) - sum(lengths),
+                sum(all_lengths) - sum(lengths),
                 self._per,
-                self._beyond,
-                self._other_buckets(asked, is_compressed, calibration),
+                self._uncovered,
+                self._other_buckets(compressible, is_compressed, calibration),
                 here.transport.library(),
-                *value_bytes_of(asked),
+                *value_bytes_of(compressible),
             )
-            advice.say_once(here, said)
+            advice.log_once(here, message)
 
     def _other_buckets(
-        self, asked: Sequence[BucketExchange], is_compressed: bool, calibration: Calibration
+        self, compressible: Sequence[BucketExchange], is_compressed: bool, calibration: Calibration
     ) -> int | None:
         """Return how many buckets the alternative needs: dense for compressed, or the reverse."""
-        if not self._is_planned or not asked:
+        if not self._is_planned or not compressible:
             return None
-        parameters = [parameter.numel() for each in asked for parameter in each.bucket.parameters]
-        sparse = GTopK(usual_density(sum(each.elements for each in asked)))
-        return buckets_by(
+        parameters = [
+            parameter.numel() for each in compressible for parameter in each.bucket.parameters
+        ]
+        sparse = GTopK(usual_density(sum(each.elements for each in compressible)))
+        return count_buckets(
             None if is_compressed else sparse,
             parameters,
             calibration.network.ranks,
-            on_gpu=asked[0].bucket.device.type == "cuda",
+            on_gpu=compressible[0].bucket.device.type == "cuda",
         )
 
     def expect(self, bucket_exchanges: Sequence[Sized]) -> None:
@@ -122,13 +130,17 @@ class ExpectedStep:
         if self._calibration is None:
             return
         self._seconds = expected_seconds(bucket_exchanges, self._calibration)
-        asked, is_compressed = ([], False) if self._beyond else in_question(bucket_exchanges)
+        compressible, is_compressed = (
+            ([], False) if self._uncovered else compressible_buckets(bucket_exchanges)
+        )
         self.dense_seconds = None
         if is_compressed:
-            buckets = self._other_buckets(asked, is_compressed, self._calibration) or len(asked)
+            buckets = self._other_buckets(compressible, is_compressed, self._calibration) or len(
+                compressible
+            )
             # Dense gradients would use buckets of other sizes; assume that all are equally long.
             length = -(-sum(_lengths(bucket_exchanges)) // buckets)
-            value_bytes, _ = value_bytes_of(asked)
+            value_bytes, _ = value_bytes_of(compressible)
             dense = expected(Compression.none, length, self._calibration, value_bytes)
             self.dense_seconds = dense.times(buckets).seconds if dense is not None else None
 

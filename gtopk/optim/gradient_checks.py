@@ -59,13 +59,13 @@ def require_one_momentum(
     if momentum:
         more = "" if adam else more_weight_decay(momentum, optimizer.param_groups)
         raise ValueError(
-            f"{correction} takes the momentum before selection: use an {'outer ' if outer else ''}"
-            f"optimizer with momentum=0, not {momentum}{more}"
+            f"{correction} applies the momentum before selection: use an "
+            f"{'outer ' if outer else ''}optimizer with momentum=0, not {momentum}{more}"
         )
     if any("betas" in group for group in optimizer.param_groups):
         kind = type(optimizer).__name__
         raise ValueError(
-            f"{correction} makes Adam's steps, and {kind} would make them again: use "
+            f"{correction} computes Adam's steps, and {kind} would compute them again: use "
             "torch.optim.SGD with the same lr and weight_decay"
             if adam
             else f"{correction} is for SGD; {kind} has a momentum of its own: leave "
@@ -83,47 +83,47 @@ def make_outer(
     optimizer has other parameters: changes of those that it leaves out would be lost.
     """
     if not callable(outer):
-        raise TypeError(f"outer= must make an optimizer of a list of parameters, got {outer!r:.99}")
-    made = outer([*parameters])
-    require_optimizer(made, "what outer= returns")
-    if isinstance(made, torch.optim.LBFGS):
+        raise TypeError(f"outer= must be a function of a list of parameters, got {outer!r:.99}")
+    optimizer = outer([*parameters])
+    require_optimizer(optimizer, "the result of outer=")
+    if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS needs a closure, and the outer step has none: use another outer=")
-    stepped = {*parameters_of(made)}
+    stepped = {*parameters_of(optimizer)}
     if stepped != {*parameters}:
         raise ValueError(
             f"the outer optimizer must step the {len(parameters)} parameters that outer= is given, "
             f"got {len(stepped.intersection(parameters))} of them and "
-            f"{len(stepped.difference(parameters))} others: make it of its argument, as "
+            f"{len(stepped.difference(parameters))} others: create it from its argument, as in "
             "outer=lambda parameters: torch.optim.SGD(parameters, lr=0.7)"
         )
-    return made
+    return optimizer
 
 
-def log_advice(optimizer: torch.optim.Optimizer, compression: object, way: str = "") -> None:
+def log_advice(optimizer: torch.optim.Optimizer, compression: object, hint: str = "") -> None:
     """Log how to move this optimizer's momentum or steps before the selection; for rank 0.
 
-    way: how to have its steps computed before the exchange, for the message; "": not possible.
+    hint: how to have its steps computed before the exchange, for the message; "": not possible.
     """
     if isinstance(compression, SparseCompression) and compression.density == 1.0:
         return  # every entry is in every update
     if isinstance(compression, ErrorFeedback):
-        _warn_of_second_moments(optimizer, compression, way)
+        _warn_of_second_moments(optimizer, compression, hint)
         _log_momentum_advice(optimizer, compression)
 
 
 def _warn_of_second_moments(
-    optimizer: torch.optim.Optimizer, compression: ErrorFeedback, way: str
+    optimizer: torch.optim.Optimizer, compression: ErrorFeedback, hint: str
 ) -> None:
     """Warn of Adam and similar optimizers after a selection, and say what to do instead."""
     betas = next((each["betas"] for each in optimizer.param_groups if "betas" in each), None)
     if betas is None:
         return
-    if way:
+    if hint:
         _log.warning(
             "%s after compression loses accuracy: it divides by the size of past updates, which "
-            "are zero in most entries. Have its steps made before: %s (%s)",
+            "are zero in most entries. To compute its steps before: %s (%s)",
             type(optimizer).__name__,
-            way,
+            hint,
             page("Tuning"),
         )
         return
@@ -235,22 +235,22 @@ class CorrectedGradients:
         if not self._agreed:
             return
         # A weak reference to a deleted gradient is None, too.
-        having = [p for p in parameters_of(optimizer) if p in self._agreed and p.grad is not None]
-        here = [p for p in having if self._agreed[p][0]() is p.grad]
-        if not here:
+        recorded = [p for p in parameters_of(optimizer) if p in self._agreed and p.grad is not None]
+        unreplaced = [p for p in recorded if self._agreed[p][0]() is p.grad]
+        if not unreplaced:
             return
-        before = math.hypot(*(self._agreed[p][1] for p in here))
+        before = math.hypot(*(self._agreed[p][1] for p in unreplaced))
         scale = 1.0 if is_unscaled(self._scaler, optimizer) else loss_scale(self._scaler)
-        now = math.hypot(*_norms(here, scale))
+        now = math.hypot(*_norms(unreplaced, scale))
         if not math.isfinite(before) or not 0.0 < now < _SHORTER * before:
             return
         if self._is_linear and _is_power_of_two(before / now):
             return  # unscaled by a GradScaler that was not passed to the optimizer
         raise ValueError(
-            "gradients were shortened between their exchange and step(), to 1 / "
-            f"{before / now:.3g}, where they are steps that {self._made_by} has made, and far "
-            "longer than gradients: leave clip_grad_norm_ (or a trainer's option for it) out. "
-            f"{self._instead.rstrip('.')}. A GradScaler must be given as scaler= "
+            "gradients were scaled down between their exchange and step(), to 1 / "
+            f"{before / now:.3g}, when they hold steps computed by {self._made_by}, which are far "
+            "longer than gradients: leave out clip_grad_norm_ (or a trainer's option for it). "
+            f"{self._instead.rstrip('.')}. A GradScaler must be passed as scaler= "
             f"({page('Clipping')})"
         )
 
@@ -260,14 +260,14 @@ def _norms(parameters: Sequence[torch.Tensor], scale: float) -> list[float]:
 
     For sharded gradients, the norm of this rank's shards.
     """
-    found = []
+    norms = []
     for parameter in parameters:
         gradient: Any = getattr(parameter.grad, "_local_tensor", parameter.grad)
         wide = torch.promote_types(gradient.dtype, torch.float32)
-        found.append(torch.linalg.vector_norm(gradient.detach(), dtype=wide).double())
-    if not found:
+        norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=wide).double())
+    if not norms:
         return []
-    values: list[float] = torch.stack([each.to(found[0].device) for each in found]).tolist()
+    values: list[float] = torch.stack([each.to(norms[0].device) for each in norms]).tolist()
     return [value / scale for value in values]
 
 
@@ -301,16 +301,18 @@ def groups_of_ddp(parameters: Iterable[torch.Tensor]) -> list[Any]:
     collector can find from a parameter. Do not walk all objects instead: that would hold tuples
     that other threads are still filling, and CPython then raises.
     """
-    ours = list(parameters)
+    listed = list(parameters)
     lists = [
-        each for each in gc.get_referrers(*ours) if isinstance(each, list) and each is not ours
+        each for each in gc.get_referrers(*listed) if isinstance(each, list) and each is not listed
     ]
     found = []
     for owner in gc.get_referrers(*lists):
         # Since Python 3.11 an object may have no dict; it is then the referrer itself.
-        kept = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
-        if "reducer" in kept and any(kept.get("_module_parameters") is each for each in lists):
-            found.append(kept["process_group"])
+        attributes = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
+        if "reducer" in attributes and any(
+            attributes.get("_module_parameters") is each for each in lists
+        ):
+            found.append(attributes["process_group"])
     return found
 
 
@@ -330,16 +332,16 @@ class SharedParameters:
         self._names, self._set_aside = names, WeakMethod(set_aside)
         self._others: WeakSet[SharedParameters] = WeakSet()
         self._agreed: dict[torch.nn.Parameter, tuple[TensorWeakRef, int]] = {}
-        with _adding:
-            for other in _with_some_of(names):
+        with _instances_lock:
+            for other in _sharing(names):
                 self._others.add(other)
                 other._others.add(self)
-            _living.add(self)
+            _instances.add(self)
         self._set_others_aside()
 
     def _set_others_aside(self) -> None:
         # A copy: another thread may add a new optimizer meanwhile.
-        with _adding:
+        with _instances_lock:
             others = [*self._others]
         for other in others:
             other.set_aside()
@@ -366,7 +368,7 @@ class SharedParameters:
     def refuse_agreed(self, rank: int) -> None:
         """Raise ValueError if another optimizer has already exchanged a gradient."""
         # A copy: another thread may add a new optimizer meanwhile.
-        with _adding:
+        with _instances_lock:
             others = [*self._others]
         for parameter in self._names if others else ():
             if any(other._has_agreed(parameter) for other in others):
@@ -385,55 +387,57 @@ class SharedParameters:
         return gradient() is parameter.grad and version == parameter.grad._version
 
 
-_adding: Final = threading.Lock()  # ranks may be threads
-_living: Final[WeakSet[SharedParameters]] = WeakSet()
+_instances_lock: Final = threading.Lock()  # ranks may be threads
+_instances: Final[WeakSet[SharedParameters]] = WeakSet()
 
 
-def _with_some_of(parameters: Iterable[torch.nn.Parameter]) -> list[SharedParameters]:
+def _sharing(parameters: Iterable[torch.nn.Parameter]) -> list[SharedParameters]:
     """Return the instances of living optimizers that have any of these parameters."""
-    wanted = [*parameters]
-    return [each for each in _living if any(parameter in each._names for parameter in wanted)]
+    listed = [*parameters]
+    return [each for each in _instances if any(parameter in each._names for parameter in listed)]
 
 
 def set_aside_optimizers_of(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Set aside all DistributedOptimizers with any of these parameters, until used again."""
-    with _adding:
-        others = _with_some_of(parameters)
+    with _instances_lock:
+        others = _sharing(parameters)
     for other in others:
         other.set_aside()
 
 
-class _Reading:
+class _ScaleCopy:
     """An asynchronous copy of a scale from a GPU to the host."""
 
     def __init__(self, scale: torch.Tensor) -> None:
         self._scale, self._version = scale, scale._version
         # Pinned: a copy from a GPU into pageable memory would block the host.
-        self._here = torch.empty_like(scale, device="cpu", pin_memory=scale.is_cuda)
-        self._here.copy_(scale, non_blocking=True)
-        self._come = (
+        self._host_scale = torch.empty_like(scale, device="cpu", pin_memory=scale.is_cuda)
+        self._host_scale.copy_(scale, non_blocking=True)
+        self._copied = (
             torch.cuda.current_stream(scale.device).record_event() if scale.is_cuda else None
         )
 
-    def is_of(self, scale: torch.Tensor) -> bool:
+    def is_current(self, scale: torch.Tensor) -> bool:
         """Return whether this is a copy of the current scale; `update` changes that in place."""
         return scale is self._scale and scale._version == self._version
 
     def value(self) -> float:
         """Return the scale; waits until the GPU has made the copy."""
-        if self._come is not None:
-            self._come.synchronize()
-        return float(self._here)
+        if self._copied is not None:
+            self._copied.synchronize()
+        return float(self._host_scale)
 
 
-_readings: Final[WeakKeyDictionary[Any, _Reading]] = WeakKeyDictionary()
+_scale_copies: Final[WeakKeyDictionary[Any, _ScaleCopy]] = WeakKeyDictionary()
 
 
-def begin_to_read_scale(scaler: Any) -> None:
+def prefetch_scale(scaler: Any) -> None:
     """Start copying the scale from a GPU, so that `loss_scale` need not wait during backward."""
-    scale = None if scaler is None or not scaler.is_enabled() else _on_gpu(scaler)
-    if scale is not None and not (scaler in _readings and _readings[scaler].is_of(scale)):
-        _readings[scaler] = _Reading(scale)
+    scale = None if scaler is None or not scaler.is_enabled() else _gpu_scale(scaler)
+    if scale is not None and not (
+        scaler in _scale_copies and _scale_copies[scaler].is_current(scale)
+    ):
+        _scale_copies[scaler] = _ScaleCopy(scale)
 
 
 def require_scaler(scaler: Any) -> None:
@@ -449,13 +453,13 @@ def loss_scale(scaler: Any) -> float:
     """
     if scaler is None or not scaler.is_enabled():
         return 1.0
-    if _on_gpu(scaler) is None:
+    if _gpu_scale(scaler) is None:
         return float(scaler.get_scale())
-    begin_to_read_scale(scaler)
-    return _readings[scaler].value()
+    prefetch_scale(scaler)
+    return _scale_copies[scaler].value()
 
 
-def _on_gpu(scaler: Any) -> torch.Tensor | None:
+def _gpu_scale(scaler: Any) -> torch.Tensor | None:
     """Return the tensor that holds the scale, if it is on a GPU, else None."""
     scale: torch.Tensor | None = getattr(scaler, "_scale", None)  # none before the first loss
     return scale if scale is not None and scale.is_cuda else None

@@ -54,7 +54,7 @@ class BackwardHooks:
         self._counted = 0  # how many of _accumulated are counted
         self._passes: Counter[int] = Counter()
         self._order: list[torch.nn.Parameter] = []
-        self._seen: list[torch.nn.Parameter] = []  # order of the step before
+        self._last_order: list[torch.nn.Parameter] = []  # order of the step before
         self._complete: set[int] = set()
         self._watched: list[torch.nn.Parameter] = []
         self._members: list[frozenset[int]] = []  # of the watched buckets
@@ -77,16 +77,16 @@ class BackwardHooks:
 
     def watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Count these parameters' gradients from now on; each once, even if passed again."""
-        known = set(map(id, self._watched))
-        asked = {id(p): p for p in parameters if p.requires_grad}
-        news = [parameter for key, parameter in asked.items() if key not in known]
-        self._watched += news
+        watched = set(map(id, self._watched))
+        requested = {id(p): p for p in parameters if p.requires_grad}
+        new = [parameter for key, parameter in requested.items() if key not in watched]
+        self._watched += new
         # The list's own method, so that torch calls it without running Python code.
         append = self._accumulated.append
-        self._recording += [p.register_post_accumulate_grad_hook(append) for p in news]
+        self._recording += [p.register_post_accumulate_grad_hook(append) for p in new]
         # Without buckets any gradient may be the first or the last.
         if not self._members:
-            self._count_at(news)
+            self._count_after(new)
 
     def watch_buckets(self, buckets: Sequence[Sequence[torch.nn.Parameter]]) -> None:
         """Call on_complete for each of these buckets once it is complete; call `watch` before.
@@ -98,13 +98,13 @@ class BackwardHooks:
         self._members = [frozenset(map(id, parameters)) for parameters in buckets]
         self._incomplete = [*range(len(buckets))]
         _remove(self._counting)
-        known = set(map(id, self._watched))
-        trained = [[p for p in each if p.requires_grad and id(p) in known] for each in buckets]
+        watched = set(map(id, self._watched))
+        trained = [[p for p in each if p.requires_grad and id(p) in watched] for each in buckets]
         # Use parameters that had a gradient last time: others do not show backward's progress.
-        seen = set(map(id, self._seen))
-        filled = [[p for p in each if id(p) in seen] or each for each in trained if each]
+        last = set(map(id, self._last_order))
+        filled = [[p for p in each if id(p) in last] or each for each in trained if each]
         ends = [filled[0][0], *(each[-1] for each in filled)] if filled else []
-        self._count_at({id(p): p for p in ends}.values() if buckets else self._watched)
+        self._count_after({id(p): p for p in ends}.values() if buckets else self._watched)
 
     @property
     def order(self) -> list[torch.nn.Parameter]:
@@ -134,7 +134,7 @@ class BackwardHooks:
         self._counted = 0
         self._passes.clear()
         # A step without gradients says nothing about the next one's.
-        self._seen, self._order = self._order or self._seen, []
+        self._last_order, self._order = self._order or self._last_order, []
         self.began = self._ended = 0.0
         self._complete.clear()
         self._excess = None
@@ -146,12 +146,12 @@ class BackwardHooks:
         self.forget()
         self.is_aside = True
 
-    def _count_at(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        known = weakref.ref(self)
+    def _count_after(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self_ref = weakref.ref(self)
 
         def hook(_: torch.Tensor) -> None:
-            if (hooks := known()) is not None:
-                hooks._reach()
+            if (hooks := self_ref()) is not None:
+                hooks._count_and_notify()
 
         self._counting += [
             parameter.register_post_accumulate_grad_hook(hook)
@@ -159,7 +159,7 @@ class BackwardHooks:
             if parameter.requires_grad
         ]
 
-    def _reach(self) -> None:
+    def _count_and_notify(self) -> None:
         """Count, and notify the listener of the buckets that are now complete."""
         with self._lock:
             now = time.perf_counter()
@@ -168,9 +168,11 @@ class BackwardHooks:
                 self.began, self._ended = self.began or now, now
             if self._listener is None or (listener := self._listener()) is None:
                 return
-            told = [place for place in self._incomplete if self._members[place] <= self._complete]
+            completed = [
+                place for place in self._incomplete if self._members[place] <= self._complete
+            ]
             # Remove it before the call, which may raise: each bucket is reported once.
-            for place in told:
+            for place in completed:
                 self._incomplete.remove(place)
                 self._notify(listener, place)
 
@@ -184,28 +186,28 @@ class BackwardHooks:
             (name, passes), self._excess = self._excess, None
             raise AssertionError(
                 f"the gradient of '{name}' was computed {passes} times before a call to step(); "
-                "increase backward_passes_per_step to accumulate gradients locally, or drop them "
-                "by optimizer.zero_grad(): that of a model or another optimizer is not noticed; "
-                "an optimizer that is not used any more must be deleted, with its scheduler"
+                "increase backward_passes_per_step to accumulate gradients locally, or clear them "
+                "with this optimizer's zero_grad(), not with that of the model or of another "
+                "optimizer; delete an optimizer that is no longer used, and its scheduler"
             )
 
     def _count(self) -> None:
         """Count the gradients that were accumulated since the last count."""
-        news = self._accumulated[self._counted :]
-        if not news:
+        new = self._accumulated[self._counted :]
+        if not new:
             return
         if self.is_aside:
             self._accumulated.clear()  # nothing else clears it until `forget`
             return
-        self._counted += len(news)
-        ids = [*map(id, news)]
+        self._counted += len(new)
+        ids = [*map(id, new)]
         passes = self._passes
         passes.update(ids)
         # Exactly at the limit, so that a gradient becomes complete once.
-        complete = {i: p for i, p in zip(ids, news, strict=True) if passes[i] == self.limit}
+        complete = {i: p for i, p in zip(ids, new, strict=True) if passes[i] == self.limit}
         self._order += complete.values()
         self._complete |= complete.keys()
-        for parameter, each in zip(news, ids, strict=True):
+        for parameter, each in zip(new, ids, strict=True):
             if passes[each] > self.limit and not self._excess:
                 self._excess = self._names[parameter], passes[each]
 

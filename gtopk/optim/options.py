@@ -89,7 +89,7 @@ class Options:
         if hides_behind_backward(self.compression):
             self._require_overlap()
         if self.op == Adasum:
-            self._require_nothing_of_gradients()
+            self._refuse_gradient_options()
 
     def _refuse_clipping_of_steps(self) -> None:
         feedback = self.feedback
@@ -102,11 +102,11 @@ class Options:
             )
         if feedback.adam_correction and self.local_clip_norm is not None:
             raise ValueError(
-                "local_clip_norm is not for adam_correction: Adam's steps are as long whatever "
-                f"the gradients measure. {instead_of_clipping(feedback)}"
+                "local_clip_norm is not for adam_correction: the length of Adam's steps does not "
+                f"depend on that of the gradients. {instead_of_clipping(feedback)}"
             )
 
-    def _require_nothing_of_gradients(self) -> None:
+    def _refuse_gradient_options(self) -> None:
         for name in ("local_clip_norm", "global_clip_norm", "check_every", "on_divergence"):
             if getattr(self, name) not in (None, 0):  # check_every=0 requests nothing either
                 raise ValueError(
@@ -227,10 +227,10 @@ def instead_of_clipping(compression: ErrorFeedback) -> str:
     """Return a sentence on how to clip gradients that a correction turns into steps."""
     if compression.adam_correction is not None:
         return (
-            "Give AdamW itself in place of SGD and adam_correction: global_clip_norm= then clips "
+            "Use AdamW itself instead of SGD with adam_correction: global_clip_norm= then clips "
             "the mean gradient before the moments"
         )
     return (
         "DistributedOptimizer(local_clip_norm=) clips each rank's gradients before the momentum; "
-        "with a hook, let SGD take the momentum, and clip as before"
+        "with a hook, let SGD apply the momentum, and clip as before"
     )

@@ -53,10 +53,12 @@ def _shadow_work(
     if join_descriptor == LEFT_OUT:
         return lambda transport, all_flags: None
     # Split from the right: parameter names may have dots, too.
-    of, _, index = name.rpartition(".")
-    if of not in reducers:
-        raise RuntimeError(f"this rank has joined, and its optimizer of {of} is no more")
-    return reducers[of].shadow_work(int(index))
+    prefix, _, index = name.rpartition(".")
+    if prefix not in reducers:
+        raise RuntimeError(
+            f"this rank has joined, but its optimizer for {prefix} was deleted: keep it"
+        )
+    return reducers[prefix].shadow_work(int(index))
 
 
 @dataclass(frozen=True)
@@ -88,29 +90,29 @@ class Peers:
         """Return the number of peers."""
         return len(self.ranks)
 
-    def run(self, what: str, signature: Sequence[str], work: Work, flags: int = 0) -> Any:
+    def run(self, suffix: str, signature: Sequence[str], work: Work, flags: int = 0) -> Any:
         """Run `work` on all peers together, as an operation of this optimizer; return its result.
 
-        what: suffix of the operation's name. signature: values that must be equal on all ranks.
+        suffix: of the operation's name. signature: values that must be equal on all ranks.
         """
-        return self.engine.submit(f"{self.name}.{what}", signature, work, flags=flags).wait()
+        return self.engine.submit(f"{self.name}.{suffix}", signature, work, flags=flags).wait()
 
     def run_without_joined(
-        self, what: str, signature: Sequence[str], work: Callable[[Transport, list[int]], Any]
+        self, suffix: str, signature: Sequence[str], work: Callable[[Transport, list[int]], Any]
     ) -> Any:
         """Run `work` together on all peers that have not joined.
 
         work: also gets the world ranks that have joined; the same list on all ranks that run it.
         """
 
-        def without(transport: Transport, all_flags: list[int]) -> Any:
+        def run_with_joined(transport: Transport, all_flags: list[int]) -> Any:
             # All ranks submit with flags 1, except for joined ranks, which have 0.
             pairs = zip(transport.ranks, all_flags, strict=True)
-            return work(transport, [rank for rank, is_there in pairs if not is_there])
+            return work(transport, [rank for rank, is_present in pairs if not is_present])
 
-        name = f"{self.name}.{what}"
+        name = f"{self.name}.{suffix}"
         return self.engine.submit(
-            name, signature, without, flags=1, join_descriptor=LEFT_OUT
+            name, signature, run_with_joined, flags=1, join_descriptor=LEFT_OUT
         ).wait()
 
 

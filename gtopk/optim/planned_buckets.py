@@ -57,7 +57,7 @@ class PlannedBuckets:
         self._residuals: dict[str, ResidualState] = {}  # of parameters in no bucket
         self._unmatched: set[str] = set()  # names without a parameter, already warned of
         self._without_momentum: set[str] = set()  # names with sparse gradients, already warned of
-        self._wanted: list[dict[str, Any]] = []  # records of the buckets to resume
+        self._records: list[dict[str, Any]] = []  # records of the buckets to resume
         self._loaded_steps: int | None = None  # None: nothing was loaded since the last plan
 
     def accepts_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
@@ -72,13 +72,13 @@ class PlannedBuckets:
         # Compare by identity: == on tensors compares values, and waits for a GPU.
         if len(trained) == len(self._trained) and all(map(operator.is_, trained, self._trained)):
             return not self.accepts_gradients(trained)
-        gone = self._index.keys() - set(trained)  # frozen, or removed from the groups
-        if any(self.bucket_exchanges[self._index[parameter]].has_residual for parameter in gone):
+        removed = self._index.keys() - set(trained)  # frozen, or removed from the groups
+        if any(self.bucket_exchanges[self._index[parameter]].has_residual for parameter in removed):
             return True  # keep its residual until the parameter is trained again
-        known = [parameter for parameter in trained if parameter in self._index]
+        planned = [parameter for parameter in trained if parameter in self._index]
         # A new parameter needs no bucket until it has a gradient.
         is_new = any(p.grad is not None for p in trained if p not in self._index)
-        return is_new or not self.accepts_gradients(known)
+        return is_new or not self.accepts_gradients(planned)
 
     def plan(
         self,
@@ -101,7 +101,7 @@ class PlannedBuckets:
             names,
             order,
             self._sparse_among(trained),
-            self._wanted,
+            self._records,
             self.steps,
             nonzero_names(residuals),
         )
@@ -117,7 +117,7 @@ class PlannedBuckets:
         for bucket_exchange in self.bucket_exchanges:
             if tuple(bucket_exchange.names) in records:
                 bucket_exchange.resume(records[tuple(bucket_exchange.names)])
-        self._wanted, self._loaded_steps, self._trained = [], None, trained
+        self._records, self._loaded_steps, self._trained = [], None, trained
         self._residuals = {name: parts for name, parts in residuals.items() if name not in names}
         self._warn_of_unmatched(peers.world.rank)
         if peers.rank == 0:
@@ -129,23 +129,23 @@ class PlannedBuckets:
             for p in bucket_exchange.parameters
         }
         # Hashed, because each bucket's operation carries it.
-        said = "\n".join([*signature, *map(str, agreed.parts)])
-        self.signature = f"plan {hashlib.blake2b(said.encode(), digest_size=8).hexdigest()}"
+        text = "\n".join([*signature, *map(str, agreed.parts)])
+        self.signature = f"plan {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
     def drop_buckets(self) -> None:
         """Drop the buckets, which belong to a world that has ended; keep their residuals."""
         if self.bucket_exchanges:
-            self._residuals, self._wanted = self.export_state()
+            self._residuals, self._records = self.export_state()
             self.bucket_exchanges, self._index, self._sparse, self._trained = [], {}, set(), ()
 
     def export_state(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]:
         """Return each parameter's residual after the last step, and the buckets' records."""
         if not self.bucket_exchanges:
-            return self._residuals, self._wanted
+            return self._residuals, self._records
         residuals = {**self._residuals, **copy_residuals(self.bucket_exchanges)}
         # A loaded state's buckets are created by the next plan.
         if self._loaded_steps is not None:
-            return residuals, self._wanted
+            return residuals, self._records
         return residuals, [bucket_exchange.record() for bucket_exchange in self.bucket_exchanges]
 
     def residuals(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
@@ -169,7 +169,7 @@ class PlannedBuckets:
         require_shapes(residuals, {name: p for p, name in self._names.items()})
         if self.bucket_exchanges:
             load_residuals(self.bucket_exchanges, residuals)
-        self._residuals, self._wanted, self._loaded_steps = dict(residuals), records, steps
+        self._residuals, self._records, self._loaded_steps = dict(residuals), records, steps
 
     @property
     def steps(self) -> int:
@@ -188,12 +188,12 @@ class PlannedBuckets:
 
     def _warn_of_unmatched(self, rank: int) -> None:
         """Warn of residuals without a matching parameter; they are kept, and saved again."""
-        news = {
+        new = {
             name: parts for name, parts in self._residuals.items() if name not in self._unmatched
         }
         self._unmatched |= unmatched(
-            news,
-            self._names.known(),
+            new,
+            self._names.all_names(),
             rank,
             "the optimizer has no parameter of that name; give it the names that the checkpoint "
             "was saved with (named_parameters)",
@@ -209,15 +209,15 @@ class PlannedBuckets:
             for bucket_exchange in self.bucket_exchanges
             if isinstance(bucket_exchange, SparseGradientExchange)
         }
-        if news := sorted(sparse - self._without_momentum):
+        if new := sorted(sparse - self._without_momentum):
             self._without_momentum |= sparse
             _log.warning(
-                "%s is not for sparse gradients, and the wrapped optimizer has no momentum: there "
-                "is none for %s; make them dense by sparse_as_dense=True, or leave it out",
+                "%s is not for sparse gradients, and the wrapped optimizer has no momentum: %s are "
+                "trained without it; use sparse_as_dense=True, or leave out the correction",
                 f"adam_correction={feedback.adam_correction}"
                 if feedback.adam_correction
                 else f"momentum_correction={feedback.momentum_correction:g}",
-                ", ".join(map(repr, news)),
+                ", ".join(map(repr, new)),
             )
 
 
@@ -227,9 +227,9 @@ def _agree_on(plan: Plan, signature: Sequence[str], peers: Peers) -> Agreed:
     def agree(transport: Transport, joined: list[int]) -> Agreed:
         if joined:
             raise MismatchError(
-                f"all ranks plan {peers.name} together, and {name_ranks(joined)} joined: every "
-                "rank must take a step before one joins, and a parameter that comes, is "
-                "frozen or unfrozen, and a state that is loaded must wait until all have joined"
+                f"all ranks plan {peers.name} together, but {name_ranks(joined)} joined: every "
+                "rank must take a step before one joins; to add, freeze or unfreeze parameters or "
+                "to load a state, wait until all have joined"
             )
         return plan.agree(transport)
 

@@ -63,8 +63,8 @@ class Overlap:
         self.is_on = False
         _log.log(
             logging.WARNING if self._hides else logging.INFO,
-            "rank %d: %s or their samples changed between backward() and step() (clipping by hand, "
-            "say): they are exchanged after backward from now on, without overlap%s; call "
+            "rank %d: %s or their samples changed between backward() and step() (by clipping, for "
+            "example): they are exchanged after backward from now on, without overlap%s; call "
             "optimizer.synchronize() before changing them%s",
             peers.world.rank,
             peers.name,
@@ -77,9 +77,9 @@ class Overlap:
         """Warn if hide_behind_backward is set with a single bucket, which cannot be hidden."""
         if self._hides and self.is_on and buckets == 1 and peers.size > 1:
             _log.warning(
-                "rank %d: %s are exchanged in one bucket, when backward has ended, and "
-                "hide_behind_backward=True hides nothing; make several by a smaller bucket_bytes=, "
-                "or give density= or bytes_per_step=",
+                "rank %d: %s are exchanged in one bucket, after backward, so hide_behind_backward="
+                "True hides nothing; use a smaller bucket_bytes=, or give density= or "
+                "bytes_per_step=",
                 peers.world.rank,
                 peers.name,
                 extra=EVERYWHERE,
@@ -135,7 +135,7 @@ class Reducer:
         self._rolled_back = False  # whether the last applied transaction was
         # The other ranks', after this rank has joined; or its own, which it aborted.
         self._shadow: StepTransaction | None = None
-        self.hooks = BackwardHooks(names, on_complete=self._complete)
+        self.hooks = BackwardHooks(names, on_complete=self._submit_complete)
         self.enter(here)
 
     def enter(self, here: World) -> None:
@@ -194,7 +194,7 @@ class Reducer:
         remove_placeholders(self.names)
         self.hooks = BackwardHooks(self.names)  # watches nothing, and removes the old hooks
 
-    def _complete(self, index: int) -> None:
+    def _submit_complete(self, index: int) -> None:
         """Exchange a bucket during backward, once its last gradient is complete."""
         if not self.overlap.is_on or index == len(self.planned.bucket_exchanges) - 1:
             return  # the last one ends the step, so `exchange_gradients` submits it
@@ -203,7 +203,7 @@ class Reducer:
         parameters = self.planned.bucket_exchanges[index].parameters
         if any(p.is_cuda for p in parameters) and torch.cuda.is_current_stream_capturing():
             return  # a CUDA graph is being captured: it computes gradients later, without hooks
-        if not self._is_here():
+        if not self._is_current_world():
             return
         if self._transaction is not None and index in self._transaction.operations:
             return
@@ -213,7 +213,7 @@ class Reducer:
             self._transaction = self._open()
         self._transaction.submit_early(index)
 
-    def _is_here(self) -> bool:
+    def _is_current_world(self) -> bool:
         """Return whether this is still the current world; the next step enters another."""
         return world.is_initialized() and world.current() is self.peers.world
 
@@ -295,7 +295,7 @@ class Reducer:
         self._has_warned_of_lacking = True
         _log.warning(
             "rank %d: at step %d some gradients are missing on some ranks, and count as zeros "
-            "there, as with Horovod: %s; missing_gradients='error' makes that an error (said once)",
+            "there, as with Horovod: %s; missing_gradients='error' makes it an error (logged once)",
             self.peers.world.rank,
             self.peers.world.step,
             describe_missing(lacking, most=3),
@@ -445,9 +445,9 @@ class Reducer:
         # Leave out an applied update that no optimizer has used: it may still be undone.
         return self.planned.steps - (self._applied is not None)
 
-    def known_names(self) -> set[str]:
+    def parameter_names(self) -> set[str]:
         """Return the names of all parameters, including those that no step has used yet."""
-        return self.names.known()
+        return self.names.all_names()
 
     def export_state(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]:
         """Return each parameter's residual after the last step, and the buckets' records.

@@ -77,10 +77,10 @@ class Samples:
         """Return this rank's share of all ranks' samples, b/B."""
         return self._part(self.count or 0, all_flags)
 
-    def _part(self, of: int, all_flags: Sequence[int]) -> float:
+    def _part(self, samples: int, all_flags: Sequence[int]) -> float:
         # If no rank has samples, nothing counts; avoid dividing by 0.
         total = sum(_number(flags) or 0 for flags in all_flags)
-        return of / total if total and self.count else 0.0
+        return samples / total if total and self.count else 0.0
 
 
 def whole_number(name: str, value: Any) -> int:
@@ -97,8 +97,8 @@ def is_weighted(flags: int) -> bool:
 
 
 def _number(flags: int) -> int | None:
-    said = flags >> FLAG_BITS_BELOW_SAMPLES
-    return said >> 1 if said & 1 else None
+    bits = flags >> FLAG_BITS_BELOW_SAMPLES
+    return bits >> 1 if bits & 1 else None
 
 
 class Stepper(Protocol):
@@ -115,15 +115,15 @@ _steppers = WeakTensorKeyDictionary()  # by parameter, a weak reference to its s
 
 def note_stepper(stepper: Stepper, parameters: Iterable[torch.nn.Parameter]) -> None:
     """Record the object that steps these parameters, for `own_weight`."""
-    known = weakref.ref(stepper)
+    stepper_ref = weakref.ref(stepper)
     for parameter in parameters:
-        _steppers[parameter] = known
+        _steppers[parameter] = stepper_ref
 
 
 def own_weight(parameter: torch.nn.Parameter | None) -> int:
     """Return the weight of a parameter's next gradient on this rank; 1 without a stepper."""
-    known = None if parameter is None else _steppers.get(parameter)
-    stepper: Stepper | None = known() if known is not None else None
+    stepper_ref = None if parameter is None else _steppers.get(parameter)
+    stepper: Stepper | None = stepper_ref() if stepper_ref is not None else None
     return 1 if stepper is None else stepper.samples.own_weight
 
 
@@ -194,7 +194,7 @@ def norm_of(tensors: Sequence[torch.Tensor]) -> float:
     return norm(torch.float64) if found == math.inf else found
 
 
-def shorten(gradients: Sequence[torch.Tensor], allowed: float, scale: float) -> None:
+def clip_to_norm(gradients: Sequence[torch.Tensor], allowed: float, scale: float) -> None:
     """Clip gradients that are the same on all ranks to this norm, in place.
 
     scale: of the loss; the gradients include it, the norm does not.
@@ -210,15 +210,15 @@ def agreed_norm(tensors: Sequence[torch.Tensor]) -> float:
     The kernels add in float64 and in a fixed order, on any CPU and GPU. torch's order depends on
     the processor's instruction set, so that two ranks' norms could differ in the last bit.
     """
-    home = device_of(tensors)
-    with current_stream(home)():
+    device = device_of(tensors)
+    with current_stream(device)():
         flat = []
         for tensor in tensors:
             part = tensor.detach().coalesce()._values() if tensor.is_sparse else tensor.detach()
-            if home.type == "cpu":
-                part = part.to(home, torch.promote_types(part.dtype, torch.float32))
+            if device.type == "cpu":
+                part = part.to(device, torch.promote_types(part.dtype, torch.float32))
             flat.append(part.reshape(-1).contiguous())
-        if home.type == "cpu":
+        if device.type == "cpu":
             squares = [squared_norm(view_array(part)) if part.numel() else 0.0 for part in flat]
         else:
             squares = _squares_on_gpu(flat)
@@ -229,9 +229,9 @@ def _squares_on_gpu(tensors: Sequence[torch.Tensor]) -> list[float]:
     """Return each tensor's sum of squares, with one launch and one wait per dtype."""
     squares = [0.0] * len(tensors)
     for dtype in {tensor.dtype for tensor in tensors}:
-        places = [at for at, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        for at, square in zip(
-            places, squared_norms(located([tensors[at] for at in places])), strict=True
+        places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        for place, square in zip(
+            places, squared_norms(located([tensors[place] for place in places])), strict=True
         ):
-            squares[at] = square
+            squares[place] = square
     return squares

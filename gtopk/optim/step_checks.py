@@ -41,12 +41,12 @@ _log = logging.getLogger("gtopk")
 MAX_SKIPPED_STEPS: Final = 20
 EVERY: Final = 100  # steps, where check_every is None
 # For ranks with a non-finite replica, replaced by that of the others: only parameters were.
-BUFFERS_STAY: Final = (
-    "buffers (BatchNorm's means) stay as they are there: between epochs, broadcast another rank's"
+BUFFERS_KEPT: Final = (
+    "buffers (BatchNorm's means) are kept there: between epochs, broadcast another rank's"
 )
-_STAY: Final = (
-    "on_divergence='warn': they stay so. Begin with broadcast_parameters, and change parameters "
-    "alike on all ranks"
+_NOT_REPAIRED: Final = (
+    "on_divergence='warn' leaves them different. Start with broadcast_parameters, and change "
+    "parameters alike on all ranks"
 )
 
 
@@ -58,10 +58,10 @@ class Divergence(NamedTuple):
 
     def describe(self) -> str:
         """Return a description of the parameter and its versions, for errors."""
-        sides = "; ".join(
+        versions = "; ".join(
             f"{name_ranks(ranks)}: {bits:016x}" for bits, ranks in self.ranks_by_checksum.items()
         )
-        return f"parameter '{self.name}' has the checksums {sides}"
+        return f"parameter '{self.name}' has the checksums {versions}"
 
     def majority(self) -> list[int] | None:
         """Return the ranks of the version that more than half of all ranks have; None if none."""
@@ -70,7 +70,7 @@ class Divergence(NamedTuple):
         return most if 2 * len(most) > sum(map(len, self.ranks_by_checksum.values())) else None
 
 
-Look = Callable[[Transport], list[Divergence]]
+Comparison = Callable[[Transport], list[Divergence]]
 
 
 def checksums(parameters: Iterable[torch.Tensor]) -> np.ndarray:
@@ -88,11 +88,11 @@ def compare(transport: Transport, own: np.ndarray, names: Sequence[str]) -> list
     rows = [row.view(np.uint64) for row in transport.allgather(own.view(np.uint8))]
     found = []
     for place, name in enumerate(names):
-        sides: dict[int, list[int]] = {}
+        ranks_by_checksum: dict[int, list[int]] = {}
         for rank, row in zip(transport.ranks, rows, strict=True):
-            sides.setdefault(int(row[place]), []).append(rank)
-        if len(sides) > 1:
-            found.append(Divergence(name, sides))
+            ranks_by_checksum.setdefault(int(row[place]), []).append(rank)
+        if len(ranks_by_checksum) > 1:
+            found.append(Divergence(name, ranks_by_checksum))
     return found
 
 
@@ -108,18 +108,18 @@ def require_the_same(transport: Transport, own: np.ndarray, names: Sequence[str]
 
 def pack(
     names: Mapping[torch.nn.Parameter, str],
-    wanted: Iterable[str],
+    selected: Iterable[str],
     state: Mapping[torch.Tensor, dict[str, Any]],
 ) -> dict[str, bytes]:
     """Serialize the parameters of these names with their optimizer state, by name.
 
     Raises TypeError for a state with types that `runtime.object_codec` does not support.
     """
-    wanted = set(wanted)
+    selected = set(selected)
     return {
         name: encode([parameter.detach(), sorted(state.get(parameter, {}).items())])
         for parameter, name in names.items()
-        if name in wanted
+        if name in selected
     }
 
 
@@ -136,31 +136,31 @@ def spread_majority(
     """
     # Before the comparison, because a rank with a problem has packed nothing.
     problems = zip(transport.ranks, transport.gather_object(problem), strict=True)
-    if said := "; ".join(f"{name_ranks([rank])}: {each}" for rank, each in problems if each):
-        raise MismatchError(f"the replicas are no longer the same, and cannot be healed: {said}")
+    if reasons := "; ".join(f"{name_ranks([rank])}: {each}" for rank, each in problems if each):
+        raise MismatchError(f"the replicas are no longer the same, and cannot be healed: {reasons}")
     sums = np.array([checksum(np.frombuffer(each, np.uint8)) for each in own.values()], np.uint64)
     diverged = [(each, each.majority()) for each in compare(transport, sums, list(own))]
     for each, most in diverged:
         if most is None:
             raise MismatchError(
                 f"the replicas are no longer the same, and cannot be healed: {each.describe()}, "
-                "and no side has more than half of the ranks; go on from a checkpoint"
+                "and no version has more than half of the ranks; resume from a checkpoint"
             )
     repaired: dict[str, bytes] = {}
-    sick: set[int] = set()
+    repaired_ranks: set[int] = set()
     # In the order of `compare`, equal on all ranks, so that sends and receives match.
     for each, most in diverged:
-        healthy = [transport.ranks.index(rank) for rank in most or []]
-        others = [place for place in range(transport.size) if place not in healthy]
-        sick.update(transport.ranks[place] for place in others)
-        if transport.rank == healthy[0]:
+        majority = [transport.ranks.index(rank) for rank in most or []]
+        others = [place for place in range(transport.size) if place not in majority]
+        repaired_ranks.update(transport.ranks[place] for place in others)
+        if transport.rank == majority[0]:
             content = np.frombuffer(own[each.name], np.uint8)
             # Start all sends before waiting for the first.
             for sent in [transport.send(content, place) for place in others]:
                 sent()
         elif transport.rank in others:
-            repaired[each.name] = transport.receive(healthy[0]).tobytes()
-    return sorted(sick), repaired
+            repaired[each.name] = transport.receive(majority[0]).tobytes()
+    return sorted(repaired_ranks), repaired
 
 
 @torch.no_grad()
@@ -175,15 +175,15 @@ def install_parameters(
             continue
         bits, items = decode(repaired[name])
         parameter.copy_(bits)
-        own, theirs = state[parameter], dict(items)
-        for key in own.keys() - theirs.keys():
+        own, received = state[parameter], dict(items)
+        for key in own.keys() - received.keys():
             del own[key]
-        for key, value in theirs.items():
-            here = own.get(key)
+        for key, value in received.items():
+            current = own.get(key)
             if not isinstance(value, torch.Tensor):
                 own[key] = value
-            elif isinstance(here, torch.Tensor) and _kind_of(here) == _kind_of(value):
-                here.copy_(value)  # in place, because other objects may refer to it
+            elif isinstance(current, torch.Tensor) and _kind_of(current) == _kind_of(value):
+                current.copy_(value)  # in place, because other objects may refer to it
             else:  # scalars stay on the host, as Adam's count of steps does
                 own[key] = value.to(parameter.device) if value.dim() else value
 
@@ -193,13 +193,13 @@ def _kind_of(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
 
 
 def require_check(
-    check_every: int | None, on_divergence: str | None, ways: Sequence[str] = ("error", "warn")
+    check_every: int | None, on_divergence: str | None, choices: Sequence[str] = ("error", "warn")
 ) -> None:
     """Raise ValueError or TypeError for invalid check options; ways: allowed on_divergence."""
     if check_every is not None:
         check_count("check_every", check_every)
     if on_divergence is not None:
-        check_choice("on_divergence", on_divergence, ways)
+        check_choice("on_divergence", on_divergence, choices)
     if on_divergence and check_every == 0:
         raise ValueError(
             f"on_divergence={on_divergence!r} needs a check: give check_every, say 100"
@@ -228,11 +228,11 @@ class ReplicaCheck:
 
     def __init__(
         self,
-        of: Replicated,
+        replicated: Replicated,
         every: int | None,
         on_divergence: Literal["error", "warn", "heal"] | None,
     ) -> None:
-        self._of = of
+        self._replicated = replicated
         self._every = EVERY if every is None else every
         self._on_divergence = on_divergence or ("warn" if every is None else "error")
         self._is_due = False
@@ -245,10 +245,10 @@ class ReplicaCheck:
         alike. The world's step count does not work: it is lower on a rank that joined or had a
         failed step.
         """
-        steps = self._of.progress.steps
+        steps = self._replicated.progress.steps
         # Also after the first step, where a forgotten broadcast shows.
         is_time = self._every > 0 and (steps == 1 or steps % self._every == 0)
-        self._is_due = updates and is_time and self._of.peers.size > 1
+        self._is_due = updates and is_time and self._replicated.peers.size > 1
 
     def after_step(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> None:
         """Check the replicas if due; heal parameters and their optimizer state if asked to.
@@ -258,12 +258,12 @@ class ReplicaCheck:
         or if they cannot be healed.
         """
         if (compare_ranks := self.begin()) is not None:
-            diverged = self._of.peers.run_without_joined(
+            diverged = self._replicated.peers.run_without_joined(
                 "replicas", [], lambda t, joined: None if joined else compare_ranks(t)
             )
             self.end(diverged, state)
 
-    def begin(self) -> Look | None:
+    def begin(self) -> Comparison | None:
         """Return the comparison of the current parameters, for all ranks to run together.
 
         Return None if no check is due; once due, it stays so until `end`. The comparison raises
@@ -271,7 +271,7 @@ class ReplicaCheck:
         """
         if not self._is_due:
             return None
-        parameters, is_error = self._of.names, self._on_divergence == "error"
+        parameters, is_error = self._replicated.names, self._on_divergence == "error"
         # Now, in the caller's thread: parameters may have changed when the comparison runs.
         own, names = checksums(parameters), list(parameters.values())
 
@@ -292,16 +292,16 @@ class ReplicaCheck:
             return
         self.divergences += 1
         heals = self._on_divergence == "heal"
-        became = self._repair(diverged, state) if heals else _STAY
-        more = f", and {len(diverged) - 1} more parted" if len(diverged) > 1 else ""
+        result = self._repair(diverged, state) if heals else _NOT_REPAIRED
+        others = f", and {len(diverged) - 1} more" if len(diverged) > 1 else ""
         here = world.current()
         _log.warning(
             "rank %d: the replicas are not the same at step %d: %s%s; %s",
             here.rank,
             here.step,
             diverged[0].describe(),
-            more,
-            became,
+            others,
+            result,
             extra=EVERYWHERE,
         )
         if (recorder := recorder_of(here)) is not None:
@@ -311,24 +311,23 @@ class ReplicaCheck:
         self, diverged: Sequence[Divergence], state: Mapping[torch.Tensor, dict[str, Any]]
     ) -> str:
         """Replace parameters that differ with the majority's; return a description."""
-        parameters = self._of.names
+        parameters = self._replicated.names
         own: dict[str, bytes] = {}
         problem = ""
         try:
             own = pack(parameters, [each.name for each in diverged], state)
         except TypeError as error:  # perhaps only on some ranks, and the others would wait
             problem = str(error)
-        ranks, repaired = self._of.peers.run(
+        ranks, repaired = self._replicated.peers.run(
             "replicas.heal", [], lambda transport, _: spread_majority(transport, own, problem)
         )
         install_parameters(parameters, repaired, state)
         # Verify: a rank that could not install the bits must not go on training.
-        again, names = checksums(parameters), list(parameters.values())
-        self._of.peers.run(
-            "replicas.healed", [], lambda t, all_flags: require_the_same(t, again, names)
+        after, names = checksums(parameters), list(parameters.values())
+        self._replicated.peers.run(
+            "replicas.healed", [], lambda t, all_flags: require_the_same(t, after, names)
         )
-        has = "has" if len(ranks) == 1 else "have"
-        return f"healed: {name_ranks(ranks)} {has} what most ranks have, the optimizer's state too"
+        return f"healed: {name_ranks(ranks)} received the majority's values and optimizer state"
 
 
 def name_culprits(culprits: Mapping[int, Sequence[str]]) -> str:
@@ -352,16 +351,16 @@ class SkipCounter:
         """Reset the row: a step succeeded, or a state was loaded."""
         self._in_a_row = 0
 
-    def lengthen(self, said: Callable[[int], str]) -> None:
+    def lengthen(self, message: Callable[[int], str]) -> None:
         """Add a skipped step to the row.
 
-        said: returns the error's message for a row of this length.
+        message: returns the error's message for a row of this length.
         Raises FloatingPointError if the row is longer than allowed.
         """
         self._in_a_row += 1
         if self._in_a_row > self.allowed:
             raise FloatingPointError(
-                f"{said(self._in_a_row)}; max_skipped_steps={self.allowed} allows as many"
+                f"{message(self._in_a_row)}; max_skipped_steps={self.allowed} allows no more"
             )
 
 
@@ -374,19 +373,19 @@ class SkippedSteps(SkipCounter):
         where: ranks and parameters that have them; "": only the sum is not finite.
         Raises FloatingPointError if more steps in a row were skipped than allowed.
         """
-        unlike = f"gradient is not finite on {where}"
-        seen = f"the {unlike}" if where else "the sum of finite gradients is not finite"
-        why = f"a {unlike}" if where else "a sum overflowed"
+        cause = f"gradient is not finite on {where}"
+        problem = f"the {cause}" if where else "the sum of finite gradients is not finite"
+        why = f"a {cause}" if where else "a sum overflowed"
         warning = "rank %d: step %d is skipped on every rank, residuals untouched: %s"
-        self.note_that(rank, step, warning, seen, why)
+        self.note_that(rank, step, warning, problem, why)
 
-    def note_that(self, rank: int, step: int, warning: str, seen: str, why: str) -> None:
+    def note_that(self, rank: int, step: int, warning: str, problem: str, why: str) -> None:
         """Count a skipped step as `note` does, with another message.
 
-        warning: a format for rank, step and `seen`. why: the end of the error's message.
+        warning: a format for rank, step and `problem`. why: the end of the error's message.
         """
         self.count += 1
-        _log.warning(warning, rank, step, seen, extra=EVERYWHERE)
+        _log.warning(warning, rank, step, problem, extra=EVERYWHERE)
         self.lengthen(
             lambda n: (
                 f"rank {rank}: {n} steps in a row were skipped at step {step}, the last because "

@@ -43,7 +43,7 @@ NOT_FINITE: Final = 1  # this rank's gradients are not finite
 _CHANGED: Final = 2
 _UNPLANNED: Final = 4
 _JOIN_DESCRIPTOR: Final = b"as a bucket"  # a joined rank has the bucket, too
-_HERE: Final = 8  # this rank has not joined: a joined rank's flags are 0
+_PRESENT: Final = 8  # this rank has not joined: a joined rank's flags are 0
 PREEMPTED: Final = 16  # this rank had SIGTERM
 _ABORTED: Final = 32  # by a rank that is about to join
 _MISSING_SHIFT: Final = 6  # a checksum of the names, 29 bits; above it, the samples
@@ -94,7 +94,7 @@ class StepTransaction(RecordedStep):
         self._engine = engine
         self.samples = samples
         self._signature = [signature, samples.signature]
-        self._flags = _HERE | samples.flags
+        self._flags = _PRESENT | samples.flags
         self._missing_is_zero = missing_is_zero
         self.clip = clip
         self._weight = weight
@@ -124,7 +124,7 @@ class StepTransaction(RecordedStep):
 
         The other ranks end the transaction when they have also submitted every bucket, or joined.
         """
-        for index in self._late():
+        for index in self._unsubmitted():
             self._submit(index, _ABORTED)
         # This rank has done its part: if others submit a bucket again, it belongs to their retry,
         # for which the reducer opens another transaction.
@@ -147,21 +147,21 @@ class StepTransaction(RecordedStep):
         changed = self._invalid or not all(
             self.bucket_exchanges[index].is_unchanged() for index in self.operations
         )
-        late = self._late()
+        unsubmitted = self._unsubmitted()
         # Skip this before a new plan, which would discard the captured gradients.
         if not unplanned:
-            for index in late:
+            for index in unsubmitted:
                 self._capture_gradients(index)
         self._ready = time.perf_counter()
         bits = (_CHANGED if changed else 0) | (_UNPLANNED if unplanned else 0) | self._not_finite
-        *others, last = late
+        *others, last = unsubmitted
         for index in others:
             self._submit(index, bits)
         # Operations that become ready with the last one may run after it, so wait for them first.
         self.wait_for_operations()
         self._submit(last, bits | (PREEMPTED if preempted else 0))
 
-    def _late(self) -> list[int]:
+    def _unsubmitted(self) -> list[int]:
         """Return the buckets that are not submitted yet, including the last one."""
         return [
             index for index in range(len(self.bucket_exchanges)) if index not in self.operations
@@ -337,7 +337,7 @@ class StepTransaction(RecordedStep):
         self._stopped |= any(flags & NOT_FINITE for flags in all_flags)
         if not self._stopped:
             # A joined rank has no gradient, even if its last sample count was not 0.
-            if self.samples.count is not None and all_flags[transport.rank] & _HERE:
+            if self.samples.count is not None and all_flags[transport.rank] & _PRESENT:
                 weight, share = self.samples.weight(all_flags), self.samples.share(all_flags)
                 factor = weight * self.clip.factor(weight, share)
                 bucket_exchange.set_weight(factor / self._scale_of(bucket_exchange), share)
@@ -349,32 +349,34 @@ class StepTransaction(RecordedStep):
             # Ranks may not have checked their gradients; the sum, equal on all ranks, decides.
             self._stopped = not self.exchanged[index].finite
         if self._stopped and last:
-            mine = sorted(name for each in self.bucket_exchanges for name in each.not_finite())
-            said = zip(transport.ranks, transport.gather_object(mine), strict=True)
-            self.culprits = {rank: names for rank, names in said if names}
+            own = sorted(name for each in self.bucket_exchanges for name in each.not_finite())
+            gathered = zip(transport.ranks, transport.gather_object(own), strict=True)
+            self.culprits = {rank: names for rank, names in gathered if names}
 
     def _check_missing(
         self, index: int, missing: list[str], transport: Transport, all_flags: list[int]
     ) -> None:
         # If all checksums agree, the usual case, all ranks lack the same parameters.
         everywhere = set(missing)
-        here = [rank for rank, flags in enumerate(all_flags) if flags & _HERE]
-        checksums = {all_flags[rank] & _MISSING for rank in here}
+        present = [rank for rank, flags in enumerate(all_flags) if flags & _PRESENT]
+        checksums = {all_flags[rank] & _MISSING for rank in present}
         # A joined rank has no gradients that would show what all the others lack.
-        joined_unaware = len(here) < len(all_flags) and any(checksums)
-        if len(checksums) > 1 or joined_unaware:
-            said = transport.gather_object(missing)
+        some_joined = len(present) < len(all_flags) and any(checksums)
+        if len(checksums) > 1 or some_joined:
+            gathered = transport.gather_object(missing)
             # Leave out ranks with no samples, which rightly have no gradients.
-            heard = {transport.ranks[r]: said[r] for r in here if is_weighted(all_flags[r])}
-            if len(set(map(tuple, heard.values()))) > 1:
+            lacking = {
+                transport.ranks[r]: gathered[r] for r in present if is_weighted(all_flags[r])
+            }
+            if len(set(map(tuple, lacking.values()))) > 1:
                 if not self._missing_is_zero:
                     raise MismatchError(
                         "the ranks disagree about which parameters have a gradient: "
-                        f"{describe_missing(heard)}; use the same parameters on every rank, or "
+                        f"{describe_missing(lacking)}; use the same parameters on every rank, or "
                         "leave out missing_gradients='error'"
                     )
-                self.lacking = self.lacking or heard
-            everywhere = set.intersection(*(set(said[rank]) for rank in here))
+                self.lacking = self.lacking or lacking
+            everywhere = set.intersection(*(set(gathered[rank]) for rank in present))
         self._missing_everywhere[index] = everywhere
 
 

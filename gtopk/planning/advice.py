@@ -28,7 +28,7 @@ from ..exchange.exchange import CompressorExchange, DenseExchange, Exchange, Spa
 from ..runtime.world.membership import World
 from ..telemetry.step_report import SAME
 from ..units import bandwidth_text, bytes_text, count_text, digits, seconds_text, with_article
-from .comparison import DENSE, LABELS, Cluster, Comparison, compare, in_a_step, where_it_pays
+from .comparison import DENSE, LABELS, Cluster, Comparison, break_even_text, compare, in_a_step
 
 
 def expected(
@@ -51,12 +51,12 @@ def expected(
             return None
         network = network._replace(ranks_per_node=node_size)
     if isinstance(compression, SparseCompression):
-        found = [
+        predictions = [
             predict(compression.candidate(format), length, network, rates, value_bytes)
             for format in compression.formats()
         ]
         # The run itself uses the quickest of its allowed formats.
-        return min(found, key=lambda each: each.seconds)
+        return min(predictions, key=lambda each: each.seconds)
     if isinstance(compression, ErrorFeedback):
         return None
     return predict(Candidate("dense"), length, network, rates, value_bytes)
@@ -69,7 +69,7 @@ class Sized(Protocol):
     def elements(self) -> int: ...
 
 
-def _way_of(bucket_exchange: Sized) -> Exchange | None:
+def _lasting_exchange(bucket_exchange: Sized) -> Exchange | None:
     """Return the exchange that a bucket uses, ignoring a one-time drain; None for other buckets."""
     exchange = bucket_exchange.exchange if isinstance(bucket_exchange, BucketExchange) else None
     # Draining lasts one step; a prediction for it would be wrong from the next step on.
@@ -80,41 +80,43 @@ def expected_seconds(bucket_exchanges: Sequence[Sized], calibration: Calibration
     """Return the seconds predicted for all buckets; None if the model does not cover one."""
     seconds = 0.0
     for bucket_exchange in bucket_exchanges:
-        exchange = _way_of(bucket_exchange)
+        exchange = _lasting_exchange(bucket_exchange)
         plain = isinstance(exchange, DenseExchange | SparseExchange)
         if not isinstance(bucket_exchange, BucketExchange) or not plain:
             return None
         compression = getattr(exchange, "compression", None)
         value_bytes = bucket_exchange.bucket.dtype.itemsize
-        found = expected(compression, bucket_exchange.elements, calibration, value_bytes)
-        if found is None:
+        prediction = expected(compression, bucket_exchange.elements, calibration, value_bytes)
+        if prediction is None:
             return None
-        seconds += found.seconds
+        seconds += prediction.seconds
     return seconds
 
 
-def in_question(bucket_exchanges: Sequence[Sized]) -> tuple[list[BucketExchange], bool]:
+def compressible_buckets(bucket_exchanges: Sequence[Sized]) -> tuple[list[BucketExchange], bool]:
     """Return the buckets that could be compressed, and whether they are.
 
     If some are compressed, only those are returned: the dense buckets beside them stay dense.
     """
     dense, compressed = [], []
     for bucket_exchange in bucket_exchanges:
-        way = _way_of(bucket_exchange) if bucket_exchange.elements else None
-        if not isinstance(bucket_exchange, BucketExchange) or way is None:
+        exchange = _lasting_exchange(bucket_exchange) if bucket_exchange.elements else None
+        if not isinstance(bucket_exchange, BucketExchange) or exchange is None:
             continue
-        if isinstance(way, DenseExchange | CompressorExchange):
+        if isinstance(exchange, DenseExchange | CompressorExchange):
             dense.append(bucket_exchange)
         else:
             compressed.append(bucket_exchange)
     return compressed or dense, bool(compressed)
 
 
-def value_bytes_of(asked: Sequence[BucketExchange]) -> tuple[int, int]:
+def value_bytes_of(bucket_exchanges: Sequence[BucketExchange]) -> tuple[int, int]:
     """Return the bytes of one value in these buckets, and of one value when sent dense."""
-    in_bucket = max((each.bucket.dtype.itemsize for each in asked), default=4)
-    ways = map(_way_of, asked)
-    compressors = {way.compressor for way in ways if isinstance(way, CompressorExchange)}
+    in_bucket = max((each.bucket.dtype.itemsize for each in bucket_exchanges), default=4)
+    exchanges = map(_lasting_exchange, bucket_exchanges)
+    compressors = {
+        exchange.compressor for exchange in exchanges if isinstance(exchange, CompressorExchange)
+    }
     # The size that a user's own compressor sends is unknown; assume the bucket's.
     in_16_bits = compressors and all(issubclass(each, FP16Compressor) for each in compressors)
     return in_bucket, 2 if in_16_bits else in_bucket
@@ -131,13 +133,13 @@ class Advice(NamedTuple):
     explain: Callable[[], str] = str
 
 
-def say_once(here: World, said: Advice) -> None:
+def log_once(here: World, advice: Advice) -> None:
     """Log the advice on rank 0, once in a world."""
     if here.rank == 0 and not here.advised:
         here.advised = True
-        _log.info("%s", said.sentence)
+        _log.info("%s", advice.sentence)
         # The details take a bandwidth search while the first step waits, so only on request.
-        if _log.isEnabledFor(logging.DEBUG) and (details := said.explain()):
+        if _log.isEnabledFor(logging.DEBUG) and (details := advice.explain()):
             _log.debug("%s", details)
 
 
@@ -147,7 +149,7 @@ def advice(
     calibration: Calibration,
     others: int = 0,
     per: str = "step",
-    beyond: str = "",
+    uncovered: str = "",
     other_buckets: int | None = None,
     over: str = "",
     value_bytes: int = 4,
@@ -158,7 +160,7 @@ def advice(
     lengths: for each bucket, the number of values that could be compressed; others: the number of
         values that are always sent dense.
     per: the text's name for the unit of work between two exchanges.
-    beyond: the name of a running exchange that the model does not cover; "" for none.
+    uncovered: the name of a running exchange that the model does not cover; "" for none.
     other_buckets: the number of buckets in the alternative: dense for a compressed run, compressed
                    for a dense one; None for the same number.
     over: the name of the transport.
@@ -184,108 +186,111 @@ def advice(
     )
     comparison = compare(cluster, rates._replace(coding=exact))
     found = comparison.cheapest_sparse
-    runs = _reduced(compression, comparison.cluster, rates)
-    if not beyond and runs is None and isinstance(compression, SparseCompression):
-        beyond = LABELS[compression.algorithm]
-    beyond = beyond and f"{beyond} as it runs here is beyond the model"
+    running = _reduced(compression, comparison.cluster, rates)
+    if not uncovered and running is None and isinstance(compression, SparseCompression):
+        uncovered = LABELS[compression.algorithm]
+    uncovered = uncovered and f"the model does not cover {uncovered} as it runs here"
 
     def explain() -> str:
-        if _is_compressed(runs):
-            name, edge = LABELS[runs.candidate.algorithm], _edge_of(compression, comparison, rates)
+        if _is_compressed(running):
+            name = LABELS[running.candidate.algorithm]
+            limit = _break_even_of(compression, comparison, rates)
         else:
-            name, edge = LABELS[found.candidate.algorithm], comparison.break_even
-        is_somewhere = edge.lowest < edge.highest
+            name, limit = LABELS[found.candidate.algorithm], comparison.break_even
+        has_bound = limit.lowest < limit.highest
         network = comparison.cluster.network
         link = network.farthest
-        beside = f" (and {count_text(others)} uncompressed either way)" if others else ""
+        uncompressed = f" (and {count_text(others)} uncompressed either way)" if others else ""
         return (
-            f"estimated exchange per {per}, {count_text(comparison.cluster.length)} values{beside},"
-            f" {network.ranks} ranks, nothing hidden behind backward: "
-            f"{_verdict(found, comparison.dense, runs, beyond)}; "
-            f"{'' if is_somewhere else 'at this latency '}"
-            f"{name} pays {where_it_pays(edge)}; links {bandwidth_text(link.bits_per_second)}, "
+            f"estimated exchange per {per}, {count_text(comparison.cluster.length)} values"
+            f"{uncompressed}, {network.ranks} ranks, nothing hidden behind backward: "
+            f"{_verdict(found, comparison.dense, running, uncovered)}; "
+            f"{'' if has_bound else 'at this latency '}"
+            f"{name} pays {break_even_text(limit)}; links {bandwidth_text(link.bits_per_second)}, "
             f"{seconds_text(link.latency_seconds)}, {calibration.origin}"
         )
 
     where = f"{comparison.cluster.network.ranks} ranks" + (f" over {over}" if over else "")
-    return Advice(f"{where}: {_in_short(found, comparison.dense, runs, beyond, per)}", explain)
+    return Advice(f"{where}: {_summary(found, comparison.dense, running, uncovered, per)}", explain)
 
 
-def _in_short(
-    found: Prediction, dense: Prediction, runs: Prediction | None, beyond: str, per: str
+def _summary(
+    found: Prediction, dense: Prediction, running: Prediction | None, uncovered: str, per: str
 ) -> str:
     """Return the verdict as one clause."""
-    whole = f"{seconds_text(dense.seconds)} {with_article(per)} (estimate)"
-    if beyond:
-        return f"dense takes {whole}; {beyond}"
-    sparse = runs if _is_compressed(runs) else found
+    dense_text = f"{seconds_text(dense.seconds)} {with_article(per)} (estimate)"
+    if uncovered:
+        return f"dense takes {dense_text}; {uncovered}"
+    sparse = running if _is_compressed(running) else found
     name = f"{LABELS[sparse.candidate.algorithm]} at {_amount(sparse.candidate)}"
-    outcome = _outcome(sparse, dense.seconds, _is_compressed(runs))
+    outcome = _outcome(sparse, dense.seconds, _is_compressed(running))
     if sparse.seconds * SAME < dense.seconds:
-        return f"{name} {outcome} of dense's {whole}"
-    what = outcome or "compression makes no difference here"
-    return f"{what}: dense takes {whole}, {name} {seconds_text(sparse.seconds)}"
+        return f"{name} {outcome} of dense's {dense_text}"
+    outcome_text = outcome or "compression makes no difference here"
+    return f"{outcome_text}: dense takes {dense_text}, {name} {seconds_text(sparse.seconds)}"
 
 
-def _verdict(found: Prediction, dense: Prediction, runs: Prediction | None, beyond: str) -> str:
-    fewer = dense.sent.bytes / found.sent.bytes if found.sent.bytes else math.inf
-    options = _options(found.candidate, runs)
-    said = (
+def _verdict(
+    found: Prediction, dense: Prediction, running: Prediction | None, uncovered: str
+) -> str:
+    ratio = dense.sent.bytes / found.sent.bytes if found.sent.bytes else math.inf
+    options = _options(found.candidate, running)
+    text = (
         f"dense {seconds_text(dense.seconds)}, {LABELS[found.candidate.algorithm]} "
         f"{seconds_text(found.seconds)} ({options}, {bytes_text(found.sent.bytes)} a rank, "
-        f"1/{digits(fewer)} of the bytes)"
+        f"1/{digits(ratio)} of the bytes)"
     )
-    if beyond:
-        return f"{said}: {beyond}"
-    sparse = runs if _is_compressed(runs) else found
+    if uncovered:
+        return f"{text}: {uncovered}"
+    sparse = running if _is_compressed(running) else found
     if sparse.candidate != found.candidate:
         name = LABELS[sparse.candidate.algorithm]
-        said += f", {name} as it runs {seconds_text(sparse.seconds)}"
-    outcome = _outcome(sparse, dense.seconds, _is_compressed(runs))
-    return f"{said}: {outcome or 'it makes no difference here'}"
+        text += f", {name} as it runs {seconds_text(sparse.seconds)}"
+    outcome = _outcome(sparse, dense.seconds, _is_compressed(running))
+    return f"{text}: {outcome or 'it makes no difference here'}"
 
 
-def _outcome(sparse: Prediction, dense_seconds: float, compressed: bool) -> str:
+def _outcome(sparse: Prediction, dense_seconds: float, is_compressed: bool) -> str:
     """Return the outcome of a sparse exchange as text; "" if it makes no difference."""
     if sparse.seconds * SAME < dense_seconds:
-        verb = "saves" if compressed else "would save"
+        verb = "saves" if is_compressed else "would save"
         return f"{verb} up to {seconds_text(dense_seconds - sparse.seconds)}"
     if dense_seconds * SAME < sparse.seconds:
-        return "dense is faster here" if compressed else "leave it dense"
+        return "dense is faster here" if is_compressed else "leave it dense"
     return ""
 
 
-def _amount(way: Candidate) -> str:
+def _amount(candidate: Candidate) -> str:
     """Return, as text, the option that sets how much a candidate sends in a step."""
-    if way.algorithm == "shards":
-        return f"period {1.0 / way.density:.0f}"
-    return f"density {way.density:g}"
+    if candidate.algorithm == "shards":
+        return f"period {1.0 / candidate.density:.0f}"
+    return f"density {candidate.density:g}"
 
 
-def _options(way: Candidate, runs: Prediction | None) -> str:
-    """Return a candidate's options as text, including those that differ from `runs`."""
-    options = [_amount(way), way.wider.strip()]
-    if runs is not None and runs.candidate.algorithm == way.algorithm:
-        is_other = runs.candidate.format.indices != way.format.indices
-        options += [f"wire={way.format.indices}"] * is_other
+def _options(candidate: Candidate, running: Prediction | None) -> str:
+    """Return a candidate's options as text, including those that differ from `running`."""
+    options = [_amount(candidate), candidate.wider.strip()]
+    if running is not None and running.candidate.algorithm == candidate.algorithm:
+        is_other = running.candidate.format.indices != candidate.format.indices
+        options += [f"wire={candidate.format.indices}"] * is_other
     return ", ".join(filter(None, options))
 
 
-def _is_compressed(runs: Prediction | None) -> TypeGuard[Prediction]:
-    return runs is not None and runs.candidate.algorithm != "dense"
+def _is_compressed(running: Prediction | None) -> TypeGuard[Prediction]:
+    return running is not None and running.candidate.algorithm != "dense"
 
 
-def _edge_of(compression: object, comparison: Comparison, rates: Rates) -> BreakEven:
+def _break_even_of(compression: object, comparison: Comparison, rates: Rates) -> BreakEven:
     """Return the bandwidth below which the running compression beats dense."""
     cluster = comparison.cluster
 
-    def runs_on(link: Link) -> float:
-        runs = _reduced(compression, cluster.on(link), rates)
-        return runs.seconds if runs is not None else math.inf
+    def running_on(link: Link) -> float:
+        running = _reduced(compression, cluster.on(link), rates)
+        return running.seconds if running is not None else math.inf
 
     return break_even(
         lambda link: cluster.on(link).reduced(DENSE, rates).seconds,
-        runs_on,
+        running_on,
         cluster.network.farthest.latency_seconds,
     )
 

@@ -38,7 +38,7 @@ LABELS = {
     "hierarchical": "hierarchical",
     "shards": "shards",
 }
-_OFF = f"{100 * ERROR:.0f}{SPACE}% off"
+_ERROR_TEXT = f"{100 * ERROR:.0f}{SPACE}% off"
 
 
 @dataclass(frozen=True)
@@ -71,18 +71,18 @@ class Cluster:
         docs/measured/forecasts.md). If it is due to the algorithm, it scales with the link's. The
         quicker of the two is assumed.
         """
-        here, allreduce = self.network.farthest, self.network.allreduce
-        longer = _over(link.latency_seconds, here.latency_seconds)
+        old, allreduce = self.network.farthest, self.network.allreduce
+        longer = _ratio(link.latency_seconds, old.latency_seconds)
         agreement_seconds = self.network.agreement_seconds
         if agreement_seconds is not None:
             agreement_seconds *= longer
         if allreduce is not None:
-            beyond = allreduce.seconds_per_byte - here.seconds_per_byte
-            per_byte = _over(link.seconds_per_byte, here.seconds_per_byte)
+            excess = allreduce.seconds_per_byte - old.seconds_per_byte
+            per_byte = _ratio(link.seconds_per_byte, old.seconds_per_byte)
             allreduce = Link(
                 allreduce.latency_seconds * longer,
                 min(
-                    link.seconds_per_byte + max(0.0, beyond), allreduce.seconds_per_byte * per_byte
+                    link.seconds_per_byte + max(0.0, excess), allreduce.seconds_per_byte * per_byte
                 ),
             )
         network = self.network._replace(
@@ -103,17 +103,19 @@ class Cluster:
         buckets, value_bytes = self.buckets, self.value_bytes
         if candidate == DENSE:
             buckets, value_bytes = self.dense_buckets or buckets, self.dense_value_bytes
-        found = predict(candidate, -(-self.length // buckets), self.network, rates, value_bytes)
-        return in_a_step(found.times(buckets), self.network, buckets)
+        prediction = predict(
+            candidate, -(-self.length // buckets), self.network, rates, value_bytes
+        )
+        return in_a_step(prediction.times(buckets), self.network, buckets)
 
-    def exposed_seconds(self, found: Prediction) -> float:
+    def exposed_seconds(self, prediction: Prediction) -> float:
         """Return how many seconds of the exchange the backward pass does not hide."""
-        if found.candidate.algorithm == "dense":
-            return max(0.0, found.seconds - self.backward_seconds)
-        return found.seconds
+        if prediction.candidate.algorithm == "dense":
+            return max(0.0, prediction.seconds - self.backward_seconds)
+        return prediction.seconds
 
 
-def _over(new: float, old: float) -> float:
+def _ratio(new: float, old: float) -> float:
     # A zero latency, or zero time per byte, cannot be scaled.
     return new / old if old else 1.0
 
@@ -141,15 +143,15 @@ class Comparison:
         """The bandwidth at which the quickest sparse method and dense take equal times."""
         # Computed on demand: the search predicts some hundred clusters, which takes tens of
         # milliseconds, and the first step of a run needs only the times.
-        on, rates, formats = self.cluster.on, self.rates, self.formats
+        cluster_on, rates, formats = self.cluster.on, self.rates, self.formats
         return break_even(
-            lambda link: on(link).reduced(DENSE, rates).seconds,
+            lambda link: cluster_on(link).reduced(DENSE, rates).seconds,
             # Add backward to sparse; do not subtract it from dense: the margin scales all of that.
             lambda link: (
                 self.cluster.backward_seconds
                 + min(
                     each.seconds
-                    for each in _sparse(on(link), rates, formats)
+                    for each in _sparse(cluster_on(link), rates, formats)
                     if each.candidate.algorithm in SPARSE
                 )
             ),
@@ -162,15 +164,15 @@ class Comparison:
         shards = [] if self.shards is None else [self.shards]
         return [self.dense, *self.sparse, *shards]
 
-    def exposed_seconds(self, found: Prediction) -> float:
+    def exposed_seconds(self, prediction: Prediction) -> float:
         """Return how many seconds a method adds to a step."""
-        return self.cluster.exposed_seconds(found)
+        return self.cluster.exposed_seconds(prediction)
 
-    def speedup(self, found: Prediction) -> float:
+    def speedup(self, prediction: Prediction) -> float:
         """Return dense's time divided by this method's; both are of backward and exchange."""
         backward = self.cluster.backward_seconds
-        mine = backward + self.exposed_seconds(found)
-        return (backward + self.exposed_seconds(self.dense)) / mine if mine else 1.0
+        own = backward + self.exposed_seconds(prediction)
+        return (backward + self.exposed_seconds(self.dense)) / own if own else 1.0
 
     @property
     def cheapest_sparse(self) -> Prediction:
@@ -208,8 +210,8 @@ def pays_clearly(cluster: Cluster, rates: Rates, formats: Sequence[Format]) -> b
 
 def deciding(cluster: Cluster, rates: Rates, formats: Sequence[Format]) -> list[str]:
     """Return the inputs that change `pays_clearly`'s verdict if one alone is halved or doubled."""
-    link, now = cluster.network.farthest, pays_clearly(cluster, rates, formats)
-    found = []
+    link, verdict = cluster.network.farthest, pays_clearly(cluster, rates, formats)
+    inputs = []
     for factor, words in ((0.5, "half"), (2.0, "twice")):
         changed = {
             f"{words} the bandwidth": cluster.on(
@@ -224,19 +226,23 @@ def deciding(cluster: Cluster, rates: Rates, formats: Sequence[Format]) -> list[
             changed[f"{words} the backward pass"] = replace(
                 cluster, backward_seconds=factor * cluster.backward_seconds
             )
-        found += [
-            name for name, at in changed.items() if pays_clearly(at, rates, formats) is not now
+        inputs += [
+            name
+            for name, other in changed.items()
+            if pays_clearly(other, rates, formats) is not verdict
         ]
-    return found
+    return inputs
 
 
-def in_a_step(found: Prediction, network: Network, buckets: int) -> Prediction:
+def in_a_step(prediction: Prediction, network: Network, buckets: int) -> Prediction:
     """Return the prediction for a step of `buckets` reductions, including the ranks' agreements.
 
     Ranks agree once for the last bucket and once for all others together, which are ready at the
     same time unless backward delays them.
     """
-    return replace(found, agreement_seconds=min(2, buckets) * network.expected_agreement_seconds)
+    return replace(
+        prediction, agreement_seconds=min(2, buckets) * network.expected_agreement_seconds
+    )
 
 
 def compare(cluster: Cluster, rates: Rates, formats: Sequence[Format] | None = None) -> Comparison:
@@ -249,18 +255,20 @@ def compare(cluster: Cluster, rates: Rates, formats: Sequence[Format] | None = N
 
     dense, sparse = cluster.reduced(DENSE, rates), _sparse(cluster, rates, formats)
     gtopk = next(each for each in sparse if each.candidate.algorithm == "gtopk")
-    on = Calibration(cluster.network, rates, "")
+    calibration = Calibration(cluster.network, rates, "")
     budget = Budget(bytes_per_step=gtopk.sent.most_bytes)
     # One format for all: a shorter index must not make a method look better at equal bytes.
-    one = [gtopk.candidate.format]
-    equal = choose(cluster.length, on, budget, one, value_bytes=cluster.value_bytes)
+    one_format = [gtopk.candidate.format]
+    ranked = choose(
+        cluster.length, calibration, budget, one_format, value_bytes=cluster.value_bytes
+    )
     return Comparison(
         cluster,
         dense,
         sparse,
         [
             in_a_step(each, cluster.network, 1)
-            for each in reversed(equal)
+            for each in reversed(ranked)
             if each.candidate.algorithm != "dense"
         ],
         cluster.reduced(SHARDS, rates) if has_shards else None,
@@ -286,11 +294,11 @@ def _in_quickest_format(
             )
             for format in formats
         ),
-        key=lambda found: found.seconds,
+        key=lambda prediction: prediction.seconds,
     )
 
 
-def where_it_pays(edge: BreakEven) -> str:
+def break_even_text(edge: BreakEven) -> str:
     """Return a text: "below about 7.3 Gbit/s (6 to 8.9 Gbit/s if a time is 20 % off)", or "above".
 
     The text gives only the bounds if the bandwidth is uncertain by more than a fifth.
@@ -306,11 +314,13 @@ def where_it_pays(edge: BreakEven) -> str:
         case 0.0, math.inf:
             return "at no bandwidth or at every one: the two times are too close to tell"
         case 0.0, _:
-            return f"{side} {highest} {at_slow}: a time may be {_OFF}"
+            return f"{side} {highest} {at_slow}: a time may be {_ERROR_TEXT}"
         case _, math.inf:
-            return f"{side} {lowest} {at_fast}: a time may be {_OFF}"
+            return f"{side} {lowest} {at_fast}: a time may be {_ERROR_TEXT}"
     # Give a common unit once: "6 to 8.9 Gbit/s".
     bounds = f"{lowest.removesuffix(SPACE + highest.rpartition(SPACE)[2])} to {highest}"
     if not edge.is_a_number or edge.bits_per_second is None:
-        return f"{side} a bandwidth of {bounds}: a time may be {_OFF}"
-    return f"{side} {about_bandwidth_text(edge.bits_per_second)} ({bounds} if a time is {_OFF})"
+        return f"{side} a bandwidth of {bounds}: a time may be {_ERROR_TEXT}"
+    return (
+        f"{side} {about_bandwidth_text(edge.bits_per_second)} ({bounds} if a time is {_ERROR_TEXT})"
+    )

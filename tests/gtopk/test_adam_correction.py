@@ -264,7 +264,7 @@ def test_moments_are_of_a_rank():
         (
             partial(torch.optim.AdamW, lr=0.1),
             {},
-            "AdamW would make them again: use torch.optim.SGD",
+            "AdamW would compute them again: use torch.optim.SGD",
         ),
         (partial(torch.optim.SGD, lr=0.1, momentum=0.5), {}, "momentum=0, not 0.5"),
         (partial(torch.optim.SGD, lr=0.1), {"local_clip_norm": 1.0}, "local_clip_norm is not for"),

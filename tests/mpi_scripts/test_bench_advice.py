@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from collectives.cost import BreakEven
-from gtopk.planning.comparison import where_it_pays
+from gtopk.planning.comparison import break_even_text
 from mpi_scripts import bench_advice
 from mpi_scripts.bench_advice import NO_DELAY, Held, edges, number_after, parse_edge, table
 from tests.mpi_scripts.test_emulated_network import require_hosts
@@ -60,7 +60,7 @@ def test_numbers_are_read_from_the_line() -> None:
     ],
 )
 def test_the_edge_is_read_as_it_is_written(edge: BreakEven, words: str) -> None:
-    written = where_it_pays(edge)
+    written = break_even_text(edge)
     assert written.replace("\N{NO-BREAK SPACE}", " ").startswith(words)
     is_told = edge.is_a_number or edge.lowest == edge.highest
     about = (edge.bits_per_second or 0.0) if is_told else None

@@ -266,7 +266,7 @@ def test_gradients_that_are_no_agreed_steps_are_refused() -> None:
     raises(ValueError, optimizer.step, "agreed steps", "no_sync()")
     optimizer.zero_grad()
     train(model, optimizer, range(2))
-    raises(ValueError, optimizer.step, "stepped with before")
+    raises(ValueError, optimizer.step, "from a step() before")
     optimizer.zero_grad()
     optimizer.step()  # there is nothing
     assert_alike(model)
@@ -646,7 +646,7 @@ def test_a_scaler_that_was_not_given_may_not_unscale_the_steps() -> None:
     model, optimizer, _ = hooked()
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(loss(model, 0)).backward()
-    with pytest.raises(ValueError, match="GradScaler must be given as scaler="):
+    with pytest.raises(ValueError, match="GradScaler must be passed as scaler="):
         scaler.step(optimizer)
 
 
@@ -734,7 +734,7 @@ def test_a_model_continues_with_another_hook_in_its_next_phase() -> None:
         model.eval()
         loss(model, 4)
         model.train()
-    expected = "another hook has exchanged the gradients of this one's model"
+    expected = "another hook has taken over the model"
     raises(ValueError, lambda: train(first, optimizer, range(1)), expected)
 
 

@@ -563,7 +563,7 @@ def test_ranks_that_disagree_get_gtopks_own_error_and_may_continue() -> None:
 def test_a_momentum_that_would_be_taken_twice_is_refused_in_the_first_step() -> None:
     for options, kind, parts in (
         ({"momentum_correction": 0.9}, torch.optim.SGD, ["momentum_correction=0.9", "not 0.9"]),
-        ({"adam_correction": BETAS}, torch.optim.AdamW, ["AdamW would make them again"]),
+        ({"adam_correction": BETAS}, torch.optim.AdamW, ["AdamW would compute them again"]),
     ):
         model = wrapped(GTopKState(0.5, **options))
         own = {"momentum": 0.9} if kind is torch.optim.SGD else {}

@@ -216,8 +216,8 @@ def test_unsupported_options_of_a_hook_are_refused() -> None:
         ({"compression": Compression.oktopk(0.1)}, r"takes Compression\.gtopk\(.*OkTopK"),
         ({"compression": Compression.auto()}, r"or Compression\.shards\(.*Automatic"),
         ({"compression": Compression.none}, "DistributedOptimizer takes all of them"),
-        ({"compression": SHARDS, "density": 0.1}, "not both: got density beside Shards"),
-        ({"compression": SHARDS, "values": "int8"}, "not both: got values beside Shards"),
+        ({"compression": SHARDS, "density": 0.1}, "not both: got density and Shards"),
+        ({"compression": SHARDS, "values": "int8"}, "not both: got values and Shards"),
         ({"compression": Compression.shards(dense_vectors=True)}, "leave out dense, dense_vec"),
         ({"dense_under": 9}, "DDP's hook exchanges whole buckets"),
     ):

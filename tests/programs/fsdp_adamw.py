@@ -348,7 +348,7 @@ def test_a_state_that_is_loaded_after_an_error_in_backward_is_what_was_saved() -
     hvd.barrier()
     assert equal(saved(model, optimizer, state), before)
     broken.remove()
-    expected = r"after one that an error has ended.* fully_shard"  # FSDP itself cannot continue
+    expected = r"after one that ended with an error.* fully_shard"  # FSDP itself cannot continue
     with pytest.raises(RuntimeError, match=expected):
         loss(model, 3).backward()
 

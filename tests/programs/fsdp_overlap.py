@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from gtopk import fsdp
 from gtopk.integrations.fsdp_units import Unit
 
-DECIDES = Unit.is_left_alone
+DECIDES = Unit.is_only_viewed
 
 
 class Twice(torch.nn.Sequential):
@@ -83,10 +83,10 @@ def test_whether_backward_waits_changes_no_bit() -> None:
     trained = []
     try:
         for decides in (decide, lambda *call: False):
-            Unit.is_left_alone = decides
+            Unit.is_only_viewed = decides
             trained.append(train(*replicated()))
     finally:
-        Unit.is_left_alone = DECIDES
+        Unit.is_only_viewed = DECIDES
     for overlapped, waited in zip(*trained, strict=True):
         assert torch.equal(overlapped, waited)
     assert sum(decided) > len(decided) / 2
@@ -95,7 +95,7 @@ def test_whether_backward_waits_changes_no_bit() -> None:
 
 def test_backward_waits_for_what_fsdp_reads_at_once() -> None:
     decided: list[bool] = []
-    Unit.is_left_alone = lambda *call: bool(decided.append(DECIDES(*call))) or decided[-1]
+    Unit.is_only_viewed = lambda *call: bool(decided.append(DECIDES(*call))) or decided[-1]
     try:
         for dtype, options in (
             (torch.float64, {}),
@@ -109,6 +109,6 @@ def test_backward_waits_for_what_fsdp_reads_at_once() -> None:
             parameter.register_post_accumulate_grad_hook(lambda parameter: None)
         loss(model, 0).backward()
     finally:
-        Unit.is_left_alone = DECIDES
+        Unit.is_only_viewed = DECIDES
     assert decided
     assert not any(decided)

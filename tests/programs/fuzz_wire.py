@@ -25,7 +25,7 @@ import numpy as np
 
 from collectives import MessageError, SparseVector, kernels
 from collectives.kernels import host, reference
-from collectives.kernels.host.library import absence, use_instructions
+from collectives.kernels.host.library import load_error, use_instructions
 from collectives.vector import check, index_dtype
 from collectives.wire import HEADER_BYTES, NOBODY, VALUE_CODES, WHOLE, Format, decode, encode
 from collectives.wire.format import ALL_INDEX_CODES
@@ -209,7 +209,7 @@ def outcome(message: np.ndarray, expected: Expected) -> tuple[object, ...] | str
 
 def fuzz(messages: int, seed: int, seconds: float) -> Counter[str]:
     """Mutate messages up to a number or a time; return how often each outcome occurred."""
-    twins = [reference] if absence() else [reference, host]
+    twins = [reference] if load_error() else [reference, host]
     edge, ends = Edge(1 << 16), Counter[str]()
     corpus_dice = random.Random(seed)
     corpus = [some_message(corpus_dice) for _ in range(400)]
@@ -252,7 +252,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--instructions", default="", help="portable, AVX2 or AVX-512")
     arguments = parser.parse_args()
-    print(f"C++ core: {absence() or host.__file__}")
+    print(f"C++ core: {load_error() or host.__file__}")
     if arguments.instructions and not use_instructions(arguments.instructions):
         raise SystemExit(f"this processor has no {arguments.instructions}")
     warnings.simplefilter("error")

@@ -46,7 +46,7 @@ class Counting(nccl.TorchCollectives):
         super()._run(kind, begin)
 
 
-gpu.facts_here = signature
+gpu.own_gpu_facts = signature
 nccl.TorchCollectives = Counting
 membership.over_gpus = over_gpus
 

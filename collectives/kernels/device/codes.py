@@ -166,14 +166,14 @@ def pack_values(scratch: Scratch, values: Array, out: Array, code: str) -> int:
 
 def _pack_floats(scratch: Scratch, code: str, values: Array, exponent: int, out: Array) -> None:
     machine, narrow = scratch.machine, NARROW[code]
-    beyond = rounds_to_infinity(code, exponent, values.dtype)
+    infinite_bits = rounds_to_infinity(code, exponent, values.dtype)
     machine.launch(
         instance("round_values", narrow, values.dtype),
         blocks_for(machine, values.size),
         values,
         np.uint64(values.size),
         *scale_factors(-exponent, values.dtype),
-        np.uint32(_NOTHING if beyond is None else beyond),
+        np.uint32(_NOTHING if infinite_bits is None else infinite_bits),
         out.view(narrow),
     )
 

@@ -19,7 +19,7 @@ from .source import FILES, OPTIONS, THREADS, text
 # Two full waves of `mark`, the busiest kernel, of which four blocks fit on a multiprocessor.
 BLOCKS_PER_MULTIPROCESSOR: Final = 8
 
-_mine: Final = threading.local()
+_thread_local: Final = threading.local()
 
 
 @functools.cache
@@ -85,8 +85,8 @@ class CudaMachine:
         """Enqueue a kernel on the current stream."""
         require_packed(*arguments)
         null = np.uint64(0)  # CuPy refuses None as a pointer
-        given = tuple(null if argument is None else argument for argument in arguments)
-        _load(self.device.id, kernel)((blocks,), (self.threads,), given)
+        converted = tuple(null if argument is None else argument for argument in arguments)
+        _load(self.device.id, kernel)((blocks,), (self.threads,), converted)
 
     def fetch(self, array: Array) -> NDArray[Any]:
         """Return a copy on the host; waits for the current stream only."""
@@ -104,23 +104,23 @@ def _load(device: int, kernel: str) -> Any:
 def scratch(array: Array) -> Scratch:
     """Return the scratch memory of this thread on the current stream of the array's device."""
     device = cupy().cuda.Device()
-    holder = array.device.id  # type: ignore[attr-defined]
-    if holder != device.id:
+    array_gpu = array.device.id  # type: ignore[attr-defined]
+    if array_gpu != device.id:
         raise ValueError(
-            f"the array is on GPU {holder} while GPU {device.id} is the current one; "
-            f"use it inside `with cupy.cuda.Device({holder}):`"
+            f"the array is on GPU {array_gpu}, but GPU {device.id} is the current one; "
+            f"use it inside `with cupy.cuda.Device({array_gpu}):`"
         )
     return current_scratch()
 
 
 def current_scratch() -> Scratch:
     """Return the scratch memory of this thread on the current stream of the current device."""
-    held: dict[tuple[int, int], Scratch] = _mine.__dict__.setdefault("scratch", {})
+    scratches: dict[tuple[int, int], Scratch] = _thread_local.__dict__.setdefault("scratch", {})
     # By stream, since kernels on two streams could write to it at the same time.
     key = (cupy().cuda.Device().id, cupy().cuda.get_current_stream().ptr)
-    if key not in held:
-        held[key] = Scratch(CudaMachine())
-    return held[key]
+    if key not in scratches:
+        scratches[key] = Scratch(CudaMachine())
+    return scratches[key]
 
 
 class ForeignStream(NamedTuple):

@@ -64,12 +64,12 @@ def put_at(scratch: Scratch, parts: Sequence[Array] | Located, vector: SparseVec
     machine = scratch.machine
     if vector.entries:
         # Nothing to keep alive: parts that are not contiguous were refused, so none is copied.
-        where, _ = located(machine, parts)
+        locations, _ = located(machine, parts)
         machine.launch(
-            instance("put_at", vector.values.dtype, vector.indices.dtype, where.dtype),
+            instance("put_at", vector.values.dtype, vector.indices.dtype, locations.dtype),
             blocks_for(machine, vector.entries),
-            parts_table(scratch, "put table", where),
-            np.uint32(len(where.sizes)),
+            parts_table(scratch, "put table", locations),
+            np.uint32(len(locations.sizes)),
             vector.indices,
             vector.values,
             np.uint64(vector.entries),
@@ -98,16 +98,16 @@ def squared_norms(scratch: Scratch, arrays: Sequence[Array] | Located) -> list[f
     All are of one dtype, and share one launch and one wait.
     """
     machine = scratch.machine
-    where, held = located(machine, arrays)
-    counts = [ceil_divide(size, NORM_CHUNK) for size in where.sizes]
+    locations, kept_alive = located(machine, arrays)
+    counts = [ceil_divide(size, NORM_CHUNK) for size in locations.sizes]
     chunks = sum(counts)
     if not chunks:
         return [0.0] * len(counts)
-    rows = zip(accumulate(counts, initial=0), where.addresses, where.sizes, strict=False)
+    rows = zip(accumulate(counts, initial=0), locations.addresses, locations.sizes, strict=False)
     table = np.array([number for row in rows for number in row], np.uint64)
     totals = machine.empty(len(counts), np.float64)
     machine.launch(
-        instance("sum_squares", where.dtype),
+        instance("sum_squares", locations.dtype),
         blocks_for(machine, chunks * 16),
         scratch.written("norm table", table),
         np.uint32(len(counts)),
@@ -117,7 +117,7 @@ def squared_norms(scratch: Scratch, arrays: Sequence[Array] | Located) -> list[f
         totals,
     )
     found: list[float] = machine.fetch(totals).tolist()
-    del held  # the kernel that read it is done
+    del kept_alive  # the kernel that read it is done
     return found
 
 

@@ -58,7 +58,7 @@ def require_packed(*arguments: Array | np.generic | None) -> None:
     for array in arguments:
         if not (array is None or isinstance(array, np.generic) or array.flags.c_contiguous):
             raise ValueError(
-                "kernels work on arrays whose elements lie side by side, got strides "
+                "kernels need contiguous arrays, got strides "
                 f"{array.strides} for {array.dtype} {list(array.shape)}; copy it first"
             )
 
@@ -88,12 +88,12 @@ class Scratch:
         """Return the first `size` elements of the memory of that name and dtype; new ones are 0."""
         dtype = np.dtype(dtype)
         key = f"{name} {dtype}"
-        held = self.arrays.get(key)
-        if held is None or held.size < size:
+        memory = self.arrays.get(key)
+        if memory is None or memory.size < size:
             # Zeros: kernels expect tickets and sums to be zero, and leave them so. At least one
             # element, as it needs an address.
-            held = self.arrays[key] = self.machine.zeros(max(size, 1), dtype)
-        return held[:size]
+            memory = self.arrays[key] = self.machine.zeros(max(size, 1), dtype)
+        return memory[:size]
 
     def written(self, name: str, content: NDArray[Any]) -> Array:
         """Return memory of that name with a host array's content, copied only if it changed."""

@@ -89,9 +89,9 @@ def accumulate_and_select(
 ) -> tuple[SparseVector, float]:
     """Add a gradient to `residual` (in place if `into` is None), and select from the sum."""
     parts = gradient_parts(residual, gradient, k, momentum, into)
-    where, held = located(scratch.machine, parts)
-    found = _select(scratch, residual, k, threshold, Addition(where, momentum, weight, into))
-    del held  # may be freed before the kernels run: the pool reuses it in stream order
+    locations, kept_alive = located(scratch.machine, parts)
+    found = _select(scratch, residual, k, threshold, Addition(locations, momentum, weight, into))
+    del kept_alive  # may be freed before the kernels run: the pool reuses it in stream order
     return found
 
 
@@ -314,18 +314,18 @@ def launch_split(
 
 
 def _begin(
-    machine: Machine, of: ListSearch, groups: Array, k: int, entries: int, request: Array | None
+    machine: Machine, target: ListSearch, groups: Array, k: int, entries: int, request: Array | None
 ) -> None:
     """Clear the search and the groups' tallies; entries: how many the list has already."""
     machine.launch(
-        instance("begin", of.values.dtype),
+        instance("begin", target.values.dtype),
         1,
-        of.search,
-        of.histogram,
+        target.search,
+        target.histogram,
         groups,
         np.uint32(groups.size // TALLY_WORDS),
         np.uint64(k),
-        np.uint64(of.indices.size),
+        np.uint64(target.indices.size),
         np.uint64(entries),
         request,
     )
@@ -348,18 +348,18 @@ def _search(
 
 def _split(
     machine: Machine,
-    of: ListSearch,
+    source: ListSearch,
     kept_indices: Array,
     kept_values: Array,
 ) -> None:
     machine.launch(
-        instance("split", of.values.dtype, of.indices.dtype),
-        blocks_for(machine, of.values.size),
-        of.indices,
-        of.values,
-        of.search,
-        of.tallies,
-        of.groups,
+        instance("split", source.values.dtype, source.indices.dtype),
+        blocks_for(machine, source.values.size),
+        source.indices,
+        source.values,
+        source.search,
+        source.tallies,
+        source.groups,
         kept_indices,
         kept_values,
     )

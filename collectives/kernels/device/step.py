@@ -20,7 +20,7 @@ from .machine import Machine, Scratch, located
 from .selection import FROM_DEVICE, Addition, buffers, finish, launch_selection, prepare
 
 # Two are in use, as a residual and its other buffer alternate; more only if gradients' dtypes vary.
-MOST_GRAPHS: Final = 8
+MAX_GRAPHS: Final = 8
 
 
 class Step:
@@ -57,11 +57,11 @@ class Step:
         threshold: float = 0.0,
     ) -> tuple[SparseVector, float]:
         """Do what `accumulate_and_select` does."""
-        held = self.launch(residual, gradient, momentum, weight, into, threshold)
+        kept_alive = self.launch(residual, gradient, momentum, weight, into, threshold)
         found = finish(
             self._machine, self._memory, residual if into is None else into, self._chosen
         )
-        del held  # the kernels that read it are done
+        del kept_alive  # the kernels that read it are done
         self.threshold = found[1]
         return found
 
@@ -85,8 +85,8 @@ class Step:
                 f"residual {residual.dtype} [{residual.size}]: open a Step for it"
             )
         machine = self._machine
-        where, held = located(machine, parts)
-        addition = Addition(where, momentum, weight, into)
+        locations, kept_alive = located(machine, parts)
+        addition = Addition(locations, momentum, weight, into)
         # The device still has the last call's threshold.
         guess = FROM_DEVICE if threshold == self.threshold else max(0.0, threshold)
         request, table = prepare(self._scratch, guess, addition)
@@ -99,14 +99,14 @@ class Step:
         touched = [residual, into, request, table]
         touched += [] if momentum is None else [momentum.velocity, momentum.into]
         # A graph fixes these addresses. The gradients' are in the table, which it reads anew.
-        key = (where.dtype, len(where.sizes), *map(self._address, touched))
+        key = (locations.dtype, len(locations.sizes), *map(self._address, touched))
         self._run(key, launches)
-        return held
+        return kept_alive
 
     def _run(self, key: tuple[object, ...], launches: Callable[[], None]) -> None:
         """Launch the first time; from the second call with this key on, replay them as a graph."""
         if key not in self._graphs:
-            if len(self._graphs) == MOST_GRAPHS:
+            if len(self._graphs) == MAX_GRAPHS:
                 self._graphs.clear()
             self._graphs[key] = None
             launches()

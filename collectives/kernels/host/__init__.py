@@ -56,7 +56,7 @@ class _ByDtype(dict[object, Callable[..., int]]):
     def __missing__(self, key: object) -> Callable[..., int]:
         dtypes = " at ".join(map(str, key if isinstance(key, tuple) else [key]))
         raise ValueError(
-            f"the C++ core has nothing for {dtypes}: convert values with .astype(np.float32), "
+            f"the C++ core has no kernel for {dtypes}: convert values with .astype(np.float32), "
             "indices with .astype(np.int32)"
         )
 
@@ -82,7 +82,7 @@ def packed(array: Array) -> Array:
 
 
 def _entry(name: str, result: Any, arguments: Sequence[Any]) -> Any:
-    """Return a C function; None if there is none, or no library (`library.absence` says why)."""
+    """Return a C function; None if there is none, or no library (`library.load_error` says why)."""
     entry = getattr(_library(), name, None)
     if entry is not None:
         entry.argtypes, entry.restype = arguments, result
@@ -102,7 +102,7 @@ def function(name: str, *arguments: Any) -> _ByDtype:
     return found
 
 
-def enough_memory(result: int) -> int:
+def check_memory(result: int) -> int:
     """Return the result of a C function that allocates; raise MemoryError if that failed."""
     if result < 0:
         raise MemoryError("the C++ core ran out of memory")
@@ -181,10 +181,10 @@ def search(
         new_velocity = momentum.velocity if momentum.into is None else momentum.into
         touched += [momentum.velocity, new_velocity]
     if not all(array.flags.carray for array in touched):
-        picked, following, scans = reference.search(
+        picked, next_threshold, scans = reference.search(
             residual, parts, k, threshold, momentum, weight, into
         )
-        return picked, Report(following, scans)
+        return picked, Report(next_threshold, scans)
     count = len(parts)
     arrays = (POINTER * count)(*map(address, parts))
     lengths = (COUNT * count)(*[part.size for part in parts])
@@ -208,7 +208,7 @@ def _search(
     indices = np.empty(k, index_dtype(dense.size))
     values = np.empty(k, dense.dtype)
     report = Report()
-    found = enough_memory(
+    found = check_memory(
         _select[dense.dtype, indices.dtype](
             *(address(before), address(dense), dense.size, *addends, k, threshold, threads()),
             *(address(indices), address(values), ctypes.addressof(report)),
@@ -245,7 +245,7 @@ def merge(a: SparseVector, b: SparseVector, k: int) -> SparseVector:
     room = a_indices.size + b_indices.size
     indices = np.empty(room + SLACK, a_indices.dtype)
     values = np.empty(room + SLACK, a_values.dtype)
-    kept = enough_memory(
+    kept = check_memory(
         _merge[values.dtype, indices.dtype](
             *(address(a_indices), address(a_values), a_indices.size),
             *(address(b_indices), address(b_values), b_indices.size),
@@ -264,7 +264,7 @@ def sum_by_index(vectors: Sequence[SparseVector]) -> SparseVector:
     indices = np.empty(sum(counts) + SLACK, first.indices.dtype)
     values = np.empty(indices.size, first.values.dtype)
     number = len(lists)
-    found = enough_memory(
+    found = check_memory(
         _sum_by_index[values.dtype, indices.dtype](
             (POINTER * number)(*[address(part) for part, _ in lists]),
             (POINTER * number)(*[address(part) for _, part in lists]),
@@ -294,7 +294,7 @@ def add_at(dense: Array, vector: SparseVector) -> None:
     indices, values = packed(vector.indices), packed(vector.values)
     add = _add_at[dense.dtype, indices.dtype]
     if not add(address(dense), dense.size, address(indices), address(values), indices.size):
-        raise _outside(dense, indices)
+        raise _out_of_range(dense, indices)
 
 
 def clear_at(dense: Array, indices: Array) -> None:
@@ -305,10 +305,10 @@ def clear_at(dense: Array, indices: Array) -> None:
     indices = packed(indices)
     clear = _clear_at[dense.dtype, indices.dtype]
     if not clear(address(dense), dense.size, address(indices), indices.size):
-        raise _outside(dense, indices)
+        raise _out_of_range(dense, indices)
 
 
-def _outside(dense: Array, indices: Array) -> IndexError:
+def _out_of_range(dense: Array, indices: Array) -> IndexError:
     return IndexError(
         f"indices must lie in 0..{dense.size - 1}, got {int(indices[0])}..{int(indices[-1])}"
     )
@@ -329,7 +329,7 @@ def squared_norm(array: Array) -> float:
     array = packed(array)
     norm = ctypes.c_double()
     count = _squared_norm[array.dtype]
-    enough_memory(count(address(array), array.size, threads(), ctypes.addressof(norm)))
+    check_memory(count(address(array), array.size, threads(), ctypes.addressof(norm)))
     return norm.value
 
 

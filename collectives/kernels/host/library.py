@@ -54,7 +54,7 @@ def library() -> ctypes.CDLL | None:
 
 
 @functools.cache
-def absence() -> str:
+def load_error() -> str:
     """Return why the library cannot be used; "" when it can."""
     return _found()[1]
 
@@ -102,7 +102,7 @@ def instructions() -> str:
     """Return the name of the instruction set that the loaded library uses."""
     loaded = library()
     if loaded is None:
-        raise RuntimeError(absence())
+        raise RuntimeError(load_error())
     loaded.instructions_in_use.restype = ctypes.c_char_p
     name: bytes = loaded.instructions_in_use()
     return name.decode()

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
 
-from ...exchange.buckets.parameters import KNOWN_TO_ADAPT, require_known
+from ...exchange.buckets.parameters import ADAPT_TRAINS, refuse_new_parameters
 from ...runtime.logs import EVERYWHERE
 from ..current_batch import LearningRate
 from ..loader_base import LoaderBase
@@ -188,7 +188,7 @@ class DelayedLoader(LoaderBase[RoundOptions]):
             self._has_batch = False
             self._close_pass()
         self._end_abandoned()
-        require_known(self._optimizer.param_groups, self._trained, KNOWN_TO_ADAPT)
+        refuse_new_parameters(self._optimizer.param_groups, self._trained, ADAPT_TRAINS)
         self._steps.spent.begin()
         with self._epochs.iterate() as (epoch, start):
             order = self._order(epoch)

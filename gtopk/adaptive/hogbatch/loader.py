@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from ...exchange.buckets.parameters import KNOWN_TO_ADAPT, require_known
+from ...exchange.buckets.parameters import ADAPT_TRAINS, refuse_new_parameters
 from ...runtime.world.membership import World
 from ..loader_base import LoaderBase, is_over
 from ..local_steps import LocalSteps
@@ -127,7 +127,7 @@ class HogbatchLoader(LoaderBase[HogbatchOptions]):
     def _batches(self) -> Generator[Any, None, None]:
         self._writer.check()
         self._publish()
-        require_known(self._optimizer.param_groups, set(self._trained), KNOWN_TO_ADAPT)
+        refuse_new_parameters(self._optimizer.param_groups, set(self._trained), ADAPT_TRAINS)
         epoch, _ = self._epochs.begin()
         order = self._order(epoch)
         self._begin(epoch, order)

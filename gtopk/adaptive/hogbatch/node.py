@@ -383,7 +383,7 @@ def join_node(
     node.merging = NodeMerges(job, node, hosts, counter, steps, advises)
     if advises and len(hosts) == 1 < world.size:
         values = sum(parameter.numel() for parameter in parameters)
-        advice.say_once(
+        advice.log_once(
             world,
             advice.Advice(
                 f"{world.size} workers step on {count_text(values)} values in this host's memory: "

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from collectives.transports import Counter, Transport
 
 from ...compression import ErrorFeedback
-from ...exchange.buckets.parameters import KNOWN_TO_ADAPT, require_known
-from ...optim.step_checks import BUFFERS_STAY, SkipCounter, checksums, require_the_same
+from ...exchange.buckets.parameters import ADAPT_TRAINS, refuse_new_parameters
+from ...optim.step_checks import BUFFERS_KEPT, SkipCounter, checksums, require_the_same
 from ...runtime.coordinator.operation import Work, do_nothing
 from ...runtime.logs import EVERYWHERE
 from ..current_batch import LearningRate
@@ -147,7 +147,7 @@ class MergingLoader(LoaderBase[MergingOptions]):
         if not self._is_compared:
             self._compare(replica)
         known = set(replica.parameters)
-        require_known(self._optimizer.param_groups, known, KNOWN_TO_ADAPT)
+        refuse_new_parameters(self._optimizer.param_groups, known, ADAPT_TRAINS)
         left = [(place.start, place.stop) for place in self._stretches.left]
         signature = [f"epoch {epoch}", f"places left {left}", order_said]
         # Each rank knows the counter only from its own takes.
@@ -338,7 +338,7 @@ class MergingLoader(LoaderBase[MergingOptions]):
                 self.merges,
                 "goes on without some" if merged else "is none, all ranks go back",
                 ", ".join(map(str, lost)) or "none, but their sum",
-                f"; {BUFFERS_STAY}" if merged else "",
+                f"; {BUFFERS_KEPT}" if merged else "",
                 extra=EVERYWHERE,
             )
             self._lost.lengthen(

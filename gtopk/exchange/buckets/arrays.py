@@ -67,8 +67,8 @@ def begin_copy(flat: torch.Tensor) -> torch.Tensor:
 
 def await_copies(tensors: Sequence[torch.Tensor]) -> None:
     """Wait for the copies of GPU tensors that were started on the current streams."""
-    for place in {tensor.device for tensor in tensors if tensor.is_cuda}:
-        torch.cuda.current_stream(place).synchronize()
+    for gpu in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.current_stream(gpu).synchronize()
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -113,8 +113,8 @@ def view_array(tensor: torch.Tensor) -> NDArray[Any]:
         )
     flat = _of_stride_1(tensor.detach())
     # NumPy has no bfloat16, and torch has uint16 only since 2.3, so go through int16.
-    bits = flat.dtype == torch.bfloat16
-    if bits:
+    is_bfloat16 = flat.dtype == torch.bfloat16
+    if is_bfloat16:
         flat = flat.view(torch.int16)
     array: NDArray[Any]
     if flat.is_cuda:
@@ -122,7 +122,7 @@ def view_array(tensor: torch.Tensor) -> NDArray[Any]:
             array = device.from_dlpack(flat)
     else:
         array = flat.numpy()
-    return array.view(np.uint16) if bits else array
+    return array.view(np.uint16) if is_bfloat16 else array
 
 
 class Memory(NamedTuple):
@@ -146,13 +146,13 @@ def located(tensors: Sequence[torch.Tensor]) -> Located:
     Kernels on torch's current stream run after pending writes to them.
     """
     return Located(
-        _numpys(tensors[0].dtype),
+        _numpy_dtype(tensors[0].dtype),
         tuple(tensor.data_ptr() for tensor in tensors),
         tuple(tensor.numel() for tensor in tensors),
     )
 
 
-def _numpys(dtype: torch.dtype) -> np.dtype[Any]:
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     """Return the kernels' dtype for a torch dtype; bfloat16 is handled as its bits."""
     return np.dtype(np.uint16 if dtype == torch.bfloat16 else str(dtype).partition(".")[2])
 
@@ -194,21 +194,21 @@ def _kernels_reach_gpus() -> bool:
     try:
         device.cupy()
     except ImportError as error:
-        _log.warning("gradients on a GPU go through the host, there and back: %s", error)
+        _log.warning("gradients on a GPU are exchanged through host memory: %s", error)
         return False
     return True
 
 
-def current_stream(of: torch.device) -> Callable[[], AbstractContextManager[None]]:
+def current_stream(torch_device: torch.device) -> Callable[[], AbstractContextManager[None]]:
     """Return a context maker that puts torch and the kernels on a device's current stream.
 
     The stream is the one that is current now. The context works in any thread, at any time: its
     work runs after all work that is on the stream by then, and before work launched there later.
     No event is needed, and nothing waits.
     """
-    if of.type != "cuda":
+    if torch_device.type != "cuda":
         return nullcontext
-    stream = torch.cuda.current_stream(of)
+    stream = torch.cuda.current_stream(torch_device)
 
     @contextmanager
     def on_stream() -> Iterator[None]:
@@ -221,11 +221,11 @@ def current_stream(of: torch.device) -> Callable[[], AbstractContextManager[None
     return on_stream
 
 
-def current_streams(of: Sequence[torch.device]) -> Callable[[], AbstractContextManager[None]]:
+def current_streams(devices: Sequence[torch.device]) -> Callable[[], AbstractContextManager[None]]:
     """Return the same as `current_stream` for several GPUs, for torch only, not the kernels."""
-    if not of:
+    if not devices:
         return nullcontext
-    streams = [torch.cuda.current_stream(gpu) for gpu in of]
+    streams = [torch.cuda.current_stream(gpu) for gpu in devices]
     return lambda: _on_streams(streams)
 
 

@@ -36,11 +36,11 @@ from .arrays import (
 )
 from .parameters import lack_gradients, lacks_gradient, refuse_complex
 
-_READ_WHERE_THEY_LIE = {
+_READ_IN_PLACE = {
     np.dtype(np.float32): (torch.float32, torch.float16, torch.bfloat16),
     np.dtype(np.float64): (torch.float64,),
 }
-_SOME = 4096  # elements
+_SAMPLED_ELEMENTS = 4096  # elements
 _LARGE_BYTES = 64 << 20  # from this size on `clear` is faster than torch's functions
 _SMALL = 8192  # elements: below, copying to and from `flat` is faster than looking up addresses
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
@@ -82,7 +82,7 @@ class Bucket:
         self.length = sum(p.numel() for p in self.parameters)
         if self.length == 0:
             raise ValueError(
-                f"there is nothing to train: {len(self.parameters)} parameters hold no values"
+                f"there is nothing to train: all {len(self.parameters)} parameters are empty"
             )
         any_double = any(p.dtype == torch.float64 for p in self.parameters)
         self.dtype: np.dtype[Any] = np.dtype(np.float64 if any_double else np.float32)
@@ -120,12 +120,12 @@ class Bucket:
             own = [parameter.grad for parameter in self.parameters]
             self.lacking = lack_gradients(own)
             # Sparse and expanded gradients are rare: a cheap first pass usually finds none.
-            others = [
+            special = [
                 (place, gradient)
                 for place, gradient in enumerate(own)
                 if gradient is not None and (gradient.is_sparse or 0 in gradient.stride())
             ]
-            for place, gradient in others:
+            for place, gradient in special:
                 if gradient.is_sparse:
                     self.parameters[place].grad = own[place] = gradient.to_dense()
                 elif is_expanded(gradient):  # shared memory cannot hold an update
@@ -140,7 +140,7 @@ class Bucket:
             else (gradient.detach() if gradient.requires_grad else gradient)
             for p, gradient in zip(self.parameters, gradients, strict=True)
         ]
-        self._note_captured()
+        self._record_capture()
 
     def capture_zeros(self, scale: float) -> None:
         """Use zeros as gradients, in new memory: the parameters' gradients stay unchanged.
@@ -150,9 +150,9 @@ class Bucket:
         """
         self.weight, self.scale, self.share = 1.0, scale, 0.0
         self.gradients = [torch.zeros_like(p) for p in self.parameters]
-        self._note_captured()
+        self._record_capture()
 
-    def _note_captured(self) -> None:
+    def _record_capture(self) -> None:
         # The caller's current stream: the engine's thread, which reads the gradients, has another.
         self.on_stream = self._current_stream()
         with self.on_stream():
@@ -199,7 +199,7 @@ class Bucket:
         if self.length < _SMALL * len(self.parameters) and not _on_gpu(self.device):
             return None
         dtypes = {gradient.dtype for gradient in self.gradients}
-        if len(dtypes) > 1 or dtypes.pop() not in _READ_WHERE_THEY_LIE[self.dtype]:
+        if len(dtypes) > 1 or dtypes.pop() not in _READ_IN_PLACE[self.dtype]:
             return None
         for gradient, stride in zip(self.gradients, self.strides, strict=True):
             if gradient.device != self.device or not _is_ordered(gradient, stride):
@@ -243,7 +243,7 @@ class Bucket:
 
         The rest has values beyond `largest` and, for 16-bit gradients, rounding errors.
         """
-        if self.largest == np.finfo(self.dtype).max and self._dtypes == {_torchs(self.dtype)}:
+        if self.largest == np.finfo(self.dtype).max and self._dtypes == {_torch_dtype(self.dtype)}:
             return update, None
         values = view_tensor(update.values)  # torch's operators: CuPy's lose subnormal float32
         fitted = values.clamp(-self.largest, self.largest)
@@ -251,11 +251,12 @@ class Bucket:
             # Round as `scatter_sparse` will, with the scale: the rest is then exactly what the
             # gradients lose.
             fitted = self._rounded(fitted * self.scale, update.indices) / self.scale
-        left = values - fitted
-        some = left != 0
-        if not bool(some.any()):
+        error = values - fitted
+        nonzero = error != 0
+        if not bool(nonzero.any()):
             return update, None
-        rest = SparseVector(update.indices[view_array(some)], view_array(left[some]), self.length)
+        indices = update.indices[view_array(nonzero)]
+        rest = SparseVector(indices, view_array(error[nonzero]), self.length)
         return SparseVector(update.indices, view_array(fitted), self.length), rest
 
     def _rounded(self, values: torch.Tensor, indices: NDArray[Any]) -> torch.Tensor:
@@ -267,14 +268,16 @@ class Bucket:
         numbers = view_tensor(indices).long()
         parameter_of = torch.searchsorted(sizes.cumsum(0), numbers, right=True)
         for dtype in self._dtypes:
-            are = torch.tensor([p.dtype == dtype for p in self.parameters], device=values.device)
-            values = torch.where(are[parameter_of], values.to(dtype).to(values.dtype), values)
+            matches = torch.tensor(
+                [p.dtype == dtype for p in self.parameters], device=values.device
+            )
+            values = torch.where(matches[parameter_of], values.to(dtype).to(values.dtype), values)
         return values
 
     def gather(self) -> NDArray[Any]:
         """Copy the gradients, times `weight`, side by side into `flat`, and return it."""
-        alike = all(gradient.dtype == self._flat.dtype for gradient in self.gradients)
-        if self.weight != 1.0 and alike and self.length >= _SMALL * len(self.parameters):
+        same_dtype = all(gradient.dtype == self._flat.dtype for gradient in self.gradients)
+        if self.weight != 1.0 and same_dtype and self.length >= _SMALL * len(self.parameters):
             for view, gradient in zip(self.views, self.gradients, strict=True):
                 torch.mul(gradient, self.weight, out=view)  # one pass instead of two
             return self.flat
@@ -403,9 +406,9 @@ def _on_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _torchs(dtype: np.dtype[Any]) -> torch.dtype:
-    own: torch.dtype = getattr(torch, dtype.name)
-    return own
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    torch_dtype: torch.dtype = getattr(torch, dtype.name)
+    return torch_dtype
 
 
 def is_finite(gradient: torch.Tensor) -> bool:
@@ -421,12 +424,14 @@ def _checksum(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     The sum of its bits, in 64-bit words, shows changes of a few elements. The sum of values sampled
     from all over it shows changes of all elements, which may leave the sum of bits unchanged.
     """
-    alike = _is_ordered(tensor, stride)
-    flat = tensor.as_strided((tensor.numel(),), (1,)) if alike else tensor.reshape(-1).contiguous()
-    in_word = 8 // flat.element_size()
-    if flat.storage_offset() % in_word:
+    ordered = _is_ordered(tensor, stride)
+    flat = (
+        tensor.as_strided((tensor.numel(),), (1,)) if ordered else tensor.reshape(-1).contiguous()
+    )
+    per_word = 8 // flat.element_size()
+    if flat.storage_offset() % per_word:
         flat = flat.clone()  # a view as words must start at a multiple of their size
-    end = flat.numel() - flat.numel() % in_word
+    end = flat.numel() - flat.numel() % per_word
     bits = (
         flat[:end].view(torch.int64).sum() + flat[end:].view(_INTEGERS[flat.element_size()]).sum()
     )
@@ -435,8 +440,8 @@ def _checksum(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
 
 def _sample_of(flat: torch.Tensor) -> torch.Tensor:
     """Return the bits of a sum of values sampled from all over a tensor, int64."""
-    some = flat[:: max(1, flat.numel() // _SOME)].sum()
-    return some.double().view(torch.int64)
+    total = flat[:: max(1, flat.numel() // _SAMPLED_ELEMENTS)].sum()
+    return total.double().view(torch.int64)
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
@@ -450,8 +455,8 @@ def is_expanded(tensor: torch.Tensor) -> bool:
 def _is_ordered(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
     """Return whether a tensor has these strides; dimensions of size 1 do not matter."""
     return tensor.stride() == stride or all(
-        here == there
-        for size, here, there in zip(tensor.shape, tensor.stride(), stride, strict=True)
+        own == expected
+        for size, own, expected in zip(tensor.shape, tensor.stride(), stride, strict=True)
         if size != 1
     )
 

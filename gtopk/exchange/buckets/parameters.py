@@ -24,37 +24,37 @@ from torch.nn.parameter import is_lazy
 class ParameterNames(dict[torch.nn.Parameter, str]):
     """Names of all parameters that an optimizer steps or has stepped, in order, without duplicates.
 
-    given: the user's names, also of parameters that the optimizer may get later.
+    user_names: the user's names, also of parameters that the optimizer may get later.
     """
 
     def __init__(
         self,
         param_groups: Iterable[dict[str, Any]],
-        given: Mapping[torch.nn.Parameter, str] | None = None,
+        user_names: Mapping[torch.nn.Parameter, str] | None = None,
     ) -> None:
         super().__init__()
-        self._given = given or {}
+        self._user_names = user_names or {}
         self.add(param_groups)
 
-    def known(self) -> set[str]:
+    def all_names(self) -> set[str]:
         """Return all names, including those of parameters that the optimizer does not step yet."""
-        return {*self.values(), *self._given.values()}
+        return {*self.values(), *self._user_names.values()}
 
     def add(self, param_groups: Iterable[dict[str, Any]]) -> None:
         """Name the parameters in the groups that have no name yet.
 
         Use the user's name if given, else the one in torch's optimizer, else one from its place.
         """
-        taken = self.known()
+        taken = self.all_names()
         for i, group in enumerate(param_groups):
             for j, parameter in enumerate(group["params"]):
                 if parameter in self:
                     continue
-                name = self._given.get(parameter)
+                name = self._user_names.get(parameter)
                 if name is None:
                     # The user may have given torch's name to another parameter.
-                    torchs = group.get("param_names", ())
-                    base = torchs[j] if j < len(torchs) else f"noname.{i}.{j}"
+                    torch_names = group.get("param_names", ())
+                    base = torch_names[j] if j < len(torch_names) else f"noname.{i}.{j}"
                     others = (f"{base}~{number}" for number in itertools.count(2))
                     name = next(n for n in itertools.chain([base], others) if n not in taken)
                     taken.add(name)
@@ -79,11 +79,11 @@ def name_parameters(
             "model.named_parameters() gives them"
         )
     counts = Counter(name for name, _ in pairs)
-    twice = sorted(name for name, count in counts.items() if count > 1)
-    if twice:
+    duplicates = sorted(name for name, count in counts.items() if count > 1)
+    if duplicates:
         raise ValueError(
             f"parameter names in named_parameters must be unique, but these come twice: "
-            f"{', '.join(map(repr, twice))}; with several models, prefix the names"
+            f"{', '.join(map(repr, duplicates))}; with several models, prefix the names"
         )
     named = {parameter: name for name, parameter in pairs}
     unnamed = [
@@ -109,7 +109,7 @@ def require_trained(names: Mapping[torch.nn.Parameter, str]) -> list[torch.nn.Pa
     if not trained:
         raise ValueError(
             "a distributed optimizer needs a parameter that requires a gradient, and all "
-            f"{len(names)} are frozen: thaw one (requires_grad_()), or step the plain optimizer"
+            f"{len(names)} are frozen: unfreeze one (requires_grad_()), or step the plain optimizer"
         )
     # Check first: a lazy parameter has no size to read.
     refuse_complex(trained, names)
@@ -117,32 +117,32 @@ def require_trained(names: Mapping[torch.nn.Parameter, str]) -> list[torch.nn.Pa
     if not any(parameter.numel() for parameter in trained):
         raise ValueError(
             f"there is nothing to train: the {len(trained)} parameters that require a gradient "
-            "hold no values; give the model its sizes before its optimizer"
+            "are empty; create the optimizer after the model has its sizes"
         )
     return trained
 
 
-KNOWN_TO_ADAPT: Final = (
-    "this mode of adapt (thaw before you call it) trains the parameters that required a gradient "
-    "when it began"
+ADAPT_TRAINS: Final = (
+    "this mode of adapt trains the parameters that required a gradient when it began (unfreeze "
+    "others before you call adapt)"
 )
 
 
-def require_known(
-    param_groups: Iterable[dict[str, Any]], known: Collection[torch.nn.Parameter], what: str
+def refuse_new_parameters(
+    param_groups: Iterable[dict[str, Any]], trained: Collection[torch.nn.Parameter], reason: str
 ) -> None:
-    """Raise ValueError if a parameter outside the known ones requires a gradient now.
+    """Raise ValueError if a parameter outside the trained ones requires a gradient now.
 
-    what: start of the message: what trains the known ones, since when, and what to do.
+    reason: start of the message: what trains them, since when, and what to do.
     """
-    later = [
+    added = [
         f"number {j} of group {i}, {list(p.shape)}"
         for i, group in enumerate(param_groups)
         for j, p in enumerate(group["params"])
-        if p.requires_grad and p not in known
+        if p.requires_grad and p not in trained
     ]
-    if later:
-        raise ValueError(f"{what}, but now others do, too: {'; '.join(later)}")
+    if added:
+        raise ValueError(f"{reason}, but now others do, too: {'; '.join(added)}")
 
 
 def require_optimizer(optimizer: object, name: str = "optimizer") -> None:
@@ -183,8 +183,8 @@ def refuse_lazy(
     for parameter in parameters:
         if is_lazy(parameter):
             raise ValueError(
-                f"parameter '{names[parameter]}' has no size yet: have a batch pass through the "
-                "lazy modules of the model before you make its optimizer"
+                f"parameter '{names[parameter]}' has no size yet: run a batch through the model's "
+                "lazy modules before you create its optimizer"
             )
 
 
@@ -204,7 +204,7 @@ def refuse_complex(
 
 _MARK: Final = "_gtopk_placeholder"
 # Placeholders that may be untouched, by id: if empty, no search is needed.
-_placed: Final[weakref.WeakValueDictionary[int, torch.Tensor]] = weakref.WeakValueDictionary()
+_placeholders: Final[weakref.WeakValueDictionary[int, torch.Tensor]] = weakref.WeakValueDictionary()
 
 
 def place_placeholders(parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -216,7 +216,7 @@ def place_placeholders(parameters: Iterable[torch.nn.Parameter]) -> None:
     for parameter in parameters:
         if parameter.requires_grad:
             gradient = parameter.grad
-            if gradient is not None and _may_be_of_a_graph(gradient):
+            if gradient is not None and _may_belong_to_cuda_graph(gradient):
                 parameter.grad = gradient.detach().zero_()
             else:
                 parameter.grad = torch.zeros_like(parameter)
@@ -224,7 +224,7 @@ def place_placeholders(parameters: Iterable[torch.nn.Parameter]) -> None:
             _drop_for_sparse(parameter)
 
 
-def _may_be_of_a_graph(gradient: torch.Tensor) -> bool:
+def _may_belong_to_cuda_graph(gradient: torch.Tensor) -> bool:
     dense = gradient.layout == torch.strided and 0 not in gradient.stride()
     return gradient.is_cuda and dense
 
@@ -240,7 +240,7 @@ def lack_gradients(gradients: Iterable[torch.Tensor | None]) -> list[bool]:
 
     Faster than one by one: every step checks all parameters.
     """
-    if not _placed:
+    if not _placeholders:
         return [gradient is None for gradient in gradients]
     return [gradient is None or _is_untouched(gradient) for gradient in gradients]
 
@@ -249,40 +249,40 @@ def _is_untouched(gradient: torch.Tensor) -> bool:
     if (mark := getattr(gradient, _MARK, None)) is None:
         return False
     if mark != gradient._version:
-        # Once `_placed` is empty, steps no longer search it.
-        _placed.pop(id(gradient), None)
+        # Once `_placeholders` is empty, steps no longer search it.
+        _placeholders.pop(id(gradient), None)
         return False
     return True
 
 
 def remove_placeholders(parameters: Iterable[torch.Tensor]) -> None:
     """Replace placeholders with None, so that an optimizer skips these parameters."""
-    if not _placed:
+    if not _placeholders:
         return
-    asked = list(parameters)
-    for parameter in itertools.compress(asked, lack_gradients([each.grad for each in asked])):
+    listed = list(parameters)
+    for parameter in itertools.compress(listed, lack_gradients([each.grad for each in listed])):
         parameter.grad = None
 
 
 def placeholders(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the parameters' untouched placeholders."""
-    if not _placed:
+    if not _placeholders:
         return []
-    found = [parameter.grad for parameter in parameters]
-    lacking = itertools.compress(found, lack_gradients(found))
+    gradients = [parameter.grad for parameter in parameters]
+    lacking = itertools.compress(gradients, lack_gradients(gradients))
     return [placeholder for placeholder in lacking if placeholder is not None]
 
 
-def renew(placeholders: Iterable[torch.Tensor]) -> None:
+def mark_placeholders(placeholders: Iterable[torch.Tensor]) -> None:
     """Mark these as placeholders again, after zeros were written into them."""
     for placeholder in placeholders:
         _mark(placeholder)
 
 
 def _mark(placeholder: torch.Tensor) -> None:
-    # By id in `_placed`: a WeakSet would compare tensors with ==, value by value.
+    # By id in `_placeholders`: a WeakSet would compare tensors with ==, value by value.
     setattr(placeholder, _MARK, placeholder._version)
-    _placed[id(placeholder)] = placeholder
+    _placeholders[id(placeholder)] = placeholder
 
 
 def _drop_for_sparse(parameter: torch.nn.Parameter) -> None:
@@ -290,12 +290,12 @@ def _drop_for_sparse(parameter: torch.nn.Parameter) -> None:
 
     Autograd calls the hook before it accumulates the gradient.
     """
-    known = weakref.ref(parameter)  # the parameter holds the hook
+    parameter_ref = weakref.ref(parameter)  # the parameter holds the hook
 
     def hook(gradient: torch.Tensor) -> None:
         # For one gradient only: after it the placeholder is gone, or has become a gradient.
         handle.remove()
-        owner = known()
+        owner = parameter_ref()
         if gradient.is_sparse and owner is not None:
             remove_placeholders([owner])
 

@@ -71,14 +71,13 @@ def apply_agreed_steps(optimizer: Any, agreed: AgreedSteps | None) -> None:
                 continue
             if update.is_sparse:
                 raise RuntimeError(
-                    "Adam does not support sparse gradients: make them dense by sparse=False in "
-                    "the embedding"
+                    "Adam does not support sparse gradients: use sparse=False in the embedding"
                 )
-            here = on_this_rank(parameter)
+            local = on_this_rank(parameter)
             # Decay first, in the parameter's own memory, which may still be c - a: one pass
             # overwrites it with the decayed center.
-            torch.mul(here if center is None else center, keep, out=here)
-            here.sub_(on_this_rank(update))
+            torch.mul(local if center is None else center, keep, out=local)
+            local.sub_(on_this_rank(update))
 
 
 def keep_precision(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -103,10 +102,10 @@ def require_plain(states: Iterable[Any], rank: int) -> None:
     of_parameters = (state for state in states if isinstance(state, Mapping))
     if any(SHARED in state and "exp_avg" not in state for state in of_parameters):
         raise ValueError(
-            f"rank {rank}: the optimizer's state is of steps made before the exchange "
-            "(adam_steps='before'), whose moments are each rank's own, and here Adam itself steps, "
-            "as it does by adam_steps='after' and in all modes of adapt but 'balanced': go on as "
-            "before, or take over the model alone, with a new optimizer"
+            f"rank {rank}: the optimizer's state was saved with adam_steps='before', where each "
+            "rank has moments of its own, but here Adam itself steps, as with adam_steps='after' "
+            "and in all modes of adapt but 'balanced': resume with adam_steps='before', or load "
+            "the model alone, with a new optimizer"
         )
 
 
@@ -126,8 +125,8 @@ class AgreedSteps:
     def is_changed(self, parameter: torch.Tensor) -> bool:
         """Return whether a parameter's step has been changed in place since it was recorded."""
         gradient, versions = self._versions.get(parameter, (lambda: None, (0, 0)))
-        here = gradient()
-        return here is not None and versions_of(here) != versions
+        current = gradient()
+        return current is not None and versions_of(current) != versions
 
     def is_in(self, parameter: torch.Tensor) -> bool:
         """Return whether a parameter's gradient is still its agreed step."""
@@ -138,8 +137,8 @@ class AgreedSteps:
         """Raise ValueError if a step has been changed in place since it was recorded."""
         if any(map(self.is_changed, self._versions)):
             raise ValueError(
-                "gradients were changed between synchronize() and step(), where they are the "
-                "agreed steps of AdamW, and no gradients: clip before synchronize(), or by "
+                "gradients were changed between synchronize() and step(), when they hold the "
+                "agreed steps of AdamW, not gradients: clip before synchronize(), or with "
                 "local_clip_norm; adam_steps='after' steps with agreed gradients"
             )
 
@@ -147,8 +146,8 @@ class AgreedSteps:
 def plain(optimizer: Any) -> torch.optim.Optimizer:
     """Return the optimizer itself, unwrapping Accelerate's or Lightning's wrapper."""
     require_optimizer(optimizer)
-    within = getattr(optimizer, "optimizer", None)
-    return within if isinstance(within, torch.optim.Optimizer) else optimizer
+    inner = getattr(optimizer, "optimizer", None)
+    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def options_of_adam(
@@ -168,8 +167,8 @@ def options_of_adam(
         adam = groups_to_step_before(optimizer, compression)
     if local_residual and adam is None:
         raise ValueError(
-            "local_residual=True is for Adam and AdamW whose steps are made before the exchange: "
-            "the residual of other optimizers is of gradients, not of steps"
+            "local_residual=True is for Adam and AdamW with steps computed before the exchange: "
+            "the residual of other optimizers holds gradients, not steps"
         )
     return {"adam": adam, "local_residual": adam is not None and local_residual is not False}
 

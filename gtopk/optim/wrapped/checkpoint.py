@@ -65,7 +65,7 @@ class ResidualOwner(Protocol):
     def rank(self) -> int: ...
     @property
     def steps(self) -> int: ...
-    def known_names(self) -> Collection[str]: ...
+    def parameter_names(self) -> Collection[str]: ...
     def export_state(self) -> tuple[dict[str, ResidualState], list[dict[str, Any]]]: ...
     def import_state(
         self, residuals: Mapping[str, ResidualState], records: list[dict[str, Any]], steps: int
@@ -84,16 +84,16 @@ def undo_step(whole: dict[str, Any], optimizer: torch.optim.Optimizer, reducer: 
     whole["state"] = {**ordered, **state}
 
 
-def save(holder: ResidualOwner) -> dict[str, Any]:
+def save(owner: ResidualOwner) -> dict[str, Any]:
     """Return this rank's part of a checkpoint."""
-    residuals, bucket_exchanges = holder.export_state()
+    residuals, bucket_exchanges = owner.export_state()
     return {
         "format": FORMAT,
-        "ranks": len(holder.ranks),
-        "steps": holder.steps,
+        "ranks": len(owner.ranks),
+        "steps": owner.steps,
         "lanes": bucket_exchanges,
-        "held": {holder.rank: residuals},
-        "holds": holder.residual_of,
+        "held": {owner.rank: residuals},
+        "holds": owner.residual_of,
     }
 
 
@@ -108,14 +108,14 @@ def save_all(reducer: Reducer, root: int) -> dict[str, Any] | None:
     rank, place = peers.rank, peers.ranks.index(root)
 
     def work(transport: Transport, all_flags: list[int]) -> dict[str, Any] | None:
-        gather_held(own, rank, place, transport)
+        gather_residuals(own, rank, place, transport)
         return own if rank == place else None
 
     gathered: dict[str, Any] | None = peers.run("state", [f"root={root}"], work)
     return gathered
 
 
-def gather_held(own: dict[str, Any], rank: int, place: int, transport: Transport) -> None:
+def gather_residuals(own: dict[str, Any], rank: int, place: int, transport: Transport) -> None:
     """Add all ranks' residuals to the part of the rank at this place; a collective."""
     if rank != place:
         transport.send(np.frombuffer(encode(own["held"][rank]), np.uint8), place)()
@@ -127,29 +127,29 @@ def gather_held(own: dict[str, Any], rank: int, place: int, transport: Transport
     own["held"] = dict(sorted(own["held"].items()))
 
 
-def load(holder: ResidualOwner, part: Mapping[str, Any]) -> None:
+def load(owner: ResidualOwner, part: Mapping[str, Any]) -> None:
     """Load this rank's residual, and log where it came from.
 
     A residual of the other kind (gradients, or changes of the model) is not loaded, and a warning
     says so. Raises ValueError for a part in another format.
     """
-    if (of := part.get("holds", GRADIENTS)) != holder.residual_of:
+    if (kind := part.get("holds", GRADIENTS)) != owner.residual_of:
         # If all are zeros, nothing is lost.
         if any(map(nonzero_names, part["held"].values())):
             _log.warning(
-                "rank %d of %d has no residual: that of the state is of %s, and this optimizer "
+                "rank %d of %d has no residual: that of the state holds %s, but this optimizer "
                 "exchanges %s; it is lost (its norm: %.3g)",
-                holder.rank,
-                len(holder.ranks),
-                of,
-                holder.residual_of,
+                owner.rank,
+                len(owner.ranks),
+                kind,
+                owner.residual_of,
                 _norm_of(part["held"]),
             )
         return
-    residuals = _residuals_for(part, holder.rank, len(holder.ranks))
-    known = holder.known_names()
-    holder.import_state(
-        under_known_names(residuals, known), buckets_here(part, known), int(part["steps"])
+    residuals = _residuals_for(part, owner.rank, len(owner.ranks))
+    own_names = owner.parameter_names()
+    owner.import_state(
+        under_known_names(residuals, own_names), rename_buckets(part, own_names), int(part["steps"])
     )
 
 
@@ -158,11 +158,13 @@ def _norm_of(held: Mapping[Any, Mapping[str, ResidualState]]) -> float:
     return norm_of(state for residuals in held.values() for state in residuals.values())
 
 
-def buckets_here(part: Mapping[str, Any], known: Collection[str]) -> list[dict[str, Any]]:
+def rename_buckets(part: Mapping[str, Any], own_names: Collection[str]) -> list[dict[str, Any]]:
     """Return the buckets' records, under this run's names."""
     records: list[dict[str, Any]] = part["lanes"]
-    here = translate({name for record in records for name in record["names"]}, known)
-    return [{**record, "names": [here[name] for name in record["names"]]} for record in records]
+    new_names = translate({name for record in records for name in record["names"]}, own_names)
+    return [
+        {**record, "names": [new_names[name] for name in record["names"]]} for record in records
+    ]
 
 
 def residuals_for(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, ResidualState]:
@@ -174,10 +176,9 @@ def residuals_for(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, R
     residuals = _residuals_for(part, rank, ranks)
     if rank == 0 and part["steps"] and not any(part["held"].values()):
         _log.warning(
-            "rank %d of %d has no residual: the state is of a run after %d steps, and says "
-            "nothing of the residual, which is lost; load it by gtopk.load_latest: "
-            "torch.distributed.checkpoint loads only what is in a state already, and a new one has "
-            "nothing of it",
+            "rank %d of %d has no residual: the state was saved after %d steps, but contains no "
+            "residual: it is lost; load it with gtopk.load_latest: torch.distributed.checkpoint "
+            "only loads keys that a state already has, and a new state has no residual",
             rank,
             ranks,
             part["steps"],
@@ -195,7 +196,10 @@ def _residuals_for(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, 
     residuals: dict[str, ResidualState]
     if "of" in part:
         sources, saved = part["of"]
-        (residuals,), what = part["held"].values(), _takeover_message(sources, saved, rank, ranks)
+        (residuals,), text = (
+            part["held"].values(),
+            _takeover_message(sources, saved, rank, ranks),
+        )
         # Here, not in `summed`: only the optimizer knows how many ranks now share it. A process
         # set has fewer than the job.
         residuals = _rescaled(residuals, len(sources), saved, ranks)
@@ -203,10 +207,10 @@ def _residuals_for(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, 
         parts = {
             int(saver): residuals for saver, residuals in part["held"].items()
         }  # torch.distributed.checkpoint turns keys into strings
-        residuals, what = _divide(parts, int(part["ranks"]), rank, ranks)
-    if what:
-        level = logging.WARNING if "lost" in what else logging.INFO
-        _log.log(level, "rank %d %s", rank, what)
+        residuals, text = _divide(parts, int(part["ranks"]), rank, ranks)
+    if text:
+        level = logging.WARNING if "lost" in text else logging.INFO
+        _log.log(level, "rank %d %s", rank, text)
     return residuals
 
 
@@ -245,8 +249,8 @@ def summed(
         because the other ranks saved theirs themselves.
     """
     residuals = _sum([part["held"][min(part["held"])] for part in parts.values()])
-    of = [list(parts), frame["ranks"]]
-    return {**frame, "ranks": ranks, "held": {rank: residuals}, "of": of}
+    saved_as = [list(parts), frame["ranks"]]
+    return {**frame, "ranks": ranks, "held": {rank: residuals}, "of": saved_as}
 
 
 def _divide(
@@ -260,19 +264,19 @@ def _divide(
     if not any(parts.values()):
         return {}, ""
     if len(parts) == saved:
-        mine = [source for source in range(saved) if source % ranks == rank]
-        residuals = _sum([parts[source] for source in mine])
-        residuals = _rescaled(residuals, len(mine), saved, ranks)
-        return residuals, _takeover_message(mine, saved, rank, ranks)
+        sources = [source for source in range(saved) if source % ranks == rank]
+        residuals = _sum([parts[source] for source in sources])
+        residuals = _rescaled(residuals, len(sources), saved, ranks)
+        return residuals, _takeover_message(sources, saved, rank, ranks)
     # Each rank has saved only its own part, and continues with it.
     if rank in parts and saved == ranks:
         return _sum([parts[rank]]), ""
-    there = ", ".join(map(str, parts))
+    ranks_here = ", ".join(map(str, parts))
     return {}, (
-        f"of {ranks} has no residual: the checkpoint has the residual of rank {there} of {saved}, "
-        f"whose norm is {_norm_of(parts):.3g}, and those of the others are lost; "
-        "gtopk.load_latest reads those of all; else save what gather_state returns, or let every "
-        "rank save its own"
+        f"of {ranks} has no residual: the checkpoint has the residual of rank {ranks_here} of "
+        f"{saved}, whose norm is {_norm_of(parts):.3g}, and those of the others are lost; "
+        "gtopk.load_latest reads those of all; without it, save the result of gather_state(), or "
+        "let every rank save its own"
     )
 
 
@@ -299,8 +303,8 @@ def _rescaled(
         return {**total}
     return {
         name: {
-            what: tensor * (saved / (ranks * parts)) if what in (SECOND_MOMENT, ROWS) else tensor
-            for what, tensor in tensors.items()
+            kind: tensor * (saved / (ranks * parts)) if kind in (SECOND_MOMENT, ROWS) else tensor
+            for kind, tensor in tensors.items()
         }
         for name, tensors in total.items()
     }
@@ -311,13 +315,13 @@ def _sum(parts: list[Mapping[str, ResidualState]]) -> dict[str, ResidualState]:
     for part in parts:
         for name, tensors in part.items():
             own = total.setdefault(name, {})
-            for what, tensor in tensors.items():
-                if what not in own:
+            for kind, tensor in tensors.items():
+                if kind not in own:
                     # A copy, because the loaded state belongs to the caller.
-                    own[what] = tensor.clone()
+                    own[kind] = tensor.clone()
                 # Ages count steps of the same training, so the oldest is right.
-                elif what == AGE:
-                    own[what] = torch.maximum(own[what], tensor)
+                elif kind == AGE:
+                    own[kind] = torch.maximum(own[kind], tensor)
                 else:  # gathered parts are on the host, except for the root's own
-                    own[what] = own[what] + tensor.to(own[what].device)
+                    own[kind] = own[kind] + tensor.to(own[kind].device)
     return total

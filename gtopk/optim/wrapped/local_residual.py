@@ -47,14 +47,14 @@ def take_center(parameter: torch.nn.Parameter) -> torch.Tensor | None:
 
     None if the parameter is the center. Raises RuntimeError if it was changed while it was c - a.
     """
-    holder = _sources.get(parameter)
-    return None if holder is None else holder._load_center(parameter)
+    source = _sources.get(parameter)
+    return None if source is None else source._load_center(parameter)
 
 
 def center_of(parameter: torch.nn.Parameter) -> torch.Tensor:
     """Return a parameter's center, which is the parameter itself unless it is c - a; read-only."""
-    holder = _sources.get(parameter)
-    return parameter if holder is None else holder._center[parameter]
+    source = _sources.get(parameter)
+    return parameter if source is None else source._center[parameter]
 
 
 def restore_centers(parameters: Iterable[torch.Tensor]) -> None:
@@ -101,19 +101,19 @@ class LocalResidual:
 
     def __init__(
         self,
-        holder: ResidualSource,
+        source: ResidualSource,
         owner: str = "optimizer",
         swapped: Callable[[], None] = lambda: None,
     ) -> None:
-        self._source, self._owner, self._swapped = holder, owner, swapped
+        self._source, self._owner, self._swapped = source, owner, swapped
         self._center: dict[torch.nn.Parameter, torch.Tensor] = {}
         # Versions of the parameters that are currently c - a.
         self._versions: dict[torch.nn.Parameter, tuple[int, int]] = {}
         self._roots = weakref.WeakSet[torch.nn.Module]()
         self._searched = weakref.WeakSet[torch.nn.Module]()
-        self._finding: Any = None  # the global module hook, during the search for models
+        self._search_hook: Any = None  # the global module hook, during the search for models
         self._number = next(_numbers)
-        self._is_at_rest = False  # set by `eval`, until `train`
+        self._is_evaluating = False  # set by `eval`, until `train`
         self._has_given_up = False
         _watch_wrapping()
 
@@ -123,18 +123,18 @@ class LocalResidual:
         torch.compile then warns, once, of a global module hook. The hook is removed before
         anything inside the compiled module is called.
         """
-        if self._roots or self._finding is not None or self._has_given_up:
+        if self._roots or self._search_hook is not None or self._has_given_up:
             return
         # Weak, because torch's global hook must not keep this object alive.
-        known = weakref.ref(self)
+        self_ref = weakref.ref(self)
 
         def find(module: torch.nn.Module, inputs: Any) -> None:
-            if (own := known()) is None:
+            if (own := self_ref()) is None:
                 handle.remove()
             else:
                 own._find(module)
 
-        handle = self._finding = register_module_forward_pre_hook(find)
+        handle = self._search_hook = register_module_forward_pre_hook(find)
 
     def _find(self, module: torch.nn.Module) -> None:
         """Add a model that has any of the parameters, unless it is inside one added before."""
@@ -157,12 +157,12 @@ class LocalResidual:
             hook.before_forward(module, ())  # the current call began before the hook existed
             found = {parameter for root in self._roots for parameter in root.parameters()}
             if found.issuperset(names):
-                self._stop_finding()  # before torch.compile traces the inner modules
+                self._stop_search()  # before torch.compile traces the inner modules
 
-    def _stop_finding(self) -> None:
-        if self._finding is not None:
-            self._finding.remove()
-            self._finding = None
+    def _stop_search(self) -> None:
+        if self._search_hook is not None:
+            self._search_hook.remove()
+            self._search_hook = None
 
     @property
     def is_applied(self) -> bool:
@@ -172,7 +172,7 @@ class LocalResidual:
     @torch.no_grad()
     def apply(self) -> None:
         """Set the parameters to c - a, unless they already are, or `eval` was called."""
-        if self.is_applied or self._is_at_rest:
+        if self.is_applied or self._is_evaluating:
             return
         ranks = self._source.peers.size
         for parameter, residual in self._source.residuals():
@@ -183,18 +183,18 @@ class LocalResidual:
                 if other._number > self._number:
                     continue
                 other._restore(parameter)
-            here, center = on_this_rank(parameter), self._center.get(parameter)
+            local, center = on_this_rank(parameter), self._center.get(parameter)
             # A model may have been moved to another device or dtype since the last step.
             if center is None or (center.shape, center.dtype, center.device) != (
-                here.shape,
-                here.dtype,
-                here.device,
+                local.shape,
+                local.dtype,
+                local.device,
             ):
-                center = self._center[parameter] = torch.empty_like(here)
+                center = self._center[parameter] = torch.empty_like(local)
             # A copy: (c - a) + a is not exactly c, and the center must be equal on all ranks.
-            center.copy_(here)
+            center.copy_(local)
             # A residual includes the rank's weight in the sum, 1/ranks; here it counts in full.
-            here.sub_(residual.to(here.device), alpha=ranks)
+            local.sub_(residual.to(local.device), alpha=ranks)
             self._versions[parameter] = versions_of(parameter)
             _sources[parameter] = self
         if self._versions:
@@ -223,8 +223,8 @@ class LocalResidual:
         if version != versions_of(parameter) and not self._is_as_applied(parameter):
             raise RuntimeError(
                 f"rank {self._source.peers.world.rank}: parameter '{self._name_of(parameter)}' "
-                "was changed between a forward pass and step(), where it holds steps that this "
-                "rank has not sent yet: the replicas would part. Change it after step(), or within "
+                "was changed between a forward pass and step(), when it includes steps that this "
+                "rank has not sent yet: replicas would diverge. Change it after step(), or within "
                 f"`with {self._owner}.evaluating():`, or give local_residual=False"
             )
         return self._center[parameter]
@@ -248,32 +248,32 @@ class LocalResidual:
         if self._source.peers.size == 1:
             return  # a single rank has no residual
         if self._roots:
-            self._stop_finding()
+            self._stop_search()
         # After the first step, before which there was nothing to apply.
-        elif self._finding is None and not self._has_given_up:
+        elif self._search_hook is None and not self._has_given_up:
             self.find_models()
         else:
             # A whole step has passed since the search began, without a call of a model.
             if not self._has_given_up and self._source.peers.rank == 0:
                 _log.warning(
                     "no torch.nn.Module with the optimizer's parameters was called in a step: "
-                    "between steps they hold steps that rank %d has not sent yet. Evaluate and "
+                    "between steps they include steps that rank %d has not sent yet. Evaluate and "
                     "save within `with %s.evaluating():`, or give local_residual=False",
                     self._source.peers.world.rank,
                     self._owner,
                 )
             self._has_given_up = True
-            self._stop_finding()
+            self._stop_search()
             self.apply()
 
     def eval(self) -> None:
         """Keep the parameters at the center until `train`."""
         self.restore()
-        self._is_at_rest = True
+        self._is_evaluating = True
 
     def train(self) -> None:
         """Let forward passes set the parameters to c - a again."""
-        self._is_at_rest = False
+        self._is_evaluating = False
         if self._has_given_up:
             self.apply()
 
@@ -311,14 +311,14 @@ def _layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 class _Hook:
     """A model's hooks before forward, and before its state is read or loaded; copies do nothing."""
 
-    def __init__(self, of: LocalResidual | None = None) -> None:
-        self._of = (lambda: None) if of is None else weakref.ref(of)
+    def __init__(self, residual: LocalResidual | None = None) -> None:
+        self._residual_ref = (lambda: None) if residual is None else weakref.ref(residual)
 
     def __reduce__(self) -> Any:
         return _Hook, ()
 
     def before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
-        if (residual := self._of()) is None:
+        if (residual := self._residual_ref()) is None:
             return
         if not module.training:
             residual.restore()
@@ -327,5 +327,5 @@ class _Hook:
             residual.apply()
 
     def before_state(self, *call: Any) -> None:
-        if (residual := self._of()) is not None:
+        if (residual := self._residual_ref()) is not None:
             residual.restore()

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from ...exchange.buckets.parameters import (
+    mark_placeholders,
     parameters_of,
     placeholders,
     remove_placeholders,
-    renew,
     require_optimizer,
 )
 from ...exchange.exchange import Progress
@@ -92,7 +92,7 @@ class Wrapping(torch.optim.Optimizer):
         """Clear the gradients; placeholders of zeros remain placeholders."""
         untouched = placeholders(parameters_of(self))
         super().zero_grad(*args, **kwargs)
-        renew(untouched)
+        mark_placeholders(untouched)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set groups and state, as torch does when it has loaded them."""
@@ -139,11 +139,11 @@ def wrap(optimizer: torch.optim.Optimizer, kind: type[Wrapping]) -> Any:
 
     @wraps(own.zero_grad)  # libraries check whether its signature has set_to_none
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-        super(made, self).zero_grad(*args, **kwargs)
+        super(derived, self).zero_grad(*args, **kwargs)
 
-    made: Any = type(own.__name__, (kind, own), {"zero_grad": zero_grad})
+    derived: Any = type(own.__name__, (kind, own), {"zero_grad": zero_grad})
     # Bypass the class's __init__, because its arguments are unknown here.
-    wrapped = object.__new__(made)
+    wrapped = object.__new__(derived)
     wrapped.__dict__.update(vars(optimizer))
     wrapped._wrapped = optimizer
     # An earlier scheduler has set its own `step` on the instance: remove it, so that the derived
@@ -265,8 +265,8 @@ class StepPolicy:
 
     def samples(self) -> Samples:
         """Return the sample count of the current gradients, as last set."""
-        said: Samples = self._optimizer._reducer.samples
-        return said
+        samples: Samples = self._optimizer._reducer.samples
+        return samples
 
     def set_weightless(self, is_weightless: bool) -> None:
         """Set whether the current batch is a placeholder, so that its gradients have weight 0."""

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.algorithms.oktopk import is_even, moves
+from collectives.algorithms.oktopk import block_slices, is_even
 
 
 def test_the_moves_are_as_drawn() -> None:
     # Region 0 keeps 0 1 and sends 2 3 4 and 5; region 2 keeps 6 7.
-    assert [[range(9)[part] for part in row] for row in moves([6, 0, 2])] == [
+    assert [[range(9)[part] for part in row] for row in block_slices([6, 0, 2])] == [
         [range(2), range(2, 5), range(5, 6)],
         [range(0), range(0), range(0)],
         [range(0), range(0), range(2)],
@@ -20,7 +20,7 @@ def test_the_moves_are_as_drawn() -> None:
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=9))
 def test_every_entry_goes_to_one_block_and_blocks_are_equal(counts: list[int]) -> None:
-    plan = moves(counts)
+    plan = block_slices(counts)
     blocks: list[list[tuple[int, int]]] = [[] for _ in counts]
     for region, row in enumerate(plan):
         for block, part in enumerate(row):
@@ -34,7 +34,7 @@ def test_every_entry_goes_to_one_block_and_blocks_are_equal(counts: list[int]) -
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=9))
 def test_a_rank_with_a_surplus_sends_at_most_all_but_its_block(counts: list[int]) -> None:
     block = -(-sum(counts) // len(counts))
-    for region, row in enumerate(moves(counts)):
+    for region, row in enumerate(block_slices(counts)):
         sent = sum(part.stop - part.start for at, part in enumerate(row) if at != region)
         assert sent <= sum(counts) - block + 1
 

@@ -165,7 +165,7 @@ def test_ranks_that_are_not_at_one_step_are_told_both_shards() -> None:
     def rank(transport: Transport) -> None:
         own = shards.own_part(300, transport)
         kept = np.zeros(own.stop - own.start)
-        text = r"rank . exchanges shard [23] where this rank exchanges shard [23]; every rank"
+        text = r"rank . exchanges shard [23], but this rank exchanges shard [23]; every rank"
         with pytest.raises(MessageError, match=text):
             shards.reduce(np.ones(300), kept, transport, shard=2 + transport.rank)
 

@@ -140,7 +140,7 @@ def test_of_many_files_the_newest_are_kept_and_no_other_file_is_removed(tmp_path
 @pytest.mark.parametrize("place", [".", "/"])
 def test_a_folder_in_place_of_a_cache_file_keeps_nothing(monkeypatch, place):
     monkeypatch.setenv("GTOPK_CALIBRATION", place)
-    assert all("kept in" not in found.origin for found in on_ranks(2))
+    assert all("cached in" not in found.origin for found in on_ranks(2))
 
 
 def test_a_failed_write_leaves_no_temporary_file(tmp_path, monkeypatch):
@@ -165,10 +165,10 @@ def test_the_second_run_finds_what_the_first_one_measured():
     assert second == [second[0]] * 3
     assert second[0].network == first[0].network
     assert second[0].rates == first[0].rates
-    assert "kept in" in second[0].origin
+    assert "cached in" in second[0].origin
     other = on_ranks(2)  # a new number of ranks
-    assert "kept in" not in other[0].origin
-    assert "kept in" not in on_ranks(3, facts={"gtopk": "another version"})[0].origin
+    assert "cached in" not in other[0].origin
+    assert "cached in" not in on_ranks(3, facts={"gtopk": "another version"})[0].origin
 
 
 def test_other_places_of_the_ranks_on_the_same_hosts_are_another_calibration(monkeypatch):
@@ -176,7 +176,7 @@ def test_other_places_of_the_ranks_on_the_same_hosts_are_another_calibration(mon
     monkeypatch.setattr(cache.socket, "gethostname", lambda: host.name)
     four = replace(KEPT, network=KEPT.network._replace(ranks=4))
     monkeypatch.setattr(cache, "measure", lambda *_: four)
-    monkeypatch.setattr(cache, "still_holds", lambda *_: True)
+    monkeypatch.setattr(cache, "links_unchanged", lambda *_: True)
 
     def origin(hosts: str) -> str:
         def of_rank(transport):
@@ -185,15 +185,15 @@ def test_other_places_of_the_ranks_on_the_same_hosts_are_another_calibration(mon
 
         return run_ranks(local_world(4, 30), of_rank)[0]
 
-    assert "kept in" not in origin("aabb")
-    assert "kept in" not in origin("abab")
-    assert "kept in" in origin("aabb")
+    assert "cached in" not in origin("aabb")
+    assert "cached in" not in origin("abab")
+    assert "cached in" in origin("aabb")
 
 
 def test_another_model_or_another_allreduce_is_another_calibration(monkeypatch):
     """For example, a view of all ranks has an allreduce made of messages."""
     monkeypatch.setattr(cache, "measure", lambda *_: KEPT)
-    monkeypatch.setattr(cache, "still_holds", lambda *_: True)
+    monkeypatch.setattr(cache, "links_unchanged", lambda *_: True)
 
     def origin(native_bytes: int = sys.maxsize) -> str:
         world = local_world(2, 30)
@@ -201,27 +201,27 @@ def test_another_model_or_another_allreduce_is_another_calibration(monkeypatch):
             transport.native_bytes = lambda: native_bytes
         return run_ranks(world, calibrate)[0].origin
 
-    assert "kept in" not in origin()
-    assert "kept in" in origin()
-    assert "kept in" not in origin(native_bytes=0)
-    assert "kept in" not in origin(native_bytes=1 << 24)
-    assert "kept in" in origin(native_bytes=0)
+    assert "cached in" not in origin()
+    assert "cached in" in origin()
+    assert "cached in" not in origin(native_bytes=0)
+    assert "cached in" not in origin(native_bytes=1 << 24)
+    assert "cached in" in origin(native_bytes=0)
     monkeypatch.setattr(cache, "MODEL", cache.MODEL + 1)
-    assert "kept in" not in origin()
+    assert "cached in" not in origin()
 
 
 def test_ranks_on_other_cores_are_another_calibration(monkeypatch):
     """For example ranks bound to a core each, or containers with another quota."""
     monkeypatch.setattr(cache, "measure", lambda *_: KEPT)
-    monkeypatch.setattr(cache, "still_holds", lambda *_: True)
+    monkeypatch.setattr(cache, "links_unchanged", lambda *_: True)
 
     def origin(crowding: float) -> str:
         monkeypatch.setattr(cache, "ranks_per_core", lambda transport: crowding)
         return on_ranks(2)[0].origin
 
-    assert "kept in" not in origin(1.0)
-    assert "kept in" not in origin(2.0)
-    assert "kept in" in origin(1.0)
+    assert "cached in" not in origin(1.0)
+    assert "cached in" not in origin(2.0)
+    assert "cached in" in origin(1.0)
 
 
 def test_fresh_measures_anew_and_off_not_at_all(monkeypatch, cache_home):
@@ -229,10 +229,10 @@ def test_fresh_measures_anew_and_off_not_at_all(monkeypatch, cache_home):
     assert "assumed" in on_ranks(2)[0].origin
     assert not list(cache_home.iterdir())
     monkeypatch.setenv("GTOPK_CALIBRATION", "fresh")
-    assert "kept in" not in on_ranks(2)[0].origin
-    assert "kept in" not in on_ranks(2)[0].origin
+    assert "cached in" not in on_ranks(2)[0].origin
+    assert "cached in" not in on_ranks(2)[0].origin
     monkeypatch.delenv("GTOPK_CALIBRATION")
-    assert "kept in" in on_ranks(2)[0].origin
+    assert "cached in" in on_ranks(2)[0].origin
 
 
 def test_the_words_may_be_in_capitals(monkeypatch, cache_home):
@@ -241,7 +241,7 @@ def test_the_words_may_be_in_capitals(monkeypatch, cache_home):
     assert "assumed" in on_ranks(2)[0].origin
     monkeypatch.setenv("GTOPK_CALIBRATION", "Fresh")
     on_ranks(2)
-    assert "kept in" not in on_ranks(2)[0].origin
+    assert "cached in" not in on_ranks(2)[0].origin
     assert [entry.name for entry in cache_home.iterdir()] == ["gtopk"]
 
 
@@ -252,7 +252,7 @@ def test_without_a_home_folder_nothing_is_kept(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(cache.Path, "home", no_home)
     for _ in range(2):
-        assert "kept in" not in on_ranks(2)[0].origin
+        assert "cached in" not in on_ranks(2)[0].origin
     monkeypatch.setenv("GTOPK_CALIBRATION", "off")
     assert "assumed" in on_ranks(2)[0].origin
 
@@ -264,5 +264,5 @@ def test_the_cache_may_be_a_file_of_ones_own(monkeypatch, tmp_path):
     assert path.exists()
     assert str(path) in on_ranks(2)[0].origin
     path.write_text("{")
-    assert "kept in" not in on_ranks(2)[0].origin
+    assert "cached in" not in on_ranks(2)[0].origin
     assert str(path) in on_ranks(2)[0].origin

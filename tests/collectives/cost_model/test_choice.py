@@ -25,7 +25,7 @@ from collectives.cost_model import (
     choose,
     predict,
 )
-from collectives.cost_model.choice import LARGEST_DENSITY, keeps, offered
+from collectives.cost_model.choice import LARGEST_DENSITY, fits_budget, offered
 from collectives.transports import local_world
 
 RESNET50 = 25_557_032
@@ -201,13 +201,13 @@ def test_the_largest_density_that_hides_is_taken(ranks, bits_per_second, seconds
     best, *others = chosen(here, budget)
     assert any(each.candidate.algorithm == "dense" for each in (best, *others))
     if best.candidate.algorithm == "dense":
-        kept = [each for each in others if keeps(each, budget)]
-        assert keeps(best, budget) or all(each.seconds >= best.seconds for each in kept)
-    elif keeps(best, budget) and best.candidate.density < LARGEST_DENSITY:
+        kept = [each for each in others if fits_budget(each, budget)]
+        assert fits_budget(best, budget) or all(each.seconds >= best.seconds for each in kept)
+    elif fits_budget(best, budget) and best.candidate.density < LARGEST_DENSITY:
         # One more entry exceeds the budget; it may also start another message.
         more = (best.candidate.selected(RESNET50) + 1) / RESNET50
         denser = replace(best.candidate, density=more)
-        assert not keeps(predict(denser, RESNET50, here.network, here.rates), budget)
+        assert not fits_budget(predict(denser, RESNET50, here.network, here.rates), budget)
 
 
 def test_if_nothing_is_hidden_the_shortest_is_chosen():

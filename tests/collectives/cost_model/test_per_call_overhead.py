@@ -89,10 +89,10 @@ def test_the_time_of_few_entries_less_their_messages_is_the_overhead(
         ), apart
 
 
-@pytest.mark.parametrize("rank", [0, 1, per_call_overhead._MOST - 1])
+@pytest.mark.parametrize("rank", [0, 1, per_call_overhead._MAX_OKTOPK_RANKS - 1])
 def test_ranks_pick_alike_many_of_each_region_and_none_the_same(rank):
     """So that Ok-Topk's parts and blocks are as even as its schedule assumes."""
-    size = per_call_overhead._MOST
+    size = per_call_overhead._MAX_OKTOPK_RANKS
     mine, regions = per_call_overhead.even_picks(rank, size)
     other, _ = per_call_overhead.even_picks((rank + 1) % size, size)
     cut = regions.record()["cut"]
@@ -104,7 +104,7 @@ def test_ranks_pick_alike_many_of_each_region_and_none_the_same(rank):
 
 
 def test_few_of_many_ranks_send_to_each_other(virtual, monkeypatch):
-    monkeypatch.setattr(per_call_overhead, "_MOST", 4)
+    monkeypatch.setattr(per_call_overhead, "_MAX_OKTOPK_RANKS", 4)
     found = found_on(virtual, 9, 1, 5e-4, [0.0] * 9)
     sends = 3 + SEARCH_SENDS + GATHER_SENDS
     lists = 3 * 3 / 8 * (rounds(9) - 1)  # of nine ranks' allgather

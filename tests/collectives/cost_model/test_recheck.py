@@ -9,7 +9,7 @@ import pytest
 from collectives import run_ranks
 from collectives.cost import Link
 from collectives.cost_model import DEFAULT_RATES, Calibration, Network, calibrate
-from collectives.cost_model.cache import LONG_SECONDS, still_holds
+from collectives.cost_model.cache import LONG_SECONDS, links_unchanged
 from collectives.cost_model.calibration import measure_network
 from collectives.transports import local_world
 
@@ -49,7 +49,7 @@ def test_links_hold_within_twice_and_half(
 ) -> None:
     said = run_ranks(
         local_world(3, 30, node_size=1),
-        lambda transport: still_holds(transport, HOSTS, Durations(*barriers, *reductions)),
+        lambda transport: links_unchanged(transport, HOSTS, Durations(*barriers, *reductions)),
     )
     assert said == [holds] * 3
 
@@ -67,7 +67,7 @@ def test_ranks_that_go_apart_by_a_latency_find_their_link_as_it_was() -> None:
 
     said = run_ranks(
         local_world(2, 30, node_size=1),
-        lambda transport: still_holds(transport, kept, clock(transport.rank)),
+        lambda transport: links_unchanged(transport, kept, clock(transport.rank)),
     )
     assert said == [True, True]
 
@@ -80,7 +80,7 @@ def test_a_narrower_link_is_seen_whose_latencies_take_as_long() -> None:
     for seconds, holds in ((array_seconds, True), (array_seconds + 10 * LONG_SECONDS, False)):
         said = run_ranks(
             local_world(2, 30, node_size=1),
-            lambda transport, seconds=seconds: still_holds(
+            lambda transport, seconds=seconds: links_unchanged(
                 transport, kept, Durations(*[link.latency_seconds] * 3, seconds)
             ),
         )
@@ -104,7 +104,7 @@ def test_a_calibration_holds_until_the_latency_changes(
         world = world_of(latency_seconds)
         said = run_ranks(
             world.world,
-            lambda t, world=world: still_holds(t, kept, world.clock(t.rank)),
+            lambda t, world=world: links_unchanged(t, kept, world.clock(t.rank)),
         )
         assert said == [holds] * size
 
@@ -118,7 +118,7 @@ def test_a_reduction_is_twice_as_long_as_what_passes_at_once() -> None:
 
     def program(transport) -> bool:
         transport.allreduce = lambda array: reduced.append(array.nbytes)
-        return still_holds(transport, kept, Durations(2e-4))
+        return links_unchanged(transport, kept, Durations(2e-4))
 
     run_ranks(local_world(2, 30, node_size=1), program)
     assert set(reduced) == {2 * burst_bytes}
@@ -130,7 +130,7 @@ def test_within_a_host_nothing_is_asked() -> None:
 
     one_host = Calibration(Network(3, Link.of(1e9, 1e-5), 3), DEFAULT_RATES, "kept")
     world = local_world(3, 30)
-    assert run_ranks(world, lambda each: still_holds(each, one_host, no_clock)) == [True] * 3
+    assert run_ranks(world, lambda each: links_unchanged(each, one_host, no_clock)) == [True] * 3
     assert world[0].traffic.read_and_reset().sent_messages == 0
 
 
@@ -146,7 +146,7 @@ def test_an_outdated_calibration_is_measured_anew_and_kept(
         asked.append(calibration)
         return False
 
-    monkeypatch.setattr(cache, "still_holds", refuse)
+    monkeypatch.setattr(cache, "links_unchanged", refuse)
 
     def origins() -> list[str]:
         found = run_ranks(local_world(2, 30, node_size=1), calibrate)
@@ -156,6 +156,6 @@ def test_an_outdated_calibration_is_measured_anew_and_kept(
     assert not asked  # there was nothing yet
     again = origins()
     assert len(asked) == 2
-    assert all(origin.endswith(": the kept one is out of date") for origin in again)
+    assert all(origin.endswith(": the cached one is out of date") for origin in again)
     assert first == [first[0]] * 2
     assert again == [again[0]] * 2

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from collectives import kernels
 from collectives.kernels import host, reference
-from collectives.kernels.host.library import absence, use_instructions
+from collectives.kernels.host.library import load_error, use_instructions
 from collectives.kernels.reference import STEP, mix
 from collectives.kernels.reference_indices import GROUP, index_capacity
 from collectives.kernels.reference_values import TOP, exponent_range, value_bytes
@@ -25,7 +25,7 @@ LENGTHS = [1, 2, 100, 65535, 65536, 65537, 10**6, 2**31 - 1, 2**31, 2**40, 2**63
 VALUE_CODES = ["bf16", "fp16", "int8", "int4", "int3", "int2"]
 FEW_BITS = {"int4": 4, "int3": 3, "int2": 2}
 
-compiled = pytest.mark.skipif(bool(absence()), reason=absence())
+compiled = pytest.mark.skipif(bool(load_error()), reason=load_error())
 by_dtype = pytest.mark.parametrize("dtype", [np.float32, np.float64])
 by_value_code = pytest.mark.parametrize("code", VALUE_CODES)
 

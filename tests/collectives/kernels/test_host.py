@@ -26,7 +26,7 @@ PROGRAMS = ROOT / "tests" / "programs"
 LARGE = 900_000  # elements enough for three threads
 INSTRUCTIONS = ["portable", "AVX2", "AVX-512"]
 
-pytestmark = pytest.mark.skipif(bool(library.absence()), reason=library.absence())
+pytestmark = pytest.mark.skipif(bool(library.load_error()), reason=library.load_error())
 
 
 @pytest.fixture(params=INSTRUCTIONS)
@@ -328,7 +328,7 @@ def test_vectors_of_other_dtypes_are_converted_or_refused_and_never_misread() ->
         (lambda: host.clear_at(half, narrow.indices), "float16 at int32"),
         (lambda: host.clear_at(dense, narrow.indices.astype(np.uint32)), "float64 at uint32"),
     ):
-        with pytest.raises(ValueError, match=f"has nothing for {dtypes}: convert"):
+        with pytest.raises(ValueError, match=f"has no kernel for {dtypes}: convert"):
             call()
 
 
@@ -353,7 +353,7 @@ def test_foreign_byte_orders_are_refused_and_never_misread() -> None:
         lambda: host.add_at(foreign, vector),
         lambda: host.clear_at(np.ones(5, np.float32), indices.astype(indices.dtype.newbyteorder())),
     ):
-        with pytest.raises(ValueError, match=r"nothing for .*[<>][fi]4.*: convert values with "):
+        with pytest.raises(ValueError, match=r"no kernel for .*[<>][fi]4.*: convert values with "):
             call()
     assert foreign.tolist() == [0, 1, 2, 3, 4]
 
@@ -409,9 +409,9 @@ def test_the_compiled_core_is_used_unless_numpy_is_asked_for() -> None:
 
 @pytest.fixture
 def _look_again() -> Iterator[None]:
-    library.absence.cache_clear()
+    library.load_error.cache_clear()
     yield
-    library.absence.cache_clear()
+    library.load_error.cache_clear()
 
 
 @pytest.mark.usefixtures("_look_again")
@@ -428,7 +428,7 @@ def test_a_core_that_does_not_fit_is_not_used(
 ) -> None:
     monkeypatch.setattr(library, name, replacement)
     monkeypatch.setattr("sys.path", [])
-    assert re.fullmatch(rf"the C\+\+ core {reason}", library.absence())
+    assert re.fullmatch(rf"the C\+\+ core {reason}", library.load_error())
 
 
 @pytest.mark.parametrize("same", [True, False])

@@ -27,7 +27,7 @@ from collectives.kernels import (
     sum_by_index,
     why_not_compiled,
 )
-from collectives.kernels.host.library import absence
+from collectives.kernels.host.library import load_error
 from collectives.vector import check
 
 FEW = [-2.0, -1.0, -0.5, 0.0, -0.0, 0.5, 1.0, 2.0]  # many ties, zeros, and sums that cancel
@@ -43,7 +43,7 @@ by_dtype = pytest.mark.parametrize("dtype", [np.float32, np.float64])
     autouse=True,
     params=[
         reference,
-        pytest.param(host, marks=pytest.mark.skipif(bool(absence()), reason=absence())),
+        pytest.param(host, marks=pytest.mark.skipif(bool(load_error()), reason=load_error())),
     ],
     ids=["reference", "host"],
 )

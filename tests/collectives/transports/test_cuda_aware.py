@@ -51,9 +51,9 @@ def test_only_a_library_that_claims_it_is_tried(
     tried = []
     monkeypatch.setattr(direct, "import_module", lambda name: SimpleNamespace(__file__=name))
     monkeypatch.setattr(direct, "claims_cuda", lambda library: claim)
-    monkeypatch.setattr(direct, "attempt", lambda: tried.append(1) or "died: Killed")
+    monkeypatch.setattr(direct, "run_trial", lambda: tried.append(1) or "died: Killed")
     said = direct.why_staged()
-    assert said.endswith("but a try died: Killed" if claim else "does not claim to be CUDA-aware")
+    assert said.endswith("but a trial died: Killed" if claim else "does not claim to be CUDA-aware")
     assert bool(tried) is claim
 
 
@@ -78,7 +78,7 @@ def test_a_try_fails_in_a_child_and_not_here(
     (tmp_path / "cupy.py").write_text(cupy)
     monkeypatch.syspath_prepend(tmp_path)
     seconds = 5 if "5 s" in failure else 60
-    assert direct.attempt(seconds) == failure
+    assert direct.run_trial(seconds) == failure
 
 
 def test_what_arrives_otherwise_is_a_failure(
@@ -93,7 +93,7 @@ def test_what_arrives_otherwise_is_a_failure(
     )
     (tmp_path / "cupy.py").write_text(f"{CUPY}\n{unlike}")
     monkeypatch.syspath_prepend(tmp_path)
-    assert direct.attempt(60) == "ended with exit code 1"
+    assert direct.run_trial(60) == "ended with exit code 1"
 
 
 def test_a_ranks_child_is_a_world_of_its_own(mpirun) -> None:
@@ -114,4 +114,4 @@ def test_what_launchers_say_is_taken_away_and_the_users_settings_stay() -> None:
         "SLURM_PROCID": "0",
         "HYDI_CONTROL_FD": "3",
     }
-    assert direct.alone(users | launchers) == users
+    assert direct.without_launcher(users | launchers) == users

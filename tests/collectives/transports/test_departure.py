@@ -48,7 +48,7 @@ def test_memory_that_a_late_rank_still_writes_into_is_kept(monkeypatch):
     kept = []
     monkeypatch.setattr(mpi, "_receiving", kept)
     transport = object.__new__(mpi.MpiTransport)
-    transport._calling = contextlib.nullcontext()
+    transport._mpi_lock = contextlib.nullcontext()
     transport._mpi = SimpleNamespace(Is_finalized=lambda: False)
     arrives = [False]
     memory, request = np.zeros(3, np.uint8), SimpleNamespace(Test=lambda: arrives[0])

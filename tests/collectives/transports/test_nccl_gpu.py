@@ -129,7 +129,7 @@ def test_tensors_of_a_gpu_stay_there_in_every_dense_collective(
         def facts(host: Transport, device: int | None) -> GpuFacts:
             return GpuFacts("this GPU", cupy="it is not to be used", torch_nccl=torch_nccl())
 
-        monkeypatch.setattr(gpu, "facts_here", facts)
+        monkeypatch.setattr(gpu, "own_gpu_facts", facts)
     transport = NcclTransport(local_world(1, 60)[0], timeout_seconds=60, automatic=True)
     transport.connect(0)
     collectives = transport._collectives

@@ -130,7 +130,7 @@ def test_a_message_to_oneself_takes_no_time():
 )
 def test_the_last_message_ends_when_it_would_in_order_of_arrival(order, begins, sizes):
     pacer = Pacer(LINK)
-    last = max(pacer.arrive(begins[each], sizes[each]) for each in order)
+    last = max(pacer.reserve_inbound(begins[each], sizes[each]) for each in order)
     expected = 0.0
     for each in sorted(range(6), key=lambda each: begins[each]):
         expected = max(expected, begins[each] + 0.4e-3) + on_the_wire(sizes[each])
@@ -234,7 +234,9 @@ def test_a_message_without_its_stamp_names_its_sender():
     message, begins = split_stamp(append_stamp(np.arange(5, dtype=np.uint8), 12.5), 3)
     assert message.tolist() == [0, 1, 2, 3, 4]
     assert begins == 12.5
-    with pytest.raises(MessageError, match="from rank 3 is malformed: its 7 bytes do not say"):
+    with pytest.raises(
+        MessageError, match="from rank 3 is malformed: its 7 bytes have no time stamp"
+    ):
         split_stamp(np.zeros(7, np.uint8), 3)
 
 

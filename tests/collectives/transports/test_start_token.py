@@ -108,7 +108,7 @@ def test_a_store_that_is_gone_is_told(store) -> None:
         check = set
 
     error = start(Gone(), 2, ranks=[1])[0]
-    assert "the others, and where the ranks meet nobody answers any more" in str(error)
+    assert "the others, and the store where the ranks meet no longer answers" in str(error)
 
 
 def test_they_learn_each_others_hosts(store) -> None:

@@ -62,7 +62,7 @@ def test_errors_of_a_view_name_world_ranks() -> None:
     with pytest.raises(MessageError, match="the message from rank 4 is malformed"):
         view.allgather(MESSAGE)
     world[4].subset([4, 2]).channel(1).send(MESSAGE, 1)
-    with pytest.raises(MessageError, match=r"from rank 4 .* 10 bytes where rank 2's has 3"):
+    with pytest.raises(MessageError, match=r"from rank 4 .* 10 bytes, but rank 2's has 3"):
         view.allgather_into(np.zeros(6, np.uint8), [0, 3, 6])
     world[4].announce_departure("enough")
     with pytest.raises(PeerError, match=r"rank 4 left \(enough\) while rank 2 waited for it in an"):

@@ -140,7 +140,10 @@ def test_numbers_stay_what_they_were() -> None:
 
 
 def test_a_number_without_a_code_is_an_error() -> None:
-    with pytest.raises(ValueError, match="codes are numbers 4 and 0; this rank knows 4 and 7"):
+    with pytest.raises(
+        ValueError,
+        match="codes have the numbers 4 and 0; this rank has 4 index codes and 7 value codes",
+    ):
         numbered(4, 0)
 
 

@@ -304,11 +304,11 @@ def test_a_message_counts_in_its_operation_alone(number: int) -> None:
         (by_hand([1], [1], 10)[:63], "63 bytes are fewer than its header's 64"),
         (NO_EXTRA, "0 bytes are fewer"),
         (by_hand([1], [1], 10, magic=b"HTTP"), "begins with b'HTTP', not b'GTKV'"),
-        (by_hand([1], [1], 10, version=2), "version 2; this rank speaks version 3"),
+        (by_hand([1], [1], 10, version=2), "version 2; this rank uses version 3"),
         (by_hand([1], [1], 10, checksum=0), "checksum does not match"),
         (by_hand([1], [1], 10, checksum=2**64 - 1), "checksum does not match"),
-        (by_hand([1], [1], 10, codes=(99, 0)), "codes are numbers 99 and 0"),
-        (by_hand([1], [1], 10, codes=(0, 99)), "codes are numbers 0 and 99"),
+        (by_hand([1], [1], 10, codes=(99, 0)), "codes have the numbers 99 and 0"),
+        (by_hand([1], [1], 10, codes=(0, 99)), "codes have the numbers 0 and 99"),
         (by_hand([1], [1], 11), "length is 11 where this rank's is 10"),
         (by_hand([1], [1], 10, k=4), "its k is 4 where this rank's is 3; it must be the same"),
         (by_hand([1], [1], 10, value="d"), "dtype is float64 where this rank's is float32"),
@@ -316,7 +316,7 @@ def test_a_message_counts_in_its_operation_alone(number: int) -> None:
         (by_hand([1], [1], 10, index="q"), "4 bytes of indices are followed by more"),
         (by_hand([1], [1], 10, padding=bytes(4)), "4 bytes of indices are followed by more"),
         (by_hand([1], [1], 10, index_bytes=-4), "1 entries with -4 bytes of indices take 64 bytes"),
-        (by_hand([1], [1], 10, refused_by=-2), "names rank -2"),
+        (by_hand([1], [1], 10, refused_by=-2), "refusing rank is -2"),
         (by_hand([1], [1], 10, exponent=1), "exponent is 1"),
         (by_hand([1], [1], 10, number=7), "operation's number is 7 where this rank's is 0; it"),
         (by_hand([1], [1], 11, number=7), "operation's number is 7"),  # which explains the rest
@@ -444,8 +444,8 @@ def test_a_gpus_message_for_a_vector_on_the_host_is_refused_with_the_way_out() -
     here = entries([1], [1.0], 5)
     there = here._replace(values=elsewhere)
     for message, like, said in (
-        (elsewhere, here, "from a GPU where this rank's vector is on the host"),
-        (sent(here), there, "from the host where this rank's vector is on a GPU"),
+        (elsewhere, here, "from a GPU, but this rank's vector is on the host"),
+        (sent(here), there, "from the host, but this rank's vector is on a GPU"),
     ):
         with pytest.raises(MessageError, match=f"rank 1 is malformed: it comes {said}; over NCCL"):
             decode(message, like, K, sender=1)

@@ -158,7 +158,7 @@ def test_a_mode_that_steps_with_adam_itself_cannot_go_on_from_steps_made_before(
         layer, optimizer = opened()
         layer(torch.ones(2, 3).double()).sum().backward()
         optimizer.step()
-        text = f"rank {here.rank}: the optimizer's state is of steps made before the exchange"
+        text = f"rank {here.rank}: the optimizer's state was saved with adam_steps='before'"
         with pytest.raises(ValueError, match=text):
             hvd.adapt(DataLoader(data(64), 4), optimizer, mode)
         _, other = opened()

@@ -299,7 +299,7 @@ def test_there_is_room_to_hide_in_while_backward_goes_on(calibrated, threads, ov
                 bucket_exchange.exchange
                 for bucket_exchange in optimizer._reducer.planned.bucket_exchanges
             ]
-            return [(each.room_share, each._seen[-1][4]) for each in exchanges]
+            return [(each.room_share, each._window[-1][4]) for each in exchanges]
 
     for rank in threads(2, program):
         shares, rooms = zip(*rank, strict=True)

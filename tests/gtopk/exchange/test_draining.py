@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from gtopk.exchange.residual import MOST_STEPS, Residual, drain_fraction
+from gtopk.exchange.residual import MAX_DRAIN_STEPS, Residual, drain_fraction
 
 
 def drained(gradient: float, held: float) -> list[float]:
@@ -35,8 +35,8 @@ def test_what_is_no_longer_than_that_goes_at_once() -> None:
 
 def test_beside_no_gradients_it_is_gone_after_so_many_steps() -> None:
     sent = drained(0.0, 5.0)
-    assert len(sent) == MOST_STEPS
-    assert sent == pytest.approx([5.0 / MOST_STEPS] * MOST_STEPS)
+    assert len(sent) == MAX_DRAIN_STEPS
+    assert sent == pytest.approx([5.0 / MAX_DRAIN_STEPS] * MAX_DRAIN_STEPS)
 
 
 def test_a_step_that_will_not_count_sends_nothing_of_it() -> None:

@@ -153,7 +153,7 @@ def test_a_share_that_was_sent_in_vain_does_not_count_towards_the_last_one() -> 
         held.snapshot()
         held.subtract_fraction(0.25)
         held.drop_snapshot() if number % 2 else held.restore()
-    assert held.add_fraction_to(np.zeros(6, np.float32)) == 1 / (residual.MOST_STEPS - 3)
+    assert held.add_fraction_to(np.zeros(6, np.float32)) == 1 / (residual.MAX_DRAIN_STEPS - 3)
 
 
 @pytest.mark.parametrize("end", ["restore", "drop_snapshot"])

@@ -218,7 +218,7 @@ def test_a_sparse_gradient_that_takes_no_momentum_is_told_once(threads, caplog, 
         assert said == []
         return
     (text,) = said
-    assert "there is none for 'rows.weight'" in text
+    assert "'rows.weight' are trained without" in text
     assert "sparse_as_dense=True" in text
 
 

@@ -83,7 +83,7 @@ def test_steps_of_a_hook_are_reported_and_recorded(
 
 
 class Hook(HookState):
-    _accumulating = _giving = _saving = _clipping = ""
+    _accumulation_hint = _optimizer_hint = _saving_hint = _clipping_hint = ""
 
     def _parameters(self) -> set[torch.Tensor]:
         return set()

@@ -18,7 +18,7 @@ def stepped(parameter: torch.nn.Parameter, **options: float) -> torch.optim.Opti
 def looked_at(parameter: torch.nn.Parameter, stepped: torch.optim.Optimizer) -> OptimizerChecks:
     skips = HookSkips(lambda: {parameter}, 3)
     compression = Compression.gtopk(density=0.5)
-    return OptimizerChecks(skips, compression, 0, says=False, way="", stepped=stepped)
+    return OptimizerChecks(skips, compression, 0, logs_advice=False, hint="", stepped=stepped)
 
 
 def test_a_hook_that_is_collected_while_an_optimizer_steps_does_not_break_the_step():

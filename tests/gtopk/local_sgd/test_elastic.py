@@ -116,4 +116,4 @@ def test_gradients_that_a_commit_holds_back_are_no_changes_of_the_model(
 
     assert on_ranks(2, first) == [True, True]
     assert on_ranks(2, then) == [False, False]
-    assert "that of the state is of gradients" in caplog.text
+    assert "that of the state holds gradients" in caplog.text

@@ -87,7 +87,10 @@ def test_on_other_ranks_or_with_other_fragments_all_go_back_to_the_centers(
     found, after = zip(*on_ranks(ranks, loading), strict=True)
     close(sum(found), total)
     assert all(torch.equal(each, after[0]) for each in after)
-    assert f"the state is of 3 ranks in the middle of a round, and here are {ranks}" in caplog.text
+    assert (
+        f"the state was saved by 3 ranks in the middle of a round, and now there are {ranks}"
+        in caplog.text
+    )
     assert ("with other fragments" in caplog.text) == (fragments != 3)
 
 

@@ -372,7 +372,7 @@ def test_after_a_failure_exchanges_under_way_have_names_of_their_own(
         for each in optimizer._fragments:
 
             def note(name: str, *rest: Any, exchange: OuterExchange = each.exchange) -> None:
-                assert name not in [names[e] for e in names if e._under_way is not None]
+                assert name not in [names[e] for e in names if e._running is not None]
                 names[exchange] = name
                 begin(exchange, name, *rest)
 

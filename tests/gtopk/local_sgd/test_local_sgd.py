@@ -208,7 +208,7 @@ def test_whole_numbers_are_options_as_good_as_fractions() -> None:
 def test_parameters_that_have_no_size_yet_are_refused_with_their_names() -> None:
     def rank(transport: LocalTransport) -> None:
         model = torch.nn.LazyLinear(3)
-        with pytest.raises(ValueError, match="parameter 'weight' has no size yet: have a batch"):
+        with pytest.raises(ValueError, match="parameter 'weight' has no size yet: run a batch"):
             LocalSGD(
                 torch.optim.SGD(model.parameters(), lr=0.1),
                 1,
@@ -272,7 +272,7 @@ def test_ranks_that_end_unlike_rounds_hear_of_it_in_the_first_and_of_the_way_out
         with pytest.raises(hvd.HorovodInternalError) as raised:
             epochs(optimizer, model, transport.rank, [5, 3][transport.rank])
         said = str(raised.value)
-        assert "rank 0: the round was over after inner_steps=4" in said
+        assert "rank 0: the round ended after inner_steps=4" in said
         assert "rank 1: the script called outer_step()" in said
         assert "use inner_steps=None" in said
         assert (optimizer.outer_steps, optimizer.steps_made) == (0, [4, 3][transport.rank])
@@ -428,8 +428,11 @@ def test_momentum_is_outside_where_nothing_comes_late() -> None:
         ({"compression": hvd.Compression.auto(hide_behind_backward=True)}, "bytes_per_step="),
         ({"compression": "gtopk"}, "compression must be"),
         ({"process_set": [0]}, r"process_set must be a ProcessSet, .* got \[0\]"),
-        ({"outer": "nesterov"}, "outer= must make an optimizer of a list of parameters, got 'nest"),
-        ({"outer": lambda parameters: None}, "what outer= returns must be a torch.optim.Optimizer"),
+        ({"outer": "nesterov"}, "outer= must be a function of a list of parameters, got 'nest"),
+        (
+            {"outer": lambda parameters: None},
+            "the result of outer= must be a torch.optim.Optimizer",
+        ),
         ({"outer": torch.optim.LBFGS}, "LBFGS needs a closure, and the outer step has none"),
         (  # the ranks' changes of the others would be summed and discarded
             {"outer": lambda parameters: averaging(parameters[1:])},

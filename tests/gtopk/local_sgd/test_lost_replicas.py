@@ -12,7 +12,7 @@ import torch
 import gtopk.torch as hvd
 from collectives.transports import LocalTransport
 from gtopk.local_sgd import LocalSGD, averaging
-from gtopk.optim.step_checks import BUFFERS_STAY
+from gtopk.optim.step_checks import BUFFERS_KEPT
 from tests.gtopk.local_rounds import (
     GTOPK,
     backward,
@@ -71,7 +71,7 @@ def test_a_replica_that_is_not_finite_becomes_the_others_model(
         z, after, own, e = zip(*on_ranks(3, rank), strict=True)
     assert all(torch.equal(one, after[0]) for one in after)
     close(z[0] - after[0] + sum(e), ((z[0] - own[0]) + (z[0] - own[2])) / 2)
-    said = f"goes on without rank 1: a replica is not finite on rank 1: '2.bias'; {BUFFERS_STAY}"
+    said = f"goes on without rank 1: a replica is not finite on rank 1: '2.bias'; {BUFFERS_KEPT}"
     assert said in caplog.text
     assert "changes nothing" in caplog.text
 

@@ -249,7 +249,7 @@ def test_a_step_that_is_not_finite_changes_nothing_on_any_rank(threads, caplog):
         return parameter.tolist()
 
     assert threads(2, program) == [[1.0] * 3] * 2
-    assert "what the ranks' steps changed is not finite" in caplog.text
+    assert "the combined change of the parameters is not finite" in caplog.text
 
 
 @pytest.mark.parametrize("ask_first", [False, True])
@@ -277,7 +277,7 @@ def test_too_many_skipped_steps_in_a_row_are_an_error_on_every_rank(threads, ask
     for rank, (_, said) in enumerate(ended):
         assert said == (
             f"rank {rank}: 3 steps in a row were skipped at step 5, the last because the gradient "
-            "is not finite on ranks [1]; max_skipped_steps=2 allows as many"
+            "is not finite on ranks [1]; max_skipped_steps=2 allows no more"
         )
 
 
@@ -351,7 +351,7 @@ def test_skipping_the_synchronization_is_refused(threads):
         with world.entered(transport):
             optimizer = distributed([torch.nn.Parameter(torch.zeros(2))])
             with (
-                pytest.raises(AssertionError, match="not for op=Adasum"),
+                pytest.raises(AssertionError, match="does not apply to op=Adasum"),
                 optimizer.skip_synchronize(),
             ):
                 pass
@@ -480,7 +480,7 @@ def test_a_compressor_of_integers_is_an_error_and_changes_nothing(threads):
         with world.entered(transport):
             optimizer = distributed([parameter], compression=Rounded)
             parameter.grad = torch.ones_like(parameter)
-            with pytest.raises(ValueError, match=r"Rounded makes torch\.int32"):
+            with pytest.raises(ValueError, match=r"Rounded returns torch\.int32"):
                 optimizer.step()
         assert parameter.tolist() == [0.0, 0.0]
 

@@ -13,8 +13,8 @@ from gtopk.optim.bucket_plan import (
     Sizes,
     arrange,
     fill,
-    number_of_groups,
     sizes_for,
+    split_evenly,
 )
 
 
@@ -101,8 +101,8 @@ def test_the_more_entries_are_sent_the_smaller_buckets_pay():
 
 
 def test_groups_have_as_many_parameters_each_or_one_more():
-    assert number_of_groups([6, 0, 1, 5, 2, 3, 4], 3) == [[6, 0, 1], [5, 2], [3, 4]]
-    assert number_of_groups([0], 3) == [[0]]
+    assert split_evenly([6, 0, 1, 5, 2, 3, 4], 3) == [[6, 0, 1], [5, 2], [3, 4]]
+    assert split_evenly([0], 3) == [[0]]
 
 
 def test_a_bucket_that_would_take_little_but_calls_is_not_worth_an_operation():

@@ -343,7 +343,7 @@ def test_a_gradient_from_before_wrapping_is_exchanged_where_it_lies_on_a_gpu(
 ):
     """A CUDA graph goes on to write there, and torch does not count that as a change."""
     monkeypatch.setattr(
-        "gtopk.exchange.buckets.parameters._may_be_of_a_graph", lambda gradient: True
+        "gtopk.exchange.buckets.parameters._may_belong_to_cuda_graph", lambda gradient: True
     )
 
     def program(transport: LocalTransport) -> tuple[list[float], bool]:
@@ -368,7 +368,7 @@ def test_a_gradient_from_before_wrapping_is_exchanged_where_it_lies_on_a_gpu(
 @pytest.mark.parametrize("graphs", [False, True])
 def test_what_was_wrapped_or_passed_before_has_placeholders_again(threads, graphs, monkeypatch):
     monkeypatch.setattr(
-        "gtopk.exchange.buckets.parameters._may_be_of_a_graph", lambda gradient: graphs
+        "gtopk.exchange.buckets.parameters._may_belong_to_cuda_graph", lambda gradient: graphs
     )
 
     def program(transport: LocalTransport) -> tuple[list[float], list[float]]:

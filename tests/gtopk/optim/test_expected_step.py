@@ -16,7 +16,7 @@ from gtopk.compression import Compression
 from gtopk.exchange.bucket_exchange import BucketExchange, open_bucket_exchange
 from gtopk.exchange.exchange import Progress
 from gtopk.exchange.sparse_gradients import SparseGradientExchange
-from gtopk.optim.bucket_plan import buckets_by
+from gtopk.optim.bucket_plan import count_buckets
 from gtopk.optim.expected_step import ExpectedStep
 from gtopk.planning.advice import advice
 from gtopk.runtime.world import world
@@ -70,7 +70,7 @@ def test_the_other_way_is_said_of_the_buckets_it_would_have(
     parameters = [torch.nn.Parameter(torch.zeros(1_000_000)) for _ in range(10)]
     names = [str(number) for number in range(10)]
     one = open_bucket_exchange("lane", parameters, names, runs or Compression.none, Progress())
-    count = buckets_by(other, [1_000_000] * 10, 8)
+    count = count_buckets(other, [1_000_000] * 10, 8)
     assert count > 1
     for is_planned, buckets in ((True, count), (False, 1)):
         caplog.clear()

@@ -116,8 +116,7 @@ def test_ranks_that_part_in_different_parameters_are_all_healed(threads, caplog)
         assert "at step 2: parameter '0.bias' has the checksums rank 0: " in text
         assert "; ranks 1, 2: " in text
         assert text.endswith(
-            ", and 1 more parted; healed: ranks 0, 2 have what most ranks have, "
-            "the optimizer's state too"
+            ", and 1 more; healed: ranks 0, 2 received the majority's values and optimizer state"
         )
 
 
@@ -128,7 +127,7 @@ def test_without_a_majority_there_is_no_healing(threads, ranks):
             flip(model[0].weight)
 
     def program(transport: LocalTransport) -> None:
-        with pytest.raises(HorovodInternalError, match="no side has more than half") as caught:
+        with pytest.raises(HorovodInternalError, match="no version has more than half") as caught:
             train(transport, spoil)
         assert "parameter '0.weight' has the checksums" in str(caught.value)
 
@@ -157,7 +156,7 @@ def test_replicas_may_part_where_a_warning_is_enough(threads, caplog):
     assert ends[0][0] == ends[2][0] != ends[1][0]
     assert [count for *_, count in ends] == [2] * 3
     assert "rank 1: " in caplog.text
-    assert "on_divergence='warn': they stay so" in caplog.text
+    assert "on_divergence='warn' leaves them different" in caplog.text
 
 
 def test_what_the_majority_has_is_sent_once_to_each_that_lacks_it(threads):

@@ -20,7 +20,9 @@ from tests.gtopk.local_rounds import network
 ADAM = {"adam_correction": (0.9, 0.999)}
 MOMENTUM = {"momentum_correction": 0.9}
 SGD = partial(torch.optim.SGD, lr=0.01)
-CLIPPED = r"shortened between their exchange and step\(\), .* {}=.* leave clip_grad_norm_ .*{}"
+CLIPPED = (
+    r"scaled down between their exchange and step\(\), .* {}=.* leave out clip_grad_norm_ .*{}"
+)
 
 
 def trained(threads: Any, options: dict[str, Any], norm: float | None, **given: Any) -> None:
@@ -52,7 +54,7 @@ def trained(threads: Any, options: dict[str, Any], norm: float | None, **given: 
 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize(
-    ("options", "way"), [(ADAM, "Give AdamW itself"), (MOMENTUM, "local_clip_norm=")]
+    ("options", "way"), [(ADAM, "Use AdamW itself"), (MOMENTUM, "local_clip_norm=")]
 )
 def test_a_script_that_clips_behind_a_correction_is_told_what_to_do(threads, options, way, scaled):
     said = CLIPPED.format(next(iter(options)), way)
@@ -64,7 +66,7 @@ def test_a_script_that_clips_behind_a_correction_is_told_what_to_do(threads, opt
 
 
 @pytest.mark.parametrize(
-    ("options", "way"), [(ADAM, "Give AdamW itself"), (MOMENTUM, "local_clip_norm=")]
+    ("options", "way"), [(ADAM, "Use AdamW itself"), (MOMENTUM, "local_clip_norm=")]
 )
 def test_so_is_one_that_gives_global_clip_norm(options, way):
     parameter = torch.nn.Parameter(torch.zeros(50))
@@ -103,7 +105,7 @@ def test_a_scaler_that_was_not_given_may_unscale_no_steps_of_adam(
 
     for said in threads(2, program):
         assert bool(said) == is_refused
-        assert not said or "GradScaler must be given as scaler=" in said
+        assert not said or "GradScaler must be passed as scaler=" in said
 
 
 @pytest.mark.parametrize("to_none", [False, True])
@@ -130,7 +132,7 @@ def test_gradients_that_were_cleared_are_agreed_no_more(threads, to_none):
 def test_a_hook_looks_at_each_of_the_models_optimizers():
     one, other = (torch.nn.Parameter(torch.zeros(50)) for _ in range(2))
     skips = HookSkips(lambda: {one, other}, 3)
-    checks = OptimizerChecks(skips, Compression.gtopk(0.5, **ADAM), 0, says=False, way="")
+    checks = OptimizerChecks(skips, Compression.gtopk(0.5, **ADAM), 0, logs_advice=False, hint="")
     optimizers = [torch.optim.SGD([each], lr=0.1) for each in (one, other)]
     for clips in (False, True):
         for parameter in (one, other):
@@ -141,7 +143,7 @@ def test_a_hook_looks_at_each_of_the_models_optimizers():
         optimizers[0].step()
         if not clips:
             optimizers[1].step()
-    with pytest.raises(ValueError, match=CLIPPED.format("adam_correction", "Give AdamW")):
+    with pytest.raises(ValueError, match=CLIPPED.format("adam_correction", "Use AdamW")):
         optimizers[1].step()
     checks.corrected.agree([], None)  # after a pass that does not count
     optimizers[1].step()

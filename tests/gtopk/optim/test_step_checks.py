@@ -71,7 +71,7 @@ def test_a_forgotten_broadcast_is_told_of_after_the_first_step(threads, caplog):
 
     assert threads(2, program) == [1, 1]
     assert "the replicas are not the same at step 1: parameter '" in caplog.text
-    assert "Begin with broadcast_parameters" in caplog.text
+    assert "Start with broadcast_parameters" in caplog.text
 
 
 def test_what_nobody_asked_for_is_looked_at_every_hundred_steps(threads, caplog):

@@ -30,7 +30,7 @@ def fresh() -> Iterator[None]:
     """Nothing of CuPy is remembered, before and after."""
     for cache in (cuda.cupy, cuda._load):
         cache.cache_clear()
-    with mock.patch.object(cuda, "_mine", SimpleNamespace()):
+    with mock.patch.object(cuda, "_thread_local", SimpleNamespace()):
         yield
     for cache in (cuda.cupy, cuda._load):
         cache.cache_clear()
@@ -114,12 +114,12 @@ def test_each_stream_and_each_thread_has_scratch_of_its_own(stand_in: Any) -> No
 
 def test_threads_share_no_scratch() -> None:
     # The stand-in above replaces the thread's memory; this is the real one.
-    cuda._mine.seen = True
+    cuda._thread_local.seen = True
     others: list[bool] = []
-    thread = Thread(target=lambda: others.append(hasattr(cuda._mine, "seen")))
+    thread = Thread(target=lambda: others.append(hasattr(cuda._thread_local, "seen")))
     thread.start()
     thread.join()
-    del cuda._mine.seen
+    del cuda._thread_local.seen
     assert others == [False]
 
 

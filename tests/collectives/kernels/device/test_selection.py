@@ -277,7 +277,9 @@ def test_elements_that_lie_apart_are_copied_or_refused(scratch: Scratch) -> None
     picked, _ = accumulate_and_select(scratch, residual, gradient, 2)
     assert machine.fetch(picked.values).tolist() == [16, 18]
     apart = machine.zeros(20, np.float32)[::2]
-    with pytest.raises(ValueError, match=r"side by side, got strides \(8,\) for float32 \[10\]"):
+    with pytest.raises(
+        ValueError, match=r"contiguous arrays, got strides \(8,\) for float32 \[10\]"
+    ):
         accumulate_and_select(scratch, apart, residual, 2)
     assert not machine.fetch(apart).any()
 

@@ -12,7 +12,7 @@ from collectives.kernels import Momentum, reference
 from collectives.kernels.device.entries import clear_at
 from collectives.kernels.device.machine import Scratch
 from collectives.kernels.device.selection import accumulate_and_select
-from collectives.kernels.device.step import MOST_GRAPHS, Step
+from collectives.kernels.device.step import MAX_GRAPHS, Step
 from collectives.transports import local_world
 
 SIZE, K = 5000, 50
@@ -103,7 +103,7 @@ def test_from_the_third_step_on_the_host_launches_a_graph_and_waits_once(on_host
 def test_more_memory_than_graphs_are_kept_for_changes_nothing(on_host: Any) -> None:
     machine, threshold = on_host(), 0.0
     step, expected = Step(machine, SIZE, K, np.float32), np.zeros(SIZE, np.float32)
-    places = [machine.zeros(SIZE, np.float32) for _ in range(MOST_GRAPHS + 2)]
+    places = [machine.zeros(SIZE, np.float32) for _ in range(MAX_GRAPHS + 2)]
     now = places[-1]
     for number, gradient in enumerate(gradients(3 * len(places))):
         into = places[number % len(places)]

@@ -48,7 +48,7 @@ def test_a_host_with_fewer_gpus_than_ranks_is_refused_on_all_ranks(cuda: Any) ->
 
     said = run_ranks(local_world(3), program)
     assert len(set(said)) == 1
-    assert "for each rank: rank 2 has no GPU (it sees 2 and would use number 2); " in said[0]
+    assert "for each rank: rank 2 has no GPU (it sees 2 GPUs and would use number 2); " in said[0]
 
 
 def test_a_rank_may_choose_its_gpu(cuda: Any) -> None:
@@ -70,7 +70,7 @@ def test_a_rank_opens_no_context_on_other_gpus(cuda: Any) -> None:
 
 
 def test_a_gpu_that_is_not_there_is_refused(cuda: Any) -> None:
-    with pytest.raises(RuntimeError, match="it sees 8 and would use number 8"):
+    with pytest.raises(RuntimeError, match="it sees 8 GPUs and would use number 8"):
         NcclTransport(local_world(1)[0], device=8)
 
 
@@ -79,7 +79,9 @@ def test_a_rank_without_a_gpu_says_so(cuda: Any, monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("cudaErrorInsufficientDriver")
 
     monkeypatch.setattr(sys.modules["cupy.cuda"].runtime, "getDeviceCount", count)
-    text = r"rank 0 has no GPU \(it sees 0 and would use number 0; cudaErrorInsufficientDriver\)"
+    text = (
+        r"rank 0 has no GPU \(it sees 0 GPUs and would use number 0; cudaErrorInsufficientDriver\)"
+    )
     with pytest.raises(RuntimeError, match=text):
         NcclTransport(local_world(1)[0])
 
@@ -154,4 +156,6 @@ def test_a_rank_without_cupy_is_named_by_the_others(
     errors = run_ranks(local_world(3), program)
     assert [type(error) for error in errors] == [RuntimeError, ImportError, RuntimeError]
     assert str(errors[0]) == str(errors[2])
-    assert f"rank 1 has no GPU (it sees 0 and would use number 1; {errors[1]})" in str(errors[0])
+    assert f"rank 1 has no GPU (it sees 0 GPUs and would use number 1; {errors[1]})" in str(
+        errors[0]
+    )

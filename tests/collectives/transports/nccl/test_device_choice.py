@@ -53,9 +53,9 @@ def fact(device: str, **others: Any) -> GpuFacts:
             "torch.cuda.set_device(hvd.local_rank())",
         ),
         (
-            [fact("GPU-a"), fact("", problem="it sees 0 and would use number 1")],
+            [fact("GPU-a"), fact("", problem="it sees 0 GPUs and would use number 1")],
             STAGED,
-            "rank 1 has no GPU (it sees 0 and would use number 1)",
+            "rank 1 has no GPU (it sees 0 GPUs and would use number 1)",
         ),
         (
             [fact("GPU-a"), fact("GPU-b", checks=True)],
@@ -172,9 +172,9 @@ def test_ranks_that_share_a_gpu_go_through_the_host_and_are_told_why(cuda: Any) 
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        ("id", "on rank 0: PeerError: rank 0 could not make NCCL's id (NCCL_ERROR 3)"),
+        ("id", "on rank 0: PeerError: rank 0 could not create NCCL's id (NCCL_ERROR 3)"),
         ("making", "on rank 0: PeerTimeoutError: rank 0 has waited"),
-        ("sum", "on rank 1: PeerError: NCCL adds up 1 to 3 over the ranks to 0 in place of 6"),
+        ("sum", "on rank 1: PeerError: NCCL sums 1 to 3 over the ranks to 0 instead of 6"),
     ],
 )
 def test_where_nccl_fails_its_test_on_one_rank_all_go_through_the_host(
@@ -279,7 +279,7 @@ def test_a_rank_without_cupy_is_a_fact_and_no_error(
     cuda: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    facts = gpu.facts_here(local_world(1)[0], None)
+    facts = gpu.own_gpu_facts(local_world(1)[0], None)
     assert (facts.device, facts.nccl, facts.torch_nccl) == ("", 0, 0)
     assert "pip install cupy-cuda12x" in facts.cupy
-    assert facts.problem == f"it sees 0 and would use number 0; {facts.cupy}"
+    assert facts.problem == f"it sees 0 GPUs and would use number 0; {facts.cupy}"

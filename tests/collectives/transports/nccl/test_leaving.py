@@ -219,7 +219,7 @@ def test_whoever_still_waits_when_its_rank_leaves_gets_an_error(
     cuda: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # It does not poll: it notices that the kernel was aborted.
-    monkeypatch.setattr("collectives.transports.polling._LOOK_SECONDS", 3600)
+    monkeypatch.setattr("collectives.transports.polling._CHECK_SECONDS", 3600)
 
     def program(transport: NcclTransport) -> None:
         meet(transport)

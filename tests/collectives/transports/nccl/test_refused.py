@@ -21,10 +21,10 @@ def test_arrays_that_differ_are_named_by_all_ranks_and_the_job_goes_on(cuda: Any
             np.zeros(5 + (transport.rank == 2)),
             np.zeros(5, [int, float][transport.rank % 2]),
         ]
-        text = r"rank 2 asks for allreduce \(sum\) of float64 \[6\] where rank 0 asks for .*\[5\]"
+        text = r"rank 2 calls allreduce \(sum\) of float64 \[6\], but rank 0 calls .*\[5\]"
         with pytest.raises(MismatchError, match=text):
             transport.allreduce(up(arrays[0]))
-        with pytest.raises(MismatchError, match=r"rank 1 asks for .*float64 .* rank 0 .*int64"):
+        with pytest.raises(MismatchError, match=r"rank 1 calls .*float64 .* rank 0 .*int64"):
             transport.allreduce(up(arrays[1]), "max")
         bounds = [0, 1 + transport.rank // 2, 3, 5]
         with pytest.raises(MismatchError, match=r"cut at \[0, 2, 3, 5\] where .* \[0, 1, 3, 5\]"):
@@ -46,9 +46,7 @@ def test_messages_of_hosts_and_gpus_are_not_gathered_together(cuda: Any) -> None
         if transport.rank == 0:
             transport.allgather(message(100))
         else:
-            with pytest.raises(
-                MismatchError, match="rank 0 gathers messages of hosts where rank 1"
-            ):
+            with pytest.raises(MismatchError, match="rank 0 gathers host messages, but rank 1"):
                 transport.allgather(up(message(100)))
 
     on_ranks(2, program)
@@ -62,8 +60,8 @@ def test_only_contiguous_bytes_of_the_own_gpu_are_sent(cuda: Any, fault: str) ->
         array = array[::2] if fault == "strides" else array
         text = {
             "dtype": r"must be uint8 \[m\], got float32 \[8\]",
-            "strides": "contiguous and there, got one on GPU 0 with strides",
-            "gpu": r"rank 0 sends from GPU 0:.* got one on GPU 1 .*torch.cuda.set_device\(",
+            "strides": "contiguous and on that GPU, got one on GPU 0 with strides",
+            "gpu": r"rank 0 uses GPU 0:.* got one on GPU 1 .*torch.cuda.set_device\(",
         }[fault]
         with pytest.raises(ValueError, match=text):
             transport.exchange(array, 0)

@@ -26,7 +26,7 @@ def gpus_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     def facts(host: Transport, device: int | None) -> GpuFacts:
         return GpuFacts(f"GPU-{host.ranks[host.rank]}", cupy="no cupy here", torch_nccl=22703)
 
-    monkeypatch.setattr(gpu, "facts_here", facts)
+    monkeypatch.setattr(gpu, "own_gpu_facts", facts)
 
 
 def on_ranks(
@@ -132,7 +132,7 @@ def test_hosts_messages_and_a_part_of_the_ranks_take_part(monkeypatch: pytest.Mo
 
 def test_tensors_that_differ_are_named_and_the_job_goes_on() -> None:
     def program(transport: NcclTransport) -> None:
-        text = r"rank 1 asks for allreduce \(sum\) of float32 \[4\] where rank 0 .* \[3\]"
+        text = r"rank 1 calls allreduce \(sum\) of float32 \[4\], but rank 0 .* \[3\]"
         with pytest.raises(MismatchError, match=text):
             transport.allreduce(torch.zeros(3 + transport.rank))
         with pytest.raises(TypeError, match=r"NCCL reduces int8, .*; got int16"):
@@ -199,7 +199,7 @@ def test_where_the_store_cannot_be_served_the_hosts_carry_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def broken(*_: object, **__: object) -> None:
-        raise RuntimeError("rank 0 must serve port 0 for the ranks to meet, and cannot: no port")
+        raise RuntimeError("rank 0 cannot serve port 0, where the ranks meet: no port")
 
     monkeypatch.setattr(torch_collectives, "connect", broken)
 
@@ -219,4 +219,4 @@ def test_where_the_store_cannot_be_served_the_hosts_carry_all(
 
     reasons = on_ranks(2, program)
     assert reasons[0] == reasons[1]
-    assert "rank 0 could not serve a store for torch's NCCL (rank 0 must serve" in reasons[0]
+    assert "rank 0 could not serve a store for torch's NCCL (rank 0 cannot serve" in reasons[0]

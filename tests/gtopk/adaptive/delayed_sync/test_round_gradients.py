@@ -80,7 +80,7 @@ def test_a_micro_batch_left_out_is_told_of_as_that_and_as_nothing_else(caplog: A
     told = [each for each in caplog.records if "is left out of its round" in each.getMessage()]
     assert told
     assert not any(hasattr(each, "everywhere") for each in told)  # else only rank 0 would print it
-    assert "dropped without a step" not in caplog.text
+    assert "cleared without a step" not in caplog.text
 
 
 def test_the_update_of_a_round_is_clipped_to_the_global_norm() -> None:

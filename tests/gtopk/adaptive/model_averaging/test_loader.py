@@ -11,7 +11,7 @@ import torch
 import gtopk.torch as hvd
 from gtopk.adaptive.model_averaging.options import STRATEGIES
 from gtopk.adaptive.partitioning.cursor import by_speed
-from gtopk.optim.step_checks import BUFFERS_STAY
+from gtopk.optim.step_checks import BUFFERS_KEPT
 from gtopk.runtime.world.membership import World
 from tests.gtopk.adaptive.merging_run import EVENLY, LENGTH, Run, data
 from tests.gtopk.adaptive.modelled_ranks import on_ranks
@@ -219,7 +219,7 @@ def test_a_replica_that_is_not_finite_is_everybodys_business(
     results = on_ranks(3, program)
     assert [lost for lost, *_ in results] == [1, 1, 1]
     assert all(finite and torch.equal(weight, results[0][2]) for _, finite, weight in results)
-    assert f"without some: the replica is not finite on rank 1; {BUFFERS_STAY}" in caplog.text
+    assert f"without some: the replica is not finite on rank 1; {BUFFERS_KEPT}" in caplog.text
 
     def diverging(here: World) -> None:
         run = Run(mega_batch=30, distributed={"max_skipped_steps": 2})

@@ -21,7 +21,7 @@ def gpus_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     def signature(host: Any, device: int | None) -> GpuFacts:
         return GpuFacts(f"GPU-{host.rank}", cupy="no cupy here", torch_nccl=22703)
 
-    monkeypatch.setattr(gpu, "facts_here", signature)
+    monkeypatch.setattr(gpu, "own_gpu_facts", signature)
 
 
 def over(host: LocalTransport) -> NcclTransport:

@@ -54,7 +54,7 @@ def test_names_that_torchs_optimizer_was_given_are_taken() -> None:
 def test_a_parameter_without_a_size_is_an_error_with_its_name() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LazyLinear(3))
     names = {parameter: name for name, parameter in model.named_parameters()}
-    with pytest.raises(ValueError, match=r"parameter '1.weight' has no size yet: have a batch"):
+    with pytest.raises(ValueError, match=r"parameter '1.weight' has no size yet: run a batch"):
         require_trained(names)
     model(torch.zeros(1, 2))
     assert len(require_trained(names)) == 4

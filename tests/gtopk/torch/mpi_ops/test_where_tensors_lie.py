@@ -39,7 +39,7 @@ def ranks(threads, monkeypatch) -> Callable[..., list[Any]]:
     def signature(host: Any, device: int | None) -> GpuFacts:
         return GpuFacts(f"GPU-{host.rank}", cupy="no cupy here", torch_nccl=22703)
 
-    monkeypatch.setattr(gpu, "facts_here", signature)
+    monkeypatch.setattr(gpu, "own_gpu_facts", signature)
 
     def run(
         size: int, program: Callable[[NcclTransport], Any], on_host: tuple[int, ...] = ()
@@ -193,7 +193,7 @@ def test_the_doctor_asks_all_ranks_what_carries_the_messages_of_gpus(
     threads, monkeypatch, gpus: int, says: str
 ) -> None:
     monkeypatch.setattr(membership, "visible_gpus", lambda: gpus)
-    monkeypatch.setattr(gpu, "facts_here", lambda host, device: GpuFacts("GPU-0", nccl=22703))
+    monkeypatch.setattr(gpu, "own_gpu_facts", lambda host, device: GpuFacts("GPU-0", nccl=22703))
     told = threads(2, lambda transport: membership.choose_gpu_route(transport, {}))
     assert told[0] == told[1]
     assert says in told[0]
