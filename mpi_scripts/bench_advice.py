@@ -50,14 +50,14 @@ COMPRESSIONS: Final[Mapping[str, Callable[..., Any]]] = {
 NO_DELAY: Final = "0"
 UNITS: Final = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "kbit/s": 1e3, "Mbit/s": 1e6, "Gbit/s": 1e9}
 # The line's words for edges without a bandwidth, and what `parse_edge` returns for them.
-_WHEREVER: Final = {
+_EDGES_WITHOUT_NUMBER: Final = {
     "at no bandwidth or at every one": (None, 0.0, math.inf),
     "at no bandwidth": (0.0, 0.0, 0.0),
     "at every bandwidth": (math.inf, math.inf, math.inf),
 }
 
 
-class Held(NamedTuple):
+class Measurement(NamedTuple):
     """One network's line and times.
 
     dense_seconds, sparse_seconds: medians over the steps of the ranks' mean.
@@ -136,7 +136,7 @@ def parse_edge(line: str) -> tuple[float | None, float, float]:
     None: the line has only the bounds. 0: at no bandwidth. Raises ValueError for a line without it.
     """
     edge = edge_text(line)
-    for words, parsed in _WHEREVER.items():
+    for words, parsed in _EDGES_WITHOUT_NUMBER.items():
         if edge.startswith(words):
             return parsed
     for words, other in ("at most", 0.0), ("at least", math.inf):
@@ -155,14 +155,14 @@ def parse_edge(line: str) -> tuple[float | None, float, float]:
     return about, float(low) * UNITS[low_unit or unit], float(high) * UNITS[unit]
 
 
-def edges(held: Sequence[Held]) -> Iterator[tuple[float, list[Held]]]:
+def edges(measurements: Sequence[Measurement]) -> Iterator[tuple[float, list[Measurement]]]:
     """Yield the bits per second below which compression pays, and the runs whose lines predict it.
 
     There is one for each delay, number of hosts and density, unless it is outside the measured
     rates.
     """
-    groups: dict[tuple[str, int, int], list[Held]] = {}
-    for each in held:
+    groups: dict[tuple[str, int, int], list[Measurement]] = {}
+    for each in measurements:
         groups.setdefault((each.delay, each.hosts, each.entries), []).append(each)
     for group in groups.values():
         slowest_first = sorted(group, key=lambda each: -each.seconds_per_byte)
@@ -172,7 +172,7 @@ def edges(held: Sequence[Held]) -> Iterator[tuple[float, list[Held]]]:
             yield measured, group
 
 
-def crossing(slow: Held, fast: Held) -> float | None:
+def crossing(slow: Measurement, fast: Measurement) -> float | None:
     """Return the bits per second, between two rates, at which both take the same time."""
     if slow.saved_seconds <= 0 or fast.saved_seconds > 0:
         return None
@@ -232,7 +232,9 @@ def rank(options: argparse.Namespace, density: float) -> dict[str, object]:
     return {"line": line.text, "dense_seconds": dense_seconds, "sparse_seconds": sparse_seconds}
 
 
-def measured(options: argparse.Namespace, rate: str, delay: str, hosts: int) -> Iterator[Held]:
+def measured(
+    options: argparse.Namespace, rate: str, delay: str, hosts: int
+) -> Iterator[Measurement]:
     """Emulate a network, train on it, and yield the predictions and measurements, by density."""
     network = [str(hosts), rate] if delay == NO_DELAY else ["--delay", delay, str(hosts), rate]
     program = [sys.executable, __file__, "--rank", "--densities", *map(str, options.densities)]
@@ -252,14 +254,14 @@ def measured(options: argparse.Namespace, rate: str, delay: str, hosts: int) -> 
         raise SystemExit(f"{' '.join(network)}: {done.stderr[-2000:]}")
     for density, answer in zip(options.densities, answers, strict=True):
         entries = round(density * options.elements)
-        yield Held(rate, delay, hosts, options.elements, entries, **json.loads(answer))
+        yield Measurement(rate, delay, hosts, options.elements, entries, **json.loads(answer))
 
 
-def table(held: Sequence[Held]) -> list[str]:
+def table(measurements: Sequence[Measurement]) -> list[str]:
     """Return the rows in Markdown: the errors, and the number of networks."""
     lines = ["| the line said | lines | median error | within 20 % | worst |", "|---" * 5 + "|"]
-    forecasts = [forecast for each in held for forecast in each.forecasts()]
-    for measured, group in edges(held):
+    forecasts = [forecast for each in measurements for forecast in each.forecasts()]
+    for measured, group in edges(measurements):
         forecasts += [forecast for each in group for forecast in each.edge(measured)]
     for way in dict.fromkeys(forecast.way for forecast in forecasts):
         lines.append(row(way, [forecast for forecast in forecasts if forecast.way == way]))
@@ -289,21 +291,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(json.dumps(found), flush=True)
         return 0
     options.folder.mkdir(parents=True, exist_ok=True)
-    held = []
+    measurements = []
     for rate, delay, hosts in itertools.product(options.rates, options.delays, options.hosts):
         for each in measured(options, rate, delay, hosts):
-            held.append(each)
+            measurements.append(each)
             print(f"{each.network}, {hosts} hosts: {each.line}", file=sys.stderr, flush=True)
         (options.folder / "advice.json").write_text(
-            json.dumps([each._asdict() for each in held], indent=1) + "\n", encoding="utf-8"
+            json.dumps([each._asdict() for each in measurements], indent=1) + "\n", encoding="utf-8"
         )
-    print("\n".join(table(held)))
-    for bits_per_second, group in edges(held):
+    print("\n".join(table(measurements)))
+    for bits_per_second, group in edges(measurements):
         first = group[0]
         delayed = "" if first.delay == NO_DELAY else f", {first.delay}"
         print(
             f"{first.hosts} hosts{delayed}, {first.entries:,} entries: {options.algorithm} pays "
-            f"below {bandwidth_text(bits_per_second)}; the lines said:"
+            f"below {bandwidth_text(bits_per_second)}; the lines predicted:"
         )
         for each in group:
             print(f"    {edge_text(each.line)} ({each.rate})")

@@ -48,9 +48,9 @@ def measure(pair: Sequence[Transport], lengths: Sequence[int], rounds: int) -> I
             for transport, (wall, cpu) in zip(pair, times, strict=True):
                 array.fill(1)
                 transport.barrier()
-                begun, at_work = time.perf_counter(), time.process_time()
+                begun, cpu_begun = time.perf_counter(), time.process_time()
                 transport.allreduce(array)
-                took = np.array([time.perf_counter() - begun, time.process_time() - at_work])
+                took = np.array([time.perf_counter() - begun, time.process_time() - cpu_begun])
                 transport.allreduce(took, "max")
                 if number >= 0:
                     wall.append(float(took[0]))

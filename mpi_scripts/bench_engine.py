@@ -26,7 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from collectives.transports import Transport
-from gtopk.cli.arguments import at_least, for_people, write_records
+from gtopk.cli.arguments import at_least, text_stream, write_records
 from gtopk.cli.bench.harness import (
     Spread,
     add_words,
@@ -241,7 +241,7 @@ def _run(transport: Transport, options: argparse.Namespace) -> None:
         f"and {machine['load_after']} after; medians of the slowest rank; goal: a ratio of "
         f"{GOAL_RATIO} at most\n\n{table(records)}"
     )
-    print(summary, file=for_people(options.json))
+    print(summary, file=text_stream(options.json))
     written = {
         "machine": machine,
         "ranks": transport.size,

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from collectives.cores import usable_cores, use_threads
 from collectives.kernels import reference
 from collectives.vector import Array
-from gtopk.cli.arguments import Command, for_people, share, whole_number, write_records
+from gtopk.cli.arguments import Command, share, text_stream, whole_number, write_records
 from gtopk.cli.bench.harness import add_words, bench_parser, one_of, show_progress, silent
 from gtopk.cli.charts import aligned
 from gtopk.runtime.machine import load, processor, this_machine
@@ -263,11 +263,11 @@ def parser() -> Command:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return the exit code."""
     options = parser().parse_args(arguments)
-    known = [method.name for method in all_methods(options.threads)]
-    if unknown := set(options.methods or known) - set(known):
-        parser().error(f"--methods must be among {', '.join(known)}; got {', '.join(unknown)}")
+    names = [method.name for method in all_methods(options.threads)]
+    if unknown := set(options.methods or names) - set(names):
+        parser().error(f"--methods must be among {', '.join(names)}; got {', '.join(unknown)}")
     torch.set_num_threads(1)
-    machine, say = this_machine(), partial(print, file=for_people(options.json), flush=True)
+    machine, say = this_machine(), partial(print, file=text_stream(options.json), flush=True)
     say(", ".join(f"{name}: {value}" for name, value in machine.items()))
     say("times are medians of rounds, with the lowest and the highest of the ratios\n")
     records: list[Record] = []

@@ -24,7 +24,7 @@ from collectives import SparseVector, accumulate_and_select
 from collectives.kernels import clear_at
 from collectives.vector import index_dtype
 from collectives.wire import EXACT, INDEX_CODES, VALUE_CODES, Format, decode, encode
-from gtopk.cli.arguments import Command, for_people, from_zero, share, whole_number, write_records
+from gtopk.cli.arguments import Command, from_zero, share, text_stream, whole_number, write_records
 from gtopk.cli.bench.harness import add_words, bench_parser
 from gtopk.cli.charts import aligned
 from gtopk.runtime.machine import load, this_machine
@@ -166,11 +166,11 @@ def table(records: Sequence[Record]) -> str:
                 "" if not below else "any speed" if math.isinf(below) else f"{below:.3g} Gbit/s",
             )
         )
-    said = (
+    title = (
         f"{first.positions}: {first.entries:,} of {first.length:,}, density {first.density:.2g}, "
         f"log2(e/density) = {first.bound_bits:.2f} bits"
     )
-    return "\n  ".join([said, *aligned(rows)]) + "\n"
+    return "\n  ".join([title, *aligned(rows)]) + "\n"
 
 
 def parser() -> Command:
@@ -202,7 +202,7 @@ def parser() -> Command:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return the exit code."""
     options = parser().parse_args(arguments)
-    machine, say = this_machine(), partial(print, file=for_people(options.json), flush=True)
+    machine, say = this_machine(), partial(print, file=text_stream(options.json), flush=True)
     say(", ".join(f"{name}: {value}" for name, value in machine.items()))
     say("nanoseconds of one thread per entry: median of rounds (lowest-highest)\n")
     lists = [partial(uniform, options.entries, density) for density in options.densities]

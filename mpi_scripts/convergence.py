@@ -134,7 +134,7 @@ def train(task: Task, recipe: Recipe, ranks: int) -> Run:
         )
 
     runs = run_ranks(local_world(ranks, 600.0, recipe.node_size or None), rank)
-    assert len({run.digest for run in runs}) == 1, "replicas are alike"
+    assert len({run.digest for run in runs}) == 1, "the ranks' models differ"
     return runs[0]._replace(
         sent_bytes=statistics.fmean(run.sent_bytes for run in runs),
         losses=[statistics.fmean(step) for step in zip(*(run.losses for run in runs), strict=True)],
@@ -168,7 +168,7 @@ def results(options: argparse.Namespace) -> Iterator[Result]:
     cores = context.SimpleQueue()
     for core in itertools.islice(itertools.cycle(os.sched_getaffinity(0)), options.jobs):
         cores.put(core)
-    with ProcessPoolExecutor(options.jobs, context, initializer=_stay, initargs=(cores,)) as pool:
+    with ProcessPoolExecutor(options.jobs, context, initializer=_pin, initargs=(cores,)) as pool:
         waiting = [
             (
                 ranks,
@@ -188,7 +188,7 @@ def results(options: argparse.Namespace) -> Iterator[Result]:
             yield Result(ranks, density, name, [seed.result() for seed in seeds])
 
 
-def _stay(cores: SimpleQueue[int]) -> None:
+def _pin(cores: SimpleQueue[int]) -> None:
     """Pin this process to a core: handing Python's lock between two cores doubles all times."""
     os.sched_setaffinity(0, {cores.get()})
 
@@ -203,10 +203,10 @@ def later(runs: Sequence[Run], dense: Sequence[Run], loss: float) -> str:
     """Return how many steps later than dense the runs reach a loss: median (min-max)."""
     steps = []
     for run, other in zip(runs, dense, strict=True):
-        mine, its = run.reaches(loss), other.reaches(loss)
-        if mine is None or its is None:
-            return "not all do"
-        steps.append(mine - its)
+        own, base = run.reaches(loss), other.reaches(loss)
+        if own is None or base is None:
+            return "not all seeds"
+        steps.append(own - base)
     return f"{statistics.median(steps):.0f} ({min(steps)}-{max(steps)})"
 
 
@@ -246,7 +246,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--json", type=as_argument(output_file), help="file to write the runs to")
     options = parser.parse_args(arguments)
     if options.seeds < 2:
-        parser.error("--seeds must be at least 2: one alone says nothing of the spread")
+        parser.error("--seeds must be at least 2, to estimate the spread")
     return options
 
 
@@ -270,8 +270,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         written = [
             {**each._asdict(), "runs": [run._asdict() for run in each.runs]} for each in done
         ]
-        facts = {**vars(options), "json": str(options.json), "torch": torch.__version__}
-        content = {**facts, "results": written}
+        settings = {**vars(options), "json": str(options.json), "torch": torch.__version__}
+        content = {**settings, "results": written}
         options.json.write_text(json.dumps(content, indent=1) + "\n")
     return 0
 

@@ -22,7 +22,7 @@ import torch
 
 from collectives.transports import Transport
 
-from .low_rank import Cost, Rival
+from .low_rank import Cost, ExchangingOptimizer
 
 CHUNK: Final = 64
 DECAY: Final = 0.999
@@ -53,7 +53,7 @@ class Chunks:
         return (self.bases[0].T @ blocks @ self.bases[1]).transpose(1, 2).reshape(shape)
 
 
-class DecoupledMomentum(Rival):
+class DecoupledMomentum(ExchangingOptimizer):
     """An optimizer whose gradients are the signs that DeMo's exchange agrees on.
 
     top: components to send per chunk; 32 in the paper's trainings.
@@ -96,12 +96,12 @@ class DecoupledMomentum(Rival):
         momentum.sub_(chunks.values(sent, parameter.shape))
         return torch.cat([values.view(torch.int16).flatten(), indices.short().flatten()])
 
-    def _apply(self, everyone: torch.Tensor) -> None:
+    def _apply(self, messages: torch.Tensor) -> None:
         """Set the gradients from all ranks' messages."""
         begin = 0
         for parameter, chunks in zip(self._parameters, self._chunks, strict=True):
             entries = chunks.count * chunks.top
-            parts = everyone[:, begin : begin + 2 * entries]
+            parts = messages[:, begin : begin + 2 * entries]
             begin += 2 * entries
             total = torch.zeros(chunks.count, math.prod(chunks.chunk))
             senders = torch.zeros_like(total)

@@ -140,14 +140,14 @@ def train(mode: str, seed: int, worker: Worker) -> Run:
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), arguments.lr), model.named_parameters()
     )
-    hog = mode != "sync"
+    is_hogbatch = mode != "sync"
     loader: Any = DataLoader(
         data.train,  # type: ignore[arg-type]
-        arguments.batch if hog else arguments.batch // hvd.size(),
+        arguments.batch if is_hogbatch else arguments.batch // hvd.size(),
         shuffle=True,
         collate_fn=as_batch,
     )
-    if hog:
+    if is_hogbatch:
         loader = hvd.adapt(
             loader,
             optimizer,
@@ -179,7 +179,7 @@ def train(mode: str, seed: int, worker: Worker) -> Run:
         hvd.barrier()
         spent = hvd.broadcast_object(spent + time.perf_counter() - begun)
         points.append(Point(spent, *evaluate(model, data, loader, worker.device)))
-    if hog:
+    if is_hogbatch:
         report = loader.report()
         rows = report.workers
         return Run(
@@ -267,7 +267,7 @@ def main() -> int:
     arguments = parse()
     repeats = arguments.repeat or ([1] * hvd.size() if arguments.gpus else [1, 8])
     if len(repeats) != hvd.size():
-        raise SystemExit(f"--repeat needs a number for each of {hvd.size()} workers")
+        raise SystemExit(f"--repeat needs {hvd.size()} numbers, one for each worker")
     worker = Worker(hvd.rank(), repeats[hvd.rank()], arguments)
     worker.calibrate()  # warm
     hvd.barrier()
@@ -309,33 +309,33 @@ def lines(
         work = f"workers on GPUs: {arguments.gpus}; seconds of a batch"
     measured = ":".join(f"{median / min(medians):.2f}" for median in medians)
     load = ", ".join(f"{value:.2f}" for value in os.getloadavg())
-    said = [
+    rows = [
         f"wall clock; {work}, measured {measured}; load averages {load}",
         "mode               loss at 1/4   1/2     end  to sync's  slow's share  busy fast/slow  "
         "stale  accuracy %",
     ]
     by_mode = {mode: [run for run in runs if run.mode == mode] for mode in arguments.modes}
-    for mode, those in by_mode.items():
+    for mode, mode_runs in by_mode.items():
         targets = {run.seed: run.points[-1].loss for run in by_mode.get("sync", [])}
-        reached = [run.seconds_to(targets[run.seed]) for run in those if run.seed in targets]
+        reached = [run.seconds_to(targets[run.seed]) for run in mode_runs if run.seed in targets]
         seconds = [second for second in reached if second is not None]
         to_target = f"{statistics.median(seconds):6.1f} s" if seconds else "   never"
         at = [
-            statistics.median(run.loss_at(share * arguments.seconds) for run in those)
+            statistics.median(run.loss_at(share * arguments.seconds) for run in mode_runs)
             for share in (0.25, 0.5)
         ]
-        end = statistics.median(run.points[-1].loss for run in those)
-        share = statistics.median(run.slow_share for run in those)
-        busy = [statistics.median(run.busy[place] for run in those) for place in (0, -1)]
-        stale = statistics.median(run.staleness for run in those)
-        accuracy = [100 * run.points[-1].accuracy for run in those]
-        said.append(
+        end = statistics.median(run.points[-1].loss for run in mode_runs)
+        share = statistics.median(run.slow_share for run in mode_runs)
+        busy = [statistics.median(run.busy[place] for run in mode_runs) for place in (0, -1)]
+        stale = statistics.median(run.staleness for run in mode_runs)
+        accuracy = [100 * run.points[-1].accuracy for run in mode_runs]
+        rows.append(
             f"{mode:18} {at[0]:10.4f} {at[1]:6.4f} {end:7.4f}  {to_target} "
-            f"({len(seconds)}/{len(those)}) {share:8.2f}     {busy[0]:8.2f}/{busy[1]:.2f} "
+            f"({len(seconds)}/{len(mode_runs)}) {share:8.2f}     {busy[0]:8.2f}/{busy[1]:.2f} "
             f"{stale:7.2f}  {statistics.median(accuracy):.1f} "
             f"({min(accuracy):.1f}-{max(accuracy):.1f})"
         )
-    return [*said, *(f"rejected: {flaw}" for flaw in found)]
+    return [*rows, *(f"rejected: {flaw}" for flaw in found)]
 
 
 if __name__ == "__main__":

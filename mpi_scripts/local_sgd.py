@@ -96,7 +96,7 @@ def train(task: Task, wrap: Wrap, ranks: int) -> Run:
         return Run(task.accuracy(model), exchanges, sent)
 
     runs = run_ranks(local_world(ranks), rank)
-    assert len({run.accuracy for run in runs}) == 1, "replicas are alike"
+    assert len({run.accuracy for run in runs}) == 1, "the ranks' models differ"
     return runs[0]._replace(sent_bytes=statistics.fmean(run.sent_bytes for run in runs))
 
 
@@ -111,7 +111,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--json", type=as_argument(output_file), help="file to write the runs to")
     options = parser.parse_args(arguments)
     if options.seeds < 2:
-        parser.error("--seeds must be at least 2: one alone says nothing of the spread")
+        parser.error("--seeds must be at least 2, to estimate the spread")
     return options
 
 

@@ -35,7 +35,7 @@ class Matrix(NamedTuple):
     q: torch.Tensor
 
 
-class Rival:
+class ExchangingOptimizer:
     """An optimizer that exchanges gradients its own way before the inner one steps."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Rival:
         self._inner.zero_grad()
 
 
-class LowRank(Rival):
+class LowRank(ExchangingOptimizer):
     """An optimizer whose gradients are averaged by PowerSGD before each step."""
 
     def __init__(
@@ -87,14 +87,14 @@ class LowRank(Rival):
             vector.copy_(mean)
 
         kept = self._matrices.values()
-        wanted = [
+        corrected = [
             gradients[each].reshape(matrix.error.shape) + matrix.error
             for each, matrix in self._matrices.items()
         ]
-        ps = self._averages([m @ matrix.q for m, matrix in zip(wanted, kept, strict=True)])
+        ps = self._averages([m @ matrix.q for m, matrix in zip(corrected, kept, strict=True)])
         ps = [torch.linalg.qr(p).Q for p in ps]
-        qs = self._averages([m.T @ p for m, p in zip(wanted, ps, strict=True)])
-        for each, m, p, q in zip(list(self._matrices), wanted, ps, qs, strict=True):
+        qs = self._averages([m.T @ p for m, p in zip(corrected, ps, strict=True)])
+        for each, m, p, q in zip(list(self._matrices), corrected, ps, qs, strict=True):
             update = p @ q.T
             self._matrices[each] = Matrix(m - update, q)
             gradients[each].copy_(update.view_as(each))

@@ -39,14 +39,14 @@ def bytes_of(tensor: torch.Tensor) -> int:
 
 
 def memory_bytes(which: str) -> int:
-    """Return this process's memory by Linux: VmRSS, or VmHWM, the peak since `forget_most`."""
+    """Return this process's memory by Linux: VmRSS, or VmHWM, the peak since `reset_peak`."""
     status = Path("/proc/self/status").read_text()
     found = re.search(rf"{which}:\s+(\d+) kB", status)
     assert found is not None
     return 1024 * int(found.group(1))
 
 
-def forget_most() -> None:
+def reset_peak() -> None:
     """Reset VmHWM."""
     Path("/proc/self/clear_refs").write_text("5")
 
@@ -62,8 +62,8 @@ class Steps:
         batch_size = len(self._dataset) // (steps + 1)
         names = "forward", "backward", "exchange", "apply"
         seconds = dict.fromkeys(names, 0.0)
-        held = memory_bytes("VmRSS")
-        forget_most()
+        bytes_before = memory_bytes("VmRSS")
+        reset_peak()
         for step in range(steps + 1):
             batch = self._dataset.__getitems__(range(step * batch_size, (step + 1) * batch_size))
             clock = [time.process_time()]
@@ -92,13 +92,13 @@ class Steps:
             for name, gradient in rows.items()
         )
         parts = ", ".join(f"{part} {seconds[part]:.3f}" for part in names)
-        most = memory_bytes("VmHWM") - held
+        peak_bytes = memory_bytes("VmHWM") - bytes_before
         return (
             f"{name}\n"
             f"  gradient of a rank   {bytes_text(computed)}\n"
             f"  agreed update        {touched}\n"
             f"  sent by a rank       {bytes_text(self._optimizer.last_step.sent_bytes)}\n"
-            f"  most memory of steps {bytes_text(most)}, besides what was there before\n"
+            f"  most memory of steps {bytes_text(peak_bytes)}, besides what was there before\n"
             f"  processor seconds    {sum(seconds.values()):.3f}: {parts}\n"
         )
 

@@ -206,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the comparison, modelled and simulated, and return the exit code."""
     options = parser().parse_args(arguments)
     try:
-        comparison, rates, origin = plan.compared(options)
+        comparison, rates, origin = plan.comparison_of(options)
         platform = platform_of(options, comparison.cluster.network)
         found = simulated(comparison, platform)
     except (SimulationError, ValueError) as error:

@@ -96,8 +96,8 @@ def simulated(
             k = length if method == "dense" else round(DENSITY * length)
             try:
                 trace = trace_of(Reduction(method, size, length, k, size // tree.sites))
-            except (ValueError, CollectiveError) as refused:  # too many messages, or threads
-                print(f"{method} on {size:,} hosts: {refused}", file=sys.stderr)
+            except (ValueError, CollectiveError) as error:  # too many messages, or threads
+                print(f"{method} on {size:,} hosts: {error}", file=sys.stderr)
                 trace = None
             for rate in rates:
                 seconds = simulate(trace, platforms[size, rate], python) if trace else None
@@ -127,11 +127,11 @@ def picture(found: Found, ranks: Sequence[int]) -> str:
     a_line = 3 * columns
     drawn = next(iter(found.values()))
     head = HEAD + LINE * ((len(drawn) - 1) // a_line)
-    everything = [s for m in found.values() for of in m.values() for s in of.values() if s]
-    if not everything:
+    all_seconds = [s for m in found.values() for of in m.values() for s in of.values() if s]
+    if not all_seconds:
         raise ValueError("--plot has nothing to draw: no method took any time")
     x = charts.horizontal(min(ranks), max(ranks), logarithmic=True)
-    y = charts.vertical(min(everything) / 1.5, 1.5 * max(everything), logarithmic=True)
+    y = charts.vertical(min(all_seconds) / 1.5, 1.5 * max(all_seconds), logarithmic=True)
     panels = []
     for place, (rate, methods) in enumerate(found.items()):
         x_ticks = {float(size): count_text(size) for size in ranks}
@@ -187,11 +187,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     far = Link.of(options.far, options.far_latency) if sites > 1 else None
     tree = Tree(options.nodes_per_switch, options.oversubscription, sites, far)
     if "hierarchical" in options.methods and sites == 1:
-        parser.error("hierarchical takes sites for nodes: give --sites, 2 or more")
+        parser.error("hierarchical uses sites as nodes: give --sites, 2 or more")
     evenly = sites * tree.nodes_per_switch
     if "hierarchical" in options.methods and any(size % evenly for size in options.ranks):
         parser.error(
-            "hierarchical takes sites for nodes of as many hosts each: --ranks must be multiples "
+            "hierarchical uses sites as nodes with equally many hosts: --ranks must be multiples "
             f"of {evenly}, --sites times --nodes-per-switch, got {options.ranks}"
         )
     try:

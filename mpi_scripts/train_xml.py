@@ -202,8 +202,8 @@ def prepare(arguments: argparse.Namespace) -> Training:
     per_round = len(train) // arguments.evaluations
     if per_round < hvd.size():
         raise ValueError(
-            f"with --evaluations {arguments.evaluations} only {per_round} of {len(train)} rows lie "
-            f"between two evaluations, fewer than the {hvd.size()} ranks"
+            f"with --evaluations {arguments.evaluations} there are only {per_round} of "
+            f"{len(train)} rows between two evaluations, fewer than the {hvd.size()} ranks"
         )
     rounds = Rounds(len(train), per_round, arguments.seed, hvd.rank(), hvd.size())
     return Training(arguments, train, test, rounds)

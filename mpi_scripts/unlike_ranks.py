@@ -76,13 +76,13 @@ def synthetic(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.randint(10, (samples,), generator=generator)
 
 
-def flaws(wanted: Sequence[float], seconds: Sequence[Sequence[float]]) -> list[str]:
+def flaws(requested: Sequence[float], seconds: Sequence[Sequence[float]]) -> list[str]:
     """Return the reasons why the ranks' ratio is not as requested; empty if it is.
 
     seconds: of every batch of the calibration, by rank.
     """
     medians = [statistics.median(each) for each in seconds]
-    per_repeat = [median / repeat for median, repeat in zip(medians, wanted, strict=True)]
+    per_repeat = [median / repeat for median, repeat in zip(medians, requested, strict=True)]
     found = []
     off = max(per_repeat) / min(per_repeat) - 1
     if off > RATIO_OFF:
@@ -154,12 +154,12 @@ def main() -> int:
     torch.set_num_threads(1)
     arguments = parse()
     if len(arguments.repeat) != hvd.size():
-        raise SystemExit(f"--repeat needs a number for each of {hvd.size()} ranks")
+        raise SystemExit(f"--repeat needs {hvd.size()} numbers, one for each rank")
     rank = Rank(arguments.repeat[hvd.rank()], arguments.hidden)
     rank.calibrate(arguments.batch // hvd.size(), 3)  # warm
     hvd.barrier()
-    mine = rank.calibrate(arguments.batch // hvd.size(), arguments.calibration)
-    calibrated = hvd.allgather_object(mine)
+    own_seconds = rank.calibrate(arguments.batch // hvd.size(), arguments.calibration)
+    calibrated = hvd.allgather_object(own_seconds)
     found = flaws(arguments.repeat, calibrated)
     opened = {mode: open_mode(mode, rank, arguments) for mode in arguments.modes}
     for training in opened.values():
@@ -189,10 +189,10 @@ def report(
 ) -> None:
     """Print ratios, times, and reasons to reject them."""
     medians = [statistics.median(each) for each in calibrated]
-    asked = ":".join(map(str, arguments.repeat))
+    requested = ":".join(map(str, arguments.repeat))
     measured = ":".join(f"{median / min(medians):.2f}" for median in medians)
     load = ", ".join(f"{value:.2f}" for value in os.getloadavg())
-    print(f"work is repeated {asked} times; measured {measured}; load averages {load}")
+    print(f"work is repeated {requested} times; measured {measured}; load averages {load}")
     first = statistics.median(next(iter(seconds.values())))
     for mode, each in seconds.items():
         median = statistics.median(each)

@@ -43,8 +43,7 @@ def page(facts: Mapping[str, Any], curves: Sequence[Curve]) -> str:
     figures = [plot(curves, over, place) for over, place in along.items()]
     return charts.page(
         title,
-        f"""<p class="lead">Seconds are of training, on the clock on the wall; evaluating is left
-out of them.</p>
+        f"""<p class="lead">Seconds are wall-clock seconds of training, without evaluations.</p>
 {charts.plots("P@1", figures)}<h2>All methods</h2>
 {charts.table({curve.label: cells_of(curve, best / 2) for curve in curves})}
 {charts.facts({name: str(value) for name, value in facts.items()})}""",
@@ -63,7 +62,7 @@ def plot(curves: Sequence[Curve], over: str, place: Callable[[Point], float]) ->
     }
     title = f"P@1 over {over}"
     drawn = charts.lines_plot(
-        title, lines, "P@1", over=over, written=charts.share_text, from_zero=True
+        title, lines, "P@1", over=over, to_text=charts.share_text, from_zero=True
     )
     return charts.figure(title, charts.lines_legend(lines) + drawn, "One line per method.")
 

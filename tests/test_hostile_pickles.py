@@ -34,7 +34,7 @@ from gtopk.torch.checkpoint.tree import put_together
 from models.data import load
 from models.data.an4 import read_transcript, read_wav
 from models.data.cifar10 import read_binary_batch, read_pickled_batch
-from models.data.image_folder import decoded, middle
+from models.data.image_folder import central_box, decoded
 from models.data.malformed import MalformedFile
 from models.data.mnist import read_idx
 from models.data.xml import read_xml
@@ -132,7 +132,7 @@ def test_no_data_set_is_unpickled(canary, tmp_path):
     np.savez(tmp_path / "x.npz", x=np.array([Hostile(canary)] * 9, object), y=np.arange(9))
     (tmp_path / "y.npz").write_bytes(pickle.dumps(Hostile(canary)))
     for name in ("x.npz", "y.npz"):
-        with pytest.raises(ValueError, match=r"no \.npz file with arrays x and y"):
+        with pytest.raises(ValueError, match=r"not an \.npz file with arrays x and y"):
             load(str(tmp_path / name))
     file = tmp_path / "file"
     for protocol in (2, pickle.HIGHEST_PROTOCOL):
@@ -142,7 +142,7 @@ def test_no_data_set_is_unpickled(canary, tmp_path):
             lambda: read_binary_batch(file, 1),
             lambda: read_idx(file, 1),
             lambda: read_wav(file),
-            lambda: decoded(file, 4, middle),
+            lambda: decoded(file, 4, central_box),
             lambda: read_xml(file),
             lambda: read_transcript(file),
         ):

@@ -188,8 +188,8 @@ def adapt(
     # A script that adapts a loader twice passes one that `adapt` has returned.
     if not isinstance(loader, DataLoader):
         raise TypeError(
-            f"adapt needs a torch.utils.data.DataLoader, got {type(loader).__name__}; to adapt "
-            "another way, give it the DataLoader that was adapted before"
+            f"adapt needs a torch.utils.data.DataLoader, got {type(loader).__name__}; to adapt it "
+            "again, pass the original DataLoader"
         )
     here = world.current()
     if mode != "balanced":
@@ -204,21 +204,21 @@ def adapt(
     if loader.batch_size is None:
         raise ValueError(
             "adapt makes the batches itself, and needs a DataLoader with a batch_size, got one "
-            "with batch_size=None or a batch_sampler of its own; what that draws can be said by "
-            "order=, a function from the epoch to the indices of all samples, equal on every rank"
+            "with batch_size=None or its own batch_sampler; pass that sampler's order as order=, "
+            "a function from the epoch to the indices of all samples, equal on every rank"
         )
     if not MODES[mode].takes_streams and not is_indexed(loader.dataset):
         raise ValueError(
             f"mode {mode!r} hands out the samples of an epoch by their indices: it needs a data "
-            f"set of a length that is no IterableDataset, got {type(loader.dataset).__name__}"
+            f"set with a length, not an IterableDataset, got {type(loader.dataset).__name__}"
         )
-    known = [field.name for field in fields(MODES[mode].options)]
+    names = [field.name for field in fields(MODES[mode].options)]
     # Not left to the constructor: its TypeError would not name the mode.
-    if unknown := [name for name in options if name not in known]:
-        raise TypeError(f"mode {mode!r} has no option {unknown[0]!r}; it has {', '.join(known)}")
+    if unknown := [name for name in options if name not in names]:
+        raise TypeError(f"mode {mode!r} has no option {unknown[0]!r}; it has {', '.join(names)}")
     # The script's samples a step before, with one batch on each rank.
     if global_batch is None:
         global_batch = loader.batch_size * here.size
-    chosen = MODES[mode].options(global_batch, **options)
-    chosen.check()
-    return MODES[mode].open(Job(loader, optimizer, chosen, here, order, timer))
+    mode_options = MODES[mode].options(global_batch, **options)
+    mode_options.check()
+    return MODES[mode].open(Job(loader, optimizer, mode_options, here, order, timer))

@@ -27,7 +27,7 @@ from .local_steps import require_one_pass
 from .noise_scale import GradientCopy, Noise, NoiseAverage, estimate
 from .options import BalancedOptions, Job
 from .partitioning.cuts import Cut, Limits, Plan, round_sizes
-from .sources import open_source, require_the_same
+from .sources import open_source, require_same_samples
 from .throughput import (
     GradientTimer,
     Measurements,
@@ -69,7 +69,7 @@ class BalancedLoader(LoaderBase[BalancedOptions]):
         self._require_one_pass()
         # Equal sizes for now: the bounds are known only after all ranks have exchanged theirs,
         # below.
-        self._plan = Plan(self._equal(options.global_batch))
+        self._plan = Plan(self._equal_sizes(options.global_batch))
         self._source = open_source(job.loader, self._plan, world.rank, job.order, options.seed)
         self._memory = Memory(world.rank)
         self._timer = job.timer or GradientTimer(job.optimizer)
@@ -77,12 +77,12 @@ class BalancedLoader(LoaderBase[BalancedOptions]):
         self._rate = LearningRate(job.optimizer, options.lr_scaling, options.global_batch)
         self._noise = NoiseAverage()
         self._targets_goodput = options.policy == "goodput"
-        needed = self._targets_goodput or options.lr_scaling == "adascale"
-        probes = options.noise_every or (100 if needed else 0)
+        needs_noise = self._targets_goodput or options.lr_scaling == "adascale"
+        probe_interval = options.noise_every or (100 if needs_noise else 0)
         # The gradient of a single rank does not show its noise: see `noise_scale.estimate`.
-        self._noise_every = probes if world.size > 1 else 0
-        self._copy = GradientCopy(trained_by(job.optimizer)) if self._noise_every else None
-        self._lead, self._most = self._gather_limits()  # _most: each rank's largest size
+        self._probe_interval = probe_interval if world.size > 1 else 0
+        self._copy = GradientCopy(trained_by(job.optimizer)) if self._probe_interval else None
+        self._lead, self._max_sizes = self._gather_limits()  # prefetched steps; largest sizes
         self._limits = self._limits_of(options.global_batch)
         self._limits.check()
         sizes = round_sizes([float(size) for size in self._plan.at(0)], self._limits)
@@ -105,36 +105,36 @@ class BalancedLoader(LoaderBase[BalancedOptions]):
 
     def _gather_limits(self) -> tuple[int, list[int]]:
         """Return the most steps that a rank prefetches, and every rank's largest size."""
-        mine = [self._source.lead, self._options.max_batch or _NO_BOUND]
-        records = self._meet(
-            [self._source.signature], lambda transport, all_flags: transport.gather_object(mine)
+        own = [self._source.lead, self._options.max_batch or _NO_BOUND]
+        records = self._run_first(
+            [self._source.signature], lambda transport, all_flags: transport.gather_object(own)
         )
         return max(lead for lead, _ in records), [most for _, most in records]
 
-    def _enter(self) -> None:
+    def _join_next_world(self) -> None:
         """Join the next world, with rank 0's sizes, if this loader's world has ended.
 
         An interrupted epoch starts again, unless a state is loaded that holds its position. Raises
         RuntimeError if this rank or the number of ranks has changed.
         """
-        here = self._next_world()
-        if here is None:
+        next_world = self._next_world()
+        if next_world is None:
             return
         if self._cut is not None:
             self._abandon()
-        self._world = here
-        self._lead, self._most = self._gather_limits()
+        self._world = next_world
+        self._lead, self._max_sizes = self._gather_limits()
         self._epochs.start = 0
         # Some ranks may have been a step ahead when the last world failed.
-        mine = self._state()
+        own_state = self._state()
         state = self._run(
-            "state", [], lambda transport, all_flags: transport.broadcast_object(mine)
+            "state", [], lambda transport, all_flags: transport.broadcast_object(own_state)
         )
         self._load_sizes({**state, "seconds": [], "exchanges": []})
         self._noise.load_state_dict(state["noise"])
         self._epochs.set(state["epochs"]["epoch"])
 
-    def _equal(self, samples: int) -> list[int]:
+    def _equal_sizes(self, samples: int) -> list[int]:
         """Return each rank's share of a global batch, as equal as the grain allows."""
         ranks = self._world.size
         limits = Limits(samples, [0] * ranks, [samples] * ranks, self._options.grain)
@@ -144,31 +144,31 @@ class BalancedLoader(LoaderBase[BalancedOptions]):
         """Return the limits of the sizes in a global batch."""
         grain = self._options.grain
         # A grain that does not fit into memory is computed in parts.
-        most = [min(max(each // grain, 1) * grain, samples) for each in self._most]
-        equal, least = self._equal(samples), self._options.min_batch
+        most = [min(max(each // grain, 1) * grain, samples) for each in self._max_sizes]
+        equal, least = self._equal_sizes(samples), self._options.min_batch
         # A least size above an equal share, or above a rank's memory, could not be met.
         low = [min(least, *each) for each in zip(equal, most, strict=True)]
         return Limits(samples, low, most, grain)
 
-    def _compare(self, columns: Array) -> None:
+    def _check_stream(self, columns: Array) -> None:
         """Raise HorovodInternalError, on every rank, if ranks read different streams.
 
         Warns once, on rank 0, if the columns do not show it.
         """
 
-        is_known = self._run(
-            "stream", [], lambda transport, all_flags: require_the_same(transport, columns)
+        is_confirmed = self._run(
+            "stream", [], lambda transport, all_flags: require_same_samples(transport, columns)
         )
-        if not (is_known or self._has_warned):
+        if not (is_confirmed or self._has_warned):
             self._has_warned = True
             if self._world.rank == 0:
                 _log.warning(
                     "adapt cannot check that all ranks read the same stream: in its first step, "
-                    "columns either hold one value only (one class, say) or differ from rank to "
-                    "rank, by random augmentation or because the ranks read other samples. Make "
-                    "sure that the data set yields the same samples, in the same order, on all "
-                    "ranks, and none by rank. To have it checked, mix the classes, or augment in "
-                    "collate_fn"
+                    "every column either has a single value (such as one class) or differs between "
+                    "ranks, because of random augmentation or because the ranks read different "
+                    "samples. Make sure that the data set yields the same samples, in the same "
+                    "order, on all ranks, without sharding by rank. To enable the check, shuffle "
+                    "the classes, or augment in collate_fn"
                 )
 
     @property
@@ -189,7 +189,7 @@ class BalancedLoader(LoaderBase[BalancedOptions]):
         return steps
 
     def _batches(self) -> Generator[Any, None, None]:
-        self._enter()
+        self._join_next_world()
         # Again: a script may have called set_backward_passes_per_step in the meantime.
         self._require_one_pass()
         if self._cut is not None:
@@ -199,7 +199,7 @@ class BalancedLoader(LoaderBase[BalancedOptions]):
             self._run("epoch", [*signature, *self._source.open(epoch)])
             # Workers may have prefetched in an unfinished iteration; those steps are cut again.
             self._plan.drawn = self.step
-            for cut, batch in self._source.begin(epoch, self.step, start, self._compare):
+            for cut, batch in self._source.begin(epoch, self.step, start, self._check_stream):
                 self._begin_batch(cut)
                 try:
                     yield batch
@@ -219,7 +219,7 @@ class BalancedLoader(LoaderBase[BalancedOptions]):
         self._current_batch.make_current(cut, self.num_samples, reduction, self._world)
         self._rate.scale(cut.total, self._noise.value)
         # A probe is a collective. All ranks are at the same step, so either all probe or none does.
-        if self._copy is not None and self.step % self._noise_every == 0:
+        if self._copy is not None and self.step % self._probe_interval == 0:
             self._copy.arm(trained_by(self._optimizer), loss_scale(self._optimizer.scaler))
         # Last, so that the batch's time includes none of the above.
         self._timer.start(self.num_samples)
@@ -237,18 +237,18 @@ class BalancedLoader(LoaderBase[BalancedOptions]):
 
     def _decide(self) -> None:
         """Gather every rank's window, and change the sizes of steps that are not cut yet."""
-        before = self._plan.at(self.step - 1)
+        sizes_before = self._plan.at(self.step - 1)
         seconds = summarise(self._seconds) if self._seconds else 0.0
         exchange = summarise(self._exchanges) if self._exchanges else 0.0
         self._seconds.clear()
         self._exchanges.clear()
-        mine = [seconds, self._memory.most or _NO_BOUND, exchange]
+        own_window = [seconds, self._memory.max_samples or _NO_BOUND, exchange]
         records = self._run(
-            "window", [], lambda transport, all_flags: transport.gather_object(mine)
+            "window", [], lambda transport, all_flags: transport.gather_object(own_window)
         )
         windows = [
             Window(size, seconds, int(most))
-            for size, (seconds, most, _) in zip(before, records, strict=True)
+            for size, (seconds, most, _) in zip(sizes_before, records, strict=True)
         ]
         if any(window.size and not window.seconds for window in windows):
             # A rank computed no gradients, or only a partial step. Measure another whole window, or
@@ -256,32 +256,34 @@ class BalancedLoader(LoaderBase[BalancedOptions]):
             self._controller.measuring_from = self.step
             return
         # At least one rank has prefetched the steps before that, so they are cut already.
-        takes_effect = self.step + self._lead
-        sizes = self._controller.decide(windows, self.step, takes_effect)
+        effective_step = self.step + self._lead
+        sizes = self._controller.decide(windows, self.step, effective_step)
         # A bound never rises again: a size that did not fit once is not tried again.
-        self._most = [min(a, window.most) for a, window in zip(self._most, windows, strict=True)]
-        if self._targets_goodput and self._noise.is_sure:
+        self._max_sizes = [
+            min(a, window.max_samples) for a, window in zip(self._max_sizes, windows, strict=True)
+        ]
+        if self._targets_goodput and self._noise.is_reliable:
             # The least is the exchange alone: the rank that came last waited for nobody.
-            sizes = self._goodput_sizes(min(each for *_, each in records), takes_effect)
-        if tuple(sizes) != before:
-            self._change(takes_effect, sizes, [window.seconds for window in windows])
+            sizes = self._goodput_sizes(min(each for *_, each in records), effective_step)
+        if tuple(sizes) != sizes_before:
+            self._change(effective_step, sizes, [window.seconds for window in windows])
 
-    def _goodput_sizes(self, exchange_seconds: float, takes_effect: int) -> list[int]:
+    def _goodput_sizes(self, exchange_seconds: float, effective_step: int) -> list[int]:
         """Return the sizes from a step on, for the global batch that policy "goodput" chooses."""
         assert self._noise.value is not None
-        costs, now = self._controller.costs(), self._limits.total
+        costs, current_total = self._controller.costs(), self._limits.total
         reference = self._options.global_batch
-        seen = Measurements(costs, exchange_seconds, self._noise.value.scale, reference)
+        measurements = Measurements(costs, exchange_seconds, self._noise.value.scale, reference)
         totals = self._options.totals()
         # Totals beyond the memory of all ranks have no sizes, even below max_global_batch.
         feasible = sum(self._limits_of(totals[-1]).highest())
         totals = range(totals.start, min(totals.stop, feasible + 1), totals.step)
-        total = next_total(seen, self._limits_of, totals, now)
-        if total == now:
+        total = next_total(measurements, self._limits_of, totals, current_total)
+        if total == current_total:
             return self._controller.sizes
         self._limits = self._limits_of(total)
         sizes = equal_finish(costs, self._limits)
-        self._controller.resize(self._limits, sizes, takes_effect)
+        self._controller.resize(self._limits, sizes, effective_step)
         return sizes
 
     def _change(self, step: int, sizes: Sequence[int], seconds: list[float]) -> None:
@@ -305,14 +307,14 @@ class BalancedLoader(LoaderBase[BalancedOptions]):
         weight = size / cut.total
         square = weight * float(gradient @ gradient)
         # L is appended, so that one allreduce gives both sums.
-        mine = np.append(weight * gradient.numpy(), square)
-        signature = [f"gradients of {mine.size - 1} values"]
-        self._run("noise", signature, lambda transport, all_flags: transport.allreduce(mine))
-        if np.isfinite(mine).all() and sum(size > 0 for size in cut.sizes) > 1:
+        sums = np.append(weight * gradient.numpy(), square)
+        signature = [f"gradients of {sums.size - 1} values"]
+        self._run("noise", signature, lambda transport, all_flags: transport.allreduce(sums))
+        if np.isfinite(sums).all() and sum(size > 0 for size in cut.sizes) > 1:
             # With the kernels' sum: learning rates depend on it, so all ranks must get the same
             # bits.
-            square_of_mean = squared_norm(mine[:-1])
-            self._noise.add(estimate(float(mine[-1]), square_of_mean, cut.sizes))
+            square_of_mean = squared_norm(sums[:-1])
+            self._noise.add(estimate(float(sums[-1]), square_of_mean, cut.sizes))
 
     def set_global_batch(self, samples: int) -> None:
         """Set the samples of a step, from the first step on that is not cut yet.
@@ -321,7 +323,7 @@ class BalancedLoader(LoaderBase[BalancedOptions]):
         allow it, TypeError for a number that is not whole, and HorovodInternalError on every rank
         if the ranks' numbers differ.
         """
-        self._enter()
+        self._join_next_world()
         samples = whole_number("a global batch", samples)
         # Before the range check: ranks with different numbers must all raise the same error.
         self._run("global_batch", [f"a global batch of {samples} samples"])
@@ -354,15 +356,15 @@ class BalancedLoader(LoaderBase[BalancedOptions]):
 
         Call it before `state_dict` in the middle of an epoch, so that the state is complete.
         """
-        self._enter()
+        self._join_next_world()
         if self._cut is None:
             return
         seconds = self._timer.elapsed_seconds()
         if self._copy is not None and (gradient := self._copy.disarm()) is not None:
             self._probe(gradient, self._cut)
         # An epoch's last step may be smaller than planned, which would look like a faster rank.
-        regular = self._cut.sizes == self._plan.at(self._cut.step)
-        if seconds is not None and regular and self._controller.counts(self.step):
+        is_full_step = self._cut.sizes == self._plan.at(self._cut.step)
+        if seconds is not None and is_full_step and self._controller.counts(self.step):
             self._seconds.append(seconds)
             if self._targets_goodput and (step := self._optimizer.last_step) is not None:
                 self._exchanges.append(self._timer.exchanged(step))
@@ -384,7 +386,7 @@ class BalancedLoader(LoaderBase[BalancedOptions]):
             "global_batch": self._limits.total,
             "global_batch_given": self._options.global_batch,  # the initial one
             "step": done,
-            "epochs": self._epochs.state_dict(is_of_before=is_over(self._world)),
+            "epochs": self._epochs.state_dict(before_leaving=is_over(self._world)),
             "plan": self._plan.state_dict(done),
             "controller": self._controller.state_dict(),
             "seconds": list(self._seconds),
@@ -400,7 +402,7 @@ class BalancedLoader(LoaderBase[BalancedOptions]):
         loader's bounds do not allow the state's global batch.
         """
         self._epochs.close()
-        self._enter()  # joining the next world later would lose the loaded state
+        self._join_next_world()  # joining the next world later would lose the loaded state
         if self._cut is not None:
             self._abandon()  # this batch belongs to the earlier state
         given = self._options.global_batch

@@ -30,11 +30,11 @@ from .throughput import Cost, SpeedModel, equal_finish, spread_of
 
 WARMUP_STEPS: Final = 5
 SETTLING_STEPS: Final = 2  # after the prefetched steps
-# Two bounds, EVEN to enter HOLD and STILL_EVEN to leave it: with a single bound, a spread close to
-# it would enter and leave HOLD all the time.
-EVEN: Final = 0.05
-STILL_EVEN: Final = 0.10
-APART: Final = 0.30
+# Two bounds, to enter HOLD and to leave it: with a single bound, a spread close to it would enter
+# and leave HOLD all the time.
+HOLD_SPREAD: Final = 0.05
+LEAVE_HOLD_SPREAD: Final = 0.10
+SOLVE_SPREAD: Final = 0.30
 FINE_SHARE: Final = 0.10
 LEAST_SECONDS: Final = 5e-4  # a smaller spread is noise of the operating system
 # The spread of equal ranks is usually below this many times the noise of one rank's windows.
@@ -54,7 +54,7 @@ class Window(NamedTuple):
 
     size: int
     seconds: float
-    most: int
+    max_samples: int
 
 
 class Controller:
@@ -81,11 +81,11 @@ class Controller:
         self._models = [SpeedModel() for _ in sizes]
         self._holding = False
         self._uneven_windows = 0
-        self._held: list[list[float]] = []  # seconds of each window since sizes last changed
+        self._hold_windows: list[list[float]] = []  # seconds, since sizes last changed
         self._fine_left = 0
         self._last_moves = [0] * len(sizes)
         self._damping = [1.0] * len(sizes)
-        self._surprises: list[list[float]] = []  # of each rank, in the last windows
+        self._prediction_errors: list[list[float]] = []  # of each rank, in the last windows
 
     def counts(self, step: int) -> bool:
         """Tell whether the time of this step counts in the window."""
@@ -95,25 +95,25 @@ class Controller:
         """Tell whether the window is full after this many steps."""
         return step >= self.measuring_from + self.interval
 
-    def decide(self, windows: Sequence[Window], step: int, takes_effect: int) -> list[int]:
-        """Return the sizes from step `takes_effect` on, given every rank's window.
+    def decide(self, windows: Sequence[Window], step: int, effective_step: int) -> list[int]:
+        """Return the sizes from step `effective_step` on, given every rank's window.
 
         step: the number of finished steps.
         """
         before = self.sizes
         self.sizes = self._choose(windows)
         changed = self.sizes != before
-        self.measuring_from = takes_effect + SETTLING_STEPS if changed else step
+        self.measuring_from = effective_step + SETTLING_STEPS if changed else step
         return self.sizes
 
     def _choose(self, windows: Sequence[Window]) -> list[int]:
-        now = [window.size for window in windows]
+        current = [window.size for window in windows]
         seconds = [window.seconds if window.size else 0.0 for window in windows]
         # Before the models learn these seconds, which they would then predict too well.
-        self._note_surprises(now, seconds)
+        self._record_errors(current, seconds)
         changed = [
             model.observe(size, each)
-            for model, size, each in zip(self._models, now, seconds, strict=True)
+            for model, size, each in zip(self._models, current, seconds, strict=True)
         ]
         # A rank whose speed has changed may need a large move at once.
         if any(changed):
@@ -123,100 +123,101 @@ class Controller:
         busy = [each for each in seconds if each]
         if max(busy) - min(busy) < LEAST_SECONDS:
             spread = 0.0
-        if self._stays(spread):
-            return self._refined(now, seconds, limits)
-        self._held.clear()
+        if self._update_holding(spread):
+            return self._refined(current, seconds, limits)
+        self._hold_windows.clear()
         costs = self.costs()
-        wanted = equal_finish(costs, limits)
-        if spread > self._above(APART) and not self._fine_left:
+        ideal = equal_finish(costs, limits)
+        if spread > self._raised_by_noise(SOLVE_SPREAD) and not self._fine_left:
             self._fine_left = FINE_WINDOWS
             # The sizes jump, so earlier moves and their damping no longer apply.
-            self._last_moves = [0] * len(now)
-            self._damping = [1.0] * len(now)
-            sizes = wanted
+            self._last_moves = [0] * len(current)
+            self._damping = [1.0] * len(current)
+            sizes = ideal
         else:
             self._fine_left = max(0, self._fine_left - 1)
-            sizes = self._damped(now, wanted, limits)
+            sizes = self._damped(current, ideal, limits)
         # Each change costs the start of a window: the steps until it takes effect and until they
         # settle.
-        if self._gain(now, sizes, costs) < LEAST_GAIN:
+        if self._gain(current, sizes, costs) < LEAST_GAIN:
             self._hold()
-            return round_sizes([float(size) for size in now], limits)
+            return round_sizes([float(size) for size in current], limits)
         return sizes
 
-    def _refined(self, now: list[int], seconds: Sequence[float], limits: Limits) -> list[int]:
+    def _refined(self, current: list[int], seconds: Sequence[float], limits: Limits) -> list[int]:
         """Return sizes from the mean of all windows in this HOLD, if the gain is large enough."""
-        if (bounded := round_sizes([float(size) for size in now], limits)) != now:
-            self._held.clear()  # memory has run out: these windows had sizes that are too large
+        if (bounded := round_sizes([float(size) for size in current], limits)) != current:
+            self._hold_windows.clear()  # memory has run out: these sizes were too large
             return bounded
-        self._held.append(list(seconds))
-        if len(self._held) < HELD_WINDOWS:
-            return now
-        of_ranks = [*zip(*self._held, strict=True)]
+        self._hold_windows.append(list(seconds))
+        if len(self._hold_windows) < HELD_WINDOWS:
+            return current
+        by_rank = [*zip(*self._hold_windows, strict=True)]
         # The windows' seconds are medians already, so outliers are gone and the mean is more exact.
-        means = [statistics.fmean(each) for each in of_ranks]
-        unsure = max(
+        means = [statistics.fmean(each) for each in by_rank]
+        relative_error = max(
             statistics.stdev(each) / mean if mean else 0.0
-            for each, mean in zip(of_ranks, means, strict=True)
+            for each, mean in zip(by_rank, means, strict=True)
         ) / math.sqrt(HELD_WINDOWS)
-        self._held.clear()
+        self._hold_windows.clear()
         costs = [
             # From the model: windows of one size cannot show the fixed part.
             Cost(cost.fixed, (mean - cost.fixed) / size) if size and mean > cost.fixed else cost
-            for cost, mean, size in zip(self.costs(), means, now, strict=True)
+            for cost, mean, size in zip(self.costs(), means, current, strict=True)
         ]
         sizes = equal_finish(costs, limits)
-        gain = self._gain(now, sizes, costs)
-        return sizes if gain >= max(LEAST_GAIN_HELD, NOISE_IN_SPREAD * unsure) else now
+        gain = self._gain(current, sizes, costs)
+        return sizes if gain >= max(LEAST_GAIN_HELD, NOISE_IN_SPREAD * relative_error) else current
 
-    def _stays(self, spread: float) -> bool:
-        """Tell whether the ranks end close enough to each other; uses hysteresis."""
-        still_even, apart = self._above(STILL_EVEN), self._above(APART)
+    def _update_holding(self, spread: float) -> bool:
+        """Enter or leave HOLD, with hysteresis; return whether the controller holds the sizes."""
+        leave_spread = self._raised_by_noise(LEAVE_HOLD_SPREAD)
+        solve_spread = self._raised_by_noise(SOLVE_SPREAD)
         # Between the bounds, wait for a second window: the first may be noise.
-        if self._holding and still_even <= spread <= apart:
+        if self._holding and leave_spread <= spread <= solve_spread:
             self._uneven_windows += 1
             self._holding = self._uneven_windows < 2
         elif self._holding:
             self._uneven_windows = 0
-            self._holding = spread < still_even
-        elif spread <= self._above(EVEN):
+            self._holding = spread < leave_spread
+        elif spread <= self._raised_by_noise(HOLD_SPREAD):
             self._hold()
         return self._holding
 
-    def _note_surprises(self, now: Sequence[int], seconds: Sequence[float]) -> None:
+    def _record_errors(self, current: Sequence[int], seconds: Sequence[float]) -> None:
         """Record how far each rank's seconds are from its model's prediction, as a share."""
-        surprises = [
+        errors = [
             abs(math.log(each / model.cost.seconds(size)))
-            for model, size, each in zip(self._models, now, seconds, strict=True)
-            if each > 0 and model.knows(size, FINE_SHARE)
+            for model, size, each in zip(self._models, current, seconds, strict=True)
+            if each > 0 and model.has_measured(size, FINE_SHARE)
         ]
-        if surprises:
-            self._surprises.append(surprises)
-            del self._surprises[:-NOISE_WINDOWS]
+        if errors:
+            self._prediction_errors.append(errors)
+            del self._prediction_errors[:-NOISE_WINDOWS]
 
-    def _above(self, bound: float) -> float:
+    def _raised_by_noise(self, bound: float) -> float:
         """Return a bound of the spread, raised by the noise.
 
         The noise is the median of the models' errors, and a single rank that
         changed speed hardly moves it.
         """
-        missed = [each for window in self._surprises for each in window]
-        return bound + NOISE_IN_SPREAD * (statistics.median(missed) if missed else 0.0)
+        errors = [each for window in self._prediction_errors for each in window]
+        return bound + NOISE_IN_SPREAD * (statistics.median(errors) if errors else 0.0)
 
     def _hold(self) -> None:
         self._holding = True
         self._uneven_windows = 0
 
-    def _damped(self, now: Sequence[int], wanted: Sequence[int], limits: Limits) -> list[int]:
-        """Return a step towards `wanted`: at most a tenth of a size, halved at each reversal.
+    def _damped(self, current: Sequence[int], ideal: Sequence[int], limits: Limits) -> list[int]:
+        """Return a step towards `ideal`: at most a tenth of a size, halved at each reversal.
 
         The total must stay the same. Ranks that still have to move in the needed direction share
-        the difference in proportion to their distance, so no size moves away from `wanted` or
+        the difference in proportion to their distance, so no size moves away from `ideal` or
         beyond it.
         """
         low, high = limits.lowest(), limits.highest()
         targets = []
-        for rank, (size, target) in enumerate(zip(now, wanted, strict=True)):
+        for rank, (size, target) in enumerate(zip(current, ideal, strict=True)):
             move = (target > size) - (target < size)
             if move * self._last_moves[rank] < 0:
                 self._damping[rank] /= 2
@@ -226,23 +227,23 @@ class Controller:
             targets.append(min(max(size + min(max(step, -most), most), low[rank]), high[rank]))
         missing = limits.total - math.fsum(targets)
         sign = math.copysign(1.0, missing)
-        left = [max(sign * (end - each), 0.0) for end, each in zip(wanted, targets, strict=True)]
-        if far := math.fsum(left):
-            targets = [each + missing * own / far for each, own in zip(targets, left, strict=True)]
+        rooms = [max(sign * (end - each), 0.0) for end, each in zip(ideal, targets, strict=True)]
+        if total := math.fsum(rooms):
+            targets = [t + missing * room / total for t, room in zip(targets, rooms, strict=True)]
         return round_sizes(targets, limits)
 
     def costs(self) -> list[Cost]:
         """Return every rank's cost; a rank without samples so far gets the slowest known one."""
-        known = [model.cost for model in self._models if model.known]
+        measured = [model.cost for model in self._models if model.has_data]
         # A rank that turns out faster soon gets more; one given too much would delay all ranks.
-        slowest = max(known, key=lambda cost: cost.per_sample)
-        return [model.cost if model.known else slowest for model in self._models]
+        slowest = max(measured, key=lambda cost: cost.per_sample)
+        return [model.cost if model.has_data else slowest for model in self._models]
 
     def _limits(self, windows: Sequence[Window]) -> Limits:
         """Return the limits, tightened by each rank's memory if they still allow the total."""
         high = [
             # At least a grain, or its least size: a batch that does not fit is computed in parts.
-            max(min(most, max(window.most, self.limits.grain)), low)
+            max(min(most, max(window.max_samples, self.limits.grain)), low)
             for most, window, low in zip(
                 self.limits.high, windows, self.limits.lowest(), strict=True
             )
@@ -251,17 +252,17 @@ class Controller:
         return tighter if sum(tighter.highest()) >= tighter.total else self.limits
 
     @staticmethod
-    def _gain(now: Sequence[int], sizes: Sequence[int], costs: Sequence[Cost]) -> float:
+    def _gain(current: Sequence[int], sizes: Sequence[int], costs: Sequence[Cost]) -> float:
         """Return the share of its time that a step is expected to save."""
-        slowest = max(cost.seconds(size) for cost, size in zip(costs, now, strict=True) if size)
+        slowest = max(cost.seconds(size) for cost, size in zip(costs, current, strict=True) if size)
         expected = max(cost.seconds(size) for cost, size in zip(costs, sizes, strict=True) if size)
         return 1.0 - expected / slowest
 
-    def resize(self, limits: Limits, sizes: Sequence[int], takes_effect: int) -> None:
+    def resize(self, limits: Limits, sizes: Sequence[int], effective_step: int) -> None:
         """Set another total with its sizes, and restart the window."""
         self.limits, self.sizes = limits, list(sizes)
-        self._held.clear()
-        self.measuring_from = takes_effect + SETTLING_STEPS
+        self._hold_windows.clear()
+        self.measuring_from = effective_step + SETTLING_STEPS
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that later decisions depend on; it is equal on all ranks."""
@@ -271,13 +272,13 @@ class Controller:
             "models": [model.state_dict() for model in self._models],
             "holding": self._holding,
             "uneven_windows": self._uneven_windows,
-            "held": self._held,
+            "held": self._hold_windows,
             "fine_left": self._fine_left,
             "last_moves": self._last_moves,
             "damping": self._damping,
         }
-        if self._surprises:  # left out when empty, as in states of earlier versions
-            state["surprises"] = self._surprises
+        if self._prediction_errors:  # left out when empty, as in states of earlier versions
+            state["surprises"] = self._prediction_errors
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -294,12 +295,12 @@ class Controller:
             raise TypeError(f"sizes must be of 0 to {_MOST_SAMPLES} samples, got {sizes}")
         self.sizes = list(sizes)
         self.measuring_from = state["measuring_from"]
-        for model, known in zip(self._models, state["models"], strict=True):
-            model.load_state_dict(known)
+        for model, model_state in zip(self._models, state["models"], strict=True):
+            model.load_state_dict(model_state)
         self._holding = state["holding"]
         self._uneven_windows = state["uneven_windows"]
-        self._held = [list(window) for window in state["held"]]
+        self._hold_windows = [list(window) for window in state["held"]]
         self._fine_left = state["fine_left"]
         self._last_moves = list(state["last_moves"])
         self._damping = list(state["damping"])
-        self._surprises = [list(window) for window in state.get("surprises", [])]
+        self._prediction_errors = [list(window) for window in state.get("surprises", [])]

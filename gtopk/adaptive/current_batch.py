@@ -42,7 +42,7 @@ class CurrentBatch(StepListener):
     """
 
     def __init__(self, optimizer: Any) -> None:
-        self._known = weakref.ref(optimizer)
+        self._optimizer_ref = weakref.ref(optimizer)
         self._adam = optimizer.step_policy.options.adam
         self.factor = 1.0
         self._rates: list[Any] | None = None  # to restore after the step
@@ -51,11 +51,11 @@ class CurrentBatch(StepListener):
         self._step_before: object = None  # the last step's report when the batch was handed out
         self._left_samples: Samples | None = None  # of a batch if the loop was left before its step
         optimizer.register_step_pre_hook(weak_hook(self._multiply))
-        optimizer.register_step_post_hook(weak_hook(self._put_back))
+        optimizer.register_step_post_hook(weak_hook(self._restore_after_step))
 
     @property
     def _optimizer(self) -> Any:
-        return self._known()
+        return self._optimizer_ref()
 
     @property
     def factor(self) -> float:
@@ -71,11 +71,11 @@ class CurrentBatch(StepListener):
     @classmethod
     def of(cls, optimizer: Any) -> CurrentBatch:
         """Return the optimizer's CurrentBatch; create it if there is none."""
-        known = optimizer.step_policy.listener()
-        if not isinstance(known, cls):
-            known = cls(optimizer)
-            optimizer.step_policy.listen(known)
-        return known
+        current = optimizer.step_policy.listener()
+        if not isinstance(current, cls):
+            current = cls(optimizer)
+            optimizer.step_policy.listen(current)
+        return current
 
     def make_current(self, batch: object, samples: int, loss_reduction: Any, here: World) -> None:
         """Make the batch current, with this number of samples on this rank; 0: no weight."""
@@ -90,11 +90,11 @@ class CurrentBatch(StepListener):
         """Finish a batch if it is the current one."""
         if batch is not self._batch:
             return
-        said, self._batch, self._left_samples = self._left_samples, None, None
+        left_samples, self._batch, self._left_samples = self._left_samples, None, None
         self.factor = 1.0
         self._optimizer.step_policy.set_weightless(False)
         # If they differ, the script has set another number for a step of its own.
-        if said is None or said is self._optimizer.step_policy.samples():
+        if left_samples is None or left_samples is self._optimizer.step_policy.samples():
             self._optimizer.set_num_samples(None)
 
     def leave(self, batch: object) -> None:
@@ -139,7 +139,7 @@ class CurrentBatch(StepListener):
             self._rates.append((group, rate, multiplied))
             group["lr"] = multiplied
 
-    def _put_back(self, optimizer: Any, *step: Any) -> None:
+    def _restore_after_step(self, optimizer: Any, *step: Any) -> None:
         if optimizer is self._optimizer:
             self._restore_rates()
 
@@ -194,11 +194,11 @@ class LearningRate:
 class Memory:
     """Computes batches that may not fit into memory, with `backward`.
 
-    most: the most samples to compute at once; None until the memory has run out once.
+    max_samples: samples to compute at once; None until the memory has run out once.
     """
 
     def __init__(self, rank: int) -> None:
-        self.most: int | None = None
+        self.max_samples: int | None = None
         self._rank = rank
 
     def backward(
@@ -216,23 +216,23 @@ class Memory:
                 loss, gradients = self._in_parts(loss_of, batch, size, summed)
                 break
             except RuntimeError as error:  # torch.cuda.OutOfMemoryError is one
-                if size == 1 or self.most == 1 or not ran_out(error):
+                if size == 1 or self.max_samples == 1 or not is_out_of_memory(error):
                     raise
                 # The batch may be smaller than the bound; then the batch is what did not fit.
-                before = min(self.most or size, size)
+                before = min(self.max_samples or size, size)
             # Outside the handler: its traceback holds the memory that must be freed.
-            self.most = -(-before // 2)
+            self.max_samples = -(-before // 2)
             _log.warning(
                 "rank %d: a batch of %d samples does not fit into memory; from now on at most %d "
                 "are computed at once",
                 self._rank,
                 before,
-                self.most,
+                self.max_samples,
             )
         if not gradients:
             raise RuntimeError(
-                "the loss must require a gradient, and depends on no parameter that is trained: "
-                "all may be frozen, or the loss detached"
+                "the loss must depend on a trained parameter, and depends on none: all parameters "
+                "may be frozen, or the loss detached"
             )
         torch.autograd.backward(list(gradients), list(gradients.values()))
         return loss
@@ -242,11 +242,11 @@ class Memory:
     ) -> tuple[torch.Tensor, MutableMapping[torch.Tensor, torch.Tensor]]:
         """Return the loss of the whole batch and its gradients."""
         # An earlier batch's bound applies here too: more would run out of memory again.
-        most = size if self.most is None else min(size, self.most)
+        part_size = size if self.max_samples is None else min(size, self.max_samples)
         loss = torch.zeros((), device="cpu")
         gradients = WeakTensorKeyDictionary()  # drops leaves that only one part uses
-        for first in range(0, size, most):
-            last = min(first + most, size)
+        for first in range(0, size, part_size):
+            last = min(first + part_size, size)
             part = batch if last - first == size else slice_of(batch, size, first, last)
             # The whole mean is the mean of the parts, weighted by their samples.
             share = 1.0 if summed else (last - first) / size
@@ -256,8 +256,8 @@ class Memory:
             if not leaves:
                 continue
             with without_hooks(leaves):
-                found = torch.autograd.grad(of_part, leaves, allow_unused=True)
-            for leaf, new in zip(leaves, found, strict=True):
+                new_gradients = torch.autograd.grad(of_part, leaves, allow_unused=True)
+            for leaf, new in zip(leaves, new_gradients, strict=True):
                 if new is not None:
                     # Not in place: two leaves may share the memory of a gradient.
                     gradients[leaf] = gradients[leaf] + new if leaf in gradients else new
@@ -268,14 +268,14 @@ def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
     """Return all leaves to which `backward` would add gradients, of any optimizer."""
     found = []
     # A list, not recursion: a graph may be deeper than Python's stack.
-    left: list[Any] = [loss.grad_fn] if loss.grad_fn else []
-    seen = set(left)
-    while left:
-        for node, _ in left.pop().next_functions:
+    stack: list[Any] = [loss.grad_fn] if loss.grad_fn else []
+    seen = set(stack)
+    while stack:
+        for node, _ in stack.pop().next_functions:
             if node is None or node in seen:
                 continue
             seen.add(node)
-            left.append(node)
+            stack.append(node)
             if node.name().endswith("AccumulateGrad"):
                 found.append(node.variable)
     return found
@@ -294,7 +294,7 @@ def without_hooks(leaves: Collection[torch.Tensor]) -> Iterator[None]:
             leaf._backward_hooks = own
 
 
-def ran_out(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether an error means that a GPU or the host is out of memory."""
     # The host's allocator raises a plain RuntimeError that only its text identifies.
     return isinstance(error, torch.cuda.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -37,7 +37,7 @@ class LoaderBase(ABC, Generic[O_co]):
 
     way_out: ClassVar[str] = (
         "create it and its DistributedOptimizer again, as within the function that "
-        "hvd.elastic.run decorates; or use mode 'balanced', whose loader goes on"
+        "hvd.elastic.run decorates; or use mode 'balanced', whose loader continues"
     )
 
     def __init__(self, job: Job[O_co], mode: str) -> None:
@@ -64,13 +64,13 @@ class LoaderBase(ABC, Generic[O_co]):
     def _load(self, state: dict[str, Any]) -> None:
         """Close the open iteration, and resume from a state; the epoch is loaded after it."""
 
-    def _indexed(self, job: Job[Any]) -> int:
+    def _set_order(self, job: Job[Any]) -> int:
         """Set the order of the data set's samples, and return their number."""
         length = len(job.loader.dataset)  # type: ignore[arg-type]
         self._order = job.order or order_of(job.loader, length, job.options.seed)
         return length
 
-    def _meet(self, signature: Sequence[str], work: Work = do_nothing, flags: int = 0) -> Any:
+    def _run_first(self, signature: Sequence[str], work: Work = do_nothing, flags: int = 0) -> Any:
         """Name this loader's operations, and run the first of them, as `_run` does.
 
         Also raises HorovodInternalError, on every rank, if modes or options differ.
@@ -113,34 +113,34 @@ class LoaderBase(ABC, Generic[O_co]):
         """
         if state["mode"] != self._mode:
             raise ValueError(
-                f"this loader's mode is {self._mode!r}, the state's {state['mode']!r}; make the "
-                "loader with the mode it was saved with"
+                f"this loader's mode is {self._mode!r}, the state's {state['mode']!r}; create the "
+                "loader with the mode of the state"
             )
         self.drain_wanted = False
         self._load(state)
         self._epochs.load_state_dict(state["epochs"])
 
-    def _settle_drains(self, said: Sequence[int], counted: str, number: int) -> bool:
+    def _settle_drains(self, drain_flags: Sequence[int], counted: str, number: int) -> bool:
         """Return whether all ranks drain or all continue; if they differ, ask the others to drain.
 
-        said: for every rank, whether it drains.
+        drain_flags: for every rank, whether it drains.
         counted, number: name and value of the loader's counter that decides when scripts drain.
         Raises RuntimeError, on every rank, if a rank continues although it was asked to drain.
         """
-        alike = len(set(said)) == 1
-        # They differ a second time although all were asked. Every rank has the same `said` and was
-        # asked at the same time, so all raise.
-        if not alike and self.drain_wanted:
-            drained = [rank for rank, each in enumerate(said) if each]
-            others = [rank for rank, each in enumerate(said) if not each]
+        all_agree = len(set(drain_flags)) == 1
+        # They differ a second time although all were asked. Every rank has the same `drain_flags`
+        # and was asked at the same time, so all raise.
+        if not all_agree and self.drain_wanted:
+            drained = [rank for rank, each in enumerate(drain_flags) if each]
+            others = [rank for rank, each in enumerate(drain_flags) if not each]
             raise RuntimeError(
                 f"rank {self._world.rank}: ranks {drained} called loader.drain() at {counted} "
                 f"{number}, and ranks {others} did not; every rank must call it (or "
                 "gtopk.save_checkpoint, which does) after the first optimizer.step() that finds "
                 f"{counted} at, or above, the same number, or loader.drain_wanted"
             )
-        self.drain_wanted = not alike
-        return alike
+        self.drain_wanted = not all_agree
+        return all_agree
 
     def _next_world(self) -> World | None:
         """Return the current world if it has replaced this loader's; else None.
@@ -158,13 +158,13 @@ class LoaderBase(ABC, Generic[O_co]):
             )
         return now
 
-    def _require_its_world(self) -> None:
+    def _require_current_world(self) -> None:
         """Raise RuntimeError if the loader's world is over; elastic does not recover from it."""
         if is_over(self._world):
             raise RuntimeError(
-                f"rank {self._world.rank}: the loader that hvd.adapt made in mode {self._mode!r} "
-                "cannot go on after shutdown() or elastic's recovery, which end what its ranks "
-                f"have under way: {self.way_out}"
+                f"rank {self._world.rank}: the loader of hvd.adapt in mode {self._mode!r} cannot "
+                "continue after shutdown() or an elastic recovery, which end its pending "
+                f"operations: {self.way_out}"
             )
 
 
@@ -182,8 +182,8 @@ class Epochs:
     def __init__(self, loader: DataLoader[Any]) -> None:
         sampler = loader.sampler
         self._sampler = sampler if isinstance(sampler, DistributedSampler) else None
-        self._followed = self._sampler.epoch if self._sampler else 0
-        self.epoch = self._followed
+        self._sampler_epoch = self._sampler.epoch if self._sampler else 0
+        self.epoch = self._sampler_epoch
         self.start = 0
         self._iteration: object = None  # None: the next iteration starts at epoch and start
         self._is_left = False  # the script left the iteration early, which ends the epoch
@@ -203,9 +203,9 @@ class Epochs:
                 yield batch
                 if self._loop is not own:
                     raise RuntimeError(
-                        f"rank {rank}: this loop over the loader cannot go on: within it another "
-                        "one has begun, or a state was loaded. Leave it before that, on all ranks; "
-                        "to look at a batch, or to evaluate, use a plain DataLoader"
+                        f"rank {rank}: this loop over the loader cannot continue: another loop "
+                        "was started within it, or a state was loaded. Leave the loop first, on "
+                        "all ranks; to inspect a batch, or to evaluate, use a plain DataLoader"
                     )
         finally:
             batches.close()
@@ -237,9 +237,9 @@ class Epochs:
         if self._iteration is not None and self.start:
             self.finish()
         # Scripts still call set_epoch of their DistributedSampler, although nothing draws from it.
-        if self._sampler is not None and self._sampler.epoch != self._followed:
-            self._followed = self._sampler.epoch
-            self.set(self._followed)
+        if self._sampler is not None and self._sampler.epoch != self._sampler_epoch:
+            self._sampler_epoch = self._sampler.epoch
+            self.set(self._sampler_epoch)
         self._iteration, self._is_left = object(), False
         return self.epoch, self.start
 
@@ -261,12 +261,12 @@ class Epochs:
         self.epoch, self.start = epoch, start
         self._iteration, self._is_left = None, False
 
-    def state_dict(self, is_of_before: bool = False) -> dict[str, Any]:
+    def state_dict(self, before_leaving: bool = False) -> dict[str, Any]:
         """Return the position of the next batch; in the next epoch if this one was left early.
 
-        is_of_before: return the position before the epoch was left.
+        before_leaving: return the position before the epoch was left.
         """
-        if self._is_left and self.start and not is_of_before:
+        if self._is_left and self.start and not before_leaving:
             return {"epoch": self.epoch + 1, "start": 0}
         return {"epoch": self.epoch, "start": self.start}
 
@@ -274,4 +274,4 @@ class Epochs:
         """Resume where another loader stopped."""
         self._go_to(state["epoch"], state["start"])
         # The sampler's current epoch is older than the state: only a later set_epoch counts.
-        self._followed = self.epoch if self._sampler is None else self._sampler.epoch
+        self._sampler_epoch = self.epoch if self._sampler is None else self._sampler.epoch

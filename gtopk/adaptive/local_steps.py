@@ -54,8 +54,8 @@ class WallClock:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Count the time in this context as waiting for others; do not nest it."""
-        # The time until here was computed; `_pass` closes that span.
-        began = self._pass()
+        # The time until here was computed; `_end_computing` closes that span.
+        began = self._end_computing()
         try:
             yield
         finally:
@@ -65,7 +65,7 @@ class WallClock:
 
     def pop_computed(self) -> list[Bounds]:
         """Return the spans of computing since the last call."""
-        self._pass()
+        self._end_computing()
         computed, self._computed = self._computed, []
         return computed
 
@@ -74,7 +74,7 @@ class WallClock:
         waits, self._waits = self._waits, []
         return waits
 
-    def _pass(self) -> float:
+    def _end_computing(self) -> float:
         now = time.perf_counter()
         if self._since is not None:
             self._computed.append((self._since, now))
@@ -85,8 +85,8 @@ class WallClock:
 class TimedOperation:
     """An operation that counts the time in `wait` as waiting."""
 
-    def __init__(self, operation: Operation, spent: WallClock) -> None:
-        self._operation, self._spent = operation, spent
+    def __init__(self, operation: Operation, clock: WallClock) -> None:
+        self._operation, self._clock = operation, clock
 
     @property
     def done(self) -> bool:
@@ -95,7 +95,7 @@ class TimedOperation:
 
     def wait(self) -> Any:
         """Return the result, or raise what the operation raises."""
-        with self._spent.waiting():
+        with self._clock.waiting():
             return self._operation.wait()
 
 
@@ -103,15 +103,15 @@ class LocalSteps:
     """Reports each step as the optimizer's `last_step`, and to the run's record.
 
     covers: the kind of step; see `StepReport`.
-    spent:  the wall clock that splits this rank's time.
+    clock:  the wall clock that splits this rank's time.
     """
 
     def __init__(self, world: World, optimizer: Any, covers: str) -> None:
         self._world, self._optimizer, self._covers = world, optimizer, covers
-        self._seen = RecordedStep()
+        self._recorded = RecordedStep()
         self._computed: list[Bounds] = []
         self._expected: ExpectedStep | None = None
-        self.spent = WallClock()
+        self.clock = WallClock()
 
     def expect(self, exchange: RoundExchange, name: str) -> None:
         """Predict the time of this exchange; all ranks must call it together.
@@ -123,37 +123,37 @@ class LocalSteps:
         here, compression = self._world, policy.options.compression
         peers = Peers(here, here.engine, name, range(here.size), takes_part=True)
         self._expected = ExpectedStep(compression, exchange.progress, self._covers)
-        with self.spent.waiting():
+        with self.clock.waiting():
             self._expected.measure([exchange.bucket_exchange], peers)
 
     def note_submit(self, operation: Operation) -> TimedOperation:
         """Count an operation's messages in the current step; return the operation to wait for."""
-        self._seen.operations[len(self._seen.operations)] = operation
-        return TimedOperation(operation, self.spent)
+        self._recorded.operations[len(self._recorded.operations)] = operation
+        return TimedOperation(operation, self.clock)
 
     def computed(self) -> None:
         """Attribute computing time so far to the current step, and later time to the next."""
-        self._computed += self.spent.pop_computed()
+        self._computed += self.clock.pop_computed()
 
     def note_exchange(self, exchange: RoundExchange) -> None:
         """Record an exchange that has ended, and the residual after it."""
-        seen, ran = self._seen, exchange.pop_reduction()
-        seen.bucket_exchanges.append(exchange.bucket_exchange)
-        if ran is not None:
-            seen.exchanged[len(seen.exchanged)] = ran.exchanged
-            seen.spans.append((ran.began, ran.ended))
+        recorded, reduction = self._recorded, exchange.pop_reduction()
+        recorded.bucket_exchanges.append(exchange.bucket_exchange)
+        if reduction is not None:
+            recorded.exchanged[len(recorded.exchanged)] = reduction.exchanged
+            recorded.spans.append((reduction.began, reduction.ended))
             # Sampled now: the next exchange may be running when the step is closed.
-            steps = exchange.progress.steps if ran.exchanged.finite else None
+            steps = exchange.progress.steps if reduction.exchanged.finite else None
             note_residual(recorder_of(self._world), steps, [exchange.bucket_exchange])
 
     def close(self, step: int, samples: int, local_steps: int = 1, skipped: bool = False) -> None:
         """Report the step, with the time computed until `computed`, and open the next one."""
-        seen, self._seen = self._seen, RecordedStep()
+        recorded, self._recorded = self._recorded, RecordedStep()
         computed, self._computed = self._computed, []
-        waits = self.spent.pop_waits()
+        waits = self.clock.pop_waits()
         # Scripts and observers look there for the steps of every mode.
         self._optimizer.last_step = done = report(
-            seen,
+            recorded,
             step=max(0, step),  # -1: this rank has had no batch so far
             compute_seconds=sum(ended - began for began, ended in computed),
             waits=waits,
@@ -169,8 +169,8 @@ class LocalSteps:
 
     def _timeline_step(self, done: StepReport, computed: list[Bounds], waits: list[Bounds]) -> Step:
         """Return the step for the timeline: its whole span, and those computed and waited."""
-        said = {"step": done.step, "local steps": done.local_steps, "samples": done.samples}
-        spans = [Span(self._covers.upper(), computed[0][0], computed[-1][1], said)]
+        arguments = {"step": done.step, "local steps": done.local_steps, "samples": done.samples}
+        spans = [Span(self._covers.upper(), computed[0][0], computed[-1][1], arguments)]
         spans += [Span("COMPUTE", *bounds) for bounds in computed]
         spans += [Span("WAIT", *bounds) for bounds in waits]
         kind = f"each {self._covers}"
@@ -180,9 +180,9 @@ class LocalSteps:
 
 def replace_step(optimizer: Any, mode: str, step: Callable[[], None]) -> Callable[..., Any]:
     """Replace `optimizer.step` with a mode's step; return the replaced one."""
-    before: Callable[..., Any] = optimizer.step
+    replaced: Callable[..., Any] = optimizer.step
 
-    @wraps(before)  # copies the mark with which an earlier scheduler recognizes its step
+    @wraps(replaced)  # copies the mark with which an earlier scheduler recognizes its step
     def own_step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
         optimizer.step_policy.note_step()
         loss = None
@@ -195,16 +195,16 @@ def replace_step(optimizer: Any, mode: str, step: Callable[[], None]) -> Callabl
     # A bound method: a learning-rate scheduler that is made later can wrap it again.
     optimizer.step = MethodType(own_step, optimizer)
     optimizer.step_policy.stop_exchanging(mode)
-    return before
+    return replaced
 
 
 def require_batch(batch: object, rank: int, mode: str) -> None:
     """Raise RuntimeError if a step is called without a current batch."""
     if not batch:
         raise RuntimeError(
-            f"rank {rank}: optimizer.step() without a batch in hand; mode {mode!r} takes one step "
-            "with each batch of its loader, before loader.drain() and the next batch: another "
-            "loader needs an optimizer of its own"
+            f"rank {rank}: optimizer.step() without a current batch; mode {mode!r} takes one step "
+            "with each batch of its loader, before loader.drain() and the next batch. Another "
+            "loader needs its own optimizer"
         )
 
 
@@ -221,22 +221,22 @@ def require_not_taken(optimizer: Any) -> None:
     """Raise ValueError for an optimizer that a mode has already adapted."""
     if mode := optimizer.step_policy.mode():
         raise ValueError(
-            f"the optimizer is adapted already, in mode {mode!r}, and exchanges no gradients of "
-            "its own any more. For another loader wrap a new plain optimizer by "
-            "DistributedOptimizer, after loader.drain(); or, from a hogbatch mode, whose model "
-            "stays shared memory, go on in another job, by a checkpoint"
+            f"the optimizer is already adapted, in mode {mode!r}, and no longer exchanges "
+            "gradients itself. For another loader wrap a new plain optimizer with "
+            "DistributedOptimizer, after loader.drain(); after a hogbatch mode, whose model stays "
+            "in shared memory, resume from a checkpoint in another job"
         )
 
 
 def require_no_common_step(optimizer: Any, why: str) -> None:
     """Raise ValueError for options that need a common step of all ranks; why: the mode has none."""
-    asked = optimizer.step_policy.options
+    options = optimizer.step_policy.options
     # Each needs an update or a decision that all ranks share.
     for name, value in (
-        ("local_clip_norm", asked.local_clip_norm),
-        ("global_clip_norm", asked.global_clip_norm),
+        ("local_clip_norm", options.local_clip_norm),
+        ("global_clip_norm", options.global_clip_norm),
         ("scaler", optimizer.scaler),
-        ("check_every", asked.check_every or None),
+        ("check_every", options.check_every or None),
     ):
         if value is not None:
-            raise ValueError(f"{why}: it takes no {name}")
+            raise ValueError(f"{why}: it does not support {name}")

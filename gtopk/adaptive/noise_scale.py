@@ -19,8 +19,8 @@ import torch
 
 from .throughput import weak_hook
 
-REMEMBERED: Final = 0.8  # weight of the old averages at each new probe
-SURE: Final = 0.6  # weight from which the averages are reliable: reached after five probes
+DECAY: Final = 0.8  # weight of the old averages at each new probe
+RELIABLE_WEIGHT: Final = 0.6  # averages of this weight are reliable: reached after five probes
 
 
 class Noise(NamedTuple):
@@ -43,7 +43,7 @@ def estimate(weighted_squares: float, square_of_mean: float, sizes: Sequence[int
     """Return the unbiased estimate from L and N; raise ValueError for fewer than two ranks."""
     ranks = sum(size > 0 for size in sizes)
     if ranks < 2:
-        raise ValueError(f"the noise is told from two ranks with samples or more, got {ranks}")
+        raise ValueError(f"the gradient noise needs at least two ranks with samples, got {ranks}")
     return Noise(
         (weighted_squares - square_of_mean) * sum(sizes) / (ranks - 1),
         (ranks * square_of_mean - weighted_squares) / (ranks - 1),
@@ -51,7 +51,7 @@ def estimate(weighted_squares: float, square_of_mean: float, sizes: Sequence[int
 
 
 class NoiseAverage:
-    """Running averages of the noise: `add` each probe, read `value`, rely on it if `is_sure`.
+    """Running averages of the noise: `add` each probe, read `value`, rely on it if `is_reliable`.
 
     Variance and square are averaged separately: an average of their quotients would be biased.
     """
@@ -65,7 +65,7 @@ class NoiseAverage:
         # with.
         for name, value in (("variance", noise.variance), ("square", noise.square), ("weight", 1)):
             old = getattr(self, f"_{name}")
-            setattr(self, f"_{name}", REMEMBERED * old + (1 - REMEMBERED) * value)
+            setattr(self, f"_{name}", DECAY * old + (1 - DECAY) * value)
 
     @property
     def value(self) -> Noise | None:
@@ -76,9 +76,9 @@ class NoiseAverage:
         return Noise(max(self._variance / self._weight, 0.0), max(self._square / self._weight, 0.0))
 
     @property
-    def is_sure(self) -> bool:
+    def is_reliable(self) -> bool:
         """Tell whether the averages are reliable after enough estimates."""
-        return self._weight >= SURE
+        return self._weight >= RELIABLE_WEIGHT
 
     def state_dict(self) -> dict[str, Any]:
         return {"variance": self._variance, "square": self._square, "weight": self._weight}
@@ -112,14 +112,14 @@ class GradientCopy:
         self._scale, self._copies = scale, {}
 
     def _watch(self, parameters: Iterable[torch.Tensor]) -> None:
-        take = weak_hook(self._take)
+        copy_gradient = weak_hook(self._copy_gradient)
         for parameter in parameters:
             # A second hook would copy the gradient twice.
             if parameter not in self._places:
                 place = self._places[parameter] = len(self._places)
-                parameter.register_hook(partial(take, place))
+                parameter.register_hook(partial(copy_gradient, place))
 
-    def _take(self, place: int, gradient: torch.Tensor) -> None:
+    def _copy_gradient(self, place: int, gradient: torch.Tensor) -> None:
         if self._copies is not None:
             # In float64: the variance is a difference of two nearly equal sums.
             copy = gradient.detach().to("cpu", torch.float64, copy=True)

@@ -93,8 +93,8 @@ class BalancedOptions(Options):
         if self.policy != "goodput":
             if least or most:
                 raise ValueError(
-                    f"min_global_batch and max_global_batch are of policy='goodput', got "
-                    f"{self.policy!r}; another keeps global_batch as it is"
+                    f"min_global_batch and max_global_batch need policy='goodput', got "
+                    f"{self.policy!r}, which keeps global_batch constant"
                 )
             return
         # The given batch is the reference of the efficiency and the start of the search, so it must
@@ -134,11 +134,11 @@ class RoundOptions(Options):
         super().check()
         self._require(1, "micro_batch")
         for field in fields(Options):
-            said = getattr(self, field.name)
-            if field.name in ("min_batch", "max_batch", "grain") and said != field.default:
+            value = getattr(self, field.name)
+            if field.name in ("min_batch", "max_batch", "grain") and value != field.default:
                 raise ValueError(
                     "mode 'abs' hands out micro-batches of one size: use micro_batch in place of "
-                    f"{field.name}, got {field.name}={said}"
+                    f"{field.name}, got {field.name}={value}"
                 )
 
 

@@ -70,8 +70,8 @@ class RoundExchange:
             )
         if isinstance(compression, Shards):
             raise ValueError(
-                "Compression.shards is not for the modes of adapt but 'balanced', which do not "
-                "save owner errors: use that, or Compression.gtopk"
+                "Compression.shards works only with mode 'balanced' of adapt, because the other "
+                "modes do not save owner errors: use 'balanced', or Compression.gtopk"
             )
         self._clip = LocalClip([], None)
         self.progress = Progress()
@@ -187,8 +187,8 @@ class RoundExchange:
 
     def pop_reduction(self) -> TimedReduction | None:
         """Return the last reduction's result, once; None if there was none since the last call."""
-        ran, self._last_reduction = self._last_reduction, None
-        return ran
+        reduction, self._last_reduction = self._last_reduction, None
+        return reduction
 
 
 class Replica:
@@ -208,7 +208,7 @@ class Replica:
         self.center = self._copy()
         self.was_center = True
         self._momentum = momentum
-        self._before = self._copy() if momentum else []
+        self._previous_center = self._copy() if momentum else []
         self.reduction = RoundExchange(self.parameters, compression)
 
     def _copy(self) -> list[torch.Tensor]:
@@ -265,7 +265,7 @@ class Replica:
         self.was_center = update is None or unsent is None or not weight
         if unsent is not None and not self.was_center:
             # The residual holds weighted offsets: o' = (w o - s + r) / w.
-            torch._foreach_add_(list(self._own), _like(unsent, self.center), alpha=1 / weight)
+            torch._foreach_add_(list(self._own), _as_like(unsent, self.center), alpha=1 / weight)
         self.reduction.clear_residual()
 
     @torch.no_grad()
@@ -284,7 +284,7 @@ class Replica:
         moved = torch._foreach_mul(self.offsets(), force)
         unsent = self.reduction.residual_views
         if unsent is not None:
-            torch._foreach_sub_(moved, _like(unsent, self.center))
+            torch._foreach_sub_(moved, _as_like(unsent, self.center))
         torch._foreach_sub_(list(self._own), moved)
         self._move_center(update)
         if force:
@@ -295,13 +295,13 @@ class Replica:
 
     def _move_center(self, update: list[torch.Tensor]) -> None:
         if not self._momentum:
-            torch._foreach_add_(self.center, _like(update, self.center))
+            torch._foreach_add_(self.center, _as_like(update, self.center))
             return
-        step = torch._foreach_sub(self.center, self._before)
+        step = torch._foreach_sub(self.center, self._previous_center)
         # Before the center moves: the next momentum starts here.
-        torch._foreach_copy_(self._before, self.center)
+        torch._foreach_copy_(self._previous_center, self.center)
         torch._foreach_mul_(step, self._momentum)
-        torch._foreach_add_(step, _like(update, self.center))
+        torch._foreach_add_(step, _as_like(update, self.center))
         torch._foreach_add_(self.center, step)
 
     @contextmanager
@@ -343,7 +343,7 @@ class Replica:
         """
         return {
             "center": [tensor.clone() for tensor in self.center],
-            "before": [tensor.clone() for tensor in self._before],
+            "before": [tensor.clone() for tensor in self._previous_center],
             "own": [] if self.was_center else self._copy(),
         }
 
@@ -351,14 +351,14 @@ class Replica:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load another replica's state."""
         torch._foreach_copy_(self.center, list(state["center"]))
-        if self._before:
-            torch._foreach_copy_(self._before, list(state["before"] or state["center"]))
+        if self._previous_center:
+            torch._foreach_copy_(self._previous_center, list(state["before"] or state["center"]))
         torch._foreach_copy_(list(self._own), list(state["own"] or state["center"]))
         # Within `at_center` the parameters show the loaded center at once.
         self._show_center()
         self.was_center = not state["own"]
 
 
-def _like(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _as_like(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return tensors in the dtypes of others."""
     return [tensor.to(other.dtype) for tensor, other in zip(tensors, others, strict=True)]

@@ -44,13 +44,13 @@ def columns_of(block: Sequence[Any]) -> Array:
     rows = [[checksum(part) for part in _parts(sample)] for sample in block]
     if len({len(row) for row in rows}) > 1:  # lists of different lengths, say
         rows = [[checksum(sample)] for sample in block]
-    told = [len(block)]
+    numbers = [len(block)]
     for column in zip(*rows, strict=True):
-        known = any(column)
+        has_checksum = any(column)
         # A single sample cannot show whether its column varies; assume that it does.
-        told.append(known and (len(set(column)) > 1 or len(column) == 1))
-        told.append(known and zlib.crc32(np.array(column, np.uint32).data))
-    return np.array(told, np.uint32)
+        numbers.append(has_checksum and (len(set(column)) > 1 or len(column) == 1))
+        numbers.append(has_checksum and zlib.crc32(np.array(column, np.uint32).data))
+    return np.array(numbers, np.uint32)
 
 
 def checksum(value: Any, before: int = 0) -> int:
@@ -77,7 +77,7 @@ def checksum(value: Any, before: int = 0) -> int:
     return before
 
 
-def order_in_words(order: Sequence[Any]) -> str:
+def describe_order(order: Sequence[Any]) -> str:
     """Return a short text for an epoch's order; it must be equal on all ranks."""
     if isinstance(order, range):  # may be too long to read
         return repr(order)
@@ -86,10 +86,10 @@ def order_in_words(order: Sequence[Any]) -> str:
             indices = np.asarray(order, np.int64)
         else:
             indices = np.fromiter(order, np.int64, len(order))
-        told = zlib.crc32(np.ascontiguousarray(indices).data)
+        digest = zlib.crc32(np.ascontiguousarray(indices).data)
     except (TypeError, ValueError, OverflowError):  # indices that are not numbers, such as names
-        told = checksum(order)
-    return f"an order of {len(order)} samples of checksum {told:08x}"
+        digest = checksum(order)
+    return f"an order of {len(order)} samples of checksum {digest:08x}"
 
 
 def _parts(value: Any) -> list[Any]:
@@ -98,31 +98,31 @@ def _parts(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def require_the_same(transport: Transport, own: Array) -> bool:
+def require_same_samples(transport: Transport, own: Array) -> bool:
     """Return whether ranks have read the same samples; False if the columns cannot show it.
 
     own: this rank's `columns_of`. The result is the same on all ranks. Raises MismatchError, on
     every rank, if the samples differ.
     """
-    said = [row.view(np.uint32).tolist() for row in transport.allgather(own.view(np.uint8))]
-    if len({(len(row), row[0]) for row in said}) == 1:
-        by_rank = [zip(row[1::2], row[2::2], strict=True) for row in said]
+    rows = [row.view(np.uint32).tolist() for row in transport.allgather(own.view(np.uint8))]
+    if len({(len(row), row[0]) for row in rows}) == 1:
+        by_rank = [zip(row[1::2], row[2::2], strict=True) for row in rows]
         columns = [set(column) for column in zip(*by_rank, strict=True)]
-        known = [column for column in columns if column != {(0, 0)}]
-        agreeing = [column for column in known if len(column) == 1]
-        if len(agreeing) == len(known):
+        comparable = [column for column in columns if column != {(0, 0)}]
+        equal = [column for column in comparable if len(column) == 1]
+        if len(equal) == len(comparable):
             return True
-        if agreeing:
-            return any(tells for column in agreeing for tells, _ in column)
+        if equal:
+            return any(varies for column in equal for varies, _ in column)
     sides: dict[str, list[int]] = {}
-    for rank, row in zip(transport.ranks, said, strict=True):
+    for rank, row in zip(transport.ranks, rows, strict=True):
         side = f"{row[0]} samples of checksum {zlib.crc32(np.array(row, np.uint32).data):08x}"
         sides.setdefault(side, []).append(rank)
     begins = "; ".join(f"{side} on {name_ranks(ranks)}" for side, ranks in sides.items())
     raise MismatchError(
-        f"the ranks read unlike streams, which begin with {begins}. adapt reads the whole stream "
-        "on every rank and keeps the rank's share: let the data set yield the same samples, in the "
-        "same order, on all ranks, and none by rank; random augmentation belongs into collate_fn"
+        f"the ranks read different streams, which begin with {begins}. adapt reads the whole "
+        "stream on every rank and keeps the rank's share: let the data set yield the same samples, "
+        "in the same order, on all ranks, without sharding by rank; augment in collate_fn"
     )
 
 
@@ -186,7 +186,7 @@ class DatasetSource:
                 f"the order of epoch {epoch} must hold {length} indices, got {len(order)}"
             )
         self._sampler.order = order
-        return [order_in_words(order)]
+        return [describe_order(order)]
 
     def begin(
         self, epoch: int, step: int, start: int, compare: Compare
@@ -218,7 +218,7 @@ class StreamSource:
     def __init__(self, loader: DataLoader[Any], plan: Plan, rank: int, seed: int) -> None:
         # Single samples: the plan makes the batches. Without a collate_fn torch would turn arrays
         # into tensors first.
-        self._loader = rebuilt(loader, batch_size=None, collate_fn=as_it_is)
+        self._loader = rebuilt(loader, batch_size=None, collate_fn=identity)
         self._seeds = WorkerSeeds(self._loader, seed=seed)
         self._collate = loader.collate_fn
         self._plan = plan
@@ -246,8 +246,8 @@ class StreamSource:
         while block:
             length = start + len(block)
             for cut in cut_epoch(self._plan, step, start, length, self._drop_last):
-                mine = [block[place - start] for place in cut.batch(self._rank)]
-                yield cut, self._collate(mine)
+                share = [block[place - start] for place in cut.batch(self._rank)]
+                yield cut, self._collate(share)
             step, start = step + 1, length
             block = self._block(samples, step)
 
@@ -317,7 +317,7 @@ def rebuilt(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
     Raises ValueError for a loader that may return batches out of order.
     """
     require_in_order(loader)
-    kept = {
+    options = {
         name: getattr(loader, name)
         for name in (
             "num_workers",
@@ -331,15 +331,15 @@ def rebuilt(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
             "persistent_workers",
         )
     }
-    return DataLoader(loader.dataset, **{**kept, **changed})
+    return DataLoader(loader.dataset, **{**options, **changed})
 
 
 def require_in_order(loader: DataLoader[Any]) -> None:
     """Raise ValueError for a DataLoader that may return batches out of order."""
     if not getattr(loader, "in_order", True):
         raise ValueError(
-            "adapt notes which samples are done, batch by batch in their order: use a DataLoader "
-            "with in_order=True"
+            "adapt tracks the finished samples by the order of the batches: use a DataLoader with "
+            "in_order=True"
         )
 
 
@@ -368,6 +368,6 @@ class WorkerSeeds:
         self._loader.generator = generator.manual_seed(seed % 2**63)
 
 
-def as_it_is(sample: T) -> T:
+def identity(sample: T) -> T:
     """Return the sample unchanged; it is collated with others later."""
     return sample

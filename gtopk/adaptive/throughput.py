@@ -64,10 +64,10 @@ def weak_hook(method: Callable[..., None]) -> Callable[..., None]:
     A distributed optimizer shares its hooks with the plain one, which outlives it. The hook stays
     registered when its object is gone: that may happen while a step iterates over its hooks.
     """
-    known = weakref.WeakMethod(method)
+    method_ref = weakref.WeakMethod(method)
 
     def hook(*step: Any) -> None:
-        if (call := known()) is not None:
+        if (call := method_ref()) is not None:
             call(*step)
 
     return hook
@@ -118,10 +118,10 @@ class GradientTimer:
         return step.synchronize_seconds
 
 
-FORGETTING: Final = 0.5  # the weight of a window relative to the next one
-REMEMBERED: Final = 4  # windows
-VARIED: Final = 0.05  # fit sizes only if they differ by more than this share of their mean
-REGIME: Final = 0.3  # a deviation from the model by this share means that the speed has changed
+WINDOW_DECAY: Final = 0.5  # the weight of a window relative to the next one
+KEPT_WINDOWS: Final = 4  # windows
+LEAST_VARIATION: Final = 0.05  # fit sizes only if they differ by more than this share of their mean
+SPEED_CHANGE: Final = 0.3  # share by which seconds deviate from the model if the speed has changed
 LEAST_SLOPE: Final = 0.25  # of seconds / b: noise must not make samples look free
 
 
@@ -143,7 +143,7 @@ class SpeedModel:
     """
 
     def __init__(self) -> None:
-        self._seen: list[tuple[int, float]] = []
+        self._windows: list[tuple[int, float]] = []
 
     @property
     def cost(self) -> Cost:
@@ -151,20 +151,20 @@ class SpeedModel:
 
         Raises ValueError before the first observation.
         """
-        if not self._seen:
+        if not self._windows:
             raise ValueError("a speed model needs an observation first")
-        size, seconds = self._seen[-1]
+        size, seconds = self._windows[-1]
         # A single size cannot separate the fixed cost from the cost of the samples.
-        return fit(self._seen) or Cost(0.0, seconds / size)
+        return fit(self._windows) or Cost(0.0, seconds / size)
 
     @property
-    def known(self) -> bool:
+    def has_data(self) -> bool:
         """Tell whether anything was observed."""
-        return bool(self._seen)
+        return bool(self._windows)
 
-    def knows(self, size: int, within: float) -> bool:
+    def has_measured(self, size: int, within: float) -> bool:
         """Tell whether the last observed batch had this size, within a share of it."""
-        return bool(self._seen) and abs(size - self._seen[-1][0]) <= within * self._seen[-1][0]
+        return any(abs(size - last) <= within * last for last, _ in self._windows[-1:])
 
     def observe(self, size: int, seconds: float) -> bool:
         """Take a window's size and median seconds; return whether the rank's speed has changed.
@@ -174,32 +174,32 @@ class SpeedModel:
         """
         if size <= 0:
             return False
-        changed = self._is_foreign(size, seconds)
+        changed = self._deviates(size, seconds)
         if changed:
             # All of them: a fit over both speeds would be right for neither.
-            self._seen.clear()
-        self._seen.append((size, seconds))
-        del self._seen[:-REMEMBERED]
+            self._windows.clear()
+        self._windows.append((size, seconds))
+        del self._windows[:-KEPT_WINDOWS]
         return changed
 
-    def _is_foreign(self, size: int, seconds: float) -> bool:
-        if not self._seen:
+    def _deviates(self, size: int, seconds: float) -> bool:
+        if not self._windows:
             return False
-        cost = fit(self._seen)
+        cost = fit(self._windows)
         if cost is None:
-            last, before = self._seen[-1]
-            if abs(size - last) > VARIED * last:
+            last, before = self._windows[-1]
+            if abs(size - last) > LEAST_VARIATION * last:
                 return False  # a proportional cost may be this wrong at another size
             cost = Cost(0.0, before / last)
         expected = cost.seconds(size)
-        return abs(seconds - expected) > REGIME * expected
+        return abs(seconds - expected) > SPEED_CHANGE * expected
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seen": [list(pair) for pair in self._seen]}
+        return {"seen": [list(pair) for pair in self._windows]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load another model's windows."""
-        self._seen = [(int(size), float(seconds)) for size, seconds in state["seen"]]
+        self._windows = [(int(size), float(seconds)) for size, seconds in state["seen"]]
 
 
 def summarise(seconds: Sequence[float]) -> float:
@@ -213,26 +213,25 @@ def summarise(seconds: Sequence[float]) -> float:
     if half < 2:
         return median
     before, after = statistics.median_low(seconds[:half]), statistics.median_low(seconds[half:])
-    return after if abs(after - before) > REGIME * before else median
+    return after if abs(after - before) > SPEED_CHANGE * before else median
 
 
-def fit(seen: Sequence[tuple[int, float]]) -> Cost | None:
+def fit(windows: Sequence[tuple[int, float]]) -> Cost | None:
     """Return the weighted least-squares line through (size, seconds); later ones weigh more.
 
     Neither coefficient is negative. Returns None if the sizes do not vary enough.
     """
-    sizes = [size for size, _ in seen]
-    if len(seen) < 2 or max(sizes) - min(sizes) <= VARIED * sum(sizes) / len(sizes):
+    sizes = [size for size, _ in windows]
+    if len(windows) < 2 or max(sizes) - min(sizes) <= LEAST_VARIATION * sum(sizes) / len(sizes):
         return None
     # The speed may drift: a window counts half as much as the one after it.
-    weights = [FORGETTING ** (len(seen) - 1 - place) for place in range(len(seen))]
-    total = sum(weights)
-    mean_size = sum(w * b for w, (b, _) in zip(weights, seen, strict=True)) / total
-    mean_seconds = sum(w * t for w, (_, t) in zip(weights, seen, strict=True)) / total
-    above = sum(
-        w * (b - mean_size) * (t - mean_seconds) for w, (b, t) in zip(weights, seen, strict=True)
-    )
-    slope = above / sum(w * (b - mean_size) ** 2 for w, (b, _) in zip(weights, seen, strict=True))
+    newest = len(windows) - 1
+    weighted = [(WINDOW_DECAY ** (newest - i), b, t) for i, (b, t) in enumerate(windows)]
+    total = sum(w for w, _, _ in weighted)
+    mean_size = sum(w * b for w, b, _ in weighted) / total
+    mean_seconds = sum(w * t for w, _, t in weighted) / total
+    covariance = sum(w * (b - mean_size) * (t - mean_seconds) for w, b, t in weighted)
+    slope = covariance / sum(w * (b - mean_size) ** 2 for w, b, _ in weighted)
     proportional = mean_seconds / mean_size
     # At most `proportional`: above it the fixed part would be negative.
     slope = min(max(slope, LEAST_SLOPE * proportional), proportional)
@@ -251,8 +250,8 @@ def equal_finish(costs: Sequence[Cost], limits: Limits) -> list[int]:
     """
     limits.check()
     low, high, grain = limits.lowest(), limits.highest(), limits.grain
-    exact = _filled(costs, limits)
-    # Never too many: `_filled` stays below the total, so grains are only added.
+    exact = _water_fill(costs, limits)
+    # Never too many: `_water_fill` stays below the total, so grains are only added.
     sizes = [max(math.floor(size / grain) * grain, a) for size, a in zip(exact, low, strict=True)]
     for _ in range((limits.total - sum(sizes)) // grain):
         open_ranks = [rank for rank, size in enumerate(sizes) if size + grain <= high[rank]]
@@ -261,7 +260,7 @@ def equal_finish(costs: Sequence[Cost], limits: Limits) -> list[int]:
     return sizes
 
 
-def _filled(costs: Sequence[Cost], limits: Limits) -> list[float]:
+def _water_fill(costs: Sequence[Cost], limits: Limits) -> list[float]:
     """Return the sizes for the latest common end at which their sum is still below the total."""
     low, high = limits.lowest(), limits.highest()
 
@@ -322,16 +321,16 @@ def efficiency(total: int, noise_scale: float, reference: int) -> float:
     return (noise_scale + reference) / (noise_scale + total)
 
 
-def goodput(seen: Measurements, limits: Limits) -> float:
+def goodput(measured: Measurements, limits: Limits) -> float:
     """Return the progress a second with batches of limits.total, in samples of the reference."""
     # Real sizes: the shortest time in which all ranks can end the batch.
-    sizes = zip(seen.costs, _filled(seen.costs, limits), strict=True)
-    seconds = max(cost.seconds(size) for cost, size in sizes) + seen.exchange_seconds
+    sizes = zip(measured.costs, _water_fill(measured.costs, limits), strict=True)
+    seconds = max(cost.seconds(size) for cost, size in sizes) + measured.exchange_seconds
     total = limits.total
-    return total / seconds * efficiency(total, seen.noise_scale, seen.reference)
+    return total / seconds * efficiency(total, measured.noise_scale, measured.reference)
 
 
-def best_total(seen: Measurements, limits_of: Callable[[int], Limits], totals: range) -> int:
+def best_total(measured: Measurements, limits_of: Callable[[int], Limits], totals: range) -> int:
     """Return the total with the highest goodput; the smaller of two equal ones.
 
     limits_of: maps a global batch to its limits. Bisection works because goodput rises, then falls:
@@ -340,8 +339,8 @@ def best_total(seen: Measurements, limits_of: Callable[[int], Limits], totals: r
     low, high = 0, len(totals) - 1
     while low < high:
         middle = (low + high) // 2
-        here, above = (goodput(seen, limits_of(totals[place])) for place in (middle, middle + 1))
-        if above > here:
+        here, above = (limits_of(total) for total in totals[middle : middle + 2])
+        if goodput(measured, above) > goodput(measured, here):
             low = middle + 1
         else:
             high = middle
@@ -349,17 +348,17 @@ def best_total(seen: Measurements, limits_of: Callable[[int], Limits], totals: r
 
 
 def next_total(
-    seen: Measurements, limits_of: Callable[[int], Limits], totals: range, now: int
+    measured: Measurements, limits_of: Callable[[int], Limits], totals: range, current: int
 ) -> int:
-    """Return the next global batch: `now`, unless another one has LEAST_GAIN more goodput.
+    """Return the next global batch: `current`, unless another one has LEAST_GAIN more goodput.
 
     It changes by at most a factor MOST_CHANGE: measurements say less about more distant batches.
     """
-    first = math.ceil((now / MOST_CHANGE - totals.start) / totals.step)
-    last = math.floor((now * MOST_CHANGE - totals.start) / totals.step)
+    first = math.ceil((current / MOST_CHANGE - totals.start) / totals.step)
+    last = math.floor((current * MOST_CHANGE - totals.start) / totals.step)
     near = totals[max(first, 0) : max(last + 1, 0)]
     if not near:
-        return now
-    best = best_total(seen, limits_of, near)
-    gain = goodput(seen, limits_of(best)) / goodput(seen, limits_of(now)) - 1
-    return best if gain >= LEAST_GAIN else now
+        return current
+    best = best_total(measured, limits_of, near)
+    gain = goodput(measured, limits_of(best)) / goodput(measured, limits_of(current)) - 1
+    return best if gain >= LEAST_GAIN else current

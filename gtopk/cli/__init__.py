@@ -113,15 +113,15 @@ def _run(words: list[str]) -> int:
     if words[:1] == ["--version"]:
         print(f"gtopk {__version__}")
         return 0
-    own = 2 if words[:1] == ["bench"] else 1  # words in the command's name
-    name = " ".join(words[:own])
+    name_words = 2 if words[:1] == ["bench"] else 1  # words in the command's name
+    name = " ".join(words[:name_words])
     if name in COMMANDS:
         command = importlib.import_module(COMMANDS[name][0], __package__)
-        code: int = command.main(words[own:])
+        code: int = command.main(words[name_words:])
         return code
-    if words[own - 1 : own] in (["-h"], ["--help"]):
+    if words[name_words - 1 : name_words] in (["-h"], ["--help"]):
         print(usage())
         return 0
-    wrong = f"gtopk: no command {name!r}\n\n" if words else ""
+    wrong = f"gtopk: unknown command {name!r}\n\n" if words else ""
     print(wrong + usage(), file=sys.stderr)
     return 2

@@ -136,27 +136,29 @@ def records_file(text: str) -> Path:
     return STDOUT if text == "-" else output_file(text)
 
 
-def for_people(records: Path | None) -> TextIO:
+def text_stream(records: Path | None) -> TextIO:
     """Return the stream for human-readable output: stderr if the records go to stdout."""
     return sys.stderr if records == STDOUT else sys.stdout
 
 
-def in_json(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """Convert a value to JSON types: records to objects, NaN and infinity to null."""
     if dataclasses.is_dataclass(value):
-        return {each.name: in_json(getattr(value, each.name)) for each in dataclasses.fields(value)}
+        return {
+            each.name: json_value(getattr(value, each.name)) for each in dataclasses.fields(value)
+        }
     if hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, Mapping):
-        return {name: in_json(each) for name, each in value.items()}
+        return {name: json_value(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [in_json(each) for each in value]
+        return [json_value(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_records(content: object, file: Path | None = STDOUT) -> None:
-    """Write records as JSON (see `in_json`) if a file was requested."""
-    text = json.dumps(in_json(content), indent=1)
+    """Write records as JSON (see `json_value`) if a file was requested."""
+    text = json.dumps(json_value(content), indent=1)
     if file == STDOUT:
         print(text)
     elif file is not None:

@@ -27,7 +27,7 @@ def parser() -> Command:
     described = Command(
         "gtopk completion",
         "Print the completion script for a shell. It needs shtab: pip install shtab.",
-        "\n  ".join(_HOW) + "\n\nOnce for each version of gtopk: to make it takes some seconds.",
+        "\n  ".join(_HOW) + "\n\nRun it once for each version of gtopk; it takes some seconds.",
     )
     described.add_argument("shell", choices=SHELLS)
     return described

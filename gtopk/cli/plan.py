@@ -83,16 +83,16 @@ def render(comparison: Comparison, rates: Rates, rates_origin: str) -> list[str]
     cluster, network = comparison.cluster, comparison.cluster.network
     formats = comparison.formats
     link, place = network.farthest, "inside the node" if network.is_one_node else "between nodes"
-    where = counted(network.ranks, "rank")
+    ranks = counted(network.ranks, "rank")
     if network.ranks_per_node > 1:
-        where += f", {network.ranks_per_node} a node"
+        ranks += f", {network.ranks_per_node} a node"
     size = f"{count_text(cluster.length)} float32 values ({bytes_text(4.0 * cluster.length)})"
     backward = duration_text(cluster.backward_seconds)
     hidden = f" Dense hides behind {backward} of backward." if cluster.backward_seconds else ""
     times = "speed" if cluster.backward_seconds else "exchange"
     lines = [
         *wrapped(
-            f"Modelled, not measured: {size}, {where}, {bandwidth_text(link.bits_per_second)} and "
+            f"Modelled, not measured: {size}, {ranks}, {bandwidth_text(link.bits_per_second)} and "
             f"{duration_text(link.latency_seconds)} {place}, density {cluster.density:g}."
             f"{hidden} Selecting, coding, merging: {rates_origin}."
         ),
@@ -103,11 +103,11 @@ def render(comparison: Comparison, rates: Rates, rates_origin: str) -> list[str]
         *wrapped(verdict(comparison, pays_clearly(cluster, rates, formats))),
     ]
     if network.ranks > 1:
-        turns = " or ".join(deciding(cluster, rates, formats))
+        sensitivities = " or ".join(deciding(cluster, rates, formats))
         lines += wrapped(
-            f"What decides: this verdict turns with {turns}."
-            if turns
-            else "Half or twice of any one input leaves this verdict as it is."
+            f"What decides: this verdict changes with {sensitivities}."
+            if sensitivities
+            else "Halving or doubling any one input does not change this verdict."
         )
         lines += wrapped(_MEMORY)
     if comparison.equal_bytes and network.ranks > 1:
@@ -173,7 +173,7 @@ def verdict(comparison: Comparison, clearly: bool | None) -> str:
     """Return the advice as text; clearly: whether to compress, None: too close to tell."""
     cheapest, dense = comparison.cheapest, comparison.dense
     if comparison.cluster.network.ranks == 1:
-        return "One rank has nobody to send to: there is nothing to compress."
+        return "A single rank sends nothing: there is nothing to compress."
     dense_adds, adds = map(duration_text, map(comparison.exposed_seconds, (dense, cheapest)))
     density = f"{cheapest.candidate.density:g}"
     where = break_even_text(comparison.break_even)
@@ -244,8 +244,8 @@ def parser() -> Command:
     option("--node-latency", duration, 5e-6, "latency inside a node; default: 5us")
     option("--density", share, 0.001, "share of entries sent")
     values = (
-        "how values of the sparse methods travel (dense sends float32): fewer bits, more rounding, "
-        "whose error is sent later"
+        "encoding of the values of sparse methods (dense sends float32): fewer bits round more, "
+        "and the rounding error is sent later"
     )
     option("--values", None, "exact", values, choices=VALUE_CODES)
     option(
@@ -294,14 +294,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         grammar.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
-        comparison, rates, origin = compared(options)
+        comparison, rates, origin = comparison_of(options)
     except ValueError as error:
         return fail("plan", error, code=2)
     content, lines = as_record(comparison, rates, origin), render(comparison, rates, origin)
     return deliver(content, lines, options.json)
 
 
-def compared(options: argparse.Namespace) -> tuple[Comparison, Rates, str]:
+def comparison_of(options: argparse.Namespace) -> tuple[Comparison, Rates, str]:
     """Return the comparison of the methods, the coding rates, and where the rates come from.
 
     Raises ValueError for an impossible cluster.

@@ -32,12 +32,13 @@ def allocated_tasks() -> int:
 
     Raises ValueError if a variable of Slurm is not a number.
     """
-    if asked := whole_number("SLURM_NTASKS", 0):
-        return asked
+    if requested := whole_number("SLURM_NTASKS", 0):
+        return requested
     hosts = os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")  # such as 16(x2),8
     each = re.findall(r"(\d+)(?:\(x(\d+)\))?", hosts)
-    of_a_task = max(1, whole_number("SLURM_CPUS_PER_TASK", 1))
-    return sum(int(cores) // of_a_task * int(times or 1) for cores, times in each) or usable_cores()
+    cores_per_task = max(1, whole_number("SLURM_CPUS_PER_TASK", 1))
+    tasks = sum(int(cores) // cores_per_task * int(times or 1) for cores, times in each)
+    return tasks or usable_cores()
 
 
 # The same time that torchrun gives its ranks to save.
@@ -125,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.link and places.elsewhere:
             raise ValueError(
                 f"--link emulates a network between ranks of this host, and '{places.elsewhere}' "
-                "is another one"
+                "is another host"
             )
         start = start_program(places, _program(options), _variables(options))
         # A dry run starts nothing, so it is allowed inside a job.
@@ -134,51 +135,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (LaunchError, OSError, ValueError) as error:
         return fail("run", error, code=2)
     if options.dry_run or options.json:
-        _say(start, places, options.json)
+        _print_start(start, places, options.json)
     if options.dry_run:
         return 0
-    with job(start.command, start.variables) as launcher, _signals_raised():
+    with job(start.command, start.variables) as launcher, _raise_signals():
         try:
             code = launcher.wait()
             # torchrun itself reports how each rank ended.
             if code and "torch.distributed.run" not in start.command:
-                fail("run", _message_of(code))
+                fail("run", _exit_description(code))
             return code
         except _TerminationRequested as request:
-            _let_save(launcher, start.command)
+            _terminate(launcher, start.command)
             return int(request.args[0])
 
 
-def _message_of(code: int) -> str:
+def _exit_description(code: int) -> str:
     """Explain an exit code of mpirun or srun."""
     try:
         by = f" ({signal.Signals(code - 128 if code > 0 else -code).name})"
     except ValueError:
         by = ""
     # A negative code from Popen means that a signal ended the launcher itself.
-    who = "a rank" if code > 0 else "the launcher"
-    return f"{who} ended with exit code {code}{by}"
+    process = "a rank" if code > 0 else "the launcher"
+    return f"{process} ended with exit code {code}{by}"
 
 
 @contextmanager
-def _signals_raised() -> Iterator[None]:
+def _raise_signals() -> Iterator[None]:
     """Raise _TerminationRequested on SIGINT and SIGTERM, unless they are ignored (nohup)."""
 
     def request(number: int, frame: FrameType | None) -> None:
         raise _TerminationRequested(128 + number)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    heard = [number for number in before if before[number] != signal.SIG_IGN]
-    for number in heard:
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handled = [number for number in previous if previous[number] != signal.SIG_IGN]
+    for number in handled:
         signal.signal(number, request)
     try:
         yield
     finally:
-        for number in heard:
-            signal.signal(number, before[number])
+        for number in handled:
+            signal.signal(number, previous[number])
 
 
-def _let_save(launcher: subprocess.Popen[bytes], command: Sequence[str]) -> None:
+def _terminate(launcher: subprocess.Popen[bytes], command: Sequence[str]) -> None:
     """Terminate the launcher and wait for it to exit; a second signal ends the wait."""
     time_to_save = "only torchrun gives ranks time to save"
     if "torch.distributed.run" in command:
@@ -211,7 +212,7 @@ def _program(options: argparse.Namespace) -> list[str]:
     if words[:1] == ["--"]:  # as in `gtopk run -- SCRIPT`
         words = words[1:]
     if not words:
-        raise ValueError("SCRIPT must be a file or a program, and there is none")
+        raise ValueError("SCRIPT is missing: give a file or a program")
     script, *words = words
     if options.module:
         return [sys.executable, "-m", script, *words]
@@ -226,21 +227,21 @@ def _program(options: argparse.Namespace) -> list[str]:
 
 
 def _variables(options: argparse.Namespace) -> dict[str, str]:
-    asked = {settings.RUN.name: options.record, settings.TIMELINE.name: options.timeline}
+    folders = {settings.RUN.name: options.record, settings.TIMELINE.name: options.timeline}
     # Absolute paths: ranks on other hosts may start in another folder.
-    variables = {name: os.path.abspath(folder) for name, folder in asked.items() if folder}
+    variables = {name: os.path.abspath(folder) for name, folder in folders.items() if folder}
     return variables | ({settings.LINK.name: options.link} if options.link else {})
 
 
-def _say(start: Start, places: Places, as_json: bool) -> None:
+def _print_start(start: Start, places: Places, as_json: bool) -> None:
     if as_json:
-        said = {
+        record = {
             "launcher": places.launcher,
             "ranks": places.ranks,
             "command": start.command,
             "variables": start.variables,
         }
-        print(json.dumps(said), flush=True)
+        print(json.dumps(record), flush=True)
         return
-    set_first = " ".join(f"{name}={shlex.quote(v)}" for name, v in start.variables.items())
-    print(f"{set_first} {shlex.join(start.command)}".strip())
+    assignments = " ".join(f"{name}={shlex.quote(v)}" for name, v in start.variables.items())
+    print(f"{assignments} {shlex.join(start.command)}".strip())

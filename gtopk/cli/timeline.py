@@ -71,14 +71,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         return fail("timeline", error)
     if earlier := [str(trace.rank) for trace in found if trace.run != last]:
-        whose = f"rank{'s' * (len(earlier) > 1)} {', '.join(earlier)}"
-        print(f"gtopk timeline: {whose}: of an earlier run, and left out", file=sys.stderr)
+        ranks_text = f"rank{'s' * (len(earlier) > 1)} {', '.join(earlier)}"
+        print(f"gtopk timeline: left out {ranks_text}, from an earlier run", file=sys.stderr)
     uncertain = max(trace.uncertain_seconds for trace in traces)
     if options.json:
-        said = {"trace": str(out), "ranks": [trace.rank for trace in traces]}
-        print(json.dumps({**said, "records": len(records), "clocks_within_seconds": uncertain}))
+        summary = {"trace": str(out), "ranks": [trace.rank for trace in traces]}
+        print(json.dumps({**summary, "records": len(records), "clocks_within_seconds": uncertain}))
         return 0
-    within = f", clocks alike to within {seconds_text(uncertain)}" if uncertain else ""
+    within = f", clocks equal to within {seconds_text(uncertain)}" if uncertain else ""
     of = f" of {traces[0].ranks}" if len(traces) < traces[0].ranks else ""
     ranks = f"{len(traces)}{of} rank{'s' * (bool(of) or len(traces) > 1)}"
     print(f"{out}: {ranks}, {len(records)} records{within}")
@@ -103,21 +103,21 @@ def read_traces(folder: Path) -> list[Trace]:
 def _read(path: Path) -> Trace:
     records = list(_records(path.read_text(encoding="utf-8", errors="replace")))
     try:
-        whose = next(each["args"] for each in records if each.get("name") == RANK)
+        header = next(each["args"] for each in records if each.get("name") == RANK)
         return Trace(
-            int(whose["rank"]),
+            int(header["rank"]),
             # Missing in traces of earlier versions.
-            int(whose.get("ranks", 0)),
-            _finite(whose.get("run", 0.0)),
-            str(whose["host"]),
-            _finite(whose["began_seconds"]),
-            _finite(whose["uncertain_seconds"]),
+            int(header.get("ranks", 0)),
+            _finite(header.get("run", 0.0)),
+            str(header["host"]),
+            _finite(header["began_seconds"]),
+            _finite(header["uncertain_seconds"]),
             [each for each in records if _is_shown(each)],
         )
     except (AttributeError, KeyError, OverflowError, StopIteration, TypeError, ValueError):
         raise ValueError(
-            f"'{path}' does not say whose trace it is: only those that GTOPK_TIMELINE asks for can "
-            "be put together"
+            f"'{path}' does not name its rank: only traces that were written with GTOPK_TIMELINE "
+            "can be merged"
         ) from None
 
 

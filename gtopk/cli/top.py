@@ -18,7 +18,7 @@ from ..telemetry.lines import path_of, shown
 from ..telemetry.reading import NoRunError, RankRecord, Reader, Run, Step, accuracy_and_loss_first
 from ..telemetry.step_report import PARTS, batch, density, parts
 from ..units import bytes_text, count_text, digits, duration_text, seconds_text
-from .arguments import Command, fail, in_json, number_in
+from .arguments import Command, fail, json_value, number_in
 from .charts import aligned
 
 RECENT: Final = 50  # average over this many last steps
@@ -86,11 +86,11 @@ def _status(rank: RankRecord, silent_seconds: float) -> Status:
     # Drop the first step, which also measured the links.
     reports = [step.report for step in recent[1:] or recent]
     # Skipped steps report 0 local steps; if all were skipped, count the recorded ones.
-    own = sum(report.local_steps for report in reports) or len(reports)
+    own_steps = sum(report.local_steps for report in reports) or len(reports)
     means = None
     if reports:
         found = [parts(report) for report in reports]
-        means = {part: sum(each[part] for each in found) / own for part in PARTS}
+        means = {part: sum(each[part] for each in found) / own_steps for part in PARTS}
     seconds = recent[-1].seconds - recent[0].seconds if len(recent) > 1 else 0.0
     values: dict[str, float | None] = {}
     for note in rank.values:
@@ -110,7 +110,7 @@ def _status(rank: RankRecord, silent_seconds: float) -> Status:
         if seconds
         else None,
         step_seconds=means,
-        sent_bytes=sum(each.sent_bytes for each in reports) / own if reports else None,
+        sent_bytes=sum(each.sent_bytes for each in reports) / own_steps if reports else None,
         density=next((share for each in reversed(reports) if (share := density(each))), None),
         samples=next((round(size) for each in reversed(reports) if (size := batch(each))), None),
         straggler_score=rank.scores[-1].content["score"] if rank.scores else None,
@@ -137,19 +137,21 @@ def rows(statuses: Sequence[Status], width: int | None = None) -> tuple[list[str
     Empty columns are dropped; the last one, the state, may exceed the width.
     """
     names = accuracy_and_loss_first({name for status in statuses for name in status.values})[:2]
-    ours = [*_HEADINGS, *_MORE]
-    headings = [*ours, *names, "state"]
+    columns = [*_HEADINGS, *_MORE]
+    headings = [*columns, *names, "state"]
     if any(status.link for status in statuses):
-        headings[ours.index("step takes")] = "emulated step takes"
-    logged = range(len(ours), len(ours) + len(names))
+        headings[columns.index("step takes")] = "emulated step takes"
+    logged = range(len(columns), len(columns) + len(names))
     cells = [_row(status, names) for status in statuses]
     kept = [place for place in range(len(headings)) if any(row[place] != "-" for row in cells)]
-    for dispensable in (*map(ours.index, _DISPENSABLE), *reversed(logged), *map(ours.index, _LAST)):
+    dispensable = [columns.index(name) for name in _DISPENSABLE]
+    last_dispensable = [columns.index(name) for name in _LAST]
+    for column in (*dispensable, *reversed(logged), *last_dispensable):
         lengths = [max(len(row[place]) for row in [headings, *cells]) for place in kept[:-1]]
         # The state may exceed the width, but its usual word must fit.
         if width is None or sum(lengths) + 2 * len(lengths) + len("running") <= width:
             break
-        kept = [place for place in kept if place != dispensable]
+        kept = [place for place in kept if place != column]
     return [headings[place] for place in kept], [[row[place] for place in kept] for row in cells]
 
 
@@ -240,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         return fail("top", error)
     except KeyboardInterrupt:
-        return fail("top", "ended by Ctrl-C; the run itself goes on", code=0)
+        return fail("top", "stopped by Ctrl-C; the run continues", code=0)
 
 
 def _snapshots(folder: Path, every: float, waits: bool = False) -> Iterator[list[Status]]:
@@ -250,7 +252,7 @@ def _snapshots(folder: Path, every: float, waits: bool = False) -> Iterator[list
     Prints to stderr which ranks' records are missing, whenever that changes. Raises ValueError if
     no run can be read.
     """
-    lacked: list[tuple[str, str]] = []
+    reported: list[tuple[str, str]] = []
     reader, began, waited = Reader(folder, RECENT), False, False
     while True:
         try:
@@ -268,11 +270,11 @@ def _snapshots(folder: Path, every: float, waits: bool = False) -> Iterator[list
             continue
         began = True
         # Print only changes: a line per second would scroll the table away.
-        lacks = [each for each in (run.lacks(), run.unread()) if each is not None]
-        for each in lacks:
-            if each not in lacked:
+        missing = [each for each in (run.lacks(), run.unread()) if each is not None]
+        for each in missing:
+            if each not in reported:
                 print(f"gtopk top: {': '.join(each)}", file=sys.stderr)
-        lacked = lacks
+        reported = missing
         yield statuses
         if all(rank.end is not None for rank in run.ranks):
             return
@@ -282,8 +284,8 @@ def _snapshots(folder: Path, every: float, waits: bool = False) -> Iterator[list
 def _print(snapshots: Iterable[list[Status]], as_json: bool) -> None:
     for statuses in snapshots:
         if as_json:
-            looked = in_json({"unix_seconds": time.time(), "ranks": statuses})
-            print(json.dumps(looked), flush=True)
+            snapshot = json_value({"unix_seconds": time.time(), "ranks": statuses})
+            print(json.dumps(snapshot), flush=True)
         else:
             print("\n".join(as_lines(statuses)))
 

@@ -99,7 +99,7 @@ def read_wav(path: str | Path) -> np.ndarray:
             if not content or len(content) != 2 * file.getnframes():
                 raise ValueError(f"ends after {len(content) // 2} of {file.getnframes()} samples")
     except (wave.Error, EOFError, RuntimeError, ValueError) as error:
-        reason = f"is no WAV file that can be read: {str(error) or 'it ends too soon'}"
+        reason = f"is not a readable WAV file: {str(error) or 'it ends too soon'}"
         raise MalformedFile(Path(path), None, reason) from error
     return np.frombuffer(content, "<i2").astype(np.float32) / 2**15
 
@@ -129,4 +129,5 @@ def _text(path: Path, most_bytes: int) -> str:
     try:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise MalformedFile(path, None, f"is no UTF-8: {error.reason}", byte=error.start) from error
+        reason = f"is not UTF-8: {error.reason}"
+        raise MalformedFile(path, None, reason, byte=error.start) from error

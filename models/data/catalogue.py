@@ -61,7 +61,7 @@ def read_libsvm(name: str, path: str | Path) -> LabelledRows:
     shape = shape_of(name)
     if not shape.classes:
         raise ValueError(
-            f"{name} is multilabel: copies of it differ in what labels count from; use "
+            f"{name} is multilabel, and its copies differ in the first label's number: use "
             "read_multilabel, or read_xml for a file with a header"
         )
     return read_classes(path, features=shape.features, feature_base=1, classes=shape.classes)

@@ -70,7 +70,7 @@ def read_binary_batch(path: str | Path, rows: int = ROWS) -> tuple[np.ndarray, n
     return table[:, 1:].reshape(rows, *SHAPE), table[:, 0].astype(np.int64)
 
 
-class _OfArrays(pickle.Unpickler):
+class _ArrayUnpickler(pickle.Unpickler):
     """Unpickles plain values and NumPy's arrays, and refuses all other calls."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -91,7 +91,7 @@ def read_pickled_batch(path: str | Path, rows: int = ROWS) -> tuple[np.ndarray, 
     """Do what `read_binary_batch` does, for a file of the Python version."""
     try:
         with Path(path).open("rb") as file:
-            batch = _OfArrays(file, encoding="bytes").load()
+            batch = _ArrayUnpickler(file, encoding="bytes").load()
         images = np.asarray(batch[b"data"]).reshape(rows, *SHAPE)
         labels = np.array(batch[b"labels"], np.int64)
         if images.dtype != np.uint8 or labels.shape != (rows,):
@@ -101,7 +101,7 @@ def read_pickled_batch(path: str | Path, rows: int = ROWS) -> tuple[np.ndarray, 
     except OSError:
         raise
     except Exception as error:  # damaged pickles raise errors of many types
-        reason = f"is no file of CIFAR-10's Python version: {error}"
+        reason = f"is not a file of CIFAR-10's Python version: {error}"
         raise MalformedFile(Path(path), None, reason) from error
     return images, labels
 

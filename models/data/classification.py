@@ -78,7 +78,7 @@ def _npz(path: Path) -> tuple[np.ndarray, np.ndarray]:
         with zipfile.ZipFile(path) as archive:
             x, y = (_array(archive, f"{name}.npy") for name in ("x", "y"))
     except Exception as error:  # NumPy and zipfile raise errors of many types for damaged files
-        raise ValueError(f"'{path}' is no .npz file with arrays x and y: {error}") from error
+        raise ValueError(f"'{path}' is not an .npz file with arrays x and y: {error}") from error
     if not x.ndim or not x.size or x.dtype.kind not in "biuf":
         inputs = None
     else:
@@ -113,14 +113,14 @@ def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
         if version not in _HEADERS:
             raise ValueError(f"{name} is of NumPy's format {version}")
         shape, _, dtype = _HEADERS[version](member)
-        announced = math.prod(shape) * dtype.itemsize
-        held = archive.getinfo(name).file_size - member.tell()
+        declared_bytes = math.prod(shape) * dtype.itemsize
+        actual_bytes = archive.getinfo(name).file_size - member.tell()
         if dtype.hasobject:
             raise ValueError(f"{name} holds Python objects, which only a pickle could carry")
-        if min(shape, default=0) < 0 or announced != held:
-            raise ValueError(f"{name} announces {shape} of {dtype}, and holds {held} bytes")
-        if held > MOST_BYTES:
-            raise ValueError(f"{name} has {held} bytes; at most {MOST_BYTES} are read")
+        if min(shape, default=0) < 0 or declared_bytes != actual_bytes:
+            raise ValueError(f"{name} declares {shape} of {dtype}, but holds {actual_bytes} bytes")
+        if actual_bytes > MOST_BYTES:
+            raise ValueError(f"{name} has {actual_bytes} bytes; at most {MOST_BYTES} are read")
     with archive.open(name) as member:
         array: np.ndarray = np.lib.format.read_array(member, allow_pickle=False)
     return array

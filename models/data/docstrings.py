@@ -63,7 +63,8 @@ def _source(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise MalformedFile(path, None, f"is no UTF-8: {error.reason}", byte=error.start) from error
+        reason = f"is not UTF-8: {error.reason}"
+        raise MalformedFile(path, None, reason, byte=error.start) from error
 
 
 def _as_bytes(texts: list[str]) -> torch.Tensor:

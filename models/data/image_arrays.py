@@ -48,12 +48,12 @@ class ImageArrays(LabelledSet):
         numbers = np.asarray(visits) % len(self)
         images = self.images[numbers]
         if self.augmented:
-            images = shaken(images, np.random.default_rng([self.seed, *visits[:1]]))
+            images = augment(images, np.random.default_rng([self.seed, *visits[:1]]))
         inputs = (images.astype(np.float32) - self._mean) * self._factor
         return LabelledBatch(torch.from_numpy(inputs), torch.from_numpy(self.labels[numbers]))
 
 
-def shaken(images: np.ndarray, random: np.random.Generator) -> np.ndarray:
+def augment(images: np.ndarray, random: np.random.Generator) -> np.ndarray:
     """Return the images shifted at random by up to PADDING pixels, about half of them mirrored."""
     count, _, rows, columns = images.shape
     border = (PADDING, PADDING)

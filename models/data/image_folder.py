@@ -75,9 +75,9 @@ class FolderImages(LabelledSet):
     def _image(self, visit: int) -> np.ndarray:
         path = self.paths[visit % len(self)]
         if not self.augmented:
-            return decoded(path, self.size, middle)
+            return decoded(path, self.size, central_box)
         random = np.random.default_rng([self.seed, visit])
-        image = decoded(path, self.size, lambda width, height: anywhere(width, height, random))
+        image = decoded(path, self.size, lambda width, height: random_box(width, height, random))
         return image[:, ::-1] if random.random() < 0.5 else image
 
 
@@ -96,10 +96,10 @@ def read_image_folder(
     train, val = (Path(folder) / part for part in ("train", "val"))
     classes = _classes_in(train)
     if (others := _classes_in(val)) != classes:
-        odd = sorted(set(classes) ^ set(others))
+        unmatched = sorted(set(classes) ^ set(others))
         raise ValueError(
             f"'{train}' and '{val}' must have the same folders, one for each class; only one of "
-            f"them has {', '.join(odd[:5])}{' ...' if len(odd) > 5 else ''}"
+            f"them has {', '.join(unmatched[:5])}{' ...' if len(unmatched) > 5 else ''}"
         )
     return LabelledData(
         FolderImages(train, classes, size, augmented=True, seed=seed),
@@ -109,14 +109,14 @@ def read_image_folder(
     )
 
 
-def middle(width: int, height: int) -> Box:
+def central_box(width: int, height: int) -> Box:
     """Return the square in the middle, of 7/8 of the shorter side."""
     side = min(width, height) * _TESTED_SHARE
     left, upper = (width - side) / 2, (height - side) / 2
     return Box(left, upper, left + side, upper + side)
 
 
-def anywhere(width: int, height: int, random: np.random.Generator) -> Box:
+def random_box(width: int, height: int, random: np.random.Generator) -> Box:
     """Return a box of random place, area and shape; if none fits, the largest allowed one."""
     low, high = _RATIOS
     for _ in range(_TRIES):
@@ -147,15 +147,15 @@ def decoded(path: Path, size: int, cut: Cut) -> np.ndarray:
             if width * height > MOST_PIXELS:
                 raise ValueError(f"{width} x {height} pixels are more than {MOST_PIXELS}")
             if image.mode not in MODES:  # Pillow would clip values above 255
-                known = ", ".join(MODES)
+                allowed = ", ".join(MODES)
                 raise ValueError(
-                    f"mode {image.mode} is none of {known}; scale it to 8 bits, and save it anew"
+                    f"mode {image.mode} is not one of {allowed}; convert the image to 8 bits"
                 )
             part = image.convert("RGB").resize(
                 (size, size), Image.Resampling.BILINEAR, cut(width, height), reducing_gap=2.0
             )
     except Exception as error:  # Pillow raises errors of many types for damaged files
-        raise MalformedFile(path, None, f"is no JPEG or PNG that can be read: {error}") from error
+        raise MalformedFile(path, None, f"is not a readable JPEG or PNG: {error}") from error
     return np.asarray(part)
 
 
@@ -178,9 +178,9 @@ def _images_in(folder: Path) -> list[Path]:
         if path.suffix.lower() not in ENDINGS:
             raise MalformedFile(path, None, f"must end in one of {', '.join(ENDINGS)}")
         if path.name.startswith("."):  # such as macOS's metadata, ._photo.jpg
-            raise MalformedFile(path, None, "is hidden, and hardly an image: remove it")
+            raise MalformedFile(path, None, "is a hidden file, not an image: remove it")
         if not path.is_file():
-            raise MalformedFile(path, None, "is no file, or a link that leads to none")
+            raise MalformedFile(path, None, "is not a file, or is a broken link")
     if not paths:
         raise FileNotFoundError(f"'{folder}' must hold images of its class, and is empty")
     return paths

@@ -94,7 +94,7 @@ def read_rows(
             layout.features,
         )
         if not len(features):
-            raise ValueError("holds no row")
+            raise ValueError("has no rows")
         if layout.rows not in (None, len(features)):
             raise ValueError(
                 f"holds {len(features)} rows with labels or features, its header says {layout.rows}"
@@ -117,7 +117,7 @@ def _checked(layout: Layout) -> Layout:
     for what in ("feature", "label"):
         count, base = getattr(layout, f"{what}s"), getattr(layout, f"{what}_base")
         if base not in (0, 1):
-            raise ValueError(f"{what}_base must be 0 or 1, got {base}: files count from one")
+            raise ValueError(f"{what}_base must be 0 or 1, got {base}")
         if not 1 <= count <= MOST_COLUMNS:
             raise ValueError(f"the number of {what}s must lie in 1..{MOST_COLUMNS}, got {count}")
     return layout
@@ -144,8 +144,8 @@ def _labels(lists: Sequence[tuple[float, ...]], layout: Layout) -> LabelLists:
     if wrong.size:
         last = layout.labels - 1 + layout.label_base
         raise ValueError(
-            f"row {rows[wrong[0]] + 1} has label {numbers[wrong[0]]:g}, which is no whole number "
-            f"in {layout.label_base}..{last}"
+            f"row {rows[wrong[0]] + 1} has label {numbers[wrong[0]]:g}, which is not a whole "
+            f"number in {layout.label_base}..{last}"
         )
     if len(np.unique(rows * layout.labels + labels.astype(np.int64))) < len(labels):
         raise ValueError("a row has a label twice")

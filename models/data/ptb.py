@@ -51,7 +51,7 @@ def _numbered(path: Path, numbers: dict[str, int]) -> torch.Tensor:
         try:
             found += [numbers[word] for word in words]
         except KeyError as error:
-            reason = f"{error} is no word of the training text; <unk> stands for those"
+            reason = f"{error} is not in the training text; write such words as <unk>"
             raise MalformedFile(path, line, reason) from error
     return torch.from_numpy(np.array(found, np.int64))
 
@@ -70,9 +70,9 @@ def _sentences(path: Path) -> Iterator[list[str]]:
         try:
             text = line.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise MalformedFile(path, number, f"is no UTF-8: {error}") from error
+            raise MalformedFile(path, number, f"is not UTF-8: {error}") from error
         if control := _CONTROL.search(text):
-            raise MalformedFile(path, number, f"{control.group()!r} is part of no word")
+            raise MalformedFile(path, number, f"has the control character {control.group()!r}")
         words = _WORD.findall(text)
         if not words:
             raise MalformedFile(path, number, "holds no word")

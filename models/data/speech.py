@@ -68,7 +68,7 @@ class Buckets:
     def __getitem__(self, visit: int) -> SpeechBatch:
         begin = visit % len(self) * self.bucket_size
         end = min(begin + self.bucket_size, len(self.utterances))
-        return gathered([self.utterances[number] for number in range(begin, end)])
+        return collate([self.utterances[number] for number in range(begin, end)])
 
     def __getitems__(self, visits: Sequence[int]) -> SpeechBatch:
         (visit,) = visits
@@ -88,7 +88,7 @@ def spectrogram(samples: torch.Tensor) -> torch.Tensor:
     return (loudness - loudness.mean()) / loudness.std().clamp_min(1e-8)
 
 
-def gathered(utterances: Sequence[Utterance]) -> SpeechBatch:
+def collate(utterances: Sequence[Utterance]) -> SpeechBatch:
     """Return utterances as a batch."""
     ordered = sorted(utterances, key=lambda each: each.spectrogram.shape[1], reverse=True)
     lengths = torch.tensor([each.spectrogram.shape[1] for each in ordered])

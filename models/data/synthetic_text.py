@@ -25,14 +25,14 @@ def synthesise_text(samples: int | None = None, seed: int = 0) -> Text:
     """Return a text; samples: words for training, and a tenth as many for testing."""
     train, test = (TRAIN, TEST) if samples is None else (samples, -(-samples // 10))
     return Text(
-        _written(train, seed, stream=1),
-        _written(test, seed, stream=2),
+        _generate(train, seed, stream=1),
+        _generate(test, seed, stream=2),
         VOCABULARY,
         "synthetic, like Penn Treebank",
     )
 
 
-def _written(words: int, seed: int, stream: int) -> torch.Tensor:
+def _generate(words: int, seed: int, stream: int) -> torch.Tensor:
     table = np.random.default_rng([seed, 0])
     followers = _zipf(table.random((VOCABULARY, FOLLOWERS)), VOCABULARY)
     random = np.random.default_rng([seed, stream])

@@ -38,12 +38,12 @@ class Trainer(trainer.Trainer):
     def __init__(self, config: Config) -> None:
         parallelize = config.model_spec.parallelize_fn
 
-        def shard(model: torch.nn.Module, **how: Any) -> torch.nn.Module:
+        def shard(model: torch.nn.Module, **options: Any) -> torch.nn.Module:
             """Shard for FSDP as if there were one replica: gtopk exchanges between replicas."""
-            whole = how["parallel_dims"]
-            how["parallel_dims"] = copy.copy(whole)
-            how["parallel_dims"].dp_replicate = 1
-            model = parallelize(model, **how)
+            whole = options["parallel_dims"]
+            options["parallel_dims"] = copy.copy(whole)
+            options["parallel_dims"].dp_replicate = 1
+            model = parallelize(model, **options)
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     # torchtitan's loss expects the sum over replicas, but gtopk gives the mean.
@@ -59,8 +59,8 @@ class Trainer(trainer.Trainer):
             raise ValueError("gtopk takes one AdamW for the whole model, and no pipeline")
         if self.gradient_accumulation_steps > 1 and isinstance(self.loss_fn, ChunkedLossWrapper):
             raise ValueError(
-                "a chunked loss has FSDP reduce lm_head's gradient in every pass: to accumulate "
-                "gradients, have loss=CrossEntropyLoss.Config(...) in the configuration"
+                "with a chunked loss FSDP reduces lm_head's gradient in every pass: to accumulate "
+                "gradients, set loss=CrossEntropyLoss.Config(...) in the configuration"
             )
         self.replicas = gtopk.fsdp.replicate(
             self.model_parts[0],

@@ -37,7 +37,7 @@ def connect(parent: Any, child: Any, gateway: Any, hop: list[float], name: str) 
     parent.add_route(child, None, gateway, None, route, True)
 
 
-def way_out(zone: Any, name: str) -> Any:
+def add_gateway(zone: Any, name: str) -> Any:
     """Return a zone's gateway, in a zone of its own: SimGrid needs all at the same depth."""
     edge = NetZone.create_star_zone(f"edge-{name}").set_parent(zone)
     gateway = edge.create_router(f"gateway-{name}")
@@ -69,10 +69,12 @@ def build(platform: dict[str, Any]) -> dict[int, Any]:
                 connect(switch, node.netpoint, gateway, platform["link"], f"link-{name}")
             name = f"switch{s}.{w}"
             router = f"gateway-{name}"
-            gateway = switch.create_router(router) if platform["alone"] else way_out(switch, name)
+            gateway = (
+                switch.create_router(router) if platform["alone"] else add_gateway(switch, name)
+            )
             switch.seal()
             connect(site, switch.netpoint, gateway, platform["uplink"], f"uplink{s}.{w}")
-        gateway = way_out(site, f"site{s}")
+        gateway = add_gateway(site, f"site{s}")
         site.seal()
         connect(root, site.netpoint, gateway, platform["far"] or FREE, f"far{s}")
     root.seal()
@@ -137,20 +139,20 @@ def replay(
 
 def main() -> None:
     """Read, replay, and print the seconds."""
-    order = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     engine = Engine(["replay", _QUIET, *(f"--cfg={setting}" for setting in SETTINGS)])
-    hosts = build(order["platform"])
-    latency, burst = latencies(order["platform"]), order["platform"]["burst"]
-    profile = order["computing"] or [None] * len(order["trace"])
+    hosts = build(request["platform"])
+    latency, burst = latencies(request["platform"]), request["platform"]["burst"]
+    profile = request["computing"] or [None] * len(request["trace"])
     waiting = set(hosts)
-    for rank, (events, computing) in enumerate(zip(order["trace"], profile, strict=True)):
+    for rank, (events, computing) in enumerate(zip(request["trace"], profile, strict=True)):
         arguments = rank, events, latency, burst, computing, waiting
         actor = Actor.create(f"rank{rank}", hosts[rank], replay, *arguments)
         for peer in {peer for peer, size in events if size < 0}:
             Mailbox.by_name(f"{peer}>{rank}").set_receiver(actor)  # sent even before a receive
     engine.run()
     if waiting:  # SimGrid itself raises no error
-        sys.exit(f"ranks {sorted(waiting)[:8]} wait for messages that nobody sends or receives")
+        sys.exit(f"ranks {sorted(waiting)[:8]} wait for messages that no rank sends or receives")
     print(json.dumps({"seconds": Engine.clock}))
 
 

@@ -136,14 +136,16 @@ def simulate(
     """
     platform.check()
     if len(trace) != platform.network.ranks:
-        raise ValueError(f"a trace of {len(trace):,} ranks on {platform.network.ranks:,} of them")
+        raise ValueError(
+            f"the trace has {len(trace):,} ranks, and the platform {platform.network.ranks:,}"
+        )
     if computing is not None and [*map(len, computing)] != [len(each) + 1 for each in trace]:
         raise ValueError("computing needs seconds before each event of a rank, and after the last")
-    order = json.dumps({"platform": platform.record(), "trace": trace, "computing": computing})
+    request = json.dumps({"platform": platform.record(), "trace": trace, "computing": computing})
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [python, str(_PROGRAM)],
-            input=order,
+            input=request,
             capture_output=True,
             text=True,
             errors="replace",
@@ -151,9 +153,9 @@ def simulate(
         )
     except OSError as error:
         raise SimulationError(f"{python} cannot be run: {error.strerror}") from None
-    if done.returncode or not done.stdout:
+    if process.returncode or not process.stdout:
         raise SimulationError(
             f"SimGrid failed on {len(trace):,} ranks, each a thread, which may be more than the "
-            f"system allows; exit code {done.returncode}: {done.stderr.strip()[-500:]}"
+            f"system allows; exit code {process.returncode}: {process.stderr.strip()[-500:]}"
         )
-    return float(json.loads(done.stdout.splitlines()[-1])["seconds"])
+    return float(json.loads(process.stdout.splitlines()[-1])["seconds"])

@@ -220,10 +220,10 @@ def _reduce(reduction: Reduction, transport: Recorder, times: int) -> None:
     if reduction.algorithm == "oktopk":
         options["regions"] = Regions()
     reduce: Any = partial(ALGORITHMS[reduction.algorithm], format=reduction.format, **options)
-    mine = picks("uniform", reduction.length, reduction.selected, transport.rank, seed=0)
+    selected = picks("uniform", reduction.length, reduction.selected, transport.rank, seed=0)
     for _ in range(times):
         transport.begin()
-        reduce(mine, reduction.selected, transport)
+        reduce(selected, reduction.selected, transport)
 
 
 def profile_of(reduction: Reduction) -> Profile:
@@ -256,12 +256,12 @@ def _allgather(reduction: Reduction) -> Trace:
 def _list_bytes(reduction: Reduction) -> int:
     """Return the bytes of rank 0's list, extrapolated from two shorter ones if it does not fit."""
     if reduction.selected <= _MOST_ENTRIES // 4:
-        mine = picks("uniform", reduction.length, reduction.selected, rank=0, seed=0)
-        return encode(mine, reduction.selected, reduction.format).message.size
+        selected = picks("uniform", reduction.length, reduction.selected, rank=0, seed=0)
+        return encode(selected, reduction.selected, reduction.format).message.size
     large, small = reduction._replace(ranks=4).smaller()
-    much, little = _list_bytes(large), _list_bytes(small)
+    large_bytes, small_bytes = _list_bytes(large), _list_bytes(small)
     share = (reduction.selected - large.selected) / (large.selected - small.selected)
-    return round(much + share * (much - little))
+    return round(large_bytes + share * (large_bytes - small_bytes))
 
 
 def _run(ranks: int, program: Callable[[Recorder], object]) -> Trace:

@@ -131,7 +131,7 @@ def check(options: argparse.Namespace) -> None:
 def run(options: argparse.Namespace, command: str) -> Results:
     """Return the results; all ranks call it, and all get them."""
     here, machine = world.current(), this_machine()
-    facts = here.engine.submit("bench.network", [], _look_at_the_network).wait()
+    facts = here.engine.submit("bench.network", [], _measure_link).wait()
     compute = (
         emulated(options.model, options.scale, here.rank)
         if options.compute == "paper"
@@ -180,7 +180,7 @@ def run(options: argparse.Namespace, command: str) -> Results:
     )
 
 
-def _look_at_the_network(transport: Transport, all_flags: list[int]) -> dict[str, Any]:
+def _measure_link(transport: Transport, all_flags: list[int]) -> dict[str, Any]:
     """Return the network's measured link."""
     network, _ = measure_network(transport)
     link = network.link(1)

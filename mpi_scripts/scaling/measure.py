@@ -121,10 +121,10 @@ class Clock:
         begun, cpu_begun = time.perf_counter(), time.process_time()
         step()
         seconds, cpu_seconds = time.perf_counter() - begun, time.process_time() - cpu_begun
-        mine = [seconds, cpu_seconds, interface_bytes(self._interface) - sent]
+        own_times = [seconds, cpu_seconds, interface_bytes(self._interface) - sent]
 
         def work(transport: Transport, all_flags: list[int]) -> list[list[float]]:
-            return transport.gather_object(mine)
+            return transport.gather_object(own_times)
 
         times: list[list[float]] = self._engine.submit("bench.scaling", [], work).wait()
         return times

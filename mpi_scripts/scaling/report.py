@@ -80,10 +80,10 @@ def published_over_baseline(results: Results, contender: str) -> float | None:
     published = PUBLISHED.get(results["model"]) if results["emulated_compute"] else None
     if published is None:
         return None
-    of_it, of_baseline = (
+    efficiency, base = (
         published.efficiency(name, results["ranks"]) for name in (contender, BASELINE)
     )
-    return of_it / of_baseline if of_it and of_baseline else None
+    return efficiency / base if efficiency and base else None
 
 
 def table(results: Results) -> str:
@@ -179,11 +179,11 @@ def _published(model: str) -> Iterator[str]:
     for name in published.by_method:
         cells = []
         for ranks in WORKERS:
-            mine, base = (published.efficiency(n, ranks) for n in (name, BASELINE))
-            assert mine is not None
+            efficiency, base = (published.efficiency(n, ranks) for n in (name, BASELINE))
+            assert efficiency is not None
             assert base is not None
-            over = "" if name == BASELINE else f", {mine / base:.2f}x ssgd"
-            cells.append(percent_text(mine) + over)
+            over = "" if name == BASELINE else f", {efficiency / base:.2f}x ssgd"
+            cells.append(percent_text(efficiency) + over)
         yield f"| {name} | " + " | ".join(cells) + " |"
     yield ""
 

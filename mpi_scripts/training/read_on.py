@@ -103,12 +103,12 @@ class ReadOn(Task[Window]):
         """Return the loss of this rank's lanes of the test text, and their words."""
         lanes = cut(self.text.test, min(TEST_LANES, len(self.text.test) - 1))
         own = slice(self.feed.rank, None, self.feed.size)
-        mine = Lanes(lanes.inputs[own], lanes.targets[own])
-        if not len(mine.inputs):
+        own_lanes = Lanes(lanes.inputs[own], lanes.targets[own])
+        if not len(own_lanes.inputs):
             return [0.0, 0]
         loss, words = 0.0, 0
         state = None
-        for window in mine.windows(min(self.steps, mine.inputs.shape[1])):
+        for window in own_lanes.windows(min(self.steps, own_lanes.inputs.shape[1])):
             window = moved(window, device)
             scores, state = model(window.inputs, state)
             targets = window.targets.flatten()

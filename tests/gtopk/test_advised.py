@@ -34,7 +34,7 @@ def test_rank_0_says_it_once_and_all_ranks_predict(forked, ranks):
         assert (per == "merge of all nodes") == (way == NODES)
     sentences = re.findall(r"^gtopk: rank 0: (\d) ranks over gloo", job.stderr, re.MULTILINE)
     assert sentences == [str(among[way]) for way in expected]
-    in_memory = re.findall(r"^gtopk: rank 0: (\d) workers step on ", job.stderr, re.MULTILINE)
+    in_memory = re.findall(r"^gtopk: rank 0: (\d) workers update ", job.stderr, re.MULTILINE)
     assert in_memory == [str(ranks)] * len(IN_MEMORY)
     (verdict,) = re.findall("^.*compare with a dense run$", job.stderr, re.MULTILINE)
     assert verdict.startswith("gtopk: rank 0: compression ")

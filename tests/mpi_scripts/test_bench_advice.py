@@ -13,7 +13,7 @@ import pytest
 from collectives.cost import BreakEven
 from gtopk.planning.comparison import break_even_text
 from mpi_scripts import bench_advice
-from mpi_scripts.bench_advice import NO_DELAY, Held, edges, number_after, parse_edge, table
+from mpi_scripts.bench_advice import NO_DELAY, Measurement, edges, number_after, parse_edge, table
 from tests.mpi_scripts.test_emulated_network import require_hosts
 
 LINE = (
@@ -32,8 +32,8 @@ def held(
     rate: str = "10mbit",
     line: str = LINE,
     delay: str = NO_DELAY,
-) -> Held:
-    return Held(rate, delay, hosts, 500_000, 25_000, line, dense, sparse)
+) -> Measurement:
+    return Measurement(rate, delay, hosts, 500_000, 25_000, line, dense, sparse)
 
 
 def test_numbers_are_read_from_the_line() -> None:

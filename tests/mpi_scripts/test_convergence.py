@@ -28,7 +28,7 @@ def test_rows_are_paired_by_seed_and_dense_is_trained_once(tmp_path: Path, capsy
         sum(run["accuracy"] for run in each["runs"]) / len(each["runs"]) for each in (dense, sparse)
     ]
     assert f"{means[1] - means[0]:+.2f} ± " in rows[1]
-    assert " | 0 (0-0) | not all do |" in rows[0]
+    assert " | 0 (0-0) | not all seeds |" in rows[0]
     assert sparse["runs"][0]["sent_bytes"] < dense["runs"][0]["sent_bytes"] / 10
 
 

@@ -92,7 +92,7 @@ def test_ten_times_the_bandwidth_is_about_a_tenth_of_the_time(
     )
     with pytest.raises(SystemExit, match="2"):
         main(["--methods", "hierarchical", "--ranks", "4"])
-    assert "takes sites for nodes" in capsys.readouterr().err
+    assert "uses sites as nodes" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):  # switches of 2, 2 and 2: sites of 2 and 4
         main(["--methods", "hierarchical", "--ranks", "8", "6", *far])
     assert "--ranks must be multiples of 4" in capsys.readouterr().err

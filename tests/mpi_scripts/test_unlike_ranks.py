@@ -47,4 +47,4 @@ def test_it_says_how_it_is_called() -> None:
         check=False,
     )
     assert done.returncode != 0
-    assert "--repeat needs a number for each of 1 ranks" in done.stderr
+    assert "--repeat needs 1 numbers, one for each rank" in done.stderr

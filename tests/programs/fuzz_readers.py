@@ -51,7 +51,7 @@ from gtopk.torch.checkpoint.tree import put_together, take_apart
 from models.data import classification
 from models.data.an4 import read_transcript, read_wav
 from models.data.cifar10 import IMAGE_BYTES, read_binary_batch, read_pickled_batch
-from models.data.image_folder import decoded, middle
+from models.data.image_folder import central_box, decoded
 from models.data.libsvm import read_classes, read_multilabel
 from models.data.mnist import read_idx
 from models.data.ptb import read_ptb
@@ -388,7 +388,7 @@ TARGETS = {
         (ValueError,),
     ),
     "wav": Target(some_wav, as_file(read_wav), (ValueError,)),
-    "image": Target(some_image, as_file(lambda file: decoded(file, 4, middle)), (ValueError,)),
+    "image": Target(some_image, as_file(lambda file: decoded(file, 4, central_box)), (ValueError,)),
 }
 
 

@@ -79,8 +79,8 @@ def test_another_number_of_ranks_is_refused_on_all_of_them_and_printed_once() ->
     with contextlib.redirect_stderr(io.StringIO()) as errors:
         assert main(["--speeds", "400:100"]) == 2
     expected = (
-        "gtopk simulate: --speeds has 2 ranks, and 3 processes were started: start 2, or the "
-        "command without a launcher: it computes all ranks\n"
+        "gtopk simulate: --speeds has 2 ranks, and 3 processes were started: start 2, or no "
+        "launcher, to compute all ranks in one process\n"
     )
     assert errors.getvalue() == (expected if hvd.rank() == 0 else "")
 

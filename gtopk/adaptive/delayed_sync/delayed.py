@@ -2,9 +2,9 @@
 
     begin            pass 0              pass 1              finish        of an epoch
       o--------[== rounds ==]o-------[== rounds ==]o-----------x
-    meet                    meet                  meet                     all drain or all continue
+    agree                   agree                 agree                    all drain or all continue
 
-At every `meet` all computed gradients are applied, and all ranks know the rest of the epoch. A pass
+At every `_agree` all computed gradients are applied, and all ranks know what is left. A pass
 ends when a rank has computed all micro-batches that were dealt to it, or when one drains.
 """
 
@@ -24,7 +24,7 @@ from ..local_steps import LocalSteps, replace_step, require_batch, require_one_p
 from ..options import Job, RoundOptions
 from ..partitioning.cuts import Passes
 from ..replica import RoundExchange
-from ..sources import WorkerSeeds, order_in_words, rebuilt
+from ..sources import WorkerSeeds, describe_order, rebuilt
 from .rounds import AgreedSettings, Rounds, RoundWire
 
 
@@ -67,14 +67,14 @@ class DelayedLoader(LoaderBase[RoundOptions]):
         policy = optimizer.step_policy
         super().__init__(job, "abs")
         check(job)
-        length = self._indexed(job)
+        length = self._set_order(job)
         # Refilled for each pass: the DataLoader keeps this very list as its batch_sampler.
-        self._mine: list[list[int]] = []  # indices of this pass's micro-batches
-        self._loader = rebuilt(job.loader, batch_sampler=self._mine)
+        self._micro_batches: list[list[int]] = []  # indices of this pass's micro-batches
+        self._loader = rebuilt(job.loader, batch_sampler=self._micro_batches)
         self._seeds = WorkerSeeds(self._loader, world.rank)
         self._rate = LearningRate(optimizer, options.lr_scaling, options.global_batch)
         self._passes = Passes(world.size, options.micro_batch)
-        self._meet([f"{length} samples", *policy.options.signature()])
+        self._run_first([f"{length} samples", *policy.options.signature()])
         trained = policy.trained()
         self._trained = set(trained)
         self.exchange = RoundExchange(trained, policy.options.compression)
@@ -99,7 +99,7 @@ class DelayedLoader(LoaderBase[RoundOptions]):
         self._abandoned: Rounds | None = None  # still running when a state was loaded
         self._loaded: dict[str, Any] = {}  # that state; its residual is loaded after their end
         self._in_epoch = self._in_pass = False
-        self._length, self._order_said = 0, ""  # of the epoch's order
+        self._length, self._order_text = 0, ""  # of the epoch's order
         self._has_batch = False
         self.left_out = 0
         self._wrapped_step = replace_step(optimizer, "abs", self._step)
@@ -170,8 +170,8 @@ class DelayedLoader(LoaderBase[RoundOptions]):
             return
         if not self.left_out:
             _log.warning(
-                "rank %d: a micro-batch that no optimizer.step() was taken with is left out of its "
-                "round (GradScaler takes none after an overflow); loader.left_out counts them",
+                "rank %d: a micro-batch without optimizer.step() is left out of its round "
+                "(GradScaler takes no step after an overflow); loader.left_out counts them",
                 self._world.rank,
             )
         self.left_out += 1
@@ -183,16 +183,16 @@ class DelayedLoader(LoaderBase[RoundOptions]):
         return -(-len(self._order(0)) // self._options.micro_batch)
 
     def _batches(self) -> Generator[Any, None, None]:
-        self._require_its_world()
+        self._require_current_world()
         if self._in_epoch:  # the script left the last iteration, on all ranks
             self._has_batch = False
             self._close_pass()
         self._end_abandoned()
         refuse_new_parameters(self._optimizer.param_groups, self._trained, ADAPT_TRAINS)
-        self._steps.spent.begin()
+        self._steps.clock.begin()
         with self._epochs.iterate() as (epoch, start):
             order = self._order(epoch)
-            self._length, self._order_said = len(order), order_in_words(order)
+            self._length, self._order_text = len(order), describe_order(order)
             # Otherwise a state was loaded, and its passes hold the rest of the epoch.
             if start == 0:
                 self._passes.begin([range(self._length)])
@@ -206,13 +206,13 @@ class DelayedLoader(LoaderBase[RoundOptions]):
 
     def _pass(self, order: Sequence[int]) -> Iterator[Any]:
         """Yield the micro-batches dealt to this rank, until one rank has none left or drains."""
-        mine = self._passes.begin_pass(self._world.rank)
-        self._mine[:] = [[order[place] for place in places] for places in mine]
+        micro_batches = self._passes.begin_pass(self._world.rank)
+        self._micro_batches[:] = [[order[place] for place in places] for places in micro_batches]
         self._seeds.begin(self._epochs.epoch, self._passes.number)
         self.rounds.begin()
         self._in_pass = True
         # Without batches the DataLoader is not used: it would start its workers for nothing.
-        for batch, places in zip(self._loader if mine else (), mine, strict=True):
+        for batch, places in zip(self._loader if micro_batches else (), micro_batches, strict=True):
             yield from self._yield_batch(batch, len(places))
             if self.rounds.ended:
                 break
@@ -240,7 +240,7 @@ class DelayedLoader(LoaderBase[RoundOptions]):
         """End, with all ranks, the rounds that ran when a state was loaded; load its residual."""
         if self._abandoned is None:
             return
-        self._require_its_world()
+        self._require_current_world()
         # The other ranks may wait in the old rounds' operations, which must end before new ones
         # begin.
         self._abandoned.abandon()
@@ -252,7 +252,7 @@ class DelayedLoader(LoaderBase[RoundOptions]):
     def _await_drains(self, order: Sequence[int]) -> Iterator[Any]:
         """Return when all ranks continue; if some drain, hand out a batch so that this one can."""
         while not self._agree(drains=False):
-            self._mine[:] = [list(order[: self._options.micro_batch])]
+            self._micro_batches[:] = [list(order[: self._options.micro_batch])]
             for batch in self._loader:
                 yield from self._yield_batch(batch, 0)
 
@@ -263,9 +263,9 @@ class DelayedLoader(LoaderBase[RoundOptions]):
         """
         # Compared on all ranks: with different numbers left they would deal different passes.
         left = f"{len(self._passes.left)} micro-batches left"
-        signature = [f"epoch {self._epochs.epoch}", left, self._order_said]
-        said = self._wire.meet(signature, drains)
-        return self._settle_drains(said, "loader.round", self.round)
+        signature = [f"epoch {self._epochs.epoch}", left, self._order_text]
+        drain_flags = self._wire.gather_drains(signature, drains)
+        return self._settle_drains(drain_flags, "loader.round", self.round)
 
     def drain(self) -> None:
         """Apply all computed gradients, for an evaluation or a checkpoint within an epoch.
@@ -278,7 +278,7 @@ class DelayedLoader(LoaderBase[RoundOptions]):
         self._end_abandoned()
         if not self._in_epoch:
             return
-        self._require_its_world()
+        self._require_current_world()
         if self._has_batch:
             self._leave_out()
         self._close_pass()
@@ -293,8 +293,8 @@ class DelayedLoader(LoaderBase[RoundOptions]):
         """
         if self._in_pass or not self.rounds.is_drained:
             raise RuntimeError(
-                "gradients are under way, which a checkpoint would lose: call loader.drain() on "
-                "all ranks before it, as gtopk.save_checkpoint does"
+                "some gradients are not applied yet, and a checkpoint would lose them: call "
+                "loader.drain() on all ranks first, as gtopk.save_checkpoint does"
             )
         return {
             **(self._loaded or self.exchange.state_dict()),
@@ -328,7 +328,7 @@ class DelayedLoader(LoaderBase[RoundOptions]):
             self._loaded = state
 
 
-def refuse_tokens(*said: Any) -> None:
+def refuse_tokens(*arguments: Any) -> None:
     """Raise ValueError: a round weights micro-batches only by their samples."""
     raise ValueError(
         "mode 'abs' weighs micro-batches by their samples and takes no set_num_samples: for a loss "

@@ -71,15 +71,15 @@ class AgreedSettings:
         ]
         return [self.seen, own]
 
-    def agree(self, transport: Transport, said: list[Any]) -> None:
+    def agree(self, transport: Transport, own_settings: list[Any]) -> None:
         """Adopt the settings of the ranks that have seen the newest round.
 
         Raises MismatchError, on all ranks, if these ranks' settings differ.
         """
-        told = transport.gather_object(said)
+        all_settings = transport.gather_object(own_settings)
         # A rank with nothing left to compute is behind: its settings belong to an earlier round.
-        newest = max(seen for seen, _ in told)
-        by_rank = {rank: settings for rank, (seen, settings) in enumerate(told) if seen == newest}
+        newest = max(seen for seen, _ in all_settings)
+        by_rank = {rank: each for rank, (seen, each) in enumerate(all_settings) if seen == newest}
         # As texts: a rate of 1 differs from 1.0, and NaN equals NaN.
         if len(set(map(repr, by_rank.values()))) > 1:
             signature = {
@@ -90,7 +90,7 @@ class AgreedSettings:
                 for rank, settings in by_rank.items()
             }
             raise MismatchError(
-                f"{describe_mismatch(signature)}. In mode 'abs' ranks have unlike numbers of "
+                f"{describe_mismatch(signature)}. In mode 'abs' ranks have different numbers of "
                 "micro-batches: step a schedule with the rounds, by `while scheduler.last_epoch < "
                 "loader.round: scheduler.step()` after optimizer.step(), or once an epoch"
             )
@@ -104,7 +104,7 @@ class AgreedSettings:
             group = self._optimizer.param_groups[number]
             own = group[name]
             if _number(own) != value:
-                group[name] = _like(own, value)
+                group[name] = _as_type_of(own, value)
                 before.append((group, name, own, group[name]))
         try:
             yield
@@ -127,11 +127,11 @@ def _number(own: object) -> Any:
     return None
 
 
-def _like(own: Any, value: Any) -> Any:
+def _as_type_of(own: Any, value: Any) -> Any:
     if isinstance(own, torch.Tensor):
         return torch.full_like(own, value)
     if isinstance(own, tuple):
-        return tuple(_like(each, number) for each, number in zip(own, value, strict=True))
+        return tuple(_as_type_of(each, number) for each, number in zip(own, value, strict=True))
     return value
 
 
@@ -202,7 +202,7 @@ class Rounds:
         self._apply = apply
         self._skip = skip
         self._sums: list[torch.Tensor | None] = [None] * len(self._parameters)
-        self._samples = self._batches = self._next = 0
+        self._samples = self._batches = self._next_samples = 0
         self._ready: Pending | None = None
         self._reducing: Pending | None = None
         self._is_abandoned = False
@@ -221,8 +221,8 @@ class Rounds:
     @property
     def waits_for(self) -> Pending | None:
         """Return the operation that a rank with nothing to compute must wait for, if any."""
-        under_way = (self._reducing, self._ready)
-        return next((each for each in under_way if each is not None and not each.done), None)
+        pending = (self._reducing, self._ready)
+        return next((each for each in pending if each is not None and not each.done), None)
 
     def load(self, number: int, samples: Sequence[int]) -> None:
         """Resume at a round, with the ranks' samples in the last one if there are equally many."""
@@ -259,7 +259,7 @@ class Rounds:
             else:
                 total.add_(gradient.detach(), alpha=scale)
         self._samples += samples
-        self._next = samples  # the next micro-batch has the same size, or the epoch ends
+        self._next_samples = samples  # the next micro-batch has the same size, or the epoch ends
         self._batches += 1
 
     def leave_out(self) -> None:
@@ -293,10 +293,10 @@ class Rounds:
             self._reducing.wait()  # raises its own error before one of a rank that left later
         if self._ready is None:
             # A later call of `poll` ends the round, so it will include one more micro-batch.
-            promised = self._samples + (0 if is_last else self._next)
+            samples_at_end = self._samples + (0 if is_last else self._next_samples)
             # Shares from the last round: fast ranks delay `ready` until they have done more.
             share = self.samples[self._rank] / sum(self.samples)
-            if is_last or promised >= share * self._least_samples:
+            if is_last or samples_at_end >= share * self._least_samples:
                 self._ready = self._wire.ready(is_last)
             return
         if waits:
@@ -390,7 +390,7 @@ class RoundWire:
         finite = self.exchange.capture_sums(sums, self._local_clip_norm)
         missing = [str(place) for place, each in enumerate(sums) if each is None]
         # Read now: `work` runs on the engine's thread, while the script may change both.
-        said, compare, self.divergences = self._settings.encode(), self._replicas.begin(), None
+        settings, compare, self.divergences = self._settings.encode(), self._replicas.begin(), None
 
         def work(transport: Transport, all_flags: list[int]) -> RoundReduction:
             counts = [flags >> _FLAGS & _COUNTS for flags in all_flags]
@@ -402,17 +402,18 @@ class RoundWire:
             if any(counts) and not culprits:
                 if compare is not None and all(flags & _COMPARES for flags in all_flags):
                     self.divergences = compare(transport)
-                self._settings.agree(transport, said)
-                nowhere: set[str] = set()
+                self._settings.agree(transport, settings)
+                missing_on_all: set[str] = set()
                 # A gradient on one rank is enough for all ranks, so gather names only if each rank
                 # misses some.
                 if all(flags & _MISSES for flags in all_flags):
-                    nowhere = set.intersection(*map(set, transport.gather_object(missing)))
+                    missing_on_all = set.intersection(*map(set, transport.gather_object(missing)))
                 total = sum(counts)
                 update = self.exchange.reduce(transport, 1.0 / total, samples / total)
-                if update is not None and nowhere:  # the optimizer skips gradients of None
+                if update is not None and missing_on_all:
+                    # The optimizer skips gradients of None.
                     update = [
-                        None if str(place) in nowhere and not bool(each.any()) else each
+                        None if str(place) in missing_on_all and not bool(each.any()) else each
                         for place, each in enumerate(update)
                     ]
             return RoundReduction(update, counts, done, culprits)
@@ -431,15 +432,15 @@ class RoundWire:
             | batches << _FLAGS + _COUNT_BITS,
         )
 
-    def meet(self, signature: Sequence[str], drains: bool) -> list[int]:
+    def gather_drains(self, signature: Sequence[str], drains: bool) -> list[int]:
         """Return for every rank whether it drains; wait for all of them."""
-        said: list[int] = self._submit(
+        drain_flags: list[int] = self._submit(
             "pass", signature, lambda transport, all_flags: list(all_flags), int(drains)
         ).wait()
-        return said
+        return drain_flags
 
     def _submit(
-        self, what: str, signature: Sequence[str], work: Work, flags: int
+        self, suffix: str, signature: Sequence[str], work: Work, flags: int
     ) -> TimedOperation:
-        operation = self._engine.submit(f"{self._name}.{what}", signature, work, flags=flags)
+        operation = self._engine.submit(f"{self._name}.{suffix}", signature, work, flags=flags)
         return self._steps.note_submit(operation)

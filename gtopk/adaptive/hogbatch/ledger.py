@@ -55,7 +55,7 @@ def require_class(name: str) -> None:
         raise ValueError(f"a device class must be one of {', '.join(NAMES)}, got {name!r}")
 
 
-def class_of(parameters: Sequence[torch.Tensor], name: str | None) -> str:
+def device_class_of(parameters: Sequence[torch.Tensor], name: str | None) -> str:
     """Return this worker's class: the given one, or the one that its parameters' device implies.
 
     Raises ValueError if the parameters' devices do not fit the class.
@@ -76,18 +76,18 @@ def class_of(parameters: Sequence[torch.Tensor], name: str | None) -> str:
     return chosen
 
 
-WORDS_BYTES, FAILURE_BYTES = 160, 480
+NAME_BYTES, FAILURE_BYTES = 160, 480
 HEAD: Final = np.dtype(
     [
-        *((word, "i8") for word in ("prepared", "next", "end", "base", "turn", "merged")),
+        *((field, "i8") for field in ("prepared", "next", "end", "base", "turn", "merged")),
         ("smallest", "i8", (len(NAMES),)),  # batch by device class
-        ("what", f"S{WORDS_BYTES}"),  # the round's name
+        ("what", f"S{NAME_BYTES}"),  # the round's name
         ("failure", f"S{FAILURE_BYTES}"),  # why all must stop
         ("has_failed", "i8"),
         ("", "V296"),  # so that rows start at a cache line
     ]
 )
-_WORDS: Final = (
+_FIELDS: Final = (
     "kind",  # the device class
     "idle",  # the last round in which it had no samples left
     "over",  # the last round it has ended
@@ -110,8 +110,8 @@ _WORDS: Final = (
 # Rows have their own cache lines; otherwise neighbours would slow each other down.
 ROW: Final = np.dtype(
     {
-        "names": [*_WORDS, "losses", "evaluated"],  # an evaluation's sums, by parity of rounds
-        "formats": ["i8"] * len(_WORDS) + ["(2,)f8", "(2,)i8"],
+        "names": [*_FIELDS, "losses", "evaluated"],  # an evaluation's sums, by parity of rounds
+        "formats": ["i8"] * len(_FIELDS) + ["(2,)f8", "(2,)i8"],
         "itemsize": 256,
     }
 )
@@ -128,32 +128,32 @@ class WorkerTable:
         self.head = memory.bytes[: HEAD.itemsize].view(HEAD)
         end = self.size_bytes(memory.places)
         self.rows: np.ndarray[Any, Any] = memory.bytes[HEAD.itemsize : end].view(ROW)
-        self.me = memory.place
+        self.place = memory.place
 
     @staticmethod
     def size_bytes(workers: int) -> int:
         """Return the size of the table in bytes."""
         return HEAD.itemsize + workers * ROW.itemsize
 
-    def __getitem__(self, word: str) -> int:
-        """Return a word of this worker's row."""
-        return int(self.rows[word][self.me])
+    def __getitem__(self, field: str) -> int:
+        """Return a field of this worker's row."""
+        return int(self.rows[field][self.place])
 
-    def __setitem__(self, word: str, value: int) -> None:
-        self.rows[word][self.me] = value
+    def __setitem__(self, field: str, value: int) -> None:
+        self.rows[field][self.place] = value
 
-    def add(self, word: str, amount: int) -> None:
-        """Add to a word of this worker's row."""
-        self.rows[word][self.me] += amount
+    def add(self, field: str, amount: int) -> None:
+        """Add to a field of this worker's row."""
+        self.rows[field][self.place] += amount
 
-    def total(self, word: str) -> int:
-        """Return a word's sum over all workers; the sum of "updates" is the model's version."""
-        return int(self.rows[word].sum())
+    def total(self, field: str) -> int:
+        """Return a field's sum over all workers; the sum of "updates" is the model's version."""
+        return int(self.rows[field].sum())
 
     def others(self) -> list[int]:
         """Return the places of the other workers with living processes."""
         places = range(self._memory.places)
-        return [p for p in places if p != self.me and self._memory.is_present(p)]
+        return [p for p in places if p != self.place and self._memory.is_present(p)]
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -174,12 +174,12 @@ class WorkerTable:
             if beside_others or self._sum("writes_begun", others) > begun:
                 self.add("overlapped", 1)
 
-    def _sum(self, word: str, places: list[int]) -> int:
-        return int(self.rows[word][places].sum()) if places else 0
+    def _sum(self, field: str, places: list[int]) -> int:
+        return int(self.rows[field][places].sum()) if places else 0
 
 
 _DONE, _GIVEN_BACK = -1, -2
-_UNLIKE, _FAILED = 1, 2  # why the workers stop
+_MISMATCHED, _FAILED = 1, 2  # why the workers stop
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 2e-4, 2e-2
 
 
@@ -190,15 +190,15 @@ class Ledger:
 
     notes: int16 [2, length]; 0: not claimed, -1: done, -2: given back, else a worker's place + 1.
     counter: several nodes share it, and each takes stretches from it; None: one node.
-    why_gone: maps a worker's place to the known reason of its end; "": none is known. A worker
-              that is frozen or cannot be reached is given up, although its process lives.
+    departure_reason: maps a worker's place to the known reason of its end; "": none is known. A
+              worker that is frozen or cannot be reached is given up, although its process lives.
     on_death: called once with the place of a worker that has died within a round.
     """
 
     def __init__(
         self,
         memory: NodeMemory,
-        board: WorkerTable,
+        table: WorkerTable,
         notes: np.ndarray[Any, Any],
         counter: Counter | None = None,
         stretch: int = 0,
@@ -206,18 +206,18 @@ class Ledger:
         ranks_may_leave: bool = False,
         ranks: Sequence[int],
         timeout_seconds: float = 600.0,
-        why_gone: Callable[[int], str] = lambda place: "",
+        departure_reason: Callable[[int], str] = lambda place: "",
         on_death: Callable[[int], None] = lambda place: None,
     ) -> None:
-        self._memory, self._workers, self._all_notes = memory, board, notes
+        self._memory, self._workers, self._all_notes = memory, table, notes
         self._counter, self._stretch = counter, stretch
         self._ranks_may_leave = ranks_may_leave
         self._ranks = ranks
         self._timeout_seconds = timeout_seconds
-        self._why_gone, self._on_death = why_gone, on_death
+        self._departure_reason, self._on_death = departure_reason, on_death
         self._dead: set[int] = set()
-        self._head = board.head
-        self._number = board.me + 1
+        self._head = table.head
+        self._number = table.place + 1
         self.round = 1  # round 1 ends when the worker is ready to begin
 
     @property
@@ -235,7 +235,7 @@ class Ledger:
         self.round += 1
         self._length = length
         self._between_nodes = between_nodes and self._counter is not None
-        words = what.encode()[:WORDS_BYTES]
+        name = what.encode()[:NAME_BYTES]
         with self._memory.lock():
             if self._head["prepared"][0] < self.round:
                 self._notes[:length] = 0
@@ -244,10 +244,10 @@ class Ledger:
                 # Also in the rows of dead workers: an evaluation adds up all rows.
                 self._workers.rows["losses"][:, self.round % 2] = 0
                 self._workers.rows["evaluated"][:, self.round % 2] = 0
-                self._head["what"][0] = words
+                self._head["what"][0] = name
                 self._head["prepared"][0] = self.round
-            elif (other := self._head["what"][0]) != words:
-                self._note_failure(_UNLIKE, f"{other.decode()} and {what}")
+            elif (other := self._head["what"][0]) != name:
+                self._note_failure(_MISMATCHED, f"{other.decode()} and {what}")
         self.require_healthy()
 
     def before_next_round(self, act: Callable[[], None]) -> None:
@@ -261,10 +261,10 @@ class Ledger:
         with self._memory.lock():
             self._note_failure(_FAILED, why)
 
-    def _note_failure(self, kind: int, words: str) -> None:
+    def _note_failure(self, kind: int, text: str) -> None:
         """Note why all must stop, unless an earlier reason is noted; call it under the lock."""
         if self.is_healthy:
-            self._head["failure"][0] = words.encode("ascii", "replace")[:FAILURE_BYTES]
+            self._head["failure"][0] = text.encode("ascii", "replace")[:FAILURE_BYTES]
             self._head["has_failed"][0] = kind
 
     @property
@@ -277,14 +277,14 @@ class Ledger:
         if self.is_healthy:
             return
         with self._memory.lock():
-            kind, words = self._head["has_failed"][0], self._head["failure"][0].decode()
-        here = f"rank {self._ranks[self._workers.me]}"
+            kind, text = self._head["has_failed"][0], self._head["failure"][0].decode()
+        here = f"rank {self._ranks[self._workers.place]}"
         if kind == _FAILED:
-            raise PeerError(f"{here} cannot go on: {words}")
+            raise PeerError(f"{here} cannot continue: {text}")
         raise MismatchError(
-            f"{here}: the ranks of this host have begun {words} at the same time; epochs must have "
-            "their samples in the same order on all ranks (order=, the sampler's seed, set_epoch), "
-            "evaluations as many in batches of one size"
+            f"{here}: the ranks of this host have begun {text} at the same time; an epoch must "
+            "have the same order of samples on all ranks (order=, the sampler's seed, set_epoch), "
+            "an evaluation the same number of samples and batch size"
         )
 
     def claim(self, count: int) -> range:
@@ -293,14 +293,14 @@ class Ledger:
         with self._memory.lock():
             first = int(self._head["next"][0])
             if first == int(self._head["end"][0]) and self._between_nodes:
-                first = self._take_a_stretch()
+                first = self._take_stretch()
             last = min(first + count, int(self._head["end"][0]))
             # First note, then advance: if a worker dies in between, others overwrite its notes.
             self._notes[first:last] = self._number
             self._head["next"][0] = last
         return range(first, last)
 
-    def _take_a_stretch(self) -> int:
+    def _take_stretch(self) -> int:
         """Take the next stretch of places from the counter of all nodes; return its first place."""
         assert self._counter is not None
         first = self._counter.add(self._stretch) - int(self._head["base"][0])
@@ -317,48 +317,48 @@ class Ledger:
 
         Waits while others still compute. Empty when everything claimed is done.
         """
-        board = self._workers
+        table = self._workers
         self._mark_round("idle")
         found: list[int] = []
 
         def is_over() -> bool:
-            others = board.others()
+            others = table.others()
             with self._memory.lock():
-                idle = all(board.rows["idle"][place] >= self.round for place in others)
-                if lost := self._lost({*others, board.me}):
+                idle = all(table.rows["idle"][place] >= self.round for place in others)
+                if lost := self._lost_places({*others, table.place}):
                     self._report_dead_workers()
                     found.extend(lost[:count])
                     self._notes[found] = self._number
                     # Under the same lock: the others then wait for these places, and take them over
                     # if this worker dies, too.
-                    board["idle"] = self.round - 1
+                    table["idle"] = self.round - 1
             return bool(found) or idle
 
         self._await(is_over, "finish their batches")
         if found:
-            board.add("taken_over", len(found))
+            table.add("taken_over", len(found))
         return found
 
-    def await_claims(self, of: Callable[[], Sequence[int]]) -> None:
+    def await_claims(self, workers: Callable[[], Sequence[int]]) -> None:
         """Wait until everything is claimed, or none of the given workers is left.
 
-        of: returns the places of these workers.
+        workers: returns the places of these workers.
         """
 
         def has_advanced(claimed: int) -> bool:
-            return not of() or bool(self._head["next"][0] > claimed)
+            return not workers() or bool(self._head["next"][0] > claimed)
 
         # Read once: between two reads the last places may be claimed. This worker would then wait
         # for one more claim, which never comes, and the others would wait for this worker.
-        while of() and (claimed := int(self._head["next"][0])) < self._head["end"][0]:
-            self._await(partial(has_advanced, claimed), "evaluate", of)
+        while workers() and (claimed := int(self._head["next"][0])) < self._head["end"][0]:
+            self._await(partial(has_advanced, claimed), "evaluate", workers)
 
     def await_others(self) -> None:
         """Wait until no worker of this node has samples left; take over none of them."""
         self._mark_round("idle")
         self._await(lambda: self._all_have("idle", self.round), "finish their batches")
 
-    def _lost(self, living: set[int]) -> list[int]:
+    def _lost_places(self, living: set[int]) -> list[int]:
         """Return places that dead workers claimed and did not finish, or that were given back."""
         numbers = [place + 1 for place in range(self._memory.places) if place not in living]
         notes = self._notes[: self._length]
@@ -375,21 +375,21 @@ class Ledger:
         """Announce that this worker has ended the round."""
         self._mark_round("idle", "over")
 
-    def _mark_round(self, *words: str) -> None:
-        """Set words of this worker's row to the round's number, under the lock."""
+    def _mark_round(self, *fields: str) -> None:
+        """Set fields of this worker's row to the round's number, under the lock."""
         with self._memory.lock():
-            for word in words:
-                self._workers[word] = self.round
+            for field in fields:
+                self._workers[field] = self.round
 
     def take_turn(self) -> None:
         """Wait for this worker's turn, in lock-step: workers compute one after the other."""
 
         def is_own_turn() -> bool:
-            head, board = self._head, self._workers
+            head, table = self._head, self._workers
             with self._memory.lock():
-                others = set(board.others())
-                while (turn := int(head["turn"][0])) != board.me:
-                    if turn in others and board.rows["idle"][turn] < self.round:
+                others = set(table.others())
+                while (turn := int(head["turn"][0])) != table.place:
+                    if turn in others and table.rows["idle"][turn] < self.round:
                         return False
                     head["turn"][0] = (turn + 1) % self._memory.places
             return True
@@ -398,11 +398,11 @@ class Ledger:
 
     def pass_turn(self) -> None:
         """Pass the turn to the next worker, if it is this worker's turn."""
-        if self._head["turn"][0] == self._workers.me:
-            self._head["turn"][0] = (self._workers.me + 1) % self._memory.places
+        if self._head["turn"][0] == self._workers.place:
+            self._head["turn"][0] = (self._workers.place + 1) % self._memory.places
 
-    def _all_have(self, word: str, round: int) -> bool:
-        others, rows = self._workers.others(), self._workers.rows[word]
+    def _all_have(self, field: str, round: int) -> bool:
+        others, rows = self._workers.others(), self._workers.rows[field]
         with self._memory.lock():
             return all(rows[place] >= round for place in others)
 
@@ -410,11 +410,11 @@ class Ledger:
         self,
         condition: Callable[[], bool],
         what: str,
-        of: Callable[[], Sequence[int]] | None = None,
+        workers: Callable[[], Sequence[int]] | None = None,
     ) -> None:
         """Poll `condition` until it returns true.
 
-        of: returns the places of the workers waited for; None: those that still compute.
+        workers: returns the places of the workers waited for; None: those that still compute.
         Raises PeerError if a worker has left that must not, PeerTimeoutError after the timeout.
         """
         begun = time.monotonic()
@@ -428,14 +428,14 @@ class Ledger:
                 return
             waited_seconds = time.monotonic() - begun
             if waited_seconds > self._timeout_seconds:
-                late = [self._ranks[place] for place in (of or self._at_work)()]
+                late = [self._ranks[place] for place in (workers or self._busy_workers)()]
                 raise PeerTimeoutError(
-                    f"rank {self._ranks[self._workers.me]} has waited {self._timeout_seconds:g} s "
-                    f"for ranks {late} to {what}"
+                    f"rank {self._ranks[self._workers.place]} has waited "
+                    f"{self._timeout_seconds:g} s for ranks {late} to {what}"
                 )
             time.sleep(pause_seconds(waited_seconds))
 
-    def _at_work(self) -> list[int]:
+    def _busy_workers(self) -> list[int]:
         """Return the places of the other workers that may have samples left."""
         idle = self._workers.rows["idle"]
         return [place for place in self._workers.others() if idle[place] < self.round]
@@ -443,18 +443,18 @@ class Ledger:
     def _report_dead_workers(self) -> None:
         """Report workers that have died since the last call; raise PeerError if none may die."""
         for place in range(self._memory.places):
-            if place in self._dead or place == self._workers.me:
+            if place in self._dead or place == self._workers.place:
                 continue
             is_present = self._memory.is_present(place)
-            why = self._why_gone(place)
+            why = self._departure_reason(place)
             # Read last: a worker that has ended its round may leave at any time, and is not dead.
             if self._workers.rows["over"][place] >= self.round:
                 continue
             if not self._ranks_may_leave and (why or not is_present):
                 raise PeerError(
                     f"rank {self._ranks[place]} left ({why or 'its process has died'}) in the "
-                    "middle of an epoch; hogbatch goes on without a rank that dies where "
-                    "adapt(..., ranks_may_leave=True) says so"
+                    "middle of an epoch; to continue without ranks that die, use "
+                    "adapt(..., ranks_may_leave=True)"
                 )
             if not is_present:
                 self._dead.add(place)

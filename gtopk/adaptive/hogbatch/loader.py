@@ -24,8 +24,8 @@ from ...runtime.world.membership import World
 from ..loader_base import LoaderBase, is_over
 from ..local_steps import LocalSteps
 from ..options import Job
-from ..sources import order_in_words, rebuilt
-from .ledger import IS_FAST, NAMES, WorkerTable, class_of
+from ..sources import describe_order, rebuilt
+from .ledger import IS_FAST, NAMES, WorkerTable, device_class_of
 from .node import join_node
 from .options import HogbatchOptions, check
 from .report import BATCH, Report, faster_workers, mean_loss, report_of
@@ -39,8 +39,8 @@ PERIOD_NANOSECONDS: Final = 250_000_000  # batches may be far shorter
 class Periods:
     """Reports a worker's work since its last report: at least one update, except at the end."""
 
-    def __init__(self, steps: LocalSteps, board: WorkerTable, world: World) -> None:
-        self._steps, self._board, self._world = steps, board, world
+    def __init__(self, steps: LocalSteps, table: WorkerTable, world: World) -> None:
+        self._steps, self._table, self._world = steps, table, world
         self._reported, self._since = [0, 0, 0], 0  # updates, samples, skipped; nanoseconds
 
     def begin(self) -> None:
@@ -50,13 +50,13 @@ class Periods:
     def poll(self) -> None:
         """End the period and start another if it has lasted long enough."""
         is_due = time.perf_counter_ns() - self._since >= PERIOD_NANOSECONDS
-        if is_due and self._board["updates"] > self._reported[0]:
+        if is_due and self._table["updates"] > self._reported[0]:
             self.end()
 
     def end(self) -> None:
         """Report the work since the last report, and start another period."""
         before = self._reported
-        self._reported = [self._board[word] for word in ("updates", "samples", "skipped")]
+        self._reported = [self._table[field] for field in ("updates", "samples", "skipped")]
         updates, samples, skipped = (
             now - then for now, then in zip(self._reported, before, strict=True)
         )
@@ -76,27 +76,29 @@ class HogbatchLoader(LoaderBase[HogbatchOptions]):
     nodes, only the first worker of each sends anything: it merges the nodes' models.
     """
 
-    way_out = "go on in another job, by a checkpoint"
+    way_out = "resume from a checkpoint in another job"
 
     def __init__(self, job: Job[HogbatchOptions], adapts: bool = False) -> None:
         options, world, optimizer = job.options, job.world, job.optimizer
         super().__init__(job, "adaptive-hogbatch" if adapts else "hogbatch")
         check(job, self._mode)
-        self._indexed(job)
+        self._set_order(job)
 
         policy = optimizer.step_policy
         names, trained = policy.names, policy.trained()
         require_shareable(names)
-        self._class = class_of(trained, options.device_class)
+        self._class = device_class_of(trained, options.device_class)
         states = states_of(optimizer, trained)
         layout = layout_of(trained, states)
         self._steps = LocalSteps(world, optimizer, "period")
-        self._node = join_node(job, self._meet, self._class, layout, trained, states, self._steps)
-        self._board, self._ledger = self._node.board, self._node.ledger
-        self._periods = Periods(self._steps, self._board, world)
+        self._node = join_node(
+            job, self._run_first, self._class, layout, trained, states, self._steps
+        )
+        self._table, self._ledger = self._node.table, self._node.ledger
+        self._periods = Periods(self._steps, self._table, world)
         self._writer = Writer(
             self._node.shared,
-            self._board,
+            self._table,
             trained,
             states,
             optimizer,
@@ -107,13 +109,14 @@ class HogbatchLoader(LoaderBase[HogbatchOptions]):
 
         batch_size = job.loader.batch_size or 1
         default = default_thresholds(options.min_batch, batch_size, options.max_batch)
-        said = thresholds_of(options.sizes).get(self._class)
-        class_sizes = ClassSizes(self._node.memory, self._board, self._class)
-        self._sizer = Sizer(IS_FAST[self._class], adapts, options.alpha, said, default, class_sizes)
-        self._board["kind"] = NAMES.index(self._class)
-        self._board["size"] = self._sizer.size
+        given = thresholds_of(options.sizes).get(self._class)
+        class_sizes = ClassSizes(self._node.memory, self._table, self._class)
+        is_fast = IS_FAST[self._class]
+        self._sizer = Sizer(is_fast, adapts, options.alpha, given, default, class_sizes)
+        self._table["kind"] = NAMES.index(self._class)
+        self._table["size"] = self._sizer.size
         world.engine.ranks_may_leave |= options.ranks_may_leave
-        self._claims = ClaimedBatches(self._node, self._sizer, options, self._steps.spent)
+        self._claims = ClaimedBatches(self._node, self._sizer, options, self._steps.clock)
         self._loader = rebuilt(job.loader, batch_sampler=self._claims)
         self._batch = WorkersBatch(job, self._mode, self._node, trained, self._writer, self._sizer)
         self._in_epoch = False
@@ -138,11 +141,11 @@ class HogbatchLoader(LoaderBase[HogbatchOptions]):
             yield from self._yield_batches()
             while self._claims.reclaim():
                 yield from self._yield_batches()
-            with self._steps.spent.waiting():
+            with self._steps.clock.waiting():
                 self._node.merging.end()
         except GeneratorExit:  # the script has left the loop
             self._give_back()
-            with self._steps.spent.waiting():
+            with self._steps.clock.waiting():
                 self._node.merging.end(self._ledger)
             raise
         finally:
@@ -159,22 +162,22 @@ class HogbatchLoader(LoaderBase[HogbatchOptions]):
         self._publish()
         epoch, _ = self._epochs.begin()
         self._begin(epoch, self._order(epoch))
-        with self._steps.spent.waiting():
+        with self._steps.clock.waiting():
             self._node.merging.end(self._ledger)
         self._ledger.end()
         self._epochs.finish()
         self._periods.end()
 
     def _begin(self, epoch: int, order: Sequence[int]) -> None:
-        self._require_its_world()
-        length, what = len(order), f"epoch {epoch}, {order_in_words(order)}"
+        self._require_current_world()
+        length, what = len(order), f"epoch {epoch}, {describe_order(order)}"
         if length > self._node.longest:
             raise ValueError(
                 f"rank {self._world.rank}: an epoch of mode {self._mode!r} has at most the "
                 f"{self._node.longest} samples of the data set, got an order of {length}"
             )
-        self._steps.spent.begin()
-        with self._steps.spent.waiting():
+        self._steps.clock.begin()
+        with self._steps.clock.waiting():
             self._ledger.begin(length, what)
             self._node.merging.begin(what)
         self._periods.begin()
@@ -219,17 +222,17 @@ class HogbatchLoader(LoaderBase[HogbatchOptions]):
         differs; RuntimeError at once within an epoch, and if the loader's world is over.
         """
         self._require_between_epochs("evaluate")
-        self._require_its_world()
+        self._require_current_world()
         self._publish()
         data: Any = self.dataset if dataset is None else dataset
         collate, refresh = self._loader.collate_fn, partial(self._writer.refresh, waits=True)
         idles = bool(faster_workers(self._node, self._ledger.round + 1))
-        with self._steps.spent.waiting() if idles else nullcontext():
+        with self._steps.clock.waiting() if idles else nullcontext():
             return mean_loss(self._node, data, collate, batch, refresh, loss_of)
 
     def report(self) -> Report:
         """Return a report of the workers of this node, since the loader was created."""
-        return report_of(self._board, self._node.ranks)
+        return report_of(self._table, self._node.ranks)
 
     def audited(self) -> float:
         """Return the share of all steps, in L1, that was lost to races; all workers call it.
@@ -254,7 +257,7 @@ class HogbatchLoader(LoaderBase[HogbatchOptions]):
         if is_over(self._world):
             self._writer.refresh(waits=True)
             return
-        with self._steps.spent.waiting():
+        with self._steps.clock.waiting():
             # A round without places: it begins when every worker of this node has ended the last
             # epoch.
             self._ledger.begin(0, "a drain", between_nodes=False)
@@ -266,8 +269,8 @@ class HogbatchLoader(LoaderBase[HogbatchOptions]):
         if self._in_epoch:
             raise RuntimeError(
                 f"rank {self._world.rank}: loader.{what}() within an epoch of mode {self._mode!r}, "
-                "which no worker waits for another in: call it (and gtopk.save_checkpoint, which "
-                "drains) on all ranks between epochs"
+                "in which workers do not wait for each other: call it (and gtopk.save_checkpoint, "
+                "which drains) on all ranks between epochs"
             )
 
     def _state(self) -> dict[str, Any]:

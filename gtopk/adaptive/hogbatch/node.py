@@ -50,7 +50,7 @@ _log = logging.getLogger("gtopk")
 
 MERGES: Final = 10  # in an epoch, by default
 _PAUSE_SECONDS: Final = 1e-3
-_WORD_SECONDS: Final = 2.0  # to wait for a failed worker's reason, which may come after its end
+_REASON_SECONDS: Final = 2.0  # to wait for a failed worker's reason, which may come after its end
 
 
 class NodeMerges:
@@ -75,9 +75,9 @@ class NodeMerges:
         """
         self._world, self._node, self._steps, self._counter = job.world, node, steps, counter
         self._leaders = [ranks[0] for ranks in nodes]
-        self._leads = node.memory.place == 0
+        self._is_leader = node.memory.place == 0
         self._every = job.options.merge_every or -(-node.longest // MERGES)
-        self._due = self._begun = 0  # merges in this epoch
+        self._merges_due = self._merges_begun = 0  # merges in this epoch
         self._pending: Operation | None = None
         self._engine: Engine | None = None
         self.merges = 0
@@ -86,7 +86,7 @@ class NodeMerges:
         world = self._world
         world.sets_made += 1
         world.open_set(world.sets_made, self._leaders)
-        if not self._leads:
+        if not self._is_leader:
             return
         self._name = f"hogbatch.{world.sets_made}"
         engine = self._engine = world.sets[world.sets_made].engine
@@ -107,58 +107,58 @@ class NodeMerges:
         Raises HorovodInternalError, on each of these workers, if nodes begin different epochs.
         """
         if self._engine is not None:
-            met = self._engine.submit(
+            operation = self._engine.submit(
                 f"{self._name}.epoch", [what], lambda transport, all_flags: None
             )
-            self._wait(met)
-            self._steps.note_submit(met)
-        self._due, self._begun = -(-self._node.longest // self._every), 0
+            self._wait(operation)
+            self._steps.note_submit(operation)
+        self._merges_due, self._merges_begun = -(-self._node.longest // self._every), 0
 
     def poll(self) -> None:
         """Apply a merge that has finished, and start one that is due."""
         if self._engine is None:
             return
         if self._pending is not None and self._pending.done:
-            self._take()
+            self._finish_merge()
         # The last merge of an epoch is left to `end`, because it must include all updates.
-        if self._pending is None and self._begun + 1 < self._due:
-            place = int(self._node.board.head["next"][0])
-            if place >= (self._begun + 1) * self._every:
+        if self._pending is None and self._merges_begun + 1 < self._merges_due:
+            place = int(self._node.table.head["next"][0])
+            if place >= (self._merges_begun + 1) * self._every:
                 self._merge(is_last=False)
 
-    def end(self, broken_off: Ledger | None = None) -> None:
+    def end(self, left_early: Ledger | None = None) -> None:
         """End an epoch with all merges that are due; the last one includes all updates.
 
-        broken_off: the ledger, if this worker's script left the epoch while others may compute.
+        left_early: the ledger, if this worker's script left the epoch while others may compute.
         """
-        if broken_off is not None and not broken_off.is_healthy:
+        if left_early is not None and not left_early.is_healthy:
             return  # no worker continues; an error raised while a generator closes would be lost
-        if broken_off is not None and len(self._leaders) > 1:
-            broken_off.await_others()
+        if left_early is not None and len(self._leaders) > 1:
+            left_early.await_others()
         if self._engine is not None:
-            while self._begun < self._due:
+            while self._merges_begun < self._merges_due:
                 if self._pending is not None:
-                    self._take()
-                self._merge(is_last=self._begun + 1 == self._due)
-            self._take()
+                    self._finish_merge()
+                self._merge(is_last=self._merges_begun + 1 == self._merges_due)
+            self._finish_merge()
             # Last, because it lets the other workers of this node start the next epoch.
-            self._node.board.head["merged"][0] = self._node.ledger.round
+            self._node.table.head["merged"][0] = self._node.ledger.round
         elif len(self._leaders) > 1:
-            self._await_the_first()
+            self._await_leader()
 
     def _wait(self, operation: Operation) -> Any:
         """Wait for an operation of the first workers; if it fails, stop all workers of the node."""
         try:
             return operation.wait()
         except BaseException as error:
-            first = self._world.rank
-            self._node.ledger.fail(f"rank {first}, which merges models between nodes, got {error}")
+            leader = self._world.rank
+            self._node.ledger.fail(f"rank {leader}, which merges models between nodes, got {error}")
             raise
 
     def _merge(self, is_last: bool) -> None:
         """Start a merge of the node's current model."""
         assert self._engine is not None
-        self._begun += 1
+        self._merges_begun += 1
         self._take_snapshot()
         self._replica.prepare()
         count = self._counter.add(0) if is_last and self._counter is not None else 0
@@ -181,7 +181,7 @@ class NodeMerges:
         self._before = [own.detach().clone() for own in self._snapshot]
 
     @torch.no_grad()
-    def _take(self) -> None:
+    def _finish_merge(self) -> None:
         """Wait for the running merge, and add its change to the node's model."""
         assert self._pending is not None
         weight, update, count = self._wait(self._pending)
@@ -191,7 +191,7 @@ class NodeMerges:
         self._replica.merge(update, weight)
         if update is None:  # on all nodes: each keeps its model, and the next merge has its changes
             _log.warning(
-                "rank %d: a merge of the nodes' models did not count: their sum is not finite",
+                "rank %d: a merge of the nodes' models was skipped: their sum is not finite",
                 self._world.rank,
                 extra=EVERYWHERE,
             )
@@ -200,34 +200,36 @@ class NodeMerges:
         self.merges += 1
         if self._is_last:
             # No worker claims now, so all nodes read the same count; the next epoch starts there.
-            self._node.board.head["base"][0] = count
+            self._node.table.head["base"][0] = count
 
     def _add_changes(self) -> None:
-        with self._node.board.writing():
+        with self._node.table.writing():
             for own, before, tensor in zip(
                 self._snapshot, self._before, self._tensors, strict=True
             ):
                 tensor.add_(own.detach() - before)
 
-    def _await_the_first(self) -> None:
+    def _await_leader(self) -> None:
         """Wait until the first worker of this node has merged the epoch."""
         node, begun = self._node, time.monotonic()
-        first, seconds = node.ranks[0], self._world.transport.timeout_seconds
+        leader, seconds = node.ranks[0], self._world.transport.timeout_seconds
         while True:
             # Read first: between the two reads the worker may merge and its process end.
             is_present = node.memory.is_present(0)
-            if node.board.head["merged"][0] >= node.ledger.round:
+            if node.table.head["merged"][0] >= node.ledger.round:
                 return
             node.ledger.require_healthy()
             if not is_present:
-                until = time.monotonic() + _WORD_SECONDS
+                until = time.monotonic() + _REASON_SECONDS
                 while node.ledger.is_healthy and time.monotonic() < until:
                     time.sleep(_PAUSE_SECONDS)
                 node.ledger.require_healthy()
-                raise PeerError(f"rank {first}, which merges its node's model with others, is gone")
+                raise PeerError(
+                    f"rank {leader}, which merges its node's model with others, is gone"
+                )
             if time.monotonic() > begun + seconds:
                 raise PeerTimeoutError(
-                    f"rank {self._world.rank} has waited {seconds:g} s for rank {first} to merge "
+                    f"rank {self._world.rank} has waited {seconds:g} s for rank {leader} to merge "
                     "its node's model with others"
                 )
             time.sleep(_PAUSE_SECONDS)
@@ -241,7 +243,7 @@ class NodeMerges:
             return
 
         def work(transport: Transport, all_flags: list[int]) -> None:
-            if self._leads:
+            if self._is_leader:
                 self._merge_all(transport.subset(self._leaders))
             transport.barrier()
 
@@ -276,13 +278,13 @@ class Node:
     ) -> None:
         """stream: between the workers of this node, which must all call it together."""
         # The memory: the worker table, the notes, the model.
-        first_note = _up(WorkerTable.size_bytes(len(ranks)))
+        first_note = _aligned(WorkerTable.size_bytes(len(ranks)))
         end_of_notes = first_note + 2 * length * _NOTE.itemsize
-        model = _up(end_of_notes)
+        model = _aligned(end_of_notes)
         end = model + layout.size_bytes
-        self.memory = stream.shared_memory(_up(end))
+        self.memory = stream.shared_memory(_aligned(end))
         self.nodes, self.ranks, self.longest = nodes, ranks, length
-        self.board = WorkerTable(self.memory)
+        self.table = WorkerTable(self.memory)
         self.notes = self.memory.bytes[first_note:end_of_notes].view(_NOTE).reshape(2, length)
         self.shared = SharedModel(self.memory.bytes[model:end], layout)
         self.ledger: Ledger
@@ -291,7 +293,7 @@ class Node:
     def weighted_updates(self, beta: float | str) -> list[float]:
         """Return every worker's updates; for slow workers, only the share that counts (`beta`)."""
         found = []
-        for row in self.board.rows:
+        for row in self.table.rows:
             updates = float(row["updates"])
             if IS_FAST[NAMES[row["kind"]]]:
                 found.append(updates)
@@ -302,13 +304,13 @@ class Node:
         return found
 
 
-def _up(size_bytes: int) -> int:
+def _aligned(size_bytes: int) -> int:
     return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def join_node(
     job: Job[HogbatchOptions],
-    meet: Callable[[Sequence[str], Work], Any],
+    run_first: Callable[[Sequence[str], Work], Any],
     device_class: str,
     layout: Layout,
     parameters: Sequence[torch.nn.Parameter],
@@ -317,14 +319,14 @@ def join_node(
 ) -> Node:
     """Share memory with the workers of this node, and start from rank 0's model.
 
-    meet: the loader's first operation of all ranks, which also compares their modes and options.
+    run_first: runs the loader's first operation, which also compares the ranks' modes and options.
     steps: counts the costs of merges between nodes.
     Every rank must call it. Raises HorovodInternalError if the ranks' arguments differ, ValueError
     for several nodes if ranks may leave or steps are to be audited.
     """
     options, world = job.options, job.world
     length = max(len(job.loader.dataset), 1)  # type: ignore[arg-type]  # for evaluations
-    mine = {
+    own_report = {
         "class": device_class,
         "cores": sorted(allowed_cores()),
         "quota": core_quota(),
@@ -333,7 +335,7 @@ def join_node(
     Joined = tuple[Node, list[list[int]], Counter | None, list[dict[str, Any]]]
 
     def work(transport: Transport, all_flags: list[int]) -> Joined:
-        rows = transport.gather_object(mine)
+        rows = transport.gather_object(own_report)
         if options.nodes is None:
             nodes = find_nodes(transport)
         else:
@@ -350,32 +352,32 @@ def join_node(
                 content[:] = leaders.broadcast(content, 0)
         node.ledger = Ledger(
             node.memory,
-            node.board,
+            node.table,
             node.notes,
             counter,
             stretch=-(-length // _STRETCHES),
             ranks_may_leave=options.ranks_may_leave,
             ranks=ranks,
             timeout_seconds=transport.timeout_seconds,
-            why_gone=lambda place: departure_reason(transport, ranks[place]),
+            departure_reason=lambda place: departure_reason(transport, ranks[place]),
             on_death=lambda place: transport.lose(ranks[place], "its process has died"),
         )
         stream.barrier()  # the model is in place
         return node, nodes, counter, rows
 
-    joined: Joined = meet([f"{length} samples", *layout.signature], work)
+    joined: Joined = run_first([f"{length} samples", *layout.signature], work)
     node, hosts, counter, rows = joined
     # After the operation: every rank knows all hosts now, so either all of them raise or none.
     if options.ranks_may_leave and len(hosts) > 1:
         raise ValueError(
             f"ranks_may_leave=True is for the ranks of one host, got those of {len(hosts)}: models "
-            "are merged between hosts by operations of all ranks; let elastic commits or "
-            "checkpoints start the job again"
+            "are merged between hosts by operations of all ranks; restart the job from an elastic "
+            "commit or a checkpoint instead"
         )
     if options.audit and len(hosts) > 1:
         raise ValueError(
             f"audit=True is for the ranks of one host, got those of {len(hosts)}: merges between "
-            "hosts change the models, too, so the audit could not say what the steps have lost"
+            "hosts change the models, too, so the audit could not measure the lost updates"
         )
     advises = all(row["advice"] for row in rows)
     if len(hosts) > 1:
@@ -386,8 +388,8 @@ def join_node(
         advice.log_once(
             world,
             advice.Advice(
-                f"{world.size} workers step on {count_text(values)} values in this host's memory: "
-                "they exchange no gradients, and compression has nothing to save"
+                f"{world.size} workers update {count_text(values)} values in this host's memory: "
+                "they exchange no gradients, so compression saves nothing"
             ),
         )
     if node.memory.place == 0:
@@ -405,8 +407,8 @@ def warn_of_few_cores(rows: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -
     cores = min(len(allowed), max(1, math.ceil(min(quota, 1 << 20))))
     if len(on_cpus) > cores:
         _log.warning(
-            "%d workers of hogbatch on CPUs share %d core%s (ranks %s): they take turns on them, "
-            "which makes updates older and none faster; start %d of them",
+            "%d workers of hogbatch on CPUs share %d core%s (ranks %s), which makes updates staler "
+            "but not faster; start only %d of them",
             len(on_cpus),
             cores,
             "s" * (cores > 1),

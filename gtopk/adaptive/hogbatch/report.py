@@ -31,15 +31,15 @@ def mean_loss(
     refresh: called when no worker updates the model any more.
     loss_of: maps a batch to the mean loss of its samples.
     """
-    board, ledger = node.board, node.ledger
+    table, ledger = node.table, node.ledger
     samples = len(dataset)
     batch = max(batch, -(-samples // node.longest))  # the ledger has notes for that many places
     what = f"an evaluation of {samples} samples, {batch} at a time"
     ledger.begin(-(-samples // batch), what, between_nodes=False)
     try:
         refresh()
-        rows, parity = board.rows, ledger.round % 2
-        own = rows[board.me : board.me + 1]
+        rows, parity = table.rows, ledger.round % 2
+        own = rows[table.place : table.place + 1]
         while chunks := next_chunks(node):
             for chunk in chunks:
                 part = range(chunk * batch, min((chunk + 1) * batch, samples))
@@ -52,7 +52,7 @@ def mean_loss(
                 own["losses"][0, parity] += loss * len(part)
                 own["evaluated"][0, parity] += len(part)
             ledger.finish(chunks)
-        total, evaluated = (rows[word][:, parity].sum() for word in ("losses", "evaluated"))
+        total, evaluated = (rows[field][:, parity].sum() for field in ("losses", "evaluated"))
         return float(total) / max(int(evaluated), 1)
     finally:
         ledger.end()
@@ -65,24 +65,24 @@ def next_chunks(node: Node) -> Sequence[int]:
     """
     ledger = node.ledger
 
-    def of() -> list[int]:
+    def faster() -> list[int]:
         return faster_workers(node, ledger.round)
 
-    ledger.await_claims(of)
-    chunks = () if of() else ledger.claim(1)
+    ledger.await_claims(faster)
+    chunks = () if faster() else ledger.claim(1)
     return chunks or ledger.reclaim(1)
 
 
 def faster_workers(node: Node, round: int) -> list[int]:
     """Return the places of the fast workers that a slow one waits for; empty for a fast one."""
-    kinds, over = node.board.rows["kind"], node.board.rows["over"]
+    kinds, over = node.table.rows["kind"], node.table.rows["over"]
 
     def is_fast(place: int) -> bool:
         return IS_FAST[NAMES[kinds[place]]]
 
-    if is_fast(node.board.me):
+    if is_fast(node.table.place):
         return []
-    return [place for place in node.board.others() if over[place] < round and is_fast(place)]
+    return [place for place in node.table.others() if over[place] < round and is_fast(place)]
 
 
 def fetch_samples(dataset: Any, samples: Sequence[int]) -> Any:
@@ -163,13 +163,13 @@ class Report(NamedTuple):
         return lines
 
 
-def report_of(board: WorkerTable, ranks: Sequence[int]) -> Report:
+def report_of(table: WorkerTable, ranks: Sequence[int]) -> Report:
     """Return the report from a node's worker table."""
-    present = {board.me, *board.others()}
+    present = {table.place, *table.others()}
     workers = []
-    for place, (rank, row) in enumerate(zip(ranks, board.rows, strict=True)):
+    for place, (rank, row) in enumerate(zip(ranks, table.rows, strict=True)):
         counted = ("updates", "samples", "stalest", "overlapped", "skipped", "unused", "taken_over")
-        counts = {word: int(row[word]) for word in counted}
+        counts = {field: int(row[field]) for field in counted}
         workers.append(
             WorkerReport(
                 rank=rank,

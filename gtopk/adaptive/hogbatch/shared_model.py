@@ -30,7 +30,7 @@ from ...exchange.buckets.buckets import is_expanded
 
 _ALIGNMENT: Final = 64
 # State values before an optimizer's first step, which a step with zero gradients changes.
-_UNTOUCHED: Final = {"step": 0.0, "mu_product": 1.0}
+_INITIAL_VALUES: Final = {"step": 0.0, "mu_product": 1.0}
 
 
 class Place(NamedTuple):
@@ -81,10 +81,10 @@ def require_shareable(names: Mapping[torch.nn.Parameter, str]) -> None:
     for parameter, name in names.items():
         if parameter.requires_grad:
             check(parameter, name)
-    require_apart([p for p in names if p.layout is torch.strided and p.numel()], names)
+    require_separate_memory([p for p in names if p.layout is torch.strided and p.numel()], names)
 
 
-def require_apart(
+def require_separate_memory(
     parameters: Sequence[torch.nn.Parameter], names: Mapping[torch.nn.Parameter, str]
 ) -> None:
     """Raise ValueError if a trained parameter shares memory with another one.
@@ -96,9 +96,9 @@ def require_apart(
         end, other = ends.get(parameter.device, (0, None))
         if parameter.data_ptr() < end and (parameter.requires_grad or other.requires_grad):
             raise ValueError(
-                f"parameters {names[other]!r} and {names[parameter]!r} lie in the same memory, and "
-                "hogbatch moves each into memory of its own: tie them by the same Parameter "
-                "(b.weight = a.weight), not by its data"
+                f"parameters {names[other]!r} and {names[parameter]!r} share memory, and hogbatch "
+                "moves each to its own place: to tie them, assign the same Parameter "
+                "(b.weight = a.weight), not its data"
             )
         reach = sum(
             (n - 1) * step for n, step in zip(parameter.shape, parameter.stride(), strict=True)
@@ -111,7 +111,7 @@ def check(parameter: torch.Tensor, name: str) -> None:
     """Raise ValueError, with the reason, for a parameter that cannot lie in shared memory."""
     reason = None
     if type(parameter) not in (torch.Tensor, torch.nn.Parameter):
-        reason = f"it is a {type(parameter).__name__}, whose parts lie elsewhere"
+        reason = f"it is a {type(parameter).__name__}, which keeps its values in other tensors"
     elif parameter.layout is not torch.strided:
         reason = f"its layout is {parameter.layout}"
     elif parameter.device.type not in ("cpu", "cuda"):
@@ -119,7 +119,7 @@ def check(parameter: torch.Tensor, name: str) -> None:
     elif parameter.is_quantized:
         reason = "it is quantized"
     elif is_expanded(parameter):
-        reason = "elements of it share their memory, as expand has them (clone it)"
+        reason = "its elements share memory, as after expand (clone it)"
     if reason is not None:
         raise ValueError(
             f"parameter '{name}' cannot be shared by the workers of a node: {reason}; hogbatch "
@@ -169,23 +169,23 @@ def first_states(
     try:
         probe.step()
     except Exception as error:
-        where = "its first step there fails"
+        reason = "its first step there fails"
         if isinstance(error, AttributeError) and error.name in vars(optimizer):
-            where = (
-                f"its first step is tried by a copy that has its groups and defaults, not "
-                f"self.{error.name}, which belongs into either"
+            reason = (
+                f"its first step is tried on a copy that has its groups and defaults but not "
+                f"self.{error.name}, which belongs in one of them"
             )
         raise ValueError(
-            f"{type(probe).__name__} cannot step a model that workers share: it must take dense "
-            f"gradients, and, for GPU ranks too, step on the CPU, and {where}: {error}"
+            f"{type(probe).__name__} cannot step a model that workers share: it must step on the "
+            f"CPU with dense gradients, also for GPU ranks, and {reason}: {error}"
         ) from error
     states = [dict(probe.state.get(stand_in, {})) for stand_in in stand_ins]
     for state in states:
-        for key in _UNTOUCHED.keys() & state.keys():
+        for key in _INITIAL_VALUES.keys() & state.keys():
             if torch.is_tensor(state[key]):
-                state[key].fill_(_UNTOUCHED[key])
+                state[key].fill_(_INITIAL_VALUES[key])
             else:
-                state[key] = _UNTOUCHED[key]
+                state[key] = _INITIAL_VALUES[key]
     return states
 
 
@@ -203,8 +203,8 @@ def require_in_place(
             what = f"state {place.key!r} of parameter" if place.key else "parameter"
             raise RuntimeError(
                 f"{what} {place.parameter}, {list(place.shape)}, has been replaced since adapt: "
-                "the workers of its node do not share it any more. Load the optimizer's state, and "
-                "move or convert the model, before adapt"
+                "the workers of its node no longer share it. Load the optimizer's state, and move "
+                "or convert the model, before adapt"
             )
 
 
@@ -331,14 +331,14 @@ class DeviceCopy:
         gradients = [parameter.grad for parameter in self._parameters]
         on_host = list(map(_begin_copy, gradients, self._shared))
         await_copies([gradient for gradient in gradients if gradient is not None])
-        self._put(self._shared, on_host)
+        self._set_tensors(self._shared, on_host)
         try:
             yield
         finally:
-            self._put(self._own, gradients)
+            self._set_tensors(self._own, gradients)
             self._note_versions()
 
-    def _put(
+    def _set_tensors(
         self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
     ) -> None:
         for parameter, tensor, gradient in zip(self._parameters, tensors, gradients, strict=True):

@@ -43,17 +43,17 @@ from .ledger import IS_FAST, NAMES, WorkerTable, require_class
 class ClassSizes:
     """One worker's view of the smallest batch that each device class has agreed on."""
 
-    def __init__(self, memory: NodeMemory, board: WorkerTable, device_class: str) -> None:
+    def __init__(self, memory: NodeMemory, table: WorkerTable, device_class: str) -> None:
         self._memory = memory
         # By class; 0: not found yet.
-        self._announced: np.ndarray[Any, Any] = board.head["smallest"][0]
+        self._announced: np.ndarray[Any, Any] = table.head["smallest"][0]
         self._is_fast = IS_FAST[device_class]
-        self._mine = NAMES.index(device_class)
+        self._class_index = NAMES.index(device_class)
 
     @property
     def found(self) -> int | None:
         """Return the smallest batch of this worker's class; None until a worker has found it."""
-        return int(self._announced[self._mine]) or None
+        return int(self._announced[self._class_index]) or None
 
     def agree(self, size: int) -> int:
         """Set the class's smallest batch to `size`, unless another worker was first; return it.
@@ -63,12 +63,12 @@ class ClassSizes:
         with self._memory.lock():
             # Another worker may have agreed on a size since this one checked.
             if not self.found:
-                self._announced[self._mine] = self._limited_by_others(size)
-            return int(self._announced[self._mine])
+                self._announced[self._class_index] = self._limited_by_others(size)
+            return int(self._announced[self._class_index])
 
     def _limited_by_others(self, size: int) -> int:
-        said = zip(IS_FAST.values(), self._announced, strict=True)
-        others = [int(smallest) for fast, smallest in said if smallest and fast != self._is_fast]
+        by_class = zip(IS_FAST.values(), self._announced, strict=True)
+        others = [int(least) for fast, least in by_class if least and fast != self._is_fast]
         return max([size, *others]) if self._is_fast else min([size, *others])
 
 
@@ -130,7 +130,7 @@ def memory_of(device: torch.device) -> tuple[int, int]:
     return torch.cuda.max_memory_allocated(device) - used, driver_free + kept - used
 
 
-def fits(size: int, took_bytes: int, free_bytes: int) -> int:
+def largest_fitting(size: int, took_bytes: int, free_bytes: int) -> int:
     """Return the largest batch that fits into memory, if one of `size` took `took_bytes`."""
     if took_bytes <= 0:
         return size * 1024  # too little to measure
@@ -170,31 +170,31 @@ def thresholds_of(sizes: Mapping[str, int | Sequence[int]] | None) -> dict[str, 
     """
     if sizes is not None and not isinstance(sizes, Mapping):
         raise ValueError(
-            'sizes must say them by device class, {"cpu": (4, 64), "gpu": 256}, say, got '
+            'sizes must map device classes to sizes, such as {"cpu": (4, 64), "gpu": 256}, got '
             f"{sizes!r}"
         )
     found = {}
-    for name, said in (sizes or {}).items():
+    for name, given in (sizes or {}).items():
         require_class(name)
-        pair = tuple(said) if isinstance(said, Sequence) else (said, said)
+        pair = tuple(given) if isinstance(given, Sequence) else (given, given)
         if len(pair) != 2 or not all(map(is_whole, pair)):
             raise ValueError(
                 f"sizes[{name!r}] must be the smallest and the largest batch, or one for both, "
-                f"whole numbers, got {said!r}"
+                f"whole numbers, got {given!r}"
             )
         found[name] = checked(Thresholds(*map(int, pair)), f"device class {name!r}")
     return found
 
 
-def checked(thresholds: Thresholds, whose: str) -> Thresholds:
+def checked(thresholds: Thresholds, owner: str) -> Thresholds:
     """Return the thresholds; raise ValueError if they are crossed or below 1."""
     if thresholds.smallest > thresholds.largest:
         raise ValueError(
-            f"the thresholds of {whose} are crossed: the smallest batch must not be above the "
+            f"the thresholds of {owner} are crossed: the smallest batch must not be above the "
             f"largest, got {thresholds.smallest} and {thresholds.largest}"
         )
     if thresholds.smallest < 1:
-        raise ValueError(f"the batches of {whose} must be at least 1, got {thresholds.smallest}")
+        raise ValueError(f"the batches of {owner} must be at least 1, got {thresholds.smallest}")
     return thresholds
 
 
@@ -228,7 +228,7 @@ class Sizer:
         is_fast: bool,
         adapts: bool,
         alpha: float,
-        said: Thresholds | None,
+        given: Thresholds | None,
         default: Thresholds,
         class_sizes: ClassSizes | None = None,
     ) -> None:
@@ -238,8 +238,8 @@ class Sizer:
         self._fitted = 0  # the largest batch that has fitted into memory
         self.probe: Probe | None = None
         self.thresholds: Thresholds | None = None
-        if said is not None:
-            self._settle(said)
+        if given is not None:
+            self._settle(given)
         elif is_fast and not adapts:
             self._settle(Thresholds(default.largest, default.largest))
         else:
@@ -295,7 +295,7 @@ class Sizer:
         if size < self.size:
             return
         self._fitted = max(self._fitted, size)
-        self.limit(max(self._fitted, fits(size, took_bytes, free_bytes)))
+        self.limit(max(self._fitted, largest_fitting(size, took_bytes, free_bytes)))
 
     def limit(self, largest: int) -> None:
         """Limit sizes to `largest` from now on, because more does not fit into memory."""

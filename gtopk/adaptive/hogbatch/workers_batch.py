@@ -53,30 +53,30 @@ class ClaimedBatches(Sampler[list[int]]):
     """Yields the indices of one worker's batches; a DataLoader may draw some in advance."""
 
     def __init__(
-        self, node: Node, sizer: Sizer, options: HogbatchOptions, spent: WallClock
+        self, node: Node, sizer: Sizer, options: HogbatchOptions, clock: WallClock
     ) -> None:
-        self._node, self._board, self._ledger = node, node.board, node.ledger
-        self._sizer, self._options, self._spent = sizer, options, spent
+        self._node, self._table, self._ledger = node, node.table, node.ledger
+        self._sizer, self._options, self._clock = sizer, options, clock
         self._order: Sequence[int] = ()
         self._claimed: deque[Sequence[int]] = deque()  # not handed out yet
-        self._left_over: Sequence[int] = ()  # unfinished by others, for the next iteration
+        self._unfinished: Sequence[int] = ()  # unfinished by others, for the next iteration
 
     def begin(self, order: Sequence[int]) -> None:
         """Begin an epoch with this order of samples."""
-        self._order, self._left_over = order, ()
+        self._order, self._unfinished = order, ()
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the indices of batches as they are claimed; after `reclaim`, only its samples."""
-        return self._note(self._left_over) if self._left_over else self._claim_all()
+        return self._yield_claimed(self._unfinished) if self._unfinished else self._claim_all()
 
     def reclaim(self) -> bool:
         """Claim samples that others did not finish; tell whether there are any.
 
         The next iteration yields them. Waits while others compute.
         """
-        with self._spent.waiting():
-            self._left_over = self._ledger.reclaim(self._sizer.size)
-        return bool(self._left_over)
+        with self._clock.waiting():
+            self._unfinished = self._ledger.reclaim(self._sizer.size)
+        return bool(self._unfinished)
 
     def hand_out(self) -> Sequence[int]:
         """Return the places of the next batch."""
@@ -92,27 +92,27 @@ class ClaimedBatches(Sampler[list[int]]):
         """Yield the indices of one batch after another until everything is claimed."""
         while True:
             if self._options.lock_step:
-                with self._spent.waiting():
+                with self._clock.waiting():
                     self._ledger.take_turn()
             claim = self._ledger.claim(self._next_size())
-            yield from self._note(claim)
+            yield from self._yield_claimed(claim)
             if not claim:
                 break
         if self._options.lock_step:
             self._ledger.pass_turn()
 
-    def _note(self, places: Sequence[int]) -> Iterator[list[int]]:
+    def _yield_claimed(self, places: Sequence[int]) -> Iterator[list[int]]:
         if places:
             self._claimed.append(places)
             yield [self._order[place] for place in places]
 
     def _next_size(self) -> int:
-        board = self._board
+        table = self._table
         counts = self._node.weighted_updates(self._options.beta)
-        size = self._sizer.next(counts[board.me], [counts[place] for place in board.others()])
-        board["size"] = size
+        size = self._sizer.next(counts[table.place], [counts[place] for place in table.others()])
+        table["size"] = size
         if self._sizer.thresholds is not None:
-            board["smallest"], board["largest"] = self._sizer.thresholds
+            table["smallest"], table["largest"] = self._sizer.thresholds
         return size
 
 
@@ -134,18 +134,19 @@ class SkippedUpdates(SkipCounter):
         lost = [names[p] for p in trained if not all_finite([p.detach()])]
         if lost and self._in_a_row + 1 >= _LOST_AFTER:
             raise FloatingPointError(
-                f"rank {rank}: the shared model is not finite any more, in {lost[0]!r}, and no "
-                "update mends it: go on from a checkpoint, with a lower learning rate"
+                f"rank {rank}: the shared model is no longer finite, in {lost[0]!r}, and no update "
+                "can repair it: resume from a checkpoint, with a lower learning rate"
             )
         self.lengthen(
             lambda n: (
                 f"rank {rank}: {n} updates in a row were skipped, the last because the gradient of "
-                f"{next(names[p] for p in trained if not all_finite(own(p)))!r} is not finite"
+                f"{next(names[p] for p in trained if not all_finite(gradients_of(p)))!r} is not "
+                "finite"
             )
         )
 
 
-def own(parameter: torch.Tensor) -> list[torch.Tensor]:
+def gradients_of(parameter: torch.Tensor) -> list[torch.Tensor]:
     """Return a parameter's gradient, if it has one."""
     return [] if parameter.grad is None else [parameter.grad]
 
@@ -174,8 +175,8 @@ class Audit:
     def __init__(self, shared: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
         self._shared = shared
-        self._begin = [tensor.double().clone() for tensor in self._shared]
-        self._steps = [torch.zeros_like(each) for each in self._begin]
+        self._initial = [tensor.double().clone() for tensor in self._shared]
+        self._steps = [torch.zeros_like(each) for each in self._initial]
         self._distance = 0.0
 
     @torch.no_grad()
@@ -203,7 +204,7 @@ class Audit:
         sums = np.append(steps, self._distance)
         run("audit", [f"{len(sums)} numbers"], lambda transport, _: transport.allreduce(sums))
         now = torch.cat([tensor.double().reshape(-1) for tensor in self._shared])
-        begin = torch.cat([each.reshape(-1) for each in self._begin])
+        begin = torch.cat([each.reshape(-1) for each in self._initial])
         missing = begin + torch.from_numpy(sums[:-1]) - now
         return float(missing.abs().sum()) / max(float(sums[-1]), 1e-300)
 
@@ -217,7 +218,7 @@ class Writer:
     def __init__(
         self,
         shared: SharedModel,
-        board: WorkerTable,
+        table: WorkerTable,
         trained: Sequence[torch.nn.Parameter],
         states: Sequence[dict[str, Any]],
         optimizer: torch.optim.Optimizer,
@@ -226,14 +227,14 @@ class Writer:
         audits: bool,
     ) -> None:
         """Share the optimizer's state, and the parameters; copies: keep own parameters."""
-        self._shared, self._board = shared, board
+        self._shared, self._table = shared, table
         self._trained, self._optimizer = trained, optimizer
         shared.map_state(trained, states, optimizer)
         self._copy = DeviceCopy(shared, trained) if copies else None
         if self._copy is None:
             shared.map_parameters(trained)
         self._audit = Audit(shared.parameters, trained) if audits else None
-        self._seen = 0  # the model's updates at the last hand-over
+        self._version_read = 0  # the model's updates at the last hand-over
         self.last_staleness = 0
 
     def check(self) -> None:
@@ -249,7 +250,7 @@ class Writer:
     def copy_for_next_batch(self) -> None:
         """Copy the current model into a fast worker's parameters, for the next batch."""
         self.refresh()
-        self._seen = self._board.total("updates")
+        self._version_read = self._table.total("updates")
 
     def refresh(self, *, waits: bool = False) -> None:
         """Copy the current model into a fast worker's parameters; waits: until that is done."""
@@ -260,25 +261,25 @@ class Writer:
 
     def update(self, apply: Callable[[], None]) -> None:
         """Update the model with a step that `apply` takes on the shared parameters."""
-        board = self._board
+        table = self._table
         # Copied first: only the step itself counts as a write that another may overlap.
         with (
             self._copy.on_shared_memory() if self._copy is not None else nullcontext(),
-            board.writing(),
+            table.writing(),
         ):
             if self._audit is not None:
                 self._audit.apply_step(apply)
             else:
                 apply()
-        self.last_staleness = board.total("updates") - self._seen
-        board.add("staleness", self.last_staleness)
-        board["stalest"] = max(board["stalest"], self.last_staleness)
-        board.add("updates", 1)
+        self.last_staleness = table.total("updates") - self._version_read
+        table.add("staleness", self.last_staleness)
+        table["stalest"] = max(table["stalest"], self.last_staleness)
+        table.add("updates", 1)
 
     def audited(self, run: Callable[[str, Sequence[str], Work], Any]) -> float:
         """Return the `lost_share`; raise ValueError without an audit."""
         if self._audit is None:
-            raise ValueError("nothing was audited: make the loader by adapt(..., audit=True)")
+            raise ValueError("nothing was audited: create the loader with adapt(..., audit=True)")
         return self._audit.lost_share(run)
 
 
@@ -300,7 +301,7 @@ class WorkersBatch:
     ) -> None:
         self._options, self._optimizer, self._mode = job.options, job.optimizer, mode
         self._rank = job.world.rank
-        self._node, self._board, self._ledger = node, node.board, node.ledger
+        self._node, self._table, self._ledger = node, node.table, node.ledger
         self._trained, self._device = trained, trained[0].device
         policy = job.optimizer.step_policy
         self._names = policy.names
@@ -321,7 +322,7 @@ class WorkersBatch:
     def count_time(self) -> None:
         """Add the time within the round so far; called with every batch, like the busy time."""
         before, self._counted = self._counted, time.perf_counter_ns()
-        self._board.add("in_rounds", self._counted - before)
+        self._table.add("in_rounds", self._counted - before)
 
     def make_current(self, places: Sequence[int]) -> None:
         """Make a batch the current one, and copy the shared model for a fast worker."""
@@ -334,7 +335,7 @@ class WorkersBatch:
     def leave(self) -> None:
         """Finish the batch; count it as unused if the script took no step for it."""
         if self.places:
-            self._board.add("unused", 1)
+            self._table.add("unused", 1)
             self._finish_batch()
 
     def give_back(self) -> None:
@@ -352,10 +353,10 @@ class WorkersBatch:
                 gradient.div_(samples)
         if all_finite(gradients):
             self._writer.update(self._apply)
-            self._board.add("samples", samples)
+            self._table.add("samples", samples)
             self._skipped.end_row()
         else:
-            self._board.add("skipped", 1)
+            self._table.add("skipped", 1)
             self._skipped.note(self._rank, self._trained, self._names)
         self._finish_batch()
         self._node.merging.poll()
@@ -367,15 +368,15 @@ class WorkersBatch:
     def _finish_batch(self) -> None:
         spent = time.perf_counter_ns() - self._began
         self.count_time()
-        self._board.add("busy", spent)
+        self._table.add("busy", spent)
         size = len(self.places)
         # After the update: if this worker dies before it, others compute the batch again.
         self._ledger.finish(self.places)
         self.places = ()
         if self._device.type == "cuda":
             self._sizer.note_memory(size, *memory_of(self._device))
-        if self.memory.most is not None:
-            self._sizer.limit(self.memory.most)
+        if self.memory.max_samples is not None:
+            self._sizer.limit(self.memory.max_samples)
         self._sizer.note(size, spent / 1e9)
         if self._options.lock_step:
             self._ledger.pass_turn()

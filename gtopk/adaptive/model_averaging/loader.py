@@ -34,7 +34,7 @@ from ..local_steps import (
 from ..options import Job
 from ..partitioning.cursor import ReplayedCursor, in_step, open_cursor, record_of
 from ..replica import Replica
-from ..sources import order_in_words, rebuilt
+from ..sources import describe_order, rebuilt
 from .options import STRATEGIES, MegaBatches, MergingOptions, TakenBatches
 from .weights import Report
 
@@ -67,20 +67,20 @@ class MergingLoader(LoaderBase[MergingOptions]):
     def __init__(self, job: Job[MergingOptions]) -> None:
         super().__init__(job, "adaptive-sgd")
         check(job)
-        length = self._indexed(job)
+        length = self._set_order(job)
         most, counter = self._gather_sizes(length)
-        self._stretches = MegaBatches(job.options, most)
+        self._mega_batches = MegaBatches(job.options, most)
         rank, replay = self._world.rank, job.options.replay
         self._cursor = (
             open_cursor(rank, counter, replay)
-            if self._stretches.strategy.is_dynamic
+            if self._mega_batches.strategy.is_dynamic
             else ReplayedCursor(rank, in_step)
         )
         self._steps = LocalSteps(self._world, self._optimizer, "mega-batch")
-        self._taken = TakenBatches(self._cursor, self._steps.spent)
+        self._taken = TakenBatches(self._cursor, self._steps.clock)
         self._loader = rebuilt(job.loader, batch_sampler=self._taken)
         self._rate = LearningRate(
-            self._optimizer, job.options.lr_scaling, self._stretches.first_size
+            self._optimizer, job.options.lr_scaling, self._mega_batches.first_size
         )
         self._replica: Replica | None = None
         self._loaded: dict[str, Any] | None = None  # a state loaded before the replica existed
@@ -89,8 +89,8 @@ class MergingLoader(LoaderBase[MergingOptions]):
         self._finished: list[range] | None = None  # takes since the last merge, if one is due
         self._current_batch: range | None = None
         self._updates = 0
-        self._count = 0  # the cursor's largest count on any rank
-        self._lost = SkipCounter(self._optimizer.step_policy.options.max_skipped_steps)
+        self._cursor_count = 0  # the cursor's largest count on any rank
+        self._lost_replicas = SkipCounter(self._optimizer.step_policy.options.max_skipped_steps)
         self.merges = 0
         self.last_merge: Merge | None = None
         self.record: list[list[list[list[int]]]] = []
@@ -100,58 +100,62 @@ class MergingLoader(LoaderBase[MergingOptions]):
         """Return every rank's largest size, and the counter for taking batches, if any."""
         options = self._options
         first_size = max(1, options.global_batch // self._world.size)
-        counts = STRATEGIES[options.algorithm].is_dynamic and options.replay is None
+        uses_counter = STRATEGIES[options.algorithm].is_dynamic and options.replay is None
 
         def work(transport: Transport, all_flags: list[int]) -> tuple[list[int], Counter | None]:
             # All ranks must open the counter together, so within a common operation.
-            return list(all_flags), transport.counter() if counts else None
+            return list(all_flags), transport.counter() if uses_counter else None
 
-        most, counter = self._meet([f"{length} samples"], work, options.max_batch or first_size)
+        most, counter = self._run_first(
+            [f"{length} samples"], work, options.max_batch or first_size
+        )
         return most, counter
 
     @property
     def sizes(self) -> list[int]:
         """Return the ranks' sizes until the next merge."""
-        return list(self._stretches.sizes)
+        return list(self._mega_batches.sizes)
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch, over all ranks, if all have the first size."""
-        return -(-len(self._order(0)) // self._stretches.first_size)
+        return -(-len(self._order(0)) // self._mega_batches.first_size)
 
     def _batches(self) -> Generator[Any, None, None]:
-        self._require_its_world()
+        self._require_current_world()
         if self._finished is not None:
             self._merge()  # the script left the last iteration, on all ranks
         yield from self._await_drains()
-        self._steps.spent.begin()
+        self._steps.clock.begin()
         with self._epochs.iterate() as (epoch, start):
             order = self._order(epoch)
             # Otherwise a state was loaded, and its mega-batches hold the rest of the epoch.
             if start == 0:
-                self._stretches.begin([range(len(order))])
+                self._mega_batches.begin([range(len(order))])
             self._taken.order = order
-            self._begin(epoch, order_in_words(order))
-            while (stretch := self._stretches.open()) is not None:
-                sizes = self._stretches.sizes
-                self._cursor.open(self._stretches.number, len(stretch), sizes, self._count)
+            self._begin(epoch, describe_order(order))
+            while (stretch := self._mega_batches.open()) is not None:
+                sizes = self._mega_batches.sizes
+                self._cursor.open(
+                    self._mega_batches.number, len(stretch), sizes, self._cursor_count
+                )
                 self._taken.stretch, self._taken.size = stretch, sizes[self._world.rank]
                 yield from self._mega_batch()
                 if self._finished is not None:  # otherwise a drain has merged it
                     self._merge()
                 yield from self._await_drains()
 
-    def _begin(self, epoch: int, order_said: str) -> None:
+    def _begin(self, epoch: int, order_text: str) -> None:
         """Begin an epoch, the same on all ranks; agree on the cursor's largest count."""
         # Not in the constructor: the script may load or broadcast the model after it.
-        replica = self._resumed() or self._open_replica()
+        replica = self._existing_replica() or self._open_replica()
         if not self._is_compared:
             self._compare(replica)
-        known = set(replica.parameters)
-        refuse_new_parameters(self._optimizer.param_groups, known, ADAPT_TRAINS)
-        left = [(place.start, place.stop) for place in self._stretches.left]
-        signature = [f"epoch {epoch}", f"places left {left}", order_said]
+        trained = set(replica.parameters)
+        refuse_new_parameters(self._optimizer.param_groups, trained, ADAPT_TRAINS)
+        left = [(place.start, place.stop) for place in self._mega_batches.left]
+        signature = [f"epoch {epoch}", f"places left {left}", order_text]
         # Each rank knows the counter only from its own takes.
-        self._count = self._run(
+        self._cursor_count = self._run(
             "epoch", signature, lambda transport, all_flags: max(all_flags), self._cursor.count
         )
 
@@ -163,7 +167,7 @@ class MergingLoader(LoaderBase[MergingOptions]):
         operation = self._world.engine.submit(name, signature, work, flags=flags)
         return self._steps.note_submit(operation).wait()
 
-    def _resumed(self) -> Replica | None:
+    def _existing_replica(self) -> Replica | None:
         """Return this rank's replica, made from a loaded state if needed; None without either."""
         if self._replica is None and self._loaded is not None:
             self._open_replica().load_state_dict(self._loaded)
@@ -232,11 +236,11 @@ class MergingLoader(LoaderBase[MergingOptions]):
 
     def _announce_drain(self, drains: bool) -> None:
         """Tell all ranks whether this one drains."""
-        said = self._run("drains", [], lambda transport, all_flags: list(all_flags), drains)
-        self._settle(said)
+        drain_flags = self._run("drains", [], lambda transport, all_flags: list(all_flags), drains)
+        self._settle(drain_flags)
 
-    def _settle(self, said: Sequence[int]) -> None:
-        self._settle_drains(said, "loader.merges", self.merges)
+    def _settle(self, drain_flags: Sequence[int]) -> None:
+        self._settle_drains(drain_flags, "loader.merges", self.merges)
 
     def _step(self) -> None:
         """Step this rank's replica with its own gradients.
@@ -248,8 +252,8 @@ class MergingLoader(LoaderBase[MergingOptions]):
         require_batch(self._current_batch is not None, self._world.rank, self._mode)
         if self._replica is not None and self._replica.is_at_center:
             raise RuntimeError(
-                f"rank {self._world.rank}: optimizer.step() within loader.merged(), whose end "
-                "undoes it; step before or after"
+                f"rank {self._world.rank}: optimizer.step() within loader.merged(), which restores "
+                "the replica at its end; step before or after"
             )
         # An empty take: the batch was handed out without weight, for a drain.
         if not self._current_batch:
@@ -268,7 +272,7 @@ class MergingLoader(LoaderBase[MergingOptions]):
 
     def _merge(self, drains: bool = False) -> None:
         """Merge all ranks' replicas, and continue from there; ranks learn which of them drain."""
-        replica, batches = self._replica, self._stretches
+        replica, batches = self._replica, self._mega_batches
         assert replica is not None
         assert self._finished is not None
         perturbs = self._options.perturbation > 0
@@ -278,7 +282,7 @@ class MergingLoader(LoaderBase[MergingOptions]):
             # The moments belong to the replica that was not finite and has been reset to the
             # center.
             self._optimizer.state.clear()
-        mine = Report(
+        own_report = Report(
             batches.sizes[self._world.rank],
             # No model contains this work, although its samples are finished.
             self._updates if finite else 0,
@@ -288,22 +292,22 @@ class MergingLoader(LoaderBase[MergingOptions]):
             self._finished,
         )
         bounds = [[take.start, take.stop] for take in self._finished]
-        message = [*mine[:-1], bounds], self._cursor.count
+        message = [*own_report[:-1], bounds], self._cursor.count
 
         def work(transport: Transport, all_flags: list[int]) -> Any:
-            told = transport.gather_object(message)
+            received = transport.gather_object(message)
             # All decide from the same reports: weights, sizes, and whether to exchange at all.
             reports = [
                 Report._make([*fields, [range(*take) for take in takes]])
-                for (*fields, takes), _ in told
+                for (*fields, takes), _ in received
             ]
             weights = batches.merge_weights(reports)
             update = None
             if any(report.finite for report in reports):
                 update = replica.exchange(transport, weights[transport.rank])
-            return reports, weights, max(count for _, count in told), update, list(all_flags)
+            return reports, weights, max(count for _, count in received), update, list(all_flags)
 
-        reports, weights, self._count, update, said = self._run(
+        reports, weights, self._cursor_count, update, drain_flags = self._run(
             "merge", [replica.reduction.signature], work, drains
         )
         self._steps.computed()
@@ -317,10 +321,10 @@ class MergingLoader(LoaderBase[MergingOptions]):
         self._finished = self._current_batch = None
         self._epochs.reach(len(self._taken.order) - sum(map(len, batches.left)))
         self._weights = weights
-        self._note(Merge(reports, weights, batches.sizes), update is not None)
-        self._settle(said)
+        self._record_merge(Merge(reports, weights, batches.sizes), update is not None)
+        self._settle(drain_flags)
 
-    def _note(self, merge: Merge, merged: bool) -> None:
+    def _record_merge(self, merge: Merge, merged: bool) -> None:
         """Count the merge and the replicas that it dropped; log changes."""
         before = self.last_merge.sizes if self.last_merge else None
         self.merges += 1
@@ -328,20 +332,20 @@ class MergingLoader(LoaderBase[MergingOptions]):
         if self._options.record:
             self.record.append(record_of(report.takes for report in merge.reports))
         lost = [rank for rank, report in enumerate(merge.reports) if not report.finite]
-        self._lost.count += len(lost)
+        self._lost_replicas.count += len(lost)
         if merged and not lost:
-            self._lost.end_row()
+            self._lost_replicas.end_row()
         else:
             _log.warning(
-                "rank %d: merge %d %s: the replica is not finite on rank %s%s",
+                "rank %d: merge %d %s: %s not finite%s",
                 self._world.rank,
                 self.merges,
-                "goes on without some" if merged else "is none, all ranks go back",
-                ", ".join(map(str, lost)) or "none, but their sum",
+                "excludes replicas" if merged else "was skipped, all ranks restore the center",
+                f"those of ranks {', '.join(map(str, lost))} are" if lost else "their sum is",
                 f"; {BUFFERS_KEPT}" if merged else "",
                 extra=EVERYWHERE,
             )
-            self._lost.lengthen(
+            self._lost_replicas.lengthen(
                 lambda n: (
                     f"rank {self._world.rank}: replicas were not finite in {n} merges in a row"
                 )
@@ -357,7 +361,7 @@ class MergingLoader(LoaderBase[MergingOptions]):
     @property
     def lost_replicas(self) -> int:
         """How often a replica was not finite and was replaced with the others' model."""
-        return self._lost.count
+        return self._lost_replicas.count
 
     def merged(self) -> AbstractContextManager[None]:
         """Show the merged model in the parameters within this context, to evaluate or save it.
@@ -366,7 +370,7 @@ class MergingLoader(LoaderBase[MergingOptions]):
         elastic force, where replicas stay different. A state taken in the context holds the replica
         that comes back; after a drain that is the merged model.
         """
-        replica = self._resumed()
+        replica = self._existing_replica()
         return nullcontext() if replica is None else replica.at_center()
 
     def drain(self) -> None:
@@ -379,16 +383,16 @@ class MergingLoader(LoaderBase[MergingOptions]):
         without weight so that it can call it. Raises RuntimeError, on every rank, if some did not
         call it.
         """
-        self._require_its_world()
+        self._require_current_world()
         if self._finished is not None:
             self._merge(drains=True)
         while self.drain_wanted:
             self._announce_drain(drains=True)
-        replica = self._resumed()
+        replica = self._existing_replica()
         if replica is None:
             return
         # With a force the center alone is the model; before the first merge all replicas equal it.
-        if self._stretches.strategy.force or self._weights is None:
+        if self._mega_batches.strategy.force or self._weights is None:
             replica.collapse()
             return
         offset = replica.weighted_offset(self._weights[self._world.rank])
@@ -398,9 +402,9 @@ class MergingLoader(LoaderBase[MergingOptions]):
                 transport.allreduce(offset)
             return any(all_flags)
 
-        keeps = not replica.was_center
-        moved = self._run("drain", [], work, keeps)
-        replica.collapse(offset if moved else None)
+        has_offset = not replica.was_center
+        has_any_offset = self._run("drain", [], work, has_offset)
+        replica.collapse(offset if has_any_offset else None)
 
     def _state(self) -> dict[str, Any]:
         """Return the state after the last merge; later steps are computed again after loading it.
@@ -410,17 +414,17 @@ class MergingLoader(LoaderBase[MergingOptions]):
         merge.
         """
         replica = self._replica
-        going = self._finished is not None and (self._updates or self._finished)
+        has_steps = self._finished is not None and (self._updates or self._finished)
         # A state holds a replica as of the last merge; steps since can be repeated only from there.
-        if going and replica is not None and not replica.was_center:
+        if has_steps and replica is not None and not replica.was_center:
             raise RuntimeError(
-                "this rank's replica keeps what it has not sent, and has gone on since the last "
+                "this rank's replica has an unsent offset, and has taken steps since the last "
                 "merge; take the checkpoint when loader.merges has grown, or after the epoch"
             )
         return {
             "ranks": self._world.size,
-            "epochs": self._epochs.state_dict(is_of_before=self._finished is not None),
-            "batches": self._stretches.state_dict(),
+            "epochs": self._epochs.state_dict(before_leaving=self._finished is not None),
+            "batches": self._mega_batches.state_dict(),
             "replica": replica.state_dict() if replica is not None else self._loaded,
             "weights": list(self._weights) if self._weights else None,
         }
@@ -435,17 +439,17 @@ class MergingLoader(LoaderBase[MergingOptions]):
         replica = state["replica"]
         if replica and replica["own"] and state["ranks"] != self._world.size:
             raise ValueError(
-                f"the state is of {state['ranks']} ranks, whose replicas have kept what they had "
-                f"not sent, and here are {self._world.size}; call loader.drain() on all ranks "
-                "before the checkpoint"
+                f"the state is of {state['ranks']} ranks, whose replicas have unsent offsets, and "
+                f"this job has {self._world.size}; call loader.drain() on all ranks before the "
+                "checkpoint"
             )
         self._epochs.close()  # only after the state has been accepted
-        self._stretches.load_state_dict(state["batches"])
+        self._mega_batches.load_state_dict(state["batches"])
         if self._options.record:
-            number = self._stretches.number
+            number = self._mega_batches.number
             self.record = [*self.record[:number], *[[]] * (number - len(self.record))]
         self._finished = None
-        self._lost.end_row()
+        self._lost_replicas.end_row()
         # The weights belong to that job's ranks.
         self._weights = state["weights"] if state["ranks"] == self._world.size else None
         if self._replica is not None and replica:
@@ -462,7 +466,7 @@ def check(job: Job[MergingOptions]) -> None:
     compression = optimizer.step_policy.options.compression
     if isinstance(compression, ErrorFeedback) and compression.corrects:
         raise ValueError(
-            "mode 'adaptive-sgd' selects from what models have changed, not from gradients: use "
-            "momentum_correction=0 and adam_correction=None, and momentum, or Adam, of the wrapped "
+            "mode 'adaptive-sgd' selects from changes of models, not from gradients: use "
+            "momentum_correction=0 and adam_correction=None, with momentum or Adam in the wrapped "
             "optimizer, or merge_momentum"
         )

@@ -79,12 +79,12 @@ def multiplicative(sizes: Sequence[int], updates: Sequence[int], limits: Limits)
     # Otherwise sizes would never settle, because updates are whole numbers.
     if max(updates) - min(updates) <= 1:
         return list(sizes)
-    wanted = [size * count for size, count in zip(sizes, updates, strict=True)]
+    scaled = [size * count for size, count in zip(sizes, updates, strict=True)]
     # Only ratios matter for equal update counts: the largest sizes need the fewest updates.
     scale = min(
-        most / size for size, most in zip(wanted, limits.highest(), strict=True) if size > 0
+        most / size for size, most in zip(scaled, limits.highest(), strict=True) if size > 0
     )
-    return clip_to_limits([scale * size for size in wanted], limits)
+    return clip_to_limits([scale * size for size in scaled], limits)
 
 
 def published_rule(sizes: Sequence[int], updates: Sequence[int], limits: Limits) -> list[int]:
@@ -94,13 +94,13 @@ def published_rule(sizes: Sequence[int], updates: Sequence[int], limits: Limits)
     far as it is known here. It oscillates for ever if beta u/b is 2 or more.
     """
     mean = sum(updates) / len(updates)
-    following = []
+    new_sizes = []
     for size, count, low, high in zip(
         sizes, updates, limits.lowest(), limits.highest(), strict=True
     ):
-        wanted = round_to_grain(size + low / 2 * (count - mean), limits.grain)
-        following.append(wanted if low <= wanted <= high else size)
-    return following
+        proposed = round_to_grain(size + low / 2 * (count - mean), limits.grain)
+        new_sizes.append(proposed if low <= proposed <= high else size)
+    return new_sizes
 
 
 def no_rule(sizes: Sequence[int], updates: Sequence[int], limits: Limits) -> list[int]:
@@ -182,16 +182,18 @@ class MergingOptions(Options):
                 "mode 'adaptive-sgd' measures no noise: use lr_scaling 'linear', 'sqrt' or 'none'"
             )
         if self.replay is not None and not STRATEGIES[self.algorithm].is_dynamic:
-            raise ValueError(f"algorithm {self.algorithm!r} hands out no batches to be replayed")
+            raise ValueError(
+                f"algorithm {self.algorithm!r} hands out fixed batches: it does not support replay"
+            )
 
     def signature(self) -> list[str]:
         """Return the options that must be equal on all ranks, as text; a record by its hash."""
         # A record may be long, so compare its hash. A function cannot be compared, only its
         # presence.
-        said = "nothing" if self.replay is None else "a function"
+        replay_text = "nothing" if self.replay is None else "a function"
         if isinstance(self.replay, list):
-            said = hashlib.blake2b(repr(self.replay).encode(), digest_size=8).hexdigest()
-        return [*super().signature(), f"replay of {said}"]
+            replay_text = hashlib.blake2b(repr(self.replay).encode(), digest_size=8).hexdigest()
+        return [*super().signature(), f"replay of {replay_text}"]
 
 
 class TakenBatches(Sampler[list[int]]):
@@ -200,8 +202,8 @@ class TakenBatches(Sampler[list[int]]):
     is_weightless: yield one batch without weight instead.
     """
 
-    def __init__(self, cursor: Cursor, spent: WallClock) -> None:
-        self.cursor, self._spent = cursor, spent
+    def __init__(self, cursor: Cursor, clock: WallClock) -> None:
+        self.cursor, self._clock = cursor, clock
         self.order: Sequence[int] = ()
         self.stretch = SampleRange([])
         self.size = 0
@@ -220,7 +222,7 @@ class TakenBatches(Sampler[list[int]]):
             yield [self.order[place] for part in self.stretch.places(take) for place in part]
 
     def _take(self) -> range:
-        with self._spent.waiting():
+        with self._clock.waiting():
             return self.cursor.take(self.size)
 
 
@@ -267,16 +269,16 @@ class MegaBatches:
         """Return the stretch to hand out until the next merge; None at the epoch's end."""
         if not len(self._left):
             return None
-        self._open = SampleRange(self._left.places(range(self._quota())))
+        self._open = SampleRange(self._left.places(range(self._stretch_length())))
         return self._open
 
-    def _quota(self) -> int:
+    def _stretch_length(self) -> int:
         options, strategy = self.options, self.strategy
         if not strategy.is_dynamic:
             return (strategy.steps or options.local_steps) * sum(self.sizes)
-        wanted = options.mega_batch or BATCHES * self.first_size
+        mega_batch = options.mega_batch or BATCHES * self.first_size
         # Equal parts of the rest: a short last part would mean a merge after few updates.
-        stretches = max(1, round(len(self._left) / wanted))
+        stretches = max(1, round(len(self._left) / mega_batch))
         return -(-len(self._left) // stretches)
 
     def merge_weights(self, reports: Sequence[Report]) -> list[float]:
@@ -296,8 +298,8 @@ class MegaBatches:
         """Finish a merge: remove the samples that ranks have finished, and compute new sizes."""
         finished = [take for report in reports for take in report.takes]
         # Unfinished samples go to the front, so the next stretch starts with them.
-        behind = self._left.places(range(len(self._open), len(self._left)))
-        self._left = SampleRange([*self._open.remaining(finished), *behind])
+        rest = self._left.places(range(len(self._open), len(self._left)))
+        self._left = SampleRange([*self._open.remaining(finished), *rest])
         self._open = SampleRange([])
         self.number += 1
         # A lost replica reports no updates, which says nothing about its rank's speed.
@@ -305,7 +307,7 @@ class MegaBatches:
             updates = [report.updates for report in reports]
             self.sizes = RULES[self.options.batch_rule](self.sizes, updates, self._limits)
 
-    def leave(self, rank: int) -> None:
+    def remove_rank(self, rank: int) -> None:
         """Remove a rank; the ranks above it move down."""
         low, high = (
             [n for r, n in enumerate(side) if r != rank]

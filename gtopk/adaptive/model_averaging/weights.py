@@ -71,10 +71,10 @@ def perturb_weights(
     is_small = all(report.norm < SMALL_NORM for report in reports)
     if not perturbation or not is_small or max(updates) == min(updates):
         return list(weights)
-    leaning = list(weights)
-    leaning[updates.index(max(updates))] *= 1 + perturbation
-    leaning[updates.index(min(updates))] *= 1 - perturbation
-    return shares(leaning)
+    perturbed = list(weights)
+    perturbed[updates.index(max(updates))] *= 1 + perturbation
+    perturbed[updates.index(min(updates))] *= 1 - perturbation
+    return shares(perturbed)
 
 
 def shares(counts: Sequence[float]) -> list[float]:

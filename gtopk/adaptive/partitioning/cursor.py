@@ -111,7 +111,7 @@ class ReplayedCursor:
         if len(take) > samples:
             raise ValueError(
                 f"the replay gives rank {self._rank} a take of {len(take)} samples in stretch "
-                f"{self._number}, and its size is {samples}: it is one of another run"
+                f"{self._number}, and its size is {samples}: the replay is of another run"
             )
         return take
 
@@ -130,8 +130,8 @@ def check_takes(number: int, total: int, takes: Sequence[Sequence[range]], ranks
         position = take.stop
     if position != total:
         raise ValueError(
-            f"the replay's takes of stretch {number} must be its {total} samples, each once; "
-            f"they are up to {position}"
+            f"the replay's takes of stretch {number} must cover its {total} samples, each once; "
+            f"they cover the first {position}"
         )
 
 
@@ -146,8 +146,8 @@ def recorded(takes: Sequence[Sequence[Sequence[Sequence[int]]]]) -> Replay:
             raise ValueError(f"the record ends after {len(takes)} stretches")
         if not takes[number]:
             raise ValueError(
-                f"the record does not have stretch {number}: it is of a run that went on from a "
-                "later state; replay it from that"
+                f"the record lacks stretch {number}: its run resumed from a later state; start the "
+                "replay from that state"
             )
         return [[range(start, stop) for start, stop in each] for each in takes[number]]
 

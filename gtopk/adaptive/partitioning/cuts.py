@@ -71,16 +71,16 @@ class Limits:
         return [high // self.grain * self.grain for high in self.high]
 
 
-def clamp(wanted: Sequence[float], limits: Limits) -> list[float]:
-    """Return real sizes within the bounds that sum to the total, as near to `wanted` as possible.
+def clamp(ideal: Sequence[float], limits: Limits) -> list[float]:
+    """Return real sizes within the bounds that sum to the total, as near to `ideal` as possible.
 
     Sizes are cut to the bounds. The difference to the total is then shared in proportion to the
     room that each rank has left.
     """
     low, high = limits.lowest(), limits.highest()
-    sizes = [min(max(w, a), b) for w, a, b in zip(wanted, low, high, strict=True)]
-    missing = limits.total - math.fsum(sizes)
-    if missing > 0:
+    sizes = [min(max(w, a), b) for w, a, b in zip(ideal, low, high, strict=True)]
+    difference = limits.total - math.fsum(sizes)
+    if difference > 0:
         room = [b - size for size, b in zip(sizes, high, strict=True)]
     else:
         room = [size - a for size, a in zip(sizes, low, strict=True)]
@@ -88,18 +88,18 @@ def clamp(wanted: Sequence[float], limits: Limits) -> list[float]:
     space = math.fsum(room)
     if space == 0:
         return sizes
-    return [size + missing * r / space for size, r in zip(sizes, room, strict=True)]
+    return [size + difference * r / space for size, r in zip(sizes, room, strict=True)]
 
 
-def round_sizes(wanted: Sequence[float], limits: Limits) -> list[int]:
-    """Return whole sizes near `wanted`: the largest remainder first, ties to the lower rank.
+def round_sizes(ideal: Sequence[float], limits: Limits) -> list[int]:
+    """Return whole sizes near `ideal`: the largest remainder first, ties to the lower rank.
 
     Each size is within a grain of the one from `clamp`. Raises ValueError if no sizes satisfy the
     limits.
     """
     limits.check()
     grain, low, high = limits.grain, limits.lowest(), limits.highest()
-    exact = clamp(wanted, limits)
+    exact = clamp(ideal, limits)
     # A float may be slightly below the whole number it stands for, and would be rounded down by a
     # whole grain. Up to totals of 1e15 the 1e-9 never deals out too much.
     sizes = [
@@ -108,8 +108,8 @@ def round_sizes(wanted: Sequence[float], limits: Limits) -> list[int]:
     ]
     while sum(sizes) < limits.total:
         # Never empty: the limits allow the total, and both are whole grains.
-        may = [rank for rank, size in enumerate(sizes) if size + grain <= high[rank]]
-        sizes[max(may, key=lambda rank: exact[rank] - sizes[rank])] += grain
+        open_ranks = [rank for rank, size in enumerate(sizes) if size + grain <= high[rank]]
+        sizes[max(open_ranks, key=lambda rank: exact[rank] - sizes[rank])] += grain
     return sizes
 
 
@@ -166,7 +166,10 @@ class Plan:
     def change(self, step: int, sizes: Sequence[int]) -> None:
         """Set the sizes from a step on."""
         if step < max(self.drawn, self._steps[-1]):
-            raise ValueError(f"step {step} has been cut already, of {self.drawn}")
+            raise ValueError(
+                f"step {step} has been cut already; sizes can change from step "
+                f"{max(self.drawn, self._steps[-1])} on"
+            )
         if step == self._steps[-1]:
             self._steps.pop()
             self._sizes.pop()
@@ -223,7 +226,7 @@ def split_batches(count: int, speeds: Sequence[int]) -> list[range]:
     return [range(first, first + share) for first, share in zip(firsts, shares, strict=True)]
 
 
-def left_over(dealt: Sequence[range], done: Sequence[int]) -> list[int]:
+def uncomputed(dealt: Sequence[range], done: Sequence[int]) -> list[int]:
     """Return the places of the batches that no rank has computed, in order."""
     return [place for places, n in zip(dealt, done, strict=True) for place in places[n:]]
 
@@ -271,7 +274,7 @@ class Passes:
 
     def close(self, done: Sequence[int]) -> None:
         """End a pass in which each rank has computed its first `done` micro-batches."""
-        self.left = [self.left[place] for place in left_over(self._dealt, done)]
+        self.left = [self.left[place] for place in uncomputed(self._dealt, done)]
         self.speeds = speeds_after(done, self.speeds)
         self.number += 1
 

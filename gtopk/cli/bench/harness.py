@@ -55,8 +55,8 @@ def add_words(
         try:
             return read(text)
         except ValueError as error:
-            apart = f"; give several with spaces: {text.replace(',', ' ')}" if "," in text else ""
-            raise argparse.ArgumentTypeError(f"{error}{apart}") from None
+            hint = f"; give several with spaces: {text.replace(',', ' ')}" if "," in text else ""
+            raise argparse.ArgumentTypeError(f"{error}{hint}") from None
 
     many = "*" if may_be_none else "+"
     described.add_argument(
@@ -64,12 +64,12 @@ def add_words(
     )
 
 
-def one_of(known: Collection[str]) -> Callable[[str], str]:
+def one_of(choices: Collection[str]) -> Callable[[str], str]:
     """Return a function that accepts one of these words."""
 
     def read(text: str) -> str:
-        if text not in known:
-            raise ValueError(f"must be one of {', '.join(known)}; got {text!r}")
+        if text not in choices:
+            raise ValueError(f"must be one of {', '.join(choices)}; got {text!r}")
         return text
 
     return read

@@ -39,7 +39,7 @@ from ...optim.distributed import DistributedOptimizer
 from ...runtime.liveness.heartbeat import own_address
 from ...runtime.world import world
 from ...torch.functions import allgather_object
-from ..arguments import fail, for_people, share, whole_number, write_records
+from ..arguments import fail, share, text_stream, whole_number, write_records
 from ..charts import aligned
 from .collectives.run import count_hosts
 from .harness import (
@@ -69,7 +69,7 @@ def open_gloo() -> Any:
         return torch.distributed.group.WORLD
     here = world.current()
 
-    def meet(transport: Transport, all_flags: list[int]) -> TCPStore:
+    def open_store(transport: Transport, all_flags: list[int]) -> TCPStore:
         address = own_address(one_host=count_hosts(transport) == 1)
         if transport.rank > 0:
             host, port = transport.broadcast_object(None)
@@ -79,7 +79,7 @@ def open_gloo() -> Any:
         transport.broadcast_object([address, store.port])
         return store
 
-    store = here.engine.submit("bench.gloo", [], meet).wait()
+    store = here.engine.submit("bench.gloo", [], open_store).wait()
     torch.distributed.init_process_group("gloo", store=store, rank=here.rank, world_size=here.size)
     return torch.distributed.group.WORLD
 
@@ -157,8 +157,8 @@ def ways(density: float, group: Any = None) -> dict[str, Way]:
         # Without its launcher's variables Horovod starts a world of one rank in each process.
         if peer.size() != world.current().size:
             raise RuntimeError(
-                f"Horovod sees {peer.size()} ranks here, and gtopk {world.current().size}: start "
-                "the benchmark by gtopk run or mpirun"
+                f"Horovod sees {peer.size()} ranks, and gtopk {world.current().size}: start the "
+                "benchmark with gtopk run or mpirun"
             )
         return model, peer.DistributedOptimizer(plain(model), model.named_parameters())
 
@@ -224,15 +224,15 @@ class Contender:
     def record(self, plain: Contender) -> Record:
         """Return the measurements, compared with the plain optimizer's; all ranks call it."""
         report = getattr(self.optimizer, "last_step", None)
-        everyones = allgather_object([self.working, self.hidden])
+        by_rank = allgather_object([self.working, self.hidden])
         # In each step take the rank with the least work left after backward: (not hidden, all).
         exposed = [
             min((w - h, w) for w, h in step)
-            for step in zip(*(zip(*rank, strict=True) for rank in everyones), strict=True)
+            for step in zip(*(zip(*rank, strict=True) for rank in by_rank), strict=True)
         ]
         working = sum(w for _, w in exposed)
         # Compare within a round, as noise of the machine slows all ways of a round.
-        above = [mine - its for mine, its in zip(self.wall, plain.wall, strict=True)]
+        above = [own - base for own, base in zip(self.wall, plain.wall, strict=True)]
         first, _, third = statistics.quantiles(above, n=4) if len(above) > 1 else above * 3
         return Record(
             name=self.name,
@@ -247,8 +247,8 @@ class Contender:
         )
 
 
-def _over(mine: list[float], plain: list[float]) -> float:
-    return statistics.median(m / p for m, p in zip(mine, plain, strict=True)) - 1.0
+def _over(own: list[float], plain: list[float]) -> float:
+    return statistics.median(m / p for m, p in zip(own, plain, strict=True)) - 1.0
 
 
 def measure(
@@ -317,7 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail(
             "bench optimizer",
             f"{settings.LINK.name}={link} does not slow the messages of {', '.join(unpaced)}: "
-            "leave them out, or emulate hosts by mpi_scripts/emulated_network.sh",
+            "leave them out, or emulate hosts with mpi_scripts/emulated_network.sh",
             code=2,
         )
     # Ranks on a machine share its cores, so torch's threads would compete for them.
@@ -329,7 +329,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     group = None
     if any(name.startswith("ddp") for name in names):
         group = open_gloo()
-    known = ways(options.density, group)
+    available = ways(options.density, group)
     compute = (
         shapes(options.model, here.rank)
         if options.model in SHAPES
@@ -337,7 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     records = measure(
         compute,
-        {name: known[name] for name in names},
+        {name: available[name] for name in names},
         options.rounds,
         show_progress if here.rank == 0 else silent,
     )
@@ -352,8 +352,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "threads": torch.get_num_threads(),
             "load": round(os.getloadavg()[0], 1),
         }
-        said = ", ".join(f"{name}: {value}" for name, value in facts.items() if value != "")
-        print(said, table(records), sep="\n", file=for_people(options.json))
+        heading = ", ".join(f"{name}: {value}" for name, value in facts.items() if value != "")
+        print(heading, table(records), sep="\n", file=text_stream(options.json))
         write_records({**facts, "records": records}, options.json)
     world.shutdown()
     return 0

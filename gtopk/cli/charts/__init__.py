@@ -177,7 +177,7 @@ def path(points: Sequence[Place]) -> str:
     return "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
 
 
-class Written(Protocol):
+class Formatter(Protocol):
     """Format a value with `count` digits."""
 
     def __call__(self, value: float, count: int = ..., /) -> str: ...
@@ -201,11 +201,11 @@ def share_text(share: float, count: int = 2) -> str:
     if share <= 0:
         return "0"
     decimals = max(0, count - 1 - math.floor(math.log10(100 * share)))
-    said = f"{100 * share:.{decimals}f}"
-    return f"{said.rstrip('0').rstrip('.') if '.' in said else said}{SPACE}%"
+    percent = f"{100 * share:.{decimals}f}"
+    return f"{percent.rstrip('0').rstrip('.') if '.' in percent else percent}{SPACE}%"
 
 
-X_AXES: Final[Mapping[str, tuple[str, Written]]] = {
+X_AXES: Final[Mapping[str, tuple[str, Formatter]]] = {
     "steps": ("step", steps_text),
     "epochs": ("epoch", steps_text),
     "samples": ("samples", steps_text),
@@ -221,7 +221,7 @@ def lines_plot(
     y_name: str,
     *,
     over: str = "steps",
-    written: Written = plain_text,
+    to_text: Formatter = plain_text,
     logarithmic: bool = False,
     from_zero: bool = False,
     bands: bool = True,
@@ -249,12 +249,12 @@ def lines_plot(
             upper = [(x.place(p.x), y.place(max(p.high, y.low))) for p in each]
             parts.insert(0, band(lower, upper))
         drawn.append(f'<g class="series-{place % 6}">{"".join(parts)}</g>')
-    return drawing(title, [_axes(x, y, over, y_name, written), clipped(drawn)])
+    return drawing(title, [_axes(x, y, over, y_name, to_text), clipped(drawn)])
 
 
-def _axes(x: Axis, y: Axis, over: str, y_name: str, written: Written) -> str:
-    x_name, x_written = X_AXES[over]
-    return frame(x, y, _ticks(x, x_written), _ticks(y, written), (x_name, y_name))
+def _axes(x: Axis, y: Axis, over: str, y_name: str, to_text: Formatter) -> str:
+    x_name, format_x = X_AXES[over]
+    return frame(x, y, _ticks(x, format_x), _ticks(y, to_text), (x_name, y_name))
 
 
 def _fitting(low: float, high: float, logarithmic: bool, from_zero: bool) -> Axis:
@@ -269,16 +269,16 @@ def _fitting(low: float, high: float, logarithmic: bool, from_zero: bool) -> Axi
     return vertical(bottom, high + room)
 
 
-def _ticks(axis: Axis, written: Written) -> dict[float, str]:
+def _ticks(axis: Axis, to_text: Formatter) -> dict[float, str]:
     """Return an axis' ticks with distinct labels; for steps, whole numbers only."""
-    values = [v for v in axis.ticks() if written is not steps_text or v == int(v)]
-    said = [written(value) if value else "0" for value in values]
+    values = [v for v in axis.ticks() if to_text is not steps_text or v == int(v)]
+    labels = [to_text(value) if value else "0" for value in values]
     # Add digits until all labels differ; 17 distinguish any two floats.
     for count in range(4, 17):
-        if len({*said}) == len(said):
+        if len({*labels}) == len(labels):
             break
-        said = [written(value, count) if value else "0" for value in values]
-    return dict(zip(values, said, strict=True))
+        labels = [to_text(value, count) if value else "0" for value in values]
+    return dict(zip(values, labels, strict=True))
 
 
 def lines_legend(lines: Lines) -> str:
@@ -294,7 +294,7 @@ def lines_legend(lines: Lines) -> str:
     )
 
 
-def are_apart(points: Sequence[Point], times: float) -> bool:
+def spans_factor(points: Sequence[Point], times: float) -> bool:
     """Tell whether a logarithmic axis suits: all means positive, and max > times * min."""
     positive = [p.mean for p in points if p.mean > 0]
     return len(positive) == len(points) and max(positive) > times * min(positive)
@@ -340,7 +340,7 @@ def stacked(
     y_name: str,
     *,
     over: str,
-    written: Written,
+    to_text: Formatter,
     most: float,
 ) -> str:
     """Draw the parts over the x axis as stacked areas; most: the upper end of the y axis."""
@@ -356,7 +356,7 @@ def stacked(
         if any(high > low for high, low in zip(above, below, strict=True)):
             drawn.append(f'<path class="part {part}" d="M{path(lower)}L{path(upper[::-1])}Z"/>')
         below = above
-    return drawing(title, [*drawn, _axes(x, y, over, y_name, written)])
+    return drawing(title, [*drawn, _axes(x, y, over, y_name, to_text)])
 
 
 def prose(words: str) -> str:

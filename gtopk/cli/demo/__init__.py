@@ -136,15 +136,15 @@ def parser() -> Command:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo and return the exit code."""
     options = parser().parse_args(arguments)
-    lacking = [name for module, name in NEEDED.items() if not importlib.util.find_spec(module)]
-    if lacking:
-        needs = f"the demo needs {', '.join(lacking)}: pip install {' '.join(lacking)}"
+    missing = [name for module, name in NEEDED.items() if not importlib.util.find_spec(module)]
+    if missing:
+        needs = f"the demo needs {', '.join(missing)}: pip install {' '.join(missing)}"
         return fail("demo", needs)
     plan = Plan(
         options.ranks, options.seeds, options.epochs, density=options.density, link=options.link
     )
-    if refused := _refusal(plan, options.out):
-        return fail("demo", refused, code=2)
+    if error := _argument_error(plan, options.out):
+        return fail("demo", error, code=2)
     if options.json:
         # Keep human-readable output out of the records on stdout.
         with contextlib.redirect_stdout(sys.stderr):
@@ -169,13 +169,13 @@ def train(plan: Plan, out: Path) -> int:
             str(results),
         ]
         try:
-            code = run(plan.ranks, program, on_line=progress_shown())
+            code = run(plan.ranks, program, on_line=progress_printer())
         except LaunchError as error:
             return fail("demo", error)
         finally:
             show_progress()
         if code != 0 or not results.exists():
-            ended = f"the ranks ended with exit code {code}; what they said stands above"
+            ended = f"the ranks ended with exit code {code}; see their output above"
             return fail("demo", ended)
         records: list[Record] = json.loads(results.read_text(encoding="utf-8"))
     show(records)
@@ -188,7 +188,7 @@ def train(plan: Plan, out: Path) -> int:
     return 0
 
 
-def _refusal(plan: Plan, out: Path) -> str:
+def _argument_error(plan: Plan, out: Path) -> str:
     """Return the error in the arguments, "" if there is none."""
     most = TRAIN_IMAGES // plan.batch
     if plan.ranks > most:
@@ -227,7 +227,7 @@ def _say(text: str) -> None:
     print(*wrapped(text), sep="\n")
 
 
-def progress_shown() -> Callable[[str], None]:
+def progress_printer() -> Callable[[str], None]:
     """Return a function that prints the ranks' lines, with progress in one line of a terminal."""
     seen: set[str] = set()
 
@@ -276,17 +276,17 @@ def show(records: Sequence[Record]) -> None:
         )
     print("Measured on this machine", "", *aligned(rows, gap=1), sep="\n")
     if not dense["bytes_counted"]:
-        _say("* by formula, the least that any allreduce sends; the others are counted.")
+        _say("* computed: the least that any allreduce sends; the others are counted.")
     cores = dense["machine"]["cores"]
     _say(
         "Sent: by each rank. Accuracy: mean ± standard deviation over "
         f"seeds ({dense['seeds']}). Epochs, of {dense['epochs']}: until that mean first is "
         f"{100 * reached:.0f} %, a point below dense's end. Times: medians over steps. "
         f"Ranks ({dense['ranks']}) share this machine's cores ({cores}) and memory: in this table "
-        "no network lies between them, so there is nothing for compression to save time on."
+        "there is no network between them, so compression cannot save time."
     )
     if linked := over_link(records):
-        said = link_verdict(*linked).words
-        _say(f"Over an emulated link of {linked[0]['link']}: {said}")
+        comparison = link_verdict(*linked).words
+        _say(f"Over an emulated link of {linked[0]['link']}: {comparison}")
     identical = all(record["final_replicas_identical"] for record in records)
     print(f"Replicas bit-identical after every run: {'yes' if identical else 'NO'}")

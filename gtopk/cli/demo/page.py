@@ -60,7 +60,7 @@ def accuracy_plot(
     title: str, found: Lines, records: Sequence[Record], over: str, x: Axis | None = None
 ) -> str:
     y = accuracy_axis(records)
-    plot = charts.lines_plot(title, found, "test accuracy", over=over, written=share_text, x=x, y=y)
+    plot = charts.lines_plot(title, found, "test accuracy", over=over, to_text=share_text, x=x, y=y)
     return charts.lines_legend(found) + plot
 
 
@@ -99,8 +99,8 @@ def step_time_by_part(records: Sequence[Record]) -> str:
     rows = []
     for record in records:
         seconds = {part: record["step_seconds"][part] for part in PARTS}
-        said = [f"{PART_NAMES[part]} {seconds_text(s)}" for part, s in seconds.items() if s]
-        rows.append((record["label"], seconds, " · ".join(said)))
+        parts = [f"{PART_NAMES[part]} {seconds_text(s)}" for part, s in seconds.items() if s]
+        rows.append((record["label"], seconds, " · ".join(parts)))
     title = "Measured time of a step, one bar per method, split by part"
     return charts.bars(title, rows, room=145.0)
 
@@ -130,7 +130,7 @@ def figures(records: Sequence[Record]) -> list[str]:
         figure(
             "Test accuracy over epochs",
             accuracy_over_epochs(records),
-            f"{seeds}{cut} It is no race: an epoch does not take every method the same time.",
+            f"{seeds}{cut} This does not compare speed: the methods' epochs take different times.",
         )
     ]
     # A single rank sends nothing, and a logarithmic axis cannot show zero.
@@ -155,7 +155,7 @@ def figures(records: Sequence[Record]) -> list[str]:
             "out of the bucket, the check that they are finite, accumulate, select, apply; dense "
             "copies and checks, too. Communicate is agree, encode, exchange, merge, decode, and "
             f"waiting for others. All {records[0]['ranks']} ranks share this machine's cores and "
-            "exchange through its memory: the bars hold no network's time.",
+            "exchange through its memory: the bars contain no network time.",
         )
     )
     return found
@@ -218,19 +218,19 @@ def what_was_run(dense: Record) -> str:
 def tiles(records: Sequence[Record], linked: Sequence[Record]) -> Iterator[Tile]:
     """Yield the key figures: gTop-k's bytes, accuracy and times compared with dense."""
     dense, _, gtopk, _ = records
-    sent, its = gtopk["bytes_per_step"], dense["bytes_per_step"]
+    sent, dense_sent = gtopk["bytes_per_step"], dense["bytes_per_step"]
     accuracy = accuracy_verdict(gtopk, dense)
-    beside = f"{bytes_text(sent)} a step from each rank, dense {bytes_text(its)}"
-    yield Tile("Bytes sent", fraction(sent, its), beside, sent > its)
+    beside = f"{bytes_text(sent)} a step from each rank, dense {bytes_text(dense_sent)}"
+    yield Tile("Bytes sent", fraction(sent, dense_sent), beside, sent > dense_sent)
     difference = points_text(gtopk["accuracy"] - dense["accuracy"])
     yield Tile("Test accuracy", difference, accuracy.words, accuracy.loss)
     times = {"Time of a run, measured here": (gtopk, dense)}
     if linked:
         times[f"Time of a run, emulated {linked[0]['link']}"] = linked[1], linked[0]
-    for name, (mine, other) in times.items():
-        outcome, loss = time_outcome(mine, other)
-        ratio = f"{digits(mine['seconds'] / other['seconds'])} times"
-        taken = f"{seconds_text(mine['seconds'])}, dense {seconds_text(other['seconds'])}"
+    for name, (own, other) in times.items():
+        outcome, loss = time_outcome(own, other)
+        ratio = f"{digits(own['seconds'] / other['seconds'])} times"
+        taken = f"{seconds_text(own['seconds'])}, dense {seconds_text(other['seconds'])}"
         yield Tile(name, ratio, f"{taken}: {outcome}", loss)
 
 

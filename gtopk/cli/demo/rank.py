@@ -65,30 +65,30 @@ def train(plan: Plan, method: Method, seed: int, done: int, total: int) -> Run:
     optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), method.compression)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     # The order depends only on seed and epoch, so that all methods get the same batches.
-    together = plan.batch * hvd.size()
+    global_batch = plan.batch * hvd.size()
     accuracies: list[float] = []
     losses, trained = [mean_loss(task, model)], [0.0]
     steps: list[StepReport] = []
     hvd.barrier()
     begun = time.perf_counter()
-    looked_seconds = 0.0
+    evaluation_seconds = 0.0
     for epoch in range(plan.epochs):
         shuffle = torch.Generator().manual_seed(1000 * seed + epoch)
         order = torch.randperm(task.samples, generator=shuffle)
-        for start in range(0, plan.steps_per_epoch() * together, together):
-            mine = order[start + hvd.rank() * plan.batch :][: plan.batch]
+        for start in range(0, plan.steps_per_epoch() * global_batch, global_batch):
+            own = order[start + hvd.rank() * plan.batch :][: plan.batch]
             optimizer.zero_grad()
-            task.loss(model, mine).backward()
+            task.loss(model, own).backward()
             optimizer.step()
             assert optimizer.last_step is not None
             steps.append(optimizer.last_step)
         if hvd.rank() == 0:
             epoch_ended = time.perf_counter()
-            trained.append(epoch_ended - begun - looked_seconds)
+            trained.append(epoch_ended - begun - evaluation_seconds)
             accuracies.append(task.accuracy(model))
             losses.append(mean_loss(task, model))
             # Exclude the time of rank 0's evaluation from the curve.
-            looked_seconds += time.perf_counter() - epoch_ended
+            evaluation_seconds += time.perf_counter() - epoch_ended
             progress(method, seed, epoch, accuracies[-1], done + epoch + 1, total)
     hvd.barrier()
     seconds = time.perf_counter() - begun
@@ -135,7 +135,7 @@ def record(plan: Plan, method: Method, runs: list[Run], machine: dict[str, Any])
     return Record(
         method=method.name,
         label=method.label,
-        link=link_in_words(),
+        link=link_text(),
         accuracy=statistics.fmean(accuracies),
         accuracy_by_seed=accuracies,
         accuracy_by_epoch=[run.accuracy_by_epoch for run in runs],
@@ -161,7 +161,7 @@ def record(plan: Plan, method: Method, runs: list[Run], machine: dict[str, Any])
     )
 
 
-def link_in_words() -> str:
+def link_text() -> str:
     """Return the emulated link as text, "" for none."""
     link = settings.LINK.read()
     if link is None:

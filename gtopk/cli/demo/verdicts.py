@@ -110,7 +110,7 @@ def accuracy_verdict(record: Record, other: Record) -> Verdict:
         )
     distance = f"lies {points(mean)} points {'below' if mean < 0 else 'above'} {name}"
     if error is None:
-        outcome = f"{distance} (one seed: no spread to judge that by)"
+        outcome = f"{distance} (one seed: the spread is unknown)"
         return Verdict(f"{outcome}: a loss" if mean < 0 else outcome, mean < 0)
     outcome = f"{distance} ({paired})"
     if abs(mean) <= STANDARD_ERRORS * error:
@@ -129,8 +129,8 @@ def points(share: float) -> str:
 def paired_difference(record: Record, other: Record) -> tuple[float, float | None]:
     """Return the mean accuracy difference over seeds and its standard error (one seed: None)."""
     differences = [
-        mine - theirs
-        for mine, theirs in zip(record["accuracy_by_seed"], other["accuracy_by_seed"], strict=True)
+        own - base
+        for own, base in zip(record["accuracy_by_seed"], other["accuracy_by_seed"], strict=True)
     ]
     mean = statistics.fmean(differences)
     if len(differences) < 2:
@@ -163,15 +163,16 @@ def seconds_to(loss: float, record: Record) -> float | None:
 def link_verdict(dense: Record, sparse: Record) -> Verdict:
     """Compare the seconds that both take to a loss that both reach."""
     loss = max(min(mean for _, mean in mean_curve(record)) for record in (dense, sparse))
-    its, mine = seconds_to(loss, dense), seconds_to(loss, sparse)
-    assert its is not None
-    assert mine is not None
+    base, own = seconds_to(loss, dense), seconds_to(loss, sparse)
+    assert base is not None
+    assert own is not None
     # If the loss never fell below its start, the time is 0 and has no ratio.
-    if not mine or not its:
+    if not own or not base:
         return Verdict("No epoch has brought the loss down", True)
-    times, outcome = max(its / mine, mine / its), "sooner" if mine < its else "later, a loss"
+    times = max(base / own, own / base)
+    outcome = "sooner" if own < base else "later, a loss"
     return Verdict(
-        f"{sparse['label']} reaches a training loss of {loss:.2g} after {seconds_text(mine)}, "
-        f"dense after {seconds_text(its)}: {digits(times)} times {outcome}",
-        mine > its,
+        f"{sparse['label']} reaches a training loss of {loss:.2g} after "
+        f"{seconds_text(own)}, dense after {seconds_text(base)}: {digits(times)} times {outcome}",
+        own > base,
     )

@@ -42,7 +42,7 @@ from ...runtime.runner.ranks import launcher_at_hand
 from ...runtime.standard_streams import coloured, wants_colour
 from ..arguments import Command, write_records
 from .basics import INSTALL_MPI, Finding, State, check_launcher, gist, installed
-from .isolation import PROBES, how_it_ended, like_this_process, run_probes
+from .isolation import PROBES, exit_description, function_command, run_probes
 
 __all__ = ["Finding", "State", "main"]
 
@@ -56,7 +56,7 @@ TORCHRUN: Final = "torchrun --nproc-per-node"
 _INIT: Final = "import gtopk.torch as hvd; hvd.init()"
 _MARK: Final = "gtopk doctor: "
 _MEGABYTE: Final = 1 << 20
-_BUSY: Final = "look whether the network, or a host, is busy with something else; then try again"
+_BUSY_ADVICE: Final = "check whether the network or a host is busy with other work; then try again"
 
 
 # ESSENTIAL: needed to train on one rank. NEEDED: needed to train on several.
@@ -76,10 +76,10 @@ def check_new_ranks(seconds: float = JOB_SECONDS) -> Finding:
     """Start two ranks, and check that they sum numbers correctly."""
     launcher = launcher_at_hand()
     if launcher == "torchrun" and not installed("torch"):
-        return Finding(NAME, State.MISSING, "several need torch or MPI to start them", INSTALL_MPI)
+        return Finding(NAME, State.MISSING, "starting several needs torch or MPI", INSTALL_MPI)
     lines: list[str] = []
     begun = time.monotonic()
-    program = like_this_process(__name__, add_up.__name__, False)
+    program = function_command(__name__, check_sums.__name__, False)
     with tempfile.TemporaryFile() as errors:
         try:
             code = run(
@@ -91,23 +91,23 @@ def check_new_ranks(seconds: float = JOB_SECONDS) -> Finding:
                 errors=errors,
             )
         except LaunchTimeoutError:
-            detail = f"{_RANKS_ALONE} ranks did not come together in {seconds:g} s"
-            return Finding(NAME, State.FAIL, detail, _see_all(_RANKS_ALONE, launcher))
+            detail = f"{_RANKS_ALONE} ranks did not connect in {seconds:g} s"
+            return Finding(NAME, State.FAIL, detail, _output_advice(_RANKS_ALONE, launcher))
         except LaunchError as error:
             return Finding(NAME, State.FAIL, f"{error}", INSTALL_MPI)
         except ImportError as error:
             # Counting cores needs NumPy, which is missing.
             return Finding(NAME, State.FAIL, f"{error}", PROBES["numpy"].repair)
         errors.seek(0)
-        said = gist(errors.read().decode(errors="replace"))
-    took = time.monotonic() - begun
+        last_error = gist(errors.read().decode(errors="replace"))
+    elapsed = time.monotonic() - begun
     sums = _find_report(lines)
     if code != 0 or sums is None:
-        detail = f"{launcher}'s exit code {code}: {said}"
-        return Finding(NAME, State.FAIL, detail, _see_all(_RANKS_ALONE, launcher))
+        detail = f"{launcher}'s exit code {code}: {last_error}"
+        return Finding(NAME, State.FAIL, detail, _output_advice(_RANKS_ALONE, launcher))
     finding = judge(sums, _RANKS_ALONE, launcher)
     gpus = f"; {sums['gpus']}" if sums.get("gpus") else ""
-    return finding._replace(detail=f"{finding.detail}{gpus}; {took:.1f} s with their start")
+    return finding._replace(detail=f"{finding.detail}{gpus}; {elapsed:.1f} s with their start")
 
 
 def check_running_ranks(job: Launched, seconds: float = JOB_SECONDS) -> list[Finding]:
@@ -115,7 +115,7 @@ def check_running_ranks(job: Launched, seconds: float = JOB_SECONDS) -> list[Fin
 
     With several ranks, also estimate whether compression would pay.
     """
-    sums = _report_of(add_up.__name__, job, seconds)
+    sums = _report_of(check_sums.__name__, job, seconds)
     if isinstance(sums, Finding):
         return [sums]
     findings = [judge(sums, job.size)]
@@ -129,18 +129,19 @@ def check_running_ranks(job: Launched, seconds: float = JOB_SECONDS) -> list[Fin
 
 def check_links(job: Launched) -> list[Finding]:
     """Check the link of each pair of ranks in the running job; every rank must call this."""
-    links = _report_of(swap.__name__, job, JOB_SECONDS)
+    links = _report_of(check_pairs.__name__, job, JOB_SECONDS)
     if isinstance(links, Finding):
         return [links]
     tried, broken, slow = links["tried"], links["broken"], links["slow"]
     if broken:
-        detail = f"{len(broken)} of {2 * tried} ways between {job.size} ranks: {'; '.join(broken)}"
-        advice = "see that every host lets all ports through to the others, or name the interface"
+        detail = f"{len(broken)} of {2 * tried} directions between {job.size} ranks fail: "
+        detail += "; ".join(broken)
+        advice = "allow all ports between the hosts, or name the interface"
         return [Finding(LINKS, State.FAIL, detail, f"{advice}: gtopk.run(network_interface=...)")]
-    whole = "the one brings" if tried == 1 else f"all {tried} bring"
-    detail = f"{whole} messages whole between {job.size} ranks"
+    working = "the one link delivers" if tried == 1 else f"all {tried} deliver"
+    detail = f"{working} messages intact between {job.size} ranks"
     if slow:
-        return [Finding(LINKS, State.WARN, f"{detail}, slowly: {'; '.join(slow)}", _BUSY)]
+        return [Finding(LINKS, State.WARN, f"{detail}, slowly: {'; '.join(slow)}", _BUSY_ADVICE)]
     return [Finding(LINKS, State.OK, detail)]
 
 
@@ -152,7 +153,7 @@ def _report_of(function: str, job: Launched, seconds: float) -> dict[str, Any] |
     with tempfile.TemporaryFile() as errors:
         # close_fds=False: MPICH's ranks reach their launcher over an inherited descriptor.
         child = subprocess.Popen(
-            like_this_process(__name__, function),
+            function_command(__name__, function),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -164,19 +165,19 @@ def _report_of(function: str, job: Launched, seconds: float) -> dict[str, Any] |
             child.kill()
             # Reap the child; discard its output, which is incomplete.
             child.communicate()
-            detail = f"the {job.size} of them did not come together in {seconds:g} s"
+            detail = f"the {job.size} ranks did not connect in {seconds:g} s"
             return Finding(NAME, State.FAIL, detail, _diagnose(job))
         report = _find_report(output.decode(errors="replace").splitlines())
         if child.returncode != 0 or report is None:
-            return Finding(NAME, State.FAIL, how_it_ended(child, errors), _diagnose(job))
+            return Finding(NAME, State.FAIL, exit_description(child, errors), _diagnose(job))
     return report
 
 
 def _diagnose(job: Launched) -> str:
     """Return the advice for a job in which the ranks do not work together."""
     if transport_name(job) != "mpi":
-        return f"see all they say: start `{_INIT}` in their place"
-    return _see_all(job.size) if installed("mpi4py") else INSTALL_MPI
+        return f"see their full output: start `{_INIT}` instead"
+    return _output_advice(job.size) if installed("mpi4py") else INSTALL_MPI
 
 
 def judge(sums: dict[str, Any], launched: int, launcher: str = "mpirun") -> Finding:
@@ -194,7 +195,8 @@ def judge(sums: dict[str, Any], launched: int, launcher: str = "mpirun") -> Find
     hosts = Counter(sums["hosts"])
     detail = f"{size} ranks on {', '.join(hosts)}"
     if not sums["right"]:
-        return Finding(NAME, State.FAIL, f"{detail} add up wrongly", _see_all(size, launcher))
+        detail += " compute wrong sums"
+        return Finding(NAME, State.FAIL, detail, _output_advice(size, launcher))
     detail += f": 1 MB summed in {1e3 * sums['seconds']:.1f} ms over {sums['transport']}"
     for host, ranks in hosts.items():
         cores = sums["cores"][host]
@@ -209,13 +211,13 @@ def _mpirun() -> str:
     return shlex.quote(str(find_mpirun() or "mpirun"))
 
 
-def _see_all(ranks: int, launcher: str = "mpirun") -> str:
+def _output_advice(ranks: int, launcher: str = "mpirun") -> str:
     if launcher == "torchrun":
-        return f"see all they say: {TORCHRUN} {ranks} --no-python python -c '{_INIT}'"
-    return f"see all it says: {_mpirun()} -n {ranks} python -m mpi4py.bench helloworld"
+        return f"see their full output: {TORCHRUN} {ranks} --no-python python -c '{_INIT}'"
+    return f"see its full output: {_mpirun()} -n {ranks} python -m mpi4py.bench helloworld"
 
 
-def add_up(measure_network: bool = True) -> None:
+def check_sums(measure_network: bool = True) -> None:
     """Sum numbers over all ranks, and print the report on rank 0; the children's program."""
     import numpy as np
 
@@ -236,19 +238,19 @@ def add_up(measure_network: bool = True) -> None:
         begun = time.perf_counter()
         world.allreduce(total)
         seconds.append(time.perf_counter() - begun)
-    mine = [socket.gethostname(), sorted(allowed_cores()), core_quota(), min(seconds)]
-    places = world.gather_object(mine)
+    own_report = [socket.gethostname(), sorted(allowed_cores()), core_quota(), min(seconds)]
+    reports = world.gather_object(own_report)
     allowed: dict[str, set[int]] = {}
-    for host, cores, _, _ in places:
+    for host, cores, _, _ in reports:
         allowed.setdefault(host, set()).update(cores)
     sums = {
         "size": world.size,
         "right": bool((total == world.size * (world.size + 1) / 2).all()),
         # Each rank's best time, as the first sums also open connections; of these, the slowest.
-        "seconds": max(took for _, _, _, took in places),
-        "hosts": [host for host, _, _, _ in places],
+        "seconds": max(took for _, _, _, took in reports),
+        "hosts": [host for host, _, _, _ in reports],
         # A host's ranks may be bound to different cores, so unite these; they share the quota.
-        "cores": {host: min(len(allowed[host]), quota) for host, _, quota, _ in places},
+        "cores": {host: min(len(allowed[host]), quota) for host, _, quota, _ in reports},
         "transport": f"{world.name} ({world.library()})",
         "gpus": choose_gpu_route(world),
     }
@@ -261,7 +263,7 @@ def add_up(measure_network: bool = True) -> None:
     world.leave("the sum is done", JOB_SECONDS)
 
 
-def swap() -> None:
+def check_pairs() -> None:
     """Check the links of all ranks, and print the report on rank 0; the children's program."""
     from ...runtime.world.joining import join
     from .links import TRY_SECONDS, try_links
@@ -384,15 +386,15 @@ def _conclude(findings: Sequence[Finding], job: Launched | None) -> str:
     failed = _failed(findings)
     if job is None and failed and not set(failed) & set(ESSENTIAL):
         return (
-            f"Not ready to train on several ranks. In the way: {', '.join(failed)}.\n"
-            "One rank trains: python train.py"
+            f"Not ready to train on several ranks. Failed: {', '.join(failed)}.\n"
+            "One rank can train: python train.py"
         )
     if failed:
-        return f"Not ready to train. In the way: {', '.join(failed)}."
+        return f"Not ready to train. Failed: {', '.join(failed)}."
     if job is not None:
         return f"Ready to train on these {job.size} ranks."
     if all(finding.name != NAME for finding in findings):
-        return "Ready to train on one rank: python train.py\nSeveral ranks were not tried."
+        return "Ready to train on one rank: python train.py\nSeveral ranks were not tested."
     return "\n".join(["Ready to train:", f"  gtopk run -n {_EXAMPLE_RANKS} train.py", *_by_hand()])
 
 
@@ -402,7 +404,7 @@ def _by_hand() -> Iterator[str]:
     from collectives.cores import usable_cores
 
     yield ""
-    yield "It sets all that its launcher needs here. By hand:"
+    yield "It sets what the launcher needs here. Without it:"
     threads = max(1, usable_cores() // _EXAMPLE_RANKS)
     if launcher_at_hand() == "mpirun" and (mpirun := find_mpirun()) is not None:
         yield f"by mpirun ({identify(mpirun)}):"

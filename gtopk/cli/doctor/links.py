@@ -35,7 +35,7 @@ TRY_SECONDS: Final = 10.0  # for a message to arrive
 _MESSAGE_BYTES: Final = 1 << 16
 _LARGE_BYTES: Final = 1 << 20
 _SWAPS: Final = 5
-_MUCH: Final = 4.0  # times slower than the median
+_SLOW_FACTOR: Final = 4.0  # times slower than the median
 # Wait this many times TRY_SECONDS for a report: ranks that waited for broken links are late.
 _REPORT_TIMES: Final = 3
 
@@ -64,7 +64,7 @@ def try_links(transport: Transport) -> Links | None:
 
     All ranks must call it, on a transport with a timeout of TRY_SECONDS.
     """
-    found = _gather(transport, [socket.gethostname(), sorted(_meet_all(transport).items())])
+    found = _gather(transport, [socket.gethostname(), sorted(_greet_all(transport).items())])
     tried = transport.size * (transport.size - 1) // 2
     # Do not measure with a broken link: ranks would wait for messages that never arrive.
     if broken := _name_broken(found):
@@ -84,22 +84,22 @@ def _message(sender: int, receiver: int) -> bytes:
     return np.random.default_rng([sender, receiver]).bytes(_MESSAGE_BYTES)
 
 
-def _meet_all(transport: Transport) -> dict[int, str]:
+def _greet_all(transport: Transport) -> dict[int, str]:
     """Swap messages with every other rank; return the errors by rank."""
     # Send to all first, so that waiting on one broken link does not delay the others.
     others = [rank for rank in range(transport.size) if rank != transport.rank]
     for other in others:
         transport.send(np.frombuffer(_message(transport.rank, other), np.uint8), other)
-    wrong = {}
+    errors = {}
     for other in others:
         try:
             arrived = transport.receive(other).tobytes()
         except CollectiveError as error:
-            wrong[other] = str(error)
+            errors[other] = str(error)
         else:
             if arrived != _message(other, transport.rank):
-                wrong[other] = "what arrived is not what was sent"
-    return wrong
+                errors[other] = "the message arrived damaged"
+    return errors
 
 
 def _gather(transport: Transport, own: Any) -> list[Any]:
@@ -123,12 +123,12 @@ def _report_of(transport: Transport, rank: int) -> Any:
     return None
 
 
-def _broadcast_decision(transport: Transport, go_on: bool) -> bool:
+def _broadcast_decision(transport: Transport, continues: bool) -> bool:
     """Return rank 0's decision; False if it does not arrive."""
     if transport.rank == 0:
         for rank in range(1, transport.size):
-            transport.send(np.array([go_on], np.uint8), rank)
-        return go_on
+            transport.send(np.array([continues], np.uint8), rank)
+        return continues
     try:
         return bool(transport.receive(0)[0])
     except CollectiveError:
@@ -167,12 +167,12 @@ def _swap_with_all(transport: Transport) -> list[Swapped]:
     """Swap with every other rank in turn; return the pairs in which this rank comes first."""
     swapped = []
     for pairs in rounds(transport.size):
-        mine = next((pair for pair in pairs if transport.rank in pair), None)
-        if mine is None:
+        own_pair = next((pair for pair in pairs if transport.rank in pair), None)
+        if own_pair is None:
             continue
-        other = mine[1] if mine[0] == transport.rank else mine[0]
-        if mine[0] == transport.rank:
-            swapped.append(Swapped(*mine, _quickest_swap(transport, other)))
+        other = own_pair[1] if own_pair[0] == transport.rank else own_pair[0]
+        if own_pair[0] == transport.rank:
+            swapped.append(Swapped(*own_pair, _quickest_swap(transport, other)))
         else:
             _quickest_swap(transport, other)
     return swapped
@@ -198,13 +198,13 @@ def name_slow(swapped: Sequence[Swapped], hosts: Sequence[str]) -> list[str]:
         kind = [each for each in swapped if (hosts[each.one] == hosts[each.other]) == within]
         if not kind:
             continue
-        usual = statistics.median(each.seconds for each in kind)
+        median = statistics.median(each.seconds for each in kind)
         slow += [
             f"rank {each.one} (host {hosts[each.one]}) <-> rank {each.other} (host "
             f"{hosts[each.other]}): 1 MiB each way takes {1e3 * each.seconds:.3g} ms, where "
-            f"{'inside a host' if within else 'between hosts'} the median is {1e3 * usual:.3g} ms"
+            f"{'inside a host' if within else 'between hosts'} the median is {1e3 * median:.3g} ms"
             for each in kind
-            if each.seconds > _MUCH * usual
+            if each.seconds > _SLOW_FACTOR * median
         ]
     return slow
 

@@ -28,7 +28,7 @@ from .. import charts
 from ..arguments import Command, fail, output_file, write_records
 from ..charts import Lines, Point, figure, prose, share_text
 from . import series
-from .series import MEANINGS, WAITS, happenings, steps_taken, tiles, verdict, what_was_run
+from .series import MEANINGS, WAITS, events, steps_taken, tiles, verdict, what_was_run
 
 _MANY_RANKS = 64  # draw no more bars
 _MANY = 8  # with more ranks, bars have no words, and lines per rank are not drawn
@@ -47,7 +47,7 @@ def figures(run: Run) -> dict[str, list[str]]:
     scores = [note for rank in run.ranks for note in rank.scores]
     residuals = [note for rank in run.ranks for note in rank.residuals]
     found = {
-        "What was learnt": learnt(run),
+        "Logged values": learnt(run),
         "Where the time went": [
             parts_figure(run),
             over_steps_figure(run),
@@ -62,15 +62,15 @@ def figures(run: Run) -> dict[str, list[str]]:
             _one_line(run, series.of_notes(run, residuals, "age_steps"), *_AGE),
         ],
     }
-    kept = {heading: [each for each in those if each] for heading, those in found.items()}
-    return {heading: those for heading, those in kept.items() if those}
+    with_data = {heading: [each for each in drawn if each] for heading, drawn in found.items()}
+    return {heading: drawn for heading, drawn in with_data.items() if drawn}
 
 
 def learnt(run: Run) -> list[str]:
     """Show each logged value over steps, time and bytes, one at a time."""
     axes = series.axes(run)
     # If ranks count steps independently, the same step may be hours apart.
-    if series.steps_alone(run):
+    if series.are_steps_independent(run):
         del axes["steps"]
     return [_learnt(run, name, axes, place) for place, name in enumerate(series.value_names(run))]
 
@@ -85,16 +85,16 @@ def _learnt(run: Run, name: str, axes: Mapping[str, series.Place], place: int) -
             continue
         # Scripts may log accuracy in per cent instead of as a fraction.
         share = share and all(p.low >= 0 and p.high <= 1 for p in points)
-        written = share_text if share else charts.plain_text
+        to_text = share_text if share else charts.plain_text
         title = f"{name} over {charts.X_AXES[over][0]}"
-        drawn[over] = charts.lines_plot(title, {name: points}, name, over=over, written=written)
+        drawn[over] = charts.lines_plot(title, {name: points}, name, over=over, to_text=to_text)
     if not drawn:
         return ""
     logging = sum(any(name in note.content for note in rank.values) for rank in run.ranks)
-    whose = "one rank's" if logging == 1 else f"{logging} ranks'"
+    sources = "one rank's" if logging == 1 else f"{logging} ranks'"
     reading = (
-        f"The line is the mean of {whose} values, its band goes from the least to the most of "
-        "what lies in the same place."
+        f"The line is the mean of {sources} values; its band goes from their minimum to their "
+        "maximum at each position."
     )
     if "bytes" in drawn:
         reading += " Bytes are those a rank has sent by then, on average, not received."
@@ -129,7 +129,7 @@ def parts_figure(run: Run) -> str:
     hidden = sum(step.report.hidden_seconds for step in steps)
     working = sum(step.report.working_seconds for step in steps)
     covers = series.covers(run)
-    shown = _shown(by_rank.values())
+    shown = _parts_with_time(by_rank.values())
     explained = {**_EXPLAINED, "wait": WAITS.get(covers, _EXPLAINED["wait"])}
     reading = (
         f"{MEANINGS.get(covers, '')}A bar is a rank's mean {covers}, and all of its wall clock: "
@@ -164,7 +164,7 @@ def _bars(by_rank: Mapping[int, Mapping[str, float]]) -> str:
     return charts.bars(title, rows)
 
 
-def _shown(of: Iterable[Mapping[str, float]]) -> list[str]:
+def _parts_with_time(of: Iterable[Mapping[str, float]]) -> list[str]:
     """Return the parts that take time."""
     found = list(of)
     return [part for part in PARTS if any(each[part] > 0 for each in found)]
@@ -176,18 +176,18 @@ def _parts_legend(shown: Sequence[str]) -> str:
 
 def over_steps_figure(run: Run) -> str:
     """Show the parts of a step over steps, or over time if ranks count steps independently."""
-    alone = series.steps_alone(run)
-    found = series.parts_over_time(run) if alone else series.parts_over_steps(run)
+    is_independent = series.are_steps_independent(run)
+    found = series.parts_over_time(run) if is_independent else series.parts_over_steps(run)
     if len(found) < 2:
         return ""
     covers = series.covers(run)
-    if alone:
+    if is_independent:
         drawn = charts.stacked(
             "Share of the ranks' time by part, over time",
             found,
             "of the ranks' time",
             over="time",
-            written=share_text,
+            to_text=share_text,
             most=1.0,
         )
         reading = f"All ranks' time, of neighbouring {plural(covers)} together. "
@@ -198,17 +198,17 @@ def over_steps_figure(run: Run) -> str:
             found,
             f"{what} takes",
             over="steps",
-            written=seconds_text,
+            to_text=seconds_text,
             most=1.05 * max(sum(seconds.values()) for _, seconds in found),
         )
         reading = (
-            "Means over the ranks, and over neighbouring steps where there are more than a line "
-            "can show. "
+            "Means over the ranks, and over neighbouring steps if there are more than a line can "
+            "show. "
         )
     reading += "A lasting change shows that the machines or the network changed."
     return figure(
         f"{plural(covers).capitalize()}, one after the other",
-        _parts_legend(_shown(parts for _, parts in found)) + drawn,
+        _parts_legend(_parts_with_time(parts for _, parts in found)) + drawn,
         reading,
     )
 
@@ -223,21 +223,21 @@ def prediction_figure(run: Run) -> str:
         "measured": series.binned((s.report.step, s.report.exchange_seconds) for s in steps),
         "predicted": series.binned((s.report.step, s.report.predicted_seconds) for s in steps),
     }
-    apart = sorted(s.report.exchange_seconds / (s.report.predicted_seconds or 1) for s in steps)
+    ratios = sorted(s.report.exchange_seconds / (s.report.predicted_seconds or 1) for s in steps)
     return figure(
         "The exchange, predicted and measured",
         _lines(
             "Seconds of a step's exchange, predicted and measured",
             found,
             "a step's exchange takes",
-            written=seconds_text,
-            logarithmic=charts.are_apart([p for points in found.values() for p in points], 8),
+            to_text=seconds_text,
+            logarithmic=charts.spans_factor([p for points in found.values() for p in points], 8),
             bands=False,
         ),
-        f"On rank {rank.rank}: from accumulate to apply, as the cost model means it. What was "
-        f"measured is {digits(apart[len(apart) // 2])} times what was predicted, in the median; "
-        "waiting for a late rank counts as measured, and is not predicted. Neither includes the "
-        "ranks' agreement to begin, which the line at the run's start adds to each bucket.",
+        f"On rank {rank.rank}: from accumulate to apply, as in the cost model. The median ratio of "
+        f"measured to predicted time is {digits(ratios[len(ratios) // 2])}. Waiting for a late "
+        "rank is measured, but not predicted. Neither includes the ranks' agreement to begin, "
+        "which the line at the run's start adds to each bucket.",
     )
 
 
@@ -257,11 +257,11 @@ def batches_figure(run: Run) -> str:
         reading = "Samples of a rank in a round: of as many micro-batches as there was time for."
     else:
         reading = (
-            "Samples of a step of a rank's optimizer, as the loader that follows the ranks' speeds "
-            "has dealt them, or the script has told."
+            "Samples of a step of a rank's optimizer, as set by the adaptive loader or by the "
+            "script."
         )
         if series.is_of_several(run):
-            reading += " A mean over what is recorded as one."
+            reading += " Each is a mean over the steps that are recorded as one."
     return figure(
         "Batch sizes",
         _lines(
@@ -286,17 +286,17 @@ def density_figure(run: Run) -> str:
             found,
             "of the gradient's values",
             over=series.over(run),
-            written=share_text,
-            logarithmic=charts.are_apart([*sent, *updated], 30),
+            to_text=share_text,
+            logarithmic=charts.spans_factor([*sent, *updated], 30),
         ),
         "Of all values that are exchanged: what a rank selects, and what the agreed update holds. "
         "Parameters that are kept dense count in both.",
     )
 
 
-def _lines(title: str, found: Lines, y_name: str, **how: Any) -> str:
-    """Return a legend and a plot of lines from zero; how: arguments of `lines_plot`."""
-    plot = charts.lines_plot(title, found, y_name, from_zero=True, **how)
+def _lines(title: str, found: Lines, y_name: str, **options: Any) -> str:
+    """Return a legend and a plot of lines from zero; options: arguments of `lines_plot`."""
+    plot = charts.lines_plot(title, found, y_name, from_zero=True, **options)
     return charts.lines_legend(found) + plot
 
 
@@ -327,7 +327,7 @@ _BITS = (
 _NORM = (
     "Norm of the residual",
     "norm",
-    "What a rank has accumulated and not sent, sampled now and then. It levels off where a step "
+    "What a rank has accumulated and not sent, sampled now and then. It levels off when a step "
     "sends as much as it adds. If it keeps growing, raise the density.",
 )
 _AGE = (
@@ -345,27 +345,27 @@ def _one_line(run: Run, points: Sequence[Point], title: str, y_name: str, readin
         return ""
     over = series.over(run)
     drawn = charts.lines_plot(title, {title: points}, y_name, over=over, from_zero=True)
-    return figure(title, drawn, f"{reading} The band goes from the least of the ranks to the most.")
+    return figure(title, drawn, f"{reading} The band goes from the ranks' least to their most.")
 
 
 def page(run: Run, name: str) -> str:
     """Return the page of a run; name: of its record's folder."""
     # Escape the folder's name, which may contain control characters or markup.
     title = f"Run {shown(name)}"
-    drawn = "".join(charts.plots(heading, those) for heading, those in figures(run).items())
-    paid, happened = verdict(run), ""
-    if paid:
-        paid = f'<p class="lead"><strong>{escape(paid[0].upper() + paid[1:])}.</strong></p>\n'
-    if found := happenings(run):
+    drawn = "".join(charts.plots(heading, plots) for heading, plots in figures(run).items())
+    lead, event_list = verdict(run), ""
+    if lead:
+        lead = f'<p class="lead"><strong>{escape(lead[0].upper() + lead[1:])}.</strong></p>\n'
+    if found := events(run):
         items = "".join(
-            f"<li><h3>{escape(where)}</h3><p>{prose(said)}</p></li>" for where, said in found
+            f"<li><h3>{escape(where)}</h3><p>{prose(text)}</p></li>" for where, text in found
         )
-        happened = f'<h2>What happened</h2>\n<ul class="findings">{items}</ul>\n'
+        event_list = f'<h2>What happened</h2>\n<ul class="findings">{items}</ul>\n'
     return charts.page(
         title,
-        f"""{paid}<p class="lead">{escape(opening(run))}</p>
+        f"""{lead}<p class="lead">{escape(opening(run))}</p>
 {charts.tiles(tiles(run))}
-{drawn}{happened}{charts.facts(what_was_run(run))}""",
+{drawn}{event_list}{charts.facts(what_was_run(run))}""",
     )
 
 
@@ -381,8 +381,8 @@ def opening(run: Run) -> str:
         emulated = " Seconds are emulated: messages waited as long as they would there."
     return (
         f"{counted(ranks, 'rank')} on {where}, over {over}, took "
-        f"{steps_taken(run)} in {duration_text(run.seconds)}. All of it is as the ranks "
-        f"measured it, unless it is called predicted.{emulated}"
+        f"{steps_taken(run)} in {duration_text(run.seconds)}. All figures are measured by the "
+        f"ranks, unless they are called predicted.{emulated}"
     )
 
 
@@ -408,9 +408,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run = read_run(options.run)
     except (OSError, ValueError) as error:
         return fail("report", error)
-    for amiss in (run.lacks(), run.unread()):
-        if amiss is not None:
-            print(f"gtopk report: {': '.join(amiss)}", file=sys.stderr)
+    for problem in (run.lacks(), run.unread()):
+        if problem is not None:
+            print(f"gtopk report: {': '.join(problem)}", file=sys.stderr)
     if options.json:
         write_records(as_record(run))
         return 0
@@ -434,7 +434,7 @@ def as_record(run: Run) -> dict[str, Any]:
         "seconds": run.seconds,
         "figures": {each.name: [each.value, each.detail] for each in tiles(run)},
         "verdict": verdict(run),
-        "happened": happenings(run),
+        "happened": events(run),
         "logged": {
             name: [point[:2] for point in series.logged(run, name, over)]
             for name in series.value_names(run)

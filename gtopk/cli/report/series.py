@@ -33,13 +33,12 @@ from ..charts import Point, Tile
 
 MEANINGS: Final[Mapping[str, str]] = {
     "round": "A round, the step of this mode, is the micro-batches that a rank adds up while the "
-    "round before is reduced, and its own reduction, which is to be over when the next round is. ",
-    "outer step": "An outer step is the steps that a rank has made by itself, and the exchange of "
-    "what they have changed. ",
-    "mega-batch": "A mega-batch is the batches that a rank has taken while there were any, a local "
-    "step with each, and the merge of all ranks' replicas. ",
-    "period": "A period is what a worker has done in a quarter of a second, with no less than a "
-    "batch, or in the rest of an epoch. ",
+    "round before is reduced, and its own reduction, due by the end of the next round. ",
+    "outer step": "An outer step is a rank's local steps, and the exchange of their changes. ",
+    "mega-batch": "A mega-batch is the batches that a rank takes until none is left, a local step "
+    "with each, and the merge of all ranks' replicas. ",
+    "period": "A period is a worker's work in a quarter of a second, at least one batch, or until "
+    "the epoch ends. ",
 }
 WAITS: Final[Mapping[str, str]] = {
     "round": "wait is for the other ranks to be ready, and, where nothing is left to compute, for "
@@ -47,7 +46,7 @@ WAITS: Final[Mapping[str, str]] = {
     "mega-batch": "wait is for the next samples, for slower ranks, and for the merge's turn",
     "period": "wait is for the other workers to end their epoch",
 }
-ALONE: Final = ("mega-batch", "period")  # ranks make these at their own pace
+INDEPENDENT: Final = ("mega-batch", "period")  # ranks make these at their own pace
 
 
 T = TypeVar("T")
@@ -93,17 +92,17 @@ def of_notes(run: Run, notes: Iterable[Note], name: str) -> list[Point]:
 
 def over(run: Run) -> str:
     """Return the x axis that aligns simultaneous work of ranks: "steps" or "time"."""
-    return "time" if steps_alone(run) else "steps"
+    return "time" if are_steps_independent(run) else "steps"
 
 
-def steps_alone(run: Run) -> bool:
+def are_steps_independent(run: Run) -> bool:
     """Tell whether ranks count steps independently, each at its own pace."""
-    return covers(run) in ALONE
+    return covers(run) in INDEPENDENT
 
 
 def place(run: Run, of: Step | Note) -> float:
     """Return the position of a rank's step or note on the axis `over`."""
-    if steps_alone(run):
+    if are_steps_independent(run):
         return of.seconds
     return of.step if isinstance(of, Note) else of.report.step
 
@@ -267,18 +266,18 @@ def verdict(run: Run) -> str:
 
 def _last_value(run: Run, name: str) -> Tile:
     notes = [note for rank in run.ranks for note in rank.values if name in note.content]
-    alone = steps_alone(run)
+    is_independent = are_steps_independent(run)
     # Order by step; if ranks count steps independently, by time.
-    last = max(notes, key=lambda note: (0 if alone else note.step, note.seconds))
+    last = max(notes, key=lambda note: (0 if is_independent else note.step, note.seconds))
     value = last.content[name]
     if value is None:
-        said = "not finite"
+        value_text = "not finite"
     else:
         is_share = "accuracy" in name.lower() and 0 <= value <= 1
-        said = percent_text(value) if is_share else f"{value:.4g}"
-    where = "" if alone else f"at step {count_text(last.step)}, "
+        value_text = percent_text(value) if is_share else f"{value:.4g}"
+    where = "" if is_independent else f"at step {count_text(last.step)}, "
     detail = f"logged {where}after {duration_text(last.seconds)}"
-    return Tile(f"{name[0].upper()}{name[1:]}", said, detail, loss=value is None)
+    return Tile(f"{name[0].upper()}{name[1:]}", value_text, detail, loss=value is None)
 
 
 def _sent(run: Run) -> Tile | None:
@@ -291,7 +290,7 @@ def _sent(run: Run) -> Tile | None:
     # Per optimizer step: plain data parallelism runs a dense allreduce after each.
     sent = sum(step.sent_bytes for step in steps) / max(sum(s.local_steps for s in steps), 1)
     dense = dense_bytes(values(run), ranks)
-    counted = "" if all(step.bytes_counted for step in steps) else ", by a formula"
+    counted = "" if all(step.bytes_counted for step in steps) else " (computed)"
     if not sent or not dense:
         return None
     # Report a loss as plainly as a gain.
@@ -314,21 +313,21 @@ def _step(run: Run) -> Tile:
     if run.first.begin.get("link"):
         detail += f"; over an {run.first.begin['link']}"
     if is_of_several(run):
-        own = statistics.fmean(step.report.local_steps for step in steps)
-        detail += f"; {own:.3g} steps of a rank by itself are in one"
+        local_steps = statistics.fmean(step.report.local_steps for step in steps)
+        detail += f"; each contains {local_steps:.3g} local steps of a rank"
     return Tile(f"{with_article(covers(run)).capitalize()} takes", seconds_text(total), detail)
 
 
 def _ranks(run: Run) -> Tile:
     started, ranks = len(run.ranks), int(run.first.begin["ranks"])
-    amiss = [rank for rank in run.ranks if how_it_left(rank, run) is not None]
-    goes_on = " so far" if _goes_on(run) else ""
-    detail = f"{steps_taken(run)} in {duration_text(run.seconds)}{goes_on}"
+    failed = [rank for rank in run.ranks if abnormal_end(rank, run) is not None]
+    so_far = " so far" if _is_running(run) else ""
+    detail = f"{steps_taken(run)} in {duration_text(run.seconds)}{so_far}"
     if started < ranks:
         detail += f"; {ranks - started} of them have no record here, see below"
-    if amiss:
-        detail += f"; {len(amiss)} did not end in order, see below"
-    return Tile("Ranks", str(ranks), detail, loss=bool(amiss) or started < ranks)
+    if failed:
+        detail += f"; {len(failed)} ended abnormally, see below"
+    return Tile("Ranks", str(ranks), detail, loss=bool(failed) or started < ranks)
 
 
 def steps_taken(run: Run) -> str:
@@ -339,22 +338,22 @@ def steps_taken(run: Run) -> str:
     return counted(max(taken), "step")
 
 
-def _goes_on(run: Run) -> bool:
+def _is_running(run: Run) -> bool:
     """Tell whether the run may still be going on: no rank has reported an end."""
     return all(rank.end is None for rank in run.ranks)
 
 
-def how_it_left(rank: RankRecord, run: Run) -> str | None:
+def abnormal_end(rank: RankRecord, run: Run) -> str | None:
     """Return a text on a rank that ended abnormally; None for others."""
-    if rank.end is None and _goes_on(run):
+    if rank.end is None and _is_running(run):
         return None
     if rank.end is None:
         since = f"step {rank.steps[-1].report.step}" if rank.steps else "it began"
-        return f"has written nothing after {since}, and not how it left: it goes on, or was killed"
+        return f"has written nothing after {since}, and no end: it is still running, or was killed"
     return None if rank.in_order else rank.end
 
 
-def happenings(run: Run) -> list[tuple[str, str]]:
+def events(run: Run) -> list[tuple[str, str]]:
     """Return the run's events as (when and where, what).
 
     Order: missing records, other runs, abnormal ends, skipped steps, messages.
@@ -362,21 +361,21 @@ def happenings(run: Run) -> list[tuple[str, str]]:
     found = [each for each in (run.lacks(), run.unread()) if each is not None]
     if count := run.earlier_runs:
         runs = "an earlier run" if count == 1 else f"{count} earlier runs"
-        found.append(("this folder", f"holds {runs}, too: shown is the last one"))
+        found.append(("this folder", f"also holds {runs}; the last one is shown"))
     found += [
-        (f"rank {rank.rank}", said)
+        (f"rank {rank.rank}", reason)
         for rank in run.ranks
-        if (said := how_it_left(rank, run)) is not None
+        if (reason := abnormal_end(rank, run)) is not None
     ]
     skipped = [[s.report.step for s in rank.steps if s.report.skipped] for rank in run.ranks]
     if any(skipped) and covers(run) == "period":
         where = counted(sum(map(len, skipped)), "period")
-        found.append((where, "held updates that were not finite, and are left out"))
+        found.append((where, "contained updates that were not finite, and were left out"))
     elif any(skipped):
         # All ranks skip the same steps, so the longest list comes from the most complete record.
-        of_all = max(skipped, key=len)
-        said = f"skipped on every rank, at {_places(of_all)}"
-        found.append((counted(len(of_all), covers(run)), said))
+        skipped_steps = max(skipped, key=len)
+        text = f"skipped on every rank, at {_places(skipped_steps)}"
+        found.append((counted(len(skipped_steps), covers(run)), text))
     messages = sorted(
         ((note, rank.rank) for rank in run.ranks for note in rank.messages),
         key=lambda each: each[0].seconds,
@@ -389,8 +388,8 @@ def happenings(run: Run) -> list[tuple[str, str]]:
             seen.add(text)
             found.append((f"step {count_text(note.step)}, rank {number}", text))
     if len(found) > _FEW:
-        left = f"and {len(found) - _FEW} more lines, which the files hold"
-        found = [*found[:_FEW], ("", left)]
+        rest = f"and {len(found) - _FEW} more lines in the files"
+        found = [*found[:_FEW], ("", rest)]
     return found
 
 
@@ -426,11 +425,11 @@ def what_was_run(run: Run) -> dict[str, str]:
         "PyTorch": first["torch"],
         "Python": first["python"],
     }
-    if held := values(run):
-        of = "model" if is_of_several(run) else "gradient"
-        found[f"Values of the {of}"] = count_text(held)
+    if count := values(run):
+        subject = "model" if is_of_several(run) else "gradient"
+        found[f"Values of the {subject}"] = count_text(count)
     if methods:
         found["Reduced by"] = ", ".join(sorted(methods))
     if uncertain:
-        found["Clocks"] = f"alike to within {seconds_text(uncertain)}"
+        found["Clocks"] = f"equal to within {seconds_text(uncertain)}"
     return found

@@ -36,7 +36,7 @@ from ..arguments import (
 )
 from ..bench.harness import one_of
 from ..charts import aligned, wrapped
-from .modes import DEFAULT, DENSE, OF_CLASSES, OUTLIVE, SIMULATED
+from .modes import DEFAULT, DENSE, OF_CLASSES, SIMULATED, SURVIVE_DEATHS
 from .ranks import Processes, filtered_logs, processes_launched
 from .setting import (
     GIGABIT,
@@ -63,7 +63,7 @@ def speeds(text: str) -> list[float]:
     except ValueError:
         values = []
     if len(values) < 2 or not all(value > 0 for value in values):
-        raise ValueError(f"must be two ranks' samples a second or more, as 400:200, got {text!r}")
+        raise ValueError(f"must be samples a second of two or more ranks: 400:200, got {text!r}")
     if not all(_SLOWEST <= value <= _FASTEST for value in values):
         raise ValueError(f"must lie in {_SLOWEST:g}..{_FASTEST:g} samples a second, got {text!r}")
     return values
@@ -73,7 +73,7 @@ def slowdown(text: str) -> Slowdown:
     """Parse "0:4@30s": from second 30 on, rank 0 takes four times as long."""
     found = _SLOWDOWN.fullmatch(text)
     if found is None:
-        raise ValueError(f"must be RANK:FACTOR@TIME, as 0:4@30s, got {text!r}")
+        raise ValueError(f"must be RANK:FACTOR@TIME, such as 0:4@30s, got {text!r}")
     try:
         factor = number_in("[1e-6, 1e6]")(found["factor"])
     except ValueError as error:
@@ -85,7 +85,7 @@ def death(text: str) -> Death:
     """Parse "1@30s": rank 1 dies at second 30."""
     rank, _, second = text.partition("@")
     if not rank.isdecimal() or not second:
-        raise ValueError(f"must be RANK@TIME, as 1@30s, got {text!r}")
+        raise ValueError(f"must be RANK@TIME, such as 1@30s, got {text!r}")
     return Death(int(rank), duration(second))
 
 
@@ -96,7 +96,7 @@ def classes_sizes(text: str) -> dict[str, Thresholds]:
         name, _, pair = word.partition("=")
         smallest, _, largest = pair.partition(":")
         if name not in ("slow", "fast") or not smallest.isdecimal() or not largest.isdecimal():
-            raise ValueError(f"must be as slow=4:64,fast=32:256, got {text!r}")
+            raise ValueError(f"must be like slow=4:64,fast=32:256, got {text!r}")
         found[name] = checked(Thresholds(int(smallest), int(largest)), f"the class {name!r}")
     return found
 
@@ -104,7 +104,7 @@ def classes_sizes(text: str) -> dict[str, Thresholds]:
 def rank_list(text: str) -> list[int]:
     """Parse ranks, such as "0,2"."""
     if not all(word.isdecimal() for word in text.split(",")):
-        raise ValueError(f"must be ranks, as 0,2, got {text!r}")
+        raise ValueError(f"must be ranks, such as 0,2, got {text!r}")
     return [int(word) for word in text.split(",")]
 
 
@@ -130,7 +130,7 @@ def parser() -> Command:
     option("--noise", number_in("[0, 10]"), 0.03, "relative noise of a batch's time")
     slow = "slow a rank down, such as 0:4@30s; may be repeated; default: none"
     option("--slow", slowdown, [], slow, action="append", metavar="RANK:FACTOR@TIME")
-    die = f"let a rank die, such as 1@30s; for {', '.join(OUTLIVE)}; default: none"
+    die = f"let a rank die, such as 1@30s; for {', '.join(SURVIVE_DEATHS)}; default: none"
     option("--die", death, [], die, action="append", metavar="RANK@TIME")
     link = "bandwidth of each rank's link; default: 1gbit"
     option("--bandwidth", bandwidth, GIGABIT.bits_per_second, link)
@@ -185,10 +185,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     processes = processes_launched()
     is_first = processes is None or 0 in processes.here
-    refused = _refusal(options, cluster, processes) or _unwritable(options, processes)
-    if refused:
+    error_text = _argument_error(options, cluster, processes) or _file_error(options, processes)
+    if error_text:
         if is_first:
-            print(f"gtopk simulate: {refused}", file=sys.stderr)
+            print(f"gtopk simulate: {error_text}", file=sys.stderr)
         return 2
     # Each simulated rank is a thread or a process, so torch's threads would compete for the cores.
     torch.set_num_threads(1)
@@ -215,32 +215,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _refusal(
+def _argument_error(
     options: argparse.Namespace, cluster: Cluster, processes: Processes | None
 ) -> str | None:
     """Return why this cannot be simulated, the same on every rank; None if it can."""
     if processes is not None and processes.size != cluster.ranks:
         return (
             f"--speeds has {cluster.ranks} ranks, and {processes.size} processes were started: "
-            f"start {cluster.ranks}, or the command without a launcher: it computes all ranks"
+            f"start {cluster.ranks}, or no launcher, to compute all ranks in one process"
         )
     for name, changes in (("--slow", options.slow), ("--die", options.die)):
         if any(change.rank >= cluster.ranks for change in changes):
-            return f"{name} must be of ranks 0..{cluster.ranks - 1}, as --speeds has them"
+            return f"{name} must name ranks 0..{cluster.ranks - 1}, those of --speeds"
     if any(rank >= cluster.ranks for rank in options.fast or ()):
-        return f"--fast must be of ranks 0..{cluster.ranks - 1}, as --speeds has them"
+        return f"--fast must name ranks 0..{cluster.ranks - 1}, those of --speeds"
     if "slow-only" in options.modes and len({*_classes(options).fast}) == cluster.ranks:
-        return "slow-only has no rank to train: all of --speeds are fast; --fast says which are"
+        return "slow-only needs a slow rank, but all ranks are fast: name fewer with --fast"
     if importlib.util.find_spec("sklearn") is None:
-        return "scikit-learn, whose digits are trained on, is not here: pip install scikit-learn"
-    if options.die and (others := [mode for mode in options.modes if mode not in OUTLIVE]):
-        return f"{others[0]} ends with a rank; --die is of {', '.join(OUTLIVE)}"
+        return "scikit-learn, which has the digits, is not installed: pip install scikit-learn"
+    if options.die and (others := [mode for mode in options.modes if mode not in SURVIVE_DEATHS]):
+        return f"{others[0]} ends if a rank dies; --die is for {', '.join(SURVIVE_DEATHS)}"
     if options.batch < 8 * cluster.ranks:
         return f"--batch must be at least {8 * cluster.ranks}, got {options.batch}"
     return None
 
 
-def _unwritable(options: argparse.Namespace, processes: Processes | None) -> str | None:
+def _file_error(options: argparse.Namespace, processes: Processes | None) -> str | None:
     """Return why rank 0 cannot write the file, before anything is computed; None if it can."""
     reason = ""
     if options.json is not None:
@@ -337,13 +337,13 @@ def render_classes(records: Sequence[Record], setting: Setting) -> list[list[str
                 mode,
                 f"{statistics.median(run.loss[-1][1] for run in runs):.4f}",
                 _median_text(reached),
-                *_of_classes(runs, setting),
+                *_class_cells(runs, setting),
             ]
         )
     return rows
 
 
-def _of_classes(runs: Sequence[Record], setting: Setting) -> list[str]:
+def _class_cells(runs: Sequence[Record], setting: Setting) -> list[str]:
     if not runs[0].used:
         return ["-"] * 4
     shares = []
@@ -377,17 +377,17 @@ def render(records: Sequence[Record], setting: Setting, target: float) -> list[s
         f"; rank {death.rank} dies at second {death.second:g}" for death in cluster.deaths
     )
     dense = ""
-    whole = [mode for mode in modes if mode in DENSE]
-    if setting.density is not None and whole:
-        dense = f", dense, as in {', '.join(whole)}, {seconds_text(setting.dense_seconds)}"
-    beside = ""
+    dense_modes = [mode for mode in modes if mode in DENSE]
+    if setting.density is not None and dense_modes:
+        dense = f", dense, as in {', '.join(dense_modes)}, {seconds_text(setting.dense_seconds)}"
+    overlap = ""
     if setting.overlap:
-        beside = f", beside {100 * setting.overlap:g} % of a synchronous step's computation"
+        overlap = f", beside {100 * setting.overlap:g} % of a synchronous step's computation"
     intro = (
         f"Simulated, not measured: {cluster.ranks} ranks of {speeds} samples/s, overhead "
         f"{seconds_text(cluster.overhead_seconds)}, noise {cluster.noise:g}{slower}; an "
         f"exchange of {count_text(setting.task.length)} values by {method} takes "
-        f"{seconds_text(setting.reduce_seconds)}{dense}{beside}. Batch {setting.global_batch}, "
+        f"{seconds_text(setting.reduce_seconds)}{dense}{overlap}. Batch {setting.global_batch}, "
         f"learning rate {setting.learning_rate:g}, momentum {setting.momentum:g}, "
         f"{setting.epochs} epochs, {counted(seeds, 'seed')}. "
         f"Gradients, residuals and collectives are real."
@@ -403,13 +403,13 @@ def render(records: Sequence[Record], setting: Setting, target: float) -> list[s
     lines = [*wrapped(intro), "", *aligned(rows), "", *wrapped(notes)]
     skipped = {mode: sum(run.skipped for run in runs) for mode, runs in by_mode.items()}
     if any(skipped.values()):
-        lines += ["", *wrapped(_left_out(skipped))]
-    if of_classes := render_classes(records, setting):
-        lines += ["", *aligned(of_classes), "", *wrapped(NOTES)]
+        lines += ["", *wrapped(_skipped_text(skipped))]
+    if class_rows := render_classes(records, setting):
+        lines += ["", *aligned(class_rows), "", *wrapped(NOTES)]
     return lines
 
 
-def _left_out(skipped: Mapping[str, int]) -> str:
+def _skipped_text(skipped: Mapping[str, int]) -> str:
     """Report values skipped because they were not finite, as when training diverges."""
     times = (f"{mode} {counted(n, 'time')}" for mode, n in skipped.items() if n)
     return f"Not finite, and left out as in a real run: {', '.join(times)}. Try a smaller --lr."

@@ -24,8 +24,8 @@ from .setting import Record, Setting
 
 
 @dataclass
-class Meeting:
-    """A meeting of all ranks, which ends some time after the last one has arrived.
+class Collective:
+    """A collective of all ranks, which ends some time after the last one has arrived.
 
     arrived: the contribution of each rank that has arrived. results: by rank.
     """
@@ -35,57 +35,57 @@ class Meeting:
     over_at: float = math.inf
 
 
-class Seat(NamedTuple):
-    """A rank's place in a meeting."""
+class Handle(NamedTuple):
+    """A rank's handle of a collective."""
 
-    meeting: Meeting
+    collective: Collective
     rank: int
-    ends: Ends
+    network: SimulatedNetwork
 
     @property
     def done(self) -> bool:
-        """Tell whether the meeting is over now."""
-        return self.meeting.over_at <= self.ends.now
+        """Tell whether the collective is over now."""
+        return self.collective.over_at <= self.network.now
 
     def wait(self) -> Any:
-        """Return this rank's result; raise RuntimeError unless the meeting is over."""
+        """Return this rank's result; raise RuntimeError unless the collective is over."""
         if not self.done:
-            raise RuntimeError("a simulated rank must not wait: time would not go on")
-        return self.meeting.results[self.rank]
+            raise RuntimeError("a simulated rank must not block: simulated time would stop")
+        return self.collective.results[self.rank]
 
 
 class SimulatedWire:
     """One rank's end of a wire with modelled times and real reductions.
 
-    Each rank joins the meetings of a kind in order, as in the engine.
+    Each rank joins the collectives of a kind in order, as in the engine.
     """
 
-    def __init__(self, ends: Ends, rank: int) -> None:
-        self._ends, self._rank = ends, rank
-        self._met = {"ready": 0, "reduce": 0, "pass": 0}
+    def __init__(self, network: SimulatedNetwork, rank: int) -> None:
+        self._network, self._rank = network, rank
+        self._numbers = {"ready": 0, "reduce": 0, "pass": 0}
 
-    def ready(self, is_last: bool) -> Seat:
+    def ready(self, is_last: bool) -> Handle:
         """Announce that this rank is ready to end the round."""
-        return self._join_meeting("ready", is_last)
+        return self._join("ready", is_last)
 
-    def reduce(self, gradients: list[torch.Tensor | None], samples: int, batches: int) -> Seat:
+    def reduce(self, gradients: list[torch.Tensor | None], samples: int, batches: int) -> Handle:
         """Reduce the sums of a round."""
-        return self._join_meeting("reduce", (gradients, samples, batches))
+        return self._join("reduce", (gradients, samples, batches))
 
-    def meet(self) -> Seat:
+    def barrier(self) -> Handle:
         """Wait for all ranks between two passes."""
-        return self._join_meeting("pass", None)
+        return self._join("pass", None)
 
-    def _join_meeting(self, kind: str, what: Any) -> Seat:
-        meeting = self._ends.meeting(kind, self._met[kind])
-        self._met[kind] += 1
-        meeting.arrived[self._rank] = what
-        self._ends.complete(kind, meeting)
-        return Seat(meeting, self._rank, self._ends)
+    def _join(self, kind: str, contribution: Any) -> Handle:
+        collective = self._network.collective(kind, self._numbers[kind])
+        self._numbers[kind] += 1
+        collective.arrived[self._rank] = contribution
+        self._network.complete(kind, collective)
+        return Handle(collective, self._rank, self._network)
 
 
-class Ends:
-    """The exchange between ranks: buckets, residuals and open meetings.
+class SimulatedNetwork:
+    """The exchange between ranks: buckets, residuals and open collectives.
 
     models: of the ranks in this process, by rank.
     now: the simulated second.
@@ -96,7 +96,7 @@ class Ends:
     ) -> None:
         self.now = 0.0
         self._setting, self._record = setting, record
-        self._meetings: dict[tuple[str, int], Meeting] = {}
+        self._collectives: dict[tuple[str, int], Collective] = {}
         self._exchanges = {
             rank: RoundExchange(list(model.parameters()), setting.compression)
             for rank, model in models.items()
@@ -104,27 +104,27 @@ class Ends:
         self._ranks = range(setting.cluster.ranks)
         self._reduce_seconds = setting.reduce_seconds
 
-    def meeting(self, kind: str, number: int) -> Meeting:
-        # A rank in this meeting has left meeting number - 2, which no rank will read again.
-        self._meetings.pop((kind, number - 2), None)
-        return self._meetings.setdefault((kind, number), Meeting())
+    def collective(self, kind: str, number: int) -> Collective:
+        # A rank in this collective has left collective number - 2, which no rank will read again.
+        self._collectives.pop((kind, number - 2), None)
+        return self._collectives.setdefault((kind, number), Collective())
 
-    def complete(self, kind: str, meeting: Meeting) -> None:
-        """Set the results and the end of a meeting once all ranks have arrived."""
-        if len(meeting.arrived) < len(self._ranks):
+    def complete(self, kind: str, collective: Collective) -> None:
+        """Set the results and the end of a collective once all ranks have arrived."""
+        if len(collective.arrived) < len(self._ranks):
             return
-        parts = [meeting.arrived[rank] for rank in self._ranks]
-        # A meeting costs a message to all ranks, even without gradients.
-        meeting.over_at = self.now + self._setting.cluster.signal_seconds()
+        parts = [collective.arrived[rank] for rank in self._ranks]
+        # A collective costs a message to all ranks, even without gradients.
+        collective.over_at = self.now + self._setting.cluster.signal_seconds()
         if kind == "pass":
-            meeting.results = parts
+            collective.results = parts
             return
         if kind == "ready":
-            meeting.results = [any(parts)] * len(parts)
+            collective.results = [any(parts)] * len(parts)
             return
         counts, batches = ([part[place] for part in parts] for place in (1, 2))
         if not any(counts):
-            meeting.results = [RoundReduction(None, counts, batches)] * len(parts)
+            collective.results = [RoundReduction(None, counts, batches)] * len(parts)
             return
         for rank, exchange in self._exchanges.items():
             exchange.capture_sums(parts[rank][0])
@@ -132,13 +132,14 @@ class Ends:
         def reduce(transport: Transport) -> list[torch.Tensor] | None:
             return self._exchanges[transport.rank].reduce(transport, 1.0 / sum(counts))
 
-        updates = self._setting.ranks.meet(self._ranks, reduce)
+        updates = self._setting.ranks.run_on(self._ranks, reduce)
         # All ranks get the same update, or none; ranks in other processes have no parameters here.
-        elsewhere: list[torch.Tensor] | None = None if None in updates.values() else []
-        meeting.results = [
-            RoundReduction(updates.get(rank, elsewhere), counts, batches) for rank in self._ranks
+        remote_update: list[torch.Tensor] | None = None if None in updates.values() else []
+        collective.results = [
+            RoundReduction(updates.get(rank, remote_update), counts, batches)
+            for rank in self._ranks
         ]
-        meeting.over_at = self.now + self._reduce_seconds
+        collective.over_at = self.now + self._reduce_seconds
         self._record.exchange += self._reduce_seconds
         self._record.sizes.append((self.now, counts))
 
@@ -147,13 +148,18 @@ class SimulatedRank:
     """A rank in mode "abs": does the work of `DelayedLoader` and of the script's loop."""
 
     def __init__(
-        self, rank: int, setting: Setting, ends: Ends, model: torch.nn.Module | None, record: Record
+        self,
+        rank: int,
+        setting: Setting,
+        network: SimulatedNetwork,
+        model: torch.nn.Module | None,
+        record: Record,
     ) -> None:
         """model: None if another process has it."""
         self._rank, self._setting, self._model, self._record = rank, setting, model, record
-        self._ends = ends
+        self._network = network
         self._noise = setting.cluster.noises(setting.seed)[rank]
-        self._wire = SimulatedWire(ends, rank)
+        self._wire = SimulatedWire(network, rank)
         self._passes = Passes(setting.cluster.ranks, setting.micro_batch)
         parameters = list(model.parameters()) if model is not None else []
         self._optimizer = setting.optimizer(parameters) if parameters else None
@@ -169,22 +175,22 @@ class SimulatedRank:
         self._processed = 0  # samples in finished rounds
 
     def train(self) -> Iterator[float | Pending]:
-        """Train; yield the seconds of each micro-batch, and the meetings to wait for."""
+        """Train; yield the seconds of each micro-batch, and the collectives to wait for."""
         samples = self._setting.task.samples
         for epoch in range(self._setting.epochs):
             # All modes use this order of the samples for a seed and epoch.
             order = shuffled(samples, 1000 * self._setting.seed, epoch)
             self._passes.begin([range(samples)])
-            yield self._wire.meet()
+            yield self._wire.barrier()
             while self._passes.left:
                 yield from self._pass(order)
-                yield self._wire.meet()
+                yield self._wire.barrier()
 
     def _pass(self, order: Sequence[int]) -> Iterator[float | Pending]:
         rounds = self._rounds
-        mine = self._passes.begin_pass(self._rank)
+        micro_batches = self._passes.begin_pass(self._rank)
         rounds.begin()
-        for places in mine:
+        for places in micro_batches:
             yield from self._compute([order[place] for place in places])
             if rounds.ended:
                 break
@@ -200,7 +206,7 @@ class SimulatedRank:
     def _compute(self, indices: list[int]) -> Iterator[float]:
         """Yield a micro-batch's seconds, then add its gradients to the round."""
         cluster, task = self._setting.cluster, self._setting.task
-        seconds = cluster.compute_seconds(self._rank, len(indices), self._ends.now, self._noise)
+        seconds = cluster.compute_seconds(self._rank, len(indices), self._network.now, self._noise)
         yield seconds
         if self._model is not None:
             task.loss(self._model, torch.tensor(indices)).backward()
@@ -227,7 +233,7 @@ class SimulatedRank:
         record.steps += 1
         due = self._setting.is_due(self._processed, len(record.accuracy))
         if self._model is not None and due:
-            record.accuracy.append((self._ends.now, task.accuracy(self._model)))
+            record.accuracy.append((self._network.now, task.accuracy(self._model)))
 
 
 def simulate(setting: Setting) -> Record:
@@ -238,30 +244,30 @@ def simulate(setting: Setting) -> Record:
     cluster = setting.cluster
     record = Record("abs", setting.seed, busy=[0.0] * cluster.ranks)
     models = {rank: setting.task.model() for rank in setting.ranks.here}
-    ends = Ends(setting, models, record)
+    network = SimulatedNetwork(setting, models, record)
     ranks = [
-        SimulatedRank(rank, setting, ends, models.get(rank), record)
+        SimulatedRank(rank, setting, network, models.get(rank), record)
         for rank in range(cluster.ranks)
     ]
-    run([rank.train() for rank in ranks], ends)
-    record.seconds = ends.now
+    run([rank.train() for rank in ranks], network)
+    record.seconds = network.now
     return record
 
 
-def run(programs: Sequence[Iterator[float | Pending]], ends: Ends) -> None:
-    """Run all ranks' programs to the end; resume each when the yielded seconds or Seat are over."""
+def run(programs: Sequence[Iterator[float | Pending]], network: SimulatedNetwork) -> None:
+    """Run all ranks' programs; resume each when its yielded seconds or collective are over."""
     # Order equal times by rank, so that every process simulates the ranks in the same order.
-    due = [(ends.now, rank) for rank in range(len(programs))]
-    waiting: dict[int, Seat] = {}
+    due = [(network.now, rank) for rank in range(len(programs))]
+    waiting: dict[int, Handle] = {}
     while due:
-        ends.now, rank = heapq.heappop(due)
+        network.now, rank = heapq.heappop(due)
         wait = next(programs[rank], None)
-        if isinstance(wait, Seat):
+        if isinstance(wait, Handle):
             waiting[rank] = wait
         elif isinstance(wait, float):
-            heapq.heappush(due, (ends.now + wait, rank))
-        # The program that just ran may have completed a meeting that others wait for.
-        for other, seat in list(waiting.items()):
-            if seat.meeting.over_at < math.inf:
+            heapq.heappush(due, (network.now + wait, rank))
+        # The program that just ran may have completed a collective that others wait for.
+        for other, handle in list(waiting.items()):
+            if handle.collective.over_at < math.inf:
                 del waiting[other]
-                heapq.heappush(due, (seat.meeting.over_at, other))
+                heapq.heappush(due, (handle.collective.over_at, other))

@@ -35,24 +35,24 @@ NEVER = 1_000_000_000
 class Clock:
     """One rank's simulated clock; ranks wait for each other after every batch.
 
-    probes: number of steps between dense allreduces that measure the gradient noise.
+    probe_interval: number of steps between dense allreduces that measure the gradient noise.
     """
 
-    def __init__(self, setting: Setting, record: Record, probes: int) -> None:
+    def __init__(self, setting: Setting, record: Record, probe_interval: int) -> None:
         self.cluster = setting.cluster
         self.record = record
         self._setting = setting
         self._reduce_seconds = setting.reduce_seconds
-        self._probes, self._probe_seconds = probes, setting.dense_seconds
+        self._probe_interval, self._probe_seconds = probe_interval, setting.dense_seconds
         record.busy = [0.0] * self.cluster.ranks
 
     def end_step(self, samples: int, seconds: float) -> None:
         """Record every rank's batch; wait until all ranks have finished their step."""
-        batches = gathered("simulated.step", samples, seconds)
+        batches = gather_numbers("simulated.step", samples, seconds)
         record, longest = self.record, max(taken for _, taken in batches)
         # A synchronous step takes as long as its slowest rank plus the exchange that is not hidden.
         waited = self._setting.wait_seconds(longest, self._reduce_seconds)
-        if self._probes != NEVER and record.steps % self._probes == 0:
+        if self._probe_interval != NEVER and record.steps % self._probe_interval == 0:
             waited += self._probe_seconds
         record.seconds += longest + waited
         record.exchange += waited
@@ -64,7 +64,7 @@ class Clock:
         record.sizes.append((record.seconds, sizes))
 
 
-def gathered(name: str, *numbers: float) -> list[list[float]]:
+def gather_numbers(name: str, *numbers: float) -> list[list[float]]:
     def work(transport: Transport, all_flags: list[int]) -> list[list[float]]:
         return transport.gather_object(numbers)
 
@@ -93,7 +93,7 @@ class ModelledTimer:
         return self._clock.record.exchange / self._clock.record.steps
 
 
-def adapting(setting: Setting, mode: str) -> dict[str, Any]:
+def adapt_options(setting: Setting, mode: str) -> dict[str, Any]:
     """Return a mode's options of `adapt` for changing batch sizes."""
     if mode in ("equal", "equal-dense"):
         return {"interval": NEVER}
@@ -108,7 +108,7 @@ def adapting(setting: Setting, mode: str) -> dict[str, Any]:
     }
 
 
-def in_steps(setting: Setting, mode: str) -> Record:
+def train_in_steps(setting: Setting, mode: str) -> Record:
     """Train in a synchronous mode, and return the record.
 
     "equal-dense" is plain data parallelism: equal batches with a dense allreduce.
@@ -125,7 +125,7 @@ def train(setting: Setting, mode: str) -> Record:
     """
     cluster, task = setting.cluster, setting.task
     record = Record(mode, setting.seed)
-    options = adapting(setting, mode)
+    options = adapt_options(setting, mode)
     clock = Clock(setting, record, options.get("noise_every", NEVER))
     rank = world.current().rank
     timer = ModelledTimer(clock, rank, cluster.noises(setting.seed)[rank])
@@ -160,7 +160,7 @@ def train(setting: Setting, mode: str) -> Record:
     return record
 
 
-def merged(setting: Setting, mode: str, **options: Any) -> Record:
+def train_replicas(setting: Setting, mode: str, **options: Any) -> Record:
     """Train replicas with dense merges of whole models."""
     return replicas.simulate(replace(setting, density=None), mode, **options)
 
@@ -169,13 +169,13 @@ class Worker:
     """One rank, with a copy of the model from when it took its batch, and the gradients there.
 
     model: None if it is in another process.
-    seen: number of updates of the shared model when the rank read it.
+    version_read: number of updates of the shared model when the rank read it.
     """
 
     def __init__(self, model: torch.nn.Module | None, sizer: Sizer) -> None:
         self.model = model
         self.sizer = sizer
-        self.updates = self.seen = self.samples = 0
+        self.updates = self.version_read = self.samples = 0
 
 
 class Hogbatch:
@@ -206,13 +206,13 @@ class Hogbatch:
             for rank in range(setting.cluster.ranks)
         ]
         self._noises = setting.cluster.noises(setting.seed)
-        self._stale = 0
-        self._done = [0] * setting.cluster.ranks  # samples
+        self._staleness_sum = 0
+        self._samples = [0] * setting.cluster.ranks
 
     def compute(self, rank: int, places: Sequence[int], second: float) -> float:
         """Compute a batch's gradients at the current model; return the second of completion."""
         worker = self.workers[rank]
-        worker.seen = self.record.steps
+        worker.version_read = self.record.steps
         worker.samples = len(places)
         if worker.model is not None:
             self._read(worker.model)
@@ -249,11 +249,11 @@ class Hogbatch:
         if finite:
             self.optimizer.step()
         record.skipped += not finite
-        self._stale += record.steps - worker.seen
+        self._staleness_sum += record.steps - worker.version_read
         worker.updates += 1
         record.steps += 1
         record.samples += worker.samples
-        self._done[rank] += worker.samples
+        self._samples[rank] += worker.samples
 
     def epoch(self, number: int) -> None:
         """Run an epoch: workers take batches until all samples are done."""
@@ -290,7 +290,7 @@ class Hogbatch:
         accuracy, loss = self._evaluate()
         record.accuracy.append((record.seconds, accuracy))
         record.loss.append((record.seconds, loss))
-        record.staleness = self._stale / record.steps
+        record.staleness = self._staleness_sum / record.steps
         record.used = {name: self._utilisation(name) for name in ("slow", "fast")}
 
     def _evaluate(self) -> list[float]:
@@ -311,25 +311,25 @@ class Hogbatch:
         """
         setting = self.setting
         size = setting.classes.sizes[name].largest
-        ranks = [rank for rank in range(len(self._done)) if setting.classes.name(rank) == name]
+        ranks = [rank for rank in range(len(self._samples)) if setting.classes.name(rank) == name]
         best = sum(
             size / (self._clusters[rank].overhead_seconds + size / setting.cluster.speeds[rank])
             for rank in ranks
         )
-        done = sum(self._done[rank] for rank in ranks)
+        done = sum(self._samples[rank] for rank in ranks)
         return done / (best * self.record.seconds) if ranks else 0.0
 
 
-def one_model(setting: Setting, mode: str, who: str = "all", adapts: bool = False) -> Record:
+def one_model(setting: Setting, mode: str, workers: str = "all", adapts: bool = False) -> Record:
     """Train one shared model, and return the record.
 
-    who: "all" ranks, only the "slow" ones (Hogwild on CPUs), or only the "fast" ones.
+    workers: "all" ranks, only the "slow" ones (Hogwild on CPUs), or only the "fast" ones.
     """
     fast = setting.classes.fast
     ranks = [
         rank
         for rank in range(setting.cluster.ranks)
-        if who == "all" or (rank in fast) == (who == "fast")
+        if workers == "all" or (rank in fast) == (workers == "fast")
     ]
     run = Hogbatch(setting, mode, ranks, adapts)
     for number in range(setting.epochs):
@@ -339,17 +339,17 @@ def one_model(setting: Setting, mode: str, who: str = "all", adapts: bool = Fals
 
 SIMULATED: Final[Mapping[str, Callable[[Setting], Record]]] = {
     **{
-        mode: partial(in_steps, mode=mode)
+        mode: partial(train_in_steps, mode=mode)
         for mode in ("equal-dense", "equal", "balanced", "goodput")
     },
     "abs": delayed.simulate,
-    "local-sgd": partial(merged, mode="local-sgd", algorithm="k-step"),
-    "elastic": partial(merged, mode="elastic", algorithm="elastic"),
-    "crossbow": partial(merged, mode="crossbow", algorithm="crossbow"),
-    "adaptive-sgd": partial(merged, mode="adaptive-sgd"),
+    "local-sgd": partial(train_replicas, mode="local-sgd", algorithm="k-step"),
+    "elastic": partial(train_replicas, mode="elastic", algorithm="elastic"),
+    "crossbow": partial(train_replicas, mode="crossbow", algorithm="crossbow"),
+    "adaptive-sgd": partial(train_replicas, mode="adaptive-sgd"),
     "adaptive-sgd-gtopk": partial(replicas.simulate, mode="adaptive-sgd-gtopk"),
-    "slow-only": partial(one_model, mode="slow-only", who="slow"),
-    "fast-only": partial(one_model, mode="fast-only", who="fast"),
+    "slow-only": partial(one_model, mode="slow-only", workers="slow"),
+    "fast-only": partial(one_model, mode="fast-only", workers="fast"),
     "hogbatch": partial(one_model, mode="hogbatch"),
     "adaptive-hogbatch": partial(one_model, mode="adaptive-hogbatch", adapts=True),
 }
@@ -357,6 +357,6 @@ DEFAULT: Final = ("equal-dense", "equal", "balanced", "abs", "local-sgd", "adapt
 # These exchange whole gradients or models and ignore the density.
 DENSE: Final = ("equal-dense", "local-sgd", "elastic", "crossbow", "adaptive-sgd")
 # These continue if a rank dies; other modes end.
-OUTLIVE: Final = ("local-sgd", "elastic", "crossbow", "adaptive-sgd", "adaptive-sgd-gtopk")
+SURVIVE_DEATHS: Final = ("local-sgd", "elastic", "crossbow", "adaptive-sgd", "adaptive-sgd-gtopk")
 # These train one model with classes of ranks, and are compared by loss.
 OF_CLASSES: Final = ("slow-only", "fast-only", "hogbatch", "adaptive-hogbatch")

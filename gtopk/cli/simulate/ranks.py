@@ -34,10 +34,10 @@ def filtered_logs() -> Iterator[None]:
     seen_lines: set[str] = set()
 
     def is_new(record: logging.LogRecord) -> bool:
-        said = record.getMessage()
-        if record.module == "stragglers" or said in seen_lines:
+        text = record.getMessage()
+        if record.module == "stragglers" or text in seen_lines:
             return False
-        seen_lines.add(said)
+        seen_lines.add(text)
         return True
 
     logger.addFilter(is_new)
@@ -74,7 +74,7 @@ class Threads:
 
         return run_ranks(_threads(len(self.here)), rank)[0]
 
-    def meet(self, members: Sequence[int], program: Callable[[Transport], T]) -> dict[int, T]:
+    def run_on(self, members: Sequence[int], program: Callable[[Transport], T]) -> dict[int, T]:
         """Run `program(transport)` on some ranks; return the results of this process's, by rank."""
         return dict(zip(members, run_ranks(_threads(len(members)), program), strict=True))
 
@@ -99,7 +99,7 @@ class Processes:
     def train(self, script: Callable[[], T]) -> T:
         return script()
 
-    def meet(self, members: Sequence[int], program: Callable[[Transport], T]) -> dict[int, T]:
+    def run_on(self, members: Sequence[int], program: Callable[[Transport], T]) -> dict[int, T]:
         (rank,) = self.here
         if rank not in members:
             return {}
@@ -109,7 +109,7 @@ class Processes:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         values = tensor.numpy()
-        with self._transport.operation("a simulated rank's word"):
+        with self._transport.operation("a simulated rank's broadcast"):
             message = values.reshape(-1).view(np.uint8) if self.here == [root] else None
             received = self._transport.broadcast(message, root)
         # Write in place: the caller owns the tensor.

@@ -73,14 +73,14 @@ class _Run:
         ranks = cluster.ranks
         self.setting = setting
         self.record = Record(mode, setting.seed, busy=[0.0] * ranks)
-        chosen = MergingOptions(setting.global_batch, mega_batch=setting.mega_batch, **options)
-        chosen.check()
-        self.batches = MegaBatches(chosen, [max(1, setting.global_batch // ranks)] * ranks)
+        merging = MergingOptions(setting.global_batch, mega_batch=setting.mega_batch, **options)
+        merging.check()
+        self.batches = MegaBatches(merging, [max(1, setting.global_batch // ranks)] * ranks)
         is_dynamic = self.batches.strategy.is_dynamic
         # Claiming samples takes a round trip to the shared counter.
         self._take_seconds = 2 * cluster.link.latency_seconds if is_dynamic else 0.0
-        self._factor = FACTORS[chosen.lr_scaling]
-        self._unseen = 0  # samples merged since the last evaluation
+        self._factor = FACTORS[merging.lr_scaling]
+        self._samples_since_evaluation = 0  # samples merged since the last evaluation
         counter, noises = LocalCounter(), cluster.noises(setting.seed)
         self.cursors: list[Cursor] = [
             SharedCursor(counter) if is_dynamic else ReplayedCursor(place, in_step)
@@ -92,7 +92,7 @@ class _Run:
             if rank in setting.ranks.here:
                 model = task.model()
                 parameters = list(model.parameters())
-                replica = Replica(parameters, setting.compression, chosen.merge_momentum)
+                replica = Replica(parameters, setting.compression, merging.merge_momentum)
                 trained = Trained(model, replica, setting.optimizer(parameters))
             dies_at = min((d.second for d in cluster.deaths if d.rank == rank), default=math.inf)
             self.workers.append(Worker(rank, trained, noises[rank], dies_at))
@@ -104,13 +104,13 @@ class _Run:
         while (stretch := self.batches.open()) is not None:
             self._mega_batch(stretch, order)
             self._merge()
-            if self._unseen >= self.setting.evaluate_every > 0:
+            if self._samples_since_evaluation >= self.setting.evaluate_every > 0:
                 self._evaluate()
         self._evaluate()
 
     def _evaluate(self) -> None:
         """Record the merged model's accuracy; this takes no simulated time."""
-        self._unseen = 0
+        self._samples_since_evaluation = 0
         setting, first = self.setting, self.workers[0]
         accuracy = torch.zeros(1, dtype=torch.float64)
         if first.trained is not None:
@@ -174,7 +174,7 @@ class _Run:
             if self.workers[place].dies_at <= end + exchange_seconds:
                 end = max(end, self.workers[place].dies_at)
                 del self.workers[place]
-                batches.leave(place)
+                batches.remove_rank(place)
         workers = self.workers
         if not workers:
             raise ValueError("every rank has died")
@@ -190,28 +190,28 @@ class _Run:
             change = trained.replica.pull if batches.strategy.force else trained.replica.merge
             change(update, weight)
 
-        self.setting.ranks.meet([worker.number for worker in workers], merge)
+        self.setting.ranks.run_on([worker.number for worker in workers], merge)
         batches.close(reports)
         record.seconds = end + exchange_seconds
         record.exchange += exchange_seconds
         by_rank = {worker.number: report for worker, report in zip(workers, reports, strict=True)}
-        of_all = [by_rank.get(rank) for rank in range(self.setting.cluster.ranks)]
-        record.updates.append([report.updates if report else 0 for report in of_all])
+        all_reports = [by_rank.get(rank) for rank in range(self.setting.cluster.ranks)]
+        record.updates.append([report.updates if report else 0 for report in all_reports])
         record.steps += max(record.updates[-1])
         record.skipped += sum(not report.finite for report in reports)
-        self._unseen += sum(report.samples for report in reports)
-        samples = [report.samples if report else 0 for report in of_all]
+        self._samples_since_evaluation += sum(report.samples for report in reports)
+        samples = [report.samples if report else 0 for report in all_reports]
         record.sizes.append((record.seconds, samples))
 
     def _report(self, worker: Worker, size: int) -> Report:
-        replica_is = torch.zeros(2, dtype=torch.float64)  # norm, whether finite
+        norm_and_finite = torch.zeros(2, dtype=torch.float64)  # norm, whether finite
         if worker.trained is not None:
             replica = worker.trained.replica
             perturbs = self.batches.options.perturbation > 0
-            replica_is[0] = replica.norm() if perturbs else 0.0
-            replica_is[1] = replica.prepare()
-        self.setting.ranks.broadcast(replica_is, worker.number)
-        norm, finite = float(replica_is[0]), bool(replica_is[1])
+            norm_and_finite[0] = replica.norm() if perturbs else 0.0
+            norm_and_finite[1] = replica.prepare()
+        self.setting.ranks.broadcast(norm_and_finite, worker.number)
+        norm, finite = float(norm_and_finite[0]), bool(norm_and_finite[1])
         return Report(
             size,
             worker.updates if finite else 0,

@@ -42,7 +42,7 @@ class Prompt:
 
     def __init__(self, wire: Any) -> None:
         self._wire = wire
-        self.meet = wire.meet
+        self.gather_drains = wire.gather_drains
 
     def ready(self, *said: Any) -> Any:
         return self.Over(self._wire.ready(*said))

@@ -94,7 +94,7 @@ def test_a_loop_within_which_another_begins_or_a_state_is_loaded_does_not_go_on(
             if within == "looks at a batch":
                 kept.clear()
 
-        with pytest.raises(RuntimeError, match=f"rank {here.rank}: this loop .* cannot go on"):
+        with pytest.raises(RuntimeError, match=f"rank {here.rank}: this loop .* cannot continue"):
             list(train(disturb))
         return list(train())
 
@@ -228,7 +228,7 @@ class StreamOfLength(Stream):
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_a_stream_has_no_indices_to_hand_out(mode: str, stream: Any, order: Any) -> None:
     def program(here: World) -> None:
-        text = f"mode '{mode}' .* needs a data set of a length that is no IterableDataset, got Str"
+        text = f"mode '{mode}' .* needs a data set with a length, not an IterableDataset, got Str"
         with pytest.raises(ValueError, match=text):
             hvd.adapt(DataLoader(stream, 4), some_optimizer(), mode, order=order)
 

@@ -31,7 +31,7 @@ def test_an_epoch_that_was_left_is_over_in_the_state_as_in_the_process() -> None
         if step == 2:
             break
     assert epochs.state_dict() == {"epoch": 1, "start": 0}
-    assert epochs.state_dict(is_of_before=True) == {"epoch": 0, "start": 3}
+    assert epochs.state_dict(before_leaving=True) == {"epoch": 0, "start": 3}
     resumed.load_state_dict(epochs.state_dict())
     for each in (epochs, resumed):
         assert list(iterating(each)) == list(range(8))

@@ -167,7 +167,7 @@ def test_the_global_batch_goes_where_goodput_is() -> None:
     [
         ({"policy": "goodput", "lr_scaling": "sqrt"}, "needs min_global_batch <="),
         ({"policy": "goodput", "max_global_batch": 99}, "learning rate has to follow"),
-        ({"max_global_batch": 99}, "are of policy='goodput'"),
+        ({"max_global_batch": 99}, "need policy='goodput'"),
     ],
 )
 def test_what_goodput_needs_is_said(options: dict[str, Any], wrong: str) -> None:

@@ -53,7 +53,7 @@ def test_parts_give_the_gradients_of_the_whole(
     with caplog.at_level(logging.WARNING, "gtopk"):
         loss = memory.backward(loss_of, batch(11), 11, summed)
     assert tried == [11, 6, 3, 3, 3, 2]
-    assert memory.most == 3
+    assert memory.max_samples == 3
     assert loss.item() == pytest.approx(whole_loss.item())
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
@@ -73,7 +73,7 @@ def test_parts_give_the_gradients_of_the_whole(
 def in_parts(loss_of: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
     """Compute a mean's gradients two samples at a time."""
     memory = Memory(0)
-    memory.most = 2
+    memory.max_samples = 2
     memory.backward(loss_of, x, len(x), summed=False)
 
 
@@ -106,7 +106,7 @@ def test_whatever_backward_would_train_is_trained() -> None:
         for layer in layers:
             assert (layer.weight.grad is None) == (layer is frozen)
     model.requires_grad_(False)
-    with pytest.raises(RuntimeError, match="all may be frozen, or the loss detached"):
+    with pytest.raises(RuntimeError, match="all parameters may be frozen, or the loss detached"):
         in_parts(lambda part: model(part).mean(), x)
 
 
@@ -159,7 +159,7 @@ def test_other_errors_are_not_taken_for_it() -> None:
 
     with pytest.raises(RuntimeError, match="a bug"):
         memory.backward(loss_of, torch.zeros(4), 4, False)
-    assert memory.most is None
+    assert memory.max_samples is None
 
 
 def test_a_batch_of_something_else_cannot_be_divided() -> None:

@@ -157,7 +157,7 @@ def test_a_balanced_loader_of_other_ranks_is_to_be_made_anew() -> None:
     [
         ("abs", "create it and its DistributedOptimizer again, as within the function that hvd"),
         ("adaptive-sgd", "create it and its DistributedOptimizer again"),
-        ("hogbatch", "go on in another job, by a checkpoint"),
+        ("hogbatch", "resume from a checkpoint in another job"),
     ],
 )
 def test_other_modes_say_that_they_cannot_go_on_and_what_can(mode: str, way_out: str) -> None:
@@ -170,7 +170,7 @@ def test_other_modes_say_that_they_cannot_go_on_and_what_can(mode: str, way_out:
 
     def goes_on(here: World, opened: Any) -> list[list[int]] | None:
         weight, _, loader = opened
-        said = f"in mode '{mode}' cannot go on after .*: {way_out}"
+        said = f"in mode '{mode}' cannot continue after .*: {way_out}"
         with pytest.raises(RuntimeError, match=said) as error:
             next(iter(loader))
         assert not isinstance(error.value, hvd.HorovodInternalError)  # elastic must not retry
@@ -202,7 +202,7 @@ def test_a_hogbatch_loader_whose_world_is_over_is_saved_for_another_job(tmp_path
         loader.drain()
         model = torch.nn.ParameterList([weight])
         gtopk.save_checkpoint(tmp_path, model, optimizer, loader, 1)
-        with pytest.raises(RuntimeError, match="go on in another job, by a checkpoint"):
+        with pytest.raises(RuntimeError, match="resume from a checkpoint in another job"):
             loader.evaluate(lambda batch: (weight * batch.double().mean()).sum())
         return weight.detach().clone()
 

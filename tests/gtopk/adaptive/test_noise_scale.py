@@ -37,7 +37,7 @@ def test_the_estimates_are_unbiased_for_unequal_batches(random: np.random.Genera
 
 
 def test_one_rank_says_nothing_about_noise() -> None:
-    with pytest.raises(ValueError, match="two ranks with samples or more, got 1"):
+    with pytest.raises(ValueError, match="two ranks with samples, got 1"):
         estimate(1.0, 1.0, [8, 0])
 
 

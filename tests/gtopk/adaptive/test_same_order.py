@@ -15,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import gtopk.torch as hvd
 from collectives import MismatchError, PeerError
-from gtopk.adaptive.sources import order_in_words
+from gtopk.adaptive.sources import describe_order
 from gtopk.runtime.world.membership import World
 from tests.gtopk.adaptive.modelled_ranks import on_ranks
 
@@ -140,7 +140,7 @@ def test_nodes_that_begin_unlike_epochs_are_an_error_on_all(
         with pytest.raises((PeerError, hvd.HorovodInternalError)) as raised:
             train()
         met.wait()
-        return raised.value, loader._board["updates"]
+        return raised.value, loader._table["updates"]
 
     results = on_ranks(sum(map(len, nodes)), program)
     for ranks in nodes:
@@ -184,10 +184,10 @@ def test_workers_that_evaluate_unlike_are_an_error_on_all(
 
 
 def test_an_order_is_told_by_its_indices_of_whatever_kind() -> None:
-    words = {order_in_words(order) for order in ([0, 1, 2], (0, 1, 2), torch.arange(3))}
+    words = {describe_order(order) for order in ([0, 1, 2], (0, 1, 2), torch.arange(3))}
     assert len(words) == 1
     names = [f"sample {i}" for i in range(3)]
-    assert order_in_words(names) == order_in_words(list(names))
+    assert describe_order(names) == describe_order(list(names))
     others: Iterator[Any] = iter(([0, 2, 1], [0, 1], names, names[::-1], [(0, 1), (1, 2)]))
-    assert len({*words, *map(order_in_words, others)}) == 6
-    assert order_in_words(range(10**15)) == "range(0, 1000000000000000)"  # not every element
+    assert len({*words, *map(describe_order, others)}) == 6
+    assert describe_order(range(10**15)) == "range(0, 1000000000000000)"  # not every element

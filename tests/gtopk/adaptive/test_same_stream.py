@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 import gtopk.torch as hvd
 from collectives.errors import MismatchError
 from collectives.transports import Transport
-from gtopk.adaptive.sources import checksum, columns_of, require_the_same
+from gtopk.adaptive.sources import checksum, columns_of, require_same_samples
 from gtopk.runtime.world.membership import World
 from tests.gtopk.adaptive.indices import indices_of
 from tests.gtopk.adaptive.modelled_ranks import on_ranks, some_optimizer
@@ -102,7 +102,7 @@ def test_ranks_that_augment_alike_samples_read_the_same_stream(
             [image(label, rank) for label in range(4)],
             [image(7)] * 4,
         ):
-            assert require_the_same(transport, columns_of(block))
+            assert require_same_samples(transport, columns_of(block))
 
     threads(size, program)
 
@@ -114,11 +114,11 @@ def test_a_column_that_is_alike_in_all_samples_agrees_without_telling(
     def program(transport: Transport) -> None:
         rank = transport.rank
         augmented = [(torch.full((2, 2), 10.0 * i + rank), 7) for i in range(4)]
-        assert not require_the_same(transport, columns_of(augmented))
-        assert not require_the_same(transport, columns_of([(rank, 7)] * 4))
+        assert not require_same_samples(transport, columns_of(augmented))
+        assert not require_same_samples(transport, columns_of([(rank, 7)] * 4))
         for block in ([(image, rank) for image, _ in augmented], [(object(), rank)] * 4):
-            with pytest.raises(MismatchError, match="unlike streams"):
-                require_the_same(transport, columns_of(block))
+            with pytest.raises(MismatchError, match="different streams"):
+                require_same_samples(transport, columns_of(block))
 
     threads(size, program)
 
@@ -141,7 +141,7 @@ def test_of_a_stream_that_cannot_be_told_one_warning_is_given(
     with caplog.at_level("WARNING", "gtopk"):
         on_ranks(2, program)
     (warning,) = [r.getMessage() for r in caplog.records if "same stream" in r.getMessage()]
-    assert "none by rank" in warning
+    assert "without sharding by rank" in warning
 
 
 class Sharded(IterableDataset[torch.Tensor]):
@@ -172,7 +172,7 @@ def test_a_stream_of_shards_is_an_error_on_every_rank(size: int, shard: str) -> 
 
     first, *others = on_ranks(size, program)
     assert others == [first] * (size - 1)
-    assert "the ranks read unlike streams, which begin with " in first
+    assert "the ranks read different streams, which begin with " in first
     assert "samples of checksum" in first
 
 

@@ -54,7 +54,7 @@ def test_a_window_is_its_median_unless_the_rank_changes_within_it() -> None:
 def test_a_batch_of_nothing_says_nothing() -> None:
     model = SpeedModel()
     assert not model.observe(0, 0.0)
-    assert not model.known
+    assert not model.has_data
     with pytest.raises(ValueError, match="needs an observation"):
         _ = model.cost
 

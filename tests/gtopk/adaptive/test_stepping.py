@@ -66,7 +66,7 @@ def test_an_optimizer_is_adapted_once(mode: str) -> None:
         optimizer = distributed(model)
         train(hvd.adapt(DataLoader(data(32), 4), optimizer, mode), model, optimizer)
         for again in ("balanced", mode):
-            with pytest.raises(ValueError, match=f"adapted already, in mode '{mode}'"):
+            with pytest.raises(ValueError, match=f"already adapted, in mode '{mode}'"):
                 hvd.adapt(DataLoader(data(32), 4), optimizer, again)
         with pytest.raises(RuntimeError, match="batch"):
             train(DataLoader(data(32), 4), model, optimizer)

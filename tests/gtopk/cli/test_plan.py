@@ -97,7 +97,7 @@ def test_it_does_not_recommend_by_less_than_its_own_error(capsys):
     text = prose(said(capsys, *command, "--bandwidth", f"{0.99 * bits / 1e9}gbit"))
     assert "Too close to tell" in text
     assert "pays here" not in text
-    assert "What decides: this verdict turns with half the bandwidth" in text
+    assert "What decides: this verdict changes with half the bandwidth" in text
 
 
 def test_what_is_measured_for_shards_alone_turns_no_verdict(capsys, monkeypatch):
@@ -115,10 +115,12 @@ def test_what_is_measured_for_shards_alone_turns_no_verdict(capsys, monkeypatch)
 
 def test_it_says_which_input_decides_and_what_memory_it_takes(capsys):
     text = prose(said(capsys, *SLOW, *BACKWARD, assumed))
-    assert "What decides: " in text or "Half or twice of any one input" in text
+    assert "What decides: " in text or "Halving or doubling any one input" in text
     assert "Memory on each rank beside the model: about 8 bytes a parameter" in text
     alone = ["--elements", "1M", "--ranks", "4", "--bandwidth", "1mbit", assumed]
-    assert "Half or twice of any one input leaves this verdict" in prose(said(capsys, *alone))
+    assert "Halving or doubling any one input does not change this verdict" in prose(
+        said(capsys, *alone)
+    )
 
 
 @pytest.mark.parametrize("ranks", ["2", "65536"])

@@ -218,7 +218,7 @@ def test_other_hosts_are_told_nothing_of_the_cores_of_this_one(
     [
         (["-n", "0", "true"], "--ranks must be at least 1, got 0"),
         (["no_such_script.py"], "SCRIPT must be a file or a program, and 'no_such_script.py' is"),
-        (["-n", "2"], "SCRIPT must be a file or a program, and there is none"),
+        (["-n", "2"], "SCRIPT is missing: give a file or a program"),
         (["-n", "4", "--hosts", "localhost:2", "true"], "4 ranks need as many slots"),
     ],
 )

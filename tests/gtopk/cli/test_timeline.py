@@ -36,7 +36,7 @@ def test_what_happened_at_once_is_at_one_place(tmp_path: Path, capsys) -> None:
     assert main([str(tmp_path)]) == 0
     said = capsys.readouterr().out.replace("\N{NO-BREAK SPACE}", " ")
     assert ": 3 ranks, " in said
-    assert said.endswith(", clocks alike to within 200 µs\n")
+    assert said.endswith(", clocks equal to within 200 µs\n")
     records = json.loads((tmp_path / "timeline.json").read_text())
     steps = {r["pid"]: r["ts"] for r in records if r.get("name") == "BACKWARD"}
     assert sorted(steps) == [0, 1, 2]
@@ -89,7 +89,7 @@ def test_traces_of_an_earlier_run_are_left_out_and_named(tmp_path: Path, capsys)
     assert main([str(tmp_path)]) == 0
     out, err = capsys.readouterr()
     assert ": 2 ranks, " in out
-    assert err == "gtopk timeline: ranks 2, 3: of an earlier run, and left out\n"
+    assert err == "gtopk timeline: left out ranks 2, 3, from an earlier run\n"
     records = json.loads((tmp_path / "timeline.json").read_text())
     assert {record["pid"] for record in records} == {0, 1}
 
@@ -135,9 +135,9 @@ def test_each_rank_writes_where_the_environment_says(
     ("content", "text"),
     [
         (None, "`gtopk run --timeline FOLDER`, or with GTOPK_TIMELINE=FOLDER"),
-        ("[\n{}\n]\n", "does not say whose trace it is"),
-        ('[\n{"name": "gtopk_rank"}\n]\n', "does not say whose trace it is"),
-        ('[\n{"name": "gtopk_rank", "args": {"rank": 0}}\n]\n', "does not say whose trace it is"),
+        ("[\n{}\n]\n", "does not name its rank"),
+        ('[\n{"name": "gtopk_rank"}\n]\n', "does not name its rank"),
+        ('[\n{"name": "gtopk_rank", "args": {"rank": 0}}\n]\n', "does not name its rank"),
         ('[\n{"name": "gtopk_rank", "args": {"rank": 1e999}}\n]\n', "whose trace it is"),
     ],
 )

@@ -328,7 +328,7 @@ def test_ctrl_c_leaves_the_terminal_as_it_was(
     assert main([str(tmp_path)]) == 0
     drawn, err = capsys.readouterr()
     assert drawn.rindex(CURSOR_SHOWN) > drawn.rindex(CURSOR_HIDDEN) > -1
-    assert err == "gtopk top: ended by Ctrl-C; the run itself goes on\n"
+    assert err == "gtopk top: stopped by Ctrl-C; the run continues\n"
 
 
 def test_a_step_over_an_emulated_link_is_called_so(

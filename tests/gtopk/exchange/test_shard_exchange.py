@@ -266,7 +266,7 @@ def test_what_shards_do_not_take_is_refused(options: Any, error: Any, text: str)
 
 def test_what_would_not_save_owner_errors_refuses_shards() -> None:
     parameter = torch.nn.Parameter(torch.zeros(9))
-    with pytest.raises(ValueError, match="not for the modes of adapt but 'balanced'"):
+    with pytest.raises(ValueError, match="only with mode 'balanced' of adapt"):
         RoundExchange([parameter], SHARDS)
 
 

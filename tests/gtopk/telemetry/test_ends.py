@@ -13,7 +13,7 @@ import torch
 
 import gtopk
 import gtopk.torch as hvd
-from gtopk.cli.report import happenings, tiles
+from gtopk.cli.report import events, tiles
 from gtopk.cli.top import _snapshots, rows, status_of
 from gtopk.runtime.world import world
 from gtopk.telemetry.lines import path_of
@@ -63,7 +63,7 @@ def test_who_did_not_end_in_order_is_named(
     tmp_path: Path, end: dict[str, Any], in_order: bool
 ) -> None:
     run = read_run(write_end(tmp_path, **end))
-    told = [what for where, what in happenings(run) if where == "rank 0"]
+    told = [what for where, what in events(run) if where == "rank 0"]
     assert told == ([] if in_order else [end["how"]])
     (ranks,) = [tile for tile in tiles(run) if tile.name == "Ranks"]
     assert ranks.loss is not in_order

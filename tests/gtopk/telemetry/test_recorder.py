@@ -17,7 +17,7 @@ import torch
 import gtopk
 import gtopk.torch as hvd
 from collectives.vector import SparseVector
-from gtopk.cli.report import happenings
+from gtopk.cli.report import events
 from gtopk.exchange.residual import Residual, ResidualSize
 from gtopk.runtime.world import world
 from gtopk.telemetry import run_record
@@ -186,7 +186,7 @@ def test_a_second_run_into_one_folder_is_said_at_its_start_and_in_the_report(
         assert "earlier run" in caplog.text
     found = read_run(tmp_path / "run")
     assert found.earlier_runs == 1
-    assert ("this folder", "holds an earlier run, too: shown is the last one") in happenings(found)
+    assert ("this folder", "also holds an earlier run; the last one is shown") in events(found)
 
 
 def test_a_record_that_cannot_be_written_ends_no_job(

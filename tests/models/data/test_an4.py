@@ -38,7 +38,7 @@ def test_a_manifest_is_read_whole_or_not_at_all(tmp_path) -> None:
         whole.replace(b"1.wav", b"7.wav"): r"line 2: there is no file .*7\.wav",
         whole.replace(b"1.wav", b"\0.wav"): "line 2: there is no file",
         whole.replace(b"1.wav", b"x" * 5000): "line 2: there is no file",
-        whole + b"\xff": rf"byte {len(whole)}: is no UTF-8",
+        whole + b"\xff": rf"byte {len(whole)}: is not UTF-8",
     }
     for content, reason in cases.items():
         path.write_bytes(content)

@@ -112,6 +112,6 @@ def test_a_pickle_makes_arrays_and_calls_nothing_else(tmp_path) -> None:
     for changed, reason in cases.items():
         assert changed != content
         path.write_bytes(changed)
-        with pytest.raises(MalformedFile, match="data_batch_1: is no file of CIFAR") as caught:
+        with pytest.raises(MalformedFile, match="data_batch_1: is not a file of CIFAR") as caught:
             read_pickled_batch(path, ROWS)
         assert reason in str(caught.value)

@@ -53,7 +53,7 @@ def test_an_interpreter_without_sources_is_named(load, tmp_path) -> None:
 
 def test_a_module_that_is_no_utf_8_is_named(tmp_path) -> None:
     (tmp_path / "a.py").write_bytes('"""Sträucher"""\n'.encode("latin-1"))
-    with pytest.raises(MalformedFile, match=r"a\.py, byte 6: is no UTF-8: invalid"):
+    with pytest.raises(MalformedFile, match=r"a\.py, byte 6: is not UTF-8: invalid"):
         load_docstrings(tmp_path)
 
 

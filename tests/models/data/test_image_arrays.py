@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from models.data.image_arrays import PADDING, ImageArrays, shaken
+from models.data.image_arrays import PADDING, ImageArrays, augment
 
 
 def test_every_image_is_moved_by_some_pixels_and_perhaps_mirrored() -> None:
     images = np.random.default_rng(0).integers(1, 256, (40, 3, 8, 6), np.uint8)
-    found = shaken(images, np.random.default_rng(1))
+    found = augment(images, np.random.default_rng(1))
     padded = np.pad(images, ((0, 0), (0, 0), (PADDING, PADDING), (PADDING, PADDING)))
     seen = set()
     for before, after in zip(padded, found, strict=True):

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from models.data import image_folder
-from models.data.image_folder import anywhere, decoded, middle, read_image_folder
+from models.data.image_folder import central_box, decoded, random_box, read_image_folder
 from models.data.malformed import MalformedFile
 from tests.published_files import image
 
@@ -45,12 +45,12 @@ def test_classes_are_numbered_by_name_and_images_cut_to_size(tmp_path) -> None:
 
 
 def test_cuts_lie_inside_and_have_the_published_areas_and_shapes() -> None:
-    assert middle(256, 256) == (16, 16, 240, 240)
-    assert middle(400, 256) == (88, 16, 312, 240)
+    assert central_box(256, 256) == (16, 16, 240, 240)
+    assert central_box(400, 256) == (88, 16, 312, 240)
     random = np.random.default_rng(0)
     for width, height in ((100, 80), (33, 200), (1, 50), (1, 1)):
         for _ in range(100):
-            left, upper, right, lower = anywhere(width, height, random)
+            left, upper, right, lower = random_box(width, height, random)
             assert 0 <= left < right <= width
             assert 0 <= upper < lower <= height
             if (width, height) == (100, 80):
@@ -70,26 +70,28 @@ def test_a_file_that_is_no_image_is_named(tmp_path, monkeypatch) -> None:
         image(np.zeros((9, 9, 3), np.uint8), "GIF"),
     ):
         path.write_bytes(content)
-        with pytest.raises(MalformedFile, match=r"a\.png: is no JPEG or PNG that can be read"):
-            decoded(path, 4, middle)
+        with pytest.raises(MalformedFile, match=r"a\.png: is not a readable JPEG or PNG"):
+            decoded(path, 4, central_box)
     path.write_bytes(whole)
     monkeypatch.setattr(image_folder, "MOST_PIXELS", 80)
     with pytest.raises(MalformedFile, match="9 x 9 pixels are more than 80"):
-        decoded(path, 4, middle)
+        decoded(path, 4, central_box)
 
 
 def test_grey_of_16_bits_is_refused_and_not_clipped_to_white(tmp_path) -> None:
     path = tmp_path / "a.png"
     Image.fromarray((np.arange(64, dtype=np.uint16) * 1024).reshape(8, 8)).save(path)
-    with pytest.raises(MalformedFile, match=r"a\.png: .* mode I(;16)? is none of 1, L, .* 8 bits"):
-        decoded(path, 4, middle)
+    with pytest.raises(
+        MalformedFile, match=r"a\.png: .* mode I(;16)? is not one of 1, L, .* 8 bits"
+    ):
+        decoded(path, 4, central_box)
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr"])
 def test_images_of_8_bits_are_read_whatever_their_channels(tmp_path, mode) -> None:
     path = tmp_path / ("a.jpg" if mode in ("CMYK", "YCbCr") else "a.png")
     Image.new("RGB", (8, 8), (255, 255, 255)).convert(mode).save(path)
-    assert decoded(path, 4, middle).min() > 250
+    assert decoded(path, 4, central_box).min() > 250
 
 
 def test_a_folder_that_is_not_whole_is_told_what_it_lacks(tmp_path) -> None:
@@ -108,7 +110,8 @@ def test_a_folder_that_is_not_whole_is_told_what_it_lacks(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("._0.jpg", "is hidden"), ("gone.png", "is no file, or a link")]
+    ("name", "reason"),
+    [("._0.jpg", "is hidden"), ("gone.png", "is not a file, or is a broken link")],
 )
 def test_other_files_are_refused_when_the_folder_is_listed(tmp_path, name, reason) -> None:
     write_folder(tmp_path)

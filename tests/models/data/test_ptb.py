@@ -55,14 +55,14 @@ def test_errors_name_the_file_and_the_line(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no ptb\.train\.txt in .* are needed"):
         read_ptb(tmp_path)
     cases = {
-        (b"a b\n", b"a\nb c\n"): r"valid\.txt, line 2: 'c' is no word of the training text",
+        (b"a b\n", b"a\nb c\n"): r"valid\.txt, line 2: 'c' is not in the training text",
         (b"a\n\nb\n", b"a\n"): r"train\.txt, line 2: holds no word",
-        (b"a\xff\n", b"a\n"): r"train\.txt, line 1: is no UTF-8",
-        (b"a\n", b"a\x00\n"): r"valid\.txt, line 1: '\\x00' is part of no word",
+        (b"a\xff\n", b"a\n"): r"train\.txt, line 1: is not UTF-8",
+        (b"a\n", b"a\x00\n"): r"valid\.txt, line 1: has the control character '\\x00'",
         (b"", b"a\n"): r"train\.txt: is empty",
         (b"a\n", b""): r"valid\.txt: is empty",
         (b"\xef\xbb\xbfa\n", b"a\n"): r"train\.txt, line 1: begins with a byte-order mark",
-        (b"a\n", b"a\ra\n"): r"valid\.txt, line 1: '\\r' is part of no word",
+        (b"a\n", b"a\ra\n"): r"valid\.txt, line 1: has the control character '\\r'",
     }
     for (train, valid), reason in cases.items():
         write_set(tmp_path, train, valid)

@@ -13,7 +13,7 @@ from models.data.speech import (
     RATE,
     Buckets,
     Utterance,
-    gathered,
+    collate,
     numbered,
     spectrogram,
     spoken,
@@ -40,7 +40,7 @@ def test_silence_and_a_single_sample_are_spectrograms_too() -> None:
 
 def test_a_batch_is_padded_with_zeros_the_longest_first() -> None:
     made = [Utterance(torch.ones(BANDS, frames), torch.arange(frames)) for frames in (2, 5, 3)]
-    batch = gathered(made)
+    batch = collate(made)
     assert batch.lengths.tolist() == batch.letter_counts.tolist() == [5, 3, 2]
     assert batch.spectrograms.shape == (3, BANDS, 5)
     assert batch.spectrograms.sum((1, 2)).tolist() == [5 * BANDS, 3 * BANDS, 2 * BANDS]

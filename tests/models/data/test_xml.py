@@ -113,8 +113,8 @@ def test_a_written_file_is_read_back(tmp_path) -> None:
         (b"4 10 20\n" + LINES, r"train: holds 3 rows .*, its header says 4"),
         (b"2 10 20\n" + LINES, r"train: holds 3 rows .*, its header says 2"),
         (b"4 10 20\n" + LINES + b"\n", r"train: holds 3 rows .*, its header says 4"),
-        (b"3 10 17\n" + LINES, r"row 1 has label 17, which is no whole number in 0\.\.16"),
-        (b"1 10 20\n0.5 1:1\n", r"row 1 has label 0.5, which is no whole number in 0\.\.19"),
+        (b"3 10 17\n" + LINES, r"row 1 has label 17, which is not a whole number in 0\.\.16"),
+        (b"1 10 20\n0.5 1:1\n", r"row 1 has label 0.5, which is not a whole number in 0\.\.19"),
         (b"1 10 20\n4,3,4 1:1\n", r"a row has a label twice"),
         (b"3 9 20\n" + LINES, r"train: n_features was set to 9"),
         (b"1 10 20\n1 2:1 2:1\n", r"train: .*sorted and unique"),
@@ -146,9 +146,9 @@ def test_a_packed_file_that_is_cut_off_or_damaged_is_refused(tmp_path, ending, p
 
 def test_a_file_without_a_row_is_no_set(tmp_path) -> None:
     path = written(tmp_path / "w8a", b"")
-    with pytest.raises(MalformedFile, match=r"w8a: holds no row"):
+    with pytest.raises(MalformedFile, match=r"w8a: has no rows"):
         read_classes(path, features=10, feature_base=1, classes=(-1, 1))
-    with pytest.raises(MalformedFile, match=r"w8a: holds no row"):
+    with pytest.raises(MalformedFile, match=r"w8a: has no rows"):
         read_multilabel(path, features=10, feature_base=1, labels=3, label_base=0)
 
 

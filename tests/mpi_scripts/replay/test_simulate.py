@@ -102,12 +102,12 @@ def test_ranks_compute_between_their_messages(python: str) -> None:
 )
 def test_a_trace_that_does_not_end_is_no_time(python: str, trace: list) -> None:
     """SimGrid itself stops where all wait, as if they were done."""
-    with pytest.raises(SimulationError, match=r"ranks \[0\] wait for messages that nobody sends"):
+    with pytest.raises(SimulationError, match=r"ranks \[0\] wait for messages that no rank sends"):
         simulate(trace, Platform(Network(2, LINK)), python)
 
 
 def test_a_trace_is_replayed_on_as_many_ranks_as_it_has() -> None:
-    with pytest.raises(ValueError, match="a trace of 2 ranks on 5 of them"):
+    with pytest.raises(ValueError, match="the trace has 2 ranks, and the platform 5"):
         simulate([[], []], Platform(Network(5, LINK)), sys.executable)
 
 

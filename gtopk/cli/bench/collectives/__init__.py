@@ -20,10 +20,10 @@ from ....units import bandwidth_text, bytes_text, counted, seconds_text
 from ...arguments import (
     Command,
     above_zero,
-    for_people,
     from_zero,
     number_in,
     share,
+    text_stream,
     whole_number,
     write_records,
 )
@@ -94,16 +94,16 @@ def table(results: Results) -> str:
         cells = [_HEADINGS, *(_cells(row, rows) for row in rows)]
         lines += [str(case), *aligned(cells), ""]
     lines += [
-        "* the reference, over whose time /gtopk is. ~ computed, the least there can be; the",
-        "rest is counted; of the rank that sends most. wire: the model's time, latency and",
-        "bandwidth alone; /wire: measured over it; /+code: with encode, decode and merge added.",
+        "* the reference for /gtopk. sent: by the rank that sends most; ~ computed as the least",
+        "possible, else counted. wire: modelled time of latency and bandwidth alone; /wire:",
+        "measured time over it; /+code: the same with encode, decode and merge added.",
     ]
     return "\n".join(lines)
 
 
 def _cells(row: Record, rows: Sequence[Record]) -> tuple[str, ...]:
     seconds, model = row["seconds"], row["modelled_wire_seconds"]
-    against = times_reference(row, rows)
+    over_reference = times_reference(row, rows)
     ratios = row["measured_over_modelled"], row["measured_over_wire_and_code"]
     return (
         f"{'*' if row['reference'] else ' '} {row['contender']}",
@@ -111,7 +111,7 @@ def _cells(row: Record, rows: Sequence[Record]) -> tuple[str, ...]:
         f"{seconds_text(seconds['min'])} - {seconds_text(seconds['max'])}",
         "-" if model is None else seconds_text(model),
         *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
-        "-" if against is None else f"{against:.3g}",
+        "-" if over_reference is None else f"{over_reference:.3g}",
         seconds_text(row["cpu_seconds"]["max"]),
         f"{'' if row['counted'] else '~'}{bytes_text(row['sent_bytes']['max'])}",
         f"{row['sent_messages']['max']:.0f}",
@@ -147,7 +147,7 @@ def parser(call: str = CALL) -> Command:
     words("--picks", one_of(DISTRIBUTIONS), ["uniform"], help=picks)
     words(
         "--algorithms",
-        functools.partial(_known_to, parse),
+        functools.partial(_accepted_by, parse),
         list(KNOWN),
         may_be_none=True,
         help=f"from {', '.join(KNOWN)}; with options such as gtopk:growth=2.0 or "
@@ -157,7 +157,7 @@ def parser(call: str = CALL) -> Command:
     words("--baselines", one_of(BASELINES), list(BASELINES), may_be_none=True, help=baselines)
     words(
         "--formats",
-        functools.partial(_known_to, formats_of),
+        functools.partial(_accepted_by, formats_of),
         ["exact"],
         help=f"a code of values ({', '.join(VALUE_CODES)}) with the code of indices that the model "
         f"picks, or both, such as packed+bf16 (indices: {', '.join(INDEX_CODES)}); default: exact",
@@ -176,7 +176,7 @@ def parser(call: str = CALL) -> Command:
     return described
 
 
-def _known_to(read: Callable[[str], object], word: str) -> str:
+def _accepted_by(read: Callable[[str], object], word: str) -> str:
     """Return the word unchanged; raise ValueError if `read` rejects it."""
     read(word)
     return word
@@ -192,7 +192,7 @@ def main(arguments: Sequence[str] | None = None, call: str = CALL) -> int:
     def measured(transport: Transport) -> None:
         results = run(options, command, transport)
         if transport.rank == 0:
-            print(table(results), file=for_people(options.json), flush=True)
+            print(table(results), file=text_stream(options.json), flush=True)
             write_records(results, options.json)
         # Announce the departure: ranks that were not measured arrive later, and would take this
         # rank for dead.

@@ -91,8 +91,8 @@ def clustered(length: int, k: int, shared: Random, own: Random) -> Array:
     runs = min(max(1, k // RUN), length // RUN)
     starts = RUN * shared.choice(max(1, length // RUN), runs, replace=False)
     hot = (starts[:, None] + np.arange(RUN)).reshape(-1)
-    mine = own.choice(hot, min(k // 2, hot.size), replace=False)
-    return np.union1d(mine, uniform(length, k - mine.size, shared, own))
+    hot_picks = own.choice(hot, min(k // 2, hot.size), replace=False)
+    return np.union1d(hot_picks, uniform(length, k - hot_picks.size, shared, own))
 
 
 DISTRIBUTIONS: Final[dict[str, Callable[[int, int, Random, Random], Array]]] = {

@@ -84,18 +84,18 @@ class Contender:
 
 def own(algorithm: str, options: dict[str, Any], format: Format) -> Contender:
     """Return one of gtopk's algorithms; oktopk reuses its boundaries, as in training."""
-    kept = {"regions": Regions()} if "oktopk" in (algorithm, options.get("across")) else {}
-    begun: set[tuple[int, int]] = set()
+    regions = {"regions": Regions()} if "oktopk" in (algorithm, options.get("across")) else {}
+    opened: set[tuple[int, int]] = set()
 
     def prepare(task: Task) -> Callable[[], Update]:
         selected, k, transport, _ = task
         # Training computes the boundaries once in 64 steps; do it here, outside the timed part.
-        if kept and (selected.length, k) not in begun:
-            reduce(selected, k, transport, algorithm, format=format, **kept, **options)
-            begun.add((selected.length, k))
-        return lambda: reduce(selected, k, transport, algorithm, format=format, **kept, **options)[
-            0
-        ]
+        if regions and (selected.length, k) not in opened:
+            reduce(selected, k, transport, algorithm, format=format, **regions, **options)
+            opened.add((selected.length, k))
+        return lambda: reduce(
+            selected, k, transport, algorithm, format=format, **regions, **options
+        )[0]
 
     def modelled(at: Place) -> Modelled | None:
         # The model covers the algorithms with default options only.
@@ -113,31 +113,33 @@ def own(algorithm: str, options: dict[str, Any], format: Format) -> Contender:
 
 def own_shards(options: dict[str, Any]) -> Contender:
     """Return the sharded exchange, one shard per rank; options: keyword arguments of `Shards`."""
-    how = Shards(**options)
-    (format,) = how.formats()
+    compression = Shards(**options)
+    (format,) = compression.formats()
 
     def prepare(task: Task) -> Callable[[], Update]:
         selected, transport = task.selected, task.transport
         left = np.zeros(selected.length, np.float32)
         left[selected.indices] = selected.values
-        indices = shards.shard_indices(0, how.period, left)
+        indices = shards.shard_indices(0, compression.period, left)
         owned = indices[shards.own_part(indices.size, transport)]
         values, errors = left[indices], np.zeros(owned.size, np.float32)
 
-        def go() -> Update:
+        def run_once() -> Update:
             shared = shards.reduce(values, errors, transport, code=format.values)
             left[indices] = shared.lost
             left[owned] += shared.kept
             return SparseVector(indices, shared.update, left.size)
 
-        return go
+        return run_once
 
     def modelled(at: Place) -> Modelled:
-        return _modelled(how.candidate(format), at)
+        return _modelled(compression.candidate(format), at)
 
-    name = f"shards period={how.period} bits={how.bits}"
-    given = {"period": how.period, "bits": how.bits}
-    return Contender(name, name, prepare, modelled, how.algorithm, given, format, selective=False)
+    name = f"shards period={compression.period} bits={compression.bits}"
+    given = {"period": compression.period, "bits": compression.bits}
+    return Contender(
+        name, name, prepare, modelled, compression.algorithm, given, format, selective=False
+    )
 
 
 def parse(words: str) -> tuple[str, dict[str, Any]]:
@@ -167,11 +169,11 @@ def parse(words: str) -> tuple[str, dict[str, Any]]:
 
 def to_measure(algorithms: Sequence[str], formats: Sequence[str]) -> list[Format]:
     """Return the formats whose coding must be measured: the given ones and that of shards."""
-    asked = [format for word in formats for format in formats_of(word)]
+    found = [format for word in formats for format in formats_of(word)]
     for name, options in map(parse, algorithms):
         if name == Shards.algorithm:
-            asked += [format._replace(indices="raw") for format in Shards(**options).formats()]
-    return [*dict.fromkeys(asked)]
+            found += [format._replace(indices="raw") for format in Shards(**options).formats()]
+    return [*dict.fromkeys(found)]
 
 
 def formats_of(word: str) -> list[Format]:
@@ -183,7 +185,7 @@ def formats_of(word: str) -> list[Format]:
     return [check(Format(code, values)) for code in ([indices] if plus else INDEX_CODES)]
 
 
-def own_contenders(asked: Sequence[str], formats: Sequence[str], at: Place) -> list[Contender]:
+def own_contenders(algorithms: Sequence[str], formats: Sequence[str], at: Place) -> list[Contender]:
     """Return gtopk's algorithms, each in every requested format.
 
     formats: words as for `formats_of`. For a value code alone, use the index code with which the
@@ -191,7 +193,7 @@ def own_contenders(asked: Sequence[str], formats: Sequence[str], at: Place) -> l
     """
     found = [min(formats_of(word), key=lambda f: modelled_gtopk(f, at)) for word in formats]
     contenders = []
-    for algorithm, options in map(parse, asked):
+    for algorithm, options in map(parse, algorithms):
         if algorithm == "dense":
             contenders.append(own("dense", options, EXACT))
         elif algorithm == Shards.algorithm:
@@ -213,8 +215,8 @@ def reference_of(contenders: Sequence[Contender], at: Place) -> str | None:
     Returns None if no gtopk with default options takes part.
     """
     plain = [c for c in contenders if c.algorithm == "gtopk" and not c.options]
-    offers = [(modelled_gtopk(c.format, at), c.name) for c in plain if c.format is not None]
-    return min(offers)[1] if offers else None
+    times = [(modelled_gtopk(c.format, at), c.name) for c in plain if c.format is not None]
+    return min(times)[1] if times else None
 
 
 def dense_library() -> Contender:
@@ -224,11 +226,11 @@ def dense_library() -> Contender:
         array.fill(0)
         array[task.selected.indices] = task.selected.values
 
-        def go() -> Update:
+        def run_once() -> Update:
             task.library.allreduce(array)
             return array
 
-        return go
+        return run_once
 
     def modelled(at: Place) -> Modelled:
         found = predict(Candidate("dense"), at.length, at.network, at.rates)

@@ -36,11 +36,11 @@ class ModelledLibrary:
 def _of_mpi(ranks: Sequence[int]) -> ModelledLibrary:
     from mpi4py import MPI
 
-    ours = MPI.COMM_WORLD.Create(MPI.COMM_WORLD.group.Incl(ranks))
+    communicator = MPI.COMM_WORLD.Create(MPI.COMM_WORLD.group.Incl(ranks))
     return ModelledLibrary(
         MPI.Get_library_version().split(",")[0].strip(),
-        ours,
-        lambda array: ours.Allreduce(MPI.IN_PLACE, array, MPI.SUM),
+        communicator,
+        lambda array: communicator.Allreduce(MPI.IN_PLACE, array, MPI.SUM),
         len(ranks),
     )
 

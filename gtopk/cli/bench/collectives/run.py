@@ -70,7 +70,7 @@ def check_agreement(name: str, digests: Sequence[Array]) -> None:
     differ = [rank for rank, each in enumerate(digests) if (each != digests[0]).any()]
     if differ:
         raise WrongResultError(
-            f"{name} must leave the same update on all ranks; rank {differ[0]} has another"
+            f"{name} must give the same update on all ranks; that of rank {differ[0]} differs"
         )
 
 
@@ -116,15 +116,15 @@ def measure(
             # Run each contender at least once, however slow, to check its result.
             if number == 0 or sum(measured.seconds) < options.budget_seconds:
                 say(f"{case}: round {number + 1} of {rounds}, {measured.contender.name}")
-                go(measured, task, options.interface)
+                run_once(measured, task, options.interface)
     return found
 
 
-def go(measured: Measured, task: Task, interface: str | None) -> None:
+def run_once(measured: Measured, task: Task, interface: str | None) -> None:
     """Run a contender once; check that all ranks have the same update."""
     contender, transport = measured.contender, task.transport
-    own = contender.algorithm is not None
-    counters = transport.traffic if own else task.library.traffic
+    is_own = contender.algorithm is not None
+    counters = transport.traffic if is_own else task.library.traffic
     prepared = contender.prepare(task)
     interface_before = interface_bytes(interface)
     time.sleep(REST_SECONDS)
@@ -141,12 +141,12 @@ def go(measured: Measured, task: Task, interface: str | None) -> None:
     reports = transport.allgather(np.concatenate([report.view(np.uint8), digest(update)]))
     check_agreement(contender.name, [message[report.nbytes :] for message in reports])
     rows = [np.frombuffer(message[: report.nbytes].tobytes()) for message in reports]
-    everyones_seconds, *by_rank, on_interfaces = np.stack(rows, axis=1).tolist()
-    measured.seconds.append(max(everyones_seconds))
+    seconds_by_rank, *by_rank, on_interfaces = np.stack(rows, axis=1).tolist()
+    measured.seconds.append(max(seconds_by_rank))
     measured.cpu_seconds, measured.sent_bytes, measured.sent_messages = by_rank
     measured.interface_bytes = on_interfaces if interface else None
     measured.updated = entries(update)
-    measured.counted = own and (contender.algorithm != "dense" or transport.counts_allreduce)
+    measured.counted = is_own and (contender.algorithm != "dense" or transport.counts_allreduce)
 
 
 def entries(update: Update) -> int:
@@ -171,8 +171,8 @@ def message_seconds(transport: Transport) -> float:
     begun = time.process_time()
     for _ in range(_GATHERS):
         transport.barrier()
-    mine = (time.process_time() - begun) / _GATHERS / max(1, rounds_of(transport.size))
-    return statistics.fmean(transport.gather_object(mine))
+    own_seconds = (time.process_time() - begun) / _GATHERS / max(1, rounds_of(transport.size))
+    return statistics.fmean(transport.gather_object(own_seconds))
 
 
 def run(options: argparse.Namespace, command: str, transport: Transport) -> Results:
@@ -189,7 +189,7 @@ def run(options: argparse.Namespace, command: str, transport: Transport) -> Resu
     machine = this_machine()
     say = show_progress if transport.rank == 0 else silent
     formats = to_measure(options.algorithms, options.formats)
-    say("the link, and what coding and merging take")
+    say("measuring the link, coding and merging")
     calibration = calibrate(transport, formats)
     _, link = modelled_network(options, calibration.network)
     library_name = ""
@@ -200,14 +200,14 @@ def run(options: argparse.Namespace, command: str, transport: Transport) -> Resu
         # Idle ranks enter the operation too: they wait at its final barrier.
         with transport.operation(f"the benchmark of {size} ranks"):
             if transport.rank < size:
-                some = transport.subset(range(size)) if size < transport.size else transport
-                found = measure_network(some)[0] if size < transport.size else calibration.network
-                here = replace(
+                subset = transport.subset(range(size)) if size < transport.size else transport
+                found = measure_network(subset)[0] if size < transport.size else calibration.network
+                adjusted = replace(
                     calibration,
                     network=modelled_network(options, found)[0],
-                    rates=measure_calls(some, found, calibration.rates),
+                    rates=measure_calls(subset, found, calibration.rates),
                 )
-                records += on_these_ranks(options, some, library, here, say)
+                records += measure_cases(options, subset, library, adjusted, say)
             transport.barrier()
     say("")
     machine["load_after"] = load()
@@ -227,7 +227,7 @@ def run(options: argparse.Namespace, command: str, transport: Transport) -> Resu
     )
 
 
-def on_these_ranks(
+def measure_cases(
     options: argparse.Namespace,
     transport: Transport,
     library: ModelledLibrary,
@@ -243,7 +243,7 @@ def on_these_ranks(
         place = Place(case.length, case.k, network, rates)
         for what, rounds in ((_warm_up(case), 1), (case, options.rounds)):
             # New contenders each time: those of the warm-up keep boundaries for another length.
-            contenders = chosen(options, place, first)
+            contenders = contenders_of(options, place, first)
             found = measure(options, what, rounds, contenders, transport, library, say)
         reference = reference_of(contenders, place)
         records += [_record(each, case, place, reference, sharing_seconds) for each in found]
@@ -261,11 +261,11 @@ def calibrate(transport: Transport, formats: list[Format]) -> Calibration:
     return Calibration(network, rates, "measured in this run")
 
 
-def chosen(options: argparse.Namespace, place: Place, first: bool) -> list[Contender]:
+def contenders_of(options: argparse.Namespace, place: Place, first: bool) -> list[Contender]:
     """Return the contenders of a case; dense ones only if it is the first."""
     ours = own_contenders(options.algorithms, options.formats, place)
-    theirs = [contender for name in options.baselines for contender in BASELINES[name]]
-    return [contender for contender in (*ours, *theirs) if contender.selective or first]
+    baselines = [contender for name in options.baselines for contender in BASELINES[name]]
+    return [contender for contender in (*ours, *baselines) if contender.selective or first]
 
 
 def _warm_up(case: Case) -> Case:
@@ -281,7 +281,7 @@ def modelled_network(
     latency = measured.latency_seconds if options.latency is None else options.latency
     seconds_per_byte = 8.0 / options.bandwidth if options.bandwidth else measured.seconds_per_byte
     link = Link(latency, seconds_per_byte, measured.burst_bytes)
-    told = {
+    record = {
         "latency_seconds": latency,
         "bits_per_second": 8.0 / seconds_per_byte if seconds_per_byte else 0.0,
         "burst_bytes": measured.burst_bytes,  # pass at full speed after a pause
@@ -294,7 +294,7 @@ def modelled_network(
     found = Network(
         network.ranks, link, native_bytes=network.native_bytes, ranks_per_core=ranks_per_core
     )
-    return found, told
+    return found, record
 
 
 def count_hosts(transport: Transport) -> int:

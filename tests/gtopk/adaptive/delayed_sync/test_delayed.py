@@ -458,12 +458,12 @@ def test_a_state_within_an_epoch_is_taken_when_drained_only() -> None:
         with pytest.raises(ValueError, match="takes no set_num_samples"):
             optimizer.set_num_samples(7)
         for _, x in loader:
-            with pytest.raises(RuntimeError, match=r"under way.*call loader.drain\(\)"):
+            with pytest.raises(RuntimeError, match=r"not applied yet.*call loader.drain\(\)"):
                 loader.state_dict()
             model(x).mean().backward()
             optimizer.step()
             loader.drain()
-            with pytest.raises(RuntimeError, match="without a batch in hand"):
+            with pytest.raises(RuntimeError, match="without a current batch"):
                 optimizer.step()
             break
         state = loader.state_dict()

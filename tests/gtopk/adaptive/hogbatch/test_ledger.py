@@ -112,7 +112,9 @@ def test_a_round_begins_without_the_sums_of_the_dead() -> None:
 
 def test_a_rank_that_may_not_leave_is_missed() -> None:
     def program(transport: LocalTransport) -> None:
-        ledger = open_ledger(transport, why_gone=lambda place: "it was told to" if place else "")
+        ledger = open_ledger(
+            transport, departure_reason=lambda place: "it was told to" if place else ""
+        )
         ledger.begin(LENGTH)
         ledger.claim(10)
         if transport.rank == 1:
@@ -135,7 +137,7 @@ def test_a_worker_that_ends_its_round_and_leaves_meanwhile_is_not_dead() -> None
                 )
             return "it has left" if place else ""
 
-        ledger = open_ledger(transport, why_gone=leave)
+        ledger = open_ledger(transport, departure_reason=leave)
         ledger.begin(LENGTH)
         if transport.rank == 1:
             ended.wait(20)
@@ -167,7 +169,7 @@ def test_a_rank_that_is_given_up_is_missed_though_it_lives() -> None:
     let_go = threading.Event()
 
     def program(transport: LocalTransport) -> None:
-        ledger = open_ledger(transport, why_gone=lambda place: "frozen" if place else "")
+        ledger = open_ledger(transport, departure_reason=lambda place: "frozen" if place else "")
         ledger.begin(LENGTH)
         if transport.rank == 1:
             let_go.wait(20)

@@ -117,13 +117,13 @@ def test_a_first_worker_that_merges_and_ends_at_once_is_not_missed() -> None:
 
     merging = object.__new__(NodeMerges)
     merging._node = SimpleNamespace(
-        board=SimpleNamespace(head=head),
+        table=SimpleNamespace(head=head),
         memory=SimpleNamespace(is_present=end),
         ranks=[0, 1],
         ledger=SimpleNamespace(round=5, is_healthy=True, require_healthy=lambda: None),
     )
     merging._world = SimpleNamespace(rank=1, transport=SimpleNamespace(timeout_seconds=10.0))
-    merging._await_the_first()
+    merging._await_leader()
 
 
 @pytest.mark.parametrize("kinds", [("fast", "fast"), ("slow", "fast")])
@@ -152,7 +152,7 @@ def test_a_merge_without_an_update_leaves_each_node_its_work(is_finite: bool, ca
     merging._snapshot, merging._before = [model.clone()], [model.clone()]
     merging._tensors, merging._is_last, merging.merges = [model], False, 0
     merging._pending = merging._steps = MagicMock()
-    merging._node = SimpleNamespace(board=MagicMock())
+    merging._node = SimpleNamespace(table=MagicMock())
     merging._world = SimpleNamespace(rank=2)
     update = [torch.ones(4)] if is_finite else None
     merging._wait = lambda pending: (0.5, update, 0)  # type: ignore[method-assign]
@@ -161,6 +161,6 @@ def test_a_merge_without_an_update_leaves_each_node_its_work(is_finite: bool, ca
         merging._snapshot[0].copy_(center if update is None else center + update[0])
 
     merging._replica = SimpleNamespace(merge=merge, reduction=None)
-    merging._take()
+    merging._finish_merge()
     assert model.tolist() == [2.0 if is_finite else 3.0] * 4
-    assert ("a merge of the nodes' models did not count" in caplog.text) != is_finite
+    assert ("a merge of the nodes' models was skipped" in caplog.text) != is_finite

@@ -37,7 +37,7 @@ def test_a_model_that_is_not_finite_is_an_error_soon() -> None:
         if here.rank == 0:
             model[2].weight.data[0, 0] = math.inf
         here.transport.barrier()
-        message = rf"rank {here.rank}: the shared model is not finite any more, in '2.weight'"
+        message = rf"rank {here.rank}: the shared model is no longer finite, in '2.weight'"
         with pytest.raises(FloatingPointError, match=message):
             train(loader, model, optimizer)
         assert loader.report().workers[here.rank].skipped == 3

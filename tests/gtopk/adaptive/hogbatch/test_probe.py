@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gtopk.adaptive.hogbatch.sizes import GAIN, Probe, fits, memory_of
+from gtopk.adaptive.hogbatch.sizes import GAIN, Probe, largest_fitting, memory_of
 
 
 @pytest.mark.parametrize("overhead", [0.0, 1.0, 30.0, 1e9])
@@ -50,9 +50,9 @@ def test_a_batch_of_another_size_tells_nothing() -> None:
 
 
 def test_what_fits_follows_what_a_batch_took() -> None:
-    assert fits(8, took_bytes=800, free_bytes=10_000) == 80
-    assert fits(8, took_bytes=800, free_bytes=10) == 1
-    assert fits(8, took_bytes=0, free_bytes=10) > 1000
+    assert largest_fitting(8, took_bytes=800, free_bytes=10_000) == 80
+    assert largest_fitting(8, took_bytes=800, free_bytes=10) == 1
+    assert largest_fitting(8, took_bytes=0, free_bytes=10) > 1000
 
 
 def test_what_the_allocator_keeps_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,7 +216,7 @@ def test_a_parameter_without_a_state_shares_its_first_beside_others(name: str) -
     [
         (torch.optim.SparseAdam, "SparseAdam cannot step .* does not support dense gradients"),
         (lambda p: torch.optim.Adam(p, capturable=True), "Adam cannot step .* capturable=True"),
-        (WithScale, r"WithScale cannot step .* not self\.scale, which belongs into either"),
+        (WithScale, r"WithScale cannot step .* but not self\.scale, which belongs in one of them"),
     ],
 )
 def test_an_optimizer_that_cannot_step_there_is_an_error(make: Any, reason: str) -> None:
@@ -240,7 +240,7 @@ def test_tensors_lie_in_lines_of_their_own() -> None:
     [
         (torch.eye(3).to_sparse(), "its layout is torch.sparse_coo"),
         (torch.empty(3, device="meta"), "it is on the device 'meta'"),
-        (torch.zeros(3, 1).expand(3, 3), "elements of it share their memory"),
+        (torch.zeros(3, 1).expand(3, 3), "its elements share memory"),
     ],
 )
 def test_a_parameter_that_cannot_be_shared_is_an_error(tensor: torch.Tensor, reason: str) -> None:

@@ -114,7 +114,7 @@ def test_a_size_may_be_any_kind_of_whole_number() -> None:
         ({"cpu": "ab"}, "whole numbers, got 'ab'"),
         ({"cpu": True}, "whole numbers, got True"),
         ({"cpu": None}, "whole numbers, got None"),
-        ([1, 2], r"sizes must say them by device class, .* got \[1, 2\]"),
+        ([1, 2], r"sizes must map device classes to sizes, .* got \[1, 2\]"),
     ],
 )
 def test_sizes_that_make_no_sense_are_errors(sizes: dict[str, object], message: str) -> None:

@@ -49,7 +49,7 @@ def test_what_a_lost_rank_had_taken_is_handed_out_first_and_once() -> None:
     assert stretch is not None
     takes = by_speed([1.0, 1.0, 1.0])(0, len(stretch), batches.sizes)
     lost = sorted(chain.from_iterable(takes[1]))
-    batches.leave(1)
+    batches.remove_rank(1)
     batches.close([report(takes[0]), report(takes[2])])
     assert list(chain.from_iterable(batches.left)) == [*lost, *range(200, 400)]
     following = batches.open()

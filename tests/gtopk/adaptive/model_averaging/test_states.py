@@ -251,7 +251,7 @@ def test_drains_within_an_epoch_leave_every_sample_to_be_trained_with_once() -> 
                 if run.loader.merges % 3 == 1 and merges < run.loader.merges:
                     run.loader.drain()  # before the step, so the batch is handed out again
                     merges = run.loader.merges
-                    with pytest.raises(RuntimeError, match="without a batch in hand"):
+                    with pytest.raises(RuntimeError, match="without a current batch"):
                         run.optimizer.step()
                     continue
                 seen += indices.tolist()
@@ -314,7 +314,7 @@ def test_draining_puts_all_that_was_not_sent_into_the_model() -> None:
 
     def on_fewer(here: World) -> None:
         run = Run(hvd.Compression.gtopk(density=0.3), mega_batch=50)
-        with pytest.raises(ValueError, match=r"of 3 ranks.*here are 2; call loader.drain"):
+        with pytest.raises(ValueError, match=r"of 3 ranks.*this job has 2; call loader.drain"):
             run.loader.load_state_dict(results[0][3])
 
     on_ranks(2, on_fewer)

@@ -91,7 +91,9 @@ def test_who_is_faster_takes_more() -> None:
 def test_a_replay_that_does_not_fit_is_refused() -> None:
     replay = recorded([[[[0, 4]], [[4, 6]]]])
     cursor = ReplayedCursor(0, replay)
-    with pytest.raises(ValueError, match="must be its 7 samples, each once; they are up to 6"):
+    with pytest.raises(
+        ValueError, match="must cover its 7 samples, each once; they cover the first 6"
+    ):
         cursor.open(0, 7, [4, 4], 0)
     with pytest.raises(ValueError, match="must be of 3 ranks, got one of 2"):
         cursor.open(0, 6, [4, 4, 4], 0)

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gtopk.adaptive.partitioning.cuts import Passes, left_over, speeds_after, split_batches
+from gtopk.adaptive.partitioning.cuts import Passes, speeds_after, split_batches, uncomputed
 
 
 @settings(deadline=None)
@@ -20,7 +20,7 @@ def test_every_batch_is_computed_once(count: int, speeds: list[int], data: Any) 
         # At least one rank computes all it has; then the rest is dealt again.
         done = [data.draw(st.integers(min(1, len(own)), len(own))) for own in dealt]
         seen += [left[p] for own, n in zip(dealt, done, strict=True) for p in own[:n]]
-        left = [left[place] for place in left_over(dealt, done)]
+        left = [left[place] for place in uncomputed(dealt, done)]
         speeds = speeds_after(done, speeds)
     assert sorted(seen) == list(range(count))
 

@@ -22,7 +22,7 @@ def test_what_is_no_benchmark_ends_with_the_usage(
     assert main(["bench", *words]) == 2
     said = capsys.readouterr().err
     assert "usage: gtopk COMMAND" in said
-    assert f"no command '{' '.join(['bench', *words])}'" in said
+    assert f"unknown command '{' '.join(['bench', *words])}'" in said
 
 
 def test_records_are_printed_alone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,8 +87,8 @@ def test_with_one_seed_any_shortfall_is_a_loss(records: list[Record]) -> None:
     dense, _, gtopk, _ = records
     set_accuracy(dense, [0.95])
     for accuracy, words, loss in (
-        (0.947, "lies 0.3 points below dense (one seed: no spread to judge that by): a loss", True),
-        (0.953, "lies 0.3 points above dense (one seed: no spread to judge that by)", False),
+        (0.947, "lies 0.3 points below dense (one seed: the spread is unknown): a loss", True),
+        (0.953, "lies 0.3 points above dense (one seed: the spread is unknown)", False),
         (0.95, "equals that of dense (95.0\xa0%)", False),
     ):
         set_accuracy(gtopk, [accuracy])

@@ -183,7 +183,7 @@ def test_an_essential_package_that_breaks_means_not_ready(tmp_path: Path) -> Non
     job = examine("--no-run", path=tmp_path)
     assert job.returncode == 1
     assert "ImportError: libtorch_cpu.so: wrong ELF class" in job.stdout
-    assert "Not ready to train. In the way: torch." in job.stdout
+    assert "Not ready to train. Failed: torch." in job.stdout
 
 
 def test_without_numpy_no_ranks_are_started_and_the_report_is_whole(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_without_numpy_no_ranks_are_started_and_the_report_is_whole(tmp_path: Pa
     job = examine(path=tmp_path)
     assert (job.returncode, job.stderr) == (1, "")
     assert "\n  ranks              FAIL     numpy is broken\n" in job.stdout
-    assert "Not ready to train. In the way: numpy" in job.stdout
+    assert "Not ready to train. Failed: numpy" in job.stdout
 
 
 def test_a_package_that_never_returns_costs_one_finding(
@@ -374,7 +374,7 @@ def test_fail_means_that_training_cannot_start(name: str, said: State, weighs: S
 def test_one_rank_may_train_where_several_fail() -> None:
     failed = [Finding("torch", State.OK, ""), Finding("ranks", State.FAIL, "")]
     said = doctor._conclude(failed, None)
-    assert said.startswith("Not ready to train on several ranks. In the way: ranks.\n")
+    assert said.startswith("Not ready to train on several ranks. Failed: ranks.\n")
     assert said.endswith("One rank trains: python train.py")
 
 
@@ -399,7 +399,7 @@ def test_who_has_no_mpi_hears_what_it_is_needed_for(monkeypatch: pytest.MonkeyPa
 def test_ranks_that_take_too_long_are_a_finding() -> None:
     finding = doctor.check_new_ranks(seconds=0.01)
     assert finding.state is State.FAIL
-    assert "did not come together" in finding.detail
+    assert "did not connect" in finding.detail
 
 
 def test_ranks_that_fail_are_a_finding(
@@ -505,7 +505,7 @@ def test_a_rank_that_never_joins_does_not_hang_the_report() -> None:
     program = [sys.executable, "-c", code]
     with pytest.raises(InterruptedError):
         run(2, program, on_line=on_line, timeout_seconds=PLENTY_SECONDS)
-    assert lines == ["the 2 of them did not come together in 5 s"]
+    assert lines == ["the 2 ranks did not connect in 5 s"]
 
 
 def test_processes_that_mpi_does_not_join_are_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,14 +24,14 @@ EVERYWHERE = (
     [
         (ONE, "eth0", "10.0.0.5", {}, State.OK, ["listens on eth0 (10.0.0.5), by default route"]),
         (BESIDE_DOCKER, "eth0", "10.0.0.5", {}, State.OK, ["also docker0 (172.17.0.1)"]),
-        (TWO, "eth0", "10.0.0.5", {}, State.WARN, ["also ib0", "none is named", EVERYWHERE]),
+        (TWO, "eth0", "10.0.0.5", {}, State.WARN, ["also ib0", "no setting names one", EVERYWHERE]),
         (TWO, "ib0", "10.0.0.5", {"GTOPK_INTERFACE": "ib0"}, State.OK, ["listens on ib0"]),
         (
             *(ONE, "eth0", "127.0.1.1", {}, State.WARN),
-            ["this host's name, 'node1', stands for 127.0.1.1, where gloo looks", EVERYWHERE],
+            ["this host's name, 'node1', resolves to 127.0.1.1, and gloo uses", EVERYWHERE],
         ),
         (ONE, "eth0", "127.0.1.1", {"GLOO_SOCKET_IFNAME": "eth0"}, State.OK, ["listens on eth0"]),
-        (ONE, "eth0", "", {}, State.WARN, ["'node1', stands for no address"]),
+        (ONE, "eth0", "", {}, State.WARN, ["'node1', does not resolve"]),
         (
             *(BESIDE_DOCKER, "docker0", "10.0.0.5", {}, State.WARN),
             ["docker0 leads to containers of this host", EVERYWHERE],

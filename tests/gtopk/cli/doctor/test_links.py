@@ -83,7 +83,7 @@ def test_a_message_that_does_not_come_or_not_whole_names_both_ends(rank, to):
     )
     (broken,) = over(world).broken
     assert broken.startswith(f"rank {rank} ")
-    assert broken.endswith("what arrived is not what was sent")
+    assert broken.endswith("the message arrived damaged")
 
 
 def test_a_pair_that_is_slow_for_its_kind_is_named():
@@ -107,7 +107,7 @@ def test_in_a_job_rank_0_says_that_all_links_are_good(monkeypatch):
     code = run(3, program, on_line=lines.append, timeout_seconds=100)
     report = "\n".join(lines)
     assert code == 0, report
-    assert "all 3 bring messages whole between 3 ranks" in report
+    assert "all 3 deliver messages intact between 3 ranks" in report
     assert "Ready to train on these 3 ranks." in report
 
 

@@ -20,7 +20,7 @@ VPN = (
     "export GTOPK_INTERFACE=wg0 GLOO_SOCKET_IFNAME=wg0 OMPI_MCA_btl_tcp_if_include=wg0 "
     "NCCL_SOCKET_IFNAME=wg0"
 )
-FIREWALL = "let a firewall pass none but the job's hosts"
+FIREWALL = "let the firewall admit only the job's hosts"
 BY_ROUTE = Choice(PUBLIC, "default route")
 
 
@@ -102,7 +102,7 @@ def test_where_ranks_meet_is_looked_at_where_rank_0_serves_it(
     state, detail, advice = look(private, WITH_VPN, **meeting)
     assert (state is State.WARN) == reached
     if reached:
-        assert f"where ranks meet (TCP) at {PUBLIC} (eth0), by MASTER_ADDR" in detail
+        assert f"the rendezvous (TCP) at {PUBLIC} (eth0), by MASTER_ADDR" in detail
         assert advice.endswith("export MASTER_ADDR=10.8.0.2")
     assert look(private, WITH_VPN, **meeting, TORCHELASTIC_RUN_ID="1")[0] is State.OK
 

@@ -65,7 +65,7 @@ def test_ranks_that_are_all_fast_leave_no_slow_ones(
     record = tmp_path / "record.json"
     words = ["--speeds", "100:100", "--modes", "slow-only", "--json", str(record)]
     assert main(["simulate", *words]) == 2
-    assert "slow-only has no rank to train" in capsys.readouterr().err
+    assert "slow-only needs a slow rank" in capsys.readouterr().err
     assert not record.exists()
 
 
@@ -103,17 +103,17 @@ def test_more_skipped_steps_than_a_real_run_allows_are_simulated(
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--speeds", "100"], "two ranks' samples a second or more"),
+        (["--speeds", "100"], "samples a second of two or more ranks"),
         (["--slow", "0-4"], "must be RANK:FACTOR@TIME"),
-        (["--die", "1"], "must be RANK@TIME, as 1@30s, got '1'"),
+        (["--die", "1"], "must be RANK@TIME, such as 1@30s, got '1'"),
         (["--modes", "fast"], "must be one of equal-dense, equal"),
-        (["--sizes", "slow=4"], "must be as slow=4:64,fast=32:256"),
+        (["--sizes", "slow=4"], "such as slow=4:64,fast=32:256"),
         (["--sizes", "slow=64:4"], "thresholds of the class 'slow' are crossed"),
-        (["--fast", "one"], "must be ranks, as 0,2"),
-        (["--fast", "\N{SUPERSCRIPT TWO}"], "must be ranks, as 0,2"),
+        (["--fast", "one"], "must be ranks, such as 0,2"),
+        (["--fast", "\N{SUPERSCRIPT TWO}"], "must be ranks, such as 0,2"),
         (["--slow", "0:0@1s"], "FACTOR must lie in [1e-6, 1e6], got '0'"),
         (["--speeds", "1e300:1e300"], "must lie in 1e-06..1e+09 samples a second"),
-        (["--speeds", "nan:1"], "two ranks' samples a second or more"),
+        (["--speeds", "nan:1"], "samples a second of two or more ranks"),
         (["--overhead", "1e308s"], "must be at most 1e+09s"),
         (["--density", "2"], "--density: must lie in (0, 1], got '2'"),
         (["--lr", "-1"], "--lr: must lie in (0, inf), got '-1'"),
@@ -133,9 +133,9 @@ def test_words_that_mean_nothing_are_an_error(
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--slow", "2:4@1s", *QUICK], "--slow must be of ranks 0..1"),
-        (["--die", "2@1s", *QUICK], "--die must be of ranks 0..1"),
-        (["--fast", "2", *QUICK], "--fast must be of ranks 0..1"),
+        (["--slow", "2:4@1s", *QUICK], "--slow must name ranks 0..1"),
+        (["--die", "2@1s", *QUICK], "--die must name ranks 0..1"),
+        (["--fast", "2", *QUICK], "--fast must name ranks 0..1"),
         (["--die", "1@1s", *QUICK, "--modes", "local-sgd,abs"], "abs ends with a rank; --die is"),
         ([*QUICK, "--batch", "8"], "--batch must be at least 16, got 8"),
         ([*QUICK, "--modes", "local-sgd", "--json", "/dev/null/x"], "/x cannot be written"),

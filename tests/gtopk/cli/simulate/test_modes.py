@@ -33,7 +33,7 @@ def steady(record: Record) -> float:
 )
 def test_balanced_batches_gain_what_their_speeds_allow(speeds: list[float], gain: float) -> None:
     at = setting(speeds, 0.1, epochs=7)
-    equal, balanced = (modes.in_steps(at, mode) for mode in ("equal", "balanced"))
+    equal, balanced = (modes.train_in_steps(at, mode) for mode in ("equal", "balanced"))
     assert steady(balanced) > gain * steady(equal)
     assert [sum(s) for _, s in balanced.sizes] == [sum(s) for _, s in equal.sizes]
     # The same samples in the same steps give an equally good model, up to top-k's residuals.
@@ -42,7 +42,7 @@ def test_balanced_batches_gain_what_their_speeds_allow(speeds: list[float], gain
 
 def test_dense_balanced_training_is_that_of_equal_batches() -> None:
     at = replace(setting([400, 100], 0.1, epochs=3), density=None)
-    equal, balanced = (modes.in_steps(at, mode) for mode in ("equal", "balanced"))
+    equal, balanced = (modes.train_in_steps(at, mode) for mode in ("equal", "balanced"))
     assert balanced.sizes[-2][1] != equal.sizes[-2][1]
     assert [a for _, a in balanced.accuracy] == pytest.approx(
         [a for _, a in equal.accuracy], abs=0.003
@@ -51,7 +51,7 @@ def test_dense_balanced_training_is_that_of_equal_batches() -> None:
 
 def test_a_rank_that_slows_fourfold_is_relieved_within_two_windows() -> None:
     at = setting([400, 200, 100, 100], 0.1, epochs=10, slowdowns=[Slowdown(0, 4.0, second=13.0)])
-    record = modes.in_steps(at, "balanced")
+    record = modes.train_in_steps(at, "balanced")
     whole = [(second, sizes) for second, sizes in record.sizes if sum(sizes) == 256]
     steps_after = [sizes for second, sizes in whole if second > 13.0]
     settled = steps_after[2 * (5 + 2)]
@@ -76,7 +76,7 @@ def test_goodput_hides_a_long_exchange_behind_larger_batches() -> None:
 
 def test_delayed_rounds_hide_an_exchange_as_long_as_the_computation() -> None:
     at = setting([400, 200, 100, 100], 0.32, epochs=6)
-    balanced, rounds = modes.in_steps(at, "balanced"), delayed.simulate(at)
+    balanced, rounds = modes.train_in_steps(at, "balanced"), delayed.simulate(at)
     assert steady(rounds) > 1.3 * steady(balanced)
     assert rounds.least_utilisation > 1.3 * min(balanced.busy) / balanced.seconds
 
@@ -108,7 +108,7 @@ def test_a_pass_ends_when_all_is_applied_that_its_ranks_computed() -> None:
 def test_an_exchange_beside_the_computation_is_not_waited_for() -> None:
     at = setting([200, 100], 0.3, epochs=1)  # a step computes longer
     after, beside, partly = (
-        modes.in_steps(replace(at, overlap=share), "equal") for share in (0.0, 1.0, 0.1)
+        modes.train_in_steps(replace(at, overlap=share), "equal") for share in (0.0, 1.0, 0.1)
     )
     assert after.exchange == pytest.approx(0.3 * after.steps)
     assert beside.exchange == 0
@@ -123,7 +123,7 @@ def test_a_simulation_repeats_to_the_bit() -> None:
         delayed.simulate,
         SIMULATED["local-sgd"],
         SIMULATED["adaptive-sgd-gtopk"],
-        lambda s: modes.in_steps(s, "balanced"),
+        lambda s: modes.train_in_steps(s, "balanced"),
     ):
         assert simulate(at) == simulate(at)
 

@@ -9,19 +9,19 @@ from collectives.transports import LocalTransport
 from gtopk.adaptive.hogbatch.ledger import WorkerTable
 
 
-def open_board(transport: LocalTransport) -> WorkerTable:
+def open_table(transport: LocalTransport) -> WorkerTable:
     return WorkerTable(transport.shared_memory(WorkerTable.size_bytes(transport.size)))
 
 
 def test_rows_are_seen_by_all(threads: Callable[..., Any]) -> None:
     def program(transport: LocalTransport) -> None:
-        board = open_board(transport)
-        board["size"] = 10 + transport.rank
-        board.add("updates", transport.rank)
+        table = open_table(transport)
+        table["size"] = 10 + transport.rank
+        table.add("updates", transport.rank)
         transport.barrier()
-        assert board.rows["size"].tolist() == [10 + rank for rank in range(transport.size)]
-        assert board.total("updates") == sum(range(transport.size))
-        assert board["size"] == 10 + transport.rank
+        assert table.rows["size"].tolist() == [10 + rank for rank in range(transport.size)]
+        assert table.total("updates") == sum(range(transport.size))
+        assert table["size"] == 10 + transport.rank
         transport.barrier()
 
     threads(3, program)
@@ -29,28 +29,28 @@ def test_rows_are_seen_by_all(threads: Callable[..., Any]) -> None:
 
 def test_writes_one_after_the_other_do_not_overlap(threads: Callable[..., Any]) -> None:
     def program(transport: LocalTransport) -> int:
-        board = open_board(transport)
+        table = open_table(transport)
         for turn in range(6):
             transport.barrier()
             if turn % transport.size == transport.rank:
-                with board.writing():
+                with table.writing():
                     pass
-        return board["overlapped"]
+        return table["overlapped"]
 
     assert threads(3, program) == [0, 0, 0]
 
 
 def test_writes_at_the_same_time_overlap_on_both_sides(threads: Callable[..., Any]) -> None:
     def program(transport: LocalTransport) -> int:
-        board = open_board(transport)
+        table = open_table(transport)
         if transport.rank == 2:  # never writes
             transport.barrier()
             transport.barrier()
-            return board["overlapped"]
-        with board.writing():
+            return table["overlapped"]
+        with table.writing():
             transport.barrier()
             transport.barrier()
-        return board["overlapped"]
+        return table["overlapped"]
 
     assert threads(3, program) == [1, 1, 0]
 
@@ -59,16 +59,16 @@ def test_a_write_within_another_one_is_counted(threads: Callable[..., Any]) -> N
     """Rank 0's write begins and ends during rank 1's."""
 
     def program(transport: LocalTransport) -> int:
-        board = open_board(transport)
+        table = open_table(transport)
         if transport.rank == 1:
-            with board.writing():
+            with table.writing():
                 transport.barrier()
                 transport.barrier()
         else:
             transport.barrier()
-            with board.writing():
+            with table.writing():
                 pass
             transport.barrier()
-        return board["overlapped"]
+        return table["overlapped"]
 
     assert threads(2, program) == [1, 1]
