@@ -82,12 +82,12 @@ def _check_collectives() -> None:
     spec = importlib.util.find_spec("collectives")
     found = Path(spec.origin) if spec and spec.origin else None
     if found is None or not (found.parent / "vector.py").exists():
-        way_out = "rename that file or run from another directory"
+        advice = "rename that file or run from another directory"
         if found is None or "site-packages" in found.parts:
-            way_out = "pip uninstall collectives, then install gtopk again"
+            advice = "pip uninstall collectives, then install gtopk again"
         raise ImportError(
             "gtopk needs the 'collectives' package it was installed with, but found "
-            f"{found or 'none'}; {way_out}"
+            f"{found or 'none'}; {advice}"
         )
     if _is_replaced(found.parent / "__init__.py"):
         raise ImportError(

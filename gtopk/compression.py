@@ -130,7 +130,7 @@ class ErrorFeedback:
         if self.adam_correction is not None:
             object.__setattr__(self, "adam_correction", check_betas(self.adam_correction))
             if self.momentum_correction:
-                raise ValueError("give momentum_correction or adam_correction, which has its own")
+                raise ValueError("give momentum_correction or adam_correction, not both")
 
     @property
     def corrects(self) -> bool:

@@ -379,13 +379,13 @@ def take_over_clipping(state: GTopKState, norm: float, option: str, instead: str
     correction or Adam correction: the trainer would clip their steps, and the state cannot.
     """
     if state.compression.corrects:
-        correction, way_out = "momentum", "let SGD take the momentum, after the clipping"
+        correction, alternative = "momentum", "let SGD take the momentum, after the clipping"
         if state.compression.adam_correction:
-            correction, way_out = "adam", "use AdamW, whose moments come after the clipping"
+            correction, alternative = "adam", "use AdamW, whose moments come after the clipping"
         raise ValueError(
-            f"with {correction}_correction clipping to {option}={norm:g}, a norm for gradients, "
-            f"would cut steps with momentum, which are far longer: {instead}, or leave the "
-            f"correction out and {way_out}"
+            f"{option}={norm:g} is a norm for gradients, but with {correction}_correction it would "
+            f"clip steps with momentum, which are far longer: {instead}, or leave the correction "
+            f"out and {alternative}"
         )
     if state.makes_adam_steps:
         state.global_clip_norm = norm

@@ -193,9 +193,9 @@ class ReplicaState(HookState):
         self._bucket_exchanges = {
             unit: BucketExchanges(partial(self._open_bucket_exchange, unit)) for unit in units
         }
-        here, together = world.current(), place.replicas.members.ranks
+        here, ranks = world.current(), place.replicas.members.ranks
         name = here.name_optimizer(["fsdp"])
-        peers = Peers(here, place.replicas.engine, name, together, takes_part=True)
+        peers = Peers(here, place.replicas.engine, name, ranks, takes_part=True)
         by_adam = of_adam or {"adam": None}
         super().__init__(peers, compression, scaler, max_skipped_steps, optimizer, by_adam)
         # Parameters whose gradients the last pass set to NaN.

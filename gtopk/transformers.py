@@ -84,7 +84,7 @@ class GTopK(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
         """Register the hook; raise ValueError if Trainer has not wrapped the model in DDP."""
-        self._trainer = trainer = _in_training(self)
+        self._trainer = trainer = _calling_trainer(self)
         # Trainer compiles the model last, so DDP is inside the compiled module.
         model = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)
         if not isinstance(model, DistributedDataParallel):
@@ -195,8 +195,8 @@ class GTopK(TrainerCallback):  # type: ignore[misc,unused-ignore]
             folders.insert(0, Path(args.resume_from_checkpoint))
         # All ranks must use the same folder, but hosts may not share a disk: take the first folder
         # that any rank sees.
-        here = [(folder / saved["name"]).is_dir() for folder in folders]
-        for folder, *ranks in zip(folders, *allgather_object(here), strict=True):
+        is_here = [(folder / saved["name"]).is_dir() for folder in folders]
+        for folder, *ranks in zip(folders, *allgather_object(is_here), strict=True):
             if not any(ranks):
                 continue
             found = load_latest(
@@ -228,7 +228,7 @@ def _exchange(callback: GTopK, bucket: GradBucket) -> torch.futures.Future[torch
     return gtopk_hook(callback.state, bucket)
 
 
-def _in_training(callback: TrainerCallback) -> Trainer:
+def _calling_trainer(callback: TrainerCallback) -> Trainer:
     """Return the Trainer that calls a callback, found on the stack.
 
     Trainer passes only the bare model to its callbacks, without DDP.

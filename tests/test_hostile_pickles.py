@@ -30,7 +30,7 @@ from gtopk.runtime.object_codec.codec import HEADER, MAGIC, VERSION
 from gtopk.runtime.runner import call as report
 from gtopk.torch.checkpoint import CheckpointError, load_latest
 from gtopk.torch.checkpoint.files import encode_with_checksum
-from gtopk.torch.checkpoint.tree import put_together
+from gtopk.torch.checkpoint.tree import unflatten
 from models.data import load
 from models.data.an4 import read_transcript, read_wav
 from models.data.cifar10 import read_binary_batch, read_pickled_batch
@@ -91,7 +91,7 @@ def test_no_message_between_ranks_is_unpickled(canary):
         with pytest.raises(objects.ObjectFormatError):
             objects.decode(content)
         with pytest.raises(objects.ObjectFormatError):
-            report.read(content, allow_pickle=False)
+            report.read_report(content, allow_pickle=False)
 
 
 def test_no_file_of_a_checkpoint_is_unpickled(canary, tmp_path, threads):
@@ -100,7 +100,7 @@ def test_no_file_of_a_checkpoint_is_unpickled(canary, tmp_path, threads):
     hostile = pickle.dumps(Hostile(canary))
     message = base64.b64encode(concealed(hostile, 1)).decode()
     with pytest.raises(DamagedError, match="holds a pickle"):
-        put_together({"$object": message}, {})
+        unflatten({"$object": message}, {})
     stream = io.BytesIO()
     torch.save({"state": Hostile(canary)}, stream)
     name = "checkpoint-00000001-step-1"
@@ -271,4 +271,4 @@ def test_no_port_of_a_job_unpickles_anything_and_the_job_goes_on(
         ended.touch()
         job.join(60)
     assert results == [[[2.0, 3.0], [2.0, 3.0]]], sys.stderr
-    assert "is no rank and is refused" in caplog.text
+    assert "not a rank" in caplog.text

@@ -34,7 +34,7 @@ __all__ = ["install"]
 HOROVOD_VERSION: Final = "0.28.1"
 
 # Horovod's module and gtopk's; their submodules correspond by name.
-_STANDS_FOR: Final = (
+_MODULES: Final = (
     ("horovod.common", "gtopk.common"),
     ("horovod.run.runner", "gtopk.runtime.runner"),  # until Horovod 0.20
     ("horovod.runner", "gtopk.runtime.runner"),
@@ -52,41 +52,41 @@ def install() -> None:
     # Checked before anything is installed: a refusal must leave the process unchanged.
     if settings.TRANSPORT.read() == "horovod":
         raise RuntimeError(
-            "GTOPK_TRANSPORT must not be 'horovod' where gtopk stands for Horovod: the real one "
-            "cannot be imported there; unset it"
+            "GTOPK_TRANSPORT must not be 'horovod' under gtopk.as_horovod, which replaces Horovod: "
+            "the real one cannot be imported; unset it"
         )
     if "horovod" in sys.modules:
         where = getattr(sys.modules["horovod"], "__file__", None)
         raise RuntimeError(
-            f"horovod must not be imported before gtopk stands for it, and was, from {where}"
+            f"horovod, from {where}, was imported before gtopk.as_horovod: install that first"
         )
     # First in the list: the other finders would find an installed Horovod.
     sys.meta_path.insert(0, Finder())
 
 
-def follow() -> None:
+def patch_spawn() -> None:
     """Make all processes that multiprocessing spawns later run __main__.py as their script."""
     # Not in __main__.py: a spawned process replaces that module's names with the script's.
     prepare = spawn.get_preparation_data
 
     def get_preparation_data(name: str) -> dict[str, Any]:
-        told = prepare(name)
+        data = prepare(name)
         # With these left in, the child would run the script before gtopk replaces Horovod.
-        path, module = told.pop("init_main_from_path", None), told.pop("init_main_from_name", None)
+        path, module = data.pop("init_main_from_path", None), data.pop("init_main_from_name", None)
         if path or module:
             # Preparation data has no field for this; a spawned process inherits the environment.
             os.environ[settings.AS_HOROVOD_MAIN.name] = json.dumps([path, module])
-            told["init_main_from_name"] = __name__
-        return told
+            data["init_main_from_name"] = __name__
+        return data
 
     spawn.get_preparation_data = get_preparation_data
 
 
-def stands_for(name: str) -> str | None:
+def target_of(name: str) -> str | None:
     """Return gtopk's module for one of Horovod's, or None."""
-    for theirs, ours in _STANDS_FOR:
-        if name == theirs or name.startswith(f"{theirs}."):
-            target = ours + name.removeprefix(theirs)
+    for horovod_name, gtopk_name in _MODULES:
+        if name == horovod_name or name.startswith(f"{horovod_name}."):
+            target = gtopk_name + name.removeprefix(horovod_name)
             return target if _exists(target) else None
     return None
 
@@ -113,18 +113,18 @@ class Finder(MetaPathFinder):
         if name.partition(".")[0] != "horovod":
             return None
         if name in ("horovod", "horovod.run"):
-            return ModuleSpec(name, _Made(), is_package=True)
-        module = stands_for(name)
+            return ModuleSpec(name, _NewModuleLoader(), is_package=True)
+        module = target_of(name)
         if module is None:
             raise ModuleNotFoundError(
-                f"No module named {name!r}: under gtopk.as_horovod, gtopk stands for "
-                "horovod.torch, horovod.run and horovod.common, not for the rest of Horovod",
+                f"No module named {name!r}: gtopk.as_horovod replaces horovod.torch, horovod.run "
+                "and horovod.common, but no other part of Horovod",
                 name=name,
             )
-        return ModuleSpec(name, _Alias(module))
+        return ModuleSpec(name, _AliasLoader(module))
 
 
-class _Alias(Loader):
+class _AliasLoader(Loader):
     """Loads an existing module under a second name; both names refer to the same object."""
 
     def __init__(self, module: str) -> None:
@@ -139,7 +139,7 @@ class _Alias(Loader):
         sys.modules[module.__name__] = importlib.import_module(self._module)
 
 
-class _Made(Loader):
+class _NewModuleLoader(Loader):
     """Creates the two modules without a counterpart in gtopk: horovod, and the old horovod.run."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

@@ -23,7 +23,7 @@ from types import ModuleType, TracebackType
 from typing import Final
 
 from gtopk import settings
-from gtopk.as_horovod import follow, install
+from gtopk.as_horovod import install, patch_spawn
 
 _USAGE: Final = "usage: python -m gtopk.as_horovod (SCRIPT | -m MODULE) [ARGUMENTS]"
 
@@ -42,7 +42,7 @@ def main() -> None:
     # Horovod's scripts send any object as a pickle. Children inherit the environment.
     os.environ[name] = os.environ.get(name) or "1"
     install()
-    follow()
+    patch_spawn()
     if is_module:
         sys.argv[:] = ["-m", *words[2:]]
         _become_main()
@@ -57,7 +57,7 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
     """Run a file, or a folder or archive with a __main__.py."""
     sys.argv[:] = [path, *arguments]
     if os.path.isdir(path) or (path.endswith((".zip", ".pyz")) and os.path.isfile(path)):
-        _begin_path_with(os.path.abspath(path))
+        _put_first_in_path(os.path.abspath(path))
         _become_main()
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
         return
@@ -70,7 +70,7 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
         why = f"[Errno {error.errno}] {error.strerror}"
         print(f"{sys.executable}: {what}: {why}", file=sys.stderr)
         sys.exit(2)
-    _begin_path_with(os.path.dirname(os.path.realpath(path)))
+    _put_first_in_path(os.path.dirname(os.path.realpath(path)))
     main = _become_main()
     main.__dict__.update(
         __file__=os.path.abspath(path),
@@ -88,11 +88,11 @@ def _become_main() -> ModuleType:
     if sys.version_info < (3, 14):
         main.__annotations__ = {}
     sys.modules["__main__"] = main
-    sys.excepthook = _show
+    sys.excepthook = _hook
     return main
 
 
-def _begin_path_with(folder: str) -> None:
+def _put_first_in_path(folder: str) -> None:
     """Put a script's folder first in sys.path, in place of the entry that -m added."""
     # `python -P` adds no such entry.
     if not getattr(sys.flags, "safe_path", False):
@@ -101,14 +101,14 @@ def _begin_path_with(folder: str) -> None:
         sys.path.append(str(Path(__file__).parents[2]))
 
 
-def _show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+def _hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     """Print an uncaught exception without this file's frames, as Python would for the script."""
-    trace, own = traceback, None
+    trace, last_own = traceback, None
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == __file__:
-            own = trace
+            last_own = trace
         trace = trace.tb_next
-    shown = own.tb_next if own is not None else traceback
+    shown = last_own.tb_next if last_own is not None else traceback
     sys.__excepthook__(kind, error.with_traceback(shown), shown)
 
 
@@ -116,7 +116,7 @@ if __name__ == "__main__":
     main()
 elif __name__ == "__mp_main__":
     install()
-    follow()
+    patch_spawn()
     _path, _module = json.loads(settings.AS_HOROVOD_MAIN.read())
     _script = (
         runpy.run_path(_path, run_name=__name__)

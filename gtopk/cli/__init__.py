@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from .. import __version__
-from ..runtime.standard_streams import spell_in_any_encoding
+from ..runtime.standard_streams import replace_unencodable_characters
 
 # Each subcommand's module defines `main(arguments) -> exit code` and `parser()`. It is imported on
 # demand, so that `gtopk doctor` works even if torch is broken.
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # stdout is closed (>&-): writing must raise an OSError as on a full disk, not AttributeError.
     if sys.stdout is None:
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
-    spell_in_any_encoding()
+    replace_unencodable_characters()
     try:
         try:
             code = _run(list(sys.argv[1:] if arguments is None else arguments))

@@ -23,7 +23,7 @@ from collectives.environment import whole_number
 from .. import settings
 from ..runtime.launch import LaunchError
 from ..runtime.launch.job import Host, job, parse_hosts, read_hostfile, refuse_inside_a_job
-from ..runtime.runner.ranks import LAUNCHERS, Places, Start, launcher_at_hand, start_program
+from ..runtime.runner.ranks import LAUNCHERS, Places, Start, default_launcher, launch_command
 from .arguments import Command, as_argument, fail
 
 
@@ -123,12 +123,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         hosts = read_hostfile(options.hostfile) if options.hostfile else options.hosts
         places = _places(options, hosts)
-        if options.link and places.elsewhere:
+        if options.link and places.remote_host:
             raise ValueError(
-                f"--link emulates a network between ranks of this host, and '{places.elsewhere}' "
+                f"--link emulates a network between ranks of this host, and '{places.remote_host}' "
                 "is another host"
             )
-        start = start_program(places, _program(options), _variables(options))
+        start = launch_command(places, _program(options), _variables(options))
         # A dry run starts nothing, so it is allowed inside a job.
         if not options.dry_run:
             refuse_inside_a_job()
@@ -197,7 +197,7 @@ def _places(options: argparse.Namespace, hosts: list[Host]) -> Places:
     if launcher is None:
         # In an allocation, srun knows hosts and cores; --hosts may name hosts outside it.
         by_srun = os.environ.get("SLURM_JOB_ID") and shutil.which("srun") and not hosts
-        launcher = "srun" if by_srun else launcher_at_hand(hosts)
+        launcher = "srun" if by_srun else default_launcher(hosts)
     if ranks is None:
         by_srun = launcher == "srun" and not hosts
         ranks = sum(h.slots for h in hosts) or (allocated_tasks() if by_srun else usable_cores())

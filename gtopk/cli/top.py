@@ -270,7 +270,7 @@ def _snapshots(folder: Path, every: float, waits: bool = False) -> Iterator[list
             continue
         began = True
         # Print only changes: a line per second would scroll the table away.
-        missing = [each for each in (run.lacks(), run.unread()) if each is not None]
+        missing = [each for each in (run.missing_text(), run.skipped_text()) if each is not None]
         for each in missing:
             if each not in reported:
                 print(f"gtopk top: {': '.join(each)}", file=sys.stderr)

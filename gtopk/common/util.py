@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch.torch_version import TorchVersion
 
-from ..torch.mpi_ops import lifecycle as builds
+from ..torch.mpi_ops import lifecycle
 from ..torch.mpi_ops.reduction import op_of
 
 T = TypeVar("T")
@@ -110,27 +110,27 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 def mpi_built(verbose: bool = False) -> bool:
     """Tell whether MPI can be used here."""
-    return builds.mpi_built()
+    return lifecycle.mpi_built()
 
 
 def gloo_built(verbose: bool = False) -> bool:
     """Tell whether gloo can be used here."""
-    return builds.gloo_built()
+    return lifecycle.gloo_built()
 
 
 def nccl_built(verbose: bool = False) -> int:
     """Return the version of the usable NCCL; 0 for none."""
-    return builds.nccl_built()
+    return lifecycle.nccl_built()
 
 
 def ddl_built(verbose: bool = False) -> bool:
     """Return False: IBM's DDL is not used."""
-    return builds.ddl_built()
+    return lifecycle.ddl_built()
 
 
 def ccl_built(verbose: bool = False) -> bool:
     """Return False: Intel's oneCCL is not used."""
-    return builds.ccl_built()
+    return lifecycle.ccl_built()
 
 
 def get_ext_suffix() -> str:

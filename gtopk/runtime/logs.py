@@ -40,21 +40,21 @@ class _StderrHandler(logging.Handler):
     def __init__(self, rank: int, all_ranks: bool) -> None:
         """all_ranks: whether ranks other than 0 print the messages that all ranks log alike."""
         super().__init__()
-        self._whose = f"rank {rank}"
-        self._is_echo = rank > 0 and not all_ranks
+        self._prefix = f"rank {rank}"
+        self._skips_everywhere = rank > 0 and not all_ranks
         self.set_level = False
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line, prefixed with the rank unless the message already begins with it."""
-        said = super().format(record)
-        begins = said.startswith((f"{self._whose}:", f"{self._whose} "))
-        return said if begins else f"{self._whose}: {said}"
+        text = super().format(record)
+        has_prefix = text.startswith((f"{self._prefix}:", f"{self._prefix} "))
+        return text if has_prefix else f"{self._prefix}: {text}"
 
     def emit(self, record: logging.LogRecord) -> None:
         # Checked for each record: the script may configure logging after `init`.
         if logging.getLogger().handlers:
             return
-        if self._is_echo and getattr(record, "everywhere", False):
+        if self._skips_everywhere and getattr(record, "everywhere", False):
             return
         try:
             text = self.format(record)
@@ -69,16 +69,16 @@ def install_handler(rank: int, environ: Mapping[str, str] = os.environ) -> None:
 
     Raises ValueError if GTOPK_LOG is not a valid level.
     """
-    asked = settings.LOG.read(environ)
+    level = settings.LOG.read(environ)
     remove_handler()
     if any(not isinstance(each, logging.NullHandler) for each in _log.handlers):
         return
-    handler = _StderrHandler(rank, all_ranks=bool(asked))
+    handler = _StderrHandler(rank, all_ranks=bool(level))
     _log.addHandler(handler)
     # Keep a level that the script has set.
     if _log.level == logging.NOTSET:
-        usual = logging.INFO if rank == 0 else logging.WARNING
-        _log.setLevel(_LEVELS[asked] if asked else usual)
+        default_level = logging.INFO if rank == 0 else logging.WARNING
+        _log.setLevel(_LEVELS[level] if level else default_level)
         handler.set_level = True
 
 

@@ -11,33 +11,33 @@ from collections.abc import Callable
 from typing import Final, TextIO
 
 _IN_ASCII: Final = {"µ": "u", "μ": "u", "×": "x", "\u2009": " ", "\u202f": " ", "\xa0": " "}  # noqa: RUF001
-_SPELT: Final = "gtopk-spelt"
+_ERROR_HANDLER: Final = "gtopk-ascii"
 _LINE_SECONDS: Final = 1.0  # how long a write waits for the reader of stderr
 
 
-def spell_in_any_encoding() -> None:
+def replace_unencodable_characters() -> None:
     """Make stdout and stderr spell characters that their encoding lacks in ASCII, without errors.
 
     A few characters have an ASCII spelling ("us" for microseconds); all others are escaped.
     """
-    codecs.register_error(_SPELT, _spelt)
+    codecs.register_error(_ERROR_HANDLER, _replace_in_ascii)
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)  # a script's replacement may lack it
         if reconfigure is not None:
-            reconfigure(errors=_SPELT)
+            reconfigure(errors=_ERROR_HANDLER)
 
 
-def _spelt(error: UnicodeError) -> tuple[str | bytes, int]:
+def _replace_in_ascii(error: UnicodeError) -> tuple[str | bytes, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    first = error.object[error.start]
-    if first in _IN_ASCII:
-        return _IN_ASCII[first], error.start + 1
+    character = error.object[error.start]
+    if character in _IN_ASCII:
+        return _IN_ASCII[character], error.start + 1
     # One character at a time, as the next one may have a spelling.
-    one = UnicodeEncodeError(
+    single = UnicodeEncodeError(
         error.encoding, error.object, error.start, error.start + 1, error.reason
     )
-    return codecs.lookup_error("backslashreplace")(one)
+    return codecs.lookup_error("backslashreplace")(single)
 
 
 def occupy_closed_descriptors() -> None:

@@ -16,7 +16,7 @@ Each line has "step", the library's count of steps. Each but "begin" has "second
 "begin", on rank 0's clock. A "begin" has "began_unix_seconds", the same on all ranks that began
 together. If the writer was killed, a file may end in the middle of a line.
 
-A record may be damaged, or written by another program. `sound` checks each line once, on reading.
+A record may be damaged, or written by another program. `validated` checks each line once
 Readers get the valid lines, and the number of invalid ones.
 """
 
@@ -66,12 +66,12 @@ def report_of(line: Line) -> StepReport:
 
     Fields that earlier versions did not write get their defaults.
     """
-    known = {
+    fields = {
         name: line[name]
         for name, default in _FIELDS.items()
         if name in line or default is dataclasses.MISSING
     }
-    return StepReport(**known)
+    return StepReport(**fields)
 
 
 def left_in_order(end: Line) -> bool:
@@ -82,13 +82,13 @@ def left_in_order(end: Line) -> bool:
 
 def as_text(line: Line) -> str:
     """Return a line as the text that is written to a file."""
-    return json.dumps({name: _short(value) for name, value in line.items()}) + "\n"
+    return json.dumps({name: _rounded(value) for name, value in line.items()}) + "\n"
 
 
-def _short(value: Any) -> Any:
+def _rounded(value: Any) -> Any:
     """Return a value without insignificant digits, and with null for floats that JSON lacks."""
     if isinstance(value, dict):
-        return {name: _short(each) for name, each in value.items()}
+        return {name: _rounded(each) for name, each in value.items()}
     if not isinstance(value, float):
         return value
     if not math.isfinite(value):
@@ -98,13 +98,13 @@ def _short(value: Any) -> Any:
 
 # The files' names have five digits for the rank.
 MOST_RANKS: Final = 100_000
-_MOST: Final = 10**18  # bytes, steps, entries
+_MAX_COUNT: Final = 10**18  # bytes, steps, entries
 _LONGEST_SECONDS: Final = 1e12
 _LAST_DATE: Final = 250e9  # seconds since 1970: in the year 9892
 # Sums of larger values overflow, so they are treated as not finite.
 LARGEST_VALUE: Final = 1e300
 # Control characters of terminals and of text direction, and surrogates, which cannot be encoded.
-_STEERING: Final = re.compile(
+_CONTROL_CHARACTERS: Final = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
@@ -114,7 +114,7 @@ Check = Callable[[Any], bool]
 # Uses `type`, not isinstance: True must not pass for a count of 1.
 def _is_count(value: Any) -> bool:
     # Python's integers are unbounded, and large ones would overflow in float arithmetic.
-    return type(value) is int and 0 <= value <= _MOST
+    return type(value) is int and 0 <= value <= _MAX_COUNT
 
 
 def _is_number(value: Any) -> bool:
@@ -146,7 +146,7 @@ def _are_values(value: Any) -> bool:
     return isinstance(value, dict) and all(name and _is_value(each) for name, each in value.items())
 
 
-_OF_TYPES: Final[Mapping[str, Check]] = {
+_CHECKS_BY_TYPE: Final[Mapping[str, Check]] = {
     "int": _is_count,
     "float": _is_number,
     "bool": _is_bool,
@@ -156,17 +156,17 @@ _OF_TYPES: Final[Mapping[str, Check]] = {
 }
 
 
-def _of_report(required: bool) -> dict[str, Check]:
+def _report_checks(required: bool) -> dict[str, Check]:
     """Return the checks of a StepReport's required fields, or of the optional ones."""
     return {
-        each.name: _OF_TYPES[str(each.type)]
+        each.name: _CHECKS_BY_TYPE[str(each.type)]
         for each in dataclasses.fields(StepReport)
         if (each.default is dataclasses.MISSING) == required
     }
 
 
 # By kind of line: the required fields and the optional ones.
-_HOLDS: Final[Mapping[str, tuple[Mapping[str, Check], Mapping[str, Check]]]] = {
+_SCHEMA: Final[Mapping[str, tuple[Mapping[str, Check], Mapping[str, Check]]]] = {
     "begin": (
         {
             "rank": _is_count,
@@ -186,10 +186,10 @@ _HOLDS: Final[Mapping[str, tuple[Mapping[str, Check], Mapping[str, Check]]]] = {
         },
     ),
     "step": (
-        {"bytes_so_far": _is_count, **_of_report(required=True)},
+        {"bytes_so_far": _is_count, **_report_checks(required=True)},
         {
             "samples_so_far": _is_count,
-            **_of_report(required=False),
+            **_report_checks(required=False),
             "covers": lambda value: _is_text(value) and value != "",
             "gradient_norm": _is_value,
         },
@@ -203,7 +203,7 @@ _HOLDS: Final[Mapping[str, tuple[Mapping[str, Check], Mapping[str, Check]]]] = {
 }
 
 
-def sound(line: Line, rank: int | None) -> Line | None:
+def validated(line: Line, rank: int | None) -> Line | None:
     """Return a line that is safe to show, or None for one that gtopk cannot have written.
 
     Texts are made safe with `shown`. A line of an unknown kind keeps its fields.
@@ -213,27 +213,27 @@ def sound(line: Line, rank: int | None) -> Line | None:
     if not isinstance(what, str):
         return None
     line = shown(line)
-    holds, may_hold = _HOLDS.get(what, ({}, {}))
+    required, optional = _SCHEMA.get(what, ({}, {}))
     if what != "begin" and not _is_number(line.get("seconds")):
         return None
     # An unknown kind has no checks here and passes: a later version's record is shown in part.
-    if not all(name in line and check(line[name]) for name, check in holds.items()):
+    if not all(name in line and check(line[name]) for name, check in required.items()):
         return None
-    if not all(check(line[name]) for name, check in may_hold.items() if name in line):
+    if not all(check(line[name]) for name, check in optional.items() if name in line):
         return None
     # Reject a copy under another rank's name, which would count its steps twice.
     if what == "begin" and not line["rank"] == rank < line["ranks"]:
         return None
     if what == "values":
-        line["values"] = {name: _within(value) for name, value in line["values"].items()}
+        line["values"] = {name: _bounded(value) for name, value in line["values"].items()}
     if what == "step" and "gradient_norm" in line:
-        line["gradient_norm"] = _within(line["gradient_norm"])
+        line["gradient_norm"] = _bounded(line["gradient_norm"])
     if what == "withheld":
-        line |= {name: _within(line[name]) for name in ("norm", "age_steps")}
+        line |= {name: _bounded(line[name]) for name in ("norm", "age_steps")}
     return line
 
 
-def _within(value: float | None) -> float | None:
+def _bounded(value: float | None) -> float | None:
     return None if value is None or not abs(value) <= LARGEST_VALUE else value
 
 
@@ -243,18 +243,18 @@ def shown(value: Any) -> Any:
     Tabs and line ends become spaces; other control characters are escaped.
     """
     if isinstance(value, str):
-        return _steady(value)
+        return _sanitized(value)
     if isinstance(value, dict):
-        return {_steady(name): shown(each) for name, each in value.items()}
+        return {_sanitized(name): shown(each) for name, each in value.items()}
     return [shown(each) for each in value] if isinstance(value, list) else value
 
 
 # Lines share a few names: the cache keeps one string for each.
 @lru_cache(1 << 12)
-def _steady(text: str) -> str:
-    return _STEERING.sub(_spelt, text)
+def _sanitized(text: str) -> str:
+    return _CONTROL_CHARACTERS.sub(_escaped, text)
 
 
-def _spelt(found: re.Match[str]) -> str:
+def _escaped(found: re.Match[str]) -> str:
     code = ord(found[0])
     return " " if found[0] in "\t\n" else f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ..units import listed
-from .lines import FORMAT, Line, left_in_order, rank_of, report_of, shown, sound
+from .lines import FORMAT, Line, left_in_order, rank_of, report_of, shown, validated
 from .step_report import StepReport
 
 _BLOCK_BYTES: Final = 1 << 20
@@ -40,7 +40,7 @@ class RankFile:
         self._rank = rank_of(path)
         self._inode = self._read_bytes = 0
 
-    def read_on(self) -> list[list[Line]]:
+    def read_new_lines(self) -> list[list[Line]]:
         """Read new lines, and return the attempts; raise ValueError for another version's file.
 
         An incomplete line, as a killed rank leaves, is ignored.
@@ -58,14 +58,14 @@ class RankFile:
                 if is_cut:
                     texts.pop()
                 self._read_bytes += sum(map(len, texts))
-                self._take(texts)
+                self._parse_lines(texts)
                 if is_cut:
                     break
         return self.attempts
 
-    def _take(self, texts: Sequence[bytes]) -> None:
+    def _parse_lines(self, texts: Sequence[bytes]) -> None:
         if self._recent_steps is not None:
-            texts = _without_old_steps(texts, self._recent_steps)
+            texts = _drop_old_steps(texts, self._recent_steps)
         for text in texts:
             line = _parsed(text)
             if line is None:
@@ -75,14 +75,14 @@ class RankFile:
                     f"the record is of format {shown(str(line.get('format')))}, written by gtopk "
                     f"{shown(str(line.get('gtopk')))}; this version reads format {FORMAT}"
                 )
-            line = sound(line, self._rank)
+            line = validated(line, self._rank)
             if line is None:
                 self.unsound += 1
                 continue
             if line["what"] == "begin":
                 self._begin(line)
             elif self.attempts:
-                self._decide(line["what"])
+                self._note_resume(line["what"])
                 self.attempts[-1].append(line)
         if self._recent_steps is not None:
             self.attempts = [
@@ -95,7 +95,7 @@ class RankFile:
             self._before, self.attempts = self._before + self.attempts, []
         self.attempts.append([line])
 
-    def _decide(self, what: str) -> None:
+    def _note_resume(self, what: str) -> None:
         """Decide from a line whether the last attempt resumes those before it."""
         if what == "resumed":
             self.attempts = self._before + self.attempts
@@ -127,7 +127,7 @@ def _parsed(text: bytes) -> Line | None:
     return line if isinstance(line, dict) and "what" in line else None
 
 
-def _without_old_steps(texts: Sequence[bytes], count: int) -> list[bytes]:
+def _drop_old_steps(texts: Sequence[bytes], count: int) -> list[bytes]:
     """Drop all but the last steps of each attempt unparsed: they are most of a file."""
     kept = []
     left = count
@@ -220,7 +220,7 @@ class RankRecord:
         return int(self.begin["rank"])
 
     @property
-    def taken(self) -> int:
+    def step_count(self) -> int:
         """Return the number of its steps, including those without a line."""
         return self.steps[-1].report.step + 1 - self.from_step if self.steps else 0
 
@@ -268,20 +268,20 @@ class Run:
         read = {each.rank for each in self.ranks}
         return [rank for rank in range(int(self.first.begin["ranks"])) if rank not in read]
 
-    def lacks(self) -> tuple[str, str] | None:
+    def missing_text(self) -> tuple[str, str] | None:
         """Return which ranks have no record, and a text about it; None if all have one."""
         missing = self.missing
         if not missing:
             return None
         who = f"rank{'s' * (len(missing) > 1)} {listed([*map(str, missing)])}"
-        return who, "no record is here: the file is missing, or without a whole first line"
+        return who, "no record found: the file is missing, or without a whole first line"
 
-    def unread(self) -> tuple[str, str] | None:
+    def skipped_text(self) -> tuple[str, str] | None:
         """Return a subject and a text about ignored lines; None if there are none."""
         if not self.unsound:
             return None
         lines = "a line" if self.unsound == 1 else f"{self.unsound} lines"
-        return "the record", f"{lines} that gtopk has not written so: passed over"
+        return "the record", f"skipped {lines} of an unknown format"
 
 
 class NoRunError(ValueError):
@@ -308,7 +308,7 @@ class Reader:
             path: self._files.get(path) or RankFile(path, self._recent_steps)
             for path in sorted(self._folder.glob(_PATTERN))
         }
-        found = [attempts for file in self._files.values() if (attempts := file.read_on())]
+        found = [attempts for file in self._files.values() if (attempts := file.read_new_lines())]
         if not self._files:
             raise NoRunError(
                 f"'{self._folder}' must hold a run's record, files named {_PATTERN}, and has none: "
@@ -320,7 +320,7 @@ class Reader:
                 f"'{self._folder}' must hold a run's record, and has only files without a whole "
                 f"first line, empty or damaged: {listed([path.name for path in self._files])}"
             )
-        run = _put_together(found)
+        run = _assemble(found)
         run.earlier_runs = max(file.earlier_runs for file in self._files.values())
         run.unsound = sum(file.unsound for file in self._files.values())
         return run
@@ -338,22 +338,22 @@ def accuracy_and_loss_first(names: Iterable[str]) -> list[str]:
     )
 
 
-def _put_together(found: Iterable[Sequence[list[Line]]]) -> Run:
+def _assemble(found: Iterable[Sequence[list[Line]]]) -> Run:
     """Return the last run, assembled from all ranks' attempts."""
     files = {attempts[-1][0]["rank"]: _attempts_by_start(attempts) for attempts in found}
-    newest = max(files.values(), key=lambda each: _when(_last(each)))
+    newest = max(files.values(), key=lambda each: _start_seconds(_last(each)))
     # Use the newest "begin" of all files: some may be of ranks that only earlier runs had.
-    ranks, met = _last(newest)["ranks"], [*newest][-1]
+    ranks, start = _last(newest)["ranks"], [*newest][-1]
     # A world's ranks count from 0, so the lowest rank took part in the whole run. Attempts without
     # it, and those of ranks beyond this world's, belong to other runs.
-    lead = files[min(rank for rank, attempts in files.items() if met in attempts)]
-    began = next(iter(lead.values()))[0]["unix_seconds"]
+    reference = files[min(rank for rank, attempts in files.items() if start in attempts)]
+    began = next(iter(reference.values()))[0]["unix_seconds"]
     current = [
-        {met: lines for met, lines in attempts.items() if met in lead}
+        {start: lines for start, lines in attempts.items() if start in reference}
         for rank, attempts in sorted(files.items())
         if rank < ranks
     ]
-    return Run([_record(attempts, lead, began) for attempts in current if attempts], began)
+    return Run([_record(attempts, reference, began) for attempts in current if attempts], began)
 
 
 def _attempts_by_start(attempts: Sequence[list[Line]]) -> Attempts:
@@ -369,33 +369,33 @@ def _last(attempts: Attempts) -> Line:
     return next(reversed(attempts.values()))[0]
 
 
-def _when(begin: Line) -> float:
+def _start_seconds(begin: Line) -> float:
     """Return the time when the ranks met; in older records, on this rank's own clock."""
     return float(begin.get("began_unix_seconds") or begin["unix_seconds"])
 
 
-def _record(attempts: Attempts, lead: Attempts, began: float) -> RankRecord:
+def _record(attempts: Attempts, reference_attempts: Attempts, began: float) -> RankRecord:
     record = RankRecord(_last(attempts))
     bytes_before = samples_before = 0
-    for met, (begin, *lines) in attempts.items():
-        reference = lead[met][0]
+    for met_seconds, (begin, *lines) in attempts.items():
+        reference = reference_attempts[met_seconds][0]
         # Convert to rank 0's clock, then to its calendar time, the only clock that attempts share.
         start = reference["unix_seconds"] + begin["seconds"] - reference["seconds"] - began
         # A rank may have joined the run late, on a new host of an elastic job.
-        if met == next(iter(attempts)):
+        if met_seconds == next(iter(attempts)):
             record.began_seconds = start
         # The previous attempt's end says why this one was needed.
         if record.end is not None and not record.in_order:
             step = record.steps[-1].report.step if record.steps else 0
             record.messages.append(Note(record.last_seconds, step, {"text": record.end}))
         record.end, record.earlier = None, len(record.steps)
-        goes_on_from: int | None = begin["step"]
+        resume_step: int | None = begin["step"]
         for line in lines:
             if line["what"] == "resumed":
-                goes_on_from = line["step"]
-            elif line["what"] == "step" and goes_on_from is not None:
-                record.discard_from(goes_on_from)
-                goes_on_from = None
+                resume_step = line["step"]
+            elif line["what"] == "step" and resume_step is not None:
+                record.discard_from(resume_step)
+                resume_step = None
             _add(record, line, start + line["seconds"], bytes_before, samples_before)
         if record.steps:
             _, bytes_before, samples_before, _ = record.steps[-1]
@@ -419,10 +419,10 @@ def _add(
     if what == "step":
         sent, report = bytes_before + line["bytes_so_far"], report_of(line)
         if "samples_so_far" in line:
-            taken = samples_before + line["samples_so_far"]
+            used = samples_before + line["samples_so_far"]
         else:  # an earlier version's record: count the samples of the written steps
-            taken = (record.steps[-1].samples_so_far if record.steps else 0) + (report.samples or 0)
-        record.steps.append(Step(seconds, sent, taken, report))
+            used = (record.steps[-1].samples_so_far if record.steps else 0) + (report.samples or 0)
+        record.steps.append(Step(seconds, sent, used, report))
         record.end = None
     elif what == "end":
         record.end, record.in_order = line["how"], left_in_order(line)

@@ -21,7 +21,7 @@ from .step_report import StepReport
 
 _log = logging.getLogger("gtopk")
 
-Noted = tuple[StepReport, float, int, int]  # the arguments of step_line
+StepEntry = tuple[StepReport, float, int, int]  # the arguments of step_line
 # Between two writes; a killed rank may lose the lines of this time.
 _PAUSE_SECONDS: Final = 0.2
 
@@ -58,10 +58,10 @@ class Recorder:
         self._sinks = list(sinks)
         self._began, self._every, self._step = began, every, step
         # Appends and pops of a deque are atomic, so training needs no lock to record.
-        self._noted: deque[Line | Noted] = deque([begin])
+        self._pending: deque[Line | StepEntry] = deque([begin])
         self._bytes = self._samples = self._steps = 0
-        self._samples_said: int | None = None  # logged by the script for the current step
-        self._left_out: Noted | None = None  # the last step, if `every` skips it
+        self._logged_samples: int | None = None  # logged by the script for the current step
+        self._unwritten_step: StepEntry | None = None  # the last step, if `every` skips it
         # Reentrant: a SIGTERM handler may end the record while its own thread is in another write.
         self._writing = threading.RLock()
         self._closing = threading.Event()
@@ -74,27 +74,27 @@ class Recorder:
     def note_step(self, report: StepReport) -> None:
         """Record a step, with the script's number of samples if the report has none."""
         if report.samples is None:
-            report = replace(report, samples=self._samples_said)
-        self._samples_said = None
+            report = replace(report, samples=self._logged_samples)
+        self._logged_samples = None
         self._bytes += report.sent_bytes
         self._samples += report.samples or 0
         self._steps += 1
-        noted = (report, self._now(), self._bytes, self._samples)
+        entry = (report, self._now(), self._bytes, self._samples)
         # Always write skipped steps, which are rare, and the first, to show that the record works.
         if self._steps % self._every == 0 or report.skipped or self._steps == 1:
-            self._left_out = None
-            self._noted.append(noted)
+            self._unwritten_step = None
+            self._pending.append(entry)
         else:
-            self._left_out = noted
+            self._unwritten_step = entry
 
     def note_samples(self, count: int) -> None:
         """Add to the samples of the current step."""
-        self._samples_said = (self._samples_said or 0) + count
+        self._logged_samples = (self._logged_samples or 0) + count
 
     def note(self, what: str, **content: Any) -> None:
         """Record a line of this kind; `lines` describes the kinds and their fields."""
         line = {"what": what, "seconds": self._now(), "step": self._step(), **content}
-        self._noted.append(line)
+        self._pending.append(line)
 
     def end(self, how: str, in_order: bool = True) -> None:
         """Write the last step, all pending lines and how this rank leaves, now.
@@ -103,7 +103,7 @@ class Recorder:
         """
         if not self._ended:
             self._ended = True
-            self._note_left_out()
+            self._queue_unwritten_step()
             self.note("end", how=how, in_order=in_order)
         self.flush()
 
@@ -111,8 +111,8 @@ class Recorder:
         """Write all pending lines now."""
         with self._writing:
             lines: list[Line] = []
-            while self._noted:
-                note = self._noted.popleft()
+            while self._pending:
+                note = self._pending.popleft()
                 lines.append(note if isinstance(note, dict) else step_line(*note))
             if lines:
                 for sink in list(self._sinks):
@@ -122,12 +122,12 @@ class Recorder:
     def close(self) -> list[Sink]:
         """Write the last step and all pending lines, and stop.
 
-        Returns the sinks left open for a run that continues in another world (`goes_on`).
+        Returns the sinks left open for a run that continues in another world (`continues`).
         """
         if self._closing.is_set():
             return []
         if not self._ended:
-            self._note_left_out()
+            self._queue_unwritten_step()
         # Stop collecting before the join and the last flush: nothing may be added in between.
         self._closing.set()
         _log.removeHandler(self._handler)
@@ -135,22 +135,20 @@ class Recorder:
         self.flush()
         with self._writing:
             # Keep sinks open only without an end, which also ends their run.
-            open_still = [
-                s for s in self._sinks if not self._ended and getattr(s, "goes_on", False)
-            ]
-            for sink in [s for s in self._sinks if s not in open_still]:
+            kept = [s for s in self._sinks if not self._ended and getattr(s, "continues", False)]
+            for sink in [s for s in self._sinks if s not in kept]:
                 with self._drop_on_error(sink):
                     sink.close()
             self._sinks.clear()
-        return open_still
+        return kept
 
     def _now(self) -> float:
         return time.perf_counter() - self._began
 
-    def _note_left_out(self) -> None:
-        if self._left_out is not None:
-            self._noted.append(self._left_out)
-            self._left_out = None
+    def _queue_unwritten_step(self) -> None:
+        if self._unwritten_step is not None:
+            self._pending.append(self._unwritten_step)
+            self._unwritten_step = None
 
     def _run(self) -> None:
         while not self._closing.wait(_PAUSE_SECONDS):
@@ -164,7 +162,7 @@ class Recorder:
         except Exception as error:
             self._sinks.remove(sink)
             reason = f"{type(error).__name__}: {error}"
-            _log.warning("%s ends here, as %s; training goes on", sink.name, reason)
+            _log.warning("%s stopped (%s); training continues", sink.name, reason)
 
 
 class _MessageHandler(logging.Handler):
@@ -204,12 +202,12 @@ def sample_residual(recorder: Recorder, bucket_exchanges: Sequence[AnyBucketExch
     The age is the number of steps like the last that would send it: sum |residual| / sum |sent|. By
     Little's law, sent entries have waited this many steps on average, if nothing cancels out.
     """
-    found = [
+    sizes = [
         each
         for bucket_exchange in bucket_exchanges
         if (each := bucket_exchange.residual_size()) is not None
     ]
-    if not found:
+    if not sizes:
         return
-    square, mass, sent = map(sum, zip(*found, strict=True))
+    square, mass, sent = map(sum, zip(*sizes, strict=True))
     recorder.note("withheld", norm=math.sqrt(square), age_steps=mass / sent if sent else None)

@@ -64,7 +64,7 @@ class Settings(NamedTuple):
     mlflow: str = ""
 
     @property
-    def asked(self) -> bool:
+    def is_enabled(self) -> bool:
         """Tell whether to record anything."""
         return any(self._replace(every=0))
 
@@ -114,14 +114,14 @@ class _Records:
     recorder:    the recorder of its steps; None if nothing is recorded.
     recorded_to: the folders that it was recorded to so far.
     balance:     the cost of compression so far, compared with dense gradients.
-    open_still:  sinks of the previous world with runs that continue in this one.
+    kept_open:   sinks of the previous world with runs that continue in this one.
     """
 
     settings: Settings
     recorder: Recorder | None = None
     recorded_to: set[str] = field(default_factory=set)
     balance: Balance = field(default_factory=Balance)
-    open_still: list[Sink] = field(default_factory=list)
+    kept_open: list[Sink] = field(default_factory=list)
 
 
 _records: Final[WeakKeyDictionary[World, _Records]] = WeakKeyDictionary()
@@ -163,59 +163,59 @@ def settings_of(world: World) -> Settings:
     return _records_of(world).settings
 
 
-def start(world: World, settings: Settings, own: Sequence[Sink] = ()) -> None:
+def start(world: World, settings: Settings, script_sinks: Sequence[Sink] = ()) -> None:
     """Start to record this rank; a recording under way ends.
 
-    own: the script's sinks.
+    script_sinks: sinks that the script made.
     Raises OSError if a file or an endpoint cannot be opened, ImportError if a requested package is
     not installed.
     """
     if (recorder := recorder_of(world)) is not None:
-        recorder.end("it is recorded elsewhere from now on")
+        recorder.end("recording moved to another destination")
     _pause(world)
     _log_earlier_run(world, settings)
     # If one cannot be opened, close the earlier ones.
     with ExitStack() as opened:
         sinks = []
-        for opening in _openings(world, settings).values():
-            sinks.append(opening())
+        for open_sink in _sink_openers(world, settings).values():
+            sinks.append(open_sink())
             opened.callback(sinks[-1].close)
         opened.pop_all()
     _records_of(world).settings = settings
-    _record(world, [*sinks, *own])
+    _record(world, [*sinks, *script_sinks])
 
 
 class _WorldRecords(WorldObserver):
     """Starts the recording that the environment or the previous world requests."""
 
-    def join(self, world: World, before: World | None) -> bool:
-        settings = settings_from() if before is None else settings_of(before)
-        open_still = [] if before is None else _records_of(before).open_still
-        _records[world] = _Records(settings, open_still=open_still)
-        return settings.asked
+    def join(self, world: World, previous: World | None) -> bool:
+        settings = settings_from() if previous is None else settings_of(previous)
+        kept_open = [] if previous is None else _records_of(previous).kept_open
+        _records[world] = _Records(settings, kept_open=kept_open)
+        return settings.is_enabled
 
     def start(self, world: World) -> None:
         """Start the requested recording; if that fails, warn and let training go on."""
         settings = settings_of(world)
         _log_earlier_run(world, settings)
         records = _records_of(world)
-        open_still = [*records.open_still]
+        kept_open = [*records.kept_open]
         # The previous world shares this list, and would close the sinks that continue here.
-        records.open_still.clear()
+        records.kept_open.clear()
         sinks: list[Sink] = []
-        for variable, opening in _openings(world, settings).items():
-            goes_on = [sink for sink in open_still if type(sink) is opening.func]
+        for variable, open_sink in _sink_openers(world, settings).items():
+            continuing = [sink for sink in kept_open if type(sink) is open_sink.func]
             # Only if rank 0 is the same process: a different one has begun its own run.
-            if goes_on and world.rank == 0:
-                sinks += goes_on[:1]
+            if continuing and world.rank == 0:
+                sinks += continuing[:1]
                 continue
             try:
-                sinks.append(opening())
+                sinks.append(open_sink())
             except Exception as error:  # a tracker may raise anything
                 _log.warning(
-                    "rank %d trains without what %s asks for: %s", world.rank, variable, error
+                    "rank %d trains without the sink of %s: %s", world.rank, variable, error
                 )
-        for sink in (each for each in open_still if each not in sinks):
+        for sink in (each for each in kept_open if each not in sinks):
             _close(sink)
         _record(world, sinks)
 
@@ -235,9 +235,9 @@ class _WorldRecords(WorldObserver):
         if (recorder := recorder_of(world)) is not None:
             recorder.end(how, in_order)
         # Sinks remain here if the next world, which was to continue them, was never set up.
-        while records.open_still:
+        while records.kept_open:
             end = {"what": "end", "seconds": 0.0, "step": world.step}
-            _close(records.open_still.pop(), [{**end, "how": how, "in_order": in_order}])
+            _close(records.kept_open.pop(), [{**end, "how": how, "in_order": in_order}])
 
 
 def _close(sink: Sink, lines: Sequence[Line] = ()) -> None:
@@ -247,10 +247,10 @@ def _close(sink: Sink, lines: Sequence[Line] = ()) -> None:
             sink.take(lines)
         sink.close()
     except Exception as error:  # a tracker may raise anything
-        _log.warning("%s could not be closed (%s); training goes on", sink.name, error)
+        _log.warning("%s could not be closed (%s); training continues", sink.name, error)
 
 
-def _openings(world: World, settings: Settings) -> dict[str, partial[Any]]:
+def _sink_openers(world: World, settings: Settings) -> dict[str, partial[Any]]:
     """Return functions that open the requested sinks, by each one's environment variable."""
     found: dict[str, partial[Any]] = {}
     if settings.run:
@@ -264,9 +264,9 @@ def _openings(world: World, settings: Settings) -> dict[str, partial[Any]]:
         WANDB.name: (settings.wandb, Wandb),
         MLFLOW.name: (settings.mlflow, MLflow),
     }
-    for variable, (where, opening) in of_rank_0.items():
+    for variable, (where, sink_type) in of_rank_0.items():
         if where and world.rank == 0:
-            found[variable] = partial(opening, where)
+            found[variable] = partial(sink_type, where)
     return found
 
 
@@ -278,9 +278,9 @@ def _log_earlier_run(world: World, settings: Settings) -> None:
     _written.add(path)
     if has_ended(path):
         _log.info(
-            "'%s' holds the record of an earlier run, and this one is added: `gtopk report` shows "
-            "both as one where this goes on from a checkpoint, else this one alone; give each run "
-            "a folder of its own to see both",
+            "'%s' holds the record of an earlier run, and this run is appended: `gtopk report` "
+            "shows both as one if this run resumes from a checkpoint, else only this run; use a "
+            "separate folder for each run to see both",
             settings.run,
         )
 
@@ -299,7 +299,7 @@ def _pause(world: World) -> None:
     """Write all pending lines without an end: the run continues in another world."""
     records = _records_of(world)
     if records.recorder is not None:
-        records.open_still = records.recorder.close()
+        records.kept_open = records.recorder.close()
         records.recorder = None
 
 
@@ -338,10 +338,10 @@ register(_WorldRecords())
 
 WINDOW: Final = 20  # values of the loss that are averaged
 # Watch only the beginning of a run, when compression is most likely to make it diverge.
-_WINDOWS: Final = 100
+_MAX_WINDOWS: Final = 100
 # In standard errors: noise does not explain a larger rise.
-_ERRORS: Final = 4.0
-_SHARE: Final = 0.05  # of the lowest mean; smaller rises are ignored
+_SIGMAS: Final = 4.0
+_RISE: Final = 0.05  # of the lowest mean; smaller rises are ignored
 
 
 def record(
@@ -390,7 +390,7 @@ def log(**values: Any) -> None:
     a compressed run.
     """
     if "" in values:
-        raise ValueError('values are logged by name, got the name "": log(loss=0.31), say')
+        raise ValueError('values must have a name, got "": use log(loss=0.31), for example')
     for name, value in values.items():
         # Do not convert it to a float here, which would wait for a GPU.
         size = value.numel() if isinstance(value, torch.Tensor) else np.size(value)
@@ -403,8 +403,8 @@ def log(**values: Any) -> None:
     here = world.current()
     if here.rank == 0 and "loss" in values:
         watch = _watches.setdefault(here, LossWatch())
-        if balance_of(here).compresses and (said := watch.note(values["loss"], here.step)):
-            _log.warning("%s", said)
+        if balance_of(here).compresses and (warning := watch.note(values["loss"], here.step)):
+            _log.warning("%s", warning)
     recorder = recorder_of(here)
     if recorder is not None:
         recorder.note("values", values={name: _number(each) for name, each in values.items()})
@@ -468,7 +468,7 @@ class LossWatch:
         values = [each for each in map(_number, self._values) if abs(each) <= LARGEST_VALUE]
         self._values = []
         self._windows += 1
-        self.is_over = self._windows >= _WINDOWS
+        self.is_over = self._windows >= _MAX_WINDOWS
         if len(values) < WINDOW // 2:
             return ""  # skipped steps have their own warnings
         error = statistics.stdev(values) / math.sqrt(len(values))
@@ -478,7 +478,7 @@ class LossWatch:
             self._lowest, self._higher = now, 0
             return ""
         rise = now.mean - lowest.mean
-        is_rise = rise > max(_ERRORS * math.hypot(error, lowest.error), _SHARE * abs(lowest.mean))
+        is_rise = rise > max(_SIGMAS * math.hypot(error, lowest.error), _RISE * abs(lowest.mean))
         self._higher = self._higher + 1 if is_rise else 0
         if self._higher < 2:
             return ""

@@ -25,9 +25,9 @@ from typing import Any, Final, NamedTuple
 from .lines import Line, left_in_order, report_of
 from .step_report import StepReport, batch, density, parts
 
-_VISITS: Final = 16  # open connections at once
-_CALLS: Final = 1024  # backlog of connections to accept
-_VISIT_SECONDS: Final = 5.0
+_MAX_CONNECTIONS: Final = 16  # open connections at once
+_BACKLOG: Final = 1024  # backlog of connections to accept
+_CONNECTION_SECONDS: Final = 5.0
 _REQUEST_BYTES: Final = 8192
 _PATHS: Final = "/", "/metrics"
 _TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -41,16 +41,16 @@ class Address(NamedTuple):
     port: int
 
 
-def parse_address(text: str, said_by: str) -> Address | None:
+def parse_address(text: str, source: str) -> Address | None:
     """Parse "9400" (this host only) or "HOST:9400"; return None for "".
 
-    said_by: the variable or argument with the text, named in the ValueError for invalid text.
+    source: the variable or argument with the text, named in the ValueError for invalid text.
     """
     if not text:
         return None
     host, _, port = text.rpartition(":")
     if not port.isdecimal() or not 0 <= int(port) < 65536:
-        raise ValueError(f"{said_by} must be PORT or HOST:PORT, as 9400, got {text!r}")
+        raise ValueError(f"{source} must be PORT or HOST:PORT, such as 9400, got {text!r}")
     # IPv6 addresses are in brackets, as in URLs.
     return Address(host.strip("[]") or _LOOPBACK, int(port))
 
@@ -69,14 +69,14 @@ class Endpoint:
         # Bound in the program's thread, so that the caller gets the error for a port in use.
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         try:
-            self._socket = socket.create_server(address, family=family, backlog=_CALLS)
+            self._socket = socket.create_server(address, family=family, backlog=_BACKLOG)
         # OverflowError for ports beyond 65535: local ranks count up from the given port.
         except (OSError, OverflowError) as error:
             raise OSError(
-                f"no Prometheus endpoint can be at {address.host}:{address.port}: {error}"
+                f"cannot serve Prometheus at {address.host}:{address.port}: {error}"
             ) from error
         self.address = Address(address.host, self._socket.getsockname()[1])
-        self._visits: dict[asyncio.StreamWriter, None] = {}  # oldest first
+        self._connections: dict[asyncio.StreamWriter, None] = {}  # oldest first
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="gtopk-page", daemon=True)
@@ -96,32 +96,32 @@ class Endpoint:
 
     async def _serve(self) -> None:
         server = await asyncio.start_server(
-            self._receive, sock=self._socket, limit=_REQUEST_BYTES, backlog=_VISITS
+            self._receive, sock=self._socket, limit=_REQUEST_BYTES, backlog=_MAX_CONNECTIONS
         )
         # Restore the backlog: asyncio sets it to the number that it accepts at a time.
-        self._socket.listen(_CALLS)
+        self._socket.listen(_BACKLOG)
         await self._closing.wait()
         # First finish accepted connections: a closed server would leave their sockets open.
         self._loop.remove_reader(self._socket)
         while len(asyncio.all_tasks()) > 1:
-            for visit in self._visits:
-                visit.transport.abort()
+            for connection in self._connections:
+                connection.transport.abort()
             await asyncio.sleep(0)
         server.close()
 
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._visits[writer] = None
-        if len(self._visits) > _VISITS:
-            first = next(iter(self._visits))
-            del self._visits[first]
-            first.transport.abort()
+        self._connections[writer] = None
+        if len(self._connections) > _MAX_CONNECTIONS:
+            oldest = next(iter(self._connections))
+            del self._connections[oldest]
+            oldest.transport.abort()
         try:
-            await asyncio.wait_for(self._answer(reader, writer), _VISIT_SECONDS)
+            await asyncio.wait_for(self._answer(reader, writer), _CONNECTION_SECONDS)
         except (OSError, EOFError, asyncio.LimitOverrunError, asyncio.TimeoutError):
             pass  # the client left, sent no request, or took too long
         finally:
             writer.transport.abort()
-            self._visits.pop(writer, None)
+            self._connections.pop(writer, None)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         request = await reader.readuntil(b"\r\n\r\n")
@@ -147,25 +147,25 @@ class Endpoint:
 _HELP: Final[Mapping[str, tuple[str, str]]] = {
     "gtopk_steps_total": ("counter", "Optimizer steps of this rank."),
     "gtopk_skipped_steps_total": ("counter", "Steps that no rank applied: a NaN somewhere."),
-    "gtopk_divergences_total": ("counter", "Checks that found replicas apart."),
+    "gtopk_divergences_total": ("counter", "Replica checks that found a difference."),
     "gtopk_sent_bytes_total": ("counter", "Bytes this rank has sent for its steps."),
     "gtopk_step_seconds": ("gauge", "Wall clock of the last step, by part."),
-    "gtopk_hidden_seconds": ("gauge", "What of the last step's exchange backward has hidden."),
-    "gtopk_density": ("gauge", "Share of the values that this rank has sent in the last step."),
-    "gtopk_predicted_seconds": ("gauge", "What the last step's exchange was expected to take."),
-    "gtopk_exchange_seconds": ("gauge", "What it took."),
-    "gtopk_batch_samples": ("gauge", "Samples of this rank in an optimizer step, last."),
-    "gtopk_local_steps": ("gauge", "Optimizer steps of this rank in the last one recorded."),
-    "gtopk_straggler_score": ("gauge", "How fast this rank computes beside the fastest, 1."),
+    "gtopk_hidden_seconds": ("gauge", "Time of the last step's exchange that backward hid."),
+    "gtopk_density": ("gauge", "Share of the values that this rank sent in the last step."),
+    "gtopk_predicted_seconds": ("gauge", "Predicted time of the last step's exchange."),
+    "gtopk_exchange_seconds": ("gauge", "Measured time of the last step's exchange."),
+    "gtopk_batch_samples": ("gauge", "Samples of this rank in its last optimizer step."),
+    "gtopk_local_steps": ("gauge", "Optimizer steps of this rank in the last report."),
+    "gtopk_straggler_score": ("gauge", "Computing speed of this rank; the fastest has 1."),
     "gtopk_residual_norm": ("gauge", "Norm of this rank's residual."),
-    "gtopk_residual_age_steps": ("gauge", "How many steps that is worth."),
-    "gtopk_value": ("gauge", "What the script has logged."),
+    "gtopk_residual_age_steps": ("gauge", "Age of this rank's residual in steps."),
+    "gtopk_value": ("gauge", "Values that the script logged."),
 }
 
 
 _STEPS: Final = "gtopk_steps_total", ""
 _SKIPPED: Final = "gtopk_skipped_steps_total", ""
-_PARTED: Final = "gtopk_divergences_total", ""
+_DIVERGED: Final = "gtopk_divergences_total", ""
 
 
 class Metrics:
@@ -174,7 +174,7 @@ class Metrics:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._lock = threading.Lock()
-        self._values: dict[tuple[str, str], float] = dict.fromkeys((_STEPS, _SKIPPED, _PARTED), 0)
+        self._values: dict[tuple[str, str], float] = dict.fromkeys((_STEPS, _SKIPPED, _DIVERGED), 0)
 
     def take(self, lines: Sequence[Line]) -> None:
         with self._lock:
@@ -188,25 +188,25 @@ class Metrics:
                 if line["what"] == "step":
                     self._values[_STEPS] = line["step"] + 1
                     self._values[_SKIPPED] += line["skipped"]
-                self._values[_PARTED] += line["what"] == "parted"
+                self._values[_DIVERGED] += line["what"] == "parted"
 
     def text(self) -> str:
         """Return all metrics in Prometheus's text format."""
         # Copy first: formatting takes longer than the recorder's thread should wait.
         with self._lock:
             values = dict(self._values)
-        said = []
+        lines = []
         for name, (kind, about) in _HELP.items():
             found = {label: value for (metric, label), value in values.items() if metric == name}
             if not found:
                 continue
-            said += [f"# HELP {name} {about}", f"# TYPE {name} {kind}"]
+            lines += [f"# HELP {name} {about}", f"# TYPE {name} {kind}"]
             for label, value in found.items():
-                more = f",{label}" if label else ""
+                more_labels = f",{label}" if label else ""
                 # Prometheus's spelling.
                 number = f"{value}".replace("nan", "NaN").replace("inf", "Inf")
-                said.append(f'{name}{{rank="{self._rank}"{more}}} {number}')
-        return "\n".join(said) + "\n"
+                lines.append(f'{name}{{rank="{self._rank}"{more_labels}}} {number}')
+        return "\n".join(lines) + "\n"
 
 
 def _metrics_of(line: Line) -> dict[tuple[str, str], float | None]:
@@ -251,7 +251,7 @@ class _Tracker:
     """
 
     name = ""
-    goes_on = True
+    continues = True
 
     def __init__(self) -> None:
         self._bytes_before = self._bytes_here = 0
@@ -348,7 +348,7 @@ class Wandb(_Tracker):
     def __init__(self, project: str) -> None:
         super().__init__()
         wandb = self._imported("wandb", "wandb")
-        self._is_ours = wandb.run is None
+        self._owns_run = wandb.run is None
         self._run = wandb.run or wandb.init(project=project)
         for names in ("gtopk/*", "gtopk seconds/*"):
             self._run.define_metric(names, step_metric="gtopk/step")
@@ -360,7 +360,7 @@ class Wandb(_Tracker):
 
     def close(self) -> None:
         """End the run if this sink began it."""
-        if self._is_ours:
+        if self._owns_run:
             self._run.finish(exit_code=int(self._has_failed))
 
 
@@ -379,10 +379,10 @@ class MLflow(_Tracker):
         self._client = mlflow.MlflowClient()
         self._metric = self._imported("mlflow.entities", "mlflow").Metric
         active = mlflow.active_run()
-        self._is_ours = active is None
+        self._owns_run = active is None
         if active is None:
-            of = mlflow.set_experiment(experiment).experiment_id
-            active = self._client.create_run(of)
+            experiment_id = mlflow.set_experiment(experiment).experiment_id
+            active = self._client.create_run(experiment_id)
         self._run = active.info.run_id
 
     def take(self, lines: Sequence[Line]) -> None:
@@ -398,7 +398,7 @@ class MLflow(_Tracker):
 
     def close(self) -> None:
         """End the run if this sink began it."""
-        if self._is_ours:
+        if self._owns_run:
             self._client.set_terminated(self._run, "FAILED" if self._has_failed else "FINISHED")
 
 

@@ -108,7 +108,7 @@ def parts(step: StepReport) -> dict[str, float]:
     The engine's work counts only as far as backward did not hide it. The rest of the time that the
     program waited for the update is "wait": for other ranks, and for the engine's turn.
     """
-    shown = _exposed(step)
+    exposed = _exposed(step)
     busy = {
         "select": step.select_seconds - step.apply_seconds,
         "pack": step.code_seconds,
@@ -117,13 +117,13 @@ def parts(step: StepReport) -> dict[str, float]:
     }
     waited = max(0.0, step.synchronize_seconds)
     applied = min(waited, max(0.0, step.apply_seconds))
-    room = waited - applied
-    seconds = {part: max(0.0, shown * each) for part, each in busy.items()}
+    available = waited - applied
+    seconds = {part: max(0.0, exposed * each) for part, each in busy.items()}
     # The threads measure independently: the engine's parts may exceed the program's wait.
     total = sum(seconds.values())
-    fits = min(1.0, room / total) if total else 1.0
-    seconds = {part: fits * each for part, each in seconds.items()}
-    wait = room - sum(seconds.values())
+    factor = min(1.0, available / total) if total else 1.0
+    seconds = {part: factor * each for part, each in seconds.items()}
+    wait = available - sum(seconds.values())
     seconds["select"] += applied
     return {"compute": max(0.0, step.compute_seconds), "wait": max(0.0, wait), **seconds}
 
@@ -155,8 +155,8 @@ class Balance:
     exposed_seconds: float = 0.0  # of the compressed exchanges, the time that the program waited
     expected_steps: int = 0  # steps with a predicted exchange
     expected_seconds: float = 0.0
-    then_seconds: float = 0.0  # of the exchanges with a prediction
-    then_dense_seconds: float = 0.0
+    compared_seconds: float = 0.0  # of the exchanges with a prediction
+    compared_dense_seconds: float = 0.0
     dense_seconds: float = 0.0
     selected: int = 0
     elements: int = 0
@@ -182,8 +182,8 @@ class Balance:
         if step.predicted_seconds is not None:
             self.expected_steps += count
             self.expected_seconds += count * step.predicted_seconds
-            self.then_seconds += count * step.exchange_seconds
-            self.then_dense_seconds += count * dense_seconds
+            self.compared_seconds += count * step.exchange_seconds
+            self.compared_dense_seconds += count * dense_seconds
         self.selected += step.selected
         self.elements += step.elements
         self.coded_entries += step.coded_entries
@@ -201,17 +201,17 @@ class Balance:
         # A loss cannot exceed the exposed time: a hidden exchange costs nothing.
         saved = max(self.dense_seconds - self.exchange_seconds, -self.exposed_seconds)
         run = f"{duration_text(self.seconds + max(0.0, saved))} against dense (by estimate)"
-        if abs(saved) < _CLOSE * self.seconds:
+        if abs(saved) < _NEGLIGIBLE * self.seconds:
             result = (
                 f"compression neither saved nor cost time in {duration_text(self.seconds)} (dense "
                 "by estimate)"
             )
-        elif self._is_unlike_expected(saved):
-            times = self.then_seconds, self.expected_seconds, self.then_dense_seconds
+        elif self._contradicts_prediction(saved):
+            times = self.compared_seconds, self.expected_seconds, self.compared_dense_seconds
             took, expected, dense = (seconds_text(each / self.expected_steps) for each in times)
             result = (
-                f"whether compression saved time is open: an exchange took {took} and was expected "
-                f"to take {expected}, and a dense one {dense}: time a dense run"
+                f"cannot tell whether compression saved time: an exchange took {took} but was "
+                f"predicted at {expected}, and a dense one at {dense}; time a dense run"
             )
         elif saved > 0:
             result = f"compression saved up to {duration_text(saved)} of {run}"
@@ -228,19 +228,19 @@ class Balance:
             f"{self.selected / self.elements:.3g}{wire}; accuracy: compare with a dense run"
         )
 
-    def _is_unlike_expected(self, saved: float) -> bool:
+    def _contradicts_prediction(self, saved: float) -> bool:
         """Tell whether the prediction at the start named the other method as faster.
 
         If it was wrong for the exchanges that ran, it says nothing about those that did not run.
         """
-        expected, dense = self.expected_seconds, self.then_dense_seconds
+        expected, dense = self.expected_seconds, self.compared_dense_seconds
         # Warm-up steps, which have no prediction, decided the outcome.
-        if (dense > self.then_seconds) != (saved > 0):
+        if (dense > self.compared_seconds) != (saved > 0):
             return False
         return dense * SAME < expected if saved > 0 else expected * SAME < dense
 
 
-_CLOSE: Final = 0.01  # share of a run; a smaller difference counts as none
+_NEGLIGIBLE: Final = 0.01  # share of a run; a smaller difference counts as none
 SAME: Final = 1.1  # two exchange times that differ by a smaller factor count as equal
 
 

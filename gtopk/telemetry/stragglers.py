@@ -36,7 +36,7 @@ _EVERY: Final = 6
 # In steps: a single one that evaluates or saves does not affect the median.
 _WINDOW: Final = 5
 # In scores: a rank that slows down is reported within 22 steps.
-_IN_A_ROW: Final = 3
+_LOW_SCORES_TO_WARN: Final = 3
 SLOW: Final = 0.25
 CAUGHT_UP: Final = 0.5
 # Shorter steps are too noisy to compare.
@@ -78,7 +78,7 @@ class Stragglers:
         self._operation: Operation | None = None
         # Used by the engine's thread only; equal on all ranks.
         self._slow: list[int] = []
-        self._in_a_row: Counter[int] = Counter()  # consecutive low scores, by rank index
+        self._low_scores: Counter[int] = Counter()  # consecutive low scores, by rank index
         self._hosts: list[str] = []
         self._oversubscribed: set[str] = set()
         self._warned: set[int] = set()  # ranks with a warning that have not caught up yet
@@ -105,54 +105,54 @@ class Stragglers:
             # Sent as flags, in microseconds, within the announcement: no other message is needed.
             median = statistics.median(self._recent) if self._recent else 0.0
             self._operation = self._engine.submit(
-                self._name, [], self._take, flags=round(1e6 * median)
+                self._name, [], self._new_state, flags=round(1e6 * median)
             )
 
-    def _take(self, transport: Transport, all_flags: Sequence[int]) -> StragglerState:
+    def _new_state(self, transport: Transport, all_flags: Sequence[int]) -> StragglerState:
         """Compute the new state on the engine's thread, equal on all ranks."""
-        told = StragglerState([flags / 1e6 for flags in all_flags], [], [], set())
+        state = StragglerState([flags / 1e6 for flags in all_flags], [], [], set())
         # Hysteresis: slow below a quarter, caught up above half, unchanged in between.
-        for place, score in enumerate(told.scores()):
+        for place, score in enumerate(state.scores()):
             is_slow = place in self._slow
             if score is not None and is_slow:
                 is_slow = score < CAUGHT_UP
             elif score is not None:
-                if score <= SLOW and told.seconds[place] >= _LEAST_SECONDS:
-                    self._in_a_row[place] += 1
+                if score <= SLOW and state.seconds[place] >= _LEAST_SECONDS:
+                    self._low_scores[place] += 1
                 else:
-                    self._in_a_row[place] = 0
-                is_slow = self._in_a_row[place] >= _IN_A_ROW
+                    self._low_scores[place] = 0
+                is_slow = self._low_scores[place] >= _LOW_SCORES_TO_WARN
             if is_slow:
-                self._in_a_row[place] = 0
-                told.slow.append(place)
+                self._low_scores[place] = 0
+                state.slow.append(place)
         # Both lists depend only on all ranks' flags, so all ranks gather here, or none does.
-        if told.slow != self._slow:
-            mine = [socket.gethostname(), str(usable_cores()), *allowed_cores()]
-            said = transport.gather_object(mine)
-            told.hosts.extend(host for host, *_ in said)
-            told.oversubscribed.update(oversubscribed_hosts(said))
-        self._slow = told.slow
-        return told
+        if state.slow != self._slow:
+            own_host = [socket.gethostname(), str(usable_cores()), *allowed_cores()]
+            hosts = transport.gather_object(own_host)
+            state.hosts.extend(host for host, *_ in hosts)
+            state.oversubscribed.update(oversubscribed_hosts(hosts))
+        self._slow = state.slow
+        return state
 
-    def _receive(self, told: StragglerState) -> None:
-        self.scores = told.scores()
-        if told.hosts:
-            self._hosts, self._oversubscribed = told.hosts, told.oversubscribed
+    def _receive(self, state: StragglerState) -> None:
+        self.scores = state.scores()
+        if state.hosts:
+            self._hosts, self._oversubscribed = state.hosts, state.oversubscribed
         score = self.scores[self._engine.transport.rank]
         if (recorder := recorder_of(self._world)) is not None and score is not None:
             recorder.note("score", score=score)
         if self._engine.transport.rank == 0:
-            self._log_changes(told)
+            self._log_changes(state)
 
-    def _log_changes(self, told: StragglerState) -> None:
+    def _log_changes(self, state: StragglerState) -> None:
         """Warn of slow ranks, and report those that have caught up."""
-        ranks, scores, now = self._engine.transport.ranks, told.scores(), time.monotonic()
-        fastest = 1e3 * min((each for each in told.seconds if each), default=0.0)
+        ranks, scores, now = self._engine.transport.ranks, state.scores(), time.monotonic()
+        fastest = 1e3 * min((each for each in state.seconds if each), default=0.0)
 
-        def who(place: int) -> tuple[int, str, float, float]:
-            return ranks[place], self._hosts[place], 1e3 * told.seconds[place], fastest
+        def details(place: int) -> tuple[int, str, float, float]:
+            return ranks[place], self._hosts[place], 1e3 * state.seconds[place], fastest
 
-        for place in told.slow:
+        for place in state.slow:
             score = scores[place]
             if score is None or place in self._warned or now < self._quiet_until.get(place, now):
                 continue
@@ -162,34 +162,34 @@ class Stragglers:
             self._quiet_until[place] = now + QUIET_SECONDS
             _log.warning(
                 "rank %d (host %s) computes %.3g ms per step, the fastest rank %.3g ms (%.2g times "
-                "slower, at step %d): the others wait for it. Give each rank what it can do "
-                "(loader = hvd.adapt(loader, optimizer)), or see what else runs there",
-                *who(place),
+                "slower, at step %d): the others wait for it. Balance the load "
+                "(loader = hvd.adapt(loader, optimizer)), or check what else runs there",
+                *details(place),
                 1 / score,
                 self._world.step,
             )
-        for place in sorted(self._warned.difference(told.slow)):
+        for place in sorted(self._warned.difference(state.slow)):
             self._warned.remove(place)
             _log.warning(
                 "rank %d (host %s) has caught up: it computes %.3g ms per step, the fastest rank "
                 "%.3g ms (at step %d)",
-                *who(place),
+                *details(place),
                 self._world.step,
             )
 
 
-def oversubscribed_hosts(said: Sequence[Sequence[str]]) -> set[str]:
+def oversubscribed_hosts(ranks_hosts: Sequence[Sequence[str]]) -> set[str]:
     """Return the hosts with more ranks than cores that these may use.
 
-    said: for each rank its host, the number of cores that it may use, and their names.
+    ranks_hosts: for each rank its host, the number of cores that it may use, and their names.
     """
-    ranks = Counter(host for host, *_ in said)
-    found = set()
+    ranks = Counter(host for host, *_ in ranks_hosts)
+    oversubscribed = set()
     for host in ranks:
-        theirs = [(int(usable), names) for h, usable, *names in said if h == host]
-        cores = set().union(*(names for _, names in theirs))
+        local = [(int(usable), names) for h, usable, *names in ranks_hosts if h == host]
+        cores = set().union(*(names for _, names in local))
         # Ranks that share all cores may be limited by a container to a part of their time.
-        share = min(usable if len(names) == len(cores) else len(cores) for usable, names in theirs)
+        share = min(usable if len(names) == len(cores) else len(cores) for usable, names in local)
         if share < ranks[host]:
-            found.add(host)
-    return found
+            oversubscribed.add(host)
+    return oversubscribed

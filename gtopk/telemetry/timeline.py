@@ -59,13 +59,13 @@ RANK: Final = "gtopk_rank"  # the record with the trace's rank and run
 class Span(NamedTuple):
     """A named time span of a rank; times are from time.perf_counter.
 
-    said: values that the viewer shows with it.
+    args: values that the viewer shows with it.
     """
 
     what: str
     began: float
     ended: float
-    said: Mapping[str, Any] = {}
+    args: Mapping[str, Any] = {}
 
 
 class Step(NamedTuple):
@@ -100,9 +100,9 @@ class Timeline:
     """Writes the events of engines from its own thread."""
 
     def __init__(
-        self, path: str, transport: str, mark_cycles: bool, whose: TraceSource | None = None
+        self, path: str, transport: str, mark_cycles: bool, source: TraceSource | None = None
     ) -> None:
-        """whose: the rank and run, for a trace to merge with those of other ranks."""
+        """source: the rank and run, for a trace to merge with those of other ranks."""
         self._library = _LIBRARY.get(transport, transport.upper())
         self._mark_cycles = mark_cycles
         self._begun = time.perf_counter()
@@ -113,34 +113,34 @@ class Timeline:
         # The length excludes the closing bracket, which the next records overwrite. After the empty
         # record, each of them can begin with a comma.
         self._length = os.pwrite(self._file, b"[\n{}" + _END, 0) - len(_END)
-        if whose is not None:
-            told = {
-                "rank": whose.rank,
-                "ranks": whose.ranks,
-                "run": whose.run,
+        if source is not None:
+            metadata = {
+                "rank": source.rank,
+                "ranks": source.ranks,
+                "run": source.run,
                 "host": socket.gethostname(),
-                "began_seconds": self._begun - whose.clock.ahead_seconds,  # on rank 0's clock
-                "uncertain_seconds": whose.clock.uncertain_seconds,
+                "began_seconds": self._begun - source.clock.ahead_seconds,  # on rank 0's clock
+                "uncertain_seconds": source.clock.uncertain_seconds,
             }
-            self._append([{"ph": "M", "name": RANK, "pid": 0, "tid": 0, "args": told}])
+            self._append([{"ph": "M", "name": RANK, "pid": 0, "tid": 0, "args": metadata}])
         self._watched: list[tuple[Engine, Observer]] = []
         self._events: queue.SimpleQueue[tuple[str, Event] | Step | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write, name="gtopk-timeline", daemon=True)
         self._thread.start()
 
-    def watch(self, engine: Engine, of: str = "") -> None:
-        """Start to write an engine's events; rows are named after its operations and `of`.
+    def watch(self, engine: Engine, suffix: str = "") -> None:
+        """Start to write an engine's events; rows are named after its operations, with the suffix.
 
         Operations that are unfinished when the timeline ends have no end in it.
         """
-        observer = partial(self.note, of)
+        observer = partial(self.note, suffix)
         engine.add_observer(observer)
         self._watched.append((engine, observer))
 
-    def note(self, of: str, event: Event) -> None:
+    def note(self, suffix: str, event: Event) -> None:
         """Record an event of an engine; must be fast, because the engine's thread calls it."""
         if not self._is_over:
-            self._events.put((of, event))
+            self._events.put((suffix, event))
 
     def note_step(self, step: Step) -> None:
         """Record a step of an optimizer."""
@@ -156,15 +156,15 @@ class Timeline:
         self._thread.join()
 
     def _write(self) -> None:
-        goes_on = True
-        while goes_on:
+        is_open = True
+        while is_open:
             # Take everything that is queued, to write a burst of events at once.
-            heard = [self._events.get()]
+            notes = [self._events.get()]
             while not self._events.empty():
-                heard.append(self._events.get())
-            goes_on = None not in heard
+                notes.append(self._events.get())
+            is_open = None not in notes
             records: list[dict[str, Any]] = []
-            for note in heard:
+            for note in notes:
                 if isinstance(note, Step):
                     records += self._step_records(note)
                 elif note is not None:
@@ -182,7 +182,7 @@ class Timeline:
             self._length += len(text)
         except OSError as error:
             self._is_over = True
-            _log.warning("the timeline ends here, as %s; training goes on", error)
+            _log.warning("the timeline stopped (%s); training continues", error)
             # Drop the partial write and restore the end, so that the file stays valid JSON.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._length)
@@ -197,7 +197,7 @@ class Timeline:
             # Round both ends, so that nested and consecutive spans stay so.
             began, ended = self._microseconds(span.began), self._microseconds(span.ended)
             at = {"ts": began, "dur": round(ended - began, 1)}
-            yield {"ph": "X", "name": span.what, **at, **place, "args": dict(span.said)}
+            yield {"ph": "X", "name": span.what, **at, **place, "args": dict(span.args)}
         if step.working_seconds:
             exposed_seconds = step.working_seconds - step.hidden_seconds
             shown = {"hidden ms": step.hidden_seconds * 1e3, "exposed ms": exposed_seconds * 1e3}
@@ -210,14 +210,14 @@ class Timeline:
         """Convert a time from time.perf_counter to microseconds since the timeline began."""
         return round((seconds - self._begun) * 1e6, 1)
 
-    def _records(self, of: str, event: Event) -> Iterator[dict[str, Any]]:
+    def _records(self, suffix: str, event: Event) -> Iterator[dict[str, Any]]:
         """Yield an event's records in Chrome's format."""
         at = {"ts": self._microseconds(event.seconds)}
         if event.what == "cycle":
             if self._mark_cycles:
                 yield {"ph": "i", "name": "CYCLE_START", **at, "s": "g", "pid": 0, "tid": 0}
             return
-        name = event.name + of
+        name = event.name + suffix
         if name not in self._rows:
             yield from self._new_row(name)
         row = self._rows[name]
@@ -284,7 +284,7 @@ def stop(world: World) -> None:
 class WorldTimelines(WorldObserver):
     """Starts the timeline that GTOPK_TIMELINE or HOROVOD_TIMELINE names."""
 
-    def join(self, world: World, before: World | None) -> bool:
+    def join(self, world: World, previous: World | None) -> bool:
         return settings.TIMELINE.read() != ""
 
     def start(self, world: World) -> None:
@@ -295,14 +295,14 @@ class WorldTimelines(WorldObserver):
                 folder, name = Path(where), world.transport.name
                 folder.mkdir(parents=True, exist_ok=True)
                 file = str(path_of(folder, world.rank))
-                whose = TraceSource(world.rank, world.size, world.began_unix_seconds, world.clock)
-                _start(world, Timeline(file, name, cycles, whose))
+                source = TraceSource(world.rank, world.size, world.began_unix_seconds, world.clock)
+                _start(world, Timeline(file, name, cycles, source))
             elif path not in ("", "DYNAMIC"):
                 start(world, path, cycles)
         except OSError as error:
-            asked = settings.TIMELINE if where else settings.HOROVOD_TIMELINE
+            setting = settings.TIMELINE if where else settings.HOROVOD_TIMELINE
             what = "folder to write to" if where else "file to write"
-            _log.warning("%s must name a %s, got %s", asked.name, what, error)
+            _log.warning("%s must name a %s, got %s", setting.name, what, error)
 
     def open_set(self, world: World, number: int) -> None:
         _watch(world, number)

@@ -81,9 +81,9 @@ def _broadcast_in_place(named: Iterable[Named], root_rank: int) -> None:
 
     Broadcasts are all begun before the first is waited for, so that they share engine cycles.
     """
-    flights = [_begin_in_place(name, tensor, root_rank) for name, tensor in named]
+    pending = [_begin_in_place(name, tensor, root_rank) for name, tensor in named]
     errors = []
-    for target, dense, handle in flights:
+    for target, dense, handle in pending:
         try:
             synchronize(handle)
         except HorovodInternalError as error:
@@ -278,14 +278,14 @@ def broadcast_optimizer_state(
     message = broadcast_object(message, root_rank, name)
     difference = optimizer_tree.difference(layout, message["layout"])
     # Gather the differences: a rank that raised alone would leave the others waiting.
-    complaints = allgather_object(difference, f"{name}.layout")
-    if any(complaints):
+    differences = allgather_object(difference, f"{name}.layout")
+    if any(differences):
         raise ValueError(
             "broadcast_optimizer_state needs the same optimizer on every rank: "
             + "; ".join(
-                f"rank {where} has {complaint[0]}, rank {root_rank} has {complaint[1]}"
-                for where, complaint in enumerate(complaints)
-                if complaint
+                f"rank {where} has {pair[0]}, rank {root_rank} has {pair[1]}"
+                for where, pair in enumerate(differences)
+                if pair
             )
         )
     slots = [optimizer_tree.Slot(*slot) for slot in message["tensors"]]

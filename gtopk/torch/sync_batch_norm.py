@@ -142,7 +142,7 @@ def _statistics_of_all(input: torch.Tensor, eps: float, counts: bool) -> _Statis
     if count:
         parts = torch.var_mean(wide, _all_but_channels(input), correction=0)
         variance, mean = (part.to("cpu", torch.float64) for part in parts)
-    of_this_rank = {
+    own_statistics = {
         "count": torch.tensor([count], device="cpu"),
         "mean": mean[None],
         # The inverse standard deviation, as in torch's own SyncBatchNorm; turned back into a
@@ -152,7 +152,7 @@ def _statistics_of_all(input: torch.Tensor, eps: float, counts: bool) -> _Statis
     # Begin all before waiting for the first, so that they share an engine cycle.
     handles = [
         mpi_ops.allgather_async(tensor, f"sync_batch_norm.{name}")
-        for name, tensor in of_this_rank.items()
+        for name, tensor in own_statistics.items()
     ]
     rows, means, invstds = map(mpi_ops.synchronize, handles)
     total = int(rows.sum())
@@ -160,8 +160,8 @@ def _statistics_of_all(input: torch.Tensor, eps: float, counts: bool) -> _Statis
     shares = (rows.double() / max(total, 1))[:, None]
     mean = (shares * means).sum(0)
     # Chan et al. 1979: add the variance within the ranks and the variance between them.
-    spreads = (invstds**-2 - eps).clamp(min=0) + (means - mean) ** 2
-    return _Statistics(total, mean, (shares * spreads).sum(0))
+    variances = (invstds**-2 - eps).clamp(min=0) + (means - mean) ** 2
+    return _Statistics(total, mean, (shares * variances).sum(0))
 
 
 class _Normalize(torch.autograd.Function):
@@ -177,36 +177,36 @@ class _Normalize(torch.autograd.Function):
         eps: float,
         rank_weight: int,
     ) -> torch.Tensor:
-        mean, invstd = _spread_out(input, batch.mean, (batch.variance + eps).rsqrt())
+        mean, invstd = _broadcastable(input, batch.mean, (batch.variance + eps).rsqrt())
         ctx.save_for_backward(input, weight, mean, invstd)
         ctx.total, ctx.rank_weight = batch.total, rank_weight
         # The dtype is enough: no gradient depends on the bias itself.
         ctx.bias_dtype = None if bias is None else bias.dtype
         output = (_widened(input) - mean) * invstd
         if weight is not None:
-            output *= _spread_out(input, weight)[0]
+            output *= _broadcastable(input, weight)[0]
         if bias is not None:
-            output += _spread_out(input, bias)[0]
+            output += _broadcastable(input, bias)[0]
         return output.to(input.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         input, weight, mean, invstd = ctx.saved_tensors
-        of_input, of_weight, of_bias, *_ = ctx.needs_input_grad
+        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dims = _all_but_channels(input)
         dy, xmu = _widened(gradient), _widened(input) - mean
         sum_dy, sum_dy_xmu = dy.sum(dims), (dy * xmu).sum(dims)
         gradients: list[torch.Tensor | None] = [None] * 6
-        if of_weight:
+        if needs_weight:
             # From this rank's rows only: the optimizer exchanges it like any parameter's gradient.
             gradients[1] = (sum_dy_xmu * invstd.flatten()).to(weight.dtype)
-        if of_bias:
+        if needs_bias:
             gradients[2] = sum_dy.to(ctx.bias_dtype)
-        if of_input:
+        if needs_input:
             handles = [
                 mpi_ops.allreduce_async(
-                    _weighed(tensor.to("cpu", torch.float64), ctx.rank_weight),
+                    _weighted(tensor.to("cpu", torch.float64), ctx.rank_weight),
                     name=f"sync_batch_norm.{name}",
                     op=mpi_ops.Sum,
                 )
@@ -215,15 +215,15 @@ class _Normalize(torch.autograd.Function):
             # With weight 0 the optimizer multiplies this gradient by 0, so it must be finite.
             total = ctx.total * max(ctx.rank_weight, 1)
             sums = [mpi_ops.synchronize(handle) / total for handle in handles]
-            mean_dy, mean_dy_xmu = _spread_out(input, *sums)
+            mean_dy, mean_dy_xmu = _broadcastable(input, *sums)
             dx = (dy - mean_dy - xmu * (invstd**2 * mean_dy_xmu)) * invstd
             if weight is not None:
-                dx *= _spread_out(input, weight)[0]
+                dx *= _broadcastable(input, weight)[0]
             gradients[0] = dx.to(input.dtype)
         return tuple(gradients)
 
 
-def _weighed(sums: torch.Tensor, weight: int) -> torch.Tensor:
+def _weighted(sums: torch.Tensor, weight: int) -> torch.Tensor:
     """Return the sums times a weight; zeros for weight 0, even if a sum is NaN."""
     return sums * weight if weight else torch.zeros_like(sums)
 
@@ -237,7 +237,7 @@ def _all_but_channels(tensor: torch.Tensor) -> list[int]:
     return [dim for dim in range(tensor.dim()) if dim != 1]
 
 
-def _spread_out(like: torch.Tensor, *vectors: torch.Tensor) -> list[torch.Tensor]:
+def _broadcastable(like: torch.Tensor, *vectors: torch.Tensor) -> list[torch.Tensor]:
     """Reshape vectors over channels so that they broadcast over an input's rows."""
     shape = [1, like.shape[1]] + [1] * (like.dim() - 2)
     dtype = torch.promote_types(like.dtype, torch.float32)

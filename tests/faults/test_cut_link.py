@@ -59,7 +59,7 @@ def test_a_host_that_cannot_be_reached_is_named_and_its_rank_ends_by_itself(laun
         if launcher == "torchrun":
             assert job.process.wait(30) != 0
             # The isolated rank cannot tell whether its own link is cut or everybody else's.
-            job.expect(r"gtopk: rank 1 of 3 \(.*hears no other rank")
+            job.expect(r"gtopk: rank 1 of 3 \(.*receives no heartbeats at all")
 
 
 @pytest.mark.faults

@@ -70,7 +70,7 @@ def suffer(job: Job, fault: dict[str, Any], dice: random.Random) -> float:
         job.assert_survivors_name(culprit, step, named)
     elif fault["way"] in UNNOTICED:
         # Open MPI's mpirun notices it, unless the others call `init` later.
-        missed = rf"started on this host rank {culprit} has ended|process rank {culprit} with PID"
+        missed = rf"started on this host, rank {culprit} has ended|process rank {culprit} with PID"
         assert re.search(missed, job.text()), job.text()
     return took
 

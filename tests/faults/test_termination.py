@@ -24,7 +24,7 @@ def assert_saved_and_ended(job: Job, launcher: str, since: float, signalled: str
     assert set(ranks.split(", ")) <= set(signalled.split(", "))
     for rank in range(job.ranks):
         line = rf"gtopk: rank {rank} of {job.ranks} \(host .*\) ends at step {step}, as ranks? "
-        job.expect(rf"{line}[\d, ]+ had SIGTERM: exit code {CODE}")
+        job.expect(rf"{line}[\d, ]+ received SIGTERM: exit code {CODE}")
     assert "goes on after its end" not in job.text()
     assert "was stopped by SIGTERM" not in job.text()
     if launcher == "mpirun":

@@ -33,7 +33,7 @@ for _ in range(2):
 joins = [sys.executable, "-c", "import gtopk.torch as hvd; hvd.init(); print(hvd.size())"]
 child = subprocess.run(joins, capture_output=True, text=True, check=False)
 assert child.returncode == 1
-assert f"is process {os.getpid()}, which has started this one" in child.stderr
+assert f"is process {os.getpid()}, which started this one" in child.stderr
 way_out = child.stderr.partition("`env ")[2].partition(" python")[0].split()
 alone = subprocess.run(["env", *way_out, *joins], capture_output=True, text=True, check=True)
 assert alone.stdout == "1\n"

@@ -47,7 +47,7 @@ from gtopk.runtime.object_codec.codec import HEADER, HEADER_BYTES
 from gtopk.runtime.world import world
 from gtopk.torch.checkpoint import CheckpointError, Loaded
 from gtopk.torch.checkpoint.files import decode_with_checksum, encode_with_checksum, read_tensors
-from gtopk.torch.checkpoint.tree import put_together, take_apart
+from gtopk.torch.checkpoint.tree import flatten, unflatten
 from models.data import classification
 from models.data.an4 import read_transcript, read_wav
 from models.data.cifar10 import IMAGE_BYTES, read_binary_batch, read_pickled_batch
@@ -117,7 +117,7 @@ def some_object(dice: random.Random, depth: int = 0) -> Any:
 
 def some_record(dice: random.Random) -> bytes:
     """Return the content of a checkpoint part's JSON file."""
-    tree = take_apart({"model": some_object(dice), "lr": [0.1, (1, 2)]}).tree
+    tree = flatten({"model": some_object(dice), "lr": [0.1, (1, 2)]}).tree
     return encode_with_checksum(
         {"format": 1, "attempt": "word", "step": 1, "tensors": None, "state": tree}
     )
@@ -126,7 +126,7 @@ def some_record(dice: random.Random) -> bytes:
 def read_record(content: bytes, file: Path) -> Any:
     record = decode_with_checksum(content)
     tensors = defaultdict(lambda: torch.zeros(2))
-    return put_together(record.get("state") if isinstance(record, dict) else record, tensors)
+    return unflatten(record.get("state") if isinstance(record, dict) else record, tensors)
 
 
 def sealed_record(content: bytes) -> bytes:

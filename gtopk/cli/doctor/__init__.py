@@ -38,7 +38,7 @@ from ...runtime.launch import (
     run,
     transport_name,
 )
-from ...runtime.runner.ranks import launcher_at_hand
+from ...runtime.runner.ranks import default_launcher
 from ...runtime.standard_streams import coloured, wants_colour
 from ..arguments import Command, write_records
 from .basics import INSTALL_MPI, Finding, State, check_launcher, gist, installed
@@ -74,7 +74,7 @@ _COLOURS: Final = {State.OK: "32", State.WARN: "33", State.MISSING: "36", State.
 
 def check_new_ranks(seconds: float = JOB_SECONDS) -> Finding:
     """Start two ranks, and check that they sum numbers correctly."""
-    launcher = launcher_at_hand()
+    launcher = default_launcher()
     if launcher == "torchrun" and not installed("torch"):
         return Finding(NAME, State.MISSING, "starting several needs torch or MPI", INSTALL_MPI)
     lines: list[str] = []
@@ -406,7 +406,7 @@ def _by_hand() -> Iterator[str]:
     yield ""
     yield "It sets what the launcher needs here. Without it:"
     threads = max(1, usable_cores() // _EXAMPLE_RANKS)
-    if launcher_at_hand() == "mpirun" and (mpirun := find_mpirun()) is not None:
+    if default_launcher() == "mpirun" and (mpirun := find_mpirun()) is not None:
         yield f"by mpirun ({identify(mpirun)}):"
         for reason, group in by_reason(mpirun_settings(threads, identify(mpirun).vendor)).items():
             yield f"  # {reason}"

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import IO, Final, NamedTuple
 
 from ... import settings
-from ...runtime.liveness.heartbeat import OURS, THEIRS, Choice, choose, interfaces
+from ...runtime.liveness.heartbeat import INTERFACE_VARIABLES, Choice, choose_address, interfaces
 from . import basics
 from .basics import PACKAGE, Finding, State, gist
 
@@ -51,7 +51,7 @@ def check_interface() -> Finding:
         resolved = socket.gethostbyname(host)
     except OSError:
         resolved = ""
-    return judge_interface(choose(False), interfaces(), host, resolved, os.environ)
+    return judge_interface(choose_address(False), interfaces(), host, resolved, os.environ)
 
 
 def judge_interface(
@@ -82,7 +82,7 @@ def judge_interface(
     if not problems:
         return Finding(INTERFACE, State.OK, detail)
     real = [name for name in (chosen, *others) if not name.startswith(INNER)]
-    advice = " ".join(f"{variable}={(real or [chosen])[0]}" for variable in (OURS, *THEIRS))
+    advice = " ".join(f"{variable}={(real or [chosen])[0]}" for variable in INTERFACE_VARIABLES)
     return Finding(
         INTERFACE,
         State.WARN,
@@ -94,7 +94,7 @@ def judge_interface(
 def _interface_problems(
     chosen: str, others: Mapping[str, str], host: str, resolved: str, environ: Mapping[str, str]
 ) -> list[str]:
-    named = [variable for variable in (OURS, *THEIRS) if environ.get(variable)]
+    named = [variable for variable in INTERFACE_VARIABLES if environ.get(variable)]
     problems = []
     if chosen.startswith(INNER):
         problems.append(f"{chosen} leads to containers of this host, not to other hosts")
@@ -146,9 +146,9 @@ def ports(
     private = next((each for each in own if _is_private(*each)), None)
     if choice.address and settings.HEARTBEAT_TIMEOUT.text(environ) != "0":
         what = "the heartbeat (UDP)"
-        if choice.by not in (OURS, *THEIRS):
+        if choice.by not in INTERFACE_VARIABLES:
             what += " and the call server of gtopk.run (TCP)"
-        named = [f"{variable}={private[0]}" for variable in (OURS, *THEIRS)] if private else []
+        named = [f"{variable}={private[0]}" for variable in INTERFACE_VARIABLES] if private else []
         found.append(Port(what, choice.address, choice.by, named))
     if address := _rendezvous_address(own, environ):
         variables = [f"MASTER_ADDR={private[1]}"] if private else []
@@ -194,7 +194,7 @@ def own_addresses() -> list[tuple[str, str]]:
 
 def _choice() -> Choice:
     try:
-        return choose(False)
+        return choose_address(False)
     except ValueError:
         # The interface does not exist; its own probe reports that.
         return Choice("", "")

@@ -408,7 +408,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run = read_run(options.run)
     except (OSError, ValueError) as error:
         return fail("report", error)
-    for problem in (run.lacks(), run.unread()):
+    for problem in (run.missing_text(), run.skipped_text()):
         if problem is not None:
             print(f"gtopk report: {': '.join(problem)}", file=sys.stderr)
     if options.json:
@@ -450,7 +450,7 @@ def _of_rank(rank: RankRecord) -> dict[str, Any]:
     return {
         "rank": rank.rank,
         "host": rank.begin["host"],
-        "steps": rank.taken,
+        "steps": rank.step_count,
         "covers": last.report.covers if last else None,
         "samples": last.samples_so_far if last else 0,
         "sent_bytes": last.bytes_so_far if last else 0,

@@ -332,7 +332,7 @@ def _ranks(run: Run) -> Tile:
 
 def steps_taken(run: Run) -> str:
     """Return the number of steps as text; a range if ranks differ."""
-    taken = [rank.taken for rank in run.ranks]
+    taken = [rank.step_count for rank in run.ranks]
     if is_of_several(run) and min(taken) < max(taken):
         return f"{count_text(min(taken))} to {count_text(max(taken))} steps each"
     return counted(max(taken), "step")
@@ -358,7 +358,7 @@ def events(run: Run) -> list[tuple[str, str]]:
 
     Order: missing records, other runs, abnormal ends, skipped steps, messages.
     """
-    found = [each for each in (run.lacks(), run.unread()) if each is not None]
+    found = [each for each in (run.missing_text(), run.skipped_text()) if each is not None]
     if count := run.earlier_runs:
         runs = "an earlier run" if count == 1 else f"{count} earlier runs"
         found.append(("this folder", f"also holds {runs}; the last one is shown"))

@@ -24,51 +24,53 @@ def describe_mismatch(specs: Mapping[int, Sequence[str]]) -> str:
     """
     (name,) = {spec[0] for spec in specs.values()}
     first, *others = specs.values()
-    everywhere = set(first).intersection(*others)
+    shared = set(first).intersection(*others)
     # Quote the first part on each rank that not all share; later differences often follow from it.
-    apart = {
-        rank: next((fact for fact in signature if fact not in everywhere), "less")
+    differing = {
+        rank: next((part for part in signature if part not in shared), "less")
         for rank, signature in specs.items()
     }
-    if len(set(apart.values())) == 1:  # all ranks have the same parts in different orders
-        places = zip(*specs.values(), strict=True)
-        parted = next(place for place in places if len(set(place)) > 1)
-        apart = dict(zip(specs, parted, strict=True))
-    options = _differing_options(apart)
+    if len(set(differing.values())) == 1:  # all ranks have the same parts in different orders
+        positions = zip(*specs.values(), strict=True)
+        first_difference = next(position for position in positions if len(set(position)) > 1)
+        differing = dict(zip(specs, first_difference, strict=True))
+    options = _differing_options(differing)
     if options is None:
-        return f"the ranks disagree about {name}: {_ranks_by_text(apart)}"
+        return f"the ranks disagree about {name}: {_ranks_by_text(differing)}"
     sides = _ranks_by_text(options)
     return f"the ranks disagree about {name}: {sides}; all ranks must be given the same"
 
 
 def _differing_options(signature: Mapping[int, str]) -> dict[int, str] | None:
     """Return each rank's differing options (`name=value`); None if other parts differ, too."""
-    words = {rank: fact.split() for rank, fact in signature.items()}
-    if not all("=" in word for those in words.values() for word in those[1:]):
+    words = {rank: text.split() for rank, text in signature.items()}
+    if not all("=" in word for own in words.values() for word in own[1:]):
         return None
     common = set.intersection(*map(set, words.values()))
-    options = {rank: [w for w in those if w not in common] for rank, those in words.items()}
-    if not all(those and all("=" in word for word in those) for those in options.values()):
+    options = {rank: [w for w in own if w not in common] for rank, own in words.items()}
+    if not all(own and all("=" in word for word in own) for own in options.values()):
         return None
-    return {rank: " ".join(those) for rank, those in options.items()}
+    return {rank: " ".join(own) for rank, own in options.items()}
 
 
 def describe_deadlock(waiting: Mapping[int, str]) -> str:
     """Return the error text for ranks that wait for different operations; waiting: by rank."""
-    said = _ranks_by_text(waiting)
-    in_a_step = {name.startswith(_GRADIENTS) for name in waiting.values()}
-    advice = advice_on(waiting.values()) or advice_on_uneven(_GRADIENTS) * (len(in_a_step) == 2)
+    waits = _ranks_by_text(waiting)
+    in_step = [name.startswith(_GRADIENTS) for name in waiting.values()]
+    advice = advice_on(waiting.values())
+    if not advice and any(in_step) and not all(in_step):
+        advice = advice_on_uneven(_GRADIENTS)
     if all(name.startswith("fsdp.") for name in waiting.values()):
         advice = "; all replicas must use a module in a pass, or none of them"
-    return f"the ranks disagree about their next operation: {said}{advice}"
+    return f"the ranks disagree about their next operation: {waits}{advice}"
 
 
 def advice_on(names: Iterable[str]) -> str:
     """Return advice for operations that only some ranks have begun; "" if none is known."""
     if any(_CHECKPOINT in f".{name}" for name in names):
         return (
-            "; gtopk's save_checkpoint and load_latest are for every rank to call, also where rank "
-            "0 alone writes: not under `if hvd.rank() == 0`"
+            "; every rank must call save_checkpoint and load_latest, even if only rank 0 writes: "
+            "do not call them under `if hvd.rank() == 0`"
         )
     return ""
 
@@ -76,14 +78,14 @@ def advice_on(names: Iterable[str]) -> str:
 def advice_on_uneven(name: str) -> str:
     """Return advice for a rank that ended or went on before an operation of this name."""
     more = next(text for start, text in _UNEVEN.items() if name.startswith(start))
-    return f"; give all ranks as many batches (drop_last=True, a DistributedSampler){more}"
+    return f"; give all ranks equally many batches (drop_last=True, a DistributedSampler){more}"
 
 
 def _ranks_by_text(texts: Mapping[int, str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, text in texts.items():
         ranks.setdefault(text, []).append(rank)
-    return "; ".join(f"{name_ranks(those)}: {text}" for text, those in ranks.items())
+    return "; ".join(f"{name_ranks(group)}: {text}" for text, group in ranks.items())
 
 
 def name_ranks(ranks: list[int]) -> str:

@@ -34,9 +34,9 @@ def clock_offset(transport: Transport, boot: str | None = None) -> Offset:
 
     boot: equal on ranks that read the same clock; default: the kernel's boot id.
     """
-    boots = transport.gather_object(boot or _this_boot())
+    boots = transport.gather_object(boot or _boot_id())
     others = [rank for rank, each in enumerate(boots) if each != boots[0]]
-    found = Offset()
+    offset = Offset()
     # One rank at a time: a busy rank 0 would lengthen the round trips.
     for rank in others:
         if transport.rank == 0:
@@ -44,8 +44,8 @@ def clock_offset(transport: Transport, boot: str | None = None) -> Offset:
                 transport.receive(rank)
                 transport.send(np.array([time.perf_counter()]).view(np.uint8), rank)()
         elif transport.rank == rank:
-            found = min((_ask(transport) for _ in range(_ROUND_TRIPS)), key=lambda o: o[1])
-    return found
+            offset = min((_measure(transport) for _ in range(_ROUND_TRIPS)), key=lambda o: o[1])
+    return offset
 
 
 def agree_on_now(transport: Transport) -> float:
@@ -53,16 +53,16 @@ def agree_on_now(transport: Transport) -> float:
     return float(transport.broadcast_object(time.time()))
 
 
-def _ask(transport: Transport) -> Offset:
+def _measure(transport: Transport) -> Offset:
     began = time.perf_counter()
     sent = transport.send(np.zeros(1, np.uint8), 0)
-    theirs = float(transport.receive(0).view(np.float64)[0])
+    remote = float(transport.receive(0).view(np.float64)[0])
     sent()
     ended = time.perf_counter()
-    return Offset((began + ended) / 2 - theirs, (ended - began) / 2)
+    return Offset((began + ended) / 2 - remote, (ended - began) / 2)
 
 
-def _this_boot() -> str:
+def _boot_id() -> str:
     try:
         return _BOOT.read_text(encoding="ascii").strip()
     except OSError:

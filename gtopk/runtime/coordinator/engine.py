@@ -51,7 +51,7 @@ from .readiness_table import PROGRAM_ENDED, CycleOutcome, ReadinessTable, ReadyO
 
 SET_REMOVED: Final = "removed its process set"  # a reason for `close`
 _LEAVE_TIMEOUT_SECONDS: Final = 5.0  # for peers to leave a job that cannot go on
-_LOOK_SECONDS: Final = 0.2  # how often an idle engine checks whether the program has ended
+_POLL_SECONDS: Final = 0.2  # how often an idle engine checks whether the program has ended
 _STUCK_SECONDS: Final = 0.5  # a thread that has waited this long will not submit anything soon
 _LONGEST_BURST_CYCLES: Final = 5  # a longer burst of submissions is split
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 2e-4, 8e-3
@@ -95,11 +95,11 @@ class Engine:
         self._joining: Operation | None = None
         self._urgent = self._ended = False  # ended: without a failure
         self._submitters: set[int] = set()  # threads
-        self._waits: dict[int, str] = {}  # by thread: the operation that it last waited for
+        self._waited_for: dict[int, str] = {}  # by thread: the operation that it last waited for
         self._closing: str | None = None
-        self._outlived = False  # the program has ended, but threads that never submitted go on
+        self._program_ended = False  # but threads that never submitted go on
         self._leave_timeout_seconds: float | None = None
-        self._staying: list[int] = []
+        self._remaining: list[int] = []
         self.failure: PeerError | None = None
         self._table = ReadinessTable(transport.ranks, self.settings.cache_capacity)
         self._execution = Execution(transport, self._finish_operations)
@@ -127,8 +127,8 @@ class Engine:
 
     def remove_observer(self, observer: Observer) -> None:
         """Stop calling an observer."""
-        left = (each for each in self._execution.observers if each != observer)
-        self._execution.observers = tuple(left)
+        remaining = (each for each in self._execution.observers if each != observer)
+        self._execution.observers = tuple(remaining)
 
     def submit(
         self,
@@ -153,11 +153,11 @@ class Engine:
         """
         spec = OperationSpec(tuple(signature), join_descriptor, tuple(map(layout_of, fusion)))
         request = Request(name, spec, flags)
-        operation = Operation(request, self.transport.size, work, fusion, self._wake_for, self._at)
+        operation = Operation(request, self.transport.size, work, fusion, self._wake, self._where)
         with self._changed:
             self._refuse_when_closed(f"'{name}'")
             if self._joining is not None:
-                raise ValueError(f"'{name}' cannot begin: this rank has joined, and must wait")
+                raise ValueError(f"'{name}' cannot begin: this rank's join() is still pending")
             if name in self._pending:
                 raise ValueError(
                     f"'{name}' is still in flight: requested to reduce, gather or broadcast a "
@@ -185,11 +185,11 @@ class Engine:
         """
         request = Request("join", OperationSpec((), None, ()), 0)
         size = self.transport.size
-        operation = Operation(request, size, do_nothing, (), self._wake_for, self._at)
+        operation = Operation(request, size, do_nothing, (), self._wake, self._where)
         with self._changed:
             self._refuse_when_closed("join")
             if self._joining is not None:
-                raise ValueError("this rank has joined already, and must wait")
+                raise ValueError("join() is already pending on this rank")
             if self.failure is not None:
                 self._broken = True
                 operation.finish(error=self.failure)
@@ -215,7 +215,7 @@ class Engine:
             self._leave_timeout_seconds = leave_timeout_seconds
             self._changed.notify()
         self._thread.join()
-        return self._staying
+        return self._remaining
 
     def _intern(self, request: Request) -> Request:
         """Return an earlier object equal to this one, so that comparisons can use identity."""
@@ -228,33 +228,31 @@ class Engine:
         return request
 
     def _refuse_when_closed(self, what: str) -> None:
-        if self._outlived:
+        if self._program_ended:
             raise HorovodInternalError(
-                f"gtopk has left, as the main thread ended: {what} cannot begin; have the main "
-                "thread wait for those that train (thread.join())"
+                f"gtopk has shut down, as the main thread ended: {what} cannot begin; join the "
+                "training threads in the main thread (thread.join())"
             )
         if self._closing is not None:
             why, when = "gtopk has been shut down", "after another init()"
             if self._closing == SET_REMOVED:
-                why, when = "its process set was removed", "with another set"
-            raise HorovodInternalError(
-                f"{why}: {what} cannot begin; {when}, make the optimizer anew"
-            )
+                why, when = "its process set was removed", "for another set"
+            raise HorovodInternalError(f"{why}: {what} cannot begin; create a new optimizer {when}")
 
-    def _wake_for(self, operation: Operation) -> threading.Event | None:
+    def _wake(self, operation: Operation) -> threading.Event | None:
         """Begin the next cycle at once; return the operation's end event, or None if it is done."""
         with self._changed:
             if operation.done:
                 return None
             # Under the lock: `finish` checks once, and would never set an event made later.
             operation.finished = operation.finished or threading.Event()
-            self._waits[threading.get_ident()] = operation.name
+            self._waited_for[threading.get_ident()] = operation.name
             if not self._urgent:
                 self._urgent = True
                 self._changed.notify()
             return operation.finished
 
-    def _at(self) -> str:
+    def _where(self) -> str:
         """Return `where()`; looked up on each call, as the owner sets it after engine start."""
         return self.where()
 
@@ -266,7 +264,7 @@ class Engine:
             # Operations no longer run; leave the transport when this rank closes or its program
             # ends.
             while self._closing is None:
-                self._changed.wait(_LOOK_SECONDS)
+                self._changed.wait(_POLL_SECONDS)
                 self._leave_if_program_ended()
             reason = self._closing
         if self.transport.path == ():  # the transport of all ranks, not of a process set
@@ -276,14 +274,14 @@ class Engine:
         """Wait until a cycle is due and return True; return False if none will follow."""
         with self._changed:
             while self.failure is None and not self._ended:
-                wait_seconds = self._due() - time.perf_counter()
+                wait_seconds = self._next_cycle_time() - time.perf_counter()
                 if wait_seconds <= 0:
                     return True
-                self._changed.wait(min(wait_seconds, _LOOK_SECONDS))
+                self._changed.wait(min(wait_seconds, _POLL_SECONDS))
                 self._leave_if_program_ended()
             return False
 
-    def _due(self) -> float:
+    def _next_cycle_time(self) -> float:
         """Return when the next cycle is due; see the table at the top."""
         settings, rank = self.settings, self.transport.rank
         if self._submitted:
@@ -317,7 +315,7 @@ class Engine:
         threads = [t for t in threading.enumerate() if t.is_alive() and not t.daemon]
         if any(thread.ident in self._submitters for thread in threads) or self.finishes_later():
             return
-        self._outlived = True
+        self._program_ended = True
         self._closing = self.departure_notice(PROGRAM_ENDED)
 
     def _cycle(self) -> None:
@@ -337,7 +335,7 @@ class Engine:
         try:
             with self.transport.operation(self._waiting_in or "a cycle"):
                 gathered = gather_announcements(self.transport, announcement, self._table.slots)
-            self._enter(gathered)
+            self._apply(gathered)
         except BaseException as error:
             self._abandon(error)
         self.cycles += 1
@@ -352,7 +350,7 @@ class Engine:
         # A leaving rank waits for the others without a limit.
         waiting: Iterable[Operation] = () if self._announced_leaving else self._announced.values()
         expired = self.stalls.expired(waiting, self._table)
-        stuck = None if submitted else self._stuck()
+        stuck = None if submitted else self._stuck_operation()
         if not (joins or leaves is not None or expired or stuck is not None or self.cycles == 0):
             return announcement
         limits = self._limits if self.cycles == 0 else ()
@@ -360,19 +358,19 @@ class Engine:
             joins=joins, leaves=leaves, expired=expired, stuck=stuck, limits=limits
         )
 
-    def _stuck(self) -> str | None:
+    def _stuck_operation(self) -> str | None:
         """Return the operation that the only submitting thread has awaited for 0.5 s, if any."""
         # With several threads, another one may submit what the other ranks wait for.
         if len(self._submitters) != 1:
             return None
         (thread,) = self._submitters
-        operation = self._announced.get(self._waits.get(thread, ""))
+        operation = self._announced.get(self._waited_for.get(thread, ""))
         if operation is None or operation.finished is None:
             return None
         is_long = time.perf_counter() - operation.announced > _STUCK_SECONDS
         return operation.name if is_long else None
 
-    def _enter(self, announcements: Sequence[Announcement]) -> None:
+    def _apply(self, announcements: Sequence[Announcement]) -> None:
         """Enter the announcements in the table, and act on the outcome."""
         # Before any slot is assigned: unequal capacities would give unequal slot numbers.
         if self.cycles == 0:
@@ -382,8 +380,8 @@ class Engine:
         if self._execution.observers:
             self._notify_ready(announcements, now)
         outcome = self._table.enter(announcements)
-        grown = min(self._pause_seconds * _PAUSE_GROWTH, _LONGEST_PAUSE_SECONDS)
-        self._pause_seconds = _SHORTEST_PAUSE_SECONDS if outcome.news else grown
+        longer_pause = min(self._pause_seconds * _PAUSE_GROWTH, _LONGEST_PAUSE_SECONDS)
+        self._pause_seconds = _SHORTEST_PAUSE_SECONDS if outcome.has_changes else longer_pause
         if self._execution.observers:
             self._notify_negotiated(outcome, now)
         for name, error in outcome.refused:
@@ -395,7 +393,7 @@ class Engine:
         if outcome.expired is not None:
             raise PeerError(outcome.expired)
         if outcome.left is not None:
-            self._end(*outcome.left)
+            self._stop_after_departure(*outcome.left)
         self.stalls.warn(self._announced.values(), self._table)
 
     def _execute(self, ready: Sequence[ReadyOperation], agreed: float) -> None:
@@ -425,7 +423,7 @@ class Engine:
             self._joining = None
             self._announced_joining = False
 
-    def _end(self, rank: int, reason: str) -> None:
+    def _stop_after_departure(self, rank: int, reason: str) -> None:
         """Begin no further cycle, as a rank left without failure; all ranks stop in this cycle."""
         with self._changed:
             self._ended = True
@@ -451,13 +449,13 @@ class Engine:
         with self._changed:
             # So nobody waits for ever: a later `submit` sees `failure`, earlier ones are pending.
             self.failure = error
-            left = [*self._pending.values()]
-            left += [] if self._joining is None else [self._joining]
+            unfinished = [*self._pending.values()]
+            unfinished += [] if self._joining is None else [self._joining]
             self._pending.clear()
             self._submitted.clear()
             self._joining = None
-            self._broken |= bool(left) and not self._announced_leaving
-            for operation in left:
+            self._broken |= bool(unfinished) and not self._announced_leaving
+            for operation in unfinished:
                 operation.finish(error=error)
 
     def _leave(self, reason: str) -> None:
@@ -465,11 +463,11 @@ class Engine:
         # Where ranks may leave, the others can go on after a failed operation.
         if leave_timeout_seconds is None and self._broken and not self.ranks_may_leave:
             leave_timeout_seconds = _LEAVE_TIMEOUT_SECONDS
-        self._staying = self.transport.leave(reason, leave_timeout_seconds)
+        self._remaining = self.transport.leave(reason, leave_timeout_seconds)
         ends_job = self._leave_timeout_seconds is None and not self.ranks_may_leave
-        if self._staying and ends_job and self.transport.name != "local":
-            why = f"{name_ranks(self._staying)} went on"
-            print_line(f"rank {self.transport.rank} ends the job; {why}")
+        if self._remaining and ends_job and self.transport.name != "local":
+            why = f"{name_ranks(self._remaining)} did not shut down"
+            print_line(f"rank {self.transport.rank} ends the job: {why}")
             self.transport.abort(1, f"ended it: {why}")
 
     def _notify_ready(self, announcements: Sequence[Announcement], now: float) -> None:

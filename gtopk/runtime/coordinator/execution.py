@@ -25,7 +25,7 @@ from collectives.transports.transport import print_line
 from ... import settings
 from .agreement import advice_on, name_ranks
 from .fusion import ArrayIndex, Dense, Fuser, all_on_gpu, fuse_arrays, neutral_array
-from .operation import Event, Observer, Operation, Phase, ShadowWork, What, Work, do_nothing
+from .operation import Event, EventKind, Observer, Operation, Phase, ShadowWork, Work, do_nothing
 from .readiness_table import ReadinessTable, ReadyOperation
 
 _SHORTEST_IDLE_SECONDS: Final = 0.02
@@ -60,7 +60,7 @@ class Settings(NamedTuple):
 
 def settings_from(environ: Mapping[str, str] = os.environ) -> Settings:
     """Read the settings; raise ValueError for anything but a number of at least 0."""
-    unchecked = settings.STALL_CHECK_DISABLE.read(environ)
+    is_disabled = settings.STALL_CHECK_DISABLE.read(environ)
     warning = settings.STALL_CHECK_TIME.read(environ)
     shutdown = settings.STALL_SHUTDOWN_TIME.read(environ)
     return Settings(
@@ -68,12 +68,12 @@ def settings_from(environ: Mapping[str, str] = os.environ) -> Settings:
         cache_capacity=int(settings.CACHE_CAPACITY.read(environ)),
         fusion_threshold_bytes=int(settings.FUSION_THRESHOLD.read(environ)),
         # 0 stands for never, not for at once.
-        stall_warning_seconds=math.inf if unchecked else warning or math.inf,
-        stall_shutdown_seconds=math.inf if unchecked else shutdown or math.inf,
+        stall_warning_seconds=math.inf if is_disabled else warning or math.inf,
+        stall_shutdown_seconds=math.inf if is_disabled else shutdown or math.inf,
     )
 
 
-_NAMES_SAID = 3
+_MAX_NAMES = 3
 # All ranks begin a checkpoint after the same step: if only some do, the script is likely wrong.
 _CHECKPOINT_WARNING_SECONDS: Final = 5.0
 
@@ -90,18 +90,18 @@ class Stalls:
         self._warning_seconds = (
             settings.stall_warning_seconds if transport.announces_waits else math.inf
         )
-        self._advice = "a larger GTOPK_TIMEOUT (seconds) waits longer"
+        self._advice = "set a larger GTOPK_TIMEOUT (seconds) to wait longer"
         self._limit_seconds = transport.timeout_seconds
         if settings.stall_shutdown_seconds < transport.timeout_seconds:
             self._limit_seconds = settings.stall_shutdown_seconds
-            self._advice = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS ends the job then"
+            self._advice = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS is exceeded"
         self._warned: dict[str, float] = {}
 
     def expired(self, announced: Iterable[Operation], table: ReadinessTable) -> dict[str, str]:
         """Return the names of operations that have waited too long, each with an error text."""
         now = time.perf_counter()
         return {
-            operation.name: f"{self._waits(operation, table, now)}; {self._advice}"
+            operation.name: f"{self._wait_text(operation, table, now)}; {self._advice}"
             for operation in announced
             if now - operation.announced > self._limit_seconds
         }
@@ -124,15 +124,15 @@ class Stalls:
                 stalled.setdefault(tuple(table.missing(operation.name)), []).append(operation)
         for missing, operations in stalled.items():
             ready = [r for r in self._transport.ranks if r not in missing]
-            more = [operation.name for operation in operations[1:_NAMES_SAID]]
+            more = [operation.name for operation in operations[1:_MAX_NAMES]]
             others = len(operations) - 1 - len(more)
             names = "".join(f", {name}" for name in more)
             names += f" and {others} more" if others else ""
             advice = advice_on(operation.name for operation in operations)
-            waits = self._waits(operations[0], table, now)
+            waits = self._wait_text(operations[0], table, now)
             print_line(f"{waits}{names}; ready: {name_ranks(ready)}{advice}")
 
-    def _waits(self, operation: Operation, table: ReadinessTable, now: float) -> str:
+    def _wait_text(self, operation: Operation, table: ReadinessTable, now: float) -> str:
         rank = self._transport.ranks[self._transport.rank]
         missing = table.missing(operation.name)
         waited = now - operation.announced
@@ -140,8 +140,8 @@ class Stalls:
         text = f"rank {rank} has waited {waited:.3g} s for {who} in {operation.name}"
         if joined := sorted({*missing} & {*self.joined()}):
             text += (
-                f"; {name_ranks(joined)} called join(), which stands in for a rank in operations "
-                "of all ranks only, not of a process set: join after the set's last operation"
+                f"; {name_ranks(joined)} called join(), which covers operations of all ranks, but "
+                "not of a process set: call join() after the set's last operation"
             )
         return text
 
@@ -166,12 +166,12 @@ def part_of(
     ready: ReadyOperation,
     operation: Operation | None,
     shadow_work: ShadowWork | None,
-    place: str = "cpu",
+    device: str = "cpu",
 ) -> Part:
     """Return this rank's part in an operation.
 
     operation: this rank's own; None: it has joined, and did not submit the operation.
-    place: the device of the tensors that the transport carries.
+    device: the device of the tensors that the transport carries.
     Raises RuntimeError if the operation has no stand-in for a joined rank.
     """
     name, spec, all_flags = ready
@@ -181,14 +181,14 @@ def part_of(
     if spec.join_descriptor is not None:
         if shadow_work is None:
             raise RuntimeError(
-                f"this rank has joined, and nothing stands in for it in '{name}': make the "
-                "optimizer on every rank, also where there is nothing to train on"
+                f"this rank has joined, but has no optimizer to take part in '{name}' with: create "
+                "the optimizer on every rank, even on ranks without data"
             )
         work = shadow_work(name, spec.join_descriptor)
     # If one rank has its tensors on the host, all ranks reduce on the host.
-    place = place if all_on_gpu(all_flags) else ""
+    device = device if all_on_gpu(all_flags) else ""
     return Part(
-        name, all_flags, [neutral_array(layout, place) for layout in spec.dense], work, None
+        name, all_flags, [neutral_array(layout, device) for layout in spec.dense], work, None
     )
 
 
@@ -213,7 +213,7 @@ def fusion_groups(
     # A step with only compressed gradients has no dense arrays.
     fused = fuse_arrays(arrays, threshold_bytes, alone_bytes) if arrays else []
     groups = [
-        FusionGroup(list(dict.fromkeys(array.of for array in members)), members)
+        FusionGroup(list(dict.fromkeys(array.operation for array in members)), members)
         for members in fused
     ]
     groups += [
@@ -251,29 +251,29 @@ class Execution:
         then stay unfinished. A MismatchError occurs on all ranks alike, and only ends its own
         operation.
         """
-        place = self.transport.tensor_place
-        parts = [part_of(each, operations.get(each.name), shadow_work, place) for each in ready]
+        device = self.transport.tensor_place
+        parts = [part_of(each, operations.get(each.name), shadow_work, device) for each in ready]
         # An operation's arrays may be in several groups. It begins with its first group; its work
         # runs after its last.
-        left = [len(part.dense) for part in parts]  # arrays to be reduced
+        unreduced = [len(part.dense) for part in parts]  # arrays to be reduced
         begun: set[int] = set()
         for group in self._groups(ready, fusion_threshold_bytes):
             members = [parts[number] for number in group.parts]
             self.activity = _title(members)
             finished: list[Finished] = []
             # The result shows an overflowing sum; NumPy's warning would name this line.
-            quiet = np.errstate(over="ignore", invalid="ignore")
+            without_warnings = np.errstate(over="ignore", invalid="ignore")
             try:
-                with self.transport.operation(self.activity), quiet:
+                with self.transport.operation(self.activity), without_warnings:
                     self._begin([parts[number] for number in group.parts if number not in begun])
                     begun.update(group.parts)
                     if group.arrays:
                         self._reduce(group.arrays, parts, members)
                         for array in group.arrays:
-                            left[array.of] -= 1
+                            unreduced[array.operation] -= 1
                     for number in group.parts:
-                        if left[number] == 0:
-                            finished += self._work(parts[number])
+                        if unreduced[number] == 0:
+                            finished += self._run_work(parts[number])
             except BaseException as error:
                 done = {operation for operation, _, _ in finished}
                 failed = [p.operation for p in members if p.operation and p.operation not in done]
@@ -297,20 +297,20 @@ class Execution:
         for part in members:
             if part.operation is not None:
                 part.operation.begin()
-        self._notice("begin", "execute", members)
+        self._notify("begin", "execute", members)
 
     def _reduce(
         self, arrays: Sequence[ArrayIndex], parts: Sequence[Part], members: Sequence[Part]
     ) -> None:
-        def notice(phase: Phase, what: What) -> None:
-            self._notice(phase, what, members)
+        def notify(phase: Phase, what: EventKind) -> None:
+            self._notify(phase, what, members)
 
-        dense = [parts[array.of].dense[array.place] for array in arrays]
+        dense = [parts[each.operation].dense[each.array] for each in arrays]
         first = arrays[0]
-        self._fuser.reduce(dense, first.layout, self.transport, notice, first.on_gpu)
-        self._count(members[0])
+        self._fuser.reduce(dense, first.layout, self.transport, notify, first.on_gpu)
+        self._count_traffic(members[0])
 
-    def _work(self, part: Part) -> list[Finished]:
+    def _run_work(self, part: Part) -> list[Finished]:
         """Run an operation's work; return its outcome, or [] if this rank stands in."""
         result: Any = None
         error: MismatchError | None = None
@@ -320,17 +320,17 @@ class Execution:
             error = disagreement
         # Only count what was sent since: `_reduce` has counted the dense arrays' traffic.
         if self.transport.traffic.sent_messages:
-            self._count(part)
-        self._notice("end", "execute", [part])
+            self._count_traffic(part)
+        self._notify("end", "execute", [part])
         return [] if part.operation is None else [(part.operation, result, error)]
 
-    def _count(self, part: Part) -> None:
-        taken = self.transport.traffic.read_and_reset()
+    def _count_traffic(self, part: Part) -> None:
+        traffic = self.transport.traffic.read_and_reset()
         if part.operation is not None:
-            part.operation.sent_bytes += taken.sent_bytes
-            part.operation.sent_messages += taken.sent_messages
+            part.operation.sent_bytes += traffic.sent_bytes
+            part.operation.sent_messages += traffic.sent_messages
 
-    def _notice(self, phase: Phase, what: What, members: Sequence[Part]) -> None:
+    def _notify(self, phase: Phase, what: EventKind, members: Sequence[Part]) -> None:
         if self.observers:
             now = time.perf_counter()
             for part in members:

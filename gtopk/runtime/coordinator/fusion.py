@@ -48,7 +48,7 @@ from collectives.transports.gpu import host_copy, tensor_of
 ON_HOST, ON_GPU = 1, 2
 
 # CUDA streams per thread: each process set has its own engine thread.
-_own: Final = threading.local()
+_thread_local: Final = threading.local()
 
 Event = Any  # torch.cuda.Event, or None on the host
 
@@ -57,11 +57,11 @@ Event = Any  # torch.cuda.Event, or None on the host
 class DeferredGpuArray:
     """A flat, contiguous tensor that is reduced where it is.
 
-    made: the event after which the values are ready, recorded by the submitting thread.
+    ready: the event after which the values are ready, recorded by the submitting thread.
     """
 
     tensor: torch.Tensor
-    made: Event
+    ready: Event
 
     @classmethod
     def now(cls, tensor: torch.Tensor) -> DeferredGpuArray:
@@ -70,7 +70,7 @@ class DeferredGpuArray:
 
     def on_host(self) -> NDArray[Any]:
         """Return a host copy once the values are ready; bfloat16 as BFLOAT16."""
-        with on_own_stream(self.tensor.device, [self.made]):
+        with on_own_stream(self.tensor.device, [self.ready]):
             return host_copy(self.tensor)
 
     def bytes_on_host(self) -> NDArray[np.uint8]:
@@ -86,8 +86,8 @@ class DeferredGpuArray:
 
 def all_on_gpu(all_flags: Sequence[int]) -> bool:
     """Tell whether every participating rank has its tensors on a GPU."""
-    those = {flags for flags in all_flags if flags}
-    return those == {ON_GPU}
+    participating = {flags for flags in all_flags if flags}
+    return participating == {ON_GPU}
 
 
 def record_event(device: torch.device) -> Event:
@@ -105,7 +105,7 @@ def on_own_stream(device: torch.device, events: Sequence[Event] = ()) -> Iterato
     if device.type != "cuda":
         yield
         return
-    streams: dict[int, torch.cuda.Stream] = _own.__dict__.setdefault("streams", {})
+    streams: dict[int, torch.cuda.Stream] = _thread_local.__dict__.setdefault("streams", {})
     index = device.index or 0
     # Needed around both: on exit, torch.cuda.stream alone would open a context on GPU 0.
     with torch.cuda.device(index):
@@ -127,9 +127,9 @@ class Finish:
         self._end: Event = None
 
     @contextmanager
-    def on(self, device: torch.device, made: Sequence[Event] = ()) -> Iterator[None]:
-        """Work on this thread's own stream of a device, after `made`; record the end."""
-        with on_own_stream(device, made):
+    def on(self, device: torch.device, ready: Sequence[Event] = ()) -> Iterator[None]:
+        """Work on this thread's own stream of a device, after `ready`; record the end."""
+        with on_own_stream(device, ready):
             yield
             # Inside the context, so that the event is on this thread's own stream.
             self._device, self._end = device, record_event(device)
@@ -142,11 +142,11 @@ class Finish:
         """
         if self._end is None:
             return
-        here = torch.cuda.current_stream(self._device)
-        here.wait_event(self._end)
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(self._end)
         for result in results:
             if getattr(result, "is_cuda", False):
-                result.record_stream(here)
+                result.record_stream(stream)
 
 
 def scale_tensor(tensor: torch.Tensor, factor: float) -> None:
@@ -171,7 +171,7 @@ def reduce_as_one(
     """
     tensors = [each.tensor for each, _ in members]
     prescales = {prescale for _, prescale in members}
-    with on_own_stream(tensors[0].device, [each.made for each, _ in members]):
+    with on_own_stream(tensors[0].device, [each.ready for each, _ in members]):
         if len(prescales) > 1:  # a stand-in for a joined rank has another factor
             for tensor, (_, prescale) in zip(tensors, members, strict=True):
                 scale_tensor(tensor, prescale)
@@ -187,7 +187,7 @@ def reduce_as_one(
 
 
 # Called at the beginning and end of each phase of a reduction.
-Notice = Callable[[Literal["begin", "end"], Literal["copy-in", "reduce", "copy-out"]], None]
+Notify = Callable[[Literal["begin", "end"], Literal["copy-in", "reduce", "copy-out"]], None]
 
 _BFLOAT16: Final = "bfloat16"
 
@@ -257,10 +257,10 @@ def dtype_named(name: str) -> np.dtype[Any]:
     return BFLOAT16 if name == _BFLOAT16 else np.dtype(name)
 
 
-def neutral_array(layout: Layout, place: str = "") -> Dense:
+def neutral_array(layout: Layout, device: str = "") -> Dense:
     """Return an array of the reduction's neutral element.
 
-    place: the device for a tensor; "": an array on the host.
+    device: the device for a tensor; "": an array on the host.
     """
     dtype = dtype_named(layout.dtype)
     wide = widen(np.empty(0, dtype)).dtype
@@ -274,9 +274,9 @@ def neutral_array(layout: Layout, place: str = "") -> Dense:
         "max": -infinity if infinity else limits.min,
     }[layout.reduction]
     array = narrow(np.full(layout.length, element, wide), dtype)
-    if not place:
+    if not device:
         return Dense(array, layout.reduction)
-    like = torch.empty(0, dtype=getattr(torch, layout.dtype), device=place)
+    like = torch.empty(0, dtype=getattr(torch, layout.dtype), device=device)
     with on_own_stream(like.device):
         return Dense(DeferredGpuArray.now(tensor_of(array, like)), layout.reduction)
 
@@ -287,8 +287,8 @@ class ArrayIndex(NamedTuple):
     on_gpu: whether it is reduced on the GPU.
     """
 
-    of: int
-    place: int
+    operation: int
+    array: int
     layout: Layout
     on_gpu: bool = False
 
@@ -302,22 +302,22 @@ def fuse_arrays(
     alone, because copying them to the buffer and back takes longer than sharing saves.
     The same layouts in the same order give the same groups on every rank.
     """
-    bundles: list[list[ArrayIndex]] = []
-    growing: dict[object, tuple[list[ArrayIndex], int]] = {}
+    groups: list[list[ArrayIndex]] = []
+    open_groups: dict[object, tuple[list[ArrayIndex], int]] = {}
     for array in arrays:
         dtype, length, *rest = array.layout
         size = length * dtype_named(dtype).itemsize
         if size >= alone_bytes or size > threshold_bytes:
-            bundles.append([array])
+            groups.append([array])
             continue
         key = dtype, array.on_gpu, *rest
-        members, held = growing.get(key, ([], 0))
-        if not members or held + size > threshold_bytes:
-            members, held = [], 0
-            bundles.append(members)
+        members, group_bytes = open_groups.get(key, ([], 0))
+        if not members or group_bytes + size > threshold_bytes:
+            members, group_bytes = [], 0
+            groups.append(members)
         members.append(array)
-        growing[key] = members, held + size
-    return bundles
+        open_groups[key] = members, group_bytes + size
+    return groups
 
 
 def scale(array: NDArray[Any], factor: float) -> None:
@@ -343,7 +343,7 @@ class Fuser:
         members: Sequence[Dense],
         layout: Layout,
         transport: Transport,
-        notice: Notice,
+        notify: Notify,
         on_gpu: bool = False,
     ) -> None:
         """Reduce arrays with one key over the ranks, each in its own memory.
@@ -355,9 +355,9 @@ class Fuser:
             tensors = [
                 (d.array, d.prescale) for d in members if isinstance(d.array, DeferredGpuArray)
             ]
-            notice("begin", "reduce")
+            notify("begin", "reduce")
             reduce_as_one(tensors, layout.postscale, layout.reduction, transport)
-            notice("end", "reduce")
+            notify("end", "reduce")
             return
         arrays = [
             dense.array.on_host() if isinstance(dense.array, DeferredGpuArray) else dense.array
@@ -365,7 +365,7 @@ class Fuser:
         ]
         for dense, array in zip(members, arrays, strict=True):
             scale(array, dense.prescale)
-        self._reduce_on_host(arrays, layout, transport, notice)
+        self._reduce_on_host(arrays, layout, transport, notify)
         for dense, array in zip(members, arrays, strict=True):
             if isinstance(dense.array, DeferredGpuArray):
                 dense.array.write(array)
@@ -375,30 +375,30 @@ class Fuser:
         arrays: Sequence[NDArray[Any]],
         layout: Layout,
         transport: Transport,
-        notice: Notice,
+        notify: Notify,
     ) -> None:
         if len(arrays) == 1:
-            _reduce(arrays[0], layout, transport, notice)
+            _reduce(arrays[0], layout, transport, notify)
             return
-        notice("begin", "copy-in")
+        notify("begin", "copy-in")
         size_bytes = sum(array.nbytes for array in arrays)
         if self._buffer.size < size_bytes:
             self._buffer = np.empty(size_bytes, np.uint8)
         buffer = self._buffer[:size_bytes].view(dtype_named(layout.dtype))
         np.concatenate(arrays, out=buffer)
-        notice("end", "copy-in")
-        _reduce(buffer, layout, transport, notice)
-        notice("begin", "copy-out")
+        notify("end", "copy-in")
+        _reduce(buffer, layout, transport, notify)
+        notify("begin", "copy-out")
         start = 0
         for array in arrays:
             end = start + array.size
             array[...] = buffer[start:end]
             start = end
-        notice("end", "copy-out")
+        notify("end", "copy-out")
 
 
-def _reduce(array: NDArray[Any], layout: Layout, transport: Transport, notice: Notice) -> None:
-    notice("begin", "reduce")
+def _reduce(array: NDArray[Any], layout: Layout, transport: Transport, notify: Notify) -> None:
+    notify("begin", "reduce")
     transport.allreduce(array, layout.reduction)
     scale(array, layout.postscale)
-    notice("end", "reduce")
+    notify("end", "reduce")

@@ -64,8 +64,8 @@ class OperationSpec(NamedTuple):
 
     def words(self) -> list[str]:
         """Return its parts as texts, for errors to quote."""
-        joined = self.join_descriptor
-        descriptor = [] if joined is None else [f"join descriptor {joined!r}"]
+        join_descriptor = self.join_descriptor
+        descriptor = [] if join_descriptor is None else [f"join descriptor {join_descriptor!r}"]
         return [*self.signature, *(layout.describe() for layout in self.dense), *descriptor]
 
 
@@ -102,19 +102,19 @@ class Announcement(NamedTuple):
     limits: tuple[int, ...] = ()
 
     @property
-    def is_news(self) -> bool:
+    def has_changes(self) -> bool:
         """Whether it may change which operations run: something became ready, joins or leaves."""
         return bool(self.ready or self.fresh or self.joins or self.leaves is not None)
 
     def text(self) -> bytes:
         """Return all but the ready bits, as msgpack; b"" if the rest is empty."""
-        if self[1:] == _NOTHING[1:]:
+        if self[1:] == EMPTY[1:]:
             return b""
         packed: bytes = msgpack.packb(self[1:])
         return packed
 
 
-_NOTHING: Final = Announcement()
+EMPTY: Final = Announcement()
 
 
 def gather_announcements(
@@ -134,10 +134,10 @@ def gather_announcements(
     )
     size, block = transport.size, len(own)
     # Blocks have one size on all ranks, so no lengths need to be exchanged first.
-    board = np.empty(size * block, np.uint8)
-    board[transport.rank * block : (transport.rank + 1) * block] = np.frombuffer(own, np.uint8)
-    transport.allgather_into(board, range(0, size * block + 1, block))
-    gathered = board.tobytes()
+    buffer = np.empty(size * block, np.uint8)
+    buffer[transport.rank * block : (transport.rank + 1) * block] = np.frombuffer(own, np.uint8)
+    transport.allgather_into(buffer, range(0, size * block + 1, block))
+    gathered = buffer.tobytes()
     # The usual case costs one bytes comparison and no decoding.
     if not text and gathered == own * size:
         return [announcement] * size
@@ -165,11 +165,11 @@ def _decode(ready: int, text: bytes, rank: int) -> Announcement:
     try:
         # Slot numbers are int keys, hence strict_map_key. Specs are compared as tuples.
         fresh, *rest = msgpack.unpackb(text, use_list=False, strict_map_key=False)
-        known = tuple(Request(name, _read_spec(*spec), flags) for name, spec, flags in fresh)
-        return Announcement(ready, known, *rest)
+        requests = tuple(Request(name, _read_spec(*spec), flags) for name, spec, flags in fresh)
+        return Announcement(ready, requests, *rest)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise MessageError(
-            f"the message from rank {rank} is malformed: what it says in a cycle is {text[:50]!r}"
+            f"the message from rank {rank} is malformed: its announcement is {text[:50]!r}"
         ) from error
 
 
@@ -188,7 +188,7 @@ def cycle_bytes(ranks: int, names: int) -> int:
 
 
 Phase = Literal["begin", "end", "mark"]
-What = Literal["negotiate", "ready", "execute", "copy-in", "reduce", "copy-out", "cycle"]
+EventKind = Literal["negotiate", "ready", "execute", "copy-in", "reduce", "copy-out", "cycle"]
 
 
 class Event(NamedTuple):
@@ -199,7 +199,7 @@ class Event(NamedTuple):
     """
 
     phase: Phase
-    what: What
+    what: EventKind
     name: str
     seconds: float
     rank: int | None = None
@@ -272,9 +272,9 @@ class Operation:
         """Return the exception for the script, with the step added unless its text names one."""
         text, where = str(error), self._where()
         if isinstance(error, PeerTimeoutError):
-            text += "; a larger GTOPK_TIMEOUT (seconds) waits longer"
+            text += "; set a larger GTOPK_TIMEOUT (seconds) to wait longer"
         elif self.name not in text:
-            text += f"; '{self.name}' cannot be done"
+            text += f"; '{self.name}' cannot complete"
         # Match the whole word: "at step 1" is not in "at step 12".
         if where and not re.search(rf"{re.escape(where)}\b", text):
             text += f"; {where}"

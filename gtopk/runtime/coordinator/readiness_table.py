@@ -28,7 +28,7 @@ from .agreement import (
     describe_mismatch,
     name_ranks,
 )
-from .operation import Announcement, OperationSpec, Request
+from .operation import EMPTY, Announcement, OperationSpec, Request
 
 
 class ReadyOperation(NamedTuple):
@@ -50,7 +50,7 @@ class CycleOutcome(NamedTuple):
     joined:  the last rank to join, once all have joined; else None.
     left:    a rank that has left, and why; else None. After `ready`, nothing else runs.
     expired: why the job ends, because a rank has waited too long; else None.
-    news:    whether an announcement may have changed which operations run (`is_news`).
+    has_changes: whether an announcement may have changed which operations run.
     """
 
     ready: list[ReadyOperation]
@@ -58,7 +58,7 @@ class CycleOutcome(NamedTuple):
     joined: int | None
     left: tuple[int, str] | None
     expired: str | None
-    news: bool
+    has_changes: bool
 
 
 class _CacheSlot(NamedTuple):
@@ -70,7 +70,7 @@ class _CacheSlot(NamedTuple):
     all_flags: list[int]
 
 
-class _Open(NamedTuple):
+class _PendingName(NamedTuple):
     """A name that only some ranks are ready for: each ready rank's announcement."""
 
     specs: dict[int, OperationSpec]
@@ -92,10 +92,10 @@ class ReadinessTable:
         self._named: OrderedDict[str, _CacheSlot] = OrderedDict()  # least recently used first
         self._vacant: list[int] = []
         # The slots that ran last, as bits and as ReadyOperation.
-        self._last: tuple[int, list[ReadyOperation]] = 0, []
+        self._last_run: tuple[int, list[ReadyOperation]] = 0, []
         self._announcements: dict[str, tuple[list[Request], Announcement]] = {}  # by first name
         self._bits = [0] * self._size  # by rank: the slots that it is ready for
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, _PendingName] = {}
         self._leaving: dict[int, str] = {}
 
     @property
@@ -109,7 +109,7 @@ class ReadinessTable:
         Reuses the announcement of an equal list; comparing lists of the same objects is quick.
         """
         first = requests[0].name if requests else ""
-        before, announced = self._announcements.get(first, ([], _NOTHING))
+        before, announced = self._announcements.get(first, ([], EMPTY))
         if before == requests:
             return announced
         ready = 0
@@ -151,9 +151,9 @@ class ReadinessTable:
 
     def missing(self, name: str) -> list[int]:
         """Return the ranks that a name waits for, as world ranks."""
-        there = self._ready_ranks(name)
-        lacking = [r for r in range(self._size) if r not in there and r not in self.joined]
-        return [self._ranks[rank] for rank in lacking]
+        ready = self._ready_ranks(name)
+        missing = [r for r in range(self._size) if r not in ready and r not in self.joined]
+        return [self._ranks[rank] for rank in missing]
 
     def joined_ranks(self) -> list[int]:
         """Return the joined ranks, as world ranks; callable from any thread."""
@@ -163,7 +163,7 @@ class ReadinessTable:
     def enter(self, announcements: Sequence[Announcement]) -> CycleOutcome:
         """Enter the ranks' announcements, in rank order; return the outcome."""
         first = announcements[0]
-        if first[1:] != _NOTHING[1:] or any(other != first for other in announcements):
+        if first[1:] != EMPTY[1:] or any(other != first for other in announcements):
             return self._enter_any(announcements)
         # The usual case: all ranks became ready for the same cached names. As no rank was ready
         # for them before, no other name changes.
@@ -178,11 +178,11 @@ class ReadinessTable:
                 slot = self._slots[number]
                 assert slot is not None
                 slot.all_flags[rank] = flags
-                self._last = 0, []
+                self._last_run = 0, []
         for rank, announcement in enumerate(announcements):
             for name, spec, flags in announcement.fresh:
                 self._uncache(name)
-                entry = self._open.setdefault(name, _Open({}, {}))
+                entry = self._open.setdefault(name, _PendingName({}, {}))
                 entry.specs[rank] = spec
                 entry.all_flags[rank] = flags
         joining = [rank for rank, announcement in enumerate(announcements) if announcement.joins]
@@ -190,55 +190,55 @@ class ReadinessTable:
         for rank, announcement in enumerate(announcements):
             if announcement.leaves is not None:
                 self._leaving[rank] = announcement.leaves
-        ready, refused = self._complete()
+        ready, refused = self._take_complete()
         # An operation that became ready in this cycle has not expired.
         expired = next(
             (t for a in announcements for n, t in a.expired.items() if self._ready_ranks(n)), None
         )
         # After collecting the ready ones: a leaving rank still runs what it has announced.
-        refused += self._without_those_who_leave()
-        news = any(announcement.is_news for announcement in announcements)
-        # Another rank's news in the same cycle may free a rank that reports being stuck.
-        if not news:
+        refused += self._refuse_for_leaving()
+        has_changes = any(announcement.has_changes for announcement in announcements)
+        # Another rank's announcement in the same cycle may free a rank that reports being stuck.
+        if not has_changes:
             refused += self._break_deadlock(announcements)
         return CycleOutcome(
-            ready, refused, self._all_joined(joining), self._departed(), expired, news
+            ready, refused, self._last_joined(joining), self._departed_rank(), expired, has_changes
         )
 
     def _run_slots(self, bits: int) -> list[ReadyOperation]:
         """Return the operations of these slots, and mark the slots as most recently used."""
-        if not bits:  # keep `_last` across an idle cycle: the next step will need it again
+        if not bits:  # keep `_last_run` across an idle cycle: the next step will need it again
             return []
         # The same objects as before, so that `Execution` recognises its cached plan.
-        if bits == self._last[0]:
-            return self._last[1]
+        if bits == self._last_run[0]:
+            return self._last_run[1]
         ready = []
         for slot in self._cached(bits):
             self._named.move_to_end(slot.name)
             ready.append(ReadyOperation(slot.name, slot.spec, slot.all_flags.copy()))
-        self._last = bits, ready
+        self._last_run = bits, ready
         return ready
 
-    def _complete(self) -> tuple[list[ReadyOperation], list[tuple[str, CollectiveError]]]:
+    def _take_complete(self) -> tuple[list[ReadyOperation], list[tuple[str, CollectiveError]]]:
         """Take the names that every rank that has not joined is ready for.
 
         Returns the operations to run, and the refused ones with their errors.
         """
-        needed = [rank for rank in range(self._size) if rank not in self.joined]
-        waiting = [self._bits[rank] for rank in needed]
-        all_of = int.__and__ if needed else int.__or__
+        required = [rank for rank in range(self._size) if rank not in self.joined]
+        waiting = [self._bits[rank] for rank in required]
+        combine = int.__and__ if required else int.__or__
         # If all ranks have joined, run everything that any of them submitted before: nobody will
         # submit it later.
-        bits = functools.reduce(all_of, waiting or self._bits)
+        bits = functools.reduce(combine, waiting or self._bits)
         ready, refused = self._pop_slots(bits)
         # A dict keeps insertion order: by rank, then by announcement. It is the same on all ranks,
         # and so is the order of execution.
         for name, entry in list(self._open.items()):
-            if any(rank not in entry.specs for rank in needed):
+            if any(rank not in entry.specs for rank in required):
                 continue
             del self._open[name]
             spec = entry.specs[min(entry.specs)]
-            error = self._disagreement(name, entry) or self._join_error(name, spec, entry.specs)
+            error = self._mismatch_error(name, entry) or self._join_error(name, spec, entry.specs)
             if error is not None:
                 refused.append((name, error))
                 continue
@@ -253,13 +253,13 @@ class ReadinessTable:
     ) -> tuple[list[ReadyOperation], list[tuple[str, CollectiveError]]]:
         """Return the operations of these slots: to run, and refused because a rank has joined."""
         # Read before clearing the bits.
-        there = [self._ready_ranks(slot.name) for slot in self._cached(bits)] if self.joined else []
-        self._bits = [own & ~bits for own in self._bits]
+        ranks = [self._ready_ranks(slot.name) for slot in self._cached(bits)] if self.joined else []
+        self._bits = [rank_bits & ~bits for rank_bits in self._bits]
         if not self.joined:
             return [*self._run_slots(bits)], []
         ready: list[ReadyOperation] = []
         refused: list[tuple[str, CollectiveError]] = []
-        for run, present in zip(self._run_slots(bits), there, strict=True):
+        for run, present in zip(self._run_slots(bits), ranks, strict=True):
             error = self._join_error(run.name, run.spec, present)
             if error is None:
                 # A slot still holds a joined rank's last flags, which no longer count.
@@ -270,12 +270,12 @@ class ReadinessTable:
         return ready, refused
 
     def _cached(self, bits: int) -> Iterable[_CacheSlot]:
-        for number in _places(bits):
+        for number in _bit_positions(bits):
             slot = self._slots[number]
             assert slot is not None
             yield slot
 
-    def _disagreement(self, name: str, entry: _Open) -> MismatchError | None:
+    def _mismatch_error(self, name: str, entry: _PendingName) -> MismatchError | None:
         first, *others = entry.specs.values()
         if all(other == first for other in others):
             return None
@@ -285,30 +285,31 @@ class ReadinessTable:
         return MismatchError(describe_mismatch(announced))
 
     def _join_error(
-        self, name: str, spec: OperationSpec, there: Iterable[int]
+        self, name: str, spec: OperationSpec, ready_ranks: Iterable[int]
     ) -> MismatchError | None:
         """Return an error if joined ranks cannot take part in this operation, else None."""
-        lacking = self.joined.keys() - set(there)
-        if not lacking or spec.join_descriptor is not None or spec.dense:
+        joined = self.joined.keys() - set(ready_ranks)
+        if not joined or spec.join_descriptor is not None or spec.dense:
             return None
-        who = name_ranks(sorted(self._ranks[rank] for rank in lacking))
+        who = name_ranks(sorted(self._ranks[rank] for rank in joined))
         return MismatchError(
             f"'{name}' needs every rank, and {who} joined: until every rank has called join(), "
             "only reductions are possible"
         )
 
-    def _without_those_who_leave(self) -> list[tuple[str, CollectiveError]]:
+    def _refuse_for_leaving(self) -> list[tuple[str, CollectiveError]]:
         """Refuse operations that wait for a leaving rank."""
         refused: list[tuple[str, CollectiveError]] = []
         for rank, reason in self._leaving.items():
-            who = f"rank {self._ranks[rank]} left ({reason}) and was waited for in"
+            departure = f"rank {self._ranks[rank]} left ({reason}) before"
             union = functools.reduce(int.__or__, self._bits) & ~self._bits[rank]
             names = [slot.name for slot in self._cached(union)]
             names += [name for name, e in self._open.items() if rank not in e.specs]
-            self._bits = [own & ~union for own in self._bits]
+            self._bits = [rank_bits & ~union for rank_bits in self._bits]
             for name in names:
                 self._open.pop(name, None)
-                why = f"{who} {name}: gtopk has been shut down there{_way_out(reason, name)}"
+                advice = _departure_advice(reason, name)
+                why = f"{departure} {name}: gtopk has been shut down there{advice}"
                 refused.append((name, PeerError(why)))
         return refused
 
@@ -316,15 +317,15 @@ class ReadinessTable:
         self, announcements: Sequence[Announcement]
     ) -> list[tuple[str, CollectiveError]]:
         """If all ranks are stuck (a deadlock), refuse the operations that they wait for."""
-        waited = {
+        stuck = {
             rank: announcement.stuck
             for rank, announcement in enumerate(announcements)
             if rank not in self.joined and rank not in self._leaving
         }
-        names = {name for name in waited.values() if name is not None and self._ready_ranks(name)}
-        if not all(name in names for name in waited.values()):
+        names = {name for name in stuck.values() if name is not None and self._ready_ranks(name)}
+        if not all(name in names for name in stuck.values()):
             return []
-        text = describe_deadlock({self._ranks[rank]: name or "" for rank, name in waited.items()})
+        text = describe_deadlock({self._ranks[rank]: name or "" for rank, name in stuck.items()})
         # Sorted: a set's order differs between processes and would decide which slot is reused
         # first. A bit would then stand for different operations on different ranks.
         for name in sorted(names):
@@ -332,14 +333,14 @@ class ReadinessTable:
             self._open.pop(name, None)
         return [(name, MismatchError(text)) for name in sorted(names)]
 
-    def _all_joined(self, joining: Sequence[int]) -> int | None:
+    def _last_joined(self, joining: Sequence[int]) -> int | None:
         if len(self.joined) < self._size:
             return None
         self.joined.clear()
         # If several joined in one cycle, take the highest, so that all ranks return the same one.
         return self._ranks[max(joining)]
 
-    def _departed(self) -> tuple[int, str] | None:
+    def _departed_rank(self) -> tuple[int, str] | None:
         """Return a leaving rank that has no operation left to run, and its reason."""
         for rank, reason in self._leaving.items():
             is_open = any(rank in entry.specs for entry in self._open.values())
@@ -353,14 +354,14 @@ class ReadinessTable:
         slot = self._named.get(name)
         if slot is None:
             return set()
-        return {rank for rank, own in enumerate(self._bits) if own >> slot.number & 1}
+        return {rank for rank, bits in enumerate(self._bits) if bits >> slot.number & 1}
 
     def _cache(self, name: str, spec: OperationSpec, all_flags: list[int]) -> None:
         """Give a name a slot: a new one, or that of the least recently used name.
 
         Slots of names that a rank is ready for are kept; if all are, the name gets none.
         """
-        self._forget()
+        self._invalidate_caches()
         if self._vacant:
             number = self._vacant.pop()
         elif len(self._slots) < self.capacity:
@@ -377,9 +378,9 @@ class ReadinessTable:
             number = oldest.number
         self._slots[number] = self._named[name] = _CacheSlot(number, name, spec, all_flags)
 
-    def _forget(self) -> None:
+    def _invalidate_caches(self) -> None:
         """Drop cached results that depend on slots, because slots change."""
-        self._last = 0, []
+        self._last_run = 0, []
         self._announcements.clear()
 
     def _uncache(self, name: str) -> None:
@@ -387,22 +388,21 @@ class ReadinessTable:
         slot = self._named.pop(name, None)
         if slot is None:
             return
-        self._forget()
+        self._invalidate_caches()
         number = slot.number
-        there = [rank for rank, own in enumerate(self._bits) if own >> number & 1]
-        self._bits = [own & ~(1 << number) for own in self._bits]
+        ready = [rank for rank, bits in enumerate(self._bits) if bits >> number & 1]
+        self._bits = [bits & ~(1 << number) for bits in self._bits]
         self._slots[number] = None
         self._vacant.append(number)
-        self._open[name] = _Open(
-            dict.fromkeys(there, slot.spec), {rank: slot.all_flags[rank] for rank in there}
+        self._open[name] = _PendingName(
+            dict.fromkeys(ready, slot.spec), {rank: slot.all_flags[rank] for rank in ready}
         )
 
 
-_NOTHING = Announcement()
 PROGRAM_ENDED: Final = "its program ended"  # reason of a rank that leaves without a failure
 
 
-def _way_out(reason: str, name: str) -> str:
+def _departure_advice(reason: str, name: str) -> str:
     """Return advice if a rank ended early without a failure; else "".
 
     name: the operation that waited for it.
@@ -413,11 +413,11 @@ def _way_out(reason: str, name: str) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def _places(bits: int) -> tuple[int, ...]:
+def _bit_positions(bits: int) -> tuple[int, ...]:
     """Return the positions of the set bits, lowest first."""
-    found = []
+    positions = []
     while bits:
         lowest = bits & -bits
-        found.append(lowest.bit_length() - 1)
+        positions.append(lowest.bit_length() - 1)
         bits ^= lowest
-    return tuple(found)
+    return tuple(positions)

@@ -53,14 +53,14 @@ class Launched(NamedTuple):
 _TORCHRUN = ("torchrun", "RANK", "WORLD_SIZE")
 # The innermost launcher first: srun with PMI starts shells, and agents pass on their variables to
 # their ranks. RANK comes last, as users also set it by hand.
-_FAMILIES = (
+_LAUNCHERS = (
     ("Open MPI's mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE"),
     ("a PMI launcher", "PMI_RANK", "PMI_SIZE"),  # MPICH's mpirun, or srun
     _TORCHRUN,
 )
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-_OF_TORCHRUN = "TORCHELASTIC_RUN_ID"  # only set by torchrun's agent, for its workers
+_TORCHRUN_WORKER = "TORCHELASTIC_RUN_ID"  # only set by torchrun's agent, for its workers
 # The step's size, not the job's: a batch script has the job's without being a rank.
 _SRUN = ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 
@@ -71,20 +71,20 @@ def launchers(environ: Mapping[str, str] = os.environ) -> list[Launched]:
     A launcher that started torchrun's agent does not count. srun only counts without another one,
     as it also starts mpirun's daemons.
     """
-    worker = _read(_TORCHRUN, environ) if environ.get(_OF_TORCHRUN) else None
+    worker = _launched_from(_TORCHRUN, environ) if environ.get(_TORCHRUN_WORKER) else None
     if worker is not None and worker.size > 1:
         return [worker]
-    found = [said for family in _FAMILIES if (said := _read(family, environ))]
-    if not found and (said := _read(_SRUN, environ)):
-        found.append(said)
+    found = [launched for names in _LAUNCHERS if (launched := _launched_from(names, environ))]
+    if not found and (launched := _launched_from(_SRUN, environ)):
+        found.append(launched)
     return found
 
 
 def launched_by(environ: Mapping[str, str] = os.environ) -> Launched | None:
     """Return the launcher that started this process as a rank; None if it runs alone."""
-    said = launchers(environ)
+    launched = launchers(environ)
     # A single MPI rank also joins with MPI; a single rank of another launcher runs alone.
-    return next((s for s in said if s.variables[1] in _MPI_SIZES or s.size > 1), None)
+    return next((s for s in launched if s.variables[1] in _MPI_SIZES or s.size > 1), None)
 
 
 def require_sound_ranks(environ: Mapping[str, str] = os.environ) -> None:
@@ -92,32 +92,32 @@ def require_sound_ranks(environ: Mapping[str, str] = os.environ) -> None:
 
     Otherwise users who count ranks from 1, or set WORLD_SIZE too small, would wait in vain.
     """
-    for launcher, rank, size in (*_FAMILIES, _SRUN):
+    for launcher, rank, size in (*_LAUNCHERS, _SRUN):
         if not environ.get(rank) or not environ.get(size):  # empty counts as unset
             continue
-        said = f"{rank}={environ[rank]} and {size}={environ[size]} ({launcher})"
+        given = f"{rank}={environ[rank]} and {size}={environ[size]} ({launcher})"
         try:
             number, count = int(environ[rank]), int(environ[size])
         except ValueError:
-            raise RuntimeError(f"{rank} and {size} must be whole numbers, got {said}") from None
+            raise RuntimeError(f"{rank} and {size} must be whole numbers, got {given}") from None
         if count < 1:
-            raise RuntimeError(f"{size} must be at least 1, got {said}")
+            raise RuntimeError(f"{size} must be at least 1, got {given}")
         if not 0 <= number < count:
             raise RuntimeError(
-                f"{rank} must lie in 0..{count - 1}, got {number}: {said}; ranks count from 0, and "
-                f"{size} is how many there are"
+                f"{rank} must lie in 0..{count - 1}, got {number}: {given}; ranks are "
+                f"numbered from 0, and {size} is the number of ranks"
             )
 
 
 # Variables that, with rank and size, distinguish a rank from those of other jobs.
-_OF_A_JOB: Final = (
+_JOB_VARIABLES: Final = (
     *("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_STEP_ID"),
     *("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", settings.JOB.name),
 )
 
 
 def _identity(job: Launched, environ: Mapping[str, str]) -> str:
-    return " ".join(environ.get(name, "-") for name in (*job.variables, *_OF_A_JOB))
+    return " ".join(environ.get(name, "-") for name in (*job.variables, *_JOB_VARIABLES))
 
 
 def mark_joined(job: Launched, environ: MutableMapping[str, str] = os.environ) -> None:
@@ -140,16 +140,16 @@ def require_own_rank(job: Launched, environ: Mapping[str, str] = os.environ) -> 
         return  # the marked process has ended
     unset = " ".join(f"-u {name}" for name in job.variables)
     raise RuntimeError(
-        f"rank {job.rank} of {job.launcher} is process {pid}, which has started this one: a rank "
-        f"is one process; to train alone start this one by `env {unset} python ...`, else have the "
-        "rank itself call gtopk"
+        f"rank {job.rank} of {job.launcher} is process {pid}, which started this one: only process "
+        f"{pid} can use gtopk as this rank; to train without the other ranks, start this process "
+        f"with `env {unset} python ...`"
     )
 
 
 def transport_name(job: Launched | None, environ: Mapping[str, str] = os.environ) -> str:
     """Return the name of the transport for this environment and launcher."""
-    if wanted := settings.TRANSPORT.read(environ):
-        return wanted
+    if requested := settings.TRANSPORT.read(environ):
+        return requested
     if job is None:
         return "local"
     # srun --mpi=pmix sets only PMIX_RANK, which child processes of its tasks inherit.
@@ -159,8 +159,8 @@ def transport_name(job: Launched | None, environ: Mapping[str, str] = os.environ
     return "torch.distributed" if job.size > 1 else "local"
 
 
-def _read(family: tuple[str, str, str], environ: Mapping[str, str]) -> Launched | None:
-    launcher, rank, size = family
+def _launched_from(names: tuple[str, str, str], environ: Mapping[str, str]) -> Launched | None:
+    launcher, rank, size = names
     try:
         return Launched(launcher, int(environ[rank]), int(environ[size]), (rank, size))
     except (KeyError, ValueError):
@@ -169,12 +169,12 @@ def _read(family: tuple[str, str, str], environ: Mapping[str, str]) -> Launched 
 
 # By rank variable: a variable that only ranks have, and the one with the number of ranks that the
 # launcher starts on a host.
-_OF_A_RANK: Final = {
+_RANK_VARIABLES: Final = {
     "RANK": ("TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE"),
     "OMPI_COMM_WORLD_RANK": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     "PMI_RANK": ("PMI_RANK", "MPI_LOCALNRANKS"),
 }
-_ASK_SECONDS: Final = 1.0
+_CONNECT_TIMEOUT_SECONDS: Final = 1.0
 
 _parent = os.getppid()  # at import: an orphan is adopted later
 
@@ -206,20 +206,20 @@ def ranks_here(job: Launched, environ: Mapping[str, str] = os.environ) -> int:
     It is unknown if, for example, the parent is a shell between the launcher and this rank. A
     single rank also gets 0: no other can be missing.
     """
-    mark, count = _OF_A_RANK.get(job.variables[0], ("", ""))
+    marker, count = _RANK_VARIABLES.get(job.variables[0], ("", ""))
     # A parent that has the variable itself is a rank's shell, not a launcher.
-    if mark not in environ or variable_of(_parent, mark) != "":
+    if marker not in environ or variable_of(_parent, marker) != "":
         return 0
-    said = environ.get(count, "")
-    return int(said) if said.isdecimal() and int(said) > 1 else 0
+    text = environ.get(count, "")
+    return int(text) if text.isdecimal() and int(text) > 1 else 0
 
 
 def launcher_has_ended(environ: Mapping[str, str] = os.environ) -> bool:
     """Tell whether the launcher that started this process has ended."""
-    started = launcher(environ)
-    if not started:
+    parent = launcher(environ)
+    if not parent:
         return False
-    return os.getppid() != started or (not torchrun_agent(environ) and _daemon_is_gone(environ))
+    return os.getppid() != parent or (not torchrun_agent(environ) and _daemon_is_gone(environ))
 
 
 def _daemon_is_gone(environ: Mapping[str, str]) -> bool:
@@ -232,7 +232,7 @@ def _daemon_is_gone(environ: Mapping[str, str]) -> bool:
     if match is None:
         return False
     try:
-        socket.create_connection((match[1], int(match[2])), _ASK_SECONDS).close()
+        socket.create_connection((match[1], int(match[2])), _CONNECT_TIMEOUT_SECONDS).close()
     except OSError as error:
         # Refused: nobody listens there any more. A timeout proves nothing.
         return isinstance(error, ConnectionRefusedError)
@@ -280,7 +280,7 @@ def read_hostfile(path: str | Path) -> list[Host]:
             raise ValueError(f"a line of {path} must look like 'name slots=4', got {line!r}")
         hosts.append(Host(match[1], int(match[2] or 1)))
     if not hosts:
-        raise ValueError(f"{path} must name a host, and names none")
+        raise ValueError(f"{path} must name at least one host")
     return hosts
 
 
@@ -288,10 +288,10 @@ def refuse_too_few_slots(hosts: Sequence[Host], ranks: int) -> None:
     """Raise ValueError if the hosts have fewer slots than there are ranks."""
     slots = sum(host.slots for host in hosts)
     if slots < ranks:
-        named = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
+        listed = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
         raise ValueError(
-            f"{ranks} ranks need as many slots, and the hosts ({named}) have {slots}; give a host "
-            "more as name:slots"
+            f"{ranks} ranks need {ranks} slots, but the hosts ({listed}) have {slots}; add slots "
+            "as name:slots"
         )
 
 
@@ -343,7 +343,7 @@ def refuse_inside_a_job() -> None:
     if outer is not None and outer.size > 1:
         raise LaunchError(
             f"this process is already rank {outer.rank} of {outer.size}, started by "
-            f"{outer.launcher}; a command that starts ranks itself must be run without it"
+            f"{outer.launcher}; run a command that starts ranks itself outside of a launcher"
         )
 
 
@@ -361,10 +361,10 @@ def _end(process: subprocess.Popen[bytes], token: str) -> None:
         process.kill()
     process.wait()
     for _ in range(100):  # 5 s at most: a dying job may still start a process
-        left = _processes_of(token)
-        if not left:
+        remaining = _processes_of(token)
+        if not remaining:
             break
-        for pid in left:
+        for pid in remaining:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)

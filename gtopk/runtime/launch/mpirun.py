@@ -50,7 +50,7 @@ def identify(mpirun: Path) -> Mpi:
             [mpirun, "--version"], capture_output=True, text=True, timeout=20, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        raise LaunchError(f"mpirun --version must work, got {error}") from error
+        raise LaunchError(f"mpirun --version failed: {error}") from error
     for vendor, mark, pattern in (
         ("Open MPI", "Open MPI", r"\(Open MPI\) (\S+)"),
         ("Intel MPI", "Intel(R) MPI", r"Version (\S+)"),
@@ -75,12 +75,12 @@ _TMPDIRS: Final = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
 # Each reason, and the variables set for it.
 _REASONS: Final = (
     ("Open MPI may run as root", _AS_ROOT),
-    ("more ranks than cores may share them, and a rank that waits yields", tuple(_SHARED_CORES)),
-    ("no rank is tied to one core: its threads use its share of them", _BINDING),
+    ("more ranks than cores: ranks share cores, and waiting ranks yield", tuple(_SHARED_CORES)),
+    ("ranks are not bound to one core each: their threads use their share", _BINDING),
     ("threads per rank: its share of the cores", ("OMP_NUM_THREADS",)),
-    ("TMPDIR is relative, which Open MPI looks for below /", _TMPDIRS),
+    ("TMPDIR is relative, and Open MPI would resolve it from /", _TMPDIRS),
     ("no ssh and no rsh here: Open MPI 4 need not look for one", ("OMPI_MCA_plm_rsh_agent",)),
-    ("no home folder is known, and Open MPI wants one", ("HOME",)),
+    ("Open MPI needs a home folder, and none is known", ("HOME",)),
 )
 
 
@@ -93,12 +93,12 @@ def rank_environment(ranks: int | None, environ: Mapping[str, str] = os.environ)
     from collectives.cores import usable_cores  # imported late, as it needs NumPy
 
     cores = usable_cores()
-    wanted = {}
+    variables = {}
     if ranks is not None:
-        wanted["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
-    wanted |= _SHARED_CORES if ranks is not None and ranks > cores else _UNBOUND
-    wanted |= _open_mpi_here(environ)
-    return {name: value for name, value in wanted.items() if name not in environ}
+        variables["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
+    variables |= _SHARED_CORES if ranks is not None and ranks > cores else _UNBOUND
+    variables |= _open_mpi_variables(environ)
+    return {name: value for name, value in variables.items() if name not in environ}
 
 
 def mpirun_settings(
@@ -108,26 +108,26 @@ def mpirun_settings(
 
     threads: per rank. Keeps variables in `environ`.
     """
-    wanted = {"OMP_NUM_THREADS": str(threads)}
+    variables = {"OMP_NUM_THREADS": str(threads)}
     if vendor == "Open MPI":
-        wanted |= _SHARED_CORES | _UNBOUND | _open_mpi_here(environ)
-    return {name: value for name, value in wanted.items() if name not in environ}
+        variables |= _SHARED_CORES | _UNBOUND | _open_mpi_variables(environ)
+    return {name: value for name, value in variables.items() if name not in environ}
 
 
-def _open_mpi_here(environ: Mapping[str, str]) -> dict[str, str]:
+def _open_mpi_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that Open MPI needs for this user, folders and installed programs."""
-    wanted: dict[str, str] = {}
+    variables: dict[str, str] = {}
     if os.geteuid() == 0:
-        wanted |= dict.fromkeys(_AS_ROOT, "1")
+        variables |= dict.fromkeys(_AS_ROOT, "1")
     temporary = environ.get("TMPDIR", "/")
     if not os.path.isabs(temporary):
-        wanted |= dict.fromkeys(_TMPDIRS, os.path.abspath(temporary))
+        variables |= dict.fromkeys(_TMPDIRS, os.path.abspath(temporary))
     path = environ.get("PATH", "")
     if not shutil.which("ssh", path=path) and not shutil.which("rsh", path=path):
-        wanted["OMPI_MCA_plm_rsh_agent"] = ""
+        variables["OMPI_MCA_plm_rsh_agent"] = ""
     home = os.path.expanduser("~")
-    wanted["HOME"] = home if os.path.isabs(home) else "/tmp"
-    return wanted
+    variables["HOME"] = home if os.path.isabs(home) else "/tmp"
+    return variables
 
 
 def by_reason(additions: Mapping[str, str]) -> dict[str, dict[str, str]]:
@@ -186,8 +186,7 @@ def run(
             return process.wait(remaining)
         except subprocess.TimeoutExpired as error:
             raise LaunchTimeoutError(
-                f"{ranks} ranks had to be done in {timeout_seconds:g} s, were not, and have been "
-                "ended"
+                f"{ranks} ranks did not finish within {timeout_seconds:g} s, and were ended"
             ) from error
 
 

@@ -14,8 +14,8 @@ is stopped or has ended. It loads nothing of torch, MPI or the rest of gtopk.
     ends without having left                know at once, with the reason if it could give one
     computes for long, Python's lock held   notice nothing: it is alive
 
-heartbeat.py   the rank's side: starts the companion, receives news of lost ranks, and chooses the
-               address at which this host receives beats
+heartbeat.py   the rank's side: starts the companion, receives reports of lost ranks, and chooses
+               the address at which this host receives beats
 companion.py   the process: sends beats, including a last one when its rank has ended
 watch.py       decides which ranks are lost, from received and missing beats
 watchdog.py    before the companion starts: ends a start that takes too long or cannot succeed any

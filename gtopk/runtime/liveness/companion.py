@@ -3,7 +3,7 @@
 heartbeat.py starts it with only the standard library. It and the rank exchange lines:
 
     rank -> companion    {"rank": 0, "parent": 4711, ...}   the first line: its setting, as JSON
-                         heard                              the rank knows of all losses so far
+                         ack                                the rank knows of all losses so far
                          because TEXT                       why the rank is about to end
                          leave                              the rank leaves without a failure
     companion -> rank    {"lost": 2, "why": "..."}          a rank is lost
@@ -35,17 +35,17 @@ _LONGEST_PAUSE_SECONDS: Final = 1.0  # between beats
 _BEATS_PER_TIMEOUT: Final = 10
 # Seconds between repetitions of the last beat, as UDP may lose one. Shorter for LEFT: a leaving
 # rank waits for its companion.
-_AGAIN_SECONDS: Final = {State.ENDED: 0.03, State.LEFT: 0.003}
-_TIMES: Final = 3
-_SURELY_SECONDS: Final = 0.0002  # the smallest difference that shows which of two ranks ended first
-WITHOUT_A_WORD: Final = "ended without a word"
+_REPEAT_SECONDS: Final = {State.ENDED: 0.03, State.LEFT: 0.003}
+_LAST_BEAT_COUNT: Final = 3
+_ORDER_SECONDS: Final = 0.0002  # the smallest difference that shows which of two ranks ended first
+_UNEXPLAINED: Final = "ended without an error message"
 # MPICH's shared memory, which only MPI_Finalize removes. MPICH maps it at MPI's start, or for a
 # window.
 _SEGMENTS: Final = "/dev/shm/mpich_shm_"
-_BEATS_PER_LOOK: Final = 10  # beats between two searches for segments
+_BEATS_PER_SCAN: Final = 10  # beats between two searches for segments
 _NOTE: Final = struct.Struct("<qI")  # the step, and the length of the advice in bytes
 _ADVICE_BYTES: Final = 2000
-_DATAGRAMS: Final = 1000  # most datagrams to receive before the next beat, in case of a flood
+_MAX_DATAGRAMS: Final = 1000  # most datagrams to receive before the next beat, in case of a flood
 _STOPPED_GRACE_SECONDS: Final = 2.0  # for a stopped rank to continue once the job is ending
 _PR_SET_PDEATHSIG: Final = 1  # of prctl(2)
 _LAUNCHER_GRACE_SECONDS: Final = 3.0  # for a rank to end by itself once its launcher is gone
@@ -111,7 +111,7 @@ class Companion:
         self._setting = setting
         self._secret = bytes.fromhex(setting.secret)
         self._own = setting.peers[setting.rank]
-        self._everybody = [peer.rank for peer in setting.peers]
+        self._all_ranks = [peer.rank for peer in setting.peers]
         self._watch = Watch(
             setting.rank,
             setting.peers,
@@ -123,14 +123,14 @@ class Companion:
         self._socket.setblocking(False)
         self._orders, self._reports = orders, reports
         os.set_blocking(orders, False)
-        self._ordered = b""
+        self._order_buffer = b""
         self._sequence = 0
         self._reported_losses = 0  # how many losses the rank has been sent
         self._lost_since = 0.0  # time of the first loss
-        self._unheard_since: float | None = None  # since when the rank has not answered
+        self._unanswered_since: float | None = None  # since when the rank has not answered
         self._stopped_since: float | None = None
         self._launcher_gone_since: float | None = None
-        self._end_reason = WITHOUT_A_WORD
+        self._end_reason = _UNEXPLAINED
         self._beats = 0
         self._segments: set[str] = set()
         self._leaving = self._ending = False
@@ -140,12 +140,12 @@ class Companion:
 
     def run(self) -> None:
         """Run until the rank has left or ended and the others have been told."""
-        with selectors.DefaultSelector() as waking:
-            waking.register(self._socket, selectors.EVENT_READ)
-            waking.register(self._orders, selectors.EVENT_READ)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            selector.register(self._orders, selectors.EVENT_READ)
             # Without pidfd_open, the rank's end is noticed at the next beat.
             with contextlib.suppress(OSError, AttributeError):
-                waking.register(os.pidfd_open(self._setting.parent), selectors.EVENT_READ)
+                selector.register(os.pidfd_open(self._setting.parent), selectors.EVENT_READ)
             next_beat = 0.0
             while not self._leaving:
                 now = time.monotonic()
@@ -154,7 +154,7 @@ class Companion:
                 if os.getppid() != self._setting.parent or not process.state:
                     while self._follow_orders():  # its last messages
                         pass
-                    self._send_last_beat(State.ENDED, self._everybody, self._end_reason, now)
+                    self._send_last_beat(State.ENDED, self._all_ranks, self._end_reason, now)
                     self._print_loss_for_rank(now)
                     self._remove_segments()
                     return
@@ -163,12 +163,12 @@ class Companion:
                     self._beat(process, now)
                 self._report(now)
                 self._kill_unresponsive_rank(now)
-                for key, _ in waking.select(max(0.0, next_beat - time.monotonic())):
+                for key, _ in selector.select(max(0.0, next_beat - time.monotonic())):
                     if key.fileobj is self._socket:
                         self._receive_beats()
                     # A pipe at end of file is always readable: `select` would spin.
                     elif key.fileobj == self._orders and not self._follow_orders():
-                        waking.unregister(self._orders)
+                        selector.unregister(self._orders)
         self._send_last_beat(State.LEFT, self._watch.targets, "", time.monotonic())
 
     def _remove_segments(self) -> None:
@@ -179,7 +179,7 @@ class Companion:
 
     def _beat(self, process: Process, now: float) -> None:
         # While the rank lives: /proc shows no maps of an ended process.
-        if self._beats % _BEATS_PER_LOOK == 0:
+        if self._beats % _BEATS_PER_SCAN == 0:
             self._segments |= segments_of(self._setting.parent)
         self._beats += 1
         is_stopped = process.state in "Tt"
@@ -196,16 +196,17 @@ class Companion:
         self._check_launcher(process, now)
 
     def _report(self, now: float) -> None:
-        """Print the watch's news, and report new losses to the rank and the other ranks."""
-        if news := self._watch.news:
-            write_line("\ngtopk: ".join(news))  # one write, so that a blocked reader costs one wait
-            news.clear()
+        """Print the watch's messages, and report new losses to the rank and the other ranks."""
+        if messages := self._watch.messages:
+            # One write, so that a blocked reader costs one wait.
+            write_line("\ngtopk: ".join(messages))
+            messages.clear()
         lost = list(self._watch.lost.items())
         for rank, why in lost[self._reported_losses :]:
             self._reported_losses += 1
             self._lost_since = self._lost_since or now
-            self._unheard_since = self._unheard_since or now
-            self._forward_loss(self._everybody, rank, why)
+            self._unanswered_since = self._unanswered_since or now
+            self._forward_loss(self._all_ranks, rank, why)
             report = json.dumps({"lost": rank, "why": why}).encode() + b"\n"
             with contextlib.suppress(OSError):  # the rank has just ended
                 os.write(self._reports, report)
@@ -214,24 +215,24 @@ class Companion:
         """Kill the rank if the job is ending and the rank is stopped or does not answer."""
         if not self._reported_losses:
             return
-        stopped, unheard = self._stopped_since, self._unheard_since
+        stopped, unanswered = self._stopped_since, self._unanswered_since
         rank, why = next(iter(self._watch.lost.items()))
-        because = f"the job is at its end ({self._setting.peers[rank]}: {why}) and this rank"
+        reason = f"the job is ending ({self._setting.peers[rank]}: {why}) and this rank"
         if stopped and now - max(stopped, self._lost_since) > _STOPPED_GRACE_SECONDS:
-            self._end(signal.SIGKILL, f"{because} is stopped")
-        elif unheard and now - unheard > self._setting.timeout_seconds:
-            self._end(signal.SIGKILL, f"{because} takes no notice")
+            self._signal_rank(signal.SIGKILL, f"{reason} is stopped")
+        elif unanswered and now - unanswered > self._setting.timeout_seconds:
+            self._signal_rank(signal.SIGKILL, f"{reason} does not respond")
 
     def _check_launcher(self, process: Process, now: float) -> None:
         if not self._setting.launcher or process.parent in (0, self._setting.launcher):
             return
         if self._launcher_gone_since is None:
             self._launcher_gone_since = now
-            self._end(signal.SIGTERM, "its launcher is gone")
+            self._signal_rank(signal.SIGTERM, "its launcher is gone")
         elif now - self._launcher_gone_since > _LAUNCHER_GRACE_SECONDS:
-            self._end(signal.SIGKILL, "its launcher is gone")
+            self._signal_rank(signal.SIGKILL, "its launcher is gone")
 
-    def _end(self, how: signal.Signals, why: str) -> None:
+    def _signal_rank(self, how: signal.Signals, why: str) -> None:
         if not self._ending:
             self._ending = True
             self._end_reason = f"ended by its companion: {why}"
@@ -254,32 +255,32 @@ class Companion:
 
     def _forward_loss(self, ranks: list[int], lost: int, why: str) -> None:
         if lost != self._setting.rank:
-            past = time.monotonic() - self._watch.lost_at[lost]
-            self._send_beat(ranks, lost, State.LOST, why, past)
+            seconds_ago = time.monotonic() - self._watch.lost_at[lost]
+            self._send_beat(ranks, lost, State.LOST, why, seconds_ago)
 
     def _send_last_beat(self, state: State, ranks: list[int], text: str, since: float) -> None:
-        for _ in range(_TIMES):
+        for _ in range(_LAST_BEAT_COUNT):
             self._send_beat(ranks, self._setting.rank, state, text, time.monotonic() - since)
-            time.sleep(_AGAIN_SECONDS[state])
+            time.sleep(_REPEAT_SECONDS[state])
 
     def _print_loss_for_rank(self, ended: float) -> None:
         """Print which rank was lost before this one ended, if this one could not print it."""
-        # The news of a loss may still be in the socket.
+        # The beat about a loss may still be in the socket.
         self._receive_beats()
-        lost = self._watch.lost_before(ended - _SURELY_SECONDS)
-        if self._end_reason != WITHOUT_A_WORD or lost is None:
+        lost = self._watch.lost_before(ended - _ORDER_SECONDS)
+        if self._end_reason != _UNEXPLAINED or lost is None:
             return
         own, other = self._own, self._setting.peers[lost]
         step, advice = read_note(self._setting.note)
         write_line(
-            f"rank {own.rank} of {len(self._everybody)} (host {own.host}, pid {own.pid}) "
-            f"{WITHOUT_A_WORD} at step {step}, after rank {lost} is lost "
+            f"rank {own.rank} of {len(self._all_ranks)} (host {own.host}, pid {own.pid}) "
+            f"{_UNEXPLAINED} at step {step}, after rank {lost} is lost "
             f"({self._watch.lost[lost]}; host {other.host}, pid {other.pid})"
             + (f"; {advice}" if advice else "")
         )
 
     def _receive_beats(self) -> None:
-        for _ in range(_DATAGRAMS):
+        for _ in range(_MAX_DATAGRAMS):
             try:
                 # Read one byte more than a beat, so that a longer datagram is not mistaken for one.
                 datagram = self._socket.recv(BEAT_BYTES + 1)
@@ -291,19 +292,19 @@ class Companion:
     def _follow_orders(self) -> bool:
         """Read and follow the rank's lines; return whether there were any."""
         try:
-            said = os.read(self._orders, 1 << 16)
+            received = os.read(self._orders, 1 << 16)
         except BlockingIOError:
             return False
-        *lines, self._ordered = (self._ordered + said).split(b"\n")
+        *lines, self._order_buffer = (self._order_buffer + received).split(b"\n")
         for line in lines:
             order, _, text = line.decode(errors="replace").partition(" ")
-            if order == "heard":
-                self._unheard_since = None
+            if order == "ack":
+                self._unanswered_since = None
             elif order == "because":
                 self._end_reason = text
             elif order == "leave":
                 self._leaving = True
-        return bool(said)
+        return bool(received)
 
 
 def _continue_when_parent_ends() -> None:

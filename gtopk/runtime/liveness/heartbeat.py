@@ -1,6 +1,6 @@
-"""Heartbeat: the rank's side. It starts the companion and receives news of lost ranks from it.
+"""Heartbeat: the rank's side. It starts the companion and receives reports of lost ranks from it.
 
-Companions on other hosts reach this one at the address that `choose` returns.
+Companions on other hosts reach this one at the address that `choose_address` returns.
 """
 
 from __future__ import annotations
@@ -31,17 +31,19 @@ if TYPE_CHECKING:
 
 _LEAVE_SECONDS: Final = 2.0  # for a companion to announce the departure
 _POLL_SECONDS: Final = 0.01
-_STARTS: Final = 3  # how often to start a companion, replacing killed ones
+_MAX_STARTS: Final = 3  # how often to start a companion, replacing killed ones
 
 _GET_ADDRESS: Final = 0x8915  # Linux: SIOCGIFADDR
 _NAME_BYTES: Final = 15
 
 # Variables that name a job's network interface: gtopk's own, then those of the transports.
-OURS: Final = settings.INTERFACE.name
-THEIRS: Final = ("GLOO_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include", "NCCL_SOCKET_IFNAME")
+INTERFACE_VARIABLES: Final = (
+    *(settings.INTERFACE.name, "GLOO_SOCKET_IFNAME"),
+    *("OMPI_MCA_btl_tcp_if_include", "NCCL_SOCKET_IFNAME"),
+)
 
 # Nothing is sent there: connecting a UDP socket to it shows which own address the system uses.
-_ANYWHERE: Final = "192.0.2.1"  # RFC 5737
+_OUTSIDE: Final = "192.0.2.1"  # RFC 5737
 
 
 class Choice(NamedTuple):
@@ -57,35 +59,35 @@ def own_address(one_host: bool, environ: Mapping[str, str] = os.environ) -> str:
     one_host: whether all ranks are on this host; then the address is not reachable from others.
     Raises ValueError if GTOPK_INTERFACE names an interface that this host does not have.
     """
-    return choose(one_host, environ).address
+    return choose_address(one_host, environ).address
 
 
-def choose(one_host: bool, environ: Mapping[str, str] = os.environ) -> Choice:
+def choose_address(one_host: bool, environ: Mapping[str, str] = os.environ) -> Choice:
     """Return the address, as `own_address` does, and a text on how it was chosen."""
     if name := settings.INTERFACE.read(environ):
         address = address_of(name)
         if not address:
             names = ", ".join(name for _, name in socket.if_nameindex())
             raise ValueError(
-                f"{OURS} must name an interface of this host with an IPv4 address, got {name!r}; "
-                f"there are {names}"
+                f"{settings.INTERFACE.name} must name an interface of this host with an IPv4 "
+                f"address, got {name!r}; available: {names}"
             )
-        return Choice(address, OURS)
+        return Choice(address, settings.INTERFACE.name)
     if one_host:
         return Choice("127.0.0.1", "all ranks on one host")
-    for variable in THEIRS:
+    for variable in INTERFACE_VARIABLES[1:]:
         for name in environ.get(variable, "").split(","):
             # NCCL uses the prefix = (as in =eth0) for an exact match.
             if address := address_of(name.lstrip("=")):
                 return Choice(address, variable)
     master = environ.get("MASTER_ADDR", "")
-    for other, by in ((master, f"the way to MASTER_ADDR={master}"), (_ANYWHERE, "default route")):
+    for other, by in ((master, f"route to MASTER_ADDR={master}"), (_OUTSIDE, "default route")):
         address = _address_towards(other)
         # A host's own name may resolve to its loopback, which no other host reaches.
         if address and not address.startswith("127."):
             return Choice(address, by)
     found = [each for each in interfaces().values() if not each.startswith("127.")]
-    return Choice(found[0], "the first there is") if found else Choice("", "")
+    return Choice(found[0], "first interface") if found else Choice("", "")
 
 
 def interfaces() -> dict[str, str]:
@@ -99,9 +101,9 @@ def address_of(interface: str) -> str:
     if len(interface) > _NAME_BYTES:  # the system would truncate it to another's name
         return ""
     request = struct.pack("256s", interface.encode(errors="replace"))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            answer = fcntl.ioctl(asking.fileno(), _GET_ADDRESS, request)
+            answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)
         except OSError:
             return ""
     return socket.inet_ntoa(answer[20:24])
@@ -196,11 +198,11 @@ class Heartbeat:
         )
         # A daemon thread does not keep the process alive after the program ends.
         threading.Thread(
-            target=self._receive_losses, args=(self._begin(),), name="gtopk-heartbeat", daemon=True
+            target=self._receive_losses, args=(self._launch(),), name="gtopk-heartbeat", daemon=True
         ).start()
 
     def lost(self, wait_seconds: float = 0.0) -> LostRank | None:
-        """Return the first lost rank; wait at most `wait_seconds` for news of one."""
+        """Return the first lost rank; wait at most `wait_seconds` for a report of one."""
         # No lock or event: a SIGTERM handler calls this, perhaps within another call.
         until = time.monotonic() + wait_seconds
         while not self._lost and time.monotonic() < until:
@@ -215,7 +217,7 @@ class Heartbeat:
 
     def explain(self, why: str) -> None:
         """Give the companion the reason to report to the others when this rank ends."""
-        self._order(f"because {' '.join(why.split())}")
+        self._send_order(f"because {' '.join(why.split())}")
 
     def close(self) -> None:
         """Tell the others to stop watching this rank, as it leaves without a failure."""
@@ -223,7 +225,7 @@ class Heartbeat:
         # it, and under the lock that guards replacement.
         with self._sending:
             self._closing = True
-        self._order("leave")
+        self._send_order("leave")
         if self._companion is not None:
             self._await_end(self._companion)
         self._socket.close()
@@ -243,7 +245,7 @@ class Heartbeat:
         if self._companion is not None:
             self._companion.returncode = 0  # else Popen would wait for it in this process
 
-    def _begin(self) -> subprocess.Popen[bytes]:
+    def _launch(self) -> subprocess.Popen[bytes]:
         """Start and return a companion process."""
         companion = subprocess.Popen(
             command_of("companion"),
@@ -260,7 +262,7 @@ class Heartbeat:
         self._companion = companion
         return companion
 
-    def _order(self, line: str) -> None:
+    def _send_order(self, line: str) -> None:
         companion = self._companion
         if companion is None or companion.stdin is None:
             return
@@ -274,24 +276,24 @@ class Heartbeat:
         """Receive losses until the companion ends; replace it if it was killed."""
         from collectives.transports.transport import print_line
 
-        for left in reversed(range(_STARTS)):
+        for left in reversed(range(_MAX_STARTS)):
             assert companion.stdout is not None
             with companion.stdout as reports:
                 for line in reports:
                     # Answer first: handling may take long, and an unresponsive rank is killed.
-                    self._order("heard")
+                    self._send_order("ack")
                     self._note_loss(json.loads(line))
             if self._closing:
                 return
             companion.wait()
-            next_one = "another begins" if left else "the other ranks will give it up"
+            consequence = "starting another" if left else "the other ranks will consider it lost"
             own = self._setting.peers[self._rank]
-            print_line(f"{own}: its companion was ended ({companion.returncode}); {next_one}")
+            print_line(f"{own}: its companion was ended ({companion.returncode}); {consequence}")
             if left:
                 with self._sending:
                     if self._closing:  # closed meanwhile, with its socket
                         return
-                    companion = self._begin()
+                    companion = self._launch()
 
     def _note_loss(self, report: Mapping[str, Any]) -> None:
         peer = self._setting.peers[report["lost"]]

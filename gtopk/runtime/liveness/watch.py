@@ -87,8 +87,8 @@ class Beat(NamedTuple):
         return cls(sender, about, State(state), sequence, seconds, text.decode(errors="replace"))
 
 
-_LATE_SECONDS: Final = 5.0  # a sequence farther off comes from another host's clock
-_GAP: Final = 0.25  # fraction of the timeout: a longer gap between checks restarts timeouts
+_MAX_DELAY_SECONDS: Final = 5.0  # a sequence farther off comes from another host's clock
+_MAX_CHECK_GAP: Final = 0.25  # of the timeout: a longer gap between checks restarts timeouts
 
 
 class Peer(NamedTuple):
@@ -117,7 +117,7 @@ class _PeerState:
 
     def __init__(self) -> None:
         self.sequence = -1
-        self.heard: float | None = None
+        self.received: float | None = None
         self.stopped: float | None = None  # since when it is stopped
         self.warned = False
         self.left = False
@@ -126,7 +126,7 @@ class _PeerState:
 class Watch:
     """One companion's view of all ranks.
 
-    news: messages to print; the caller removes printed ones.
+    messages: to print; the caller removes printed ones.
     lost: the lost ranks in order of loss, each with its reason; may include this rank.
     lost_at: the time of each loss, as far as known.
     """
@@ -145,7 +145,7 @@ class Watch:
         size = len(peers)
         self.targets = [(rank + distance) % size for distance in distances(size)]
         self.watches = [(rank - distance) % size for distance in distances(size)]
-        self.news: list[str] = []
+        self.messages: list[str] = []
         self.lost: dict[int, str] = {}
         self.lost_at: dict[int, float] = {}
         self._timeout_seconds = timeout_seconds
@@ -159,47 +159,47 @@ class Watch:
         """Process a beat from another companion."""
         if not (beat.sender < len(self.peers) and beat.about < len(self.peers)):
             return
-        seen = self._states[beat.sender]
-        if beat.sender == self.rank or beat.sequence <= seen.sequence:
+        state = self._states[beat.sender]
+        if beat.sender == self.rank or beat.sequence <= state.sequence:
             return
-        seen.sequence = beat.sequence
+        state.sequence = beat.sequence
         if beat.state is State.LOST:
-            by = f"given up by {self.peers[beat.sender]}: " if beat.about == self.rank else ""
-            self._mark_lost(beat.about, by + beat.text, self._said_at(beat, now) - beat.seconds)
+            by = f"declared lost by {self.peers[beat.sender]}: " if beat.about == self.rank else ""
+            self._mark_lost(beat.about, by + beat.text, self._sent_at(beat, now) - beat.seconds)
             return
-        seen.heard = now
+        state.received = now
         if beat.state is State.STOPPED:
             # Count from the first such beat: the companion of a stopped rank keeps sending them.
-            seen.stopped = now if seen.stopped is None else seen.stopped
+            state.stopped = now if state.stopped is None else state.stopped
         elif beat.state is State.LEFT:
-            seen.left = True
+            state.left = True
         elif beat.state is State.ENDED:
-            self._mark_lost(beat.sender, beat.text, self._said_at(beat, now) - beat.seconds)
+            self._mark_lost(beat.sender, beat.text, self._sent_at(beat, now) - beat.seconds)
         else:
-            if seen.warned:
-                self.news.append(f"{self.peers[beat.sender]} goes on")
-            seen.stopped, seen.warned = None, False
+            if state.warned:
+                self.messages.append(f"{self.peers[beat.sender]} responds again")
+            state.stopped, state.warned = None, False
 
     def check_timeouts(self, now: float, own_is_stopped: bool) -> None:
         """Find ranks with overdue beats."""
         gap, self._checked_at = now - self._checked_at, now
-        if own_is_stopped or gap > _GAP * self._timeout_seconds:
-            for seen in self._states:
-                seen.heard = None if seen.heard is None else now
-                seen.stopped = None if seen.stopped is None else now
+        if own_is_stopped or gap > _MAX_CHECK_GAP * self._timeout_seconds:
+            for state in self._states:
+                state.received = None if state.received is None else now
+                state.stopped = None if state.stopped is None else now
             return
         for rank in self.watches:
-            seen = self._states[rank]
-            if seen.heard is None or seen.left or rank in self.lost:
+            state = self._states[rank]
+            if state.received is None or state.left or rank in self.lost:
                 continue
-            since = seen.heard if seen.stopped is None else seen.stopped
+            since = state.received if state.stopped is None else state.stopped
             if now - since > self._timeout_seconds:
                 self._mark_lost(rank, self._describe_loss(rank, now, since), now)
-            elif now - since > self._warning_seconds and not seen.warned:
-                seen.warned = True
-                self.news.append(
+            elif now - since > self._warning_seconds and not state.warned:
+                state.warned = True
+                self.messages.append(
                     f"{self.peers[rank]}: {self._describe_loss(rank, now, since)}; the job ends "
-                    f"when that has lasted {self._timeout_seconds:g} s (GTOPK_HEARTBEAT_TIMEOUT)"
+                    f"when this has lasted {self._timeout_seconds:g} s (GTOPK_HEARTBEAT_TIMEOUT)"
                 )
         if not self._warned_of_unwatched and now - self._begun > self._warning_seconds:
             self._warned_of_unwatched = True
@@ -208,21 +208,21 @@ class Watch:
     def _describe_loss(self, rank: int, now: float, since: float) -> str:
         if self._states[rank].stopped is not None:
             return f"stopped for {now - since:.1f} s (SIGSTOP?)"
-        heard = [self._states[other].heard or self._begun for other in self.watches]
-        whose = "its host or its network"
+        received = [self._states[other].received or self._begun for other in self.watches]
+        cause = "its host or its network"
         # If all are silent at once, this host itself may be cut off.
-        if len(heard) > 1 and max(heard) < now - self._warning_seconds:
-            whose += f", or that of {self._own}, which hears no other rank,"
-        return f"silent for {now - since:.1f} s: {whose} is down"
+        if len(received) > 1 and max(received) < now - self._warning_seconds:
+            cause += f", or that of {self._own}, which receives no heartbeats at all,"
+        return f"silent for {now - since:.1f} s: {cause} is down"
 
-    def _said_at(self, beat: Beat, now: float) -> float:
+    def _sent_at(self, beat: Beat, now: float) -> float:
         """Return when a beat was sent: on the same host, its sequence is the time.
 
         It may have waited in the socket until this companion was scheduled.
         """
-        said = beat.sequence / 1e9
-        ours = self.peers[beat.sender].host == self._own.host
-        return said if ours and 0 <= now - said < _LATE_SECONDS else now
+        sent = beat.sequence / 1e9
+        same_host = self.peers[beat.sender].host == self._own.host
+        return sent if same_host and 0 <= now - sent < _MAX_DELAY_SECONDS else now
 
     def lost_before(self, when: float) -> int | None:
         """Return the other rank that was lost first, if before `when`; else None."""
@@ -237,11 +237,11 @@ class Watch:
 
     def _warn_of_unwatched(self) -> None:
         """Add a message about ranks that are not watched because no beat came from them."""
-        unheard = [
-            str(self.peers[rank]) for rank in self.watches if self._states[rank].heard is None
+        unwatched = [
+            str(self.peers[rank]) for rank in self.watches if self._states[rank].received is None
         ]
-        if unheard:
-            self.news.append(
-                f"{self._own} receives no heartbeats from {', '.join(unheard)} and cannot "
+        if unwatched:
+            self.messages.append(
+                f"{self._own} receives no heartbeats from {', '.join(unwatched)} and cannot "
                 "detect if it hangs; allow UDP between the hosts or set GTOPK_INTERFACE"
             )

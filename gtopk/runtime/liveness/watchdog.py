@@ -26,23 +26,23 @@ from typing import Any, Final, NamedTuple
 
 from ..standard_streams import write_line
 
-_LOOK_SECONDS: Final = 0.3
-_LEAVES_SECONDS: Final = 10.0  # for the killed watchdog process to end
+_POLL_SECONDS: Final = 0.3
+_KILL_WAIT_SECONDS: Final = 10.0  # for the killed watchdog process to end
 _PROC: Final = "/proc"  # does not exist off Linux
 # Launchers start their ranks one after the other, and end them all if one fails.
-_COMES_SECONDS: Final = 3.0  # after one rank's start, for the launcher to start the next
-_ENDS_SECONDS: Final = 1.0  # after a rank's end, for its launcher to report it and end the job
+_NEXT_START_SECONDS: Final = 3.0  # after one rank's start, for the launcher to start the next
+_END_REPORT_SECONDS: Final = 1.0  # after a rank's end, for its launcher to report it
 
 
 class Siblings(NamedTuple):
     """The ranks that the watched process's parent has started, including that process.
 
-    missed:   the message when some of them have ended; {} stands for their numbers.
+    message:  the message when some of them have ended; {} stands for their numbers.
     variable: the environment variable of a rank's number; `rank` is the watched process's number.
     ranks:    their number. is_all: whether they are the whole job.
     """
 
-    missed: str
+    message: str
     variable: str
     rank: int
     ranks: int
@@ -81,46 +81,46 @@ class SiblingWatch:
 
     def missing(self) -> str:
         """Return a text that names the ranks that have ended; "": none, or unknown."""
-        here = _children(self._parent)
-        silent = 0  # processes that do not show their rank
-        for pid in here - self._numbers.keys():
+        children = _children(self._parent)
+        unidentified = 0  # processes that do not show their rank
+        for pid in children - self._numbers.keys():
             number = variable_of(pid, self.siblings.variable)
             if number is None:
-                silent += 1
+                unidentified += 1
             elif number.isdecimal():
                 self._numbers[pid] = int(number)
                 self._absent = None
-        present = {number for pid, number in self._numbers.items() if pid in here}
-        ranks = here & self._numbers.keys()
+        present = {number for pid, number in self._numbers.items() if pid in children}
+        ranks = children & self._numbers.keys()
         if len(present) < len(ranks) or self._numbers.get(self._own) != self.siblings.rank:
             self._numbers.clear()  # the variable is not the launcher's, or not set yet
             self._absent = None
             return ""
-        if self._own not in here or len(present) + silent >= self.siblings.ranks:
+        if self._own not in children or len(present) + unidentified >= self.siblings.ranks:
             self._absent = None
             return ""
         if self._absent is None:
             known = range(self.siblings.ranks) if self.siblings.is_all else self._numbers.values()
             self._since, self._absent = time.monotonic(), sorted(set(known) - present)
         # Check the ranks' age: a watchdog that began late need not wait for further starts.
-        still_come = min(map(age_seconds, ranks)) < _COMES_SECONDS
-        if still_come or time.monotonic() - self._since < _ENDS_SECONDS:
+        may_start_more = min(map(age_seconds, ranks)) < _NEXT_START_SECONDS
+        if may_start_more or time.monotonic() - self._since < _END_REPORT_SECONDS:
             return ""
         numbers = " and ".join(map(str, self._absent))
-        if silent or not numbers:
+        if unidentified or not numbers:
             return "a rank has ended"
         return f"ranks {numbers} have ended" if self._absent[1:] else f"rank {numbers} has ended"
 
 
 def _children(pid: int) -> set[int]:
     """Return the pids of a process's living children."""
-    found: set[int] = set()
+    pids: set[int] = set()
     with contextlib.suppress(OSError):
         # Each thread of a launcher lists only the children that it has started.
         for task in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{task}/children", "rb") as children:
-                found.update(map(int, children.read().split()))
-    return {child for child in found if read_process(child).state}
+                pids.update(map(int, children.read().split()))
+    return {child for child in pids if read_process(child).state}
 
 
 class Process(NamedTuple):
@@ -175,15 +175,15 @@ def age_seconds(pid: int) -> float:
 def write_record(path: str, record: Mapping[str, Any]) -> None:
     """Write a record as JSON atomically (rename); on failure, leave no file."""
     folder, name = os.path.split(path)
-    beside = os.path.join(folder, f".{name}.{os.getpid()}")
+    temporary = os.path.join(folder, f".{name}.{os.getpid()}")
     try:
         os.makedirs(folder, exist_ok=True)
-        with open(beside, "w") as file:
+        with open(temporary, "w") as file:
             file.write(json.dumps(record, indent=1) + "\n")
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except OSError:
         with contextlib.suppress(OSError):
-            os.unlink(beside)
+            os.unlink(temporary)
 
 
 def now() -> str:
@@ -203,11 +203,11 @@ def watch(settings: WatchdogSettings, watched: int, is_over: Callable[[float], b
     siblings = SiblingWatch(settings.siblings, watched) if settings.siblings is not None else None
     while True:
         left = max(0.0, begun + settings.seconds - time.monotonic())
-        if is_over(min(left, _LOOK_SECONDS)):
+        if is_over(min(left, _POLL_SECONDS)):
             return
         why = settings.late if time.monotonic() - begun >= settings.seconds else ""
         if siblings is not None and (ended := siblings.missing()):
-            why = siblings.siblings.missed.format(ended)
+            why = siblings.siblings.message.format(ended)
         if settings.launcher and read_process(watched).parent not in (0, settings.launcher):
             why = settings.orphaned
         if why and not is_over(0.0):  # the check may have taken long
@@ -259,15 +259,16 @@ def deadline(settings: WatchdogSettings, *, holds_lock: bool = True) -> Iterator
     import subprocess  # imported late: the watchdog's own process does not need it
 
     command = [*command_of("watchdog"), json.dumps(settings)]
-    dog = subprocess.Popen(command, stdin=subprocess.PIPE)
-    assert dog.stdin is not None
+    watchdog = subprocess.Popen(command, stdin=subprocess.PIPE)
+    assert watchdog.stdin is not None
     try:
         yield
     finally:
-        dog.kill()  # else this process would wait until it has started and read its closed stdin
-        dog.stdin.close()
+        # Else this process would wait until it has started and read its closed stdin.
+        watchdog.kill()
+        watchdog.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):  # a page fault in /proc may delay it
-            dog.wait(_LEAVES_SECONDS)
+            watchdog.wait(_KILL_WAIT_SECONDS)
 
 
 def main() -> None:

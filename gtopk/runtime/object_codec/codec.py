@@ -106,10 +106,10 @@ class _Writer:
             composite = composite_of(obj)
             if composite:
                 # As a list, because the number of parts precedes them.
-                self._write_composite(composite.code, list(composite.take_apart(obj)))
+                self._write_composite(composite.code, list(composite.to_parts(obj)))
             else:
                 leaf = leaf_of(obj)
-                self._write_leaf(leaf.code, *leaf.take_apart(obj))
+                self._write_leaf(leaf.code, *leaf.to_parts(obj))
         except UnsupportedError as error:
             self._write_pickle(obj, str(error))
 
@@ -122,7 +122,7 @@ class _Writer:
         header = HEADER.pack(MAGIC, VERSION, self._flags, len(self._head), crc)
         return b"".join([header, self._head, *self._bulk])
 
-    def _announce(self, code: Code, parts: int) -> None:
+    def _write_code(self, code: Code, parts: int) -> None:
         self._head += self._packer.pack_ext_type(code, b"")
         self._head += self._packer.pack(parts)
 
@@ -132,14 +132,14 @@ class _Writer:
                 f"objects between ranks may be nested {MAX_DEPTH} deep; this one goes deeper, or "
                 f"contains itself, at {self._place()}"
             )
-        self._announce(code, len(steps))
+        self._write_code(code, len(steps))
         for step in steps:
             self._path.append(step)
             self.write(step.part)
             self._path.pop()
 
     def _write_leaf(self, code: Code, parts: Sequence[Plain], content: Buffer) -> None:
-        self._announce(code, len(parts))
+        self._write_code(code, len(parts))
         for value in (*parts, len(content)):
             self._head += self._packer.pack(value)
         self._bulk.append(content)
@@ -154,7 +154,7 @@ class _Writer:
             raise TypeError(
                 f"objects between ranks must consist of plain values, lists, dicts, NumPy arrays, "
                 f"torch tensors and the like, got a {what}; to send it as a pickle, which can "
-                f"execute anything where it is received, set GTOPK_ALLOW_PICKLE=1 on every rank"
+                f"execute any code on the receiver, set GTOPK_ALLOW_PICKLE=1 on every rank"
             )
         # cloudpickle, if installed, can pickle lambdas and local classes.
         found = importlib.util.find_spec("cloudpickle")
@@ -194,11 +194,11 @@ def decode(
     a pickle, nothing that the sender chose is executed.
     """
     message = data.data if isinstance(data, np.ndarray) else memoryview(data)
-    flags, head, bulk = _open(message)
+    flags, head, bulk = _parse_message(message)
     # Check before reading any content.
     if flags and not (pickle_allowed() if allow_pickle is None else allow_pickle):
         raise ObjectFormatError(
-            "the object holds a pickle, which can execute anything; set GTOPK_ALLOW_PICKLE=1 on "
+            "the object holds a pickle, which can execute any code; set GTOPK_ALLOW_PICKLE=1 on "
             "this rank too if you trust the sender"
         )
     try:
@@ -217,7 +217,7 @@ def holds_pickle(data: bytes) -> bool:
     return bool(HEADER.unpack_from(data)[2])
 
 
-def _open(message: memoryview) -> tuple[int, memoryview, memoryview]:
+def _parse_message(message: memoryview) -> tuple[int, memoryview, memoryview]:
     """Return flags, head and bulk of a message, after checking its header and checksum."""
     if message.itemsize != 1 or not message.c_contiguous:
         raise TypeError("decode needs contiguous bytes, or an array of uint8")
@@ -274,9 +274,9 @@ class _Reader:
         if value.code not in LEAVES:
             raise malformed(f"extension {value.code} is unknown")
         if value.code == Code.PICKLE and not self._may_unpickle:
-            raise malformed("they hold a pickle that their flags conceal")
+            raise malformed("they hold a pickle, but their flags do not say so")
         parts = [_plain(self._unpacker.unpack()) for _ in range(count)]
-        return LEAVES[value.code].put_together(self._take(self._count()), *parts)
+        return LEAVES[value.code].from_parts(self._next_content(self._count()), *parts)
 
     def finish(self) -> None:
         """Raise unless the object used up the whole message."""
@@ -291,7 +291,7 @@ class _Reader:
         self._depth -= 1
         if self._imports and composite.code == Code.DATACLASS:
             importlib.import_module(parts[0].partition(":")[0])
-        return composite.put_together(parts)
+        return composite.from_parts(parts)
 
     def _count(self) -> int:
         value = self._unpacker.unpack()
@@ -299,7 +299,7 @@ class _Reader:
             raise malformed("a count is missing")
         return value
 
-    def _take(self, size: int) -> memoryview:
+    def _next_content(self, size: int) -> memoryview:
         if size > self._bulk.nbytes:
             raise malformed(f"{size} bytes are announced, {self._bulk.nbytes} are left")
         content, self._bulk = self._bulk[:size], self._bulk[size:]

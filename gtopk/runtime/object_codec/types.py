@@ -80,8 +80,8 @@ class Leaf(NamedTuple):
     """The codec of a type that consists of plain parts and bytes."""
 
     code: Code
-    take_apart: Callable[[Any], tuple[Sequence[Plain], Buffer]]
-    put_together: Callable[..., Any]  # takes the bytes, then the parts
+    to_parts: Callable[[Any], tuple[Sequence[Plain], Buffer]]
+    from_parts: Callable[..., Any]  # takes the bytes, then the parts
 
 
 class UnsupportedError(Exception):
@@ -120,7 +120,7 @@ def _shape(dimensions: Sequence[object], itemsize: int, content: memoryview) -> 
     if len(shape) > MAX_DIMENSIONS:
         raise malformed(f"an array has {len(shape)} dimensions")
     if math.prod(shape) * itemsize != content.nbytes:
-        raise malformed(f"an array's shape does not go with its {content.nbytes} bytes")
+        raise malformed(f"an array's shape does not match its {content.nbytes} bytes")
     return shape
 
 
@@ -173,7 +173,7 @@ def _tensor_parts(tensor: torch.Tensor) -> tuple[Sequence[Plain], Buffer]:
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         raise UnsupportedError("not dense")
     if tensor.device.type == "meta":
-        raise UnsupportedError("on the meta device, where nothing has content")
+        raise UnsupportedError("on the meta device, which holds no data")
     if tensor.dim() > MAX_DIMENSIONS:
         raise UnsupportedError(f"of {tensor.dim()} dimensions")
     # Resolve lazy negation and conjugation: the stored values must be the real ones.
@@ -231,28 +231,28 @@ def name_of(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def why_not(obj: Any) -> str:
+def unsupported_trait(obj: Any) -> str:
     """Return why a dataclass's object cannot be encoded by its fields; "" if it can."""
     kind = type(obj)
     # The receiver looks up the class by name.
-    if _found(name_of(kind)) is not kind:
+    if _imported(name_of(kind)) is not kind:
         return "of a class that is not defined at the top of a module"
     # The items of a list or dict base are not fields.
-    native = [base for base in kind.__mro__[1:-1] if base.__module__ == "builtins"]
-    if native:
-        return f"a {native[0].__name__}, too"
+    builtins = [base for base in kind.__mro__[1:-1] if base.__module__ == "builtins"]
+    if builtins:
+        return f"a subclass of {builtins[0].__name__}"
     fields = {field.name for field in dataclasses.fields(obj)}
-    if more := sorted(getattr(obj, "__dict__", {}).keys() - fields):
-        return f"with attributes {more}"
+    if extra := sorted(getattr(obj, "__dict__", {}).keys() - fields):
+        return f"with attributes {extra}"
     return ""
 
 
-def filled(name: str, values: dict[str, object]) -> Any:
+def new_dataclass(name: str, values: dict[str, object]) -> Any:
     """Return an object of the named class with these values in its fields.
 
     Raises ObjectFormatError if no such dataclass is imported here, or its fields differ.
     """
-    kind = _found(name)
+    kind = _imported(name)
     if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
         module, _, qualname = name.partition(":")
         raise ObjectFormatError(
@@ -268,7 +268,7 @@ def filled(name: str, values: dict[str, object]) -> Any:
     return obj
 
 
-def _found(name: str) -> object:
+def _imported(name: str) -> object:
     """Return the object of this name in an imported module, or None.
 
     Look it up in the __dict__s: getattr on a module or a class may call code.
@@ -292,8 +292,8 @@ class Composite(NamedTuple):
     """The codec of a type that consists of objects."""
 
     code: Code
-    take_apart: Callable[[Any], Iterable[Step]]
-    put_together: Callable[[list[Any]], Any]
+    to_parts: Callable[[Any], Iterable[Step]]
+    from_parts: Callable[[list[Any]], Any]
 
 
 def _items(sequence: Iterable[object]) -> Iterator[Step]:
@@ -339,7 +339,7 @@ def _variables(namespace: Any) -> Iterator[Step]:
 
 
 def _dataclass_parts(obj: Any) -> Iterator[Step]:
-    if why := why_not(obj):
+    if why := unsupported_trait(obj):
         raise UnsupportedError(why)
     yield Step("", None, name_of(type(obj)))
     for field in dataclasses.fields(obj):
@@ -370,27 +370,27 @@ def _ordered_dict(parts: list[Any]) -> OrderedDict[Any, Any]:
     return mapping
 
 
-def _named(parts: list[Any]) -> dict[str, Any]:
+def _string_dict(parts: list[Any]) -> dict[str, Any]:
     mapping = _dict(parts)
     if not all(isinstance(name, str) for name in mapping):
-        raise malformed("a name is no text")
+        raise malformed("a name is not a string")
     return mapping
 
 
 def _namespace(kind: type) -> Callable[[list[Any]], Any]:
-    def put_together(parts: list[Any]) -> Any:
+    def from_parts(parts: list[Any]) -> Any:
         namespace = kind()
-        vars(namespace).update(_named(parts))
+        vars(namespace).update(_string_dict(parts))
         return namespace
 
-    return put_together
+    return from_parts
 
 
 def _dataclass(parts: list[Any]) -> Any:
     name, *rest = parts
     if not isinstance(name, str):
         raise malformed("a dataclass has no name")
-    return filled(name, _named(rest))
+    return new_dataclass(name, _string_dict(rest))
 
 
 def _complex(parts: list[Any]) -> complex:
@@ -398,12 +398,12 @@ def _complex(parts: list[Any]) -> complex:
     return complex(real, imaginary)
 
 
-def _of_one(make: Callable[[Any], Any]) -> Callable[[list[Any]], Any]:
-    def put_together(parts: list[Any]) -> Any:
+def _single(make: Callable[[Any], Any]) -> Callable[[list[Any]], Any]:
+    def from_parts(parts: list[Any]) -> Any:
         (part,) = parts
         return make(part)
 
-    return put_together
+    return from_parts
 
 
 def _torch_size(parts: list[Any]) -> torch.Size:
@@ -438,23 +438,23 @@ COMPOSITE_OF: Final[dict[type, Composite]] = {
     slice: Composite(Code.SLICE, _attributes("start", "stop", "step"), lambda parts: slice(*parts)),
     range: Composite(Code.RANGE, _attributes("start", "stop", "step"), lambda parts: range(*parts)),
     complex: Composite(Code.COMPLEX, _attributes("real", "imag"), _complex),
-    np.str_: Composite(Code.NUMPY_STR, lambda text: _items([str.__str__(text)]), _of_one(np.str_)),
+    np.str_: Composite(Code.NUMPY_STR, lambda text: _items([str.__str__(text)]), _single(np.str_)),
     torch.Size: Composite(Code.TORCH_SIZE, _items, _torch_size),
     torch.dtype: Composite(
         Code.TORCH_DTYPE,
         lambda dtype: _items([dtype_name(dtype)]),
-        _of_one(TORCH_DTYPES.__getitem__),
+        _single(TORCH_DTYPES.__getitem__),
     ),
     torch.device: Composite(
-        Code.TORCH_DEVICE, lambda device: _items([str(device)]), _of_one(torch.device)
+        Code.TORCH_DEVICE, lambda device: _items([str(device)]), _single(torch.device)
     ),
 }
-_OF_DATACLASSES: Final = Composite(Code.DATACLASS, _dataclass_parts, _dataclass)
-COMPOSITES: Final = {int(row.code): row for row in (*COMPOSITE_OF.values(), _OF_DATACLASSES)}
+_DATACLASS: Final = Composite(Code.DATACLASS, _dataclass_parts, _dataclass)
+COMPOSITES: Final = {int(row.code): row for row in (*COMPOSITE_OF.values(), _DATACLASS)}
 
 
 def composite_of(obj: object) -> Composite | None:
     """Return the codec of an object's type; None if the type does not consist of objects."""
     own = COMPOSITE_OF.get(type(obj))
     is_dataclass_object = dataclasses.is_dataclass(obj) and not isinstance(obj, type)
-    return _OF_DATACLASSES if own is None and is_dataclass_object else own
+    return _DATACLASS if own is None and is_dataclass_object else own

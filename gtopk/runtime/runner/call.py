@@ -33,12 +33,12 @@ from ..launch.job import own_place
 from .call_server import CallServer
 
 # The parts of multiprocessing's preparation data that make imports work in a spawned process.
-_SURROUNDINGS: Final = (
+_PREPARATION_KEYS: Final = (
     *("sys_path", "sys_argv", "dir", "init_main_from_name", "init_main_from_path"),
 )
-_ALLOW: Final = (
-    "a pickle can carry it, and can execute anything where it is received: "
-    "gtopk.run(..., allow_pickle=True), or GTOPK_ALLOW_PICKLE=1, allows that"
+_ALLOW_PICKLE: Final = (
+    "allow pickles, which can execute any code on the receiver: "
+    "gtopk.run(..., allow_pickle=True), or GTOPK_ALLOW_PICKLE=1"
 )
 
 
@@ -54,26 +54,23 @@ def pack(
     to_install: modules with an `install` function to call before the ranks import anything else.
     Raises TypeError for objects that need a pickle, if pickles are not allowed.
     """
-    here = spawn.get_preparation_data("gtopk.run")
-    surroundings = {name: here[name] for name in _SURROUNDINGS if name in here}
-    where = reference(
-        func, in_script="init_main_from_name" in here or "init_main_from_path" in here
-    )
-    if where is None and not allow_pickle:
+    data = spawn.get_preparation_data("gtopk.run")
+    surroundings = {name: data[name] for name in _PREPARATION_KEYS if name in data}
+    in_script = "init_main_from_name" in data or "init_main_from_path" in data
+    path = reference(func, in_script=in_script)
+    if path is None and not allow_pickle:
         raise TypeError(
             f"gtopk.run sends a function by its name, and {func!r} has none under which another "
             f"process could import it: define it with def at the top of a module or script; or "
-            f"{_ALLOW}"
+            f"{_ALLOW_PICKLE}"
         )
-    call = {"function": func if where is None else where, "args": list(args), "kwargs": {**kwargs}}
+    call = {"function": func if path is None else path, "args": list(args), "kwargs": {**kwargs}}
     try:
         content = objects.encode(call, allow_pickle=allow_pickle)
     except TypeError as error:
         if allow_pickle:
             raise
-        raise TypeError(
-            f"gtopk.run: {error}; for this call alone, allow_pickle=True does"
-        ) from None
+        raise TypeError(f"gtopk.run: {error}; for this call only, pass allow_pickle=True") from None
     # A rank only loads the script if it needs it, as loading may take long.
     needs_script = b"__main__:" in content or objects.holds_pickle(content)
     if not needs_script:
@@ -95,21 +92,21 @@ def reference(func: Callable[..., Any], in_script: bool) -> str | None:
     module, name = getattr(func, "__module__", None), getattr(func, "__qualname__", None)
     if module is None or name is None or (module == "__main__" and not in_script):
         return None
-    where = f"{module}:{name}"
+    path = f"{module}:{name}"
     try:
         # The name may lead to another object, such as a decorator's result.
-        return where if resolve(where) is func else None
+        return path if resolve(path) is func else None
     except (ImportError, AttributeError):
         return None
 
 
-def resolve(where: str) -> Any:
+def resolve(path: str) -> Any:
     """Return the object that "module:qualname" names."""
-    module, _, name = where.partition(":")
+    module, _, name = path.partition(":")
     return attrgetter(name)(importlib.import_module(module))
 
 
-def make(content: bytes, allow_pickle: bool) -> Any:
+def execute(content: bytes, allow_pickle: bool) -> Any:
     """Make the call, and return its result."""
     # The sender may choose the code to run here: it has proved that it knows the job's secret.
     call = objects.decode(content, allow_pickle=allow_pickle, imports=True)
@@ -134,12 +131,12 @@ class Failure(NamedTuple):
     place: str
 
 
-def of_result(result: Any, allow_pickle: bool) -> bytes:
+def result_report(result: Any, allow_pickle: bool) -> bytes:
     """Return the report of a successful call; raise TypeError if the result cannot be encoded."""
     return objects.encode({"result": result}, allow_pickle=allow_pickle)
 
 
-def of_error(error: BaseException, own_frames: int) -> bytes:
+def error_report(error: BaseException, own_frames: int) -> bytes:
     """Return the report of a failed call, without its `own_frames` outermost frames."""
     trace: TracebackType | None = error.__traceback__
     for _ in range(own_frames):
@@ -148,15 +145,15 @@ def of_error(error: BaseException, own_frames: int) -> bytes:
     if isinstance(error, SystemExit):
         what = f"called sys.exit({error.code!r}) and returned no result"
     else:
-        words = " ".join(str(error).split())
-        what = f"raised {type(error).__name__}{words and f': {words}'}"
+        message = " ".join(str(error).split())
+        what = f"raised {type(error).__name__}{message and f': {message}'}"
     consequence = isinstance(error, HorovodInternalError)
     # Send only texts: the caller may not have the exception's class.
     failure = Failure(what, text, consequence, own_place())
     return objects.encode({"failure": [*failure]}, allow_pickle=False)
 
 
-def read(content: bytes, allow_pickle: bool) -> tuple[Any, Failure | None]:
+def read_report(content: bytes, allow_pickle: bool) -> tuple[Any, Failure | None]:
     """Return the result, or the failure, in a report."""
     report = objects.decode(content, allow_pickle=allow_pickle)
     if "failure" in report:
@@ -164,7 +161,7 @@ def read(content: bytes, allow_pickle: bool) -> tuple[Any, Failure | None]:
     return report["result"], None
 
 
-_LOOK_SECONDS: Final = 0.1  # how often to check whether the launcher has ended
+_POLL_SECONDS: Final = 0.1  # how often to check whether the launcher has ended
 _CAUSE_SECONDS: Final = 5.0  # for the cause to be reported after a consequence
 _LEAVE_SECONDS: Final = 2.0  # for ranks to end after one has failed
 _DRAIN_SECONDS: Final = 2.0  # for reports to arrive after the launcher has ended
@@ -190,14 +187,14 @@ def collect(
     failed: float | None = None  # since when a rank has failed or is lost
     while len(results) < ranks:
         with server.changed:
-            server.changed.wait(_LOOK_SECONDS)
-            new = {
+            server.changed.wait(_POLL_SECONDS)
+            new_reports = {
                 r: c for r, c in server.reports.items() if r not in results and r not in failures
             }
-            lost = [rank for rank in server.left if rank not in server.reports]
-            absent = sorted(set(range(ranks)) - server.came)
-        for rank, content in new.items():
-            result, failure = read(content, allow_pickle)
+            lost = [rank for rank in server.disconnected if rank not in server.reports]
+            absent = sorted(set(range(ranks)) - server.connected)
+        for rank, content in new_reports.items():
+            result, failure = read_report(content, allow_pickle)
             if failure is None:
                 results[rank] = result
             else:
@@ -210,17 +207,17 @@ def collect(
         causes = [rank for rank in sorted(failures) if not failures[rank].consequence]
         if causes:
             _wait_for_end(launcher, _LEAVE_SECONDS)
-            raise _of_failure(causes[0], ranks, failures[causes[0]])
+            raise _rank_error(causes[0], ranks, failures[causes[0]])
         # Reports may still be on their way, including one with the cause.
         if (ended and now > ended + _DRAIN_SECONDS) or (failed and now > failed + _CAUSE_SECONDS):
-            raise _without_cause(failures, lost, absent, ranks, launcher)
+            raise _error_without_cause(failures, lost, absent, ranks, launcher)
         if absent and now > begun + start_seconds:
             raise LaunchError(
                 f"all {ranks} ranks must begin within {start_seconds:g} s (start_timeout); "
                 f"{name_ranks(absent)} did not"
             )
     if not _wait_for_end(launcher, _END_SECONDS):
-        print("gtopk.run: ranks that have reported do not end, and are ended", file=sys.stderr)
+        print("gtopk.run: ending ranks that have reported but do not exit", file=sys.stderr)
     return [results[rank] for rank in range(ranks)]
 
 
@@ -231,13 +228,13 @@ def _wait_for_end(launcher: subprocess.Popen[bytes], seconds: float) -> bool:
     return launcher.poll() is not None
 
 
-def _of_failure(rank: int, ranks: int, failure: Failure) -> RankError:
+def _rank_error(rank: int, ranks: int, failure: Failure) -> RankError:
     return RankError(
         rank, f"rank {rank} of {ranks} ({failure.place}) {failure.what}", failure.traceback
     )
 
 
-def _without_cause(
+def _error_without_cause(
     failures: dict[int, Failure],
     lost: Sequence[int],
     absent: list[int],
@@ -246,7 +243,7 @@ def _without_cause(
 ) -> RuntimeError:
     """Return the error for a job if no rank reported a cause."""
     code = launcher.poll()
-    end = "its launcher goes on" if code is None else f"its launcher ended with exit code {code}"
+    end = "its launcher still runs" if code is None else f"its launcher ended with exit code {code}"
     if lost:
         first, *later = lost
         # If the launcher ends the others at once, this may not be the real order.
@@ -258,5 +255,5 @@ def _without_cause(
         )
     if failures:
         first = min(failures)
-        return _of_failure(first, ranks, failures[first])
+        return _rank_error(first, ranks, failures[first])
     return LaunchError(f"{name_ranks(absent)} of {ranks} did not begin; {end}")

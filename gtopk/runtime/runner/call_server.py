@@ -8,11 +8,11 @@ The connection is authenticated: both ends know the job's secret, and bytes from
 are an error.
 
     each     nonce 32                                     random, to prevent replays
-    message  length 8 | mark 32 | content | mark 32
+    message  length 8 | MAC 32 | content | MAC 32
 
-A mark is the HMAC-SHA256 of the sending side, the message's number, and its length or content. The
+A MAC is the HMAC-SHA256 of the sending side, the message's number, and its length or content. The
 key is made from the secret and both nonces. Memory for the content is allocated only after the
-length's mark is verified. Contents are not encrypted.
+length's MAC is verified. Contents are not encrypted.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from ..liveness.heartbeat import address_towards
 _log = logging.getLogger("gtopk")
 
 _NONCE_BYTES: Final = 32
-_MARK_BYTES: Final = 32
+_MAC_BYTES: Final = 32
 _LENGTH: Final = struct.Struct("<Q")
-_WHO: Final = struct.Struct("<?Qs")  # whether the accepting end sends; message number; part
+_MAC_HEADER: Final = struct.Struct("<?Qs")  # whether the accepting end sends; message number; part
 _REPLY_SECONDS: Final = 10.0  # for messages that a peer can send at once
 
 
@@ -57,41 +57,41 @@ class AuthenticatedConnection:
         self._connection = connection
         self._accepted = accepted
         self._sent = self._received = 0
-        mine = secrets.token_bytes(_NONCE_BYTES)
+        own_nonce = secrets.token_bytes(_NONCE_BYTES)
         try:
             connection.settimeout(_REPLY_SECONDS)
-            connection.sendall(mine)
-            other = self._read(_NONCE_BYTES, time.monotonic() + _REPLY_SECONDS)
+            connection.sendall(own_nonce)
+            peer_nonce = self._read(_NONCE_BYTES, time.monotonic() + _REPLY_SECONDS)
         except BaseException:
             connection.close()
             raise
         # The same order at both ends.
-        nonces = other + mine if accepted else mine + other
+        nonces = peer_nonce + own_nonce if accepted else own_nonce + peer_nonce
         self._key = hmac.digest(secret, b"gtopk channel" + nonces, "sha256")
 
     def send(self, content: bytes) -> None:
         length = _LENGTH.pack(len(content))
-        marks = [
-            self._mark(self._accepted, self._sent, part, text)
+        macs = [
+            self._mac(self._accepted, self._sent, part, text)
             for part, text in ((b"l", length), (b"c", content))
         ]
         self._sent += 1
         # No timeout: long arguments take as long as the link needs.
         self._connection.settimeout(None)
-        self._connection.sendall(b"".join([length, marks[0], content, marks[1]]))
+        self._connection.sendall(b"".join([length, macs[0], content, macs[1]]))
 
-    def receive(self, most_bytes: int | None = None, *, patiently: bool = True) -> bytes:
+    def receive(self, max_bytes: int | None = None, *, without_timeout: bool = True) -> bytes:
         """Return the next message.
 
-        patiently: wait without a limit; else 10 seconds.
+        without_timeout: wait without a limit; else 10 seconds.
         Raises UnauthenticatedError if the other end did not send it, or if it is too long.
         """
-        deadline = None if patiently else time.monotonic() + _REPLY_SECONDS
+        deadline = None if without_timeout else time.monotonic() + _REPLY_SECONDS
         length = self._read(_LENGTH.size, deadline)
         self._check(b"l", length, deadline)
         (size,) = _LENGTH.unpack(length)
-        if most_bytes is not None and size > most_bytes:
-            raise UnauthenticatedError(f"a message may have {most_bytes} bytes here, got {size}")
+        if max_bytes is not None and size > max_bytes:
+            raise UnauthenticatedError(f"a message may have {max_bytes} bytes here, got {size}")
         content = self._read(size, deadline)
         self._check(b"c", content, deadline)
         self._received += 1
@@ -101,23 +101,23 @@ class AuthenticatedConnection:
         self._connection.close()
 
     def _check(self, part: bytes, text: bytes, deadline: float | None) -> None:
-        expected = self._mark(not self._accepted, self._received, part, text)
-        # Compare in constant time, so that timing does not reveal the right mark.
-        if not hmac.compare_digest(self._read(_MARK_BYTES, deadline), expected):
+        expected = self._mac(not self._accepted, self._received, part, text)
+        # Compare in constant time, so that timing does not reveal the right MAC.
+        if not hmac.compare_digest(self._read(_MAC_BYTES, deadline), expected):
             raise UnauthenticatedError(
-                "the other end does not know the secret, or somebody is between"
+                "the other end does not know the secret, or the message was changed on the way"
             )
 
-    def _mark(self, by_accepted: bool, number: int, part: bytes, text: bytes) -> bytes:
-        return hmac.digest(self._key, _WHO.pack(by_accepted, number, part) + text, "sha256")
+    def _mac(self, by_accepted: bool, number: int, part: bytes, text: bytes) -> bytes:
+        return hmac.digest(self._key, _MAC_HEADER.pack(by_accepted, number, part) + text, "sha256")
 
     def _read(self, size: int, deadline: float | None) -> bytes:
         content = bytearray()
         while len(content) < size:
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                raise TimeoutError(f"{size} bytes were to come within {_REPLY_SECONDS:g} s")
-            self._connection.settimeout(left)
+            remaining = None if deadline is None else deadline - time.monotonic()
+            if remaining is not None and remaining <= 0:
+                raise TimeoutError(f"expected {size} bytes within {_REPLY_SECONDS:g} s")
+            self._connection.settimeout(remaining)
             chunk = self._connection.recv(min(size - len(content), 1 << 20))
             if not chunk:
                 raise UnauthenticatedError("the other end has closed the connection")
@@ -127,24 +127,25 @@ class AuthenticatedConnection:
 
 RANK: Final = struct.Struct("<q")
 _BACKLOG: Final = 4096  # connections that wait to be accepted
-_BREATH_SECONDS: Final = 0.1  # pause before accepting again if too many files are open
+_RETRY_SECONDS: Final = 0.1  # pause before accepting again if too many files are open
 
 
 class CallServer:
     """Sends the same call to every rank and collects the reports, with one thread per rank.
 
-    came, left: the ranks that have connected, and those that have disconnected, in that order.
+    connected: the ranks that have connected.
+    disconnected: those that have disconnected again, in that order.
     reports: by rank. `changed` guards all three.
     """
 
     def __init__(self, ranks: int, messages: Sequence[bytes], host: str = "127.0.0.1") -> None:
         self.changed = threading.Condition()
-        self.came: set[int] = set()
-        self.left: list[int] = []
+        self.connected: set[int] = set()
+        self.disconnected: list[int] = []
         self.reports: dict[int, bytes] = {}
         self._ranks = ranks
         self._messages = messages
-        self._refused: set[str] = set()  # hosts with a printed refusal
+        self._warned_hosts: set[str] = set()  # hosts with a printed refusal
         self._closed = False
         self._secret = secrets.token_bytes(32)
         self._server = socket.create_server((host, 0), backlog=_BACKLOG)
@@ -170,28 +171,28 @@ class CallServer:
     def _accept(self) -> None:
         while not self._closed:
             try:
-                visitor, (host, _) = self._server.accept()
+                client, (host, _) = self._server.accept()
             except OSError:  # closed, or out of file descriptors because of other clients
-                time.sleep(0.0 if self._closed else _BREATH_SECONDS)
+                time.sleep(0.0 if self._closed else _RETRY_SECONDS)
                 continue
-            # One thread each: a silent visitor must not keep ranks waiting.
-            threading.Thread(target=self._receive, args=(visitor, host), daemon=True).start()
+            # One thread each: a silent client must not keep ranks waiting.
+            threading.Thread(target=self._receive, args=(client, host), daemon=True).start()
 
-    def _receive(self, visitor: socket.socket, host: str) -> None:
+    def _receive(self, client: socket.socket, host: str) -> None:
         try:
-            connection = AuthenticatedConnection(visitor, self._secret, accepted=True)
+            connection = AuthenticatedConnection(client, self._secret, accepted=True)
         except OSError as error:
             self._refuse(host, error)
             return
         rank = None
         try:
-            (number,) = RANK.unpack(connection.receive(RANK.size, patiently=False))
+            (number,) = RANK.unpack(connection.receive(RANK.size, without_timeout=False))
             with self.changed:
                 # A second connection for a rank gets nothing: the first has the call.
-                if not 0 <= number < self._ranks or number in self.came:
+                if not 0 <= number < self._ranks or number in self.connected:
                     return
                 rank = number
-                self.came.add(rank)
+                self.connected.add(rank)
                 self.changed.notify()
             for message in self._messages:
                 connection.send(message)
@@ -199,24 +200,24 @@ class CallServer:
             with self.changed:
                 self.reports[rank] = report
                 self.changed.notify()
-        except (OSError, struct.error) as error:  # `left` records a rank that has died
+        except (OSError, struct.error) as error:  # `disconnected` has a rank that died
             if rank is None:
                 self._refuse(host, error)
         finally:
             connection.close()
             if rank is not None:
                 with self.changed:
-                    self.left.append(rank)
+                    self.disconnected.append(rank)
                     self.changed.notify()
 
     def _refuse(self, host: str, error: Exception) -> None:
         """Print that another client connected, once for each host."""
         with self.changed:
             # Once for each host: a port scan must not fill the log.
-            known = host in self._refused
-            self._refused.add(host)
-        if not known:
-            _log.warning("gtopk.run: a visitor from %s is no rank and is refused: %s", host, error)
+            has_warned = host in self._warned_hosts
+            self._warned_hosts.add(host)
+        if not has_warned:
+            _log.warning("gtopk.run: refused a connection from %s, not a rank: %s", host, error)
 
 
 def fetch_call(
@@ -239,4 +240,4 @@ def own_address(other: str) -> str:
     try:
         return address_towards(other)
     except OSError as error:
-        raise LaunchError(f"there must be a way to host '{other}', got: {error}") from None
+        raise LaunchError(f"no route to host '{other}': {error}") from None

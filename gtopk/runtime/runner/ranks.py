@@ -36,7 +36,7 @@ from .call_server import CallServer, own_address
 from .worker import BEGIN
 
 # Variables for only this host, shell or job, which are not sent to other hosts.
-_STAYS: re.Pattern[str] = re.compile(
+_LOCAL_VARIABLES: re.Pattern[str] = re.compile(
     r"(OMPI|PMIX|PMI|PRTE|SLURM|SSH|XDG|BASH_FUNC)_.*|_|DISPLAY|HOME|HOSTNAME|LOGNAME|LS_COLORS|"
     r"OLDPWD|PWD|SHELL|SHLVL|TERM|TMPDIR|USER"
 )
@@ -58,7 +58,7 @@ def host_options(hosts: Sequence[Host], environ: Mapping[str, str]) -> list[str]
         name
         for name in sorted(environ)
         # mpirun's -x does not accept names like those of bash's exported functions.
-        if re.fullmatch(r"[A-Za-z_]\w*", name) and not _STAYS.fullmatch(name)
+        if re.fullmatch(r"[A-Za-z_]\w*", name) and not _LOCAL_VARIABLES.fullmatch(name)
     ]
     return ["--host", places, *(word for name in names for word in ("-x", name))]
 
@@ -105,7 +105,7 @@ class Places:
     output_folder: str | None = None
 
     @property
-    def elsewhere(self) -> str | None:
+    def remote_host(self) -> str | None:
         """Return the name of a host other than this one, if any."""
         return next((host.name for host in self.hosts if not host.is_this_one), None)
 
@@ -117,7 +117,7 @@ class Start(NamedTuple):
     variables: dict[str, str]
 
 
-def start_program(places: Places, program: list[str], needed: Mapping[str, str]) -> Start:
+def launch_command(places: Places, program: list[str], needed: Mapping[str, str]) -> Start:
     """Return how to start ranks of a program (its executable first) with these variables.
 
     Raises LaunchError if no launcher is available, ValueError if the hosts have too few slots.
@@ -129,7 +129,7 @@ def start_program(places: Places, program: list[str], needed: Mapping[str, str])
         variables |= interface_environment(places.interfaces)
     if places.hosts:
         refuse_too_few_slots(places.hosts, places.ranks)
-    launcher = places.launcher or launcher_at_hand(places.hosts)
+    launcher = places.launcher or default_launcher(places.hosts)
     if launcher == "srun":
         return _by_srun(places, program, variables)
     if launcher == "torchrun":
@@ -137,7 +137,7 @@ def start_program(places: Places, program: list[str], needed: Mapping[str, str])
     return _by_mpirun(places, program, variables)
 
 
-def launcher_at_hand(hosts: Sequence[Host] = ()) -> str:
+def default_launcher(hosts: Sequence[Host] = ()) -> str:
     """Return the launcher to use: mpirun, or torchrun for local ranks if MPI is incomplete."""
     # mpirun alone is not enough: the ranks join with mpi4py.
     complete = find_mpirun() is not None and importlib.util.find_spec("mpi4py") is not None
@@ -153,7 +153,7 @@ def _by_srun(places: Places, program: list[str], variables: dict[str, str]) -> S
             "mpirun or torchrun"
         )
     if places.hosts or places.mpi_args is not None:
-        raise ValueError("srun starts ranks where the allocation is: give it no hosts and mpi_args")
+        raise ValueError("srun starts ranks in its allocation: pass neither hosts nor mpi_args")
     options = [f"--ntasks={places.ranks}"]
     cores = whole_number("SLURM_CPUS_PER_TASK", 0)  # srun does not inherit it since 22.05
     tasks = whole_number("SLURM_NTASKS", whole_number("SLURM_JOB_NUM_NODES", 1))
@@ -163,13 +163,13 @@ def _by_srun(places: Places, program: list[str], variables: dict[str, str]) -> S
 
 
 def _by_torchrun(places: Places, program: list[str], variables: dict[str, str]) -> Start:
-    if places.elsewhere:
+    if places.remote_host:
         raise LaunchError(
-            f"torchrun starts ranks on this host, not on '{places.elsewhere}': use mpirun "
+            f"torchrun starts ranks on this host, not on '{places.remote_host}': use mpirun "
             "(use_mpi=True), or start the script itself by torchrun on each host"
         )
     if places.mpi_args is not None:
-        raise ValueError(f"mpi_args={places.mpi_args!r} is for mpirun; the ranks start by torchrun")
+        raise ValueError(f"mpi_args={places.mpi_args!r} needs mpirun; torchrun is used")
     # The other variables are for mpirun; without this one torchrun gives each rank one thread.
     if threads := rank_environment(places.ranks).get("OMP_NUM_THREADS"):
         variables = {"OMP_NUM_THREADS": threads, **variables}
@@ -184,13 +184,13 @@ def _by_mpirun(places: Places, program: list[str], variables: dict[str, str]) ->
         raise ValueError(
             f"mpi_args must be words of a shell, got {places.mpi_args!r}: {error}"
         ) from None
-    if places.elsewhere:
+    if places.remote_host:
         refuse_other_than_open_mpi(identify(mpirun))
         variables |= ssh_environment(places.ssh_port, places.ssh_identity_file)
-    ranks_here = None if places.elsewhere else places.ranks
+    ranks_here = None if places.remote_host else places.ranks
     # The caller's settings come last and override.
     variables = {**rank_environment(ranks_here), **variables}
-    if places.elsewhere:
+    if places.remote_host:
         options = [*host_options(places.hosts, {**os.environ, **variables}), *options]
     return Start(mpirun_command(mpirun, places.ranks, [*options, *program]), variables)
 
@@ -264,8 +264,8 @@ def run(
         raise TypeError(f"func must be callable, got {func!r}")
     ranks = _whole_number(num_proc if np is None else np)
     _check_call(args, kwargs)
-    words = {"hosts": hosts, "mpi_args": mpi_args, "network_interface": network_interface}
-    _check_words(**words, network_interfaces=network_interfaces)
+    texts = {"hosts": hosts, "mpi_args": mpi_args, "network_interface": network_interface}
+    _check_words(**texts, network_interfaces=network_interfaces)
     if start_timeout:
         _check_seconds(start_timeout)
     if allow_pickle not in (None, True, False):  # rejects "no", which is truthy
@@ -278,10 +278,10 @@ def run(
 
     may_pickle = pickle_allowed() if allow_pickle is None else allow_pickle
     messages = pack(func, args, kwargs or {}, may_pickle, _to_install())
-    named = parse_hosts(hosts) if hosts else read_hostfile(hostfile) if hostfile else []
+    host_list = parse_hosts(hosts) if hosts else read_hostfile(hostfile) if hostfile else []
     places = Places(
         ranks,
-        named,
+        host_list,
         "torchrun" if use_gloo else "mpirun" if use_mpi else None,
         mpi_args,
         ssh_port,
@@ -292,13 +292,13 @@ def run(
     )
     # If all ranks are on this host, other hosts cannot connect.
     server = CallServer(
-        ranks, messages, own_address(places.elsewhere) if places.elsewhere else "127.0.0.1"
+        ranks, messages, own_address(places.remote_host) if places.remote_host else "127.0.0.1"
     )
     try:
         seconds = start_timeout or settings.START_TIMEOUT.read()  # 0 means None, as in Horovod
         variables = {**server.environment(), settings.START_TIMEOUT.name: str(seconds)}
         root = Path(__file__).parents[3]
-        start = start_program(places, [places.python, "-c", BEGIN, str(root)], variables)
+        start = launch_command(places, [places.python, "-c", BEGIN, str(root)], variables)
         if verbose:
             print("gtopk.run:", " ".join(start.command), file=sys.stderr)
         with job(start.command, start.variables) as launcher:
@@ -323,8 +323,8 @@ def _check_call(args: object, kwargs: object) -> None:
     """Raise TypeError for arguments that `func(*args, **kwargs)` would misread or reject later."""
     if not isinstance(args, Iterable) or isinstance(args, str | bytes | Mapping):
         raise TypeError(
-            f"args must be a list or tuple of arguments, got {args!r:.100}; for a single one write "
-            "args=(it,)"
+            f"args must be a list or tuple of arguments, got {args!r:.100}; for a single one "
+            "pass args=(value,)"
         )
     if kwargs is None:
         return
@@ -347,11 +347,11 @@ def _check_seconds(timeout: object) -> None:
 
 def _refuse_elastic(given: Mapping[str, Any]) -> None:
     if given:
-        named = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        options = ", ".join(f"{name}={value!r}" for name, value in given.items())
         raise ValueError(
-            f"gtopk.run starts a fixed number of ranks and has no use for {named}: start a script "
-            "with hvd.elastic.run by torchrun --nnodes=MIN:MAX --max-restarts=N, which starts "
-            "ranks anew"
+            f"gtopk.run starts a fixed number of ranks and does not support {options}: start a "
+            "script that uses hvd.elastic.run with torchrun --nnodes=MIN:MAX --max-restarts=N, "
+            "which restarts ranks"
         )
 
 

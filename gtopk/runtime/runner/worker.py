@@ -17,7 +17,7 @@ BEGIN: Final = (
     "import sys; sys.path.insert(0, sys.argv.pop()); "
     "from gtopk.runtime.runner.worker import main; main()"
 )
-_FRAMES: Final = 2  # frames of main and call.make, above the function's own
+_OWN_FRAMES: Final = 2  # frames of main and call.execute, above the function's own
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
     # Also removes them: programs that the function starts must not see the secret.
     address, secret = settings.RUN_ADDRESS.take(), settings.RUN_SECRET.take()
     if folder := settings.RUN_OUTPUT.take():
-        _print_into(Path(folder) / f"rank.{rank:0{len(str(ranks - 1))}}")
+        _redirect_output(Path(folder) / f"rank.{rank:0{len(str(ranks - 1))}}")
     connection, preparation, content = fetch_call(address, secret, rank)
 
     # This imports torch: by now the call server knows that this rank has started.
@@ -49,16 +49,16 @@ def main() -> None:
             importlib.import_module(module).install()
         # From here on, imports work as in the process that sent the call.
         spawn.prepare(prepared["surroundings"])
-        said = call.of_result(call.make(content, allow_pickle), allow_pickle)
+        report = call.result_report(call.execute(content, allow_pickle), allow_pickle)
     except BaseException as error:
-        said = call.of_error(error, _FRAMES)
+        report = call.error_report(error, _OWN_FRAMES)
     # Flush first: after the report the caller may end this process.
     standard_streams.flush()
-    connection.send(said)
+    connection.send(report)
     connection.close()
 
 
-def _print_into(folder: Path) -> None:
+def _redirect_output(folder: Path) -> None:
     """Redirect output of this process and its children into files, bypassing the launcher."""
     folder.mkdir(parents=True, exist_ok=True)
     for descriptor, name in ((1, "stdout"), (2, "stderr")):

@@ -166,11 +166,11 @@ def write_error_file(
         Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 
-_WORD_SECONDS: Final = 0.3  # how long a stopped rank waits for news of a lost rank
-_KNOWN_SECONDS: Final = 0.1  # how long it waits before it records its end without such news
+_LOSS_WAIT_SECONDS: Final = 0.3  # how long a stopped rank waits for a report of a lost rank
+_FIRST_LOSS_WAIT_SECONDS: Final = 0.1  # how long it waits before it records its end without any
 _STUCK_SECONDS: Final = 3.0  # for an operation to notice a lost rank
-_LOOK_SECONDS: Final = 0.1
-_LAST_WORD_SECONDS: Final = 1.0  # for other ranks to print their errors before an abort
+_POLL_SECONDS: Final = 0.1
+_PRINT_SECONDS: Final = 1.0  # for other ranks to print their errors before an abort
 _DISK_SECONDS: Final = 1.0  # for writes to a disk, which may be on the lost host
 
 
@@ -201,9 +201,10 @@ class Guard:
         self._excepthook = sys.excepthook
         self._threading_excepthook = threading.excepthook
         self._handles_sigterm = False
-        self._failures = failures
+        self._failure_folder = failures
         self._retired = self._has_reported = False  # reported: its error was printed
-        self._speaks = self._stopped_meanwhile = False  # printing an error; SIGTERM came meanwhile
+        self._is_reporting = False  # printing an error
+        self._sigterm_pending = False  # SIGTERM came meanwhile
         self._is_stopping = False  # announcing a SIGTERM, which takes a second or two
         self._heartbeat = heartbeat
 
@@ -258,8 +259,8 @@ class Guard:
             threading.excepthook = self._threading_excepthook
 
     def has_lost_rank(self) -> bool:
-        """Tell whether a rank is lost; waits up to 0.3 s for news of one."""
-        return self._heartbeat is not None and self._heartbeat.lost(_WORD_SECONDS) is not None
+        """Tell whether a rank is lost; waits up to 0.3 s for a report of one."""
+        return self._heartbeat is not None and self._heartbeat.lost(_LOSS_WAIT_SECONDS) is not None
 
     def departure_notice(self, how: str) -> str:
         """Return the text that peers get when this rank leaves."""
@@ -275,17 +276,17 @@ class Guard:
         """Report this rank's error: to stderr, to torchrun, and through the companion."""
         if self.needed:
             self._has_reported = True
-            failed = self._failed(error)
+            failed = self._failure_text(error)
             advice = "" if self.world.advice in failed else f"; {self.world.advice}"
             if self._heartbeat:
                 self._heartbeat.explain(failed)
             # A HorovodInternalError is caused by another rank.
             cause = None if isinstance(error, HorovodInternalError) else error
             write_error_file(f"{self.name} ({self.place}) {failed}", cause)
-            then = "the others go on" if self.world.engine.ranks_may_leave else "ending the job"
-            self._print(f"{failed}; {then}{advice}")
+            end = "the others continue" if self.world.engine.ranks_may_leave else "ending the job"
+            self._print(f"{failed}; {end}{advice}")
 
-    def _failed(self, error: BaseException, place: str = "") -> str:
+    def _failure_text(self, error: BaseException, place: str = "") -> str:
         """Return the text of a failure; place: text to add after the step."""
         where = self.world.where()
         return f"failed {where}{place}: {describe(error, where)}"
@@ -309,22 +310,22 @@ class Guard:
     def _fail(self, error: BaseException) -> None:
         with self._delay_sigterm():
             self.report(error)
-            self._record_end(self._failed(error), error)
+            self._record_end(self._failure_text(error), error)
         if self.world.engine.ranks_may_leave:
             self._end_alone(error)
-        how = self._failed(error, place=f" ({self.place})")
+        how = self._failure_text(error, place=f" ({self.place})")
         self._announce_and_wait(how)
         self.world.transport.abort(1, how)
 
     @contextlib.contextmanager
     def _delay_sigterm(self) -> Iterator[None]:
         """Delay SIGTERM until the body ends: launchers send it as soon as one rank is lost."""
-        self._speaks = True
+        self._is_reporting = True
         try:
             yield
         finally:
-            self._speaks = False
-            if self._stopped_meanwhile:
+            self._is_reporting = False
+            if self._sigterm_pending:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def _announce_and_wait(self, how: str) -> None:
@@ -333,26 +334,26 @@ class Guard:
         Always wait the full second, even if all ranks have departed: a rank whose operation failed
         departs before it prints. Announce in a thread, as a failed transport may never return.
         """
-        until = time.monotonic() + _LAST_WORD_SECONDS
+        until = time.monotonic() + _PRINT_SECONDS
         standard_streams.run_within(
-            lambda: self.world.transport.leave(how, _LAST_WORD_SECONDS), 2 * _LAST_WORD_SECONDS
+            lambda: self.world.transport.leave(how, _PRINT_SECONDS), 2 * _PRINT_SECONDS
         )
         time.sleep(max(0.0, until - time.monotonic()))
 
     def _end_alone(self, error: BaseException) -> None:
         """Leave and end this process at once with exit code 1; the others notice its absence."""
         how = self.departure_notice(f"raised {describe(error, self.world.where())}")
-        self.world.transport.leave(how, _LAST_WORD_SECONDS)
+        self.world.transport.leave(how, _PRINT_SECONDS)
         # Skip exit handlers: MPI's would wait for the other ranks, which go on.
         end_process(1)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        if self._retired and (later := Guard._installed) is not None:
+        if self._retired and (active := Guard._installed) is not None:
             # A recovery happened within `termination`, which restores this old handler at its end.
-            later._on_sigterm(number, frame)
+            active._on_sigterm(number, frame)
             return
-        if self._speaks:
-            self._stopped_meanwhile = True
+        if self._is_reporting:
+            self._sigterm_pending = True
             return
         if self._is_stopping:
             return  # launchers send it to a process, then to its group
@@ -365,14 +366,14 @@ class Guard:
 
     def _announce_stop(self) -> None:
         advice = f"; {self.world.advice}" if self.world.advice else ""
-        stopped = f"was stopped by SIGTERM at step {self.world.step}, {self._doing()}"
+        stopped = f"was stopped by SIGTERM at step {self.world.step}, {self._activity_text()}"
         if self._heartbeat:
-            lost = self._heartbeat.lost(_KNOWN_SECONDS)
+            lost = self._heartbeat.lost(_FIRST_LOSS_WAIT_SECONDS)
             if lost is None:
                 # Usually Ctrl-C. Open MPI kills a rank 0.24 s after SIGTERM: its end must be in the
                 # run's record before that; the record keeps the first reason.
                 self._record_end(stopped)
-                lost = self._heartbeat.lost(_WORD_SECONDS)
+                lost = self._heartbeat.lost(_LOSS_WAIT_SECONDS)
             stopped += f", as rank {lost.rank} is lost ({lost.why})" if lost else ""
             self._heartbeat.explain(stopped)
             # Without a lost rank, SIGTERM comes from a scheduler or a user, and is no failure.
@@ -395,15 +396,15 @@ class Guard:
         engine = self.world.engine
         since, cycles = time.monotonic(), engine.cycles
         while self._heartbeat is not None:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
             now = time.monotonic()
             # If operations still complete, the engine meets the loss and raises it in the script.
             if engine.activity == "idle" or engine.cycles != cycles:
                 since, cycles = now, engine.cycles
             elif now - since > _STUCK_SECONDS:
                 why = (
-                    f"at step {self.world.step}, {self._doing()}, as rank {lost.rank} is lost "
-                    f"({lost.why})"
+                    f"at step {self.world.step}, {self._activity_text()}, as rank {lost.rank} is "
+                    f"lost ({lost.why})"
                 )
                 self._print(f"ends the job {why}")
                 self._record_end(f"ended the job {why}")
@@ -417,11 +418,11 @@ class Guard:
         standard_streams.run_within(lambda: self._write(how, error), _DISK_SECONDS)
 
     def _write(self, how: str, error: BaseException | None) -> None:
-        lost = self._lost()
+        lost = self._lost_ranks()
         # A rank that is stopped while no rank is lost has not failed.
-        if self._failures and (error is not None or (lost and not self._has_reported)):
+        if self._failure_folder and (error is not None or (lost and not self._has_reported)):
             write(
-                self._failures,
+                self._failure_folder,
                 self.world.transport.rank,
                 self.world.transport.size,
                 error,
@@ -438,23 +439,23 @@ class Guard:
         activity = self.world.engine.activity
         return failed or self.world.engine.failed_in or ("" if activity == "idle" else activity)
 
-    def _lost(self) -> list[LostRank]:
+    def _lost_ranks(self) -> list[LostRank]:
         """Return the ranks known here to have died; the first that the heartbeat detected is first.
 
         It may include ranks that the launcher has ended since.
         """
         transport = self.world.transport
-        said = transport.departures()
-        found = {
-            rank: said[rank].reason if rank in said else "as another rank says"
+        departures = transport.departures()
+        lost = {
+            rank: departures[rank].reason if rank in departures else "reported lost by another rank"
             for rank in transport.lost()
         }
         first = self._heartbeat.lost() if self._heartbeat else None
         if first:
-            found.pop(first.rank, None)
-        return [*([first] if first else []), *(LostRank(*each) for each in sorted(found.items()))]
+            lost.pop(first.rank, None)
+        return [*([first] if first else []), *(LostRank(*each) for each in sorted(lost.items()))]
 
-    def _doing(self) -> str:
+    def _activity_text(self) -> str:
         activity = self.world.engine.activity
         return "computing" if activity == "idle" else f"in {activity}"
 

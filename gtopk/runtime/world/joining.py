@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _KEY: Final = "/gtopk/store"
-_ASK_SECONDS: Final = 0.1  # between two requests for rank 0's address
+_RETRY_SECONDS: Final = 0.1  # between two requests for rank 0's address
 _REQUEST_SECONDS: Final = 5.0
 _ADDRESS_BYTES: Final = 300  # a host name has at most 255
 
@@ -93,7 +93,7 @@ def srun_address(environ: Mapping[str, str]) -> Address:
         return Address(first_node(nodes), 20000 + (16 * job + step) % 10000)
     except (KeyError, ValueError) as error:
         raise RuntimeError(
-            f"srun must say SLURM_JOB_ID and SLURM_STEP_NODELIST for the ranks to meet ({error}); "
+            f"the rendezvous needs srun's SLURM_JOB_ID and SLURM_STEP_NODELIST ({error}); "
             "set MASTER_ADDR and MASTER_PORT to a host of rank 0 and a free port there"
         ) from None
 
@@ -120,16 +120,16 @@ class HorovodrunServer:
 
     def publish(self, address: Address, timeout_seconds: float) -> None:
         """Publish the rendezvous address, as rank 0; raises the same errors as `fetch`."""
-        self._answer(0, "PUT", str(address).encode(), timeout_seconds, bytes)
+        self._request(0, "PUT", str(address).encode(), timeout_seconds, bytes)
 
     def fetch(self, rank: int, timeout_seconds: float) -> Address:
         """Wait until rank 0 has published the rendezvous address; rank: this one, for an error.
 
         Raises PeerTimeoutError after the timeout, HTTPError if the server refuses.
         """
-        return self._answer(rank, "GET", None, timeout_seconds, _read_address)
+        return self._request(rank, "GET", None, timeout_seconds, _read_address)
 
-    def _answer(
+    def _request(
         self,
         rank: int,
         method: str,
@@ -147,21 +147,21 @@ class HorovodrunServer:
             except (OSError, http.client.HTTPException, ValueError) as error:
                 # Under many simultaneous requests a server refuses, resets, or answers too late.
                 code = error.code if isinstance(error, urllib.error.HTTPError) else 0
-                is_said_later = (method, code) == ("GET", 404)
+                is_unpublished = (method, code) == ("GET", 404)
                 # Client errors are final, except this one: rank 0 has not published yet.
-                if 400 <= code < 500 and not is_said_later:
+                if 400 <= code < 500 and not is_unpublished:
                     raise
                 if time.monotonic() > deadline:
                     absent = (
-                        "rank 0, which has not said where the ranks meet"
-                        if is_said_later
-                        else f"horovodrun's server at {self.address}, where rank 0 says where the "
-                        f"ranks meet: {error}"
+                        "rank 0, which has not published the rendezvous address"
+                        if is_unpublished
+                        else f"horovodrun's server at {self.address}, where rank 0 publishes the "
+                        f"rendezvous address: {error}"
                     )
                     raise PeerTimeoutError(
                         f"rank {rank} has waited {timeout_seconds:g} s at the start for {absent}"
                     ) from None
-            time.sleep(_ASK_SECONDS)
+            time.sleep(_RETRY_SECONDS)
 
 
 def _read_address(answer: bytes) -> Address:
@@ -192,14 +192,14 @@ def ranks_of(comm: MPI.Intracomm, transport: Transport) -> list[int]:
     """
     from mpi4py import MPI
 
-    of_mpi = transport.gather_object(MPI.COMM_WORLD.rank)
-    places = {number: rank for rank, number in enumerate(of_mpi)}
+    mpi_ranks = transport.gather_object(MPI.COMM_WORLD.rank)
+    places = {number: rank for rank, number in enumerate(mpi_ranks)}
     numbers = range(comm.size)
     translated = MPI.Group.Translate_ranks(comm.group, list(numbers), MPI.COMM_WORLD.group)
     return sorted(places[rank] for rank in translated)
 
 
-_OVER_ANOTHER: Final = ("nccl", "staged")
+_LAYERED: Final = ("nccl", "staged")
 
 
 def join(
@@ -223,16 +223,16 @@ def join(
     # Before opening any socket, which would get the number of a closed stream.
     occupy_closed_descriptors()
     require_sound_ranks()
-    those = comm if is_communicator(comm) else _ranks(comm)
+    ranks = comm if is_communicator(comm) else _ranks(comm)
     job = launched_by()
     if over is None:
         over = settings.TRANSPORT.read()
-    if over not in _OVER_ANOTHER:
+    if over not in _LAYERED:
         name = transport_for(job, {**os.environ, settings.TRANSPORT.name: over})
-        return _join(those, job, name, timeouts)
-    of_launcher = transport_for(job, {**os.environ, settings.TRANSPORT.name: ""})
-    host = _join(those, job, of_launcher, timeouts)
-    return open_transport(over, *timeouts, bootstrap=host)
+        return _join(ranks, job, name, timeouts)
+    launcher_transport = transport_for(job, {**os.environ, settings.TRANSPORT.name: ""})
+    bootstrap = _join(ranks, job, launcher_transport, timeouts)
+    return open_transport(over, *timeouts, bootstrap=bootstrap)
 
 
 def missing_ranks_warning(size: int, environ: Mapping[str, str] = os.environ) -> str | None:
@@ -245,20 +245,20 @@ def missing_ranks_warning(size: int, environ: Mapping[str, str] = os.environ) ->
     job = launched_by(environ)
     if job is None or job.size <= size:
         return None
-    wanted = settings.TRANSPORT.read(environ)
-    who, way_out = "gtopk has made", "`gtopk doctor` knows of launchers that do not fit together"
-    if wanted:
-        who = f"GTOPK_TRANSPORT={wanted} makes"
-        way_out = "unset GTOPK_TRANSPORT to have them train one"
-    if wanted == "mpi":
-        way_out += f", or start the ranks with: mpirun -n {job.size} python ..."
-    amiss = (
+    requested = settings.TRANSPORT.read(environ)
+    who, advice = "gtopk has made", "`gtopk doctor` checks whether launcher and MPI match"
+    if requested:
+        who = f"GTOPK_TRANSPORT={requested} makes"
+        advice = "unset GTOPK_TRANSPORT to train one model together"
+    if requested == "mpi":
+        advice += f", or start the ranks with: mpirun -n {job.size} python ..."
+    warning = (
         f"{who} a world of {size} in each of the {job.size} processes that {job.launcher} has "
-        f"started ({job.variables[1]}={job.size}): each trains a model of its own; {way_out}"
+        f"started ({job.variables[1]}={job.size}): each trains its own model; {advice}"
     )
-    if size == 1 and wanted != "local":
-        raise RuntimeError(amiss)
-    return amiss if job.rank == 0 else None
+    if size == 1 and requested != "local":
+        raise RuntimeError(warning)
+    return warning if job.rank == 0 else None
 
 
 def join_over(name: str) -> Transport:
@@ -268,12 +268,12 @@ def join_over(name: str) -> Transport:
 
 def _join(comm: Any, job: Launched | None, name: str, timeouts: tuple[float, float]) -> Transport:
     if name == "mpi" or is_communicator(comm):
-        with _watched(job, timeouts[1], all_join=comm is None, holds_lock=True):
+        with _watchdog(job, timeouts[1], all_join=comm is None, holds_lock=True):
             return _join_mpi(comm, timeouts[0])
     if name == "torch.distributed" and (job or comm):
         # No watchdog limit: torch's store has its own timeout, unlike MPI's start.
         # The script's own process group may contain only some of the launched ranks.
-        with _watched(job, all_join=not comm and not _has_process_group()):
+        with _watchdog(job, all_join=not comm and not _has_process_group()):
             return _join_torch(job, comm, *timeouts)
     # This process is alone, so a list can only contain rank 0.
     if comm:
@@ -299,17 +299,17 @@ def _check(ranks: Sequence[int], rank: int, size: int) -> None:
         raise ValueError(f"comm must be distinct ranks of 0..{size - 1}, got {list(ranks)}")
     if rank not in ranks:
         raise ValueError(
-            f"comm={list(ranks)} is without rank {rank}, which called init(); every rank passes "
-            "the ranks of its own world"
+            f"comm={list(ranks)} lacks rank {rank}, which called init(); every rank must pass the "
+            "ranks of its own world"
         )
 
 
 def transport_for(job: Launched | None, environ: Mapping[str, str] = os.environ) -> str:
     """Return the name of the transport for a job's ranks; job None: a single rank."""
-    wanted = settings.TRANSPORT.read(environ)
-    if wanted and wanted not in TRANSPORTS:
-        raise ValueError(f"GTOPK_TRANSPORT must be one of {TRANSPORTS}, got {wanted!r}")
-    if job is None and not wanted:
+    requested = settings.TRANSPORT.read(environ)
+    if requested and requested not in TRANSPORTS:
+        raise ValueError(f"GTOPK_TRANSPORT must be one of {TRANSPORTS}, got {requested!r}")
+    if job is None and not requested:
         return "torch.distributed" if _has_process_group() else "local"
     return transport_name(job, environ)
 
@@ -333,7 +333,7 @@ def _join_mpi(comm: Any, timeout_seconds: float) -> Transport:
     return open_mpi(comm, timeout_seconds)
 
 
-def _watched(
+def _watchdog(
     job: Launched | None,
     seconds: float = math.inf,
     *,
@@ -347,18 +347,18 @@ def _watched(
     watch the launcher. Raises PeerError if the launcher is already gone.
     """
     who = f"rank {job.rank} of {job.size}" if job else f"process {os.getpid()}"
-    which = f"{who} ({own_place()})"
-    named = job.launcher if job else "the launcher"
-    orphaned = f"{which} cannot join the others: {named}, which started it, is gone"
+    process = f"{who} ({own_place()})"
+    launcher_name = job.launcher if job else "the launcher"
+    orphaned = f"{process} cannot join the others: {launcher_name}, which started it, is gone"
     if launcher_has_ended():
         raise PeerError(orphaned)
     siblings = None
     if job and all_join and (here := ranks_here(job)):
-        missed = (
-            f"{which} cannot join the others: of those that {named} started on this host "
-            "{} before hvd.init()"
+        ended = (
+            f"{process} cannot join the others: of the ranks that {launcher_name} started on this "
+            "host, {} before hvd.init()"
         )
-        siblings = Siblings(missed, job.variables[0], job.rank, here, is_all=here == job.size)
+        siblings = Siblings(ended, job.variables[0], job.rank, here, is_all=here == job.size)
     late = (
         f"{who} has waited {seconds:g} s (GTOPK_START_TIMEOUT) in MPI's start and ends: "
         "another rank has ended before hvd.init(), or cannot be reached"
@@ -410,8 +410,8 @@ def _open_store(job: Launched, start_timeout_seconds: float) -> TCPStore:
         address = srun_address(os.environ)
     if address is None:
         raise RuntimeError(
-            f"{job.launcher} started this process as rank {job.rank} of {job.size} and does not "
-            "say where the ranks meet: set MASTER_ADDR and MASTER_PORT to the host of rank 0 and a "
+            f"{job.launcher} started this process as rank {job.rank} of {job.size} and sets no "
+            "rendezvous address: set MASTER_ADDR and MASTER_PORT to the host of rank 0 and a "
             f"free port there, or start the ranks with: mpirun -n {job.size} python ..."
         )
     return connect(*address, job.rank, start_timeout_seconds)

@@ -63,10 +63,10 @@ def emulate_on(transport: Transport, environ: Mapping[str, str] = os.environ) ->
     Raises ValueError on every rank for an invalid or differing GTOPK_LINK, for ranks on several
     hosts, and for NCCL, whose messages cannot be paced.
     """
-    emulate_as_said(transport, transport.gather_object(settings.LINK.text(environ)), environ)
+    emulate_given(transport, transport.gather_object(settings.LINK.text(environ)), environ)
 
 
-def emulate_as_said(
+def emulate_given(
     transport: Transport, texts: Sequence[str], environ: Mapping[str, str] = os.environ
 ) -> None:
     """Pace messages like `emulate_on`; texts: every rank's GTOPK_LINK."""
@@ -77,22 +77,22 @@ def emulate_as_said(
                 f"{settings.LINK.name} must be the same on all ranks, got {texts[0]!r} on rank 0 "
                 f"and {text!r} on rank {rank}"
             )
-    asked = settings.LINK.read(environ)
-    if asked is None or transport.size == 1:
+    link = settings.LINK.read(environ)
+    if link is None or transport.size == 1:
         return
     if transport.name == "nccl":
         raise ValueError(
-            f"{settings.LINK.name} cannot have NCCL's messages paced: unset it, or let the GPUs' "
-            "messages go through the hosts (GTOPK_TRANSPORT=staged)"
+            f"{settings.LINK.name} cannot pace NCCL's messages: unset it, or send GPU messages "
+            "through host memory (GTOPK_TRANSPORT=staged)"
         )
     try:
-        transport.emulate(Link.of(*asked))
+        transport.emulate(Link.of(*link))
     except ValueError as error:
         raise ValueError(f"{settings.LINK.name}={texts[0]}: {error}") from None
     if transport.rank == 0:
         _log.info(
-            "%s, for each rank: messages of gtopk wait as they would there, and every time that "
-            "follows is emulated. A process group of torch.distributed is not paced",
+            "%s, for each rank: gtopk's messages are delayed accordingly, and all times from now "
+            "on are emulated. Process groups of torch.distributed are not paced",
             transport.link_text,
             extra=EVERYWHERE,
         )
@@ -130,12 +130,12 @@ def configured_choice(
     if isinstance(transport, NcclTransport):
         return transport.choice
     if settings.LINK.text(environ):
-        return RouteChoice(GpuRoute.STAGED, f"those over NCCL are not paced ({settings.LINK.name})")
-    if wanted := settings.TRANSPORT.read(environ):
-        return RouteChoice(GpuRoute.STAGED, f"GTOPK_TRANSPORT={wanted} asks for that")
-    if lacking := [rank for rank, count in enumerate(gpus_of_ranks) if not count]:
-        sees = "see" if lacking[1:] else "sees"
-        return RouteChoice(GpuRoute.STAGED, f"{name_ranks(lacking)} {sees} none")
+        return RouteChoice(GpuRoute.STAGED, f"NCCL messages cannot be paced ({settings.LINK.name})")
+    if requested := settings.TRANSPORT.read(environ):
+        return RouteChoice(GpuRoute.STAGED, f"selected by GTOPK_TRANSPORT={requested}")
+    if without_gpu := [rank for rank, count in enumerate(gpus_of_ranks) if not count]:
+        sees = "see" if without_gpu[1:] else "sees"
+        return RouteChoice(GpuRoute.STAGED, f"{name_ranks(without_gpu)} {sees} none")
     return None
 
 
@@ -154,7 +154,7 @@ def choose_gpu_route(transport: Transport, environ: Mapping[str, str] = os.envir
         # A launcher may show each rank only its own GPU.
         nccl.connect(0 if gpus_of_ranks[transport.rank] == 1 else place)
         choice = nccl.choice
-        nccl.disconnect("it was tried")
+        nccl.disconnect("the trial is over")
     assert choice is not None
     return describe(choice, transport.name)
 
@@ -167,8 +167,8 @@ def _log_choice(transport: Transport, choice: RouteChoice) -> None:
 def describe(choice: RouteChoice, name: str) -> str:
     """Return the log line about a choice; name: the transport between hosts."""
     if choice.route is GpuRoute.STAGED:
-        return f"messages of GPUs go through host memory, over {name}: {choice.reason}"
-    return f"messages of GPUs go over NCCL: {choice.reason}"
+        return f"GPU messages go through host memory, over {name}: {choice.reason}"
+    return f"GPU messages go over NCCL: {choice.reason}"
 
 
 class Unfinished(Protocol):
@@ -186,13 +186,13 @@ class Unfinished(Protocol):
 
 def checks_messages_on(transport: Transport, environ: Mapping[str, str] = os.environ) -> bool:
     """Tell whether GTOPK_CHECK_MESSAGES is on; raise ValueError if invalid, or with NCCL."""
-    is_wanted = settings.CHECK_MESSAGES.read(environ)
-    if is_wanted and transport.name == "nccl":
+    is_enabled = settings.CHECK_MESSAGES.read(environ)
+    if is_enabled and transport.name == "nccl":
         raise ValueError(
-            f"{settings.CHECK_MESSAGES.name}=1 cannot have NCCL's messages checked: unset it, or "
-            "let the GPUs' messages go through the hosts (GTOPK_TRANSPORT=staged)"
+            f"{settings.CHECK_MESSAGES.name}=1 cannot check NCCL's messages: unset it, or send GPU "
+            "messages through host memory (GTOPK_TRANSPORT=staged)"
         )
-    return is_wanted
+    return is_enabled
 
 
 FAILED_SECONDS: Final = 2.0  # for the others to leave after a failed init()
@@ -204,10 +204,10 @@ class WorldObserver:
     Override only the methods that you need.
     """
 
-    def join(self, world: World, before: World | None) -> bool:
+    def join(self, world: World, previous: World | None) -> bool:
         """Begin to observe; tell whether the ranks' clocks must be compared.
 
-        before: the world that the same ranks have left for this one.
+        previous: the world that the same ranks have left for this one.
         """
         return False
 
@@ -264,13 +264,13 @@ class World:
     def __init__(
         self,
         transport: Transport,
-        before: World | None = None,
+        previous: World | None = None,
         signature: Sequence[str] = (),
         introduction: object = None,
     ) -> None:
         """Meet the other ranks; raise HorovodInternalError, on all ranks, if they disagree.
 
-        before: the world that the same ranks have left for this one.
+        previous: the world that the same ranks have left for this one.
         signature: texts that must be equal on all ranks. introduction: that of this rank's
             heartbeat.
         """
@@ -289,9 +289,9 @@ class World:
         node = transport.neighbours()
         self.local_rank, self.local_size = node.index(self.rank), len(node)
         checks_messages = checks_messages_on(transport)
-        needs_clock = [each.join(self, before) for each in self._observers]
+        needs_clock = [each.join(self, previous) for each in self._observers]
         # Check versions first: ranks of different versions may differ in anything.
-        facts = {
+        own_info = {
             "signature": [
                 f"gtopk {__version__}",
                 f"{settings.CHECK_MESSAGES.name}={checks_messages:d}",
@@ -305,34 +305,34 @@ class World:
         }
         # All in one message, as round trips dominate the start time.
         with transport.operation("init"):
-            said = transport.gather_object(facts)
-        signatures = {rank: ("init", *each["signature"]) for rank, each in enumerate(said)}
+            infos = transport.gather_object(own_info)
+        signatures = {rank: ("init", *each["signature"]) for rank, each in enumerate(infos)}
         if len(set(signatures.values())) > 1:
             raise HorovodInternalError(describe_mismatch(signatures))
-        self.introductions = [each["introduction"] for each in said]
-        places = [each["place"] for each in said]
+        self.introductions = [each["introduction"] for each in infos]
+        places = [each["place"] for each in infos]
         self.is_homogeneous = len(set(Counter(first for first, _ in places).values())) == 1
         # The nodes with a process of this local rank, in order of their first rank.
         nodes = sorted(first for first, local_rank in places if local_rank == self.local_rank)
         self.cross_rank, self.cross_size = nodes.index(node[0]), len(nodes)
-        transport = self.transport = over_gpus(transport, [each["gpus"] for each in said])
+        transport = self.transport = over_gpus(transport, [each["gpus"] for each in infos])
         if checks_messages_on(transport):  # equal on all ranks: compared above
             transport.check_messages()
-        emulate_as_said(transport, [each["link"] for each in said])
+        emulate_given(transport, [each["link"] for each in infos])
         self.clock, self.began_unix_seconds = Offset(), 0.0
-        if any(each["needs clock"] for each in said):
+        if any(each["needs clock"] for each in infos):
             with transport.operation("init"):
                 self.clock = clock_offset(transport)
                 self.began_unix_seconds = agree_on_now(transport)
         self.unfinished: list[Unfinished] = []
         self.failures: list[Exception] = []
-        self._endings: list[Callable[[], None]] = []
+        self._finishers: list[Callable[[], None]] = []
         self.engine = Engine(transport)
         self.engine.finishes_later = self._finishes_later
         self.engine.where = self.where
         self.sets = {0: Members(range(self.size), self.engine)}
         self.sets_made = 0
-        self.carried: set[int] = set()  # sets of the previous world, not added again yet
+        self.carried_sets: set[int] = set()  # sets of the previous world, not added again yet
 
     def where(self) -> str:
         """Return the text about this rank's step, for errors."""
@@ -372,15 +372,15 @@ class World:
         """
 
         def compare(transport: Transport, all_flags: Sequence[int]) -> tuple[int, list[int]]:
-            said = transport.gather_object([made, *sets])
-            numbers = set(sets).intersection(*(numbers for _, *numbers in said))
+            gathered = transport.gather_object([made, *sets])
+            numbers = set(sets).intersection(*(numbers for _, *numbers in gathered))
             # Take the highest count, so that the next set gets the same unused number everywhere.
-            return max(made for made, *_ in said), sorted(numbers - {0})
+            return max(made for made, *_ in gathered), sorted(numbers - {0})
 
         self.sets_made, numbers = self.engine.submit("process sets", [], compare).wait()
         for number in numbers:
             self.open_set(number, sets[number].ranks)
-        self.carried = set(numbers)
+        self.carried_sets = set(numbers)
 
     def close_set(self, number: int, reason: str) -> None:
         """Run the operations that the set's members have submitted, then forget the set."""
@@ -392,7 +392,7 @@ class World:
         """Leave the world, and tell the observers how."""
         self.leave(reason)
         if self.failures:
-            reason, in_order = f"{reason}; unfinished then: {self.failures[0]}", False
+            reason, in_order = f"{reason}; unfinished work failed: {self.failures[0]}", False
         self.note_end(reason, in_order)
         self.pause()
 
@@ -406,19 +406,19 @@ class World:
         # Close sets first: their channels use the world's transport, which is left last.
         for number in [number for number in self.sets if number]:
             self.close_set(number, reason)
-        staying = self.engine.close(reason, leave_timeout_seconds)
+        remaining = self.engine.close(reason, leave_timeout_seconds)
         for each in self._observers:
             each.leave(self)
-        for end in self._endings:
+        for end in self._finishers:
             try:
                 end()
             except Exception as error:  # any error is raised once the rank has left
                 self.failures.append(error)
-        return staying
+        return remaining
 
     def _begin_to_finish(self) -> None:
         unfinished, self.unfinished = self.unfinished, []
-        self._endings += [each.begin(self.engine) for each in unfinished]
+        self._finishers += [each.begin(self.engine) for each in unfinished]
 
     def _finishes_later(self) -> bool:
         # Called on the engine's thread: waiting here would block the operations awaited.

@@ -50,15 +50,15 @@ class Termination:
 
     def __init__(self) -> None:
         self._world = world.current()
-        self._before: Any = signal.SIG_DFL
+        self._previous_handler: Any = signal.SIG_DFL
 
     @property
     def ranks(self) -> list[int]:
         """Return the ranks that received SIGTERM; all ranks learn of them after the same step."""
-        return list(self._world_or_last().preempted)
+        return list(self._current_or_last_world().preempted)
 
     def __bool__(self) -> bool:
-        return bool(self._world_or_last().preempted)
+        return bool(self._current_or_last_world().preempted)
 
     def ask(self) -> bool:
         """Ask all ranks now, in a small exchange; all ranks must call it at the same place.
@@ -66,7 +66,7 @@ class Termination:
         Needed where steps carry no flags: FSDP replicas, Adasum, and all `adapt` modes but
         "balanced".
         """
-        here = self._world_or_last()
+        here = self._current_or_last_world()
         all_flags = here.engine.submit(
             "termination",
             [],
@@ -80,11 +80,11 @@ class Termination:
         """Handle SIGTERM from now on; raise ValueError outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             raise ValueError(
-                "gtopk.termination() must be entered in the main thread, the only one that Python "
-                f"tells of signals, got thread '{threading.current_thread().name}'"
+                "gtopk.termination() must be entered in the main thread, the only one that handles "
+                f"signals in Python, got thread '{threading.current_thread().name}'"
             )
         # None: a handler that was not set from Python, which Python cannot restore.
-        self._before = signal.signal(signal.SIGTERM, self._on_sigterm) or signal.SIG_DFL
+        self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm) or signal.SIG_DFL
         return self
 
     def __exit__(
@@ -96,36 +96,36 @@ class Termination:
         """Restore the SIGTERM handler; end the program if a rank was preempted."""
         # Skip if the script, or another block, has set a handler since.
         if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
-            signal.signal(signal.SIGTERM, self._before)
-        if error is None and not self and self._world_or_last().termination_requested:
+            signal.signal(signal.SIGTERM, self._previous_handler)
+        if error is None and not self and self._current_or_last_world().termination_requested:
             self._print(
-                "had SIGTERM after the last step, of which no other rank knows: a step within "
-                "another block tells them, or ask() of this one at the same place on all ranks"
+                "received SIGTERM after the last step, so the other ranks do not know of it: take "
+                "another step within a block, or call ask() at the same place on all ranks"
             )
         if error is not None or not self:
             return
         # A launcher may send SIGTERM to ranks that end last; they need not report it.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        here = self._world_or_last()
-        by = f"as {name_ranks(here.preempted)} had SIGTERM"
-        here.note_end(f"ended at step {here.step}, {by}", in_order=True)
-        self._print(f"ends at step {here.step}, {by}: exit code {EXIT_CODE}")
+        here = self._current_or_last_world()
+        reason = f"as {name_ranks(here.preempted)} received SIGTERM"
+        here.note_end(f"ended at step {here.step}, {reason}", in_order=True)
+        self._print(f"ends at step {here.step}, {reason}: exit code {EXIT_CODE}")
         sys.exit(EXIT_CODE)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         # First: a second SIGTERM must end this rank at once, even during this handler.
-        signal.signal(signal.SIGTERM, self._before)
-        here = self._world_or_last()
+        signal.signal(signal.SIGTERM, self._previous_handler)
+        here = self._current_or_last_world()
         here.termination_requested = True  # a rank lost later also ends this one
         if world.has_lost_rank():  # the launcher ends the remaining ranks: no time to save
             os.kill(os.getpid(), signal.SIGTERM)
             return
         self._print(
-            f"had SIGTERM at step {here.step}: all ranks will know after one of the next two "
-            "steps; a second one ends this rank at once"
+            f"received SIGTERM at step {here.step}: all ranks will know after one of the next two "
+            "steps; a second SIGTERM ends this rank at once"
         )
 
-    def _world_or_last(self) -> World:
+    def _current_or_last_world(self) -> World:
         """Return the world, or the last one after `shutdown`."""
         if world.is_initialized():
             self._world = world.current()
@@ -138,12 +138,12 @@ class Termination:
 
 def _after_fork() -> None:
     """Let SIGTERM end a forked child (a worker of a Pool, say), which is not a rank."""
-    handler = first = signal.getsignal(signal.SIGTERM)
+    handler = installed = signal.getsignal(signal.SIGTERM)
     while isinstance(outer := getattr(handler, "__self__", None), Termination):  # nested blocks
-        handler = outer._before
-    if handler is not first:
-        of_guard = isinstance(getattr(handler, "__self__", None), Guard)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if of_guard else handler)
+        handler = outer._previous_handler
+    if handler is not installed:
+        is_guard = isinstance(getattr(handler, "__self__", None), Guard)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if is_guard else handler)
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -38,8 +38,8 @@ class ProcessSet:
         if is_communicator(ranks_or_comm):
             self.mpi_comm = numbers
             return
-        whole = isinstance(numbers, Iterable) and not isinstance(numbers, str | bytes)
-        numbers = list(numbers) if whole else [None]
+        is_list = isinstance(numbers, Iterable) and not isinstance(numbers, str | bytes)
+        numbers = list(numbers) if is_list else [None]
         if not all(isinstance(n, Integral) and not isinstance(n, bool) for n in numbers):
             raise ValueError(
                 "ProcessSet should be initialized with a list of process ranks or an mpi4py "
@@ -89,7 +89,7 @@ class ProcessSet:
         if members is None:
             raise ValueError(
                 f"{self} is not registered: pass it to hvd.init(process_sets=...) or "
-                "hvd.add_process_set; after another init(), again"
+                "hvd.add_process_set, and again after another init()"
             )
         return members
 
@@ -105,8 +105,8 @@ class ProcessSet:
             return None
         members = world.current().sets.get(self.process_set_id)
         # The number may be another set's: after shutdown() and init(), numbering restarts.
-        same = members and (self.process_set_id == 0 or list(members.ranks) == self._ranks)
-        return members if same else None
+        is_same = members and (self.process_set_id == 0 or list(members.ranks) == self._ranks)
+        return members if is_same else None
 
     def _included(self, members: Members) -> int:
         rank = world.current().rank
@@ -150,9 +150,9 @@ def requested_sets(process_sets: object) -> list[ProcessSet]:
             f"process_sets must be a list of ProcessSet, or 'dynamic', got {process_sets!r}"
         )
     listed = [process_set._ranks for process_set in sets if process_set.mpi_comm is None]
-    twice = [ranks for number, ranks in enumerate(listed) if ranks in listed[:number]]
-    if twice:
-        raise ValueError(f"process_sets holds the set of ranks {twice[0]} more than once")
+    duplicates = [ranks for number, ranks in enumerate(listed) if ranks in listed[:number]]
+    if duplicates:
+        raise ValueError(f"process_sets holds the set of ranks {duplicates[0]} more than once")
     return sets
 
 
@@ -180,10 +180,10 @@ def register(process_set: ProcessSet) -> None:
     ranks: list[int] = here.engine.submit(name, [signature], find_ranks).wait()
     for number, members in here.sets.items():
         if list(members.ranks) == ranks:
-            if number not in here.carried:
-                raise ValueError(f"process set {number} has the ranks {ranks} already")
+            if number not in here.carried_sets:
+                raise ValueError(f"process set {number} already has the ranks {ranks}")
             # A function under elastic.run adds its sets again after a recovery.
-            here.carried.discard(number)
+            here.carried_sets.discard(number)
             break
     else:
         number = here.sets_made

@@ -69,7 +69,7 @@ class Leaving:
 
 
 _log = logging.getLogger("gtopk")
-_MOMENT_SECONDS: Final = 5.0
+_SHORT_TIMEOUT_SECONDS: Final = 5.0
 
 
 _process: World | None = None
@@ -83,7 +83,7 @@ _leaving: Leaving | None = None  # for the last world
 _left_guard: Guard | None = None  # of a left world where ranks may leave, and one had died
 _forked_from: int | None = None
 _unreported: list[Exception] = []  # errors from leaving that no caller has received
-_of_thread = threading.local()
+_thread_local = threading.local()
 
 
 def init(comm: MPI.Intracomm | Sequence[int] | None = None) -> None:
@@ -102,7 +102,7 @@ def init(comm: MPI.Intracomm | Sequence[int] | None = None) -> None:
         _init(comm)
 
 
-def _init(comm: MPI.Intracomm | Sequence[int] | None, before: World | None = None) -> None:
+def _init(comm: MPI.Intracomm | Sequence[int] | None, previous: World | None = None) -> None:
     global _communicator
     finish_leaving()
     require_sound_ranks()
@@ -110,13 +110,13 @@ def _init(comm: MPI.Intracomm | Sequence[int] | None, before: World | None = Non
     if job is not None:
         require_own_rank(job)
     transport = _join(comm, job, folder_from())
-    amiss = missing_ranks_warning(transport.size) if comm is None else None
-    init_on(transport, before)
+    warning = missing_ranks_warning(transport.size) if comm is None else None
+    init_on(transport, previous)
     if job is not None:
         mark_joined(job)
     _communicator = comm
-    if amiss is not None:
-        _log.warning(amiss)
+    if warning is not None:
+        _log.warning(warning)
 
 
 def _join(
@@ -133,8 +133,8 @@ def _join(
         raise
 
 
-def init_on(transport: Transport, before: World | None = None) -> None:
-    """Make a transport this process's world, until `shutdown`; before: as in World."""
+def init_on(transport: Transport, previous: World | None = None) -> None:
+    """Make a transport this process's world, until `shutdown`; previous: as in World."""
     global _process, _guard, _handled
     failures = folder_from()
     remove_earlier(failures, transport.rank, transport.size)
@@ -153,14 +153,14 @@ def init_on(transport: Transport, before: World | None = None) -> None:
         introduction = None if heartbeat is None else heartbeat.introduction
         # Compared even if the heartbeat is off here: it may be on elsewhere.
         signature = [f"{settings.HEARTBEAT_TIMEOUT.name}={heartbeat_seconds:g}"]
-        here = World(transport, before, signature, introduction)
-    except BaseException as amiss:
+        here = World(transport, previous, signature, introduction)
+    except BaseException as init_error:
         # The others have met this rank, and would wait for it until the timeout.
         transport.leave("its init() failed", FAILED_SECONDS)
         if heartbeat is not None:
             heartbeat.close()
-        if failures and isinstance(amiss, Exception):
-            write(failures, transport.rank, transport.size, amiss)
+        if failures and isinstance(init_error, Exception):
+            write(failures, transport.rank, transport.size, init_error)
         raise
     guard = Guard(here, heartbeat, failures)
     try:
@@ -183,8 +183,8 @@ def _warn_of_slow_kernels() -> None:
     """Log which kernels run if they are not the compiled ones."""
     if reason := why_not_compiled():
         _log.warning(
-            "the NumPy kernels run, which are slower than the C++ core: %s; `gtopk doctor` says "
-            "how to get it",
+            "using the NumPy kernels, which are slower than the C++ core: %s; `gtopk doctor` says "
+            "how to build it",
             reason,
         )
 
@@ -249,22 +249,22 @@ def rejoin() -> None:
     global _process, _guard
     here, guard = current(), _guard
     if guard is None:
-        raise ValueError("a world of threads cannot be joined anew")
+        raise ValueError("a world of threads cannot rejoin")
     # A rank that was already silent for that long gets only 5 s more.
     silent = isinstance(here.engine.failure, PeerTimeoutError)
-    leave_timeout_seconds = _MOMENT_SECONDS if silent else here.transport.timeout_seconds
+    leave_timeout_seconds = _SHORT_TIMEOUT_SECONDS if silent else here.transport.timeout_seconds
     # A copy, as leaving closes and forgets the sets.
     sets = here.sets.copy()
-    staying = here.leave(guard.departure_notice("begins anew"), leave_timeout_seconds)
-    if gone := sorted({*staying, *here.transport.lost()}):
+    remaining = here.leave(guard.departure_notice("rejoins"), leave_timeout_seconds)
+    if lost := sorted({*remaining, *here.transport.lost()}):
         failure = here.engine.failure
         raise HorovodInternalError(
-            f"{name_ranks(gone)} cannot join this job anew"
+            f"{name_ranks(lost)} cannot rejoin this job"
             + (f" ({failure})" if failure else "")
             + (f"; {here.advice}" if here.advice else "")
         )
-    for lost in here.failures:
-        _log.error("%s", lost)
+    for unfinished in here.failures:
+        _log.error("%s", unfinished)
     here.pause()
     guard.remove()
     atexit.unregister(_at_exit)
@@ -272,7 +272,7 @@ def rejoin() -> None:
     try:
         _init(_communicator, here)
     except BaseException as error:
-        here.note_end(f"could not begin anew: {describe(error)}", in_order=False)
+        here.note_end(f"could not rejoin: {describe(error)}", in_order=False)
         raise
     current().reopen_sets(sets, here.sets_made)
     current().resume(here.step)
@@ -302,7 +302,7 @@ def _at_exit() -> None:
         guard = _leaving.guard
         _leaving.finish()
     elif _process is not None and guard is not None:
-        error = _what_ended_the_program()
+        error = _uncaught_exception()
         by = "" if error is None else f" by {describe(error)}"
         _process.close(guard.departure_notice(f"its program ended{by}"), in_order=error is None)
         guard.close()
@@ -311,16 +311,16 @@ def _at_exit() -> None:
     if _unreported:
         return
     if guard is not None and _has_dead_rank(guard) and guard.world.transport.name == "mpi":
-        end_process(int(_what_ended_the_program() is not None))
+        end_process(int(_uncaught_exception() is not None))
 
 
-def _what_ended_the_program() -> BaseException | None:
+def _uncaught_exception() -> BaseException | None:
     # Python sets it once it has printed the exception that ends the program.
     error: BaseException | None = getattr(sys, "last_value", None)
     return error
 
 
-def _end_by_what_went_wrong() -> None:
+def _exit_with_unreported_errors() -> None:
     """Print errors that no caller has received, and exit with code 1 instead of Python's 0."""
     if not _unreported:
         return
@@ -330,7 +330,7 @@ def _end_by_what_went_wrong() -> None:
 
 
 # Registered before a script's own exit handlers, so that it runs after them.
-atexit.register(_end_by_what_went_wrong)
+atexit.register(_exit_with_unreported_errors)
 
 
 def is_initialized() -> bool:
@@ -371,21 +371,21 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def _find() -> World | None:
     # A thread's own world comes first: ranks may be threads of one process.
-    return getattr(_of_thread, "world", None) or _process
+    return getattr(_thread_local, "world", None) or _process
 
 
 @contextmanager
 def entered(transport: Transport) -> Iterator[World]:
     """Make a transport this thread's world, for several ranks in one process, one per thread."""
-    _of_thread.world = World(transport)
+    _thread_local.world = World(transport)
     try:
-        yield _of_thread.world
+        yield _thread_local.world
     except BaseException as error:
-        _of_thread.world.engine.close(f"it raised {type(error).__name__}: {error}")
+        _thread_local.world.engine.close(f"it raised {type(error).__name__}: {error}")
         raise
     else:
-        _of_thread.world.close("its program ended")
-        for failure in _of_thread.world.failures:
+        _thread_local.world.close("its program ended")
+        for failure in _thread_local.world.failures:
             raise failure
     finally:
-        del _of_thread.world
+        del _thread_local.world

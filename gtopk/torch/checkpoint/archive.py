@@ -36,8 +36,8 @@ from .files import (
     LAST_NUMBER,
     Content,
     Part,
+    ensure_folder,
     list_parts,
-    made,
     missing_parts,
     name_of,
     naming,
@@ -47,11 +47,11 @@ from .files import (
     remove_checkpoints,
     write_part,
 )
-from .tree import Json, Taken, put_together
+from .tree import Flattened, Json, unflatten
 from .validation import broadcast_tensors, by_rank, problem_text, run_on_all, take_on_all
 
-_OTHERS: Final = "another job writes to this folder, too"
-_APART: Final = (
+_OTHER_JOB: Final = "another job writes to this folder, too"
+_SEPARATE_FOLDERS: Final = (
     "Give each job a folder of its own, or stop the other one and restart this one; dcp.save needs "
     "its own folder, too"
 )
@@ -61,8 +61,8 @@ class Snapshot(NamedTuple):
     """The values that a rank writes: its own and, on rank 0, those that are equal on all ranks."""
 
     step: int
-    replicated: Taken
-    own: Taken
+    replicated: Flattened
+    own: Flattened
 
 
 class OwnValues(NamedTuple):
@@ -161,7 +161,7 @@ class Archive:
         last = max((part.number for part in self._parts), default=0)
         if last >= LAST_NUMBER:
             raise CheckpointError(
-                f"{self.folder} has a checkpoint {last}, after which there is no number: remove it"
+                f"{self.folder} has a checkpoint {last}, the largest possible number: remove it"
             )
         self._next = 1 + last
         # All ranks' parts get the same text, which distinguishes attempts that use the same
@@ -173,13 +173,13 @@ class Archive:
         self._protected = set() if self._whole else self._numbers()
 
     def _list(self) -> dict[Part, list[int]]:
-        mine = run_on_all(
-            lambda: [tuple(part) for part in list_parts(made(self.folder))],
-            f"{self.folder} cannot be made or listed",
+        own_parts = run_on_all(
+            lambda: [tuple(part) for part in list_parts(ensure_folder(self.folder))],
+            f"{self.folder} cannot be created or listed",
         )
         holders: dict[Part, list[int]] = {}
         # Each host may have its own folder, so ask every rank which parts it can read.
-        for holder, parts in enumerate(allgather_object(mine, "checkpoint.parts")):
+        for holder, parts in enumerate(allgather_object(own_parts, "checkpoint.parts")):
             for part in parts:
                 holders.setdefault(Part(*part), []).append(holder)
         return holders
@@ -193,59 +193,59 @@ class Archive:
         return [(whole, missing_parts(*whole[:3], self._parts)) for whole in wholes]
 
     def find(
-        self, *takes: Callable[[Any], Any], missing_ranks: str = "error", way_out: str = ""
+        self, *stages: Callable[[Any], Any], missing_ranks: str = "error", advice: str = ""
     ) -> Any | None:
-        """Load the newest whole checkpoint through `takes`; return None if none was ever finished.
+        """Load the newest whole checkpoint through `stages`; return None if none was ever finished.
 
-        takes: functions that all ranks call together. The first gets a Found, each other one the
+        stages: functions that all ranks call together. The first gets a Found, each other one the
             result of the one before; the last result (or the Found) is returned. If one raises
             DamagedError on any rank, the checkpoint is rejected as damaged: no rank calls the next
             function, and an older checkpoint is tried.
         missing_ranks: "report": if none is whole, take the one that lacks the fewest ranks' own
             parts, and the newest of several.
-        way_out: ends the error's text if "report" would find a checkpoint.
+        advice: ends the error's text if "report" would find a checkpoint.
         Rank 0 logs which checkpoint is used. Raises CheckpointError, on every rank, if all finished
         checkpoints are damaged or lack files.
         """
-        newest, problems = self._newest(takes)
+        newest, problems = self._newest(stages)
         # A running job may have finished newer checkpoints and removed these. Both lists are equal
         # on all ranks, so that all scan again, or none does.
         while newest is None and self._list() != self._parts:
             self.scan()
-            newest, problems = self._newest(takes)
+            newest, problems = self._newest(stages)
         if newest is None:
             self._protected = self._numbers()
             if missing_ranks == "report":
-                newest = self._most_of_one(takes)
+                newest = self._most_complete(stages)
         if newest is not None:
-            found, taken = newest
+            found, result = newest
             self.number = found.number
             if rank() == 0:
                 print_line(
-                    f"going on from checkpoint {found.number} (step {found.step}) in "
-                    f"{self.folder}, made by {found.ranks} rank{'s' * (found.ranks > 1)}, on "
+                    f"resuming from checkpoint {found.number} (step {found.step}) in "
+                    f"{self.folder}, saved on {found.ranks} rank{'s' * (found.ranks > 1)}, on "
                     f"{size()}"
                 )
-            return taken
-        if problems := problems + self._lost():
-            ways = "Begin anew in another folder, or bring undamaged files back"
-            if self._without_some() and missing_ranks != "report":
-                ways += way_out
+            return result
+        if problems := problems + self._lost_files():
+            remedies = "Start over in another folder, or restore undamaged files"
+            if self._most_complete_first() and missing_ranks != "report":
+                remedies += advice
             raise CheckpointError(
-                f"no checkpoint in {self.folder} is whole: {'; '.join(problems)}. {ways}"
+                f"no checkpoint in {self.folder} is whole: {'; '.join(problems)}. {remedies}"
             )
         return None
 
-    def _most_of_one(self, takes: Sequence[Callable[[Any], Any]]) -> tuple[Found, Any] | None:
+    def _most_complete(self, stages: Sequence[Callable[[Any], Any]]) -> tuple[Found, Any] | None:
         """Read the checkpoint that lacks the fewest ranks' parts, for when none is whole."""
-        for whole in self._without_some():
-            newest, problem = self._read_and(takes, whole, without_some=True)
+        for whole in self._most_complete_first():
+            newest, problem = self._read_and_load(stages, whole, allow_missing=True)
             if newest is not None:
                 return newest
             self._warn_of_incomplete(whole, problem)
         return None
 
-    def _without_some(self) -> list[Part]:
+    def _most_complete_first(self) -> list[Part]:
         """Return the existing common parts, most complete checkpoint first."""
         # The count includes the common part, which every candidate has: the order is the same.
         owned = Counter(part[:3] for part in self._parts)
@@ -261,16 +261,16 @@ class Archive:
         self._protected.add(number)
 
     def _newest(
-        self, takes: Sequence[Callable[[Any], Any]]
+        self, stages: Sequence[Callable[[Any], Any]]
     ) -> tuple[tuple[Found, Any] | None, list[str]]:
         """Return the newest whole checkpoint, or why those with all parts could not be loaded."""
         damaged: list[str] = []
         for whole, absent in self._candidates():
             if absent:
                 files = ", ".join(part.file for part in absent)
-                self._warn_of_incomplete(whole, f"{files} not there")
+                self._warn_of_incomplete(whole, f"{files} missing")
                 continue
-            newest, problem = self._read_and(takes, whole)
+            newest, problem = self._read_and_load(stages, whole)
             if newest is not None:
                 return newest, []
             self._warn_of_incomplete(whole, problem)
@@ -279,7 +279,7 @@ class Archive:
             damaged.append(problem)
         return None, damaged
 
-    def _lost(self) -> list[str]:
+    def _lost_files(self) -> list[str]:
         """Return texts about checkpoints that have lost files, for when nothing is whole.
 
         A part records the newest checkpoint that was whole before it. That one is removed only once
@@ -295,10 +295,10 @@ class Archive:
                     before = max(before, read_json(self.folder, part)[0].before)
         except (OSError, DamagedError, FormatError) as error:
             problem = str(error)
-        told = allgather_object((before, problem_text(problem)), "checkpoint.before")
-        problems = by_rank([problem for _, problem in told])
+        reports = allgather_object((before, problem_text(problem)), "checkpoint.before")
+        problems = by_rank([problem for _, problem in reports])
         lost = [problems] if problems else []
-        if any(before for before, _ in told):
+        if any(before for before, _ in reports):
             lost += [
                 f"checkpoint {number} lacks {', '.join(part.file for part in absent)}"
                 for (number, *_), absent in lacking.items()
@@ -310,87 +310,87 @@ class Archive:
             what = f"checkpoint {whole.number} in {self.folder} is not whole"
             print_line(f"{what}: {why}; looking for an older one", logging.WARNING)
 
-    def _read_and(
-        self, takes: Sequence[Callable[[Any], Any]], whole: Part, without_some: bool = False
+    def _read_and_load(
+        self, stages: Sequence[Callable[[Any], Any]], whole: Part, allow_missing: bool = False
     ) -> tuple[tuple[Found, Any] | None, str]:
-        """Return a checkpoint and the result of `takes`, or a text about its damage."""
-        found, problem = self._read(whole, without_some)
+        """Return a checkpoint and the result of `stages`, or a text about its damage."""
+        found, problem = self._read(whole, allow_missing)
         if found is None:
             return None, problem
-        taken: Any = found
-        for take in takes:
+        result: Any = found
+        for stage in stages:
             try:
-                taken, problem = take_on_all(take, taken, f"{found.path} cannot be loaded")
+                result, problem = take_on_all(stage, result, f"{found.path} cannot be loaded")
             except Exception:  # the script's; loading an older checkpoint would hide it
                 self.protect(whole.number)
                 raise
             if problem:  # perhaps due to the script, or to another version: keep the checkpoint
                 self._protected.add(whole.number)
                 return None, problem
-        return (found, taken), ""
+        return (found, result), ""
 
-    def _read(self, whole: Part, without_some: bool) -> tuple[Found | None, str]:
+    def _read(self, whole: Part, allow_missing: bool) -> tuple[Found | None, str]:
         """Read a checkpoint, each part on one rank that sees it, or return a text about its damage.
 
-        without_some: whether to accept that ranks' own parts are damaged.
+        allow_missing: whether to accept that ranks' own parts are damaged.
         """
         number, step, ranks, _ = whole
-        everything, *owns = parts_of(number, step, ranks)
-        absent = [place for place, part in enumerate(owns) if part not in self._parts]
-        source = _reader(0, self._parts[everything])
-        mine = {everything: 0} if source == rank() else {}
-        mine |= {
+        common, *own_parts = parts_of(number, step, ranks)
+        absent = [place for place, part in enumerate(own_parts) if part not in self._parts]
+        source = _reading_rank(0, self._parts[common])
+        own_reads = {common: 0} if source == rank() else {}
+        own_reads |= {
             part: place
-            for place, part in enumerate(owns)
-            if part in self._parts and _reader(place, self._parts[part]) == rank()
+            for place, part in enumerate(own_parts)
+            if part in self._parts and _reading_rank(place, self._parts[part]) == rank()
         }
         contents: dict[Part, Content] = {}
         owned: list[OwnValues] = []
         problem = refusal = text = ""
-        unread = False
-        for part, place in mine.items():
+        is_unreadable = False
+        for part, place in own_reads.items():
             try:
                 content = read_part(self.folder, part)
                 with naming(self.folder / part.file):
-                    state = put_together(content.state.tree, content.state.tensors)
-                    if part is everything:
+                    state = unflatten(content.state.tree, content.state.tensors)
+                    if part is common:
                         text = json.dumps(content.state.tree)
-                if part is not everything:
+                if part is not common:
                     owned.append(OwnValues(place, state))
                 contents[part] = content
             except FormatError as error:
                 refusal = str(error)
             except (OSError, DamagedError, RecursionError) as error:
-                if without_some and part is not everything:
+                if allow_missing and part is not common:
                     absent.append(place)
                     continue
-                problem, unread = str(error), isinstance(error, OSError)
+                problem, is_unreadable = str(error), isinstance(error, OSError)
             if refusal or problem:
                 # One error rejects the checkpoint, and the other ranks wait for the outcome.
                 break
         attempts = {content.attempt for content in contents.values()}
         # Every rank must get here, whatever it could read: raising earlier would leave the others
         # waiting.
-        told = allgather_object(
-            (problem_text(problem), problem_text(refusal), unread, sorted(attempts), absent),
+        reports = allgather_object(
+            (problem_text(problem), problem_text(refusal), is_unreadable, sorted(attempts), absent),
             "checkpoint.read",
         )
-        if any(unread for _, _, unread, *_ in told):
+        if any(is_unreadable for _, _, is_unreadable, *_ in reports):
             self._protected.add(number)
-        if refusals := by_rank([refusal for _, refusal, *_ in told]):
+        if refusals := by_rank([refusal for _, refusal, *_ in reports]):
             self.protect(number)
             raise CheckpointError(f"{refusals}; load it with the version of gtopk that saved it")
-        if problems := by_rank([problem for problem, *_ in told]):
+        if problems := by_rank([problem for problem, *_ in reports]):
             return None, problems
-        if len({attempt for *_, attempts, _ in told for attempt in attempts}) > 1:
+        if len({attempt for *_, attempts, _ in reports for attempt in attempts}) > 1:
             return None, f"the files of checkpoint {number} are of several attempts"
         # Sent as text, because it may be nested deeper than the object codec allows.
         tree = json.loads(broadcast_object(text, source, "checkpoint.tree"))
-        tensors = contents[everything].state.tensors if everything in contents else {}
+        tensors = contents[common].state.tensors if common in contents else {}
         if source != 0:  # each host has its own folder, and rank 0 is now on another host
             tensors = broadcast_tensors(tensors, source)
-        path = self.folder / everything.folder
-        missing = sorted({place for *_, absent in told for place in absent})
+        path = self.folder / common.folder
+        missing = sorted({place for *_, absent in reports for place in absent})
         return Found(path, number, step, ranks, tree, tensors, owned, missing), ""
 
     def write(self, snapshot: Snapshot, run: Run | None = None) -> Saving:
@@ -413,7 +413,7 @@ class Archive:
         def write_own() -> str:
             try:
                 # A user may have removed the folder to free disk space while the job runs.
-                if problem := _others_in(made(folder), number, step, ranks, rank_name):
+                if problem := _other_job(ensure_folder(folder), number, step, ranks, rank_name):
                     return problem
                 for name, state in parts:
                     part, content = Part(number, step, ranks, name), Content(attempt, state, before)
@@ -422,38 +422,37 @@ class Archive:
                 return str(error) or type(error).__name__
             return ""
 
-        return Saving(self, PendingWrite(path, number, (run or _at_once)(write_own)))
+        return Saving(self, PendingWrite(path, number, (run or _run_now)(write_own)))
 
-    def conclude(self, writing: Saving, problems: Sequence[str]) -> None:
+    def conclude(self, saving: Saving, problems: Sequence[str]) -> None:
         """Finish a checkpoint that is whole or has failed; remove old and incomplete ones.
 
         problems: for each rank, why it could not write its part, or "".
         Raises CheckpointError, on every rank, if a rank could not write its part (the other parts
         are then removed), or if another job writes to the folder.
         """
-        if any(_OTHERS in problem for problem in problems):
+        if any(_OTHER_JOB in problem for problem in problems):
             # The files with this number may be the other job's: remove none of them.
-            self._next = writing.number
+            self._next = saving.number
             raise CheckpointError(
-                f"checkpoint {writing.number} is not written to {self.folder}, and nothing there "
+                f"checkpoint {saving.number} is not written to {self.folder}, and nothing there "
                 f"is removed: {by_rank(problems)}"
             )
         if not any(problems):
-            self.number = writing.number
+            self.number = saving.number
             # Remove older checkpoints only now that a newer one is whole.
-            self._whole = [*self._whole, writing.number][-self.kept :]
-        stay = {*self._whole, *self._protected}
+            self._whole = [*self._whole, saving.number][-self.kept :]
+        kept_numbers = {*self._whole, *self._protected}
         # Ignore disk errors, to raise the same error as the other ranks; a later save removes.
         # Numbers from `_next` on are another job's: this one writes one checkpoint at a time.
         with contextlib.suppress(OSError):
             remove_checkpoints(
-                self.folder, lambda number: number < self._next and number not in stay
+                self.folder, lambda number: number < self._next and number not in kept_numbers
             )
         if failures := by_rank(problems):
             last = f"checkpoint {self.number} is whole" if self.number else "there is no other"
             raise CheckpointError(
-                f"checkpoint {writing.number} cannot be written to {self.folder}: {failures}; "
-                f"{last}"
+                f"checkpoint {saving.number} cannot be written to {self.folder}: {failures}; {last}"
             )
 
 
@@ -464,34 +463,34 @@ def gather_outcomes(engine: Engine, writings: Sequence[Saving]) -> Operation:
     """
     # Wait for the writer here, in the script's thread: the engine's thread must not wait for a
     # disk.
-    mine = [problem_text(writing.outcome.result()) for writing in writings]
+    own_problems = [problem_text(writing.outcome.result()) for writing in writings]
 
     def work(transport: Transport, all_flags: list[int]) -> list[list[str]]:
-        return [list(each) for each in zip(*transport.gather_object(mine), strict=True)]
+        return [list(each) for each in zip(*transport.gather_object(own_problems), strict=True)]
 
     return engine.submit("checkpoint.written", [each.path.name for each in writings], work)
 
 
-def _others_in(folder: Path, number: int, step: int, ranks: int, name: str) -> str:
+def _other_job(folder: Path, number: int, step: int, ranks: int, name: str) -> str:
     """Return a text if another job has written a checkpoint since `scan`; "" if not.
 
     Two jobs in one folder would take each other's checkpoints for incomplete ones. So a job counts
     on from, and removes, only the checkpoints that its `scan` found.
     """
     for part in list_parts(folder):
-        is_of_another = part[:3] != (number, step, ranks) or part.name == name
-        if part.number >= number and is_of_another:
-            return f"{_OTHERS}: {part.file} is not of this one. {_APART}"
+        is_foreign = part[:3] != (number, step, ranks) or part.name == name
+        if part.number >= number and is_foreign:
+            return f"{_OTHER_JOB}: {part.file} is not of this job. {_SEPARATE_FOLDERS}"
     return ""
 
 
-def _reader(place: int, holders: Sequence[int]) -> int:
+def _reading_rank(place: int, holders: Sequence[int]) -> int:
     """Return the rank that reads a part: `place` modulo the number of ranks, or else a holder."""
-    wanted = place % size()
-    return wanted if wanted in holders else holders[0]
+    preferred = place % size()
+    return preferred if preferred in holders else holders[0]
 
 
-def _at_once(task: Callable[[], str]) -> Future[str]:
+def _run_now(task: Callable[[], str]) -> Future[str]:
     outcome: Future[str] = Future()
     outcome.set_result(task())
     return outcome

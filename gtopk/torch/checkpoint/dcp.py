@@ -67,15 +67,15 @@ from .files import (
     write_part,
 )
 from .state import NOTHING_OWN
-from .tree import put_together, take_apart
+from .tree import flatten, unflatten
 
 _log = logging.getLogger("gtopk")
-_OF_OURS: Final = ("model", "optimizer", "loader")
-_OF_A_RANK: Final = re.compile(r"\.held\.(\d+)\.")  # the rank in the name of a residual
+_STANDARD: Final = ("model", "optimizer", "loader")
+_RESIDUAL_RANK: Final = re.compile(r"\.held\.(\d+)\.")  # the rank in the name of a residual
 _STEPS: Final = f".{KEY}.steps"  # every optimizer of gtopk has one name that ends like this
 
 # For optimizers with a different inner state on each rank: the end of one name, and the error text.
-_EACH_RANKS_OWN: Final = {"local_sgd.format": "LocalSGD", "adasum.format": "op=Adasum"}
+_PER_RANK_STATES: Final = {"local_sgd.format": "LocalSGD", "adasum.format": "op=Adasum"}
 
 
 class Reader(StorageReader):
@@ -119,13 +119,13 @@ class Reader(StorageReader):
 
     def _warn_of_other_ranks(self) -> None:
         """Warn if more ranks load than saved: DCP may miss keys of the new ranks' residuals."""
-        found = [_OF_A_RANK.search(name) for name in self._values]
+        found = [_RESIDUAL_RANK.search(name) for name in self._values]
         saved = 1 + max((int(rank[1]) for rank in found if rank), default=-1)
         ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         if 0 < saved < ranks:
             _log.warning(
-                "%s has the residuals of %d ranks, and %d load it: where dcp.load misses keys of a "
-                "residual ('held'), load it by gtopk.load_latest, or leave them out by "
+                "%s has the residuals of %d ranks, and %d load it: if dcp.load misses keys of a "
+                "residual ('held'), load with gtopk.load_latest, or skip these keys with "
                 "planner=DefaultLoadPlanner(allow_partial_load=True)",
                 self.path,
                 saved,
@@ -133,29 +133,29 @@ class Reader(StorageReader):
             )
 
     def _newest(self) -> tuple[Part, dict[str, Any]]:
-        there, problems = list_parts(self._folder), []
-        for part in complete_checkpoints(there):
+        parts, problems = list_parts(self._folder), []
+        for part in complete_checkpoints(parts):
             try:
                 return part, self._read(part)
             except (OSError, DamagedError) as error:
                 problems.append(str(error))
-        if {*list_parts(self._folder)} != {*there}:
+        if {*list_parts(self._folder)} != {*parts}:
             return self._newest()  # a running job has finished newer ones and removed these
         raise CheckpointError(
-            f"no checkpoint in {self._folder} is whole: {'; '.join(problems) or 'none is there'}"
+            f"no checkpoint in {self._folder} is whole: {'; '.join(problems) or 'found none'}"
         )
 
     def _read(self, part: Part) -> dict[str, Any]:
         """Return a dict from DCP's names to the values of a part."""
         content = read_part(self._folder, part)
-        state = put_together(content.state.tree, content.state.tensors)
+        state = unflatten(content.state.tree, content.state.tensors)
         if not isinstance(state, dict) or not isinstance(state.get("others"), dict):
-            raise DamagedError(f"{part.file}: it holds what no save writes")
-        ours = {name: state[name] for name in _OF_OURS if name in state}
+            raise DamagedError(f"{part.file}: its content is not a checkpoint's")
+        standard = {name: state[name] for name in _STANDARD if name in state}
         # Let DCP name nested state: the loading planner has flattened its own state in the same
         # way.
         flattening = DefaultSavePlanner()
-        flattening.set_up_planner({**ours, **state["others"]})
+        flattening.set_up_planner({**standard, **state["others"]})
         return dict(flattening.state_dict)
 
     def set_up_storage_reader(
@@ -172,34 +172,34 @@ class Reader(StorageReader):
         # A Part's first field is the checkpoint's number, so the newest is the largest.
         newest = max(plan.storage_data for plan in plans)
         self._open_part(newest)
-        self._warn_of_what_is_lost({item.storage_index.fqn for p in plans for item in p.items})
+        self._warn_of_lost_residuals({item.storage_index.fqn for p in plans for item in p.items})
         return [replace(plan, storage_data=newest) for plan in plans]
 
     def _open_part(self, part: Part) -> None:
         if part != self._part:
             self._part, self._values = part, self._read(part)
 
-    def _warn_of_what_is_lost(self, asked: Collection[str]) -> None:
+    def _warn_of_lost_residuals(self, requested: Collection[str]) -> None:
         """Warn of optimizers that are loaded without part of their residuals.
 
-        asked: the names that any rank loads.
+        requested: the names that any rank loads.
         """
-        ours = [name.removesuffix(_STEPS) for name in self._values if name.endswith(_STEPS)]
-        for optimizer in ours:
-            if not any(name.startswith(f"{optimizer}.") for name in asked):
+        optimizers = [name.removesuffix(_STEPS) for name in self._values if name.endswith(_STEPS)]
+        for optimizer in optimizers:
+            if not any(name.startswith(f"{optimizer}.") for name in requested):
                 continue
             prefix = f"{optimizer}.{KEY}.held."
-            left = {
-                n: v for n, v in self._values.items() if n.startswith(prefix) and n not in asked
+            lost = {
+                n: v for n, v in self._values.items() if n.startswith(prefix) and n not in requested
             }
-            if any(map(torch.any, left.values())):
+            if any(map(torch.any, lost.values())):
                 _log.warning(
-                    "%s has the ranks' residuals of '%s', and the state that it is loaded into has "
-                    "no place for all of it, as before an optimizer's first step: that is lost "
-                    "(its norm: %.3g); load it by gtopk.load_latest",
+                    "%s has the ranks' residuals of '%s', but the state to load into lacks some of "
+                    "their entries, as before an optimizer's first step: these are lost (its "
+                    "norm: %.3g); load with gtopk.load_latest",
                     self.path,
                     optimizer,
-                    norm_of({name.rpartition(".")[2]: part} for name, part in left.items()),
+                    norm_of({name.rpartition(".")[2]: part} for name, part in lost.items()),
                 )
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -257,7 +257,7 @@ class Writer(StorageWriter):
         Raises ValueError if several ranks save an optimizer with a different state on each rank.
         """
         if len(plans) > 1:
-            _refuse_each_ranks_own(item.index.fqn for plan in plans for item in plan.items)
+            _refuse_per_rank_states(item.index.fqn for plan in plans for item in plan.items)
         number = 1 + max((part.number for part in list_parts(self._folder)), default=0)
         return [
             replace(plan, storage_data=Part(number, self._step, len(plans), f"shard-{rank}"))
@@ -284,7 +284,7 @@ class Writer(StorageWriter):
             results.append(WriteResult(item.index, size, plan.storage_data))
         # A shard's name is not that of a part, so no reader takes an unfinished save for a
         # checkpoint.
-        write_part(self._folder, plan.storage_data, Content("", take_apart(pieces)))
+        write_part(self._folder, plan.storage_data, Content("", flatten(pieces)))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -297,7 +297,7 @@ class Writer(StorageWriter):
         values: dict[str, Any] = {}
         for shard in shards:
             state = read_part(self._folder, shard).state
-            for name, at, value in put_together(state.tree, state.tensors):
+            for name, at, value in unflatten(state.tree, state.tensors):
                 if at is None:
                     values[name] = value
                     continue
@@ -310,29 +310,29 @@ class Writer(StorageWriter):
                 target.copy_(value)
         # A planner that does not flatten has no planner_data; its names are top-level keys.
         paths: dict[str, tuple[str | int, ...]] = metadata.planner_data or {}
-        tops = _nested({paths.get(name, (name,)): value for name, value in values.items()})
-        saved = {name: value for name, value in tops.items() if name in _OF_OURS}
-        saved["others"] = {name: value for name, value in tops.items() if name not in _OF_OURS}
+        top = _nested({paths.get(name, (name,)): value for name, value in values.items()})
+        saved = {name: value for name, value in top.items() if name in _STANDARD}
+        saved["others"] = {name: value for name, value in top.items() if name not in _STANDARD}
         attempt = secrets.token_hex(8)
         before = next((part.number for part in complete_checkpoints(list_parts(self._folder))), 0)
         whole = Part(shards[0].number, self._step, 1, ALL)
-        own = Content(attempt, take_apart(NOTHING_OWN), before)
+        own = Content(attempt, flatten(NOTHING_OWN), before)
         write_part(self._folder, whole._replace(name=name_of(0)), own)
         # Written last: the part "all" completes the checkpoint, and any reader may then use it.
-        write_part(self._folder, whole, Content(attempt, take_apart(saved), before))
+        write_part(self._folder, whole, Content(attempt, flatten(saved), before))
         # Only after the joined files are on the disk: until then the shards are the only copy.
         for path in (self._folder / whole.folder).glob("shard-*"):
             path.unlink()
 
 
-def _refuse_each_ranks_own(names: Iterable[str]) -> None:
+def _refuse_per_rank_states(names: Iterable[str]) -> None:
     """Raise ValueError for state that differs between ranks: DCP would mix the ranks' tensors."""
     for name in names:
-        if kind := _EACH_RANKS_OWN.get(".".join(name.split(".")[-2:])):
+        if kind := _PER_RANK_STATES.get(".".join(name.split(".")[-2:])):
             raise ValueError(
-                f"'{name}' is of the state of {kind}, in which each rank has an inner optimizer's "
-                "state of its own, and dcp.save would mix the ranks'; use gtopk.save_checkpoint, "
-                "or dcp.save(..., no_dist=True) on one rank for that rank's alone"
+                f"'{name}' belongs to the state of {kind}, whose inner optimizer's state differs "
+                "between ranks, and dcp.save would mix it; use gtopk.save_checkpoint, or "
+                "dcp.save(..., no_dist=True) on one rank to save only that rank's"
             )
 
 

@@ -31,7 +31,7 @@ import torch
 
 from ...errors import DamagedError, FormatError
 from ...exchange.buckets.arrays import as_bytes
-from .tree import DTYPES, Json, Taken
+from .tree import DTYPES, Flattened, Json
 
 ALL: Final = "all"
 FORMAT: Final = 1
@@ -42,11 +42,11 @@ LAST_STEP: Final = 2**63 - 1
 _FOLDER: Final = re.compile(r"checkpoint-([0-9]{8,18})-step-([0-9]{1,19})")
 _FILE: Final = re.compile(r"(all|rank-[0-9]{1,6})-of-([0-9]{1,6})\.json")
 _MOST_ABSENT: Final = 3  # absent parts that an error lists
-_BESIDE: Final = ".part"  # suffix of a file that is being written
+_TEMPORARY_SUFFIX: Final = ".part"  # suffix of a file that is being written
 # The largest JSON file that is read, and thus written: a sparse file may have any size.
 _MOST_JSON_BYTES: Final = 1 << 30
 _MOST_HEADER_BYTES: Final = 100_000_000  # the longest header that safetensors reads
-_SEALED: Final = re.compile(rb'\{"sha256": "([0-9a-f]{64})", "part":\n(.*)\}\n', re.DOTALL)
+_WITH_CHECKSUM: Final = re.compile(rb'\{"sha256": "([0-9a-f]{64})", "part":\n(.*)\}\n', re.DOTALL)
 
 
 class Part(NamedTuple):
@@ -75,7 +75,7 @@ class Content(NamedTuple):
     """
 
     attempt: str
-    state: Taken
+    state: Flattened
     before: int = 0
 
 
@@ -111,9 +111,9 @@ def parts_of(number: int, step: int, ranks: int) -> list[Part]:
     return [*_each_part(number, step, ranks)]
 
 
-def missing_parts(number: int, step: int, ranks: int, there: Container[Part]) -> list[Part]:
+def missing_parts(number: int, step: int, ranks: int, found: Container[Part]) -> list[Part]:
     """Return the first few absent parts: a file's name may claim any number of ranks."""
-    return [*islice((p for p in _each_part(number, step, ranks) if p not in there), _MOST_ABSENT)]
+    return [*islice((p for p in _each_part(number, step, ranks) if p not in found), _MOST_ABSENT)]
 
 
 def _each_part(number: int, step: int, ranks: int) -> Iterator[Part]:
@@ -122,7 +122,7 @@ def _each_part(number: int, step: int, ranks: int) -> Iterator[Part]:
     return (Part(number, step, ranks, name) for name in names)
 
 
-def made(folder: Path) -> Path:
+def ensure_folder(folder: Path) -> Path:
     """Return a folder of checkpoints; create it if it does not exist (any more)."""
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -131,7 +131,7 @@ def made(folder: Path) -> Path:
 def list_parts(folder: Path) -> list[Part]:
     """Return the existing parts, also while a job is writing to the folder."""
     parts = []
-    for path, of in _checkpoints(folder):
+    for path, match in _checkpoints(folder):
         try:
             files = os.listdir(path)
         except OSError as error:
@@ -139,7 +139,7 @@ def list_parts(folder: Path) -> list[Part]:
                 raise
             continue  # the job has removed it: a newer one is whole
         for file in filter(None, map(_FILE.fullmatch, files)):
-            part = Part(int(of[1]), int(of[2]), int(file[2]), file[1])
+            part = Part(int(match[1]), int(match[2]), int(file[2]), file[1])
             if part.file == f"{path.name}/{file[0]}":  # excludes numbers with leading zeros
                 parts.append(part)
     return parts
@@ -147,9 +147,9 @@ def list_parts(folder: Path) -> list[Part]:
 
 def complete_checkpoints(parts: Iterable[Part]) -> list[Part]:
     """Return the part "all" of each checkpoint that has all its parts, the newest first."""
-    there = set(parts)
-    shared = sorted((part for part in there if part.name == ALL), reverse=True)
-    return [part for part in shared if not missing_parts(*part[:3], there)]
+    existing = set(parts)
+    shared = sorted((part for part in existing if part.name == ALL), reverse=True)
+    return [part for part in shared if not missing_parts(*part[:3], existing)]
 
 
 def remove_checkpoints(folder: Path, unwanted: Callable[[int], bool]) -> None:
@@ -163,8 +163,8 @@ def _checkpoints(folder: Path) -> Iterator[tuple[Path, re.Match[str]]]:
     # A list: callers remove checkpoints during the iteration.
     for path in list(folder.iterdir()):
         match = _FOLDER.fullmatch(path.name)
-        is_ours = match and Part(int(match[1]), int(match[2]), 0, ALL).folder == path.name
-        if match and is_ours and path.is_dir():
+        is_canonical = match and Part(int(match[1]), int(match[2]), 0, ALL).folder == path.name
+        if match and is_canonical and path.is_dir():
             yield path, match
 
 
@@ -190,14 +190,14 @@ def write_part(folder: Path, part: Part, content: Content) -> None:
         "state": content.state.tree,
     }
     # Written last: the JSON file makes the part exist.
-    sealed = encode_with_checksum(record)
-    if len(sealed) > _MOST_JSON_BYTES:
+    data = encode_with_checksum(record)
+    if len(data) > _MOST_JSON_BYTES:
         raise ValueError(
-            f"{part.file} would have {len(sealed)} bytes, and at most {_MOST_JSON_BYTES} are read: "
+            f"{part.file} would have {len(data)} bytes, and at most {_MOST_JSON_BYTES} are read: "
             "save large data as tensors that need no gradient, or NumPy arrays, of real numbers"
         )
     with temporary_path(path) as unfinished:
-        unfinished.write_bytes(sealed)
+        unfinished.write_bytes(data)
 
 
 def encode_with_checksum(record: Json) -> bytes:
@@ -210,15 +210,15 @@ def encode_with_checksum(record: Json) -> bytes:
 
 def decode_with_checksum(content: bytes) -> Json:
     """Return the record; raise DamagedError if the checksum does not match."""
-    sealed = _SEALED.fullmatch(content)
-    if sealed is None:
-        raise DamagedError("it is cut short, or no part of a checkpoint")
-    if hashlib.sha256(sealed[2]).hexdigest().encode() != sealed[1]:
-        raise DamagedError("its SHA-256 is not the one that it was sealed with")
+    found = _WITH_CHECKSUM.fullmatch(content)
+    if found is None:
+        raise DamagedError("it is truncated, or not a part of a checkpoint")
+    if hashlib.sha256(found[2]).hexdigest().encode() != found[1]:
+        raise DamagedError("its SHA-256 does not match its content")
     try:
-        return json.loads(sealed[2])
+        return json.loads(found[2])
     except (ValueError, RecursionError) as error:
-        raise DamagedError(f"it is no JSON: {error}") from None
+        raise DamagedError(f"it is not valid JSON: {error}") from None
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -263,7 +263,7 @@ def temporary_path(path: Path) -> Iterator[Path]:
 
     An OSError names the file; the temporary file is then removed.
     """
-    unfinished = path.with_name(path.name + _BESIDE)
+    unfinished = path.with_name(path.name + _TEMPORARY_SUFFIX)
     try:
         yield unfinished
         # Sync before the rename: a crash must not keep the name and lose the content.
@@ -297,12 +297,12 @@ def read_part(folder: Path, part: Part) -> Content:
 
     Raises OSError, DamagedError or FormatError; the last two name the file.
     """
-    content, told = read_json(folder, part)
-    if told is None:
+    content, expected = read_json(folder, part)
+    if expected is None:
         return content
     path = (folder / part.file).with_suffix(".safetensors")
     with naming(path):
-        return content._replace(state=Taken(content.state.tree, read_tensors(path, told)))
+        return content._replace(state=Flattened(content.state.tree, read_tensors(path, expected)))
 
 
 def read_json(folder: Path, part: Part) -> tuple[Content, Json]:
@@ -326,40 +326,40 @@ def read_json(folder: Path, part: Part) -> tuple[Content, Json]:
                 raise FormatError(
                     f"its format is {record['format']!r}, and this version of gtopk reads {FORMAT}"
                 )
-            content = Content(str(record["attempt"]), Taken(record["state"], {}), before)
-            told = record["tensors"]
-            of = Part(part.number, record["step"], record["ranks"], record["name"])
+            content = Content(str(record["attempt"]), Flattened(record["state"], {}), before)
+            tensors_entry = record["tensors"]
+            recorded = Part(part.number, record["step"], record["ranks"], record["name"])
         except KeyError as error:
             raise DamagedError(f"it lacks {error}") from None
         # A renamed or copied file has a correct checksum, but belongs to another checkpoint.
-        if of != part:
-            raise DamagedError(f"it is {of.file}")
-    return content, told
+        if recorded != part:
+            raise DamagedError(f"it belongs to {recorded.file}")
+    return content, tensors_entry
 
 
-def read_tensors(path: Path, told: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file; told: its expected size and SHA-256.
+def read_tensors(path: Path, expected: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file; expected: its expected size and SHA-256.
 
     The file is read once, so that the checked bytes are those that are used.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load
 
-    if not isinstance(told, dict) or type(told.get("bytes")) is not int:
-        raise DamagedError("its size is not told")
+    if not isinstance(expected, dict) or type(expected.get("bytes")) is not int:
+        raise DamagedError("the size of its tensors' file is not recorded")
     # Checked before reading: a truncated file need not be hashed.
-    if path.stat().st_size != told["bytes"]:
-        raise DamagedError(f"it has {path.stat().st_size} bytes of {told['bytes']}")
-    content = read_file(path, told["bytes"])
-    if hashlib.sha256(content).hexdigest() != told.get("sha256"):
-        raise DamagedError("its SHA-256 is not the one that its JSON tells")
+    if path.stat().st_size != expected["bytes"]:
+        raise DamagedError(f"it has {path.stat().st_size} bytes of {expected['bytes']}")
+    content = read_file(path, expected["bytes"])
+    if hashlib.sha256(content).hexdigest() != expected.get("sha256"):
+        raise DamagedError("its SHA-256 differs from the one in its JSON")
     try:
         tensors: dict[str, torch.Tensor] = load(content)
     except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise DamagedError(f"{type(error).__name__}: {error}") from None
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
-            raise DamagedError(f"{name!r} is of {tensor.dtype}, which is not written")
+            raise DamagedError(f"{name!r} is of {tensor.dtype}, which gtopk does not write")
     return tensors
 
 
@@ -370,7 +370,7 @@ def read_file(path: Path, most_bytes: int) -> bytes:
     with open(descriptor, "rb") as stream:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise DamagedError("it is no regular file")
+            raise DamagedError("it is not a regular file")
         if status.st_size > most_bytes:
             raise DamagedError(f"it is longer than {most_bytes} bytes")
         if status.st_size > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
@@ -388,7 +388,7 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except MemoryError:
-        why = "more than there is memory for"
+        why = "not enough memory to read"
         raise OSError(errno.ENOMEM, why, f"{path.parent.name}/{path.name}") from None
     except (DamagedError, FormatError) as error:
         raise type(error)(f"{path.parent.name}/{path.name}: {error}") from None

@@ -54,20 +54,20 @@ class _Folders(dict[Path, Archive]):
         if not under_way:
             return lambda: None
         try:
-            told = gather_outcomes(engine, under_way)
+            outcomes = gather_outcomes(engine, under_way)
         except HorovodInternalError as error:  # this rank has left without the others
             return partial(_end_alone, under_way, error)
-        return partial(_end, under_way, told)
+        return partial(_end, under_way, outcomes)
 
     def _under_way(self) -> list[Saving]:
         savings = [archive.under_way for archive in self.values()]
         return [each for each in savings if each is not None and not each.is_concluded]
 
 
-def _end(under_way: Sequence[Saving], told: Operation) -> None:
+def _end(under_way: Sequence[Saving], gathered: Operation) -> None:
     """Conclude the checkpoints under way as this rank leaves; raise CheckpointError on failure."""
     try:
-        outcomes = told.wait()
+        outcomes = gathered.wait()
     except HorovodInternalError as error:  # a rank is lost
         _end_alone(under_way, error)
         return
@@ -78,9 +78,9 @@ def _end(under_way: Sequence[Saving], told: Operation) -> None:
 def _end_alone(under_way: Sequence[Saving], why: HorovodInternalError) -> None:
     """Finish this rank's parts if the outcomes of the other ranks cannot be known."""
     for saving in under_way:
-        _log.warning("whether all ranks have written %s is not known: %s", saving.path, why)
-    told = ((saving.path, saving.outcome.result()) for saving in under_way)
-    _raise_all(f"{path} is not whole: {problem}" for path, problem in told if problem)
+        _log.warning("cannot tell whether all ranks have written %s: %s", saving.path, why)
+    outcomes = ((saving.path, saving.outcome.result()) for saving in under_way)
+    _raise_all(f"{path} is not whole: {problem}" for path, problem in outcomes if problem)
 
 
 def _raise_all(failures: Iterable[str]) -> None:
@@ -92,7 +92,7 @@ _opened: WeakKeyDictionary[World, _Folders] = WeakKeyDictionary()
 
 
 # Errors that load_state_dict()s raise for state with an unexpected shape.
-_UNFIT: Final = (
+_LOAD_ERRORS: Final = (
     DamagedError,
     TypeError,
     LookupError,
@@ -101,8 +101,8 @@ _UNFIT: Final = (
     RecursionError,
 )
 
-_WAY_OUT: Final = (
-    ", or go on without the residuals of the ranks whose own parts are missing: "
+_ADVICE: Final = (
+    ", or continue without the residuals of the ranks whose own parts are missing: "
     'load_latest(..., missing_ranks="report")'
 )
 
@@ -151,13 +151,13 @@ def save_checkpoint(
     parts = Parts(model, optimizer, loader, others)
 
     def save() -> Saving:
-        taken, own = run_on_all(
+        state, own = run_on_all(
             lambda: take_state(parts, copy=asynchronous),
-            f"what is to be saved in {folder} at step {step} has no state to save",
+            f"the state to save in {folder} at step {step} cannot be collected",
         )
         alike = should_agree(parts)
         saving = archive.write(
-            snapshot(step, taken, own, alike, asynchronous), _later if asynchronous else None
+            snapshot(step, state, own, alike, asynchronous), _in_thread if asynchronous else None
         )
         if asynchronous:
             archive.under_way = saving
@@ -209,17 +209,17 @@ def load_latest(
     try:
         _wait_for_save(archive)
     except CheckpointError as error:
-        _log.warning("%s; the newest that is whole is loaded", error, extra=EVERYWHERE)
+        _log.warning("%s; loading the newest whole checkpoint", error, extra=EVERYWHERE)
     # Scan an open folder again: other jobs or users may have changed it.
     archive.scan()
     # The cause for the final error; ranks exchange only its text.
-    unfit: list[Exception] = []
+    load_errors: list[Exception] = []
 
-    def sound(assembled: Assembled) -> Assembled:
+    def validate(assembled: Assembled) -> Assembled:
         try:
             return check(assembled, parts)
         except DamagedError as error:
-            unfit.append(error)
+            load_errors.append(error)
             name = assembled.found.path.name
             raise DamagedError(f"{name} cannot be loaded: {error}") from error
 
@@ -227,8 +227,8 @@ def load_latest(
         found = assembled.found
         try:
             return found, put_state(assembled, parts, generators)
-        except _UNFIT as error:
-            unfit.append(error)
+        except _LOAD_ERRORS as error:
+            load_errors.append(error)
             raise DamagedError(f"{found.path.name} cannot be loaded: {error!r:.300}") from error
         except (ValueError, RuntimeError) as error:
             # The constructor of a subclass may need other arguments.
@@ -237,18 +237,18 @@ def load_latest(
             raise
 
     try:
-        taken = archive.find(assemble, sound, load, missing_ranks=missing_ranks, way_out=_WAY_OUT)
+        loaded = archive.find(assemble, validate, load, missing_ranks=missing_ranks, advice=_ADVICE)
     except CheckpointError as error:
-        if unfit:
-            raise error from unfit[0]
+        if load_errors:
+            raise error from load_errors[0]
         raise
-    if taken is None:
+    if loaded is None:
         return None
-    found, values = taken
+    found, values = loaded
     if found.missing:
         _log.warning(
             "%s lacks the own parts of ranks %s of %d: their residuals are lost, and the run "
-            "goes on without it",
+            "continues without them",
             found.path,
             found.missing,
             found.ranks,
@@ -285,7 +285,7 @@ def _wait_for_save(archive: Archive) -> None:
         saving.wait()
 
 
-def _later(task: Callable[[], str]) -> Future[str]:
+def _in_thread(task: Callable[[], str]) -> Future[str]:
     def log_failure() -> str:
         if problem := task():
             _log.error("a checkpoint cannot be written: %s", problem)

@@ -40,7 +40,7 @@ from ..functions import allgather_object, broadcast_object
 from ..mpi_ops import rank, size
 from .archive import Found, Snapshot
 from .files import bits_of, whole_number
-from .tree import Taken, put_together, take_apart
+from .tree import Flattened, flatten, unflatten
 from .validation import (
     broadcast_tensors,
     check_alike,
@@ -65,14 +65,14 @@ def residual_share(
     All ranks call it together: a rank without a part learns the buckets from the others.
     """
     # Drop the residual; the rest is equal on every rank.
-    mine = {
+    own_frames = {
         name: {**part, "held": {}}
         for name, parts in parts_of.items()
         for part in islice(parts.values(), 1)
     }
     # One operation for all names, before any sum: a sum may fail on this rank alone, and the others
     # would then wait for it in the next operation.
-    frames = [mine, *allgather_object(mine, "checkpoint.frames")]
+    frames = [own_frames, *allgather_object(own_frames, "checkpoint.frames")]
     shares: dict[str, Any | None] = {}
     for name, parts in parts_of.items():
         frame = next((frame[name] for frame in frames if name in frame), None)
@@ -83,7 +83,7 @@ def residual_share(
     return shares
 
 
-def keyed(written: Any, like: Any) -> Any:
+def restore_keys(written: Any, like: Any) -> Any:
     """Return a state from DCP with the original keys, dict types, and empty dicts.
 
     like: the present state of the object to load into; anything else if it has none.
@@ -91,19 +91,21 @@ def keyed(written: Any, like: Any) -> Any:
     """
     if type(written) is list:
         items = like if isinstance(like, list) else []
-        return [keyed(item, of) for item, of in zip_longest(written, items[: len(written)])]
+        return [
+            restore_keys(item, each) for item, each in zip_longest(written, items[: len(written)])
+        ]
     if type(written) is not dict:
         return written
     state: dict[Any, Any] = copy.copy(like) if isinstance(like, dict) else {}
-    there = dict(state)
+    remaining = dict(state)
     state.clear()
-    written = _add_known_keys(written, there)
-    keys = {str(key): key for key in there}
-    are_integers = bool(there) and all(type(key) is int for key in there)
+    written = _add_known_keys(written, remaining)
+    keys = {str(key): key for key in remaining}
+    are_integers = bool(remaining) and all(type(key) is int for key in remaining)
     for text, value in written.items():
         key = keys.get(text, _integer(text) if are_integers else text)
-        state[key] = keyed(value, there.pop(key, None))
-    state |= {key: each for key, each in there.items() if isinstance(each, dict) and not each}
+        state[key] = restore_keys(value, remaining.pop(key, None))
+    state |= {key: each for key, each in remaining.items() if isinstance(each, dict) and not each}
     return state
 
 
@@ -167,7 +169,7 @@ def put_generators(state: dict[str, Any]) -> None:
 
 
 # A loader's residuals (mode "abs") differ between ranks and are summed like the optimizer's.
-_HELD_BY_LOADERS: Final = ("loader.residual", "loader.velocity")
+_LOADER_RESIDUALS: Final = ("loader.residual", "loader.velocity")
 
 # The own part of a rank without any state of its own.
 NOTHING_OWN: Final[dict[str, Any]] = {
@@ -187,7 +189,7 @@ class Parts(NamedTuple):
     others: Mapping[str, Any]
 
 
-def take_state(parts: Parts, *, copy: bool) -> tuple[Taken, dict[str, Any]]:
+def take_state(parts: Parts, *, copy: bool) -> tuple[Flattened, dict[str, Any]]:
     """Return this rank's state, and the part that always differs between ranks; send nothing.
 
     copy: copy tensors, so that training may go on before they are written.
@@ -207,8 +209,8 @@ def take_state(parts: Parts, *, copy: bool) -> tuple[Taken, dict[str, Any]]:
         if not hasattr(loader, "state_dict"):
             raise TypeError(
                 f"the loader must have state_dict() and load_state_dict(), as gtopk.torch.adapt's "
-                f"and ElasticSampler have, got {type(loader).__name__}; pass None to begin its "
-                "epoch anew"
+                f"and ElasticSampler have, got {type(loader).__name__}; pass None to "
+                "restart its epoch"
             )
         state["loader"] = loader.state_dict()
     state["others"] = {}
@@ -223,7 +225,7 @@ def take_state(parts: Parts, *, copy: bool) -> tuple[Taken, dict[str, Any]]:
         state["others"][name] = saved
     state["held"] = ["optimizer", *(name for name in own["held"] if name != "optimizer")]
     state["steps"] = world.current().step  # the script's own `step` may count epochs
-    return take_apart(state, copy=copy), own
+    return flatten(state, copy=copy), own
 
 
 def should_agree(parts: Parts) -> dict[str, bool]:
@@ -242,7 +244,7 @@ def should_agree(parts: Parts) -> dict[str, bool]:
 
 
 def snapshot(
-    step: int, taken: Taken, own: dict[str, Any], alike: dict[str, bool], copy: bool
+    step: int, state: Flattened, own: dict[str, Any], alike: dict[str, bool], copy: bool
 ) -> Snapshot:
     """Return this rank's Snapshot to write; all ranks call it together.
 
@@ -251,30 +253,28 @@ def snapshot(
     form a whole checkpoint.
     """
     # Sent as text, because the tree may be nested deeper than the object codec allows.
-    tree = json.dumps(taken.tree)
+    tree = json.dumps(state.tree)
     # Send only hashes: each rank then writes only the tensors that differ from rank 0's.
-    digests = {name: _digest(tensor) for name, tensor in taken.tensors.items()}
+    digests = {name: _digest(tensor) for name, tensor in state.tensors.items()}
     first_tree, first, first_alike = broadcast_object(
         (tree, digests, alike), 0, "checkpoint.digests"
     )
-    differing = {n: t for n, t in taken.tensors.items() if digests[n] != first.get(n)}
-    parted = sorted(n for n in differing if alike.get(n) and first_alike.get(n, True))[:3]
-    steps, told = zip(*allgather_object((step, parted), "checkpoint.differing"), strict=True)
+    differing = {n: t for n, t in state.tensors.items() if digests[n] != first.get(n)}
+    diverged = sorted(n for n in differing if alike.get(n) and first_alike.get(n, True))[:3]
+    steps, named = zip(*allgather_object((step, diverged), "checkpoint.differing"), strict=True)
     if len(set(steps)) > 1:
         raise ValueError(
-            f"step must be the same on all ranks, got {list(steps)} by rank; pass what they count "
-            "alike"
+            f"step must be the same on all ranks, got {list(steps)} by rank; pass a "
+            "count that is equal on all ranks"
         )
-    if any(told) and rank() == 0:
-        where = "; ".join(f"rank {r}: {', '.join(each)}" for r, each in enumerate(told) if each)
-        _log.warning(
-            "parameters are not the same on all ranks, and each rank's are saved: %s", where
-        )
+    if any(named) and rank() == 0:
+        where = "; ".join(f"rank {r}: {', '.join(each)}" for r, each in enumerate(named) if each)
+        _log.warning("parameters differ between ranks, so each rank saves its own: %s", where)
     own = {**own, "tree": None if tree == first_tree else tree, "differing": differing}
     # The copy may fail for lack of memory: then fail on all ranks.
     return run_on_all(
-        lambda: Snapshot(step, taken, take_apart(own, copy=copy)),
-        f"the own part of a rank cannot be taken at step {step}",
+        lambda: Snapshot(step, state, flatten(own, copy=copy)),
+        f"the own part of a rank cannot be collected at step {step}",
     )
 
 
@@ -306,8 +306,8 @@ def assemble(found: Found) -> Assembled:
             _check_own(each.state)
         tree = found.tree
         residuals = {
-            name: _held_by_loader(found, name, tensors[name])
-            for name in tensors.keys() & set(_HELD_BY_LOADERS)
+            name: _loader_residual(found, name, tensors[name])
+            for name in tensors.keys() & set(_LOADER_RESIDUALS)
         }
         if own is not None and found.ranks == size():
             tree = tree if own["tree"] is None else json.loads(own["tree"])
@@ -316,20 +316,20 @@ def assemble(found: Found) -> Assembled:
         # A rank may have read several ranks' parts: if each host has its own folder, its ranks read
         # all parts in it, even if they are fewer than before.
         tensors |= residuals
-        state = put_together(tree, tensors)
+        state = unflatten(tree, tensors)
         _check(state)
     except Exception as error:  # of any kind: anything may have written the files
         what = str(error) if isinstance(error, DamagedError) else repr(error)[:200]
-        raise DamagedError(f"{found.path.name} holds what no save writes: {what}") from error
+        raise DamagedError(f"{found.path.name} is not a gtopk checkpoint: {what}") from error
     return Assembled(found, state, own)
 
 
 def _check(state: Any) -> None:
     """Raise an error for a state that `take_state` cannot have returned."""
     if not isinstance(state["others"], dict):
-        raise DamagedError("its others are no dict")
+        raise DamagedError("its 'others' is not a dict")
     if not all(type(name) is str for name in state.get("held", [])):
-        raise DamagedError("its names of the residual are no text")
+        raise DamagedError("the names in its 'held' are not strings")
     whole_number("steps", state.get("steps", 0), least=0)
 
 
@@ -340,7 +340,7 @@ def _check_own(own: Any) -> None:
     if own["tree"] is not None:
         json.loads(own["tree"])
     if not all(isinstance(tensor, torch.Tensor) for tensor in own["differing"].values()):
-        raise DamagedError("a rank's own part has what differs otherwise than as tensors")
+        raise DamagedError("a rank's own part has values in 'differing' that are not tensors")
     for part in own["held"].values():
         if part is not None:
             optimizer_checkpoint.check_part(part)
@@ -386,33 +386,33 @@ def put_state(assembled: Assembled, parts: Parts, generators: bool) -> dict[str,
         targets = {"model": model, "optimizer": optimizer, "loader": loader}
         like = {name: _state_of(target) for name, target in targets.items()}
         like["others"] = {name: _state_of(other) for name, other in others.items()}
-        state = keyed(state, like)
+        state = restore_keys(state, like)
     if model is not None:
-        saved = _of(state, "model", found)
+        saved = _entry(state, "model", found)
         try:
             model.load_state_dict(saved)
         except RuntimeError as error:
-            unlike = saved.keys() ^ model.state_dict().keys()
-            wrapped = any(name.startswith("module.") for name in unlike)
-            way_out = "save and load model.module of a DistributedDataParallel, " if wrapped else ""
+            differing = saved.keys() ^ model.state_dict().keys()
+            wrapped = any(name.startswith("module.") for name in differing)
+            advice = "save and load model.module of a DistributedDataParallel, " if wrapped else ""
             raise RuntimeError(
-                f"{found.path}: this checkpoint is of another model; {way_out}load it into one "
+                f"{found.path}: this checkpoint is of another model; {advice}load it into one "
                 f"like that, or use another folder: {error}"
             ) from error
     if optimizer is not None:
-        saved = _of(state, "optimizer", found)
-        optimizer.load_state_dict(_with(residuals["optimizer"], saved))
+        saved = _entry(state, "optimizer", found)
+        optimizer.load_state_dict(_merge(residuals["optimizer"], saved))
     if loader is not None:
-        loader.load_state_dict(_of(state, "loader", found))
-    ours = {"optimizer", *state["others"]}
-    values = {name: part for name, part in residuals.items() if name not in ours}
+        loader.load_state_dict(_entry(state, "loader", found))
+    handled = {"optimizer", *state["others"]}
+    values = {name: part for name, part in residuals.items() if name not in handled}
     # The loop below pops all that a load_state_dict takes; the rest is plain data.
-    values |= {name: _with(residuals.get(name), other) for name, other in state["others"].items()}
+    values |= {name: _merge(residuals.get(name), other) for name, other in state["others"].items()}
     for name, target in others.items():
         if hasattr(target, "load_state_dict") and values.get(name) is not None:
             target.load_state_dict(values.pop(name))
     for name in others.keys() - state["others"].keys() - residuals.keys():
-        _of(state["others"], name, found)
+        _entry(state["others"], name, found)
     for each in (optimizer, *others.values()):
         if isinstance(each, torch.optim.Optimizer):
             lay_out_as_parameters(each)
@@ -441,26 +441,26 @@ def _residuals_of(found: Found, names: Iterable[str]) -> dict[str, Any | None]:
     return residual_share(parts_of, found.ranks, is_missing=rank() in found.missing)
 
 
-def _with(residuals: Any | None, saved: Any) -> Any:
+def _merge(residuals: Any | None, saved: Any) -> Any:
     return saved if residuals is None else {**saved, optimizer_checkpoint.KEY: residuals}
 
 
-def _of(state: Mapping[str, Any], name: str, found: Found) -> Any:
+def _entry(state: Mapping[str, Any], name: str, found: Found) -> Any:
     if name not in state:
         raise ValueError(
-            f"{found.path} holds no '{name}', only {', '.join(state) or 'nothing'}; load what was "
-            "saved, under the names that it was saved under"
+            f"{found.path} holds no '{name}', only {', '.join(state) or 'nothing'}; load the "
+            "objects that were saved, under the same names"
         )
     return state[name]
 
 
-def _held_by_loader(found: Found, name: str, of_rank_0: torch.Tensor) -> torch.Tensor:
+def _loader_residual(found: Found, name: str, rank_0_residual: torch.Tensor) -> torch.Tensor:
     """Return the residual for this rank's loader: the sum of the residuals that it takes over."""
     parts: list[torch.Tensor] = [
-        each.state["differing"].get(name, of_rank_0) for each in found.owned
+        each.state["differing"].get(name, rank_0_residual) for each in found.owned
     ]
     if not parts:
-        return torch.zeros_like(of_rank_0)
+        return torch.zeros_like(rank_0_residual)
     total = parts[0].clone()  # a sum that starts with zero would turn -0.0 into 0.0
     for part in parts[1:]:
         total += part

@@ -49,21 +49,21 @@ _ARRAYS: Final = {"float64", "float32", "float16", "int64", "int32", "int16", "i
 _ARRAYS_AS: Final = {"uint32": "int32", "uint64": "int64", "uint16": "int16"}  # the same bits
 
 
-class Taken(NamedTuple):
+class Flattened(NamedTuple):
     """An object as JSON and tensors; these are dense, on the host, and may share its memory."""
 
     tree: Json
     tensors: dict[str, torch.Tensor]
 
 
-def take_apart(obj: object, *, copy: bool = False) -> Taken:
+def flatten(obj: object, *, copy: bool = False) -> Flattened:
     """Return the object as JSON and tensors.
 
     copy: copy tensors on the host, so that the originals may change afterwards.
     Raises TypeError for anything that the object codec cannot encode either; it names the path.
     """
-    taker = _Flattener(copy)
-    return Taken(taker.take(obj, ()), taker.tensors)
+    flattener = _Flattener(copy)
+    return Flattened(flattener.convert(obj, ()), flattener.tensors)
 
 
 class _Flattener:
@@ -74,7 +74,7 @@ class _Flattener:
         self._copy = copy
         self._names: dict[tuple[object, ...], str] = {}
 
-    def take(self, obj: Any, path: tuple[str, ...]) -> Json:
+    def convert(self, obj: Any, path: tuple[str, ...]) -> Json:
         kind = type(obj)
         if len(path) > MAX_DEPTH:
             raise TypeError(f"{_place(path)} is nested more than {MAX_DEPTH} deep")
@@ -89,10 +89,10 @@ class _Flattener:
         if kind is dict:
             return self._mapping(obj, path)
         if kind is OrderedDict and vars(obj).keys() <= {"_metadata"}:
-            metadata = self.take(vars(obj).get("_metadata"), (*path, "$metadata"))
+            metadata = self.convert(vars(obj).get("_metadata"), (*path, "$metadata"))
             return {"$ordered": self._mapping(obj, path), "$metadata": metadata}
-        if _fits(obj):
-            return {"$tensor": self._keep(obj, path)}
+        if _is_storable(obj):
+            return {"$tensor": self._store(obj, path)}
         if kind is np.ndarray and (values := _as_tensor(obj)) is not None:
             return {"$array": self._add(values, path), "$dtype": obj.dtype.name}
         try:
@@ -102,19 +102,19 @@ class _Flattener:
         return {"$object": b64encode(content).decode()}
 
     def _items(self, items: Any, path: tuple[str, ...]) -> list[Json]:
-        return [self.take(item, (*path, str(place))) for place, item in enumerate(items)]
+        return [self.convert(item, (*path, str(place))) for place, item in enumerate(items)]
 
     def _mapping(self, mapping: Mapping[Any, Any], path: tuple[str, ...]) -> Json:
         # On reading, a key that begins with "$" would be taken for a type mark.
         if all(type(key) is str and not key.startswith("$") for key in mapping):
-            return {key: self.take(value, (*path, key)) for key, value in mapping.items()}
+            return {key: self.convert(value, (*path, key)) for key, value in mapping.items()}
         pairs = [
-            [self.take(key, (*path, "$key")), self.take(value, (*path, str(key)))]
+            [self.convert(key, (*path, "$key")), self.convert(value, (*path, str(key)))]
             for key, value in mapping.items()
         ]
         return {"$dict": pairs}
 
-    def _keep(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
+    def _store(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
         """Store the tensor unless it is stored already; return its name."""
         # Compare memory, not objects: state_dict() returns a new tensor object for each key of
         # tied weights.
@@ -144,7 +144,7 @@ class _Flattener:
         return name
 
 
-def _fits(obj: object) -> bool:
+def _is_storable(obj: object) -> bool:
     return (
         type(obj) is torch.Tensor
         and obj.layout is torch.strided
@@ -167,13 +167,13 @@ def _place(path: tuple[str, ...]) -> str:
     return ".".join(path) or "the object"
 
 
-def put_together(tree: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Reverse `take_apart`; the tensors are used without a copy.
+def unflatten(tree: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Reverse `flatten`; the tensors are used without a copy.
 
-    Raises DamagedError for a tree that `take_apart` cannot have returned.
+    Raises DamagedError for a tree that `flatten` cannot have returned.
     """
     try:
-        return _put(tree, tensors)
+        return _unflatten(tree, tensors)
     except DamagedError:
         raise
     # A correct checksum shows that the file is unchanged, not that gtopk wrote it.
@@ -183,31 +183,31 @@ def put_together(tree: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
         raise DamagedError(f"{type(error).__name__}: {str(error)[:200]}") from error
 
 
-def _put(tree: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
+def _unflatten(tree: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
     if isinstance(tree, list):
-        return [_put(item, tensors) for item in tree]
+        return [_unflatten(item, tensors) for item in tree]
     if not isinstance(tree, dict):
         return tree
-    # The first key is enough: `take` writes no plain dict with a key that begins with "$".
+    # The first key is enough: `convert` writes no plain dict with a key that begins with "$".
     mark = next(iter(tree), "")
     if not mark.startswith("$"):
-        return {key: _put(value, tensors) for key, value in tree.items()}
+        return {key: _unflatten(value, tensors) for key, value in tree.items()}
     if mark not in _MARKS:
         raise DamagedError(f"the mark {mark!r} is unknown")
     return _MARKS[mark](tree, tensors)
 
 
-def _put_array(tree: Json, tensors: Mapping[str, torch.Tensor]) -> np.ndarray:
+def _unflatten_array(tree: Json, tensors: Mapping[str, torch.Tensor]) -> np.ndarray:
     name = tree["$dtype"]
     values: np.ndarray = tensors[tree["$array"]].numpy()
     if name not in _ARRAYS | _ARRAYS_AS.keys() or _ARRAYS_AS.get(name, name) != values.dtype.name:
-        raise DamagedError(f"an array of {name!r} is one of {values.dtype}")
+        raise DamagedError(f"an array of {name!r} is stored as {values.dtype}")
     return values.view(name)
 
 
-def _put_ordered(tree: Json, tensors: Mapping[str, torch.Tensor]) -> OrderedDict[Any, Any]:
-    mapping = OrderedDict(_put(tree["$ordered"], tensors))
-    metadata = _put(tree["$metadata"], tensors)
+def _unflatten_ordered(tree: Json, tensors: Mapping[str, torch.Tensor]) -> OrderedDict[Any, Any]:
+    mapping = OrderedDict(_unflatten(tree["$ordered"], tensors))
+    metadata = _unflatten(tree["$metadata"], tensors)
     if metadata is not None:
         vars(mapping)["_metadata"] = metadata
     return mapping
@@ -215,12 +215,12 @@ def _put_ordered(tree: Json, tensors: Mapping[str, torch.Tensor]) -> OrderedDict
 
 _MARKS: Final[dict[str, Callable[[Json, Mapping[str, torch.Tensor]], Any]]] = {
     "$tensor": lambda tree, tensors: tensors[tree["$tensor"]],
-    "$array": _put_array,
-    "$tuple": lambda tree, tensors: tuple(_put(tree["$tuple"], tensors)),
+    "$array": _unflatten_array,
+    "$tuple": lambda tree, tensors: tuple(_unflatten(tree["$tuple"], tensors)),
     "$dict": lambda tree, tensors: {
-        _put(key, tensors): _put(value, tensors) for key, value in tree["$dict"]
+        _unflatten(key, tensors): _unflatten(value, tensors) for key, value in tree["$dict"]
     },
-    "$ordered": _put_ordered,
+    "$ordered": _unflatten_ordered,
     "$float": lambda tree, tensors: float(tree["$float"]),
     "$object": lambda tree, tensors: decode(b64decode(tree["$object"], validate=True)),
 }

@@ -26,43 +26,43 @@ from ..mpi_ops import rank, size
 T = TypeVar("T")
 
 
-def run_on_all(take: Callable[[], T], what: str) -> T:
-    """Return `take()`; all ranks call it together.
+def run_on_all(func: Callable[[], T], what: str) -> T:
+    """Return `func()`; all ranks call it together.
 
     Raises CheckpointError on every rank if one of them fails, so that none waits for it.
     """
-    problem, taken = "", None
+    problem, result = "", None
     try:
-        taken = take()
+        result = func()
     except Exception as error:  # of any kind
         # Not raised here: the other ranks wait in the gather below.
         problem = f"{type(error).__name__}: {error}"
     if problems := by_rank(allgather_object(problem_text(problem), "checkpoint.problem")):
         raise CheckpointError(f"{what}: {problems}")
-    return cast(T, taken)
+    return cast(T, result)
 
 
-def take_on_all(take: Callable[[Any], Any], given: Any, what: str) -> tuple[Any | None, str]:
-    """Return `take(given)` and all ranks' DamagedErrors as text; all ranks call it together.
+def take_on_all(func: Callable[[Any], Any], argument: Any, what: str) -> tuple[Any | None, str]:
+    """Return `func(argument)` and all ranks' DamagedErrors as text; all ranks call it together.
 
-    The first is None if `take` raises DamagedError here. If it raises any other error, that error
+    The first is None if `func` raises DamagedError here. If it raises any other error, that error
     is raised on its rank, and CheckpointError on the others.
     """
-    damage, refusal, taken = "", None, None
+    damage, refusal, result = "", None, None
     try:
-        taken = take(given)
+        result = func(argument)
     except DamagedError as error:
         damage = str(error)
     except Exception as error:  # of any kind: raising here would leave the other ranks waiting
         refusal = error
-    mine = problem_text(damage), problem_text("" if refusal is None else f"{refusal!r:.300}")
-    damages, refusals = zip(*allgather_object(mine, "checkpoint.taken"), strict=True)
+    own_texts = problem_text(damage), problem_text("" if refusal is None else f"{refusal!r:.300}")
+    damages, refusals = zip(*allgather_object(own_texts, "checkpoint.taken"), strict=True)
     # Raised after the gather, in which the failed rank must take part, too.
     if refusal is not None:
         raise refusal
     if refused := by_rank(refusals):
         raise CheckpointError(f"{what}: {refused}")
-    return taken, by_rank(damages)
+    return result, by_rank(damages)
 
 
 def broadcast_tensors(tensors: dict[str, torch.Tensor], source: int) -> dict[str, torch.Tensor]:
@@ -98,7 +98,7 @@ def problem_text(problem: str) -> str:
 def check_model(saved: Any, like: Mapping[str, Any]) -> None:
     """Raise DamagedError unless the checkpoint has a tensor for each tensor of a model's state."""
     if not isinstance(saved, Mapping):
-        raise DamagedError(f"its model is no dict, but {_kind(saved)}")
+        raise DamagedError(f"its model must be a dict, got {_kind(saved)}")
     for name, tensor in like.items():
         if isinstance(tensor, torch.Tensor) and name in saved:
             _check_tensor(f"model.{name}", saved[name])
@@ -110,7 +110,7 @@ def check_optimizer(name: str, saved: Any, like: Mapping[str, Any]) -> None:
     like: the state_dict of the optimizer to load into, perhaps before its first step.
     """
     if not isinstance(saved, Mapping):
-        raise DamagedError(f"its {name} is no dict, but {_kind(saved)}")
+        raise DamagedError(f"its {name} must be a dict, got {_kind(saved)}")
     state, groups = saved.get("state"), saved.get("param_groups")
     if not isinstance(state, Mapping) or any(type(number) is bool for number in state):
         raise DamagedError(f"{name}.state must hold a dict for each parameter")
@@ -134,8 +134,8 @@ def check_optimizer(name: str, saved: Any, like: Mapping[str, Any]) -> None:
     for place, group in enumerate(groups):
         if not isinstance(group.get("params"), list):
             raise DamagedError(f"{name}.param_groups.{place}.params must be a list")
-    for place, (group, known) in enumerate(zip(groups, like["param_groups"], strict=False)):
-        options = {what: value for what, value in known.items() if what != "params"}
+    for place, (group, like_group) in enumerate(zip(groups, like["param_groups"], strict=False)):
+        options = {what: value for what, value in like_group.items() if what != "params"}
         check_alike(f"{name}.param_groups.{place}", group, options)
 
 
@@ -189,12 +189,12 @@ def check_alike(place: str, saved: Any, like: Any) -> None:
     else:
         fits = isinstance(saved, type(like))
     if not fits:
-        raise DamagedError(f"{place} is {_kind(saved)}, where {_kind(like)} is loaded")
+        raise DamagedError(f"{place} must be {_kind(like)}, got {_kind(saved)}")
 
 
 def _check_tensor(place: str, value: Any) -> None:
     if not isinstance(value, torch.Tensor):
-        raise DamagedError(f"{place} is {_kind(value)}, where a tensor is loaded")
+        raise DamagedError(f"{place} must be a tensor, got {_kind(value)}")
 
 
 def _are_of_one_kind(items: Any) -> bool:

@@ -38,20 +38,20 @@ from ...runtime.coordinator.agreement import name_ranks
 from ...runtime.world import world
 from ...runtime.world.membership import World
 from ..checkpoint.archive import Archive, Found, Snapshot
-from ..checkpoint.tree import put_together, take_apart
+from ..checkpoint.tree import flatten, unflatten
 from ..checkpoint.validation import run_on_all
 from ..functions import allgather_object, broadcast_object
 from ..mpi_ops import Max, allreduce, rank, size
 
 FOLDER: Final = settings.ELASTIC_DIR.name
 KEEP: Final = settings.ELASTIC_KEEP.name
-ADVICE: Final = f"with {FOLDER}=folder its commits would be kept, for when it is started again"
-WHERE_KEPT: Final = " for GTOPK_ELASTIC_DIR, where commits are written to disk"
+ADVICE: Final = f"set {FOLDER}=folder to keep its commits for a restart"
+FOR_DISK_COMMITS: Final = " for GTOPK_ELASTIC_DIR, where commits are written to disk"
 
 
-def left_out(of: object, method: str, why: str = "") -> NotImplementedError:
+def not_implemented(owner: object, method: str, why: str = "") -> NotImplementedError:
     """Return the error for a method that a class does not implement."""
-    return NotImplementedError(f"{type(of).__name__} must define {method}(){why}")
+    return NotImplementedError(f"{type(owner).__name__} must define {method}(){why}")
 
 
 class Commit(NamedTuple):
@@ -69,7 +69,7 @@ def write_commit(archive: Archive, commit: Commit) -> None:
     # The maximum: ranks that ran out of batches, or step independently, have counted fewer.
     step = max(allgather_object(world.current().step, "elastic.step"))
     snapshot = run_on_all(
-        lambda: Snapshot(step, take_apart({**commit.replicated}), take_apart({**commit.own})),
+        lambda: Snapshot(step, flatten({**commit.replicated}), flatten({**commit.own})),
         f"a commit cannot be written to {archive.folder} ({FOLDER})",
     )
     archive.write(snapshot).wait()
@@ -78,10 +78,10 @@ def write_commit(archive: Archive, commit: Commit) -> None:
 def advice_of(archive: Archive) -> str:
     """Return advice on how to continue the job if it ends early."""
     if not archive.number:
-        return f"start it again; nothing is committed to {archive.folder} yet"
+        return f"restart it; nothing is committed to {archive.folder} yet"
     return (
-        f"start it again with {FOLDER}={archive.folder} on any number of ranks, and it goes on "
-        f"from commit {archive.number}"
+        f"restart it with {FOLDER}={archive.folder} on any number of ranks, to resume from commit "
+        f"{archive.number}"
     )
 
 
@@ -104,22 +104,22 @@ def open_archive(before: Archive | None = None) -> Archive | None:
     # An absolute path, which stays valid if the script changes its directory.
     path = Path(os.path.realpath(folder))
     is_second = other is not None and other is not before and other.folder == path
-    told = allgather_object((bool(folder), kept, is_second), "elastic.asked")
-    asked = [(has, keep) for has, keep, _ in told]
-    if len(set(asked)) > 1:
+    answers = allgather_object((bool(folder), kept, is_second), "elastic.asked")
+    settings_by_rank = [(has, keep) for has, keep, _ in answers]
+    if len(set(settings_by_rank)) > 1:
         raise ValueError(
             f"{FOLDER} must be set on every rank or on none, and {KEEP} alike, got "
-            f"{asked} by rank; mpirun hands variables to other hosts with -x"
+            f"{settings_by_rank} by rank; mpirun passes variables to other hosts with -x"
         )
     if not folder:
         return None
     newest = settings.ELASTIC_KEEP.read()
     # Fail on all ranks: on some the garbage collector may have removed the other state.
-    if seconds := [number for number, (*_, second) in enumerate(told) if second]:
+    if second_ranks := [number for number, (*_, second) in enumerate(answers) if second]:
         raise ValueError(
-            f"{FOLDER}={folder} keeps one state, and this is the second on {name_ranks(seconds)}; "
-            "put what both hold into one TorchState, models and optimizers by keywords of your "
-            "choice"
+            f"{FOLDER}={folder} keeps one state, and this is the second on "
+            f"{name_ranks(second_ranks)}; put both into one TorchState, with further models and "
+            "optimizers as keywords"
         )
     archive = Archive(path, newest)
     # A weak reference: a state that the script has dropped frees its folder.
@@ -156,7 +156,7 @@ class State:
         self._reset_callbacks: list[Callable[[], object]] = []
         self._commits = 0  # lets `run` see whether training advances
         self._saved_step: int | None = None  # the world's step at the last save; None if unknown
-        self._went_back = False  # restored to that step, and not synchronized since
+        self._was_restored = False  # restored to that step, and not synchronized since
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
         """Add functions to call when the ranks have rejoined; their number may have changed.
@@ -188,7 +188,7 @@ class State:
         """
         self.save()
         self._saved_step = world.current().step
-        self._keep()
+        self._persist()
         # Counted before the interrupt is raised: this commit is whole.
         self._commits += 1
         self.check_host_updates()
@@ -200,41 +200,41 @@ class State:
         """
         timestamp, update = self._last_updated_timestamp, 0
         while not self._host_messages.empty():
-            told, what = self._host_messages.get()
-            if told > self._last_updated_timestamp:
-                timestamp, update = max(told, timestamp), update | what
+            reported, what = self._host_messages.get()
+            if reported > self._last_updated_timestamp:
+                timestamp, update = max(reported, timestamp), update | what
         # One allreduce of the maximum combines the flags of all ranks and the newest timestamp.
-        mine = torch.tensor(
+        own = torch.tensor(
             [timestamp, bool(update & HostUpdateResult.removed), update & HostUpdateResult.added],
             dtype=torch.float64,
             device="cpu",
         )
-        latest, removed, added = allreduce(mine, op=Max, name="elastic.host_updates").tolist()
+        latest, removed, added = allreduce(own, op=Max, name="elastic.host_updates").tolist()
         if latest > self._last_updated_timestamp:
             self._last_updated_timestamp = latest
             # Without new ranks all have the same state already, so sync can be skipped.
             raise HostsUpdatedInterrupt(skip_sync=bool(removed and not added))
 
-    def _go_back(self) -> None:
+    def _resume_saved_step(self) -> None:
         """Set a new world's step to the restored one: the steps after it will be repeated."""
         if self._saved_step is not None:
             world.current().resume(self._saved_step)
-            self._went_back = True
+            self._was_restored = True
 
-    def _keep(self) -> None:
+    def _persist(self) -> None:
         """Write the saved state to disk; only some subclasses do."""
 
     def save(self) -> None:
         """Copy the state, for `restore`."""
-        raise left_out(self, "save")
+        raise not_implemented(self, "save")
 
     def restore(self) -> None:
         """Return to the last saved state."""
-        raise left_out(self, "restore")
+        raise not_implemented(self, "restore")
 
     def sync(self) -> None:
         """Give every rank the state of rank 0."""
-        raise left_out(self, "sync")
+        raise not_implemented(self, "sync")
 
     def reset(self) -> None:
         """Reset what depends on the ranks, after they have rejoined."""
@@ -306,9 +306,9 @@ class ObjectState(State):
     def _load(self, found: Found) -> None:
         """Load on rank 0 the values that `_share` then sends."""
         if self._rank() == 0:
-            self._resume(put_together(found.tree, found.tensors))
+            self._resume(unflatten(found.tree, found.tensors))
 
-    def _keep(self) -> None:
+    def _persist(self) -> None:
         if not self._is_resumed:
             self._archive = open_archive(self._archive)
             self._is_resumed = True
@@ -322,11 +322,11 @@ class ObjectState(State):
 
     def _check_names(self, found: Found) -> None:
         """Raise ValueError, on every rank, if the commit is from another state."""
-        names, there = sorted(self._committed().replicated), sorted(found.tree)
-        if names != there:
+        names, found_names = sorted(self._committed().replicated), sorted(found.tree)
+        if names != found_names:
             raise ValueError(
-                f"commit {found.number} holds {there}, and this state {names}; use the state "
-                f"that made it, or another folder in {FOLDER}"
+                f"commit {found.number} holds {found_names}, and this state {names}; use the same "
+                f"names, or another folder in {FOLDER}"
             )
 
     def _committed(self) -> Commit:
@@ -341,10 +341,10 @@ class ObjectState(State):
             ObjectState.restore(self)
         # A rank may be one commit ahead if the failure hit during a commit.
         step = broadcast_object(self._saved_step, name="elastic.step")
-        if self._went_back and step != self._saved_step:
+        if self._was_restored and step != self._saved_step:
             self._saved_step = step
             world.current().resume(step)
-        self._went_back = False
+        self._was_restored = False
 
     def _resume(self, replicated: Mapping[str, Any]) -> None:
         """Load on rank 0 the values that were equal on all ranks of an earlier job."""
@@ -403,7 +403,7 @@ def run_fn(
             reset()
             # After the reset, which sets the new world's step to that of the failure.
             if restored:
-                state._go_back()
+                state._resume_saved_step()
             state.on_reset()
 
     return recovering

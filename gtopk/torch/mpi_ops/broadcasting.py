@@ -85,8 +85,8 @@ def check_root(root_rank: int, process_set: ProcessSet) -> Sequence[int]:
     """Return the ranks of the set; raise ValueError if the root is not one of them."""
     ranks = process_set.members.ranks
     if root_rank not in ranks:
-        known = f"lie in 0..{len(ranks) - 1}" if isinstance(ranks, range) else f"be one of {ranks}"
-        raise ValueError(f"root_rank must {known}, got {root_rank!r}")
+        valid = f"lie in 0..{len(ranks) - 1}" if isinstance(ranks, range) else f"be one of {ranks}"
+        raise ValueError(f"root_rank must {valid}, got {root_rank!r}")
     return ranks
 
 
@@ -120,20 +120,22 @@ def begin_broadcast(
     check(tensor)
     is_root = current().rank == root_rank
     on_gpu = accepted_by([tensor], process_set.engine.transport)
-    mine = DeferredGpuArray.now(memory_of(output, tensor, on_gpu=True).elements) if on_gpu else None
+    deferred = (
+        DeferredGpuArray.now(memory_of(output, tensor, on_gpu=True).elements) if on_gpu else None
+    )
     # A copy: the script may change the tensor before the operation runs.
     message = np.array(view_bytes(tensor)) if is_root and not on_gpu else None
     finished = Finish()
 
     def work(transport: Transport, all_flags: list[int]) -> NDArray[np.uint8] | torch.Tensor:
-        if mine is None:
+        if deferred is None:
             return transport.broadcast(message, root)
-        with finished.on(tensor.device, [mine.made]):
+        with finished.on(tensor.device, [deferred.ready]):
             if not all_on_gpu(all_flags):
-                own = mine.bytes_on_host() if is_root else None
+                own = deferred.bytes_on_host() if is_root else None
                 return transport.broadcast(own, root)
-            transport.broadcast_into(mine.tensor, root)  # type: ignore[arg-type]
-            return mine.tensor
+            transport.broadcast_into(deferred.tensor, root)  # type: ignore[arg-type]
+            return deferred.tensor
 
     def finish(result: NDArray[np.uint8] | torch.Tensor) -> torch.Tensor:
         finished.wait([result])

@@ -117,7 +117,7 @@ def begin_allgather(
     # A scalar fails in the operation: raising here would leave the other ranks waiting.
     row_counts = np.array([0 if scalar else len(tensor) for tensor in tensors], np.int64)
     on_gpu = not scalar and accepted_by(tensors, transport)
-    mine = (
+    deferred = (
         [DeferredGpuArray.now(flattened(tensor).contiguous()) for tensor in tensors]
         if on_gpu
         else []
@@ -131,10 +131,10 @@ def begin_allgather(
             raise MismatchError("allgather needs tensors with at least one dimension, got a scalar")
         if not on_gpu:
             return gather(transport, message)
-        with finished.on(likes[0].device, [each.made for each in mine]):
+        with finished.on(likes[0].device, [each.ready for each in deferred]):
             if all_on_gpu(all_flags):
                 return gather_on_gpu(transport)
-            own = [each.bytes_on_host() for each in mine]
+            own = [each.bytes_on_host() for each in deferred]
             # All ranks must run the same operation: one rank without a GPU makes all use the host.
             return gather(transport, np.concatenate([message, *own]))
 
@@ -157,10 +157,10 @@ def begin_allgather(
     def gather_on_gpu(transport: Transport) -> list[tuple[Any, list[int]]]:
         counts = [m.view(np.int64) for m in transport.allgather(row_counts.view(np.uint8))]
         gathered = []
-        for number, (like, own) in enumerate(zip(likes, mine, strict=True)):
+        for number, (like, own) in enumerate(zip(likes, deferred, strict=True)):
             rows = [int(count[number]) for count in counts]
-            in_row = math.prod(like.shape[1:])
-            bounds = [end * in_row for end in itertools.accumulate(rows, initial=0)]
+            row_elements = math.prod(like.shape[1:])
+            bounds = [end * row_elements for end in itertools.accumulate(rows, initial=0)]
             # One buffer for all rows, with this rank's rows in position: NCCL gathers into it
             # without a copy.
             whole = own.tensor.new_empty(bounds[-1])
@@ -299,9 +299,9 @@ def alltoall_async(
     ends = [end * bytes_of_a_row for end in itertools.accumulate(sizes, initial=0)]
     # Rows without elements have no memory for NCCL to send.
     on_gpu = not scalar and row_bytes(tensor) > 0 and accepted_by([tensor], transport)
-    mine, content = None, np.zeros(sum(sizes), np.uint8)
+    deferred, content = None, np.zeros(sum(sizes), np.uint8)
     if on_gpu:
-        mine = DeferredGpuArray.now(as_bytes(tensor))
+        deferred = DeferredGpuArray.now(as_bytes(tensor))
     elif row_bytes(tensor):
         # A copy: the script may change the tensor before the operation runs.
         content = np.array(view_bytes(tensor))
@@ -310,12 +310,12 @@ def alltoall_async(
     def work(transport: Transport, all_flags: list[int]) -> tuple[Any, list[int]]:
         if scalar:
             raise MismatchError("alltoall needs a tensor with at least one dimension, got a scalar")
-        if mine is None:
+        if deferred is None:
             return transport.alltoall(content, ends)
-        with finished.on(like.device, [mine.made]):
+        with finished.on(like.device, [deferred.ready]):
             if all_on_gpu(all_flags):
-                return transport.alltoall(mine.tensor, ends)  # type: ignore[arg-type]
-            return transport.alltoall(mine.bytes_on_host(), ends)
+                return transport.alltoall(deferred.tensor, ends)  # type: ignore[arg-type]
+            return transport.alltoall(deferred.bytes_on_host(), ends)
 
     def finish(received: tuple[Any, list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         elements, bounds = received
@@ -382,5 +382,5 @@ class _Alltoall(torch.autograd.Function):
         received_splits, process_set = ctx.arguments
         # The reverse exchange: send each rank as many rows as came from it.
         returned, _ = alltoall(gradients[0], received_splits, process_set=process_set)
-        stayed = returned.new_zeros([ctx.shape[0] - len(returned), *ctx.shape[1:]])  # rows not sent
-        return torch.cat([returned, stayed]), None, None, None
+        unsent = returned.new_zeros([ctx.shape[0] - len(returned), *ctx.shape[1:]])  # rows not sent
+        return torch.cat([returned, unsent]), None, None, None

@@ -21,7 +21,7 @@ from ...runtime.world import world
 from ...runtime.world.process_sets import ProcessSet, global_process_set
 from ...runtime.world.world import current
 from ...telemetry import timeline
-from .tensors import forget_all
+from .tensors import clear_handles
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -41,8 +41,8 @@ def mpi_threads_supported() -> bool:
     """Tell whether several threads may call MPI at once; raise ValueError if MPI is not in use."""
     if not mpi_enabled():
         raise ValueError(
-            f"MPI is not enabled: the ranks are joined by {current().transport.name}; "
-            "GTOPK_TRANSPORT=mpi, or mpirun, joins them by MPI"
+            f"MPI is not enabled: the ranks are connected by {current().transport.name}; use "
+            "mpirun or GTOPK_TRANSPORT=mpi"
         )
     from mpi4py import MPI
 
@@ -199,11 +199,11 @@ def init(
     process_sets: the sets to register now; "dynamic" allows adding and removing sets later.
     """
     # Checked before the ranks join: a bad argument must not leave a world behind.
-    wanted = sets.requested_sets(process_sets)
+    requested = sets.requested_sets(process_sets)
     if world.is_initialized():
         return
     # Handles of an earlier world are invalid in this one.
-    forget_all()
+    clear_handles()
     world.init(comm)
-    for process_set in wanted:
+    for process_set in requested:
         sets.register(process_set)

@@ -86,8 +86,8 @@ class Reduction:
             raise ValueError(f"Tensor type {dtype} is not supported by op=Adasum; floats are.")
         if self._divides_last(dtype):
             # `end` does the average's division and the postscale factor.
-            return Dense(_ready(_widened(array)), _EXCHANGES[Average], self.prescale_factor)
-        elements = _ready(array)
+            return Dense(_reducible(_widened(array)), _EXCHANGES[Average], self.prescale_factor)
+        elements = _reducible(array)
         if dtype == torch.bool:
             return Dense(elements, _BOOL_EXCHANGES[self.op])
         exchange = _EXCHANGES[self.op]
@@ -125,7 +125,7 @@ def _widened(array: NDArray[Any] | torch.Tensor) -> NDArray[Any] | torch.Tensor:
     return wide
 
 
-def _ready(array: NDArray[Any] | torch.Tensor) -> NDArray[Any] | DeferredGpuArray:
+def _reducible(array: NDArray[Any] | torch.Tensor) -> NDArray[Any] | DeferredGpuArray:
     return DeferredGpuArray.now(array) if isinstance(array, torch.Tensor) else array
 
 

@@ -137,11 +137,11 @@ def _begin(
         ]
         if not on_gpu:
             return scatter(bounds, [dense.on_host for dense in denses], transport)
-        mine = [dense.array for dense in denses if isinstance(dense.array, DeferredGpuArray)]
-        with finished.on(likes[0].device, [each.made for each in mine]):
+        deferred = [dense.array for dense in denses if isinstance(dense.array, DeferredGpuArray)]
+        with finished.on(likes[0].device, [each.ready for each in deferred]):
             if all_on_gpu(all_flags):
-                return scatter(bounds, [each.tensor for each in mine], transport)
-            return scatter(bounds, [each.on_host() for each in mine], transport)
+                return scatter(bounds, [each.tensor for each in deferred], transport)
+            return scatter(bounds, [each.on_host() for each in deferred], transport)
 
     def scatter(bounds: list[list[int]], arrays: list[Any], transport: Transport) -> list[Any]:
         parts = list(arrays)

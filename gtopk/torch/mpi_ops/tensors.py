@@ -86,7 +86,7 @@ def poll(handle: int) -> bool:
     return _handles[handle][0].done
 
 
-def forget_all() -> None:
+def clear_handles() -> None:
     """Forget the handles of an earlier world."""
     _handles.clear()
 
@@ -115,11 +115,11 @@ def _require_fit(tensor: torch.Tensor, what: str) -> None:
 def why_unsendable(tensor: torch.Tensor) -> str:
     """Return why a tensor cannot be sent, ignoring its dtype; "" if it can."""
     if is_lazy(tensor):
-        return "it has no size yet: have a batch pass through the model's lazy modules first"
+        return "it has no size yet: run a batch through the model's lazy modules first"
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         kind = "quantized" if tensor.is_quantized else f"of layout {tensor.layout}"
-        return f"it is {'nested' if tensor.is_nested else kind}, and no dense tensor"
-    return "it is on the meta device, where nothing has content" if tensor.is_meta else ""
+        return f"it is {'nested' if tensor.is_nested else kind}, not a dense tensor"
+    return "it is on the meta device, which holds no data" if tensor.is_meta else ""
 
 
 def require_tensors(tensors: Iterable[torch.Tensor], what: str) -> list[torch.Tensor]:
@@ -238,9 +238,9 @@ def memory_of(output: torch.Tensor, tensor: torch.Tensor, on_gpu: bool = False) 
             after `await_copies`.
     """
     # A bool is reduced as uint8, and the bits of a negated view are not its values.
-    as_it_is = output.dtype != torch.bool and not output.is_neg() and output.is_contiguous()
+    is_usable = output.dtype != torch.bool and not output.is_neg() and output.is_contiguous()
     # A result in the output's own memory needs no copy back.
-    if on_gpu and as_it_is:
+    if on_gpu and is_usable:
         if output is not tensor:
             output.copy_(tensor.detach())
         return Memory(flattened(output))

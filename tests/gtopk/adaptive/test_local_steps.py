@@ -193,7 +193,7 @@ def test_a_rank_without_a_batch_so_far_writes_a_record_like_others(
 
     threads(RANKS, rank)
     run = read_run(tmp_path)
-    assert run.unread() is None
+    assert run.skipped_text() is None
     assert {step.report.step for step in steps_of(run)} == {0}
     assert sum(step.report.local_steps for step in steps_of(run)) == 1
 

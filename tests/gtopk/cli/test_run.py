@@ -219,7 +219,7 @@ def test_other_hosts_are_told_nothing_of_the_cores_of_this_one(
         (["-n", "0", "true"], "--ranks must be at least 1, got 0"),
         (["no_such_script.py"], "SCRIPT must be a file or a program, and 'no_such_script.py' is"),
         (["-n", "2"], "SCRIPT is missing: give a file or a program"),
-        (["-n", "4", "--hosts", "localhost:2", "true"], "4 ranks need as many slots"),
+        (["-n", "4", "--hosts", "localhost:2", "true"], "4 ranks need 4 slots"),
     ],
 )
 def test_what_cannot_be_started_says_why(capsys, words: list[str], text: str) -> None:

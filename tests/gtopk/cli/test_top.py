@@ -221,7 +221,7 @@ def test_whose_record_is_missing_is_said_when_it_changes(
     out, err = capsys.readouterr()
     assert [len(json.loads(line)["ranks"]) for line in out.splitlines()] == [1, 1, 3]
     (line,) = err.splitlines()
-    assert line.startswith("gtopk top: ranks 1, 2: no record is here")
+    assert line.startswith("gtopk top: ranks 1, 2: no record found")
 
 
 def test_it_waits_for_a_run_to_begin(

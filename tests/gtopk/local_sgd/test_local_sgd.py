@@ -259,7 +259,7 @@ def test_a_rank_without_a_step_so_far_writes_a_record_like_others(tmp_path: Path
 
     on_ranks(2, rank)
     run = read_run(tmp_path)
-    assert run.unread() is None
+    assert run.skipped_text() is None
     found = [[(s.report.step, s.report.local_steps) for s in each.steps] for each in run.ranks]
     assert found == [[(0, 0)], [(1, 2)]]
 

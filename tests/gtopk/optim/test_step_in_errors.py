@@ -74,7 +74,7 @@ def test_who_waits_for_too_long_says_in_which_step():
 
     waited = str(ends(at)[0])
     assert "has waited" in waited
-    assert waited.endswith(f"GTOPK_TIMEOUT (seconds) waits longer; at step {LAST}")
+    assert waited.endswith(f"GTOPK_TIMEOUT (seconds) to wait longer; at step {LAST}")
 
 
 def test_who_misses_another_says_in_which_step():

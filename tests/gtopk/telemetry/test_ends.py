@@ -116,7 +116,7 @@ def test_who_leaves_something_unfinished_does_not_end_in_order(tmp_path: Path) -
         hvd.shutdown()
     rank = rank_of(tmp_path)
     assert rank.end is not None
-    assert rank.end.endswith("; unfinished then: checkpoint lost")
+    assert rank.end.endswith("; unfinished work failed: checkpoint lost")
     assert not rank.in_order
 
 
@@ -155,6 +155,6 @@ def test_a_recovery_that_fails_is_no_end_in_order(
             patched.undo()
             hvd.shutdown()
     rank = rank_of(tmp_path)
-    assert "cannot join this job anew" in str(rank.end)
+    assert "cannot rejoin this job" in str(rank.end)
     assert not rank.in_order
     assert len(rank.steps) == 2

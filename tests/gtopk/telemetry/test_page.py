@@ -91,12 +91,12 @@ def test_strangers_hold_neither_threads_nor_descriptors(served: Endpoint, said: 
                 stranger.sendall(STRANGERS[said])
         assert get(served) == "well\n" * 3
         assert set(threading.enumerate()) <= set(threads)
-        assert descriptors() - 200 - before <= 3 * sinks._VISITS
+        assert descriptors() - 200 - before <= 3 * sinks._MAX_CONNECTIONS
     assert get(served) == "well\n" * 3
 
 
 def test_a_visit_ends_though_a_word_comes_now_and_then(monkeypatch, served: Endpoint) -> None:
-    monkeypatch.setattr(sinks, "_VISIT_SECONDS", 0.3)
+    monkeypatch.setattr(sinks, "_CONNECTION_SECONDS", 0.3)
     with socket.create_connection(served.address, 10) as stranger:
         begun = time.monotonic()
         while is_open(stranger):
@@ -106,7 +106,7 @@ def test_a_visit_ends_though_a_word_comes_now_and_then(monkeypatch, served: Endp
 
 
 def test_who_takes_nothing_of_a_long_page_has_to_go(monkeypatch, says) -> None:
-    monkeypatch.setattr(sinks, "_VISIT_SECONDS", 0.3)
+    monkeypatch.setattr(sinks, "_CONNECTION_SECONDS", 0.3)
     long = says("x" * (1 << 26))
     before = descriptors()
     with socket.create_connection(long.address, 10) as stranger:

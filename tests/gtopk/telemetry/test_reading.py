@@ -261,14 +261,14 @@ def test_files_without_a_whole_first_line_are_told_from_no_files(tmp_path: Path)
 
 def test_a_run_lacks_the_ranks_it_had_whose_files_are_not_here(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path, ranks=4, steps=3))
-    assert (run.missing, run.lacks()) == ([], None)
+    assert (run.missing, run.missing_text()) == ([], None)
     path_of(tmp_path, 0).unlink()
     path_of(tmp_path, 2).write_text("")
     run = read_run(tmp_path)
     assert run.missing == [0, 2]
-    assert run.lacks() == (
+    assert run.missing_text() == (
         "ranks 0, 2",
-        "no record is here: the file is missing, or without a whole first line",
+        "no record found: the file is missing, or without a whole first line",
     )
 
 

@@ -196,7 +196,7 @@ def test_a_record_that_cannot_be_written_ends_no_job(
     monkeypatch.setenv("GTOPK_RUN", str(tmp_path / "file" / "run"))
     hvd.init()
     hvd.shutdown()
-    assert "rank 0 trains without what GTOPK_RUN asks for: " in caplog.text
+    assert "rank 0 trains without the sink of GTOPK_RUN: " in caplog.text
 
 
 def test_after_a_line_that_was_cut_off_a_new_one_begins(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_what_fails_ends_neither_the_other_records_nor_the_run(
     recorder.close()
     assert failing.called == ["take"]
     assert caplog.messages == [
-        f"the failing one ends here, as {type(error).__name__}: {error}; training goes on"
+        f"the failing one stopped ({type(error).__name__}: {error}); training continues"
     ]
     lines = lines_in(tmp_path / "kept")
     values = [line["values"] for line in lines if line["what"] == "values"]
@@ -302,14 +302,14 @@ def test_a_last_step_that_is_written_is_written_once(tmp_path: Path) -> None:
 def test_what_makes_no_sense_is_refused(variables: dict[str, str], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         settings_from(variables)
-    assert not settings_from({}).asked
-    assert Settings(run="a").asked
+    assert not settings_from({}).is_enabled
+    assert Settings(run="a").is_enabled
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"prometheus": "yes"}, "^prometheus must be PORT or HOST:PORT, as 9400, got 'yes'"),
+        ({"prometheus": "yes"}, "^prometheus must be PORT or HOST:PORT, such as 9400, got 'yes'"),
         ({"every": 0}, "^every must be at least 1 step, got 0"),
     ],
 )

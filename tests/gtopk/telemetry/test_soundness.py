@@ -98,7 +98,7 @@ def test_what_was_passed_over_is_counted_and_the_rest_is_there(tmp_path: Path) -
     run = read_run(tmp_path)
     assert run.unsound == 2  # unparsable text does not count
     assert len(run.first.steps) == 6
-    assert "2 lines that gtopk has not written so: passed over" in page(run, "a run")
+    assert "skipped 2 lines of an unknown format" in page(run, "a run")
 
 
 def test_as_many_ranks_as_no_job_has_are_refused(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_residual_that_diverges_is_a_line_of_gtopk(
         file.write(as_text(line))
     assert shown(tmp_path)
     run = read_run(tmp_path)
-    assert run.unread() is None
+    assert run.skipped_text() is None
     assert run.first.residuals[-1].content["norm"] == read
     assert run.first.residuals[-1].content["age_steps"] == read
 

@@ -288,5 +288,5 @@ def test_a_full_disk_ends_the_trace_and_not_the_job(
     recorder.note("", events("broadcast.2", "begin negotiate")[0])
     recorder.close()
     (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith("the timeline ends here, as [Errno ")
+    assert said.startswith("the timeline stopped ([Errno ")
     assert rows_in(path) == {"broadcast.0": [">NEGOTIATE_BROADCAST"]}

@@ -222,7 +222,7 @@ def test_where_the_next_world_never_stands_runs_have_failed(
     observer.start(first)
     observer.pause(first)
     observer.join(second, first)  # without a meeting of its ranks
-    observer.end(first, "could not begin anew", False)
+    observer.end(first, "could not rejoin", False)
     assert (wandb.finished, client.ended) == ([1], ["FAILED"])
 
 
@@ -259,7 +259,7 @@ def test_a_rejoin_that_fails_ends_what_was_to_go_on(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module, "_init", fail)
     with pytest.raises(OSError, match="no route"):
         world.rejoin()
-    assert ends == [("could not begin anew: OSError: no route to rank 1", False)]
+    assert ends == [("could not rejoin: OSError: no route to rank 1", False)]
 
 
 @pytest.mark.parametrize(

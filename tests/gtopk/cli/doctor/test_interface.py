@@ -6,7 +6,7 @@ import pytest
 
 from gtopk.cli.doctor.basics import State
 from gtopk.cli.doctor.isolation import check_interface, judge_interface
-from gtopk.runtime.liveness.heartbeat import Choice, address_of, choose, interfaces
+from gtopk.runtime.liveness.heartbeat import Choice, address_of, choose_address, interfaces
 
 ROUTE = "default route"
 LOOPBACK = {"lo": "127.0.0.1"}
@@ -54,11 +54,14 @@ def test_what_would_be_used_is_said_and_what_to_set(
 def test_the_finding_is_of_the_address_that_the_heartbeat_takes(monkeypatch) -> None:
     monkeypatch.delenv("GTOPK_INTERFACE", raising=False)
     assert interfaces()["lo"] == address_of("lo")
-    if address := choose(False, {}).address:
+    if address := choose_address(False, {}).address:
         assert address in check_interface().detail
 
 
 def test_what_chose_an_address_is_said() -> None:
-    assert choose(True, {"GTOPK_INTERFACE": "lo"}) == ("127.0.0.1", "GTOPK_INTERFACE")
-    assert choose(False, {"NCCL_SOCKET_IFNAME": "lo"}) == ("127.0.0.1", "NCCL_SOCKET_IFNAME")
-    assert choose(True, {}) == ("127.0.0.1", "all ranks on one host")
+    assert choose_address(True, {"GTOPK_INTERFACE": "lo"}) == ("127.0.0.1", "GTOPK_INTERFACE")
+    assert choose_address(False, {"NCCL_SOCKET_IFNAME": "lo"}) == (
+        "127.0.0.1",
+        "NCCL_SOCKET_IFNAME",
+    )
+    assert choose_address(True, {}) == ("127.0.0.1", "all ranks on one host")

@@ -109,11 +109,13 @@ def test_where_ranks_meet_is_looked_at_where_rank_0_serves_it(
 
 def test_the_finding_is_of_this_hosts_interfaces(monkeypatch) -> None:
     monkeypatch.setattr(isolation, "interfaces", lambda: dict([LOOPBACK, ("eth0", PUBLIC)]))
-    monkeypatch.setattr(isolation, "choose", lambda one_host: BY_ROUTE)
+    monkeypatch.setattr(isolation, "choose_address", lambda one_host: BY_ROUTE)
     monkeypatch.delenv("GTOPK_HEARTBEAT_TIMEOUT", raising=False)
     assert check_ports().state is State.WARN
     monkeypatch.setattr(isolation, "interfaces", lambda: dict([LOOPBACK, ("eth0", "10.0.0.5")]))
-    monkeypatch.setattr(isolation, "choose", lambda one_host: Choice("10.0.0.5", "default route"))
+    monkeypatch.setattr(
+        isolation, "choose_address", lambda one_host: Choice("10.0.0.5", "default route")
+    )
     assert check_ports().state is State.OK
 
 

@@ -458,8 +458,8 @@ def test_a_record_that_is_missing_is_said_on_the_page_and_on_stderr(
     write_run(tmp_path, ranks=3)
     path_of(tmp_path, 1).unlink()
     assert main([str(tmp_path)]) == 0
-    assert capsys.readouterr().err.startswith("gtopk report: rank 1: no record is here")
-    assert "<h3>rank 1</h3><p>no record is here" in html_of(tmp_path)
+    assert capsys.readouterr().err.startswith("gtopk report: rank 1: no record found")
+    assert "<h3>rank 1</h3><p>no record found" in html_of(tmp_path)
     assert main([str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["happened"][0][0] == "rank 1"
 

@@ -41,11 +41,11 @@ def test_of_a_deadlock_the_likely_cause_is_told():
     uneven = describe_deadlock({0: "gradients.0.bias.0", 1: "allreduce.loss", 2: "allreduce.loss"})
     assert uneven.startswith(
         "the ranks disagree about their next operation: rank 0: gradients.0.bias.0; "
-        "ranks 1, 2: allreduce.loss; give all ranks as many batches"
+        "ranks 1, 2: allreduce.loss; give all ranks equally many batches"
     )
     assert uneven.endswith("call hvd.join() when it is done")
     alone = describe_deadlock({0: "allgather.checkpoint.problem", 1: "gradients.0.bias.0"})
-    assert "save_checkpoint and load_latest are for every rank" in alone
+    assert "every rank must call save_checkpoint and load_latest" in alone
     assert "batches" not in alone
     for others in ("gradients.1", "allreduce.a"):  # all of one kind: unknown
         kind = others.rpartition(".")[0]
@@ -58,7 +58,10 @@ def test_join_is_advised_only_where_it_stands_in_for_a_rank():
         ("gradients.0.bias.0", "or have each call hvd.join() when it is done"),
         ("local_sgd.0.bias.outer.1", "or use inner_steps=None, and call outer_step() on all"),
         ("ddp.bucket.0", "or train within DDP's `with model.join():`"),
-        ("fsdp.0", "give all ranks as many batches (drop_last=True, a DistributedSampler)"),
+        (
+            "fsdp.0",
+            "give all ranks equally many batches (drop_last=True, a DistributedSampler)",
+        ),
     ):
         advice = advice_on_uneven(name)
         assert way_out in advice

@@ -45,11 +45,13 @@ def test_every_array_is_in_one_bundle_with_others_of_its_key_up_to_the_threshold
 ) -> None:
     shares = [share(number, *array) for number, array in enumerate(arrays)]
     bundles = fuse_arrays(shares, threshold, 1 << 20)
-    assert sorted(s.of for group in bundles for s in group) == list(range(len(arrays)))
-    assert [group[0].of for group in bundles] == sorted(group[0].of for group in bundles)
+    assert sorted(s.operation for group in bundles for s in group) == list(range(len(arrays)))
+    assert [group[0].operation for group in bundles] == sorted(
+        group[0].operation for group in bundles
+    )
     for group in bundles:
         assert len({(s.layout.dtype, s.layout.postscale) for s in group}) == 1
-        assert [s.of for s in group] == sorted(s.of for s in group)
+        assert [s.operation for s in group] == sorted(s.operation for s in group)
         sizes = [s.layout.length * np.dtype(s.layout.dtype).itemsize for s in group]
         assert len(group) == 1 or sum(sizes) <= threshold
     if threshold == 10_000:  # all fit

@@ -18,8 +18,8 @@ PROGRAM = Path(__file__).parents[3] / "programs" / "outlives.py"
         (
             "not begun",
             [
-                "gtopk has left, as the main thread ended: 'allreduce.noname.1' cannot begin; have "
-                "the main thread wait for those that train (thread.join())"
+                "gtopk has shut down, as the main thread ended: 'allreduce.noname.1' cannot begin; "
+                "join the training threads in the main thread (thread.join())"
             ],
         ),
     ],

@@ -42,8 +42,8 @@ def test_a_rank_that_ran_out_of_batches_is_told_of_with_a_way_out():
         table.enter([fresh("a"), Announcement()])
         ((name, error),) = table.enter([Announcement(), Announcement(leaves=reason)]).refused
         assert name == "a"
-        assert f"rank 1 left ({reason}) and was waited for in a" in str(error)
-        assert ("give all ranks as many batches" in str(error)) == has_way_out
+        assert f"rank 1 left ({reason}) before a" in str(error)
+        assert ("give all ranks equally many batches" in str(error)) == has_way_out
         assert ("hvd.join()" in str(error)) == has_way_out
 
 
@@ -52,7 +52,7 @@ def test_who_alone_saves_a_checkpoint_is_told_that_all_have_to():
     table.enter([fresh("allgather.checkpoint.problem.label"), Announcement()])
     ended = Announcement(leaves="its program ended at step 8")
     ((_, error),) = table.enter([Announcement(), ended]).refused
-    assert "save_checkpoint and load_latest are for every rank to call" in str(error)
+    assert "every rank must call save_checkpoint and load_latest" in str(error)
     assert "batches" not in str(error)
 
 
@@ -191,7 +191,7 @@ class Plainly:
         expired = f"{names[0]} expired" if names else None
         for rank in self.leaving:
             refused |= self.drop([n for n, h in self.waiting.items() if rank not in h], PeerError)
-        if not any(said) and not any(one.is_news for one in more):
+        if not any(said) and not any(one.has_changes for one in more):
             stuck = [more[rank].stuck for rank in everyone - self.joined - self.leaving.keys()]
             names = [name for name in set(stuck) if name in self.waiting]
             if names and len(names) == len(set(stuck)):
@@ -281,7 +281,7 @@ def test_the_table_is_what_follows_plainly_from_what_was_said_on_every_rank_alik
                 expired,
             ) == expected, (seed, announcements)
             assert len(ready) + len(refused) == len(expected[0]) + len(expected[1])
-            assert news == any(one.is_news for one in announcements)
+            assert news == any(one.has_changes for one in announcements)
             assert left == plainly.gone()
             for rank in range(size):
                 assert tables[rank].waits(rank) == plainly.waits(rank)

@@ -29,7 +29,7 @@ def test_a_file_names_a_host_on_each_line(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"must look like 'name slots=4', got '{line}'"):
             read_hostfile(path)
     path.write_text("# nobody\n")
-    with pytest.raises(ValueError, match="must name a host"):
+    with pytest.raises(ValueError, match="must name at least one host"):
         read_hostfile(path)
 
 

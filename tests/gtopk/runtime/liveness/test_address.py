@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from gtopk.runtime.liveness import heartbeat as address
-from gtopk.runtime.liveness.heartbeat import address_of, choose, own_address
+from gtopk.runtime.liveness.heartbeat import address_of, choose_address, own_address
 
 
 def test_on_one_host_no_other_host_is_let_near():
@@ -30,7 +30,7 @@ def test_the_interface_of_the_transport_is_the_heartbeats_too(variable):
 
 
 def test_an_interface_that_is_not_there_is_an_error_that_lists_those_that_are():
-    with pytest.raises(ValueError, match=r"GTOPK_INTERFACE must .* got 'nosuch0'; there are .*lo"):
+    with pytest.raises(ValueError, match=r"GTOPK_INTERFACE must .* got 'nosuch0'; available: .*lo"):
         own_address(True, {"GTOPK_INTERFACE": "nosuch0"})
 
 
@@ -57,10 +57,10 @@ MASTER, OUTSIDE, LOOPBACK = "10.0.0.1", "192.0.2.1", "127.0.0.1"
 @pytest.mark.parametrize(
     ("towards", "there", "choice"),
     [
-        ({MASTER: "10.0.0.5", OUTSIDE: "10.9.9.9"}, [], ("10.0.0.5", "the way to MASTER_ADDR=")),
+        ({MASTER: "10.0.0.5", OUTSIDE: "10.9.9.9"}, [], ("10.0.0.5", "route to MASTER_ADDR=")),
         ({MASTER: LOOPBACK, OUTSIDE: "10.9.9.9"}, [], ("10.9.9.9", "default route")),
         ({OUTSIDE: "10.9.9.9"}, [], ("10.9.9.9", "default route")),
-        ({}, [LOOPBACK, "10.8.8.8", "10.7.7.7"], ("10.8.8.8", "the first there is")),
+        ({}, [LOOPBACK, "10.8.8.8", "10.7.7.7"], ("10.8.8.8", "first interface")),
         ({MASTER: LOOPBACK}, [LOOPBACK], ("", "")),
     ],
 )
@@ -69,7 +69,7 @@ def test_where_no_interface_is_named_the_way_to_the_others_tells(
 ):
     monkeypatch.setattr(address, "_address_towards", lambda host: towards.get(host, ""))
     monkeypatch.setattr(address, "interfaces", lambda: dict(enumerate(there)))
-    found = choose(False, {"MASTER_ADDR": MASTER})
+    found = choose_address(False, {"MASTER_ADDR": MASTER})
     assert found.address == choice[0]
     assert found.by.removesuffix(MASTER) == choice[1]
 

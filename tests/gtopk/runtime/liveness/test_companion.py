@@ -103,7 +103,7 @@ def test_lines_are_followed_however_the_pipe_cuts_them(beside) -> None:
     job = beside()
     assert not job.companion._follow_orders()
     assert job.order(b"because it fai")
-    assert job.companion._end_reason == companion.WITHOUT_A_WORD
+    assert job.companion._end_reason == companion._UNEXPLAINED
     assert job.order(b"led at step 5\nanything else\nlea")
     assert job.companion._end_reason == "it failed at step 5"
     assert not job.companion._leaving
@@ -153,7 +153,7 @@ def test_news_are_printed_once_and_a_closed_terminal_or_pipe_is_no_error(
     beside, monkeypatch, capfd
 ) -> None:
     job = beside()
-    job.companion._watch.news += ["one", "two \udc80"]
+    job.companion._watch.messages += ["one", "two \udc80"]
     for _ in range(2):
         job.companion._report(NOW)
     assert capfd.readouterr().err == "gtopk: one\ngtopk: two ?\n"
@@ -162,15 +162,15 @@ def test_news_are_printed_once_and_a_closed_terminal_or_pipe_is_no_error(
         raise BrokenPipeError
 
     monkeypatch.setattr(standard_streams.os, "write", closed)
-    job.companion._watch.news.append("three")
+    job.companion._watch.messages.append("three")
     job.lose(2, NOW)
 
 
 def test_beats_go_on_where_the_reader_of_stderr_has_stopped(beside, unread_stderr) -> None:
     job = beside()
-    job.companion._watch.news += ["one", "two"]
+    job.companion._watch.messages += ["one", "two"]
     assert unread_stderr(lambda: job.companion._report(NOW))
-    assert job.companion._watch.news == []
+    assert job.companion._watch.messages == []
 
 
 def test_what_waits_in_the_socket_is_read_before_the_last_word(beside, capfd) -> None:
@@ -192,9 +192,7 @@ def test_a_rank_that_does_not_answer_is_killed_after_the_timeout(beside, capfd) 
     for _ in range(2):
         job.companion._kill_unresponsive_rank(NOW + TIMEOUT + 0.1)
     assert job.kills == [signal.SIGKILL] * 2
-    why = (
-        "the job is at its end (rank 2 (host host2, pid 102): killed) and this rank takes no notice"
-    )
+    why = "the job is ending (rank 2 (host host2, pid 102): killed) and this rank does not respond"
     assert capfd.readouterr().err == f"gtopk: rank 0 (host host0, pid 100) is ended: {why}\n"
     assert job.companion._end_reason == f"ended by its companion: {why}"
 
@@ -202,7 +200,7 @@ def test_a_rank_that_does_not_answer_is_killed_after_the_timeout(beside, capfd) 
 def test_a_rank_that_has_answered_is_not_killed(beside) -> None:
     job = beside()
     job.lose(2, NOW)
-    job.order(b"heard\n")
+    job.order(b"ack\n")
     job.companion._kill_unresponsive_rank(NOW + 9 * TIMEOUT)
     assert job.kills == []
 
@@ -215,7 +213,7 @@ def test_a_stopped_rank_is_killed_two_seconds_after_the_loss(beside, stopped, lo
             job.companion._beat(STOPPED, when)
         else:
             job.lose(2, when)
-            job.order(b"heard\n")
+            job.order(b"ack\n")
     job.lose(1, NOW + 2)  # the first loss counts
     job.companion._beat(STOPPED, NOW + 2)
     job.companion._kill_unresponsive_rank(NOW + 3)
@@ -229,7 +227,7 @@ def test_a_rank_that_goes_on_is_not_killed_as_a_stopped_one(beside) -> None:
     job = beside()
     job.companion._beat(STOPPED, NOW)
     job.lose(2, NOW)
-    job.order(b"heard\n")
+    job.order(b"ack\n")
     job.companion._beat(RUNS, NOW + 1)
     job.companion._kill_unresponsive_rank(NOW + 9)
     assert job.kills == []
@@ -348,8 +346,8 @@ def test_who_could_not_print_why_it_ended_is_spoken_for(
         job.order(because)
     job.companion._print_loss_for_rank(ended)
     text = (
-        "gtopk: rank 0 of 3 (host host0, pid 100) ended without a word at step 7, after rank 1 is "
-        f"lost (killed; host host1, pid 101){'; ' * bool(advice)}{advice}\n"
+        "gtopk: rank 0 of 3 (host host0, pid 100) ended without an error message at step 7, after "
+        f"rank 1 is lost (killed; host host1, pid 101){'; ' * bool(advice)}{advice}\n"
     )
     assert capfd.readouterr().err == (text if speaks else "")
 

@@ -154,7 +154,7 @@ def test_what_passes_in_time_costs_nothing():
         job.send(1, signal.SIGCONT)
         job.hear("rank 1 .* goes on")
         os.kill(job.companions[2], signal.SIGKILL)
-        job.hear(r"rank 2 .*: its companion was ended \(-9\); another begins")
+        job.hear(r"rank 2 .*: its companion was ended \(-9\); starting another")
         job.wait(1.2 * PATIENT)
         job.order(1, "leave")
         job.hear(f"{job.pids[1]} ended with 0")
@@ -171,7 +171,7 @@ def test_a_rank_that_ends_is_lost_at_once_with_what_it_said():
                 rf"host \S+, pid {job.pids[1]}"
             )
         job.send(2, signal.SIGKILL)
-        job.hear(r"rank 0 lost 2: ended without a word; host")
+        job.hear(r"rank 0 lost 2: ended without an error message; host")
 
 
 def test_for_a_rank_that_is_killed_because_another_was_its_companion_has_the_last_word():
@@ -184,8 +184,9 @@ def test_for_a_rank_that_is_killed_because_another_was_its_companion_has_the_las
         job.send(0, signal.SIGKILL)
         said = job.hear(r"gtopk: (rank \d .*)")[1]
         assert re.fullmatch(
-            rf"rank 0 of 3 \(host \S+, pid {job.pids[0]}\) ended without a word at step 7, after "
-            rf"rank 1 is lost \(ended without a word; host \S+, pid {job.pids[1]}\); "
+            rf"rank 0 of 3 \(host \S+, pid {job.pids[0]}\) ended without an error message at "
+            r"step 7, after rank 1 is lost \(ended without an error message; host \S+, pid "
+            rf"{job.pids[1]}\); "
             "start it again",
             said,
         )
@@ -219,7 +220,7 @@ def test_a_companion_that_ends_while_its_rank_leaves_is_not_replaced():
     heartbeat = Heartbeat(local_world(1)[0], TIMEOUT, TIMEOUT, launcher=0)
     heartbeat._setting = SimpleNamespace(peers=["rank 0"])
     others: list[str] = []
-    heartbeat._begin = lambda: others.append("another")
+    heartbeat._launch = lambda: others.append("another")
     # The rank leaves, and closes the companion's socket, while learning that it has ended.
     ended = SimpleNamespace(stdout=io.BytesIO(), returncode=-9, wait=heartbeat.close)
     heartbeat._receive_losses(ended)

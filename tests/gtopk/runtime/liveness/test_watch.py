@@ -46,7 +46,7 @@ class Job:
         return [set(watch.lost) for watch in self.watches]
 
     def news(self) -> list[str]:
-        return [text for watch in self.watches for text in watch.news]
+        return [text for watch in self.watches for text in watch.messages]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 17])
@@ -66,7 +66,7 @@ def test_ranks_that_beat_are_never_lost_nor_warned_of():
     job = Job(5)
     job.run(100)
     assert job.lost() == [set()] * 5
-    assert job.news() == []
+    assert job.messages() == []
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
@@ -76,8 +76,10 @@ def test_a_stopped_rank_is_warned_of_and_then_lost_and_no_other_is(size):
     job.states[1] = State.STOPPED
     job.run(WARNING + 2 * PAUSE)
     assert job.lost() == [set()] * size
-    assert job.news()
-    assert all(text.startswith("rank 1 (host host1, pid 101): stopped for") for text in job.news())
+    assert job.messages()
+    assert all(
+        text.startswith("rank 1 (host host1, pid 101): stopped for") for text in job.messages()
+    )
     job.run(TIMEOUT - WARNING)
     watchers = {rank for rank, watch in enumerate(job.watches) if 1 in watch.watches}
     assert [rank for rank, lost in enumerate(job.lost()) if lost == {1}] == sorted(watchers)
@@ -93,7 +95,7 @@ def test_a_rank_that_goes_on_in_time_is_not_lost():
     job.states[1] = State.ALIVE
     job.run(10 * TIMEOUT)
     assert job.lost() == [set()] * 3
-    assert "rank 1 (host host1, pid 101) goes on" in job.news()
+    assert "rank 1 (host host1, pid 101) responds again" in job.messages()
 
 
 def test_a_job_that_is_stopped_as_a_whole_loses_nobody():
@@ -111,7 +113,7 @@ def test_a_job_that_is_stopped_as_a_whole_loses_nobody():
                 job.watches[rank].check_timeouts(job.now, False)
         job.run(10 * TIMEOUT)
         assert job.lost() == [set()] * 4
-        assert job.news() == []
+        assert job.messages() == []
 
 
 def test_a_rank_that_cannot_be_reached_is_lost_and_knows_that_it_hears_nobody():
@@ -122,10 +124,11 @@ def test_a_rank_that_cannot_be_reached_is_lost_and_knows_that_it_hears_nobody():
     assert 2 in job.watches[3].lost
     assert 2 in job.watches[0].lost
     assert "silent for" in job.watches[3].lost[2]
-    assert "hears no other rank" not in job.watches[3].lost[2]
+    assert "receives no heartbeats at all" not in job.watches[3].lost[2]
     assert job.watches[2].lost
     assert all(
-        "or that of rank 2 (host host2, pid 102), which hears no other rank, is down" in why
+        "or that of rank 2 (host host2, pid 102), which receives no heartbeats at all, is down"
+        in why
         for why in job.watches[2].lost.values()
     )
 
@@ -145,7 +148,7 @@ def test_word_of_a_loss_is_believed_and_the_one_given_up_knows_by_whom():
     job = Job(3)
     job.say(0, 2, State.LOST, "stopped for 5 s")
     assert job.watches[1].lost == {2: "stopped for 5 s"}
-    by = "given up by rank 0 (host host0, pid 100): stopped for 5 s"
+    by = "declared lost by rank 0 (host host0, pid 100): stopped for 5 s"
     assert job.watches[2].lost == {2: by}
 
 
@@ -163,7 +166,7 @@ def test_who_left_is_not_lost_whatever_others_say_later():
     job = Job(3)
     job.say(1, 1, State.LEFT)
     job.say(2, 1, State.LOST, "silent for 5 s")
-    job.say(1, 1, State.ENDED, "ended without a word")
+    job.say(1, 1, State.ENDED, "ended without an error message")
     assert job.lost() == [set(), {1}, set()]
 
 
@@ -172,9 +175,9 @@ def test_who_was_never_heard_is_told_of_once_and_not_watched():
     job.cut = {1}
     job.run(20 * TIMEOUT)
     assert job.lost() == [set()] * 3
-    assert len(job.watches[0].news) == 1
-    assert "receives no heartbeats from rank 1 (host host1, pid 101)" in job.watches[0].news[0]
-    assert "GTOPK_INTERFACE" in job.watches[0].news[0]
+    assert len(job.watches[0].messages) == 1
+    assert "receives no heartbeats from rank 1 (host host1, pid 101)" in job.watches[0].messages[0]
+    assert "GTOPK_INTERFACE" in job.watches[0].messages[0]
 
 
 def hear_all(watch: Watch, beats: Iterable[Beat]) -> None:
@@ -233,14 +236,14 @@ def test_nobody_is_warned_of_the_silence_of_who_left_or_is_lost(last):
     watch.receive(Beat(1, 1, State.ALIVE, 1), 50.0)
     watch.receive(Beat(1, 1, last, 2), 50.0)
     look_on(watch, 50.0, 3 * TIMEOUT)
-    assert watch.news == []
+    assert watch.messages == []
 
 
 def test_of_two_ranks_none_blames_its_own_network_and_warns_once():
     watch = Watch(0, peers(2), TIMEOUT, WARNING, 50.0)
     watch.receive(Beat(1, 1, State.ALIVE, 1), 50.0)
     look_on(watch, look_on(watch, 50.0, TIMEOUT), PAUSE)
-    assert len(watch.news) == 1
+    assert len(watch.messages) == 1
     assert watch.lost == {1: "silent for 4.5 s: its host or its network is down"}
 
 
@@ -249,9 +252,9 @@ def test_a_warning_comes_after_half_the_timeout_at_the_latest(warning, half):
     watch = Watch(0, peers(2), TIMEOUT, warning, 50.0)
     watch.receive(Beat(1, 1, State.ALIVE, 1), 50.0)
     late = look_on(watch, 50.0, half)
-    assert watch.news == []
+    assert watch.messages == []
     look_on(watch, late, PAUSE)
-    assert len(watch.news) == 1
+    assert len(watch.messages) == 1
 
 
 @pytest.mark.parametrize(("pause", "is_lost"), [(1.0, True), (1.5, False)])
@@ -278,18 +281,18 @@ def test_who_heard_another_rank_since_the_time_to_warn_does_not_blame_itself(hea
     look_on(watch, 50.0, TIMEOUT)
     watch.receive(Beat(2, 2, State.ALIVE, 1), heard)
     watch.check_timeouts(54.5, False)
-    assert ("which hears no other rank" in watch.lost[1]) == blames_itself
+    assert ("which receives no heartbeats at all" in watch.lost[1]) == blames_itself
 
 
 def test_who_is_not_heard_is_told_of_once_the_time_to_warn_has_passed():
     watch = Watch(0, peers(2), TIMEOUT, WARNING, 50.0)
     watch.check_timeouts(50.0 + TIMEOUT, False)  # was suspended: a beat may wait in the socket
-    assert watch.news == []
+    assert watch.messages == []
     watch = Watch(0, peers(2), TIMEOUT, WARNING, 50.0)
     late = look_on(watch, 50.0, WARNING)
-    assert watch.news == []
+    assert watch.messages == []
     look_on(watch, late, PAUSE)
-    assert len(watch.news) == 1
+    assert len(watch.messages) == 1
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_what_is_more_than_its_fields_is_refused() -> None:
     for obj, why in (
         (Local(), "not defined at the top of a module"),
         (extended, r"with attributes \['more'\]"),
-        (OfDict(), "a dict, too"),
+        (OfDict(), "a subclass of dict"),
         ([Layer(print)], r"builtin_function_or_method at \[0\]\.width"),  # type: ignore[arg-type]
         (types.SimpleNamespace(x=print), r"at \.x"),
     ):

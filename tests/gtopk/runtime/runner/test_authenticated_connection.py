@@ -83,7 +83,7 @@ def test_both_ends_hear_each_other(sockets):
     caller = AuthenticatedConnection(one, SECRET, accepted=False)
     caller.send(b"")
     caller.send(b"first")
-    assert len(caller.receive(patiently=False)) == 3_000_000
+    assert len(caller.receive(without_timeout=False)) == 3_000_000
     thread.join()
     assert heard == [b"", b"first"]
     with pytest.raises(UnauthenticatedError, match="has closed"):
@@ -101,7 +101,8 @@ def test_a_message_changed_anywhere_is_refused(between, place):
         return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
 
     with pytest.raises(
-        UnauthenticatedError, match="does not know the secret, or somebody is between"
+        UnauthenticatedError,
+        match="does not know the secret, or the message was changed on the way",
     ):
         between().hears(change)
 

@@ -58,9 +58,9 @@ def test_the_call_is_made_with_its_arguments(allow_pickle: bool) -> None:
     _, content = call.pack(math.ldexp, (3,), {}, allow_pickle, [])
     assert not objects.holds_pickle(content)
     with pytest.raises(TypeError):
-        call.make(content, allow_pickle)
+        call.execute(content, allow_pickle)
     _, content = call.pack(int, ("12",), {"base": 5}, allow_pickle, [])
-    assert call.make(content, allow_pickle) == 7
+    assert call.execute(content, allow_pickle) == 7
 
 
 def test_a_closure_travels_as_a_pickle() -> None:
@@ -69,9 +69,9 @@ def test_a_closure_travels_as_a_pickle() -> None:
     preparation, content = call.pack(lambda x: x + offset, (4,), {}, True, [])
     assert objects.holds_pickle(content)
     assert objects.decode(preparation, allow_pickle=False)["allow_pickle"] is True
-    assert call.make(content, True) == 7
+    assert call.execute(content, True) == 7
     with pytest.raises(objects.ObjectFormatError, match="holds a pickle"):
-        call.make(content, False)
+        call.execute(content, False)
 
 
 def test_the_secret_of_this_process_stays_here() -> None:

@@ -13,7 +13,7 @@ import pytest
 from gtopk.errors import HorovodInternalError
 from gtopk.runtime.launch import LaunchError
 from gtopk.runtime.runner import RankError, call
-from gtopk.runtime.runner.call import of_error, of_result
+from gtopk.runtime.runner.call import error_report, result_report
 from gtopk.runtime.runner.call_server import CallServer
 
 
@@ -48,7 +48,11 @@ def outcome(
     """Collect from a server on which all these events have happened."""
     server = CallServer(ranks, [])
     server.close()
-    server.came, server.left, server.reports = set(came or range(ranks)), [*reports, *left], reports
+    server.connected, server.disconnected, server.reports = (
+        set(came or range(ranks)),
+        [*reports, *left],
+        reports,
+    )
     return call.collect(server, launcher, ranks, start_seconds, allow_pickle=False)
 
 
@@ -56,11 +60,11 @@ def raised(error: BaseException) -> bytes:
     try:
         raise error
     except BaseException as caught:
-        return of_error(caught, own_frames=0)
+        return error_report(caught, own_frames=0)
 
 
 def result(value: object) -> bytes:
-    return of_result(value, allow_pickle=False)
+    return result_report(value, allow_pickle=False)
 
 
 def test_results_are_in_rank_order(ended) -> None:
@@ -69,7 +73,7 @@ def test_results_are_in_rank_order(ended) -> None:
 
 def test_ranks_that_reported_and_do_not_end_keep_nobody_waiting(running, capsys) -> None:
     assert outcome(running, 1, {0: result(None)}) == [None]
-    assert "do not end" in capsys.readouterr().err
+    assert "do not exit" in capsys.readouterr().err
 
 
 def test_the_cause_is_told_and_not_what_followed_from_it(running) -> None:

@@ -31,7 +31,7 @@ def test_a_world_is_paced_as_the_variable_says_and_rank_0_tells(monkeypatch, cap
     assert found == [(Link.of(1e9, 1e-4),) * 2] * SIZE
     said = [text for text in caplog.messages if "emulated link of 1000 Mbit/s, 0.1 ms" in text]
     assert len(said) == 1
-    assert "torch.distributed is not paced" in said[0]
+    assert "torch.distributed are not paced" in said[0]
 
 
 def test_the_verdict_at_the_end_of_a_run_names_the_link(monkeypatch, caplog):

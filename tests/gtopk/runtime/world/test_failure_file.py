@@ -62,7 +62,7 @@ def member(note_end=lambda how, in_order: None):
 def brief(monkeypatch):
     """Use short waits."""
     monkeypatch.setattr(guard, "_DISK_SECONDS", 0.1)
-    monkeypatch.setattr(guard, "_LAST_WORD_SECONDS", 0.05)
+    monkeypatch.setattr(guard, "_PRINT_SECONDS", 0.05)
 
 
 def raised(error):
@@ -292,12 +292,14 @@ def test_who_is_stopped_records_its_end_before_it_waits_long_for_news_of_a_lost_
 
 
 def test_the_step_is_said_once(brief, capfd):
-    error = HorovodInternalError("the ranks disagree; 'x' cannot be done; at step 7")
+    error = HorovodInternalError("the ranks disagree; 'x' cannot complete; at step 7")
     with pytest.raises(Ending):
         Guard(member())._fail(error)
     said = capfd.readouterr().err
     assert said.count("at step 7") == 1
-    assert "failed at step 7: HorovodInternalError: the ranks disagree; 'x' cannot be done;" in said
+    assert (
+        "failed at step 7: HorovodInternalError: the ranks disagree; 'x' cannot complete;" in said
+    )
 
 
 def test_who_is_ended_by_others_after_a_failure_of_its_own_has_said_enough(
@@ -380,10 +382,10 @@ def test_the_first_loss_is_named_first(monkeypatch):
             return {0: DepartureNotice({}, "was stopped by SIGTERM", lost=True)}
 
     guard = Guard(SimpleNamespace(transport=Transport()))
-    alone = [LostRank(0, "was stopped by SIGTERM"), LostRank(2, "as another rank says")]
-    assert guard._lost() == alone
+    alone = [LostRank(0, "was stopped by SIGTERM"), LostRank(2, "reported lost by another rank")]
+    assert guard._lost_ranks() == alone
     first = LostRank(2, "its process has died")
     guard._heartbeat = SimpleNamespace(lost=lambda: first)
-    assert guard._lost() == [first, alone[0]]
+    assert guard._lost_ranks() == [first, alone[0]]
     guard._heartbeat = SimpleNamespace(lost=lambda: None)
-    assert guard._lost() == alone
+    assert guard._lost_ranks() == alone

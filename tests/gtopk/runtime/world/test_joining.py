@@ -102,7 +102,7 @@ def test_ranks_that_local_leaves_apart_are_warned_once(
             f"GTOPK_TRANSPORT=local makes a world of 1 in each of the 2 processes that {launcher}"
             in said
         )
-        assert said.endswith("unset GTOPK_TRANSPORT to have them train one")
+        assert said.endswith("unset GTOPK_TRANSPORT to train one model together")
     assert missing_ranks_warning(size, environ | {"GTOPK_TRANSPORT": "local"}) is None  # of rank 1
 
 
@@ -143,7 +143,7 @@ def test_a_transport_that_is_none_is_refused() -> None:
 def test_a_launcher_that_does_not_say_where_to_meet_is_named(monkeypatch, environ) -> None:
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    text = "started this process as rank 1 of 2 and does not say where .* set MASTER_ADDR"
+    text = "started this process as rank 1 of 2 and sets no rendezvous address: set MASTER_ADDR"
     with pytest.raises(RuntimeError, match=text):
         join()
 

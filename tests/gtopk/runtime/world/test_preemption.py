@@ -149,7 +149,7 @@ def test_a_signal_after_the_last_step_is_said(capfd):
         with gtopk.termination():
             take_a_step(model, optimizer)
             os.kill(os.getpid(), signal.SIGTERM)
-        assert "had SIGTERM after the last step" in capfd.readouterr().err
+        assert "received SIGTERM after the last step" in capfd.readouterr().err
         with pytest.raises(SystemExit), gtopk.termination():  # the next block's steps report it
             take_a_step(model, optimizer)
 

@@ -19,13 +19,13 @@ from gtopk.errors import CheckpointError
 from gtopk.torch.checkpoint import archive as archives
 from gtopk.torch.checkpoint.archive import Archive, Snapshot
 from gtopk.torch.checkpoint.files import decode_with_checksum, encode_with_checksum, list_parts
-from gtopk.torch.checkpoint.tree import put_together, take_apart
+from gtopk.torch.checkpoint.tree import flatten, unflatten
 
 
 def snapshot(rank, value):
     """Return the state that all ranks share, with tensors, and a rank's own state."""
-    replicated = take_apart({"value": value, "tensor": torch.full((3,), len(value))})
-    return Snapshot(10 * len(value), replicated, take_apart([value, rank]))
+    replicated = flatten({"value": value, "tensor": torch.full((3,), len(value))})
+    return Snapshot(10 * len(value), replicated, flatten([value, rank]))
 
 
 def write(folder, rank, *values):
@@ -41,7 +41,7 @@ def find(folder):
 
 
 def value_of(found):
-    state = put_together(found.tree, found.tensors)
+    state = unflatten(found.tree, found.tensors)
     assert state["tensor"].tolist() == [len(state["value"])] * 3
     return state["value"]
 
@@ -69,7 +69,7 @@ def test_every_rank_finds_its_own_part_of_the_newest(ranks, tmp_path, capfd, siz
     assert {str(f.tree) for f in found} == {str(found[0].tree)}
     assert owned(found) == [[(rank, "newer", rank)] for rank in range(size)]
     said = capfd.readouterr().err
-    assert said.count("going on from checkpoint 2 (step 50) in") == 1
+    assert said.count("resuming from checkpoint 2 (step 50) in") == 1
     assert str(tmp_path) in said
 
 
@@ -109,7 +109,7 @@ def test_one_ranks_damage_moves_all_to_the_one_before(ranks, tmp_path, capfd, da
         "" if damage == "absent" and file.endswith("json") else rf"rank {int('1' in file)} \(host "
     )
     assert re.search(rf"checkpoint 2 in .* is not whole: .*{where}.*{file}", said), said
-    assert "going on from checkpoint 1" in said
+    assert "resuming from checkpoint 1" in said
 
 
 def test_where_all_are_damaged_nobody_begins_anew_unasked(ranks, tmp_path):
@@ -126,7 +126,7 @@ def test_where_all_are_damaged_nobody_begins_anew_unasked(ranks, tmp_path):
 
     said, other = ranks(2, program)
     assert said == other
-    assert said.count("rank-1-of-2.json: it is cut short") == 2
+    assert said.count("rank-1-of-2.json: it is truncated") == 2
 
 
 def test_where_none_was_ever_finished_there_is_none(ranks, tmp_path, capfd):
@@ -135,7 +135,7 @@ def test_where_none_was_ever_finished_there_is_none(ranks, tmp_path, capfd):
     for path in tmp_path.glob("*/rank-0-of-2.json"):
         path.unlink()
     assert ranks(2, find(tmp_path)) == [None, None]
-    assert "rank-0-of-2.json not there" in capfd.readouterr().err
+    assert "rank-0-of-2.json missing" in capfd.readouterr().err
 
 
 def test_however_often_it_was_killed_before_its_first_was_whole_it_begins_at_the_beginning(
@@ -248,7 +248,7 @@ def test_a_folder_that_one_rank_cannot_list_is_said_on_every_rank(ranks, tmp_pat
         return listed(folder)
 
     def program(rank):
-        with pytest.raises(CheckpointError, match=r"made or listed: rank 1 .*Input/output"):
+        with pytest.raises(CheckpointError, match=r"created or listed: rank 1 .*Input/output"):
             Archive(tmp_path, 2)
 
     monkeypatch.setattr(archives, "list_parts", failing)

@@ -182,7 +182,7 @@ def test_what_a_new_optimizer_has_no_place_for_is_told(ranks, tmp_path, caplog, 
     ranks(1, program)
     lost = ["critic", "optimizer"] if kind is KINDS["gTop-k"] else []
     for name, text in zip(lost, said(), strict=True):
-        assert f"has the ranks' residuals of '{name}', and the state that it is loaded" in text
+        assert f"has the ranks' residuals of '{name}', but the state to load into" in text
         assert f"(its norm: {norms[name]:.3g})" in text
         assert norms[name] > 0
 
@@ -242,7 +242,7 @@ def test_what_is_each_ranks_own_is_refused_of_several(ranks, tmp_path, name):
                 planner.set_up_planner(state, is_coordinator=of == 0)
                 plans.append(planner.create_local_plan())
             plans, _ = planner.create_global_plan(plans)
-            with pytest.raises(ValueError, match=f"of {name}, in which .*save_checkpoint"):
+            with pytest.raises(ValueError, match=f"of {name}, whose .*save_checkpoint"):
                 Writer(tmp_path).prepare_global_plan(plans)
             dcp.save(state, storage_writer=Writer(tmp_path))  # of a single rank
 
@@ -271,7 +271,7 @@ def test_dcps_own_reader_needs_nothing_of_ours(ranks, tmp_path):
 
 
 def test_it_passes_over_what_is_damaged(ranks, tmp_path):
-    with pytest.raises(CheckpointException, match="is whole: none is there"):
+    with pytest.raises(CheckpointException, match="is whole: found none"):
         dcp.load({}, storage_reader=Reader(tmp_path))
     for epoch in (1, 2):
         dcp.save({"epoch": epoch}, storage_writer=Writer(tmp_path))
@@ -282,7 +282,7 @@ def test_it_passes_over_what_is_damaged(ranks, tmp_path):
     assert state == {"epoch": 1}
     for path in tmp_path.glob("*/all-of-1.json"):
         path.write_bytes(b"")
-    with pytest.raises(CheckpointException, match=r"all-of-1\.json: it is cut short"):
+    with pytest.raises(CheckpointException, match=r"all-of-1\.json: it is truncated"):
         dcp.load({"epoch": 0}, storage_reader=Reader(tmp_path))
 
 

@@ -30,13 +30,13 @@ from gtopk.torch.checkpoint.files import (
     remove_checkpoints,
     write_part,
 )
-from gtopk.torch.checkpoint.tree import take_apart
+from gtopk.torch.checkpoint.tree import flatten
 
 PART = Part(42, 1200, 2, name_of(1))
 
 
 def content(value=0.0):
-    return Content("word", take_apart({"lr": 0.5, "weight": torch.full((300,), value)}))
+    return Content("word", flatten({"lr": 0.5, "weight": torch.full((300,), value)}))
 
 
 def files_of(folder, part=PART):
@@ -117,7 +117,7 @@ def test_another_parts_file_in_its_place_is_found(tmp_path):
         (tmp_path / other.file).with_suffix(suffix).rename(
             (tmp_path / PART.file).with_suffix(suffix)
         )
-    with pytest.raises(DamagedError, match=r"it is .*/all-of-2\.json"):
+    with pytest.raises(DamagedError, match=r"it belongs to .*/all-of-2\.json"):
         read_part(tmp_path, PART)
 
 
@@ -139,7 +139,7 @@ def test_what_is_wrong_with_a_record_is_said(tmp_path):
         (None, "it must hold a dict, got NoneType"),
         ({**whole, "before": "4"}, "its 'before' must be an integer, got '4'"),
         (lacking, "it lacks 'step'"),
-        ({**whole, "step": None}, "it is checkpoint-00000042-step-None/rank-1-of-2.json"),
+        ({**whole, "step": None}, "it belongs to checkpoint-00000042-step-None/rank-1-of-2.json"),
     ]:
         path.write_bytes(encode_with_checksum(record))
         with pytest.raises(DamagedError) as error:

@@ -56,14 +56,14 @@ def test_where_one_rank_cannot_check_what_it_loads_all_raise(ranks, tmp_path):
 def test_where_one_rank_has_no_memory_for_its_part_all_raise_and_go_on(
     ranks, tmp_path, monkeypatch
 ):
-    taking, full = states.take_apart, [True]
+    taking, full = states.flatten, [True]
 
-    def take_apart(obj, *, copy=False):
+    def flatten(obj, *, copy=False):
         if full and "generators" in obj and hvd.rank() == 1:
             raise RuntimeError("can't allocate memory")
         return taking(obj, copy=copy)
 
-    monkeypatch.setattr(states, "take_apart", take_apart)
+    monkeypatch.setattr(states, "flatten", flatten)
 
     def program(rank):
         with pytest.raises(CheckpointError, match=r"at step 1: rank 1 \(host .*can't allocate"):
@@ -80,9 +80,9 @@ def test_where_one_rank_has_no_memory_for_its_part_all_raise_and_go_on(
 def test_where_one_rank_has_no_memory_to_put_a_part_together_all_look_for_an_older_one(
     ranks, tmp_path, monkeypatch, capfd
 ):
-    putting = archives.put_together
+    putting = archives.unflatten
 
-    def put_together(tree, tensors):
+    def unflatten(tree, tensors):
         if hvd.rank() == 1 and "large" in str(tree):
             raise MemoryError
         return putting(tree, tensors)
@@ -90,7 +90,7 @@ def test_where_one_rank_has_no_memory_to_put_a_part_together_all_look_for_an_old
     def program(rank):
         save_checkpoint(tmp_path, None, None, step=1)
         save_checkpoint(tmp_path, None, None, step=2, what="large" * rank)
-        monkeypatch.setattr(archives, "put_together", put_together)
+        monkeypatch.setattr(archives, "unflatten", unflatten)
         return load_latest(tmp_path, None, generators=False).step
 
     assert ranks(2, program) == [1, 1]

@@ -113,7 +113,7 @@ def test_a_checkpoint_of_another_model_is_said_to_be_one(ranks, tmp_path, capfd)
             assert "size mismatch" in str(caught.value)
 
     ranks(2, program)
-    assert "going on from" not in capfd.readouterr().err
+    assert "resuming from" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("saved", [True, False])
@@ -180,8 +180,8 @@ def test_a_run_goes_on_without_a_lost_ranks_residual_where_it_is_asked_to(
     said = [r.getMessage() for r in caplog.records if "lacks the own parts of" in r.getMessage()]
     assert len(said) == after
     assert said[0].endswith(
-        "lacks the own parts of ranks [3] of 4: their residuals are lost, and the run goes on "
-        "without it"
+        "lacks the own parts of ranks [3] of 4: their residuals are lost, and the run "
+        "continues without them"
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gtopk.torch.checkpoint.state import check_generators, put_generators, take_generators
-from gtopk.torch.checkpoint.tree import put_together, take_apart
+from gtopk.torch.checkpoint.tree import flatten, unflatten
 
 
 def draw():
@@ -20,10 +20,10 @@ def draw():
 def test_every_generator_goes_on():
     draw()  # the generators of Python and NumPy cache a second Gaussian
     np.random.normal()
-    taken = take_apart(take_generators(), copy=True)
+    taken = flatten(take_generators(), copy=True)
     expected = draw()
     draw()
-    put_generators(put_together(json.loads(json.dumps(taken.tree)), taken.tensors))
+    put_generators(unflatten(json.loads(json.dumps(taken.tree)), taken.tensors))
     assert draw() == expected
 
 

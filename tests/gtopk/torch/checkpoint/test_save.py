@@ -145,7 +145,7 @@ def test_parameters_that_differ_are_saved_and_said(ranks, tmp_path, caplog):
 
     ranks(3, lambda rank: program(rank, False))
     assert [r.getMessage() for r in caplog.records] == [
-        "parameters are not the same on all ranks, and each rank's are saved: "
+        "parameters differ between ranks, so each rank saves its own: "
         "rank 1: model.bias; rank 2: model.bias"
     ]
     assert ranks(3, lambda rank: program(rank, True)) == [[rank] * 2 for rank in range(3)]
@@ -176,7 +176,7 @@ def test_replicas_that_are_apart_by_design_are_no_surprise(ranks, tmp_path, capl
     weights = ranks(3, program)
     assert len(set(map(str, weights))) == 3
     assert [r.getMessage() for r in caplog.records] == [
-        "parameters are not the same on all ranks, and each rank's are saved: "
+        "parameters differ between ranks, so each rank saves its own: "
         "rank 1: model.1.bias; rank 2: model.1.bias"
     ]
 
@@ -249,7 +249,9 @@ def test_a_path_that_leads_nowhere_is_said_on_every_rank(ranks, tmp_path):
     (tmp_path / "other").symlink_to("one")
 
     def program(rank):
-        with pytest.raises(CheckpointError, match=r"cannot be made or listed.* rank 0 .* rank 1 "):
+        with pytest.raises(
+            CheckpointError, match=r"cannot be created or listed.* rank 0 .* rank 1 "
+        ):
             save_checkpoint(tmp_path / "one", torch.nn.Linear(1, 1), None)
 
     ranks(2, program)
@@ -313,7 +315,7 @@ def test_an_asynchronous_save_is_of_the_moment_that_it_began(ranks, tmp_path, mo
         threading.Thread(target=write).start()
         return outcome
 
-    monkeypatch.setattr(save, "_later", later)
+    monkeypatch.setattr(save, "_in_thread", later)
 
     def program(rank):
         run = Run().steps(2)
@@ -380,7 +382,7 @@ def test_one_that_failed_keeps_nobody_from_loading_what_is_whole(ranks, tmp_path
     ranks(2, program)
     said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert len(said) == 2
-    assert re.search(r"^checkpoint 2 cannot .* 1 is whole; the newest that is whole is", said[0])
+    assert re.search(r"^checkpoint 2 cannot .* 1 is whole; loading the newest whole", said[0])
 
 
 def test_where_the_next_fails_too_both_are_said(ranks, tmp_path):
@@ -445,7 +447,9 @@ def test_a_folder_that_may_only_be_read_is_read_and_said(ranks, open_path):
         assert load_latest(folder, model, generators=False).step == 1
         with pytest.raises(CheckpointError) as error:
             save_checkpoint(folder, model, None, step=2)
-        with pytest.raises(CheckpointError, match=r"cannot be made or listed.*: PermissionError: "):
+        with pytest.raises(
+            CheckpointError, match=r"cannot be created or listed.*: PermissionError: "
+        ):
             save_checkpoint(folder / "new", model, None)
         return str(error.value)
 
@@ -465,7 +469,9 @@ def test_a_file_in_the_folders_place_is_said(ranks, tmp_path):
 
     def program(rank):
         for call in (lambda: save_checkpoint(tmp_path / "file", None, None), load):
-            with pytest.raises(CheckpointError, match=r"file cannot be made or listed.*FileExists"):
+            with pytest.raises(
+                CheckpointError, match=r"file cannot be created or listed.*FileExists"
+            ):
                 call()
 
     def load():

@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 
 import pytest
 
-from gtopk.torch.checkpoint.state import keyed
+from gtopk.torch.checkpoint.state import restore_keys
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,6 @@ from gtopk.torch.checkpoint.state import keyed
 )
 def test_keys_come_back(written, like, saved):
     before = repr(like)
-    found = keyed(written, like)
+    found = restore_keys(written, like)
     assert repr(found) == repr(saved)
     assert repr(like) == before

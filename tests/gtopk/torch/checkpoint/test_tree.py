@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from gtopk.errors import DamagedError
 from gtopk.torch.checkpoint import tree
 from gtopk.torch.checkpoint.files import Content, Part, name_of, read_part, write_part
-from gtopk.torch.checkpoint.tree import put_together, take_apart
+from gtopk.torch.checkpoint.tree import flatten, unflatten
 
 
 def through(obj):
     """Convert an object to JSON text and back."""
-    taken = take_apart(obj)
-    return put_together(json.loads(json.dumps(taken.tree, allow_nan=False)), taken.tensors)
+    taken = flatten(obj)
+    return unflatten(json.loads(json.dumps(taken.tree, allow_nan=False)), taken.tensors)
 
 
 def same(one, other):
@@ -78,7 +78,7 @@ def test_the_drawing_is_what_is_written():
     drawn = re.search(r"    JSON  (.*?)\n    tensors", tree.__doc__, re.DOTALL)[1]
     weight = torch.ones(2)
     obj = {"model": {"weight": weight}, "betas": (0.9, math.inf), "state": {0: "x"}}
-    taken = take_apart(obj)
+    taken = flatten(obj)
     assert taken.tree == json.loads(drawn)
     assert list(taken.tensors) == ["model.weight"]
 
@@ -101,9 +101,9 @@ def test_an_optimizers_state_comes_back(optimizer):
 
 def test_a_tensor_in_two_places_is_kept_once():
     weight = torch.ones(3)
-    taken = take_apart({"a": weight, "b": [weight]})
+    taken = flatten({"a": weight, "b": [weight]})
     assert list(taken.tensors) == ["a"]
-    again = put_together(*taken)
+    again = unflatten(*taken)
     assert again["a"] is again["b"][0]
 
 
@@ -111,7 +111,7 @@ def test_a_tensor_in_two_places_is_kept_once():
 def test_views_of_one_memory_are_written_each_by_itself(tmp_path, copy):
     whole = torch.arange(6.0)
     views = {"head": whole[:3], "tail": whole[3:], "all": whole, "turned": whole.view(2, 3).T}
-    taken = take_apart(views, copy=copy)
+    taken = flatten(views, copy=copy)
     before = {name: view.clone() for name, view in views.items()}
     if copy:
         whole.zero_()  # training continues before it is written
@@ -125,7 +125,7 @@ def test_views_of_one_memory_are_written_each_by_itself(tmp_path, copy):
 def test_what_need_not_be_copied_is_not():
     """Otherwise a save would copy a whole bucket's memory, as states are views of it."""
     whole = torch.arange(6.0)
-    taken = take_apart({"head": whole[:3], "tail": whole[3:]})
+    taken = flatten({"head": whole[:3], "tail": whole[3:]})
     assert {t.untyped_storage().data_ptr() for t in taken.tensors.values()} == {
         whole.untyped_storage().data_ptr()
     }
@@ -136,15 +136,15 @@ def test_what_need_not_be_copied_is_not():
 def test_many_arrays_stay_apart(length, copy):
     """None reuses memory just freed by another."""
     arrays = {f"a{i}": np.full(length, i) for i in range(8)}
-    taken = take_apart(arrays, copy=copy)
+    taken = flatten(arrays, copy=copy)
     assert len(taken.tensors) == len(arrays)
-    assert same(put_together(*taken), arrays)
+    assert same(unflatten(*taken), arrays)
 
 
 def test_names_that_read_alike_stay_apart():
     one, two = torch.zeros(1), torch.ones(1)
     obj = {"a.b": {"c": one}, "a": {"b.c": two}}
-    assert sorted(take_apart(obj).tensors) == ["a.b.c", "a.b.c~2"]
+    assert sorted(flatten(obj).tensors) == ["a.b.c", "a.b.c~2"]
     assert same(through(obj), obj)
 
 
@@ -175,12 +175,12 @@ def test_a_tensor_and_its_negative_in_the_same_memory_are_two():
 
 def test_what_would_need_a_pickle_is_refused_with_its_place():
     with pytest.raises(TypeError, match=r"model\.hook: .*a function at.*GTOPK_ALLOW_PICKLE=1"):
-        take_apart({"model": {"hook": through}})
+        flatten({"model": {"hook": through}})
     deep = []
     for _ in range(200):
         deep = [deep]
     with pytest.raises(TypeError, match="nested more than 100 deep"):
-        take_apart(deep)
+        flatten(deep)
 
 
 @pytest.mark.parametrize(
@@ -204,13 +204,13 @@ def test_what_would_need_a_pickle_is_refused_with_its_place():
 )
 def test_what_is_no_such_tree_is_an_error(damaged):
     with pytest.raises(DamagedError):
-        put_together([damaged], {"a": torch.zeros(2)})
+        unflatten([damaged], {"a": torch.zeros(2)})
 
 
 def test_names_of_files_may_be_keys_of_tensors(tmp_path):
     """Python represents bytes that are not UTF-8 as lone surrogates."""
     odd = {os.fsdecode(b"\xff.png"): torch.ones(2), "\\udcff.png": torch.zeros(2), "é": [1]}
     part = Part(1, 1, 1, name_of(0))
-    write_part(tmp_path, part, Content("", take_apart(odd)))
+    write_part(tmp_path, part, Content("", flatten(odd)))
     state = read_part(tmp_path, part).state
-    assert repr(put_together(state.tree, state.tensors)) == repr(odd)
+    assert repr(unflatten(state.tree, state.tensors)) == repr(odd)

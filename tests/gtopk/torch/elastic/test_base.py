@@ -14,7 +14,7 @@ from gtopk.runtime.world import world
 from gtopk.torch.checkpoint import CheckpointError
 from gtopk.torch.checkpoint import archive as archives
 from gtopk.torch.checkpoint.files import list_parts
-from gtopk.torch.checkpoint.tree import put_together
+from gtopk.torch.checkpoint.tree import unflatten
 from gtopk.torch.elastic import ObjectState, State
 from gtopk.torch.elastic.base import ADVICE, Commit, advice_of, open_archive, write_commit
 
@@ -45,7 +45,7 @@ def test_after_a_restore_all_ranks_count_from_rank_0s_commit(ranks, went_back):
         state = ObjectState(value=1)
         if went_back:
             state.restore()
-            state._go_back()
+            state._resume_saved_step()
         state.sync()
         return here.step
 
@@ -66,7 +66,7 @@ def test_a_state_with_a_save_of_its_own_goes_back_to_its_commit(ranks):
         state.commit()
         world.current().resume(9)
         state.restore()
-        state._go_back()
+        state._resume_saved_step()
         return world.current().step
 
     assert ranks(2, program) == [4, 4]
@@ -144,7 +144,7 @@ def test_every_rank_finds_its_own_part_of_the_newest_commit(ranks, folder, monke
     ranks(2, lambda rank: commit(rank, *range(5)))
     assert sorted({part.number for part in list_parts(folder)}) == [3, 4, 5]
     found = ranks(2, lambda rank: open_archive().find())
-    assert put_together(found[0].tree, found[0].tensors) == {"value": 4}
+    assert unflatten(found[0].tree, found[0].tensors) == {"value": 4}
     assert [each.state for f in found for each in f.owned] == [{"own": [4, r]} for r in range(2)]
 
 
@@ -227,10 +227,10 @@ def test_a_folder_that_one_rank_cannot_make_is_said_on_every_rank(ranks, folder,
         path.mkdir(exist_ok=True)
         return path
 
-    monkeypatch.setattr(archives, "made", made)
+    monkeypatch.setattr(archives, "ensure_folder", made)
 
     def program(rank):
-        with pytest.raises(CheckpointError, match=r"made or listed: rank 1 .*Permission denied"):
+        with pytest.raises(CheckpointError, match=r"created or listed: rank 1 .*Permission denied"):
             open_archive()
 
     ranks(2, program)

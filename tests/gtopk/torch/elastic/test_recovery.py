@@ -137,13 +137,13 @@ def test_a_killed_rank_ends_the_job_which_says_how_it_can_go_on(killed):
     assert killed.first.returncode != 0
     # mpirun reports the signal, or the survivor that ended the job, whichever it learns of first.
     lost = r"rank [02] of 3 .*rank 1 is lost \("
-    advice = lost + r".*start it again with GTOPK_ELASTIC_DIR=\S+ .*from commit 4"
+    advice = lost + r".*restart it with GTOPK_ELASTIC_DIR=\S+ .*from commit 4"
     assert re.search(advice, killed.first.stderr), killed.first.stderr
 
 
 def test_as_many_ranks_end_as_if_nothing_had_happened(ranks, killed):
     assert killed.again.returncode == 0, killed.again.stderr
-    assert "going on from checkpoint 4 (step 8) in " in killed.again.stderr
+    assert "resuming from checkpoint 4 (step 8) in " in killed.again.stderr
     undisturbed = train_here(ranks, 3)[0]
     assert every_sample_once(undisturbed)
     # Bit-identical, as the ranks' residuals are restored too.
@@ -183,10 +183,10 @@ def test_torchrun_restarts_all_and_they_go_on(ranks, torchrun, tmp_path):
     assert job.returncode == 0, job.stderr
     # The survivor names the lost rank, and says what to do without an agent; the agent may have
     # terminated it before it tried to continue.
-    said = r"(rank 1 cannot join this job anew \(|was stopped by SIGTERM .*, as )rank 1 is lost \("
+    said = r"(rank 1 cannot rejoin this job \(|was stopped by SIGTERM .*, as )rank 1 is lost \("
     assert re.search(said, job.stderr), job.stderr
-    assert "start it again with GTOPK_ELASTIC_DIR=" in job.stderr
-    assert "going on from checkpoint 5" in job.stderr
+    assert "restart it with GTOPK_ELASTIC_DIR=" in job.stderr
+    assert "resuming from checkpoint 5" in job.stderr
     assert sorted(job.stdout.split("\n"))[-2:] == [
         f"rank {rank} of 2: {undisturbed}" for rank in range(2)
     ]

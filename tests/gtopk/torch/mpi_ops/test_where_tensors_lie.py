@@ -155,7 +155,7 @@ def test_where_every_rank_sees_a_gpu_nccl_may_carry_their_messages(threads, capl
 
     with caplog.at_level(logging.INFO, "gtopk"):
         threads(2, program)
-    text = "messages of GPUs go over NCCL: each of 2 ranks has a GPU of its own"
+    text = "GPU messages go over NCCL: each of 2 ranks has a GPU of its own"
     assert said(caplog) == [text]
 
 
@@ -164,7 +164,7 @@ def test_where_every_rank_sees_a_gpu_nccl_may_carry_their_messages(threads, capl
     [
         ([4, 0], {}, "rank 1 sees none"),
         ([0, 2, 0], {}, "ranks 0, 2 see none"),
-        ([1, 1], {"GTOPK_TRANSPORT": "mpi"}, "GTOPK_TRANSPORT=mpi asks for that"),
+        ([1, 1], {"GTOPK_TRANSPORT": "mpi"}, "selected by GTOPK_TRANSPORT=mpi"),
     ],
 )
 def test_else_the_hosts_carry_them_and_rank_0_says_why(
@@ -175,7 +175,7 @@ def test_else_the_hosts_carry_them_and_rank_0_says_why(
 
     with caplog.at_level(logging.INFO, "gtopk"):
         threads(len(in_sight), program)
-    assert said(caplog) == [f"messages of GPUs go through host memory, over local: {reason}"]
+    assert said(caplog) == [f"GPU messages go through host memory, over local: {reason}"]
 
 
 @pytest.mark.parametrize("in_sight", [[0, 0], [3]])
