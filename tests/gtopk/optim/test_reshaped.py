@@ -23,7 +23,7 @@ from gtopk.runtime.world import world
     ],
 )
 def test_a_pruned_or_widened_layer_is_named(threads, kind, compression, rows: int) -> None:
-    says = rf"parameter 'weight' has the shape \[{rows}, 400\], and had \[100, 400\] .* wrap that"
+    says = rf"parameter 'weight' has the shape \[{rows}, 400\], but had \[100, 400\] .* wrap that"
 
     def program(transport: LocalTransport) -> None:
         # Large enough to be exchanged in place: torch would resize that memory.

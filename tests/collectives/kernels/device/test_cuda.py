@@ -124,7 +124,7 @@ def test_threads_share_no_scratch() -> None:
 
 
 def test_an_array_of_another_gpu_is_refused(stand_in: Any) -> None:
-    with pytest.raises(ValueError, match=r"on GPU 1 while GPU 0 .*with cupy\.cuda\.Device\(1\)"):
+    with pytest.raises(ValueError, match=r"on GPU 1, but GPU 0 .*with cupy\.cuda\.Device\(1\)"):
         cuda.scratch(on(1))
 
 

@@ -255,7 +255,7 @@ def test_a_hooks_state_that_says_nothing_of_what_is_held_back_is_told(
     """As when torch.distributed.checkpoint loads it into a new hook."""
     part = {"format": 1, "ranks": 2, "steps": 3, "lanes": [], **change}
     optimizer_checkpoint.residuals_for(part, rank, part["ranks"])
-    assert ("lost; load it by gtopk.load_latest" in caplog.text) == is_told
+    assert ("lost; load it with gtopk.load_latest" in caplog.text) == is_told
 
 
 def test_an_optimizer_may_go_on_from_one_that_held_nothing_back(threads, caplog):
