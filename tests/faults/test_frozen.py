@@ -76,7 +76,7 @@ def test_ranks_that_freeze_for_a_while_change_no_bit(launcher, tmp_path):
         digests = {match[1] for match in job.expect("digest (.*)", seconds=600, times=RANKS)}
         assert job.process.wait(60) == 0
         assert re.search("gtopk: rank .* stopped for", job.text())
-        assert re.search("gtopk: rank .* goes on", job.text())
+        assert re.search("gtopk: rank .* responds again", job.text())
         job.assert_nothing_is_left()
     assert {(steps, digest) for digest in digests} == {
         train(launcher, tmp_path / "undisturbed", steps)
@@ -91,6 +91,6 @@ def test_a_rank_may_freeze_for_a_while_but_not_for_ever(launcher, tmp_path):
         job.send(1, signal.SIGSTOP)
         job.expect(r"gtopk: rank 1 \(host .*\): stopped for")
         job.send(1, signal.SIGCONT)
-        job.expect(r"gtopk: rank 1 \(host .*\) goes on")
+        job.expect(r"gtopk: rank 1 \(host .*\) responds again")
         assert sorted(job.living()) == [0, 1, 2]
         assert_given_up(job, 2, job.send(2, signal.SIGSTOP))

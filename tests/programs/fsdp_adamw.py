@@ -380,7 +380,7 @@ def test_what_cannot_be_is_refused_with_the_way_out() -> None:
     with pytest.raises(RuntimeError, match=r"set_requires_gradient_sync\(False\).*zero_grad\(\)"):
         loss(model, 1).backward()
     for options, text in (
-        ({"optimizer": adamw(network())}, "make the optimizer after fully_shard"),
+        ({"optimizer": adamw(network())}, "create the optimizer after fully_shard"),
         (
             {"global_clip_norm": 1.0},
             "global_clip_norm is not supported for replicas of a sharded model",

@@ -138,7 +138,7 @@ def test_each_rank_writes_where_the_environment_says(
         ("[\n{}\n]\n", "does not name its rank"),
         ('[\n{"name": "gtopk_rank"}\n]\n', "does not name its rank"),
         ('[\n{"name": "gtopk_rank", "args": {"rank": 0}}\n]\n', "does not name its rank"),
-        ('[\n{"name": "gtopk_rank", "args": {"rank": 1e999}}\n]\n', "whose trace it is"),
+        ('[\n{"name": "gtopk_rank", "args": {"rank": 1e999}}\n]\n', "does not name its rank"),
     ],
 )
 def test_what_cannot_be_put_together_says_why(

@@ -92,7 +92,9 @@ def test_a_rank_that_joins_without_an_optimizer_hears_what_it_lacks(threads):
         model = layers()
         with world.entered(transport) as here:
             if transport.rank == 1:
-                with pytest.raises(HorovodInternalError, match="make the optimizer on every rank"):
+                with pytest.raises(
+                    HorovodInternalError, match="create the optimizer on every rank"
+                ):
                     here.engine.join().wait()
                 return
             optimizer = distribute(model)

@@ -111,7 +111,7 @@ def test_a_folder_that_is_not_whole_is_told_what_it_lacks(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("._0.jpg", "is hidden"), ("gone.png", "is not a file, or is a broken link")],
+    [("._0.jpg", "is a hidden file"), ("gone.png", "is not a file, or is a broken link")],
 )
 def test_other_files_are_refused_when_the_folder_is_listed(tmp_path, name, reason) -> None:
     write_folder(tmp_path)

@@ -479,7 +479,7 @@ def test_more_workers_than_cores_are_warned_of(
 
     on_ranks(3, program)
     (said,) = [text for text in caplog.messages if "workers of hogbatch" in text]
-    assert said.startswith("3 workers of hogbatch on CPUs share 2 cores (ranks 0, 1, 2): ")
+    assert said.startswith("3 workers of hogbatch on CPUs share 2 cores (ranks 0, 1, 2), ")
 
 
 @pytest.mark.parametrize("nodes", [None, [[0], [1]]])

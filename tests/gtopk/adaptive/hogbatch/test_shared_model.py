@@ -255,7 +255,7 @@ def test_parameters_of_one_memory_are_an_error() -> None:
     a, b = torch.nn.Parameter(memory), torch.nn.Parameter(memory.view(-1)[20:])
     for trained, other in ((a, b), (b, a)):
         other.requires_grad_(False)
-        with pytest.raises(ValueError, match="parameters 'a' and 'b' lie in the same memory"):
+        with pytest.raises(ValueError, match="parameters 'a' and 'b' share memory"):
             require_shareable({b: "b", a: "a"})
         trained.requires_grad_(False)
         require_shareable({a: "a", b: "b"})

@@ -301,7 +301,7 @@ def test_ranks_that_add_up_are_well_and_their_hosts_named() -> None:
     ("reported", "launched", "state", "says"),
     [
         (sums(size=1), 3, State.FAIL, "3 were started, but 1 joined"),
-        (sums(right=False), 3, State.FAIL, "add up wrongly"),
+        (sums(right=False), 3, State.FAIL, "compute wrong sums"),
         (sums(cores={"a": 1, "b": 2}), 3, State.WARN, "2 share 1 core"),
     ],
 )
@@ -375,7 +375,7 @@ def test_one_rank_may_train_where_several_fail() -> None:
     failed = [Finding("torch", State.OK, ""), Finding("ranks", State.FAIL, "")]
     said = doctor._conclude(failed, None)
     assert said.startswith("Not ready to train on several ranks. Failed: ranks.\n")
-    assert said.endswith("One rank trains: python train.py")
+    assert said.endswith("One rank can train: python train.py")
 
 
 def test_a_clone_that_hides_the_installed_package_is_named(
@@ -549,7 +549,7 @@ def test_kernels_that_are_not_compiled_come_with_the_way_to_get_them(
     ("compiler", "advice"),
     [
         (None, "with a C++ compiler (apt install g++): pip install -v "),
-        ("g++", "g++ is here: pip install -v "),
+        ("g++", "g++ is installed: pip install -v "),
     ],
 )
 def test_a_compiler_is_asked_for_only_where_there_is_none(

@@ -152,7 +152,7 @@ def test_what_passes_in_time_costs_nothing():
         job.send(1, signal.SIGSTOP)
         job.hear("rank 1 .*: stopped for")
         job.send(1, signal.SIGCONT)
-        job.hear("rank 1 .* goes on")
+        job.hear("rank 1 .* responds again")
         os.kill(job.companions[2], signal.SIGKILL)
         job.hear(r"rank 2 .*: its companion was ended \(-9\); starting another")
         job.wait(1.2 * PATIENT)
