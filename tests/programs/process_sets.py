@@ -76,6 +76,12 @@ def test_a_set_that_is_not_registered_cannot_be_used() -> None:
         raises(ValueError, call, "is not registered", "add_process_set")
 
 
+def test_anything_but_a_process_set_is_refused() -> None:
+    for wrong in (None, "x", [0]):
+        for call in calls_with(wrong):
+            raises(TypeError, call, "process_set must be a ProcessSet", repr(wrong))
+
+
 def test_ranks_of_a_set_are_integers() -> None:
     assert hvd.ProcessSet(range(SIZE)).ranks == [*RANKS]
     for wrong in (["0"], [0.0], [True], "01", None, 3):

@@ -120,13 +120,14 @@ class ProcessSet:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
 
-def require_process_set(process_set: object) -> None:
-    """Raise TypeError for anything but a process set, such as a list of ranks."""
+def require_process_set(process_set: object) -> ProcessSet:
+    """Return a process set; raise TypeError for anything else, such as a list of ranks."""
     if not isinstance(process_set, ProcessSet):
         raise TypeError(
             "process_set must be a ProcessSet, such as add_process_set returns, got "
             f"{process_set!r}"
         )
+    return process_set
 
 
 global_process_set = ProcessSet([])

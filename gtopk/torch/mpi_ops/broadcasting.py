@@ -14,7 +14,7 @@ from collectives.transports import Transport
 
 from ...reduce_ops import Average
 from ...runtime.coordinator.fusion import DeferredGpuArray, Finish, all_on_gpu
-from ...runtime.world.process_sets import ProcessSet, global_process_set
+from ...runtime.world.process_sets import ProcessSet, global_process_set, require_process_set
 from ...runtime.world.world import current
 from .reduction import allreduce
 from .tensors import (
@@ -83,7 +83,7 @@ def broadcast_async_(
 
 def check_root(root_rank: int, process_set: ProcessSet) -> Sequence[int]:
     """Return the ranks of the set; raise ValueError if the root is not one of them."""
-    ranks = process_set.members.ranks
+    ranks = require_process_set(process_set).members.ranks
     if root_rank not in ranks:
         valid = f"lie in 0..{len(ranks) - 1}" if isinstance(ranks, range) else f"be one of {ranks}"
         raise ValueError(f"root_rank must {valid}, got {root_rank!r}")

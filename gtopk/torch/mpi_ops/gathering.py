@@ -26,7 +26,7 @@ from collectives.transports import Transport
 from ...exchange.buckets.arrays import as_bytes, flattened
 from ...reduce_ops import NAMES, Average, Sum
 from ...runtime.coordinator.fusion import DeferredGpuArray, Finish, all_on_gpu
-from ...runtime.world.process_sets import ProcessSet, global_process_set
+from ...runtime.world.process_sets import ProcessSet, global_process_set, require_process_set
 from .reduction import grouped_allreduce
 from .tensors import (
     accepted_by,
@@ -109,7 +109,7 @@ def begin_allgather(
 
     signature: additional texts that must be equal on all ranks.
     """
-    transport = process_set.engine.transport
+    transport = require_process_set(process_set).engine.transport
     rank = transport.rank
     scalar = any(check(tensor).dim() == 0 for tensor in tensors)
     # Detached: the operation must not keep the script's graph alive.
@@ -237,7 +237,7 @@ def sparse_allreduce_async(
     check(tensor)
     shape = tensor.shape
     signature = [f"{tensor.dtype} {list(shape)}"]
-    size = process_set.engine.transport.size
+    size = require_process_set(process_set).engine.transport.size
     # No need to coalesce here: duplicates are added when the result is used.
     indices, values = tensor._indices().t(), tensor._values()
     in_flight_indices, in_flight_values = (
@@ -288,7 +288,7 @@ def alltoall_async(
 ) -> int:
     """Begin to send each rank its rows; the handle's output is the pair that `alltoall` returns."""
     require_tensor(tensor, "alltoall_async")
-    transport = process_set.engine.transport
+    transport = require_process_set(process_set).engine.transport
     size = transport.size
     check(tensor)
     scalar = tensor.dim() == 0

@@ -119,7 +119,7 @@ def stop_timeline() -> None:
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until every rank of the set has called this; operations in flight may go on."""
     # Numbered, because one rank may reach the next barrier while another is in this one.
-    name = f"barrier.noname.{next(process_set.members.unnamed)}"
+    name = f"barrier.noname.{next(sets.require_process_set(process_set).members.unnamed)}"
     # Agreeing on the operation is the barrier.
     process_set.engine.submit(name, [], lambda transport, all_flags: None).wait()
 

@@ -25,7 +25,7 @@ from ...errors import InvalidCallError
 from ...exchange.buckets.arrays import await_copies
 from ...reduce_ops import NAMES, Adasum, Average, Max, Min, Product, Sum
 from ...runtime.coordinator.fusion import DeferredGpuArray, Dense, Finish, scale, scale_tensor
-from ...runtime.world.process_sets import ProcessSet, global_process_set
+from ...runtime.world.process_sets import ProcessSet, global_process_set, require_process_set
 from .tensors import (
     accepted_by,
     check,
@@ -363,7 +363,7 @@ def _begin(
     for tensor in tensors if in_place else ():
         check_in_place(tensor)
     outputs = tensors if in_place else [torch.empty_like(tensor) for tensor in tensors]
-    transport = process_set.engine.transport
+    transport = require_process_set(process_set).engine.transport
     size = transport.size
     dtypes = [check(tensor).dtype for tensor in tensors]
     combines = reduction.op == Adasum  # not elementwise, so the engine cannot fuse it

@@ -18,7 +18,7 @@ from ...errors import InvalidCallError
 from ...exchange.buckets.arrays import flattened, to_array, to_device, view_tensor
 from ...reduce_ops import NAMES, Average, Sum
 from ...runtime.coordinator.fusion import DeferredGpuArray, Dense, Finish, all_on_gpu
-from ...runtime.world.process_sets import ProcessSet, global_process_set
+from ...runtime.world.process_sets import ProcessSet, global_process_set, require_process_set
 from .gathering import grouped_allgather
 from .reduction import Reduction, compress, multiply, reduction_of
 from .tensors import (
@@ -111,7 +111,7 @@ def _begin(
     *,
     group: bool = False,
 ) -> int:
-    transport = process_set.engine.transport
+    transport = require_process_set(process_set).engine.transport
     rank, size = transport.rank, transport.size
     scalar = any(check(tensor).dim() == 0 for tensor in tensors)
     likes = [tensor.detach() for tensor in tensors]
