@@ -185,6 +185,9 @@ class _LocalSGD(Wrapping):
 
     def _begin_round(self) -> None:
         """Keep the center when a round begins; in a new world first compare it with all ranks'."""
+        # The script may have set both since the last step, inner_steps also below the others.
+        check_rounds(self.inner_steps, 0, 1, 1.0, None)
+        check_count("overlap_steps", self.overlap_steps)
         if (here := world.current()) is not self._world:  # after elastic's recovery, say
             for fragment in self._fragments:
                 with contextlib.suppress(HorovodInternalError):  # its ranks may be gone

@@ -463,6 +463,32 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], said: str) 
     on_ranks(1, rank)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("inner_steps", 0, "inner_steps must be at least 1, or None"),
+        ("inner_steps", "4", "inner_steps must be an integer"),
+        ("overlap_steps", -1, "overlap_steps must be 0 or more"),
+        ("overlap_steps", None, "overlap_steps must be an integer"),
+    ],
+)
+def test_options_that_are_set_later_are_checked_before_a_step(
+    name: str, value: Any, said: str
+) -> None:
+    def rank(transport: LocalTransport) -> None:
+        model = network()
+        optimizer = LocalSGD(momentum(model.parameters()), 1)
+        before = weights(model)
+        backward(model, transport.rank, 0)
+        setattr(optimizer, name, value)
+        for step in (optimizer.step, optimizer.outer_step):
+            with pytest.raises((TypeError, ValueError), match=said):
+                step()
+        assert torch.equal(weights(model), before)
+
+    on_ranks(1, rank)
+
+
 def test_real_ranks_train_save_and_go_on(mpirun: Any, tmp_path: Any) -> None:
     job = mpirun(2, "local_sgd.py", str(tmp_path))
     assert job.returncode == 0, job.stdout + job.stderr
