@@ -62,6 +62,7 @@ from .files import (
     complete_checkpoints,
     list_parts,
     name_of,
+    path_of,
     read_part,
     whole_number,
     write_part,
@@ -85,7 +86,7 @@ class Reader(StorageReader):
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._folder = Path(folder)
+        self._folder = path_of(folder)
         self._part: Part | None = None
         self._values: dict[str, Any] = {}
 
@@ -233,7 +234,7 @@ class Writer(StorageWriter):
     """
 
     def __init__(self, folder: str | os.PathLike[str], step: SupportsIndex = 0) -> None:
-        self._folder = Path(folder)
+        self._folder = path_of(folder)
         self._step = whole_number("step", step, least=0)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:

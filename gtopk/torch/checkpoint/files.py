@@ -122,6 +122,13 @@ def _each_part(number: int, step: int, ranks: int) -> Iterator[Part]:
     return (Part(number, step, ranks, name) for name in names)
 
 
+def path_of(folder: str | os.PathLike[str]) -> Path:
+    """Return a folder's path; raise ValueError for "", which Path takes for the current folder."""
+    if not os.fspath(folder):
+        raise ValueError("folder must be a path, got ''; the current folder is '.'")
+    return Path(folder)
+
+
 def ensure_folder(folder: Path) -> Path:
     """Return a folder of checkpoints; create it if it does not exist (any more)."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ from ...runtime.logs import EVERYWHERE
 from ...runtime.world import world
 from ...runtime.world.membership import World
 from .archive import Archive, Found, Saving, gather_outcomes
-from .files import whole_number
+from .files import path_of, whole_number
 from .state import Assembled, Parts, assemble, check, put_state, should_agree, snapshot, take_state
 from .validation import run_on_all
 
@@ -147,7 +147,7 @@ def save_checkpoint(
     step, keep = whole_number("step", step, least=0), whole_number("keep", keep, least=1)
     if hasattr(loader, "drain"):
         loader.drain()  # first: other ranks may run the loader until they drain, too
-    archive = _open(Path(folder), keep)
+    archive = _open(path_of(folder), keep)
     parts = Parts(model, optimizer, loader, others)
 
     def save() -> Saving:
@@ -204,7 +204,7 @@ def load_latest(
     """
     if missing_ranks not in ("error", "report"):
         raise ValueError(f"missing_ranks must be 'error' or 'report', got {missing_ranks!r}")
-    archive = _open(Path(folder))
+    archive = _open(path_of(folder))
     parts = Parts(model, optimizer, loader, others)
     try:
         _wait_for_save(archive)

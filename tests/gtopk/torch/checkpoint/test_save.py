@@ -257,6 +257,19 @@ def test_a_path_that_leads_nowhere_is_said_on_every_rank(ranks, tmp_path):
     ranks(2, program)
 
 
+def test_an_empty_path_is_not_the_current_folder(ranks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def program(rank):
+        run = Run()
+        for call in (save_checkpoint, load_latest):
+            with pytest.raises(ValueError, match="folder must be a path, got ''"):
+                call("", run.model, run.optimizer)
+
+    ranks(1, program)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_who_cannot_save_is_named_on_every_rank_and_training_goes_on(ranks, tmp_path):
     """The disk is full on one rank, and later has room again."""
 
