@@ -105,7 +105,7 @@ def replicate(
     adam_options = options_of_adam(optimizer, chosen, adam_steps, local_residual, Average)
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError("no module of the model is sharded: call fully_shard before replicate")
-    if replicas.ndim != 1:
+    if not isinstance(replicas, DeviceMesh) or replicas.ndim != 1:
         raise ValueError(
             f"replicas must be a mesh of one dimension, as mesh['replicate'], got {replicas}"
         )

@@ -497,8 +497,9 @@ def test_a_model_that_is_not_sharded_is_refused() -> None:
         fsdp.replicate(network(), MESH["replicate"])
     model = network()
     fully_shard(model, mesh=MESH["shard"])
-    with pytest.raises(ValueError, match="a mesh of one dimension"):
-        fsdp.replicate(model, MESH)
+    for wrong in (MESH, None, "replicate"):
+        with pytest.raises(ValueError, match="a mesh of one dimension"):
+            fsdp.replicate(model, wrong)  # type: ignore[arg-type]
     expected = (
         rf"of the ranks that hold the same shard.* rank {RANK} shares a replica with \[{RANK ^ 1}\]"
     )
