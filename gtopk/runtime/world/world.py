@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Final
 
 from collectives.errors import PeerTimeoutError
@@ -177,6 +179,9 @@ def init_on(transport: Transport, previous: World | None = None) -> None:
             setattr(error, _MARK, _handled)
     here.observe()
     atexit.register(_at_exit)
+    if multiprocessing.parent_process() is not None:
+        # Such a process calls no exception hook: the others would only hear that it has ended.
+        Finalize(None, _report_what_ended_the_process, exitpriority=0)
 
 
 def _warn_of_slow_kernels() -> None:
@@ -312,6 +317,16 @@ def _at_exit() -> None:
         return
     if guard is not None and _has_dead_rank(guard) and guard.world.transport.name == "mpi":
         end_process(int(_uncaught_exception() is not None))
+
+
+def _report_what_ended_the_process() -> None:
+    """End the job if an exception is ending this process, which multiprocessing has started."""
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit):
+        # torch.multiprocessing.spawn catches the function's exception, and calls sys.exit(1).
+        error = error.__context__ if error.code else None
+    if error is not None and _guard is not None:
+        sys.excepthook(type(error), error, error.__traceback__)
 
 
 def _uncaught_exception() -> BaseException | None:

@@ -15,6 +15,7 @@ import pytest
 
 from gtopk.runtime.world.guard import Guard
 from tests.matrix import some_of
+from tests.started import finished
 
 # How rank 2 of 3 ends at step 5 -> text that must appear besides "step 5". A signal is reported by
 # mpirun, by a survivor (mpirun may learn of its end first), or by a survivor's companion.
@@ -296,3 +297,11 @@ def test_a_rank_whose_init_fails_after_joining_is_not_waited_for(forked, tmp_pat
     assert re.search(r"rank 0: \w+: .*rank 1 left \(its init\(\) failed", said)
     (failure,) = tmp_path.glob("*rank1*.json")
     assert "GTOPK_HEARTBEAT_TIMEOUT" in failure.read_text()
+
+
+def test_an_exception_in_a_rank_that_multiprocessing_has_started_is_named(tmp_path):
+    program = Path(__file__).parents[3] / "programs" / "spawned.py"
+    job = finished([sys.executable, str(program), str(tmp_path / "store")], 120, {})
+    assert job.returncode != 0
+    assert "rank 1 of 2" in job.stderr
+    assert re.search(r"failed at step 2: KeyError: 'no such word'", job.stderr), job.stderr
