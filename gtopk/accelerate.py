@@ -32,8 +32,12 @@ def compress(
         and global_clip_norm= replaces accelerator.clip_grad_norm_.
     density, options: the arguments of `gtopk.ddp.GTopKState`, including compression=.
     Raises ValueError if the model is not wrapped in DistributedDataParallel, and TypeError for an
-    object that is not an optimizer.
+    object that is not an accelerator or optimizer.
     """
+    if not hasattr(accelerator, "register_for_checkpointing"):
+        raise TypeError(
+            f"compress(accelerator, model, optimizer) got a {type(accelerator).__name__} first"
+        )
     # With a dynamo_backend, Accelerate compiles the model after wrapping it in DDP.
     model = getattr(model, "_orig_mod", model)
     if not isinstance(model, DistributedDataParallel):
@@ -42,7 +46,7 @@ def compress(
             f"DistributedDataParallel, got {type(model).__name__} on "
             f"{accelerator.num_processes} processes ({accelerator.distributed_type})"
         )
-    state = state_for(optimizer, density, scaler=accelerator.scaler, **options)
+    state = state_for(optimizer, density, **{"scaler": accelerator.scaler, **options})
     model.register_comm_hook(state, gtopk_hook)
     # Otherwise save_state() would lose the residuals.
     accelerator.register_for_checkpointing(state.stateful(model))

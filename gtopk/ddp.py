@@ -291,11 +291,17 @@ class GTopKState(HookState):
 
         Save it on every rank, after `step`: before that, no parameter has the update that the pass
         has sent. Or merge all ranks' "held" entries into one state, which any number of ranks can
-        load.
+        load. Raises ValueError for another model than the hook's, such as a copy.
         """
+        named, known = named_parameters(model), self._bucket_exchanges.parameters()
+        if known and known.isdisjoint(named.values()):
+            raise ValueError(
+                f"rank {self._world.rank}: this GTopKState has the residuals of another model: "
+                "give it the model that the hook is registered on, or that model's module, no copy"
+            )
         return self._state_of(
             (name, self._bucket_exchanges.residual_of(p, is_trained=p.requires_grad))
-            for name, p in named_parameters(model).items()
+            for name, p in named.items()
         )
 
     def gather_state(self, model: torch.nn.Module) -> dict[str, Any]:
@@ -367,7 +373,7 @@ def state_for(optimizer: Any, density: float, **options: Any) -> GTopKState:
         agreed gradients.
     """
     own = [*map(plain, optimizer if isinstance(optimizer, Sequence) else [optimizer])]
-    # The script's own optimizer=, even None, takes precedence.
+    # The script's own optimizer=, even None, takes precedence, as does its scaler=.
     return GTopKState(density, **{"optimizer": own[0] if len(own) == 1 else None, **options})
 
 

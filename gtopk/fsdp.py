@@ -41,7 +41,7 @@ except (ImportError, AttributeError) as missing:
 
 from .compression import GTopK, Shards, SparseCompression
 from .exchange.bucket_exchange import BucketExchange
-from .exchange.buckets.parameters import refuse_complex
+from .exchange.buckets.parameters import refuse_complex, require_module
 from .exchange.residual_state import ResidualState, require_shape
 from .integrations.fsdp_units import (
     Place,
@@ -57,7 +57,7 @@ from .integrations.passes import BucketExchanges, after_backward
 from .optim.peers import Peers
 from .optim.step_checks import MAX_SKIPPED_STEPS
 from .optim.wrapped.adam_step import options_of_adam
-from .optim.wrapped.checkpoint import residuals_for
+from .optim.wrapped.checkpoint import check_part, residuals_for
 from .reduce_ops import Average
 from .runtime.coordinator import Operation
 from .runtime.world import world
@@ -94,6 +94,11 @@ def replicate(
     Joins the ranks (`hvd.init`) if nobody has yet. Raises ValueError for options out of range, for
     a model or mesh other than described, and for complex parameters.
     """
+    require_module(model)
+    if not isinstance(replicas, DeviceMesh) or replicas.ndim != 1:
+        raise ValueError(
+            f"replicas must be a mesh of one dimension, as mesh['replicate'], got {replicas!r:.99}"
+        )
     # Rejected by name: Compression.gtopk would only say that it has no such option.
     if options.pop("global_clip_norm", None) is not None:
         raise ValueError(
@@ -105,10 +110,6 @@ def replicate(
     adam_options = options_of_adam(optimizer, chosen, adam_steps, local_residual, Average)
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError("no module of the model is sharded: call fully_shard before replicate")
-    if not isinstance(replicas, DeviceMesh) or replicas.ndim != 1:
-        raise ValueError(
-            f"replicas must be a mesh of one dimension, as mesh['replicate'], got {replicas}"
-        )
     # Only after the checks, so that a rejected model or mesh does not leave a world open.
     join_world()
     units = units_of(model)
@@ -360,6 +361,7 @@ class ReplicaState(HookState):
         With another number of replicas but as many shards, the sum of the residuals is kept.
         Raises ValueError for a state with another format or other shards.
         """
+        check_part(state)
         if state.get("shards") != self._place.shards:
             raise ValueError(
                 f"the state was saved with {state.get('shards')} shards, but the model has "

@@ -26,6 +26,7 @@ except ImportError as missing:
     raise ImportError("gtopk.lightning needs Lightning: pip install lightning") from missing
 
 from .ddp import GTopKState, gtopk_hook, state_for, take_over_clipping
+from .exchange.buckets.parameters import require_module
 from .integrations.passes import unwrapped
 from .telemetry.sinks import scalars_of_step
 
@@ -68,8 +69,8 @@ class GTopK(Callback):
             self._loaded = self.state.state_dict(model)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         optimizer = trainer.optimizers[0] if len(trainer.optimizers) == 1 else None
-        options: dict[str, Any] = {"optimizer": optimizer, **self._options}
-        self.state = GTopKState(self._density, scaler=scaler, **options)
+        options: dict[str, Any] = {"optimizer": optimizer, "scaler": scaler, **self._options}
+        self.state = GTopKState(self._density, **options)
         if trainer.gradient_clip_val:
             self._take_over_clipping(self.state, trainer, float(trainer.gradient_clip_val))
         if self._loaded:
@@ -158,8 +159,11 @@ def compress(
         and global_clip_norm= replaces fabric.clip_gradients.
     density, options: the arguments of `gtopk.ddp.GTopKState`, including compression=.
     Raises ValueError if the model is not wrapped in DistributedDataParallel, and TypeError for an
-    object that is not an optimizer.
+    object that is not a Fabric, a model or an optimizer.
     """
+    if not isinstance(fabric, Fabric):
+        raise TypeError(f"compress(fabric, model, optimizer) got a {type(fabric).__name__} first")
+    require_module(model)
     wrapped = unwrapped(model)
     if not isinstance(wrapped, DistributedDataParallel):
         raise ValueError(
@@ -169,6 +173,6 @@ def compress(
             f"{'process' if fabric.world_size == 1 else 'processes'}"
         )
     scaler = getattr(fabric.strategy.precision, "scaler", None)
-    state = state_for(optimizer, density, scaler=scaler, **options)
+    state = state_for(optimizer, density, **{"scaler": scaler, **options})
     wrapped.register_comm_hook(state, gtopk_hook)
     return state

@@ -98,12 +98,8 @@ class GTopK(TrainerCallback):  # type: ignore[misc,unused-ignore]
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         previous = self.state if self._model is model.module else None
         residuals = None if previous is None else previous.state_dict(model)
-        self.state = GTopKState(
-            self._density,
-            optimizer=optimizer,
-            scaler=trainer.accelerator.scaler,
-            **self._options,
-        )
+        options: dict[str, Any] = {"optimizer": optimizer, "scaler": trainer.accelerator.scaler}
+        self.state = GTopKState(self._density, **{**options, **self._options})
         # In args it is still 0 if an error ended the previous training before `on_train_end`.
         norm = args.max_grad_norm or self._max_grad_norm
         instead = "give TrainingArguments(max_grad_norm=0)"

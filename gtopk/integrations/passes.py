@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from collectives.transports import Transport
 
 from ..exchange.bucket_exchange import BucketExchange
-from ..exchange.buckets.parameters import refuse_complex
+from ..exchange.buckets.parameters import refuse_complex, require_module
 from ..exchange.exchange import Progress
 from ..exchange.residual import AGE, OWNER_ERROR, ROWS, Residual
 from ..exchange.residual_state import ResidualState, plain_name, without_owner_errors
@@ -474,7 +474,11 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def named_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the model's parameters by name, without the parts of names that wrappers add."""
+    """Return the model's parameters by name, without the parts of names that wrappers add.
+
+    Raises TypeError for an object that is no model, such as a state in its place.
+    """
+    require_module(model)
     model = unwrapped(model)
     if isinstance(model, DistributedDataParallel):
         model = model.module

@@ -65,6 +65,15 @@ def test_so_does_one_that_is_compiled_which_prepare_does_last(threads: Any) -> N
     threads(1, program)
 
 
+def test_what_is_no_accelerator_is_refused() -> None:
+    model = torch.nn.Linear(4, 3)
+    for no_accelerator in (None, model):
+        with pytest.raises(
+            TypeError, match=r"compress\(accelerator, model, optimizer\) got .* first"
+        ):
+            compress(no_accelerator, model, [])
+
+
 def test_one_that_is_not_wrapped_is_named_whether_or_not_it_is_compiled() -> None:
     model = torch.nn.Linear(4, 3)
     for each in (model, torch.compile(model, backend="eager")):

@@ -288,6 +288,24 @@ def test_residuals_without_parameters_are_reported_and_saved_again() -> None:
     assert mass(again, model) == mass(state, model) > 0
 
 
+def test_a_wrong_model_or_state_is_refused_by_name() -> None:
+    state = GTopKState(0.05)
+    model = wrapped(state)
+    train(model, range(2))
+    with pytest.raises(ValueError, match=r"has the residuals of another model: .* no copy"):
+        state.state_dict(copy.deepcopy(model.module))
+    saved = state.state_dict(model)
+    for no_model in (None, saved, list(model.parameters())):
+        with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got"):
+            state.state_dict(no_model)
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got"):
+        state.load_state_dict(model, saved)
+    for no_state in (None, "", {}, model.state_dict(), {"format": 1}, {**saved, "ranks": "2"}):
+        with pytest.raises(ValueError, match="of a rank"):
+            state.load_state_dict(no_state, model)
+    assert mass(state, model) > 0
+
+
 def test_where_ddp_keeps_its_buckets_a_resumed_run_is_the_same_to_the_bit() -> None:
     usual = {"momentum_correction": 0.9}
     for options, correction in (

@@ -85,5 +85,7 @@ with pytest.raises(ValueError, match="global_clip_norm="):
 
 with pytest.raises(ValueError, match=r"use Fabric\(strategy='ddp'\).*got Linear on 2 processes"):
     compress(fabric, torch.nn.Linear(2, 2), optimizer)
+with pytest.raises(TypeError, match=r"compress\(fabric, model, optimizer\) got .* first"):
+    compress(model, fabric, optimizer)
 print("Fabric uses gTop-k\n", end="", flush=True)
 torch.distributed.destroy_process_group()

@@ -337,6 +337,7 @@ def test_residuals_are_saved_and_loaded() -> None:
             for name, length in (("0.weight", 72), ("0", 78))
         ),
         ({"held": {RANK: {f"{1 - RANK % 2}/0": {}}}}, "each replica has consecutive ranks"),
+        ({"steps": None}, "the steps of a rank's residual is None"),
     ):
         with pytest.raises(ValueError, match=expected):
             resumed.load_state_dict({**saved, **wrong})
@@ -505,6 +506,11 @@ def test_a_model_that_is_not_sharded_is_refused() -> None:
     )
     with pytest.raises(ValueError, match=expected):
         fsdp.replicate(model, MESH["shard"])
+    for wrong in ("replicate", None, model):
+        with pytest.raises(ValueError, match=r"must be a mesh of one dimension, .* got"):
+            fsdp.replicate(model, wrong)
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got DeviceMesh"):
+        fsdp.replicate(MESH["replicate"], model)
     model = network()
     fully_shard(model[1], mesh=MESH)
     fully_shard(model, mesh=MESH["shard"])

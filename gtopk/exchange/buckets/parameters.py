@@ -153,6 +153,12 @@ def require_optimizer(optimizer: object, name: str = "optimizer") -> None:
         )
 
 
+def require_module(model: object) -> None:
+    """Raise TypeError for an object that is not a torch.nn.Module, such as its state_dict."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {model!r:.99}")
+
+
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     """Return all parameters, in their order."""
     return [p for group in optimizer.param_groups for p in group["params"]]

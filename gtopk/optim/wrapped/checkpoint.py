@@ -188,11 +188,12 @@ def residuals_for(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, R
 
 def _residuals_for(part: Mapping[str, Any], rank: int, ranks: int) -> dict[str, ResidualState]:
     """Do as `residuals_for`, for an optimizer, which may never have had a residual."""
-    if part.get("format") != FORMAT:
+    if isinstance(part, Mapping) and part.get("format", FORMAT) != FORMAT:
         raise ValueError(
             f"the checkpoint's 'gtopk' part must be of format {FORMAT}, got "
-            f"{part.get('format')!r}; load it with the version of gtopk that saved it"
+            f"{part['format']!r}; load it with the version of gtopk that saved it"
         )
+    check_part(part)
     residuals: dict[str, ResidualState]
     if "of" in part:
         sources, saved = part["of"]

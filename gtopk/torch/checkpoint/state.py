@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 from ...errors import DamagedError
+from ...exchange.buckets.parameters import require_module, require_optimizer
 from ...optim.wrapped import checkpoint as optimizer_checkpoint
 from ...optim.wrapped.tree import lay_out_as_parameters
 from ...optim.wrapped.wrapping import Wrapping
@@ -199,8 +200,10 @@ def take_state(parts: Parts, *, copy: bool) -> tuple[Flattened, dict[str, Any]]:
     state: dict[str, Any] = {}
     own: dict[str, Any] = {**NOTHING_OWN, "held": {}, "generators": take_generators()}
     if model is not None:
+        require_module(model)
         state["model"] = model.state_dict()
     if optimizer is not None:
+        require_optimizer(optimizer)
         state["optimizer"] = optimizer.state_dict()
         # Stored separately: the residual differs on every rank, and is summed if the number of
         # ranks changes.

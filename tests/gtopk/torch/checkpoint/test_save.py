@@ -305,6 +305,8 @@ def test_what_has_no_state_is_named_on_every_rank(ranks, tmp_path):
             CheckpointError, match=r"loader must have state_dict.*got list; pass None"
         ):
             save_checkpoint(tmp_path, model, None, [1])
+        with pytest.raises(CheckpointError, match=r"model must be a torch\.nn\.Module, got SGD"):
+            save_checkpoint(tmp_path, torch.optim.SGD(model.parameters()), model)
         with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
             save_checkpoint(tmp_path, model, None, keep=0)
         with pytest.raises(ValueError, match="step must be at least 0, got -1"):
