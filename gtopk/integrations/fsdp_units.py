@@ -253,6 +253,12 @@ def place_in(replicas: DeviceMesh, parameters: Iterable[torch.Tensor]) -> Place:
             f"{list(same_shard)}, but rank {here.rank} shares a replica with {sorted(both)}: pass "
             "the mesh dimension that fully_shard does not shard over"
         )
+    if here.size > 1 and same_shard == same_replica:
+        raise ValueError(
+            f"rank {here.rank} holds the whole model and replicas has no other rank, so each rank "
+            "would train a model of its own: pass the mesh dimension that fully_shard does not "
+            "shard over"
+        )
     gathered = here.engine.submit("fsdp.replicas", [], gather).wait()
     groups = [[tuple(map(int, ranks.split())) for ranks in words] for words in gathered]
     connected = [_connected_ranks(rank, groups) for rank in range(here.size)]
