@@ -61,7 +61,7 @@ def test_sizes_that_only_add_up_are_refused() -> None:
     receiver, neighbour, babbler, _ = local_world(4, timeout_seconds=5)
     neighbour.send(np.array([1, 0], np.int64).view(np.uint8), 0)
     babbler.send(np.array([2, -1, 1], np.int64).view(np.uint8), 0)
-    with pytest.raises(MessageError, match=r"from rank 2 is malformed: .* not 2 messages"):
+    with pytest.raises(MessageError, match=r"from rank 2 is malformed: .* not 2 packed messages"):
         receiver.allgather(MESSAGE)
 
 

@@ -293,7 +293,7 @@ def test_a_link_is_not_emulated_between_hosts(
 ) -> None:
     words = ["--hosts", "elsewhere.invalid:2", "--launcher", "mpirun", "--link", "1gbit", script]
     assert main(words) == 2
-    assert "'elsewhere.invalid' is another one" in capsys.readouterr().err
+    assert "'elsewhere.invalid' is another host" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

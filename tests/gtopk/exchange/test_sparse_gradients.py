@@ -292,7 +292,7 @@ def test_sparse_gradients_of_unlike_dimensions_are_an_error_that_names_the_ranks
                 F.embedding(torch.tensor([1]), parameter, sparse=True).sum().backward()
             with pytest.raises(
                 HorovodInternalError,
-                match="1 sparse dimensions on rank 0, 2 sparse dimensions on rank 1; make them",
+                match="1 sparse dimensions on rank 0, 2 sparse dimensions on rank 1; use the same number",
             ):
                 optimizer.step()
 

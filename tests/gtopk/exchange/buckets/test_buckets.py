@@ -197,7 +197,7 @@ def test_without_cupy_the_way_through_the_host_is_told_once(
             for _ in range(2):
                 assert arrays.device_of([OnGpu(), OnGpu()]) == torch.device("cpu")
         (record,) = caplog.records
-        assert "through the host" in record.getMessage()
+        assert "through host memory" in record.getMessage()
         assert "cupy-cuda12x" in record.getMessage()
         arrays._kernels_reach_gpus.cache_clear()
         monkeypatch.setattr(arrays.device, "cupy", lambda: sys)
