@@ -124,7 +124,7 @@ def test_a_process_that_a_rank_has_started_is_not_the_rank(environ: dict[str, st
     ]
     child = subprocess.run(command, env=inherited, capture_output=True, text=True, check=False)
     assert child.returncode == 1
-    assert f"rank 2 of {job.launcher} is process {os.getpid()}, which has" in child.stderr
+    assert f"rank 2 of {job.launcher} is process {os.getpid()}, which started" in child.stderr
     for other in (
         {"MASTER_PORT": "2"},  # this rank's own job
         {settings.JOB.name: "2"},  # started with gtopk.run

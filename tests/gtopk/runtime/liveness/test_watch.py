@@ -45,7 +45,7 @@ class Job:
     def lost(self) -> list[set[int]]:
         return [set(watch.lost) for watch in self.watches]
 
-    def news(self) -> list[str]:
+    def messages(self) -> list[str]:
         return [text for watch in self.watches for text in watch.messages]
 
 
