@@ -33,7 +33,7 @@ class Modelled:
 class Prompt:
     """A wire on which every rank waits immediately, so that rounds are the same in every run."""
 
-    class Over:
+    class Completed:
         done = True
 
         def __init__(self, operation: Any) -> None:
@@ -44,11 +44,11 @@ class Prompt:
         self._wire = wire
         self.gather_drains = wire.gather_drains
 
-    def ready(self, *said: Any) -> Any:
-        return self.Over(self._wire.ready(*said))
+    def ready(self, *arguments: Any) -> Any:
+        return self.Completed(self._wire.ready(*arguments))
 
-    def reduce(self, *taken: Any) -> Any:
-        return self.Over(self._wire.reduce(*taken))
+    def reduce(self, *arguments: Any) -> Any:
+        return self.Completed(self._wire.reduce(*arguments))
 
 
 def on_ranks(size: int, program: Callable[[World], Any]) -> list[Any]:

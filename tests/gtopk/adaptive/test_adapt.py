@@ -25,14 +25,14 @@ from tests.gtopk.adaptive.sums_of_samples import data
 MODES = ["balanced", "abs", "adaptive-sgd", "hogbatch"]
 
 
-def test_real_ranks_with_workers_see_every_sample_once(mpirun: Callable[..., Any]) -> None:
+def test_mpi_ranks_with_data_workers_see_every_sample_once(mpirun: Callable[..., Any]) -> None:
     job = mpirun(3, "adapts.py")
     assert job.returncode == 0, job.stderr
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
 @pytest.mark.parametrize("mode", ["balanced", "abs", "adaptive-sgd"])
-def test_the_epoch_that_is_set_after_a_break_is_trained_with_whole(mode: str, epoch: int) -> None:
+def test_epoch_set_after_break_is_trained_from_its_beginning(mode: str, epoch: int) -> None:
     def program(here: World) -> None:
         model = torch.nn.Linear(3, 1).double()
         optimizer = hvd.DistributedOptimizer(
@@ -59,10 +59,10 @@ def test_the_epoch_that_is_set_after_a_break_is_trained_with_whole(mode: str, ep
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("within", ["looks at a batch", "begins and goes on", "loads a state"])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_loop_within_which_another_begins_or_a_state_is_loaded_does_not_go_on(
+def test_loop_raises_after_another_loop_begins_or_state_is_loaded(
     mode: str, within: str, size: int
 ) -> None:
-    """Regression: it continued at the other's position; some samples came twice, others never."""
+    """Regression: it continued at the second loop's position; samples came twice or never."""
 
     def program(here: World) -> list[int]:
         model = torch.nn.Linear(3, 1).double()
@@ -103,7 +103,7 @@ def test_a_loop_within_which_another_begins_or_a_state_is_loaded_does_not_go_on(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_epoch_of_no_samples_is_over_at_once(mode: str) -> None:
+def test_epoch_without_samples_ends_immediately(mode: str) -> None:
     def program(here: World) -> None:
         loader = hvd.adapt(DataLoader(data(0), 4), some_optimizer(), mode)
         for _ in range(2):
@@ -119,7 +119,7 @@ def test_an_epoch_of_no_samples_is_over_at_once(mode: str) -> None:
     on_ranks(2, program)
 
 
-WHOLE = {
+INTEGER_OPTIONS = {
     "balanced": ["global_batch", "min_batch", "max_batch", "interval", "seed"],
     "abs": ["micro_batch"],
     "adaptive-sgd": ["mega_batch", "local_steps", "max_batch"],
@@ -127,8 +127,10 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize(("mode", "name"), [(m, n) for m, names in WHOLE.items() for n in names])
-def test_what_counts_is_a_whole_number_of_any_library(mode: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "name"), [(m, n) for m, names in INTEGER_OPTIONS.items() for n in names]
+)
+def test_count_options_accept_only_integers_of_any_library(mode: str, name: str) -> None:
     """Regression: floats were accepted until a batch was cut; NumPy's integers were not."""
 
     def program(here: World) -> None:
@@ -143,8 +145,8 @@ def test_what_counts_is_a_whole_number_of_any_library(mode: str, name: str) -> N
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
-def test_a_mode_that_steps_with_adam_itself_cannot_go_on_from_steps_made_before(mode: str) -> None:
-    """Regression: its first step raised KeyError: 'exp_avg'."""
+def test_adam_state_of_steps_before_exchange_raises_in_modes_with_own_step(mode: str) -> None:
+    """Regression: the mode's first step raised KeyError: 'exp_avg'."""
 
     def opened() -> Any:
         layer = torch.nn.Linear(3, 1).double()
@@ -169,7 +171,7 @@ def test_a_mode_that_steps_with_adam_itself_cannot_go_on_from_steps_made_before(
     on_ranks(2, program)
 
 
-def test_a_loader_that_is_no_dataloader_is_refused() -> None:
+def test_adapt_rejects_loader_that_is_not_a_dataloader() -> None:
     def program(here: World) -> None:
         optimizer = some_optimizer()
         adapted = hvd.adapt(DataLoader(data(64), 8), optimizer)
@@ -181,7 +183,7 @@ def test_a_loader_that_is_no_dataloader_is_refused() -> None:
 
 
 @pytest.mark.parametrize("mode", ["abs", "adaptive-sgd", "hogbatch"])
-def test_a_layer_that_is_thawed_after_adapt_is_an_error_of_the_next_epoch(mode: str) -> None:
+def test_layer_thawed_after_adapt_raises_in_the_next_epoch(mode: str) -> None:
     def program(here: World) -> None:
         model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1)).double()
         model[0].requires_grad_(False)
@@ -201,7 +203,7 @@ def test_a_layer_that_is_thawed_after_adapt_is_an_error_of_the_next_epoch(mode: 
 
 
 @pytest.mark.parametrize("mode", ["abs", "adaptive-sgd", "hogbatch"])
-def test_a_mode_that_exchanges_no_gradients_in_backward_cannot_hide_behind_it(mode: str) -> None:
+def test_hide_behind_backward_raises_in_modes_without_exchange_in_backward(mode: str) -> None:
     def program(here: World) -> None:
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1),
@@ -226,7 +228,7 @@ class StreamOfLength(Stream):
 @pytest.mark.parametrize("order", [None, lambda epoch: range(16)])
 @pytest.mark.parametrize("stream", [Stream(), StreamOfLength()])
 @pytest.mark.parametrize("mode", MODES[1:])
-def test_a_stream_has_no_indices_to_hand_out(mode: str, stream: Any, order: Any) -> None:
+def test_stream_without_indices_raises(mode: str, stream: Any, order: Any) -> None:
     def program(here: World) -> None:
         text = f"mode '{mode}' .* needs a data set with a length, not an IterableDataset, got Str"
         with pytest.raises(ValueError, match=text):
@@ -236,7 +238,7 @@ def test_a_stream_has_no_indices_to_hand_out(mode: str, stream: Any, order: Any)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_batches_that_a_loader_draws_by_itself_are_not_passed_over(mode: str) -> None:
+def test_dataloader_without_batch_size_raises(mode: str) -> None:
     def program(here: World) -> None:
         own = BatchSampler(SequentialSampler(range(64)), 8, drop_last=False)
         for loader in (DataLoader(data(64), batch_sampler=own), DataLoader(data(64), None)):
@@ -261,7 +263,7 @@ class Named(DistributedSampler[int]):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_sampler_that_draws_in_its_own_way_is_not_taken_for_its_base_class(mode: str) -> None:
+def test_sampler_subclass_with_its_own_order_raises(mode: str) -> None:
     def program(here: World) -> None:
         inner = torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1)
         optimizer = hvd.DistributedOptimizer(inner)
@@ -277,7 +279,7 @@ def test_a_sampler_that_draws_in_its_own_way_is_not_taken_for_its_base_class(mod
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_sampler_of_a_part_of_the_samples_is_not_taken_for_all(mode: str) -> None:
+def test_sampler_of_only_some_samples_raises(mode: str) -> None:
     def program(here: World) -> None:
         samples = data(64)
         inner = torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1)

@@ -44,7 +44,7 @@ def sum_loss(prediction: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("size", [1, 3, 4])
 @pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.gtopk(density=1.0)])
-def test_sending_all_is_one_process_on_the_whole_batch(
+def test_sending_all_entries_equals_single_process_on_the_global_batch(
     size: int, compression: Any, reduction: str
 ) -> None:
     """Sizes change, some are zero, and the last step is partial."""
@@ -85,7 +85,7 @@ def test_sending_all_is_one_process_on_the_whole_batch(
         assert any(0 in each for each in results[0][1])
 
 
-def test_equal_batches_train_as_without_a_loader_to_the_bit() -> None:
+def test_equal_batches_train_like_unadapted_loader_bitwise() -> None:
     samples, size = data(96), 4
 
     def program(here: World) -> Any:
@@ -104,7 +104,7 @@ def test_equal_batches_train_as_without_a_loader_to_the_bit() -> None:
     assert on_ranks(size, program) == [True] * size
 
 
-def test_nothing_is_lost_while_sizes_change_and_rotate() -> None:
+def test_sums_and_residuals_are_conserved_while_sizes_change() -> None:
     """Sent so far + residuals = weighted gradients so far, whatever the sizes; B doubles, too."""
 
     def program(here: World) -> Any:
@@ -148,7 +148,7 @@ def test_nothing_is_lost_while_sizes_change_and_rotate() -> None:
     assert all(torch.equal(sent, results[0][0]) for sent, _, _ in results)
 
 
-def test_a_gradient_of_no_samples_weighs_nothing_even_where_it_is_not_finite() -> None:
+def test_nonfinite_gradient_of_rank_without_samples_is_ignored() -> None:
     def program(here: World) -> Any:
         model = network()
         optimizer = sgd(model)
@@ -164,8 +164,8 @@ def test_a_gradient_of_no_samples_weighs_nothing_even_where_it_is_not_finite() -
         assert gradient == pytest.approx((1 * 1 + 2 * 2) / 3)
 
 
-def test_tokens_of_a_batch_that_stands_in_for_none_weigh_nothing() -> None:
-    """The script says its tokens with every batch; the last step has 3 samples for 4 ranks."""
+def test_tokens_of_placeholder_batch_get_no_weight() -> None:
+    """The script sets its tokens with every batch; the last step has 3 samples for 4 ranks."""
     x, tokens = data(15).tensors[0], torch.arange(15) % 4 + 1
 
     def program(here: World) -> Any:
@@ -179,19 +179,19 @@ def test_tokens_of_a_batch_that_stands_in_for_none_weigh_nothing() -> None:
             before = weight.detach().clone()
             optimizer.step()
         last = before - weight.detach()
-        stood_in = loader.num_samples == 0
+        got_placeholder = loader.num_samples == 0
         optimizer.set_num_samples(7)  # the script's own step, after the epoch
-        return last, stood_in, optimizer._reducer.samples.count
+        return last, got_placeholder, optimizer._reducer.samples.count
 
     expected = (x * tokens[:, None])[12:].sum(0) / tokens[12:].sum()
     results = on_ranks(4, program)
-    assert [stood_in for _, stood_in, _ in results].count(True) == 1
+    assert [got_placeholder for _, got_placeholder, _ in results].count(True) == 1
     for last, _, count in results:
         torch.testing.assert_close(last, expected)
         assert count == 7
 
 
-def test_ranks_that_disagree_about_samples_get_an_error() -> None:
+def test_set_num_samples_on_some_ranks_only_raises() -> None:
     def program(here: World) -> None:
         optimizer = some_optimizer()
         if here.rank == 1:
@@ -208,8 +208,8 @@ class Samples(IterableDataset[Any]):
 
 
 @pytest.mark.parametrize("samples", [data(96), Samples()], ids=["data set", "stream"])
-def test_batch_norm_takes_the_batch_that_stands_in_for_none(samples: Any) -> None:
-    """It refuses one sample where there is no more than a pixel of each."""
+def test_batch_norm_accepts_placeholder_batch(samples: Any) -> None:
+    """Batch norm rejects a batch of one sample with a single pixel."""
 
     def program(here: World) -> list[int]:
         model = torch.nn.Sequential(network()[0], torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
@@ -232,17 +232,17 @@ def test_batch_norm_takes_the_batch_that_stands_in_for_none(samples: Any) -> Non
 
 @pytest.fixture
 def without_gc() -> Iterator[None]:
-    """Let objects go by their reference counts alone."""
+    """Free objects by their reference counts alone."""
     gc.disable()
     yield
     gc.enable()
 
 
 @pytest.mark.parametrize("samples", [data(96), Samples()], ids=["data set", "stream"])
-def test_an_optimizer_goes_with_its_loader_and_another_phase_trains(
+def test_optimizer_is_freed_with_its_loader_so_that_next_phase_trains(
     samples: Any, without_gc: None
 ) -> None:
-    """Else its hooks would count the next phase's backward passes, and find one too many."""
+    """Otherwise the optimizer's hooks would also count the next phase's backward passes."""
 
     def program(here: World) -> None:
         model = network()
@@ -260,30 +260,30 @@ def test_an_optimizer_goes_with_its_loader_and_another_phase_trains(
     on_ranks(2, program)
 
 
-def test_a_loop_that_is_garbage_with_its_optimizer_ends_without_a_word(
+def test_garbage_collected_loop_and_optimizer_raise_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The collector ends what is left of the loop when the optimizer is gone already."""
-    amiss: list[Any] = []
-    monkeypatch.setattr(sys, "unraisablehook", amiss.append)
+    """The collector closes the loop after it has freed the optimizer."""
+    unraisable: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
 
     def program(here: World) -> None:
         model = network()
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         loop = iter(hvd.adapt(DataLoader(list(range(16)), 4), optimizer))
         next(loop)
-        circle: list[Any] = [loop, optimizer]
-        circle.append(circle)
+        cycle: list[Any] = [loop, optimizer]
+        cycle.append(cycle)
         known = weakref.ref(optimizer)
-        del loop, optimizer, circle
+        del loop, optimizer, cycle
         gc.collect()
         assert known() is None
 
     on_ranks(1, program)
-    assert amiss == []
+    assert unraisable == []
 
 
-def test_after_a_break_in_a_batch_that_stood_in_the_script_says_its_samples() -> None:
+def test_set_num_samples_applies_after_break_in_placeholder_batch() -> None:
     def program(here: World) -> tuple[int, int | None]:
         optimizer = some_optimizer()
         loader = hvd.adapt(DataLoader(Indices(5), 2), optimizer)
@@ -297,7 +297,7 @@ def test_after_a_break_in_a_batch_that_stood_in_the_script_says_its_samples() ->
     assert on_ranks(2, program) == [(1, 10), (0, 10)]
 
 
-def test_a_rank_that_slows_down_gets_less() -> None:
+def test_rank_that_slows_down_gets_fewer_samples() -> None:
     def program(here: World) -> Any:
         timer = Modelled(100.0)
         loader = hvd.adapt(DataLoader(Indices(10_000), 50), some_optimizer(), timer=timer)
@@ -314,7 +314,7 @@ def test_a_rank_that_slows_down_gets_less() -> None:
     assert len(results[0][1]) <= 2
 
 
-def test_a_batch_of_another_total_scales_the_rate() -> None:
+def test_learning_rate_scales_with_global_batch() -> None:
     def program(here: World) -> Any:
         model = network()
         optimizer = sgd(model)
@@ -338,8 +338,8 @@ def test_a_batch_of_another_total_scales_the_rate() -> None:
         assert rate_after == 0.1
 
 
-def test_a_global_batch_of_nothing_or_of_unlike_samples_is_an_error_on_every_rank() -> None:
-    """Once, steps of no samples had no end, and ranks divided the order in their own ways."""
+def test_invalid_or_differing_global_batch_raises_on_every_rank() -> None:
+    """Regression: steps without samples never ended, and ranks divided the order differently."""
 
     def program(here: World) -> None:
         loader = hvd.adapt(DataLoader(Indices(64), 4), some_optimizer())
@@ -354,7 +354,7 @@ def test_a_global_batch_of_nothing_or_of_unlike_samples_is_an_error_on_every_ran
     on_ranks(2, program)
 
 
-def test_a_run_that_is_resumed_with_another_batch_has_it_at_its_rate() -> None:
+def test_resumed_run_keeps_its_own_global_batch_and_rate() -> None:
     def train(here: World, batch_size: int, state: Any, steps: int | None) -> Any:
         model = network()
         optimizer = sgd(model)
@@ -387,15 +387,15 @@ def test_a_run_that_is_resumed_with_another_batch_has_it_at_its_rate() -> None:
         assert sizes[0] == [12, 12]
         assert [sum(each) for each in sizes] == [24] * 5
         assert rates == pytest.approx([0.1] * 5)
-        del state["global_batch_given"]  # a state of before it was kept
+        del state["global_batch_given"]  # as in states of earlier versions
         assert sum(train(here, 12, state, 1)[1][0]) == 12
         return seen + resumed
 
     assert sorted(itertools.chain(*on_ranks(2, program))) == list(range(240))
 
 
-def test_a_step_between_epochs_is_at_the_rate_as_it_is() -> None:
-    """The last batch of an epoch has 12 samples of 16, and its step three quarters of the rate."""
+def test_step_between_epochs_uses_unscaled_rate() -> None:
+    """The last batch has 12 samples of 16, and its step has three quarters of the rate."""
 
     def program(here: World) -> Any:
         model = network()
@@ -413,7 +413,7 @@ def test_a_step_between_epochs_is_at_the_rate_as_it_is() -> None:
     assert on_ranks(2, program) == [pytest.approx([0.075, 0.1])] * 2
 
 
-def test_memory_that_runs_out_on_a_rank_bounds_it() -> None:
+def test_out_of_memory_bounds_the_batch_of_the_rank() -> None:
     def program(here: World) -> Any:
         model = network()
         optimizer = sgd(model)
@@ -441,8 +441,8 @@ def test_memory_that_runs_out_on_a_rank_bounds_it() -> None:
 
 
 @pytest.mark.parametrize("min_batch", [0, 8])
-def test_no_batch_exceeds_its_ranks_most_whatever_the_grain(min_batch: int) -> None:
-    """The most of rank 1 is no multiple of the grain, and less than min_batch rounded up to one."""
+def test_batches_never_exceed_max_batch_of_their_rank_with_any_grain(min_batch: int) -> None:
+    """Rank 1's max_batch is no multiple of the grain, and below min_batch rounded up to one."""
 
     def program(here: World) -> Any:
         loader = hvd.adapt(
@@ -482,7 +482,7 @@ def test_no_batch_exceeds_its_ranks_most_whatever_the_grain(min_batch: int) -> N
         ({"max_batch": 3}, "allow 6 to 6 samples a step, and the global batch is 8"),
     ],
 )
-def test_arguments_out_of_range_are_an_error(options: dict[str, Any], text: str) -> None:
+def test_options_out_of_range_raise(options: dict[str, Any], text: str) -> None:
     def program(here: World) -> None:
         with pytest.raises(ValueError, match=text):
             hvd.adapt(DataLoader(Indices(10), 4), some_optimizer(), **options)
@@ -490,7 +490,7 @@ def test_arguments_out_of_range_are_an_error(options: dict[str, Any], text: str)
     on_ranks(2, program)
 
 
-def test_passes_that_add_up_are_refused_whenever_they_are_said() -> None:
+def test_backward_passes_per_step_above_one_raise_before_and_after_adapt() -> None:
     """Sizes differ from pass to pass, and a step's gradients have one weight."""
 
     def program(here: World) -> None:
@@ -510,7 +510,7 @@ def test_passes_that_add_up_are_refused_whenever_they_are_said() -> None:
     on_ranks(1, program)
 
 
-def test_a_process_set_is_not_adapted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizer_of_a_process_set_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
 
     def program(here: World) -> None:
@@ -522,7 +522,7 @@ def test_a_process_set_is_not_adapted(monkeypatch: pytest.MonkeyPatch) -> None:
     on_ranks(2, program)
 
 
-def test_what_cannot_be_adapted_is_an_error() -> None:
+def test_unsupported_optimizers_samplers_and_states_raise() -> None:
     def program(here: World) -> None:
         loader, model = DataLoader(Indices(10), 4), network()
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -551,7 +551,7 @@ def test_what_cannot_be_adapted_is_an_error() -> None:
     on_ranks(1, program)
 
 
-def test_ranks_that_are_adapted_differently_get_an_error() -> None:
+def test_differing_data_set_lengths_raise() -> None:
     def program(here: World) -> None:
         with pytest.raises(hvd.HorovodInternalError, match=r"rank 1: 11 samples.*"):
             hvd.adapt(DataLoader(Indices(10 + here.rank), 4), some_optimizer())
@@ -559,8 +559,8 @@ def test_ranks_that_are_adapted_differently_get_an_error() -> None:
     on_ranks(2, program)
 
 
-def test_an_iteration_draws_nothing_from_the_scripts_random_numbers() -> None:
-    """Else what a script draws would be other numbers after an epoch was resumed in its middle."""
+def test_iteration_leaves_global_random_state_unchanged() -> None:
+    """Otherwise a script would draw other numbers after it resumed an epoch midway."""
 
     def program(here: World) -> Any:
         loader = hvd.adapt(DataLoader(Indices(8), 2, shuffle=True), some_optimizer())

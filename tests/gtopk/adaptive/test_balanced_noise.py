@@ -22,7 +22,7 @@ from tests.gtopk.adaptive.modelled_ranks import (
 )
 
 
-def test_the_noise_is_probed_now_and_then() -> None:
+def test_noise_is_measured_and_equal_on_all_ranks() -> None:
     def program(here: World) -> Any:
         model = network()
         optimizer = sgd(model, hvd.Compression.gtopk(density=0.1))
@@ -39,7 +39,7 @@ def test_the_noise_is_probed_now_and_then() -> None:
     assert noises == [noises[0]] * 3
 
 
-def test_the_noise_is_of_gradients_as_they_are_without_a_loss_scale() -> None:
+def test_noise_is_independent_of_loss_scale() -> None:
     def program(here: World) -> None:
         noises = []
         for scale in (1.0, 1024.0):
@@ -64,7 +64,7 @@ def test_the_noise_is_of_gradients_as_they_are_without_a_loss_scale() -> None:
     on_ranks(2, program)
 
 
-def test_the_square_of_the_mean_gradient_is_added_in_the_kernels_order() -> None:
+def test_square_of_mean_gradient_is_summed_in_kernel_order() -> None:
     """AdaScale's rates depend on it; the sums of torch and NumPy depend on the processor."""
     x = torch.randn(2, 40_000, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 

@@ -24,7 +24,7 @@ from tests.gtopk.adaptive.modelled_ranks import Modelled, on_ranks, some_optimiz
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_every_sample_comes_once_an_epoch(size: int) -> None:
+def test_epoch_covers_every_sample_once(size: int) -> None:
     def program(here: World) -> Any:
         loader = hvd.adapt(
             DataLoader(Indices(103), 4, shuffle=True),
@@ -43,7 +43,7 @@ def test_every_sample_comes_once_an_epoch(size: int) -> None:
     assert results[0][1] == -(-103 // (4 * size)) == len(results[0][0][0])
 
 
-def test_epochs_follow_the_sampler_that_the_script_sets() -> None:
+def test_order_follows_epoch_set_on_the_sampler() -> None:
     def program(here: World) -> Any:
         sampler = DistributedSampler(Indices(12), here.size, here.rank, seed=5)
         loader = hvd.adapt(DataLoader(Indices(12), 3, sampler=sampler), some_optimizer())
@@ -66,7 +66,7 @@ def test_epochs_follow_the_sampler_that_the_script_sets() -> None:
     assert [list(itertools.chain(*epoch)) for epoch in epochs] == expected
 
 
-def test_a_broken_off_epoch_is_over() -> None:
+def test_break_ends_the_epoch() -> None:
     def program(here: World) -> Any:
         loader = hvd.adapt(DataLoader(Indices(16), 2), some_optimizer(), min_batch=0)
         for _ in loader:
@@ -78,11 +78,11 @@ def test_a_broken_off_epoch_is_over() -> None:
         assert step == 5
 
 
-def test_a_broken_off_epoch_is_over_for_a_run_that_is_resumed_too() -> None:
+def test_resumed_run_skips_epoch_that_ended_by_break() -> None:
     def open_loader() -> Any:
         return hvd.adapt(DataLoader(Indices(24), 2, shuffle=True), some_optimizer())
 
-    def broken_off(loader: Any) -> Any:
+    def run_two_steps(loader: Any) -> Any:
         seen, within = [], None
         for step, batch in enumerate(loader):
             seen.append(batch.tolist())
@@ -93,23 +93,23 @@ def test_a_broken_off_epoch_is_over_for_a_run_that_is_resumed_too() -> None:
 
     def program(here: World) -> None:
         loader = open_loader()
-        broken_off(loader)
-        before, within = broken_off(loader)
+        run_two_steps(loader)
+        before, within = run_two_steps(loader)
         after = json.loads(json.dumps(loader.state_dict()))
-        whole = indices_of(loader)
+        next_epoch = indices_of(loader)
         resumed = open_loader()
         resumed.load_state_dict(after)
-        assert indices_of(resumed) == whole
+        assert indices_of(resumed) == next_epoch
         resumed.load_state_dict(within)  # saved before the break
         left = indices_of(resumed)
         order = torch.randperm(24, generator=torch.Generator().manual_seed(1)).tolist()
-        mine = [order[i : i + 2] for i in range(2 * here.rank, 24, 2 * here.size)]
-        assert before + left == mine
+        own_batches = [order[i : i + 2] for i in range(2 * here.rank, 24, 2 * here.size)]
+        assert before + left == own_batches
 
     on_ranks(2, program)
 
 
-def test_a_state_that_is_loaded_within_an_iteration_is_of_no_batch_in_hand() -> None:
+def test_state_loaded_within_iteration_discards_current_batch() -> None:
     def program(here: World) -> None:
         loader = hvd.adapt(DataLoader(Indices(16), 2), some_optimizer())
         for step, _ in enumerate(loader):
@@ -128,7 +128,7 @@ def test_a_state_that_is_loaded_within_an_iteration_is_of_no_batch_in_hand() -> 
 
 @pytest.mark.parametrize("left_after", [0, 3, 7, 11])
 @pytest.mark.parametrize("resumed_on", [3, 2])
-def test_an_epoch_is_resumed_in_its_middle(left_after: int, resumed_on: int) -> None:
+def test_epoch_resumes_midway(left_after: int, resumed_on: int) -> None:
     def open_loader(here: World) -> Any:
         return hvd.adapt(
             DataLoader(Indices(100), 12 // here.size, shuffle=True),
@@ -170,7 +170,7 @@ def test_an_epoch_is_resumed_in_its_middle(left_after: int, resumed_on: int) -> 
             assert batches == before[offset + left_after % steps : offset + steps]
 
 
-def test_a_resumed_run_keeps_to_its_own_bounds() -> None:
+def test_resumed_run_keeps_its_own_batch_bounds() -> None:
     def open_loader(here: World, most: int | None) -> Any:
         return hvd.adapt(
             DataLoader(Indices(400), 8, shuffle=True),
@@ -224,7 +224,7 @@ class Stream(IterableDataset[int]):
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_a_stream_is_divided_too(drop_last: bool) -> None:
+def test_stream_is_divided_over_ranks(drop_last: bool) -> None:
     def program(here: World) -> Any:
         loader = hvd.adapt(
             DataLoader(Stream(), 4, drop_last=drop_last),
@@ -250,7 +250,7 @@ def test_a_stream_is_divided_too(drop_last: bool) -> None:
     assert seen == list(range(48 if drop_last else 50))
 
 
-def test_an_order_of_the_users_own() -> None:
+def test_order_function_replaces_unsupported_sampler() -> None:
     def program(here: World) -> Any:
         sampler = WeightedRandomSampler([1.0] * 10, 10)
         loader = DataLoader(Indices(10), 2, sampler=sampler)
@@ -265,7 +265,7 @@ def test_an_order_of_the_users_own() -> None:
     assert first[-2] == [1, 1]
 
 
-def test_where_no_step_is_whole_ranks_still_look_once_a_window() -> None:
+def test_sizes_are_decided_once_per_window_if_every_step_is_partial() -> None:
     """With a data set smaller than the global batch."""
 
     def program(here: World) -> list[int]:
@@ -275,20 +275,20 @@ def test_where_no_step_is_whole_ranks_still_look_once_a_window() -> None:
         )
         data = DataLoader(TensorDataset(torch.ones(40, 3)), 32)
         loader = hvd.adapt(data, optimizer, interval=5)
-        decide, looked = loader._decide, []
+        decide, decided_at = loader._decide, []
 
-        def look() -> None:
-            looked.append(loader.step)
+        def noted_decide() -> None:
+            decided_at.append(loader.step)
             decide()
 
-        loader._decide = look
+        loader._decide = noted_decide
         for _ in range(40):
             for (x,) in loader:
                 optimizer.zero_grad()
                 model(x).square().mean().backward()
                 optimizer.step()
-        return looked
+        return decided_at
 
-    for looked in on_ranks(2, program):
-        assert len(looked) > 3
-        assert min(b - a for a, b in itertools.pairwise(looked)) >= 5
+    for decided_at in on_ranks(2, program):
+        assert len(decided_at) > 3
+        assert min(b - a for a, b in itertools.pairwise(decided_at)) >= 5

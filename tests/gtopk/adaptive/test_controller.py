@@ -71,7 +71,7 @@ AFFINE = [Cost(0.05, 1 / speed) for speed in (400, 200, 100, 100)]
 
 @pytest.mark.parametrize("costs", [PROPORTIONAL, MILD, AFFINE])
 @pytest.mark.parametrize("lead", [0, 6])
-def test_the_ranks_end_together_after_two_windows(costs: list[Cost], lead: int) -> None:
+def test_ranks_finish_together_after_two_windows(costs: list[Cost], lead: int) -> None:
     sizes = run(start(), lambda step: costs, 5 + 2 * (20 + 2 + lead) + 1, noise=0.03, lead=lead)
     assert error(sizes[-1], costs) < 0.15
 
@@ -81,7 +81,7 @@ def test_the_ranks_end_together_after_two_windows(costs: list[Cost], lead: int) 
     st.lists(st.tuples(st.floats(0, 0.1), st.floats(1e-3, 2e-2)), min_size=2, max_size=8),
     st.data(),
 )
-def test_any_start_ends_within_a_grain_of_the_optimum_in_few_decisions(
+def test_any_start_converges_near_the_optimum_in_few_decisions(
     pairs: list[tuple[float, float]], data: Any
 ) -> None:
     costs = [Cost(*pair) for pair in pairs]
@@ -104,7 +104,7 @@ def test_any_start_ends_within_a_grain_of_the_optimum_in_few_decisions(
     st.lists(st.tuples(st.sampled_from([1, 6, 100]), st.floats(0.87, 1.13)), min_size=2),
     st.sampled_from([1, 8]),
 )
-def test_no_size_moves_away_from_its_solution_or_beyond(
+def test_sizes_never_move_away_from_or_past_the_solution(
     ranks: list[tuple[int, float]], grain: int
 ) -> None:
     now, seconds = [grain * size for size, _ in ranks], [each for _, each in ranks]
@@ -117,8 +117,8 @@ def test_no_size_moves_away_from_its_solution_or_beyond(
         assert min(before, end) <= size <= max(before, end)
 
 
-def test_what_a_large_rank_gives_the_small_ones_take() -> None:
-    """It gives more than a tenth of theirs; they share the rest in proportion to their distance."""
+def test_small_ranks_take_over_samples_of_a_large_rank() -> None:
+    """The large rank gives more than a tenth of the small ones' sizes."""
     now, total = [900, 50, 50], 1000
     limits = Limits(total, [0] * 3, [total] * 3)
     seconds = [1.13, 0.87, 1.0]
@@ -131,13 +131,13 @@ def test_what_a_large_rank_gives_the_small_ones_take() -> None:
     assert all(50 <= size <= end for size, end in zip(sizes[1:], solved[1:], strict=True))
 
 
-def test_noise_moves_nothing_once_it_is_good() -> None:
+def test_noise_rarely_changes_good_sizes() -> None:
     sizes = run(start(), lambda step: PROPORTIONAL, 1100, noise=0.10)
     assert changes(sizes[100:]) <= 10  # in 1000 steps
     assert error(sizes[-1], PROPORTIONAL) < 0.15
 
 
-def of_equal_ranks(seed: int, fixed: float, per_sample: float) -> list[list[int]]:
+def sizes_of_equal_noisy_ranks(seed: int, fixed: float, per_sample: float) -> list[list[int]]:
     """Return the sizes after each window of three equal ranks on a busy machine.
 
     The noise is synthetic and seeded: a rank's speed varies by a fifth between windows and by a
@@ -162,16 +162,16 @@ def of_equal_ranks(seed: int, fixed: float, per_sample: float) -> list[list[int]
     return sizes
 
 
-def test_equal_ranks_with_batches_below_a_millisecond_keep_nearly_equal_ones() -> None:
+def test_equal_ranks_keep_nearly_equal_sizes_for_batches_below_1_ms() -> None:
     """Without the floor, sizes changed in 22 of 30 windows, as far as 14 next to 46."""
-    runs = [of_equal_ranks(seed, fixed=2e-4, per_sample=5e-6) for seed in range(20)]
+    runs = [sizes_of_equal_noisy_ranks(seed, fixed=2e-4, per_sample=5e-6) for seed in range(20)]
     assert statistics.mean(map(changes, runs)) <= 1
     assert max(max(sizes) - min(sizes) for run in runs for sizes in run) <= 16
 
 
-def test_equal_ranks_on_a_noisy_machine_change_half_as_often_as_windows_end() -> None:
-    """Formerly sizes changed in 21 of 30 windows."""
-    runs = [of_equal_ranks(seed, fixed=1e-3, per_sample=2e-4) for seed in range(20)]
+def test_equal_ranks_on_noisy_machine_change_sizes_in_at_most_half_the_windows() -> None:
+    """Regression: sizes changed in 21 of 30 windows."""
+    runs = [sizes_of_equal_noisy_ranks(seed, fixed=1e-3, per_sample=2e-4) for seed in range(20)]
     assert statistics.mean(map(changes, runs)) <= 15
 
 
@@ -196,9 +196,9 @@ RECORDED = (
 )
 
 
-@pytest.mark.parametrize(("times", "changed", "apart"), [(1, 1, 4), (2, 1, 4), (20, 9, 11)])
-def test_equal_ranks_that_were_recorded_keep_nearly_equal_sizes(
-    times: float, changed: int, apart: int
+@pytest.mark.parametrize(("times", "changed", "spread"), [(1, 1, 4), (2, 1, 4), (20, 9, 11)])
+def test_recorded_times_of_equal_ranks_keep_nearly_equal_sizes(
+    times: float, changed: int, spread: int
 ) -> None:
     """Without floor and noise, sizes of batches below 1 ms change in 12 of 64 windows.
 
@@ -212,10 +212,10 @@ def test_equal_ranks_that_were_recorded_keep_nearly_equal_sizes(
         ]
         sizes.append(controller.decide(windows, 0, 0))
     assert changes(sizes) <= changed
-    assert max(max(each) - min(each) for each in sizes) <= apart
+    assert max(max(each) - min(each) for each in sizes) <= spread
 
 
-def test_what_no_window_can_tell_all_windows_of_a_hold_do() -> None:
+def test_hold_detects_difference_too_small_for_one_window() -> None:
     """Three ranks are equal, and the fourth takes 4 % longer, too little for a single window."""
     costs = [Cost(0.0, 0.01 * factor) for factor in (1.0, 1.0, 1.0, 1.04)]
     sizes = run(start(), lambda step: costs, 5 + 17 * 20 + 40, noise=0.03)
@@ -226,13 +226,13 @@ def test_what_no_window_can_tell_all_windows_of_a_hold_do() -> None:
     assert changes(run(start(), lambda step: exact, 5000, noise=0.03)) == 0
 
 
-def test_at_the_optimum_nothing_changes() -> None:
+def test_sizes_stay_at_the_optimum() -> None:
     controller = Controller([128, 64, 32, 32], limits())
     assert changes(run(controller, lambda step: PROPORTIONAL, 200)) == 0
 
 
 @pytest.mark.parametrize("slow", range(4))
-def test_a_rank_that_slows_fourfold_is_relieved_in_two_windows(slow: int) -> None:
+def test_rank_that_slows_fourfold_is_rebalanced_in_two_windows(slow: int) -> None:
     after = [
         Cost(cost.fixed, cost.per_sample * (4 if rank == slow else 1))
         for rank, cost in enumerate(PROPORTIONAL)
@@ -245,7 +245,7 @@ def test_a_rank_that_slows_fourfold_is_relieved_in_two_windows(slow: int) -> Non
     assert error(sizes[-1], after) < 0.15
 
 
-def test_memory_that_ran_out_bounds_a_rank() -> None:
+def test_out_of_memory_bounds_the_rank() -> None:
     controller = start()
     windows = [
         Window(64, 0.64 / speed, 90 if rank == 0 else TOTAL)
@@ -256,7 +256,7 @@ def test_memory_that_ran_out_bounds_a_rank() -> None:
     assert sum(sizes) == TOTAL
 
 
-def test_memory_that_ran_out_bounds_a_rank_while_ranks_end_together() -> None:
+def test_out_of_memory_bounds_the_rank_while_ranks_finish_together() -> None:
     """A batch computed in parts may take no longer, so sizes must be held."""
     controller = start()
     assert controller.decide([Window(64, 0.64, TOTAL)] * 4, 25, 25) == [64] * 4
@@ -267,19 +267,19 @@ def test_memory_that_ran_out_bounds_a_rank_while_ranks_end_together() -> None:
         assert controller.decide(even, step, step) == [16, 80, 80, 80]
 
 
-def test_memory_that_is_too_small_for_the_batch_is_not_asked() -> None:
+def test_memory_bounds_too_small_for_the_global_batch_are_ignored() -> None:
     controller = start()
     windows = [Window(64, 0.64 / speed, 10) for speed in (4, 2, 1, 1)]
     assert controller.decide(windows, 25, 25) == [128, 64, 32, 32]
 
 
-def test_a_rank_whose_memory_holds_less_than_a_grain_keeps_one() -> None:
+def test_rank_with_memory_below_a_grain_keeps_one_grain() -> None:
     """The grain is computed in parts; with no samples, the rank would never work again."""
     controller = Controller([16, 16], Limits(32, [0, 0], [32, 32], grain=8))
     assert controller.decide([Window(16, 0.2, 5), Window(16, 0.2, 32)], 25, 25) == [8, 24]
 
 
-def test_seconds_of_another_total_do_not_count_in_a_hold() -> None:
+def test_resize_discards_held_windows() -> None:
     controller = start()
     for step in (25, 45):
         controller.decide([Window(64, 0.64, TOTAL)] * 4, step, step)
@@ -288,7 +288,7 @@ def test_seconds_of_another_total_do_not_count_in_a_hold() -> None:
     assert controller.state_dict()["held"] == []
 
 
-def test_a_controller_survives_a_checkpoint() -> None:
+def test_controller_state_survives_checkpoint() -> None:
     one, other = start(), start()
     run(one, lambda step: AFFINE, 60, noise=0.05)
     other.load_state_dict(json.loads(json.dumps(one.state_dict())))

@@ -51,7 +51,7 @@ class Script:
         self.optimizer.synchronize()
 
 
-def test_two_loaders_of_an_optimizer_leave_its_rate_as_it_is() -> None:
+def test_two_loaders_of_one_optimizer_keep_its_rate() -> None:
     """The last batch handed out is the current one, and the rate follows it."""
 
     def program(here: World) -> None:
@@ -64,7 +64,7 @@ def test_two_loaders_of_an_optimizer_leave_its_rate_as_it_is() -> None:
     on_ranks(1, program)
 
 
-def test_a_loader_that_ends_leaves_anothers_batch_in_hand() -> None:
+def test_loader_that_ends_keeps_current_batch_of_another_loader() -> None:
     def program(here: World) -> Any:
         script = Script()
         longer, shorter = script.adapted(9, min_batch=0), iter(script.adapted(4))
@@ -81,7 +81,7 @@ def test_a_loader_that_ends_leaves_anothers_batch_in_hand() -> None:
 
 
 @pytest.mark.parametrize("steps_in_loop", [True, False])
-def test_after_a_break_a_batch_weighs_the_one_step_that_is_its_own(steps_in_loop: bool) -> None:
+def test_batch_left_by_break_weights_only_its_own_step(steps_in_loop: bool) -> None:
     """The last batch has one sample, on rank 0, and a quarter of the rate."""
 
     def program(here: World) -> Any:
@@ -100,7 +100,7 @@ def test_after_a_break_a_batch_weighs_the_one_step_that_is_its_own(steps_in_loop
 
 
 @pytest.mark.parametrize("by", ["gtopk", "a GradScaler"])
-def test_a_skipped_step_is_that_of_the_batch_that_was_left(by: str) -> None:
+def test_skipped_step_after_break_uses_up_the_left_batch(by: str) -> None:
     def program(here: World) -> Any:
         script = Script()
         for step, _ in enumerate(script.adapted(13, min_batch=0)):
@@ -117,7 +117,7 @@ def test_a_skipped_step_is_that_of_the_batch_that_was_left(by: str) -> None:
     assert on_ranks(2, program) == [[2.0, 2.0]] * 2
 
 
-def test_a_step_that_a_scaler_skips_leaves_the_next_batch_its_weight() -> None:
+def test_step_skipped_by_scaler_keeps_weight_of_the_next_batch() -> None:
     def program(here: World) -> Any:
         script = Script()
         for step, _ in enumerate(script.adapted(13, min_batch=0)):
@@ -131,8 +131,8 @@ def test_a_step_that_a_scaler_skips_leaves_the_next_batch_its_weight() -> None:
 
 
 @pytest.mark.parametrize("is_over", [True, False])
-def test_a_batch_that_was_left_weighs_no_step_of_another_world(is_over: bool) -> None:
-    """It has one sample, on rank 0, and a quarter of the rate."""
+def test_batch_left_in_an_earlier_world_weights_no_step(is_over: bool) -> None:
+    """The batch left by the break has one sample, on rank 0, and a quarter of the rate."""
 
     def leave(loader: Any) -> None:
         for _ in loader:
@@ -154,7 +154,7 @@ def test_a_batch_that_was_left_weighs_no_step_of_another_world(is_over: bool) ->
     assert in_turn([2, 2], before, after) == [[2.0 if is_over else 0.25, 2.0]] * 2
 
 
-def test_a_batch_weighs_no_step_of_another_wrap_of_its_plain_optimizer() -> None:
+def test_batch_weights_no_step_of_another_wrapper_of_its_optimizer() -> None:
     def program(here: World) -> None:
         script = Script()
         old = script.optimizer
@@ -176,7 +176,7 @@ def test_a_batch_weighs_no_step_of_another_wrap_of_its_plain_optimizer() -> None
         ("hogbatch", {"device_class": "slow", "sizes": {"slow": 3}}),
     ],
 )
-def test_a_modes_own_step_leaves_no_factor(mode: str, options: dict[str, Any]) -> None:
+def test_modes_with_own_step_leave_rate_factor_at_one(mode: str, options: dict[str, Any]) -> None:
     def program(here: World) -> None:
         script = Script()
         factors = []
@@ -189,7 +189,7 @@ def test_a_modes_own_step_leaves_no_factor(mode: str, options: dict[str, Any]) -
     on_ranks(1, program)
 
 
-def test_all_local_steps_with_a_batch_have_its_rate() -> None:
+def test_all_local_steps_of_a_batch_use_its_rate() -> None:
     def program(here: World) -> list[list[float]]:
         script = Script()
         return [[script.step() for _ in range(2)] for _ in script.adapted(5, mode="adaptive-sgd")]
@@ -197,7 +197,7 @@ def test_all_local_steps_with_a_batch_have_its_rate() -> None:
     assert on_ranks(1, program) == [[[1.0, 1.0], [0.25, 0.25]]]
 
 
-def test_what_a_script_says_after_a_break_stays() -> None:
+def test_set_num_samples_after_break_stays_in_force() -> None:
     def program(here: World) -> Any:
         script = Script()
         for _ in script.adapted(4):
@@ -209,10 +209,10 @@ def test_what_a_script_says_after_a_break_stays() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_steps_that_adamw_makes_before_the_exchange_have_the_rate_of_their_batch(
+def test_adamw_steps_before_the_exchange_use_the_rate_of_their_batch(
     size: int,
 ) -> None:
-    """Regression: only steps after the exchange had it; these used a full global batch's rate."""
+    """Regression: steps before the exchange used the rate of a full global batch."""
 
     def program(here: World) -> list[float]:
         weight = torch.nn.Parameter(torch.zeros(4))
@@ -238,7 +238,7 @@ def test_the_steps_that_adamw_makes_before_the_exchange_have_the_rate_of_their_b
     assert on_ranks(size, program) == [pytest.approx(expected, rel=1e-3)] * size
 
 
-def test_a_loop_that_is_closed_late_leaves_the_next_batch_in_hand() -> None:
+def test_closing_an_old_loop_keeps_the_current_batch() -> None:
     def program(here: World) -> Any:
         script = Script()
         loader = script.adapted(9, min_batch=0)
@@ -254,7 +254,7 @@ def test_a_loop_that_is_closed_late_leaves_the_next_batch_in_hand() -> None:
     assert on_ranks(2, program) == [[2.0, 2.0, 0.25]] * 2
 
 
-def test_a_checkpoint_before_a_batchs_step_leaves_its_weight() -> None:
+def test_drain_before_a_step_keeps_the_weight_of_its_batch() -> None:
     def program(here: World) -> Any:
         script, moved = Script(), []
         loader = script.adapted(5, min_batch=0)
@@ -273,7 +273,7 @@ class Twice(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_a_step_within_a_step_multiplies_the_rate_once() -> None:
+def test_nested_step_scales_the_rate_once() -> None:
     def program(here: World) -> float:
         weight = torch.nn.Parameter(torch.zeros(1))
         torch.optim.SGD([weight], lr=1.0)  # torch adds the hooks to a class with its first object
@@ -287,14 +287,14 @@ def test_a_step_within_a_step_multiplies_the_rate_once() -> None:
     assert on_ranks(1, program) == [-0.125]
 
 
-def test_a_step_that_fails_leaves_no_rate_behind() -> None:
-    """Rates set since are kept; the others are restored."""
+def test_failed_step_restores_the_rate() -> None:
+    """Rates that the script has set since are kept."""
 
     def program(here: World) -> list[float]:
         script = Script()
         fails = [True]
 
-        def look(optimizer: Any, *step: Any) -> None:
+        def fail_once(optimizer: Any, *step: Any) -> None:
             if fails.pop():
                 raise MemoryError
 
@@ -304,7 +304,7 @@ def test_a_step_that_fails_leaves_no_rate_behind() -> None:
             script.weight.grad = None
             script.weight.sum().backward()
             if len(rates) == 1:  # of the two samples that are left: half the rate
-                handle = script.optimizer.register_step_pre_hook(look)
+                handle = script.optimizer.register_step_pre_hook(fail_once)
                 with pytest.raises(MemoryError):
                     script.optimizer.step()
                 handle.remove()

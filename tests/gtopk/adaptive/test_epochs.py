@@ -19,13 +19,13 @@ def iterating(epochs: Epochs, steps: int = 8) -> Iterator[int]:
             yield step
 
 
-def new() -> Epochs:
+def new_epochs() -> Epochs:
     loader: Any = DataLoader(range(8))  # type: ignore[arg-type]
     return Epochs(loader)
 
 
-def test_an_epoch_that_was_left_is_over_in_the_state_as_in_the_process() -> None:
-    epochs, resumed = new(), new()
+def test_epoch_left_by_break_is_over_in_state_and_process() -> None:
+    epochs, resumed = new_epochs(), new_epochs()
     for step in iterating(epochs):
         assert epochs.state_dict() == {"epoch": 0, "start": step + 1}
         if step == 2:
@@ -38,8 +38,8 @@ def test_an_epoch_that_was_left_is_over_in_the_state_as_in_the_process() -> None
         assert each.state_dict() == {"epoch": 2, "start": 0}
 
 
-def test_an_epoch_that_is_left_by_an_error_is_over_too() -> None:
-    epochs = new()
+def test_epoch_left_by_an_error_is_over() -> None:
+    epochs = new_epochs()
 
     def fails() -> None:
         for step in iterating(epochs):
@@ -51,8 +51,8 @@ def test_an_epoch_that_is_left_by_an_error_is_over_too() -> None:
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 5])
-def test_the_epoch_that_is_set_after_a_break_is_iterated_from_its_beginning(epoch: int) -> None:
-    epochs, resumed = new(), new()
+def test_epoch_set_after_break_begins_at_its_start(epoch: int) -> None:
+    epochs, resumed = new_epochs(), new_epochs()
     for _ in iterating(epochs):
         break
     resumed.load_state_dict(epochs.state_dict())
@@ -62,10 +62,10 @@ def test_the_epoch_that_is_set_after_a_break_is_iterated_from_its_beginning(epoc
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 5])
-def test_what_is_done_late_of_an_epoch_that_was_left_is_none_of_the_one_that_is_set(
+def test_late_progress_of_a_left_epoch_does_not_count_for_the_set_epoch(
     epoch: int,
 ) -> None:
-    epochs = new()
+    epochs = new_epochs()
     for _ in iterating(epochs):
         break
     epochs.set(epoch)
@@ -73,23 +73,23 @@ def test_what_is_done_late_of_an_epoch_that_was_left_is_none_of_the_one_that_is_
     assert epochs.begin() == (epoch, 0)
 
 
-def test_the_epoch_that_is_set_within_an_iteration_is_the_next() -> None:
-    epochs = new()
+def test_epoch_set_within_iteration_is_the_next() -> None:
+    epochs = new_epochs()
     for step in iterating(epochs):
         if step == 2:
             epochs.set(4)
     assert epochs.begin() == (4, 0)
 
 
-def test_the_epoch_that_a_resumed_run_sets_is_not_begun_anew() -> None:
-    epochs = new()
+def test_setting_the_resumed_epoch_keeps_its_position() -> None:
+    epochs = new_epochs()
     epochs.load_state_dict({"epoch": 3, "start": 5})
     epochs.set(3)
     assert epochs.begin() == (3, 5)
 
 
-def test_an_iteration_that_is_closed_late_ends_no_other() -> None:
-    epochs = new()
+def test_closing_an_old_iteration_does_not_end_a_later_one() -> None:
+    epochs = new_epochs()
     first = iterating(epochs)
     next(first)
     second = iterating(epochs)

@@ -60,7 +60,7 @@ def cases(draw: Any) -> tuple[Measurements, Callable[[int], Limits], range]:
 
 @settings(deadline=None, max_examples=25)
 @given(cases())
-def test_no_other_batch_makes_more_progress(case: Any) -> None:
+def test_best_total_maximizes_goodput(case: Any) -> None:
     seen, limits, totals = case
     chosen = best_total(seen, limits, totals)
     assert chosen in totals
@@ -70,7 +70,7 @@ def test_no_other_batch_makes_more_progress(case: Any) -> None:
 
 @settings(deadline=None, max_examples=25)
 @given(cases(), st.data())
-def test_it_moves_for_a_gain_and_within_bounds(case: Any, data: Any) -> None:
+def test_next_total_moves_only_for_a_gain_and_within_bounds(case: Any, data: Any) -> None:
     seen, limits, totals = case
     now = data.draw(st.sampled_from(totals))
     chosen = next_total(seen, limits, totals, now)
@@ -80,14 +80,14 @@ def test_it_moves_for_a_gain_and_within_bounds(case: Any, data: Any) -> None:
         assert goodput(seen, limits(chosen)) >= (1 + LEAST_GAIN) * goodput(seen, limits(now))
 
 
-def test_one_slope_has_its_optimum_at_the_root() -> None:
+def test_best_total_for_one_rank_matches_closed_form() -> None:
     noise, exchange, fixed, slope = 900.0, 0.3, 0.1, 1e-3
     seen = Measurements([Cost(fixed, slope)], exchange, noise, 64)
     expected = math.sqrt(noise * (fixed + exchange) / slope)
     assert best_total(seen, limits_of(1), range(1, 10_000)) == pytest.approx(expected, abs=1)
 
 
-def test_without_noise_less_is_more_and_with_nothing_but_noise_more_is() -> None:
+def test_best_total_is_smallest_without_noise_and_largest_with_only_noise() -> None:
     costs, totals = [Cost(0.0, 1e-3)] * 2, range(64, 1025, 8)
     assert best_total(Measurements(costs, 0.0, 0.0, 64), limits_of(2), totals) == 64
     assert best_total(Measurements(costs, 0.1, math.inf, 64), limits_of(2), totals) == 1024
@@ -95,7 +95,7 @@ def test_without_noise_less_is_more_and_with_nothing_but_noise_more_is() -> None
     assert efficiency(1024, math.inf, 64) == 1.0
 
 
-def test_it_settles_in_few_decisions_and_noise_moves_nothing_then() -> None:
+def test_next_total_settles_quickly_and_ignores_measurement_noise() -> None:
     random = np.random.default_rng(5)
     limits, totals, now = limits_of(4), range(64, 2049, 8), 64
     chosen = []
@@ -113,14 +113,14 @@ def test_it_settles_in_few_decisions_and_noise_moves_nothing_then() -> None:
 SLOPES = [1 / speed for speed in (400, 200, 100, 100)]
 
 
-class Waiting(Modelled):
+class ModelledExchange(Modelled):
     """A timer with long exchanges, and waiting for other ranks."""
 
     def exchanged(self, step: Any) -> float:
         return 20.0 + 1 / self.speed
 
 
-def test_the_global_batch_goes_where_goodput_is() -> None:
+def test_global_batch_grows_to_maximize_goodput() -> None:
     def program(here: World, resumed: Any = None) -> Any:
         model = network()
         optimizer = sgd(model, hvd.Compression.gtopk(density=0.2))
@@ -135,7 +135,7 @@ def test_the_global_batch_goes_where_goodput_is() -> None:
             noise_every=1,
             interval=3,
             min_batch=1,
-            timer=Waiting(10.0 + 10 * here.rank),
+            timer=ModelledExchange(10.0 + 10 * here.rank),
         )
         if resumed is not None:
             loader.load_state_dict(resumed)
@@ -170,7 +170,7 @@ def test_the_global_batch_goes_where_goodput_is() -> None:
         ({"max_global_batch": 99}, "need policy='goodput'"),
     ],
 )
-def test_what_goodput_needs_is_said(options: dict[str, Any], wrong: str) -> None:
+def test_incomplete_goodput_options_raise(options: dict[str, Any], wrong: str) -> None:
     def program(here: World) -> None:
         with pytest.raises(ValueError, match=wrong):
             hvd.adapt(DataLoader(data(80), 8), some_optimizer(), **options)

@@ -38,7 +38,7 @@ class Passing(torch.autograd.Function):
         return gradient, None, None
 
 
-def test_neither_fetch_nor_step_is_of_the_batch_and_all_layers_are(
+def test_batch_time_covers_all_layers_but_not_fetch_or_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock()
@@ -52,11 +52,11 @@ def test_neither_fetch_nor_step_is_of_the_batch_and_all_layers_are(
         first, second = torch.nn.Linear(FEATURES, 4).double(), torch.nn.Linear(4, 1).double()
         optimizer = sgd(torch.nn.Sequential(first, second))
         loader = hvd.adapt(DataLoader(data(24), 8, collate_fn=fetched), optimizer)
-        take, taken = loader._timer.elapsed_seconds, []
+        take, elapsed = loader._timer.elapsed_seconds, []
 
         def note() -> float | None:
-            taken.append(take())
-            return taken[-1]
+            elapsed.append(take())
+            return elapsed[-1]
 
         loader._timer.elapsed_seconds = note
         for x, y in loader:
@@ -65,6 +65,6 @@ def test_neither_fetch_nor_step_is_of_the_batch_and_all_layers_are(
             mean_loss(Passing.apply(second(between), clock, 8.0), y).backward()
             clock.now += 32.0
             optimizer.step()
-        return taken
+        return elapsed
 
     assert on_ranks(1, program) == [[3 * 1.0 + 3 * 8.0] * 3]

@@ -71,8 +71,8 @@ def record(
     for each, (_, last) in zip(run.ranks, found, strict=True):
         assert each.steps[-1].report.sent_bytes == last.sent_bytes
         for step in each.steps:
-            whole = step.report.compute_seconds + step.report.synchronize_seconds
-            assert sum(parts(step.report).values()) == pytest.approx(whole, abs=1e-5)
+            seconds = step.report.compute_seconds + step.report.synchronize_seconds
+            assert sum(parts(step.report).values()) == pytest.approx(seconds, abs=1e-5)
             assert 0 <= step.report.hidden_seconds <= step.report.working_seconds + 1e-6
         taken = sum(s.report.compute_seconds + s.report.synchronize_seconds for s in each.steps)
         assert 0 < taken <= each.steps[-1].seconds
@@ -86,9 +86,9 @@ def check_trace(records: list[dict[str, Any]], rank: RankRecord) -> None:
     name = f"each {covers} of bias"  # the first that backward comes to
     (row,) = (record["pid"] for record in records if record.get("args") == {"name": name})
     spans = [record for record in records if record["pid"] == row and record["ph"] == "X"]
-    whole = [span["args"] for span in spans if span["name"] == covers.upper()]
+    span_args = [span["args"] for span in spans if span["name"] == covers.upper()]
     reports = [step.report for step in rank.steps]
-    assert whole == [
+    assert span_args == [
         {"step": each.step, "local steps": each.local_steps, "samples": each.samples}
         for each in reports
     ]
@@ -115,7 +115,7 @@ def shown(run: Run, folder: Path) -> tuple[str, str]:
     return html, "\n".join(as_lines(status_of(run, folder)))
 
 
-def test_a_round_is_a_step(tmp_path: Path, threads: Callable[..., Any]) -> None:
+def test_record_has_one_step_per_round(tmp_path: Path, threads: Callable[..., Any]) -> None:
     run, loaders = record(
         threads, tmp_path, "abs", hvd.Compression.gtopk(0.1),
         lambda here, step: here.rank == 1 and step == 0, micro_batch=4,
@@ -139,7 +139,7 @@ def test_a_round_is_a_step(tmp_path: Path, threads: Callable[..., Any]) -> None:
     assert "1 round</h3><p>skipped on every rank" in html
 
 
-def test_a_mega_batch_and_its_merge_are_a_step(tmp_path: Path, threads: Callable[..., Any]) -> None:
+def test_record_has_one_step_per_mega_batch(tmp_path: Path, threads: Callable[..., Any]) -> None:
     run, loaders = record(
         threads, tmp_path, "adaptive-sgd", hvd.Compression.gtopk(0.1),
         mega_batch=48, replay=by_speed([3.0, 1.0]), batch_rule="none",
@@ -171,7 +171,7 @@ def test_a_mega_batch_and_its_merge_are_a_step(tmp_path: Path, threads: Callable
 
 
 @pytest.mark.parametrize("mode", ["adaptive-sgd", "hogbatch"])
-def test_a_rank_without_a_batch_so_far_writes_a_record_like_others(
+def test_rank_without_a_batch_writes_a_readable_record(
     tmp_path: Path, threads: Callable[..., Any], mode: str
 ) -> None:
     def rank(transport: LocalTransport) -> None:
@@ -198,7 +198,9 @@ def test_a_rank_without_a_batch_so_far_writes_a_record_like_others(
     assert sum(step.report.local_steps for step in steps_of(run)) == 1
 
 
-def test_a_lost_merge_is_a_skipped_step(tmp_path: Path, threads: Callable[..., Any]) -> None:
+def test_lost_merge_is_recorded_as_skipped_step(
+    tmp_path: Path, threads: Callable[..., Any]
+) -> None:
     run, _ = record(
         threads, tmp_path, "adaptive-sgd", spoils=lambda here, step: step == 0, epochs=1,
         algorithm="k-step", local_steps=3,
@@ -209,7 +211,7 @@ def test_a_lost_merge_is_a_skipped_step(tmp_path: Path, threads: Callable[..., A
 
 
 @pytest.mark.parametrize("nodes", [[[0, 1]], [[0], [1]]])
-def test_a_period_of_a_worker_is_a_step(
+def test_record_has_one_step_per_worker_period(
     tmp_path: Path, threads: Callable[..., Any], nodes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(periods, "PERIOD_NANOSECONDS", 0)  # each batch

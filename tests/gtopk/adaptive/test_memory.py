@@ -38,7 +38,7 @@ def loss_that_fits(
 
 
 @pytest.mark.parametrize("summed", [False, True])
-def test_parts_give_the_gradients_of_the_whole(
+def test_batch_in_parts_gives_gradients_of_the_whole_batch(
     summed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = torch.nn.Linear(2, 1).double()
@@ -78,7 +78,7 @@ def in_parts(loss_of: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -
 
 
 @pytest.mark.parametrize("b_is_summed", [False, True])
-def test_gradients_that_share_memory_add_up_once(b_is_summed: bool) -> None:
+def test_gradients_sharing_memory_are_accumulated_once(b_is_summed: bool) -> None:
     """The gradient of a + b is one tensor for both; that of a sum is one value for all elements."""
     a, b = (torch.nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
     x = torch.randn(6, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -93,7 +93,7 @@ def test_gradients_that_share_memory_add_up_once(b_is_summed: bool) -> None:
     torch.testing.assert_close([a.grad, b.grad], expected)
 
 
-def test_whatever_backward_would_train_is_trained() -> None:
+def test_backward_in_parts_trains_all_parameters_that_require_gradients() -> None:
     """Layers thawed or frozen since; parameters of other optimizers, or of none."""
     layers = [torch.nn.Linear(2, 2) for _ in range(3)]
     model = torch.nn.Sequential(*layers)
@@ -110,14 +110,14 @@ def test_whatever_backward_would_train_is_trained() -> None:
         in_parts(lambda part: model(part).mean(), x)
 
 
-def test_a_part_whose_loss_is_a_constant_has_no_gradient() -> None:
+def test_part_with_constant_loss_adds_no_gradient() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     in_parts(lambda part: (part * weight).sum() if part.any() else part.sum(), torch.eye(6)[:, :2])
     assert weight.grad is not None
     assert weight.grad.tolist() == pytest.approx([1 / 3, 1 / 3])
 
 
-def test_a_hook_that_changes_gradients_changes_the_whole_ones_once() -> None:
+def test_gradient_hook_runs_once_on_the_whole_gradient() -> None:
     weight, given = torch.nn.Parameter(torch.ones(2)), []
     weight.register_hook(lambda gradient: given.append(gradient) or 3 * gradient)
     in_parts(lambda part: (part * weight).sum(1).mean(), torch.ones(6, 2))
@@ -126,7 +126,7 @@ def test_a_hook_that_changes_gradients_changes_the_whole_ones_once() -> None:
     assert weight.grad.tolist() == pytest.approx([3.0, 3.0])
 
 
-def test_leaves_that_a_part_makes_for_itself_go_with_it() -> None:
+def test_leaves_created_in_a_part_are_freed_with_it() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     made: list[weakref.ref[torch.Tensor]] = []
     alive = []
@@ -144,14 +144,14 @@ def test_leaves_that_a_part_makes_for_itself_go_with_it() -> None:
     assert weight.grad.tolist() == pytest.approx([1.0, 1.0])
 
 
-def test_what_does_not_fit_even_alone_is_raised() -> None:
+def test_single_sample_out_of_memory_raises() -> None:
     model = torch.nn.Linear(2, 1).double()
     memory = Memory(0)
     with pytest.raises(torch.cuda.OutOfMemoryError):
         memory.backward(loss_that_fits(model, 0, False, []), batch(4), 4, False)
 
 
-def test_other_errors_are_not_taken_for_it() -> None:
+def test_other_errors_are_not_treated_as_out_of_memory() -> None:
     memory = Memory(0)
 
     def loss_of(part: Any) -> torch.Tensor:
@@ -162,6 +162,6 @@ def test_other_errors_are_not_taken_for_it() -> None:
     assert memory.max_samples is None
 
 
-def test_a_batch_of_something_else_cannot_be_divided() -> None:
+def test_batch_of_unknown_type_cannot_be_divided() -> None:
     with pytest.raises(TypeError, match="holds a object cannot be divided"):
         slice_of([torch.zeros(4), object()], 4, 0, 2)

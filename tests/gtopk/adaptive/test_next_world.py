@@ -58,7 +58,7 @@ def steps(weight: torch.Tensor, optimizer: Any, loader: Any) -> Iterator[list[in
 
 
 @pytest.mark.parametrize("fails_at", [0, 4, 7])
-def test_a_balanced_loader_goes_on_alike_where_some_ranks_were_a_step_ahead(fails_at: int) -> None:
+def test_balanced_loader_continues_after_failure_with_ranks_a_step_apart(fails_at: int) -> None:
     ranks = 3
 
     def fails(here: World, before: None) -> Any:
@@ -75,7 +75,7 @@ def test_a_balanced_loader_goes_on_alike_where_some_ranks_were_a_step_ahead(fail
                     break  # the others continue to the next batch, or to agreeing on its size
         return opened
 
-    def goes_on(here: World, opened: Any) -> Any:
+    def continues(here: World, opened: Any) -> Any:
         loader, epochs, sizes = opened[-1], [], []
         for _ in range(2):
             epochs.append([])
@@ -84,7 +84,7 @@ def test_a_balanced_loader_goes_on_alike_where_some_ranks_were_a_step_ahead(fail
                 sizes.append(loader.sizes)
         return epochs, sizes, loader.state_dict()
 
-    results = in_turn([ranks, ranks], fails, goes_on)
+    results = in_turn([ranks, ranks], fails, continues)
     for epoch in range(2):
         batches = [epochs[epoch] for epochs, *_ in results]
         assert sorted(i for each in batches for batch in each for i in batch) == list(range(LENGTH))
@@ -101,8 +101,8 @@ HOSTS_REMOVED, HOSTS_ADDED = 1, 2
 
 
 @pytest.mark.parametrize("what", ["failure", HOSTS_ADDED, HOSTS_REMOVED])
-def test_a_balanced_loader_in_elastics_state_goes_on_within_the_epoch(what: Any) -> None:
-    """After restoring a commit, after copying rank 0's state to all ranks, or after neither."""
+def test_balanced_loader_in_elastic_state_continues_within_epoch(what: Any) -> None:
+    """It restores a commit, or copies rank 0's state to all ranks, or does neither."""
     ranks = 2
     worlds = [local_world(ranks, timeout_seconds=30) for _ in range(2)]
 
@@ -140,8 +140,8 @@ def test_a_balanced_loader_in_elastics_state_goes_on_within_the_epoch(what: Any)
     assert samples == list(range(LENGTH))
 
 
-def test_a_balanced_loader_of_other_ranks_is_to_be_made_anew() -> None:
-    def goes_on(here: World, opened: Any) -> str:
+def test_balanced_loader_raises_after_number_of_ranks_changed() -> None:
+    def continues(here: World, opened: Any) -> str:
         with pytest.raises(
             RuntimeError, match="created on rank 0 of 2 but now runs on rank 0 of 1"
         ) as error:
@@ -149,7 +149,7 @@ def test_a_balanced_loader_of_other_ranks_is_to_be_made_anew() -> None:
         assert not isinstance(error.value, hvd.HorovodInternalError)
         return ""
 
-    in_turn([2, 1], open_loader, goes_on)
+    in_turn([2, 1], open_loader, continues)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,9 @@ def test_a_balanced_loader_of_other_ranks_is_to_be_made_anew() -> None:
         ("hogbatch", "resume from a checkpoint in another job"),
     ],
 )
-def test_other_modes_say_that_they_cannot_go_on_and_what_can(mode: str, way_out: str) -> None:
+def test_modes_that_cannot_continue_in_a_new_world_raise_with_the_way_out(
+    mode: str, way_out: str
+) -> None:
     options = {"device_class": "slow", "sizes": {"slow": 4}} if mode == "hogbatch" else {}
 
     def trains(here: World, before: None) -> Any:
@@ -168,25 +170,25 @@ def test_other_modes_say_that_they_cannot_go_on_and_what_can(mode: str, way_out:
         list(steps(*opened))
         return opened
 
-    def goes_on(here: World, opened: Any) -> list[list[int]] | None:
+    def continues(here: World, opened: Any) -> list[list[int]] | None:
         weight, _, loader = opened
-        said = f"in mode '{mode}' cannot continue after .*: {way_out}"
-        with pytest.raises(RuntimeError, match=said) as error:
+        message = f"in mode '{mode}' cannot continue after .*: {way_out}"
+        with pytest.raises(RuntimeError, match=message) as error:
             next(iter(loader))
         assert not isinstance(error.value, hvd.HorovodInternalError)  # elastic must not retry
         if mode == "hogbatch":
             return None
         optimizer = distribute(weight)
-        anew = hvd.adapt(DataLoader(Indices(LENGTH), 4, shuffle=True), optimizer, mode)
-        return list(steps(weight, optimizer, anew))
+        new_loader = hvd.adapt(DataLoader(Indices(LENGTH), 4, shuffle=True), optimizer, mode)
+        return list(steps(weight, optimizer, new_loader))
 
-    results = in_turn([2, 2], trains, goes_on)
+    results = in_turn([2, 2], trains, continues)
     if mode != "hogbatch":
         samples = sorted(i for batches in results for batch in batches for i in batch)
         assert samples == list(range(LENGTH))
 
 
-def test_a_hogbatch_loader_whose_world_is_over_is_saved_for_another_job(tmp_path: Path) -> None:
+def test_hogbatch_loader_of_an_ended_world_saves_checkpoint_for_another_job(tmp_path: Path) -> None:
     def opens(here: World) -> Any:
         kind = "fast" if here.rank else "slow"  # a fast worker's parameters are a copy
         sizes = {"slow": 4, "fast": 4}
@@ -206,14 +208,14 @@ def test_a_hogbatch_loader_whose_world_is_over_is_saved_for_another_job(tmp_path
             loader.evaluate(lambda batch: (weight * batch.double().mean()).sum())
         return weight.detach().clone()
 
-    def goes_on(here: World, saved: torch.Tensor) -> Any:
+    def continues(here: World, saved: torch.Tensor) -> Any:
         weight, optimizer, loader = opens(here)
         gtopk.load_latest(tmp_path, torch.nn.ParameterList([weight]), optimizer, loader)
         assert torch.equal(weight, saved)
         hvd.barrier()  # the slow worker's parameters are the shared model
         return saved, loader.state_dict()["epochs"], list(steps(weight, optimizer, loader))
 
-    results = in_turn([2, 2, 2], trains, saves, goes_on)
+    results = in_turn([2, 2, 2], trains, saves, continues)
     assert torch.equal(results[0][0], results[1][0])
     assert [epochs for _, epochs, _ in results] == [{"epoch": 1, "start": 0}] * 2
     samples = sorted(i for *_, batches in results for batch in batches for i in batch)

@@ -15,7 +15,7 @@ from gtopk.runtime.world.membership import World
 from tests.gtopk.adaptive.modelled_ranks import on_ranks
 
 
-def test_the_estimates_are_unbiased_for_unequal_batches(random: np.random.Generator) -> None:
+def test_noise_estimate_is_unbiased_for_unequal_batches(random: np.random.Generator) -> None:
     sizes, n = np.array([40, 10, 5, 1, 0]), 30
     spread = random.uniform(0.5, 3.0, n)
     mean = random.standard_normal(n) / 3
@@ -36,12 +36,12 @@ def test_the_estimates_are_unbiased_for_unequal_batches(random: np.random.Genera
         assert abs(np.mean(found) - true) < 3 * standard_error
 
 
-def test_one_rank_says_nothing_about_noise() -> None:
+def test_noise_estimate_needs_two_ranks_with_samples() -> None:
     with pytest.raises(ValueError, match="two ranks with samples, got 1"):
         estimate(1.0, 1.0, [8, 0])
 
 
-def test_averages_take_both_parts_apart_and_survive_a_checkpoint() -> None:
+def test_noise_average_tracks_variance_and_square_and_survives_checkpoint() -> None:
     average, other = NoiseAverage(), NoiseAverage()
     assert average.value is None
     for variance in (1.0, 3.0):
@@ -57,7 +57,7 @@ def test_averages_take_both_parts_apart_and_survive_a_checkpoint() -> None:
 
 @settings(deadline=None)
 @given(st.floats(0.1, 16), st.floats(0, 1e3), st.floats(1e-3, 1e3))
-def test_factors_are_one_at_the_reference_and_adascale_lies_between(
+def test_factors_are_one_at_reference_and_adascale_lies_between_one_and_linear(
     s: float, variance: float, square: float
 ) -> None:
     noise = Noise(variance, square)
@@ -67,12 +67,12 @@ def test_factors_are_one_at_the_reference_and_adascale_lies_between(
     assert adascale(s, None, 64) == 1.0
 
 
-def test_adascale_of_gradients_that_are_all_zero_leaves_the_rate() -> None:
+def test_adascale_of_zero_gradients_keeps_the_rate() -> None:
     assert adascale(0.5, estimate(0.0, 0.0, [4, 4]), 8) == 1.0
 
 
 @pytest.mark.parametrize(("scaling", "expected"), [("none", 1), ("linear", 4), ("sqrt", 2)])
-def test_a_rate_is_scaled_for_the_step_alone(scaling: str, expected: float) -> None:
+def test_rate_is_scaled_only_during_the_step(scaling: str, expected: float) -> None:
     def program(here: World) -> float:
         parameter = torch.nn.Parameter(torch.zeros(1))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.5))
@@ -86,7 +86,7 @@ def test_a_rate_is_scaled_for_the_step_alone(scaling: str, expected: float) -> N
     assert on_ranks(1, program) == [-0.5 * expected]
 
 
-def test_a_copy_is_of_one_backward_pass_only() -> None:
+def test_gradient_copy_holds_one_backward_pass() -> None:
     layer = torch.nn.Linear(3, 2)
     unused = torch.nn.Parameter(torch.zeros(2))
     copy = GradientCopy([])
@@ -100,7 +100,7 @@ def test_a_copy_is_of_one_backward_pass_only() -> None:
         assert gradient.tolist() == [factor] * 6 + [1.0] * 2 + [0.0] * 2
 
 
-def test_a_copy_is_of_all_that_was_ever_trained() -> None:
+def test_gradient_copy_covers_every_parameter_ever_trained() -> None:
     """Regression: the copy was empty if a model was thawed only for its backward passes."""
     first, second = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
     copy = GradientCopy([first])
@@ -117,7 +117,7 @@ def test_a_copy_is_of_all_that_was_ever_trained() -> None:
     assert gradient.tolist() == [2.0, 0.0]
 
 
-def test_a_copy_of_a_scaled_or_a_sparse_gradient_is_of_its_values() -> None:
+def test_gradient_copy_holds_unscaled_dense_values() -> None:
     table = torch.nn.Embedding(3, 2, sparse=True)
     copy = GradientCopy([])
     copy.arm([table.weight], scale=8.0)

@@ -25,7 +25,7 @@ def clusters(draw: Any, ranks: st.SearchStrategy[int]) -> tuple[Limits, list[Cos
 
 @settings(deadline=None)
 @given(clusters(st.integers(1, 6)))
-def test_sizes_keep_to_the_limits(case: Any) -> None:
+def test_equal_finish_sizes_respect_the_limits(case: Any) -> None:
     limits, costs = case
     sizes = equal_finish(costs, limits)
     assert sum(sizes) == limits.total
@@ -35,7 +35,7 @@ def test_sizes_keep_to_the_limits(case: Any) -> None:
 
 @settings(deadline=None)
 @given(clusters(st.integers(2, 3)))
-def test_no_other_sizes_end_sooner_than_equal_finish(case: Any) -> None:
+def test_no_other_sizes_finish_sooner_than_equal_finish(case: Any) -> None:
     limits, costs = case
 
     def ends(sizes: Any) -> float:
@@ -58,6 +58,6 @@ def test_speeds_of_4_2_1_1_get_sizes_of_4_2_1_1() -> None:
     assert equal_finish(costs, Limits(256, [8] * 4, [256] * 4)) == [128, 64, 32, 32]
 
 
-def test_the_spread_counts_only_ranks_that_had_samples() -> None:
+def test_spread_counts_only_ranks_with_samples() -> None:
     assert spread_of([1.0, 0.0, 1.5]) == pytest.approx(0.4)
     assert spread_of([1.0, 0.0]) == 0.0

@@ -92,7 +92,7 @@ def test_center_and_weighted_offsets_are_conserved(compression: Any) -> None:
 
 
 @pytest.mark.parametrize("keeps_all", [hvd.Compression.none, hvd.Compression.gtopk(density=1.0)])
-def test_merging_all_is_the_weighted_mean_of_the_replicas(keeps_all: Any) -> None:
+def test_merge_of_all_entries_is_weighted_mean_of_replicas(keeps_all: Any) -> None:
     for ranks in (1, 3, 4):
         world = World(ranks, keeps_all)
         world.train()
@@ -106,7 +106,7 @@ def test_merging_all_is_the_weighted_mean_of_the_replicas(keeps_all: Any) -> Non
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS, ids=repr)
-def test_the_elastic_exchange_conserves_the_sum_of_center_and_replicas(compression: Any) -> None:
+def test_elastic_exchange_conserves_sum_of_center_and_replicas(compression: Any) -> None:
     for ranks in (1, 2, 3):
         world = World(ranks, compression)
         for _ in range(3):
@@ -123,7 +123,7 @@ def test_the_elastic_exchange_conserves_the_sum_of_center_and_replicas(compressi
 
 
 @pytest.mark.parametrize("how", ["merge", "pull"])
-def test_momentum_is_of_the_center(how: str) -> None:
+def test_momentum_moves_the_center(how: str) -> None:
     plain, moved = World(2, hvd.Compression.none), World(2, hvd.Compression.none, momentum=0.5)
     centers = [moved.center]
     for turn in range(3):
@@ -142,8 +142,8 @@ def test_momentum_is_of_the_center(how: str) -> None:
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS[:2], ids=repr)
-def test_a_replica_that_is_not_finite_becomes_the_center_that_others_pull(compression: Any) -> None:
-    """Regression: it became the center from before the merge."""
+def test_nonfinite_replica_becomes_the_center_after_pull(compression: Any) -> None:
+    """Regression: the replica became the center from before the merge."""
     world = World(3, compression, momentum=0.5)
     world.train()
     with torch.no_grad():
@@ -155,7 +155,7 @@ def test_a_replica_that_is_not_finite_becomes_the_center_that_others_pull(compre
     assert [replica.was_center for replica in world.replicas] == [False, True, False]
 
 
-def test_a_replica_that_is_not_finite_becomes_the_others_model() -> None:
+def test_nonfinite_replica_becomes_the_center_after_merge() -> None:
     for compression in COMPRESSIONS[:2]:
         world = World(3, compression)
         world.train()
@@ -170,7 +170,7 @@ def test_a_replica_that_is_not_finite_becomes_the_others_model() -> None:
         close(world.center + left, start + 0.5 * offsets[0] + 0.5 * offsets[2])
 
 
-def test_a_sum_that_overflows_takes_all_back_to_the_center() -> None:
+def test_overflowing_sum_resets_all_replicas_to_the_center() -> None:
     world = World(2, hvd.Compression.none)
     start = world.center
     for replica in world.replicas:
@@ -180,7 +180,7 @@ def test_a_sum_that_overflows_takes_all_back_to_the_center() -> None:
     assert all(torch.equal(flat(replica.parameters), start) for replica in world.replicas)
 
 
-def test_a_collapse_leaves_nothing_in_the_replicas() -> None:
+def test_collapse_moves_all_offsets_into_the_center() -> None:
     world = World(3, hvd.Compression.gtopk(density=0.1))
     world.train()
     weights = weights_of(3, 0)
@@ -199,7 +199,7 @@ def test_a_collapse_leaves_nothing_in_the_replicas() -> None:
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS[:2], ids=repr)
-def test_a_checkpoint_is_the_replica_to_the_bit(compression: Any) -> None:
+def test_replica_resumes_from_checkpoint_bitwise(compression: Any) -> None:
     world, other = World(2, compression, 0.9), World(2, compression, 0.9)
     for _ in range(2):
         world.train()
@@ -216,7 +216,7 @@ def test_a_checkpoint_is_the_replica_to_the_bit(compression: Any) -> None:
         assert torch.equal(flat(replica.center), flat(fresh.center))
 
 
-def test_a_replica_can_stand_at_the_center_for_a_while() -> None:
+def test_at_center_shows_the_center_and_restores_the_replica() -> None:
     world = World(2, hvd.Compression.gtopk(density=0.1))
     world.train()
     world.merge([0.5, 0.5])
@@ -236,8 +236,8 @@ def at_center_of(world: World, within: bool) -> ExitStack:
 
 
 @pytest.mark.parametrize("how", ["merge", "pull"])
-def test_a_replica_at_the_center_is_still_the_replica_that_it_was(how: str) -> None:
-    """Regression: its state became the center's, so a merge lost the offset."""
+def test_state_and_merge_within_at_center_use_the_replicas_own_values(how: str) -> None:
+    """Regression: the replica's state became the center's, so a merge lost the offset."""
     found = []
     for within in (False, True):
         world = World(2, hvd.Compression.gtopk(density=0.1), momentum=0.5)
@@ -256,7 +256,7 @@ def test_a_replica_at_the_center_is_still_the_replica_that_it_was(how: str) -> N
     assert all(map(torch.equal, *found))
 
 
-def test_a_collapse_at_the_center_is_not_undone() -> None:
+def test_collapse_within_at_center_is_kept() -> None:
     world = World(2, hvd.Compression.gtopk(density=0.1))
     world.train()
     world.merge([0.5, 0.5])
@@ -269,7 +269,7 @@ def test_a_collapse_at_the_center_is_not_undone() -> None:
     assert torch.equal(flat(replica.parameters), moved)
 
 
-def test_what_is_loaded_at_the_center_is_there_afterwards() -> None:
+def test_state_loaded_within_at_center_is_kept() -> None:
     world, other = (World(2, hvd.Compression.gtopk(density=0.1)) for _ in range(2))
     for each in (world, other, other):
         each.train()

@@ -21,7 +21,7 @@ def reduced(exchange: RoundExchange, transport: LocalTransport, sums: torch.Tens
     return update[0].clone()
 
 
-def test_a_node_of_fewer_ranks_sends_what_lay_in_other_shards(threads) -> None:
+def test_smaller_node_sends_residuals_of_other_shards(threads) -> None:
     def saving(transport: LocalTransport) -> dict[str, Any]:
         exchange = RoundExchange([torch.nn.Parameter(torch.zeros(ELEMENTS).double())], NODE)
         random = torch.Generator().manual_seed(transport.rank)
@@ -38,8 +38,8 @@ def test_a_node_of_fewer_ranks_sends_what_lay_in_other_shards(threads) -> None:
         nothing = torch.zeros(ELEMENTS, dtype=torch.float64)
         reduced(exchange, transport, nothing.clone())
         signature = exchange.signature
-        mine = states[transport.rank]["residual"] + states[transport.rank + 2]["residual"]
-        exchange.load_state_dict({**states[transport.rank], "residual": mine})
+        two_residuals = states[transport.rank]["residual"] + states[transport.rank + 2]["residual"]
+        exchange.load_state_dict({**states[transport.rank], "residual": two_residuals})
         assert exchange.signature != signature  # a rank that loads alone gets an error
         sent = sum(reduced(exchange, transport, nothing.clone()) for _ in range(12))
         assert exchange.signature == signature

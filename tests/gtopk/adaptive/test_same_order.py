@@ -94,7 +94,7 @@ MISTAKES = [
         *itertools.product(["balanced", "abs"], [one_rank_looks_at_a_batch]),
     ],
 )
-def test_ranks_that_begin_unlike_iterations_are_an_error_on_all(
+def test_differing_iterations_raise_on_all_ranks(
     mode: str, mistake: Callable[[str, int], None]
 ) -> None:
     def program(here: World) -> str:
@@ -110,7 +110,7 @@ def test_ranks_that_begin_unlike_iterations_are_an_error_on_all(
 @pytest.mark.parametrize(
     "mistake", [seeds_by_rank, one_rank_shuffles, orders_by_rank, one_rank_sets_the_epoch]
 )
-def test_workers_of_a_node_that_begin_unlike_epochs_are_an_error_on_all(
+def test_differing_epochs_of_workers_on_one_node_raise_on_all_workers(
     mistake: Callable[[str, int], None],
 ) -> None:
     def program(here: World) -> str:
@@ -126,11 +126,11 @@ def test_workers_of_a_node_that_begin_unlike_epochs_are_an_error_on_all(
 
 
 @pytest.mark.parametrize("nodes", [[[0], [1]], [[0, 1], [2, 3]]])
-def test_nodes_that_begin_unlike_epochs_are_an_error_on_all(
+def test_differing_epochs_of_nodes_raise_on_all_ranks(
     nodes: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their first workers detect it before a batch, the others at the next; nobody has left."""
-    met = threading.Barrier(sum(map(len, nodes)))
+    """A node's first worker detects it before a batch, the others at the next; nobody leaves."""
+    have_raised = threading.Barrier(sum(map(len, nodes)))
     monkeypatch.setitem(OPTIONS, "hogbatch", {"nodes": nodes})
 
     def program(here: World) -> tuple[Exception, int]:
@@ -139,7 +139,7 @@ def test_nodes_that_begin_unlike_epochs_are_an_error_on_all(
         loader.set_epoch(node)
         with pytest.raises((PeerError, hvd.HorovodInternalError)) as raised:
             train()
-        met.wait()
+        have_raised.wait()
         return raised.value, loader._table["updates"]
 
     results = on_ranks(sum(map(len, nodes)), program)
@@ -168,10 +168,10 @@ def one_rank_trains_meanwhile(mode: str, rank: int) -> None:
 
 @pytest.mark.parametrize("may_leave", [False, True])
 @pytest.mark.parametrize("mistake", [one_rank_evaluates_others, one_rank_trains_meanwhile])
-def test_workers_that_evaluate_unlike_are_an_error_on_all(
+def test_differing_evaluations_raise_on_all_workers(
     may_leave: bool, mistake: Callable[[str, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even though ranks may leave, return no loss: the first to begin may be the wrong one."""
+    """Even if ranks may leave, no loss is returned: the first to begin may be the wrong one."""
     monkeypatch.setitem(OPTIONS, "hogbatch", {"ranks_may_leave": may_leave})
 
     def program(here: World) -> str:
@@ -183,7 +183,7 @@ def test_workers_that_evaluate_unlike_are_an_error_on_all(
         assert "an evaluation of 16 samples, 4 at a time" in error
 
 
-def test_an_order_is_told_by_its_indices_of_whatever_kind() -> None:
+def test_order_description_depends_only_on_its_indices() -> None:
     words = {describe_order(order) for order in ([0, 1, 2], (0, 1, 2), torch.arange(3))}
     assert len(words) == 1
     names = [f"sample {i}" for i in range(3)]

@@ -29,7 +29,7 @@ def image(label: int, rank: int = 0) -> Sample:
     return Sample(torch.full((2, 2), float(label)) + rank, label)
 
 
-def test_columns_are_of_what_tells_samples_apart() -> None:
+def test_columns_hold_checksums_of_readable_values() -> None:
     samples, *columns = columns_of([(i, 7, object(), [i, "a"]) for i in range(3)]).tolist()
     assert samples == 3
     assert columns[::2] == [1, 0, 0, 1]
@@ -60,7 +60,7 @@ def test_columns_are_of_what_tells_samples_apart() -> None:
         {"a": 1, 2: [torch.ones(1)]},
     ],
 )
-def test_a_checksum_is_of_values_alone(value: Any) -> None:
+def test_checksum_depends_on_values_alone(value: Any) -> None:
     assert checksum(value) == checksum(value) != 0
     assert checksum([value, 1]) != checksum([value, 2])
 
@@ -69,12 +69,12 @@ def test_a_checksum_is_of_values_alone(value: Any) -> None:
     "value",
     [object(), {1, 2}, None, torch.ones(2).to_sparse(), torch.ones(2, device="meta")],
 )
-def test_what_has_no_values_to_read_is_passed_over(value: Any) -> None:
+def test_checksum_skips_objects_without_readable_values(value: Any) -> None:
     assert checksum(value) == 0
     assert checksum([value, 1]) == checksum(1)
 
 
-def test_an_error_that_has_nothing_to_do_with_values_is_heard(
+def test_checksum_passes_unrelated_errors_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fails(*of: Any) -> Any:
@@ -85,12 +85,12 @@ def test_an_error_that_has_nothing_to_do_with_values_is_heard(
         checksum([torch.ones(2)])
 
 
-def test_a_mapping_has_no_order() -> None:
+def test_checksum_of_mapping_ignores_key_order() -> None:
     assert checksum({"a": 1, "b": 2}) == checksum({"b": 2, "a": 1}) != checksum({"a": 2, "b": 1})
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_ranks_that_augment_alike_samples_read_the_same_stream(
+def test_ranks_with_differing_augmentations_read_the_same_stream(
     size: int, threads: Callable[..., Any]
 ) -> None:
     def program(transport: Transport) -> None:
@@ -108,7 +108,7 @@ def test_ranks_that_augment_alike_samples_read_the_same_stream(
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_column_that_is_alike_in_all_samples_agrees_without_telling(
+def test_constant_columns_cannot_confirm_the_same_stream(
     size: int, threads: Callable[..., Any]
 ) -> None:
     def program(transport: Transport) -> None:
@@ -130,7 +130,7 @@ class OneClass(IterableDataset[Any]):
         return ((torch.tensor([float(i), hvd.rank()]), 7) for i in range(16))
 
 
-def test_of_a_stream_that_cannot_be_told_one_warning_is_given(
+def test_stream_that_cannot_be_compared_warns_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def program(here: World) -> None:
@@ -163,7 +163,7 @@ SHARDS: dict[str, Callable[[int, int], range]] = {
 
 @pytest.mark.parametrize("shard", SHARDS)
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_stream_of_shards_is_an_error_on_every_rank(size: int, shard: str) -> None:
+def test_sharded_stream_raises_on_every_rank(size: int, shard: str) -> None:
     def program(here: World) -> str:
         loader = hvd.adapt(DataLoader(Sharded(SHARDS[shard]), 4), some_optimizer())
         with pytest.raises(hvd.HorovodInternalError) as raised:
@@ -184,7 +184,7 @@ class Drawn(IterableDataset[int]):
         return iter(torch.randperm(50).tolist())
 
 
-def test_workers_draw_alike_on_all_ranks() -> None:
+def test_data_workers_draw_the_same_on_all_ranks() -> None:
     def program(here: World) -> Any:
         loader = DataLoader(Drawn(), 4, num_workers=1, multiprocessing_context="fork")
         adapted = hvd.adapt(loader, some_optimizer())
@@ -196,7 +196,7 @@ def test_workers_draw_alike_on_all_ranks() -> None:
     assert epochs[0] != epochs[1]
 
 
-def test_workers_draw_alike_whatever_a_ranks_own_seed_is() -> None:
+def test_data_workers_draw_the_same_with_any_seed_of_the_rank() -> None:
     """Scripts add the rank to torch's seed, so that dropout differs."""
 
     def drawn(own: int, **options: Any) -> Any:

@@ -15,8 +15,8 @@ from tests.gtopk.adaptive.indices import Indices
 from tests.gtopk.adaptive.modelled_ranks import on_ranks
 
 
-def test_workers_seeds_are_drawn_on_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the default device when an epoch begins; "meta", without generators, acts as a GPU."""
+def test_worker_seeds_are_drawn_on_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default device when an epoch begins counts; "meta" acts as a GPU."""
     new, devices = torch.Generator, []
 
     def generator(device: Any) -> torch.Generator:
@@ -37,7 +37,7 @@ def test_workers_seeds_are_drawn_on_the_default_device(monkeypatch: pytest.Monke
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["balanced", "abs"])
-def test_batches_come_where_a_gpu_is_the_default_device(mode: str) -> None:
+def test_loader_works_with_gpu_as_default_device(mode: str) -> None:
     pytest.importorskip("cupy", reason="no cupy here")
     if not torch.cuda.is_available():
         pytest.skip("torch sees no GPU here")

@@ -11,7 +11,9 @@ from gtopk.adaptive.throughput import Cost, SpeedModel, summarise
 
 @settings(deadline=None)
 @given(st.floats(0, 0.5), st.floats(1e-4, 1e-2), st.integers(50, 200))
-def test_an_affine_cost_is_found_from_two_sizes(fixed: float, slope: float, size: int) -> None:
+def test_speed_model_finds_affine_cost_from_two_sizes(
+    fixed: float, slope: float, size: int
+) -> None:
     true, model = Cost(fixed, slope), SpeedModel()
     for each in (size, 2 * size):
         model.observe(each, true.seconds(each))
@@ -21,21 +23,21 @@ def test_an_affine_cost_is_found_from_two_sizes(fixed: float, slope: float, size
         assert model.cost.seconds(3 * size) == pytest.approx(true.seconds(3 * size))
 
 
-def test_one_size_is_taken_in_proportion() -> None:
+def test_speed_model_of_one_size_is_proportional() -> None:
     model = SpeedModel()
     for _ in range(3):
         model.observe(100, 0.5)
     assert model.cost == Cost(0.0, 0.005)
 
 
-def test_an_old_window_weighs_less_than_a_new_one() -> None:
+def test_old_window_weighs_less_than_new_one() -> None:
     model = SpeedModel()
     for size, seconds in ((100, 1.0), (100, 1.2), (120, 1.35)):
         model.observe(size, seconds)
     assert model.cost.seconds(100) > 1.1
 
 
-def test_a_rank_that_slows_fourfold_starts_anew() -> None:
+def test_speed_model_restarts_if_rank_slows_fourfold() -> None:
     model = SpeedModel()
     assert not model.observe(100, 1.0)
     assert not model.observe(150, 1.5)
@@ -43,7 +45,7 @@ def test_a_rank_that_slows_fourfold_starts_anew() -> None:
     assert model.cost == Cost(0.0, 6.0 / 150)
 
 
-def test_a_window_is_its_median_unless_the_rank_changes_within_it() -> None:
+def test_window_summary_is_median_unless_speed_changes_within_it() -> None:
     assert summarise([1.0, 9.0, 1.1, 1.0, 0.9, 1.0]) == 1.0
     assert summarise([1.0, 1.0, 1.0, 4.0, 4.0]) == 4.0
     assert summarise([1.0, 1.0, 4.0, 4.0]) == 4.0
@@ -51,7 +53,7 @@ def test_a_window_is_its_median_unless_the_rank_changes_within_it() -> None:
     assert summarise([2.0]) == 2.0
 
 
-def test_a_batch_of_nothing_says_nothing() -> None:
+def test_empty_batch_is_no_observation() -> None:
     model = SpeedModel()
     assert not model.observe(0, 0.0)
     assert not model.has_data
@@ -59,7 +61,7 @@ def test_a_batch_of_nothing_says_nothing() -> None:
         _ = model.cost
 
 
-def test_a_model_survives_a_checkpoint() -> None:
+def test_speed_model_survives_checkpoint() -> None:
     model, other = SpeedModel(), SpeedModel()
     model.observe(100, 1.0)
     model.observe(150, 1.2)

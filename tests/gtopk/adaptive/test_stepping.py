@@ -31,7 +31,7 @@ def train(loader: Any, model: Model, optimizer: Any) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("made_for", ["the plain optimizer", "the distributed one", "the adapted"])
-def test_schedulers_warn_of_nothing(mode: str, made_for: str) -> None:
+def test_schedulers_give_no_warnings(mode: str, made_for: str) -> None:
     def program(here: World) -> None:
         schedulers = []
 
@@ -60,7 +60,7 @@ def test_schedulers_warn_of_nothing(mode: str, made_for: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_optimizer_is_adapted_once(mode: str) -> None:
+def test_adapting_an_optimizer_twice_raises(mode: str) -> None:
     def program(here: World) -> None:
         model = Model()
         optimizer = distributed(model)
@@ -75,7 +75,7 @@ def test_an_optimizer_is_adapted_once(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["abs", "adaptive-sgd"])
-def test_another_optimizer_goes_on_with_the_model(mode: str) -> None:
+def test_new_optimizer_continues_training_the_model(mode: str) -> None:
     def program(here: World) -> torch.Tensor:
         model = Model()
         optimizer = distributed(model)
@@ -92,7 +92,7 @@ def test_another_optimizer_goes_on_with_the_model(mode: str) -> None:
     assert torch.equal(weight, other)
 
 
-def test_adasum_is_told_by_its_name() -> None:
+def test_error_about_adasum_names_the_op() -> None:
     def program(here: World) -> None:
         model = Model()
         optimizer = hvd.DistributedOptimizer(

@@ -13,7 +13,7 @@ def timer_of(layer: torch.nn.Module) -> GradientTimer:
     return GradientTimer(torch.optim.SGD(layer.parameters(), lr=0.1))
 
 
-def test_a_batch_without_gradients_has_no_time() -> None:
+def test_batch_without_gradients_has_no_time() -> None:
     layer = torch.nn.Linear(2, 1)
     timer = timer_of(layer)
     assert timer.elapsed_seconds() is None
@@ -21,7 +21,7 @@ def test_a_batch_without_gradients_has_no_time() -> None:
     assert timer.elapsed_seconds() is None
 
 
-def test_a_batch_is_taken_once() -> None:
+def test_batch_time_is_returned_once() -> None:
     layer = torch.nn.Linear(2, 1)
     timer = timer_of(layer)
     timer.start(4)
@@ -30,7 +30,7 @@ def test_a_batch_is_taken_once() -> None:
     assert timer.elapsed_seconds() is None
 
 
-def test_a_layer_that_is_thawed_is_timed_from_the_next_batch_on() -> None:
+def test_thawed_layer_is_timed_from_the_next_batch() -> None:
     first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
     first.requires_grad_(False)
     timer = timer_of(torch.nn.Sequential(first, second))
@@ -43,7 +43,7 @@ def test_a_layer_that_is_thawed_is_timed_from_the_next_batch_on() -> None:
         timer.start(4)
 
 
-def test_a_layer_that_is_frozen_between_its_steps_is_timed() -> None:
+def test_layer_frozen_between_its_steps_is_timed() -> None:
     layer = torch.nn.Linear(2, 1)
     timer = timer_of(layer)
     layer.requires_grad_(False)
@@ -53,7 +53,7 @@ def test_a_layer_that_is_frozen_between_its_steps_is_timed() -> None:
     assert timer.elapsed_seconds() is not None
 
 
-def test_a_parameter_outlives_its_timer() -> None:
+def test_parameter_trains_after_its_timer_is_freed() -> None:
     layer = torch.nn.Linear(2, 1)
     timer = timer_of(layer)
     timer.start(1)

@@ -22,14 +22,14 @@ def sum_loss(prediction: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return ((prediction - y) ** 2).sum()
 
 
-def test_adascale_is_the_published_gain() -> None:
+def test_adascale_equals_the_published_gain() -> None:
     noise = Noise(variance=640.0, square=6.0)
     assert adascale(4, noise, 64) == (10.0 + 6.0) / (2.5 + 6.0)
     assert adascale(0.5, noise, 64) == (10.0 + 6.0) / (20.0 + 6.0)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_noise_is_that_of_unequal_batches_and_adascale_goes_by_it(reduction: str) -> None:
+def test_noise_accounts_for_unequal_batches_and_sets_adascale_rate(reduction: str) -> None:
     """The first step probes; the second has half the samples and the rate for the found noise."""
 
     def program(here: World) -> Any:

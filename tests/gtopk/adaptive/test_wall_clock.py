@@ -16,7 +16,7 @@ class Clock:
         return self.now
 
 
-def test_the_wall_clock_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wall_clock_counts_every_second_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(local_steps, "time", clock)
     counted = local_steps.WallClock()

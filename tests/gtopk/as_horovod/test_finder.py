@@ -23,7 +23,9 @@ def real_horovod(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_every_import_path_gives_gtopks_objects_beside_a_real_horovod(real_horovod: Path) -> None:
+def test_every_import_path_gives_gtopk_objects_despite_an_installed_horovod(
+    real_horovod: Path,
+) -> None:
     program = ROOT / "tests/programs/horovod_names.py"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "gtopk.as_horovod", str(program)],
@@ -37,23 +39,23 @@ def test_every_import_path_gives_gtopks_objects_beside_a_real_horovod(real_horov
     assert done.stdout == "every name is gtopk's\n"
 
 
-def test_this_process_has_not_been_changed() -> None:
+def test_finder_is_not_installed_in_this_process() -> None:
     assert not any(isinstance(finder, Finder) for finder in sys.meta_path)
 
 
-def test_a_horovod_that_is_imported_already_is_an_error(monkeypatch) -> None:
+def test_install_raises_if_horovod_is_already_imported(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "horovod", sys)
     with pytest.raises(RuntimeError, match=r"was imported before gtopk\.as_horovod"):
         install()
 
 
-def test_what_is_hidden_cannot_carry_messages(monkeypatch) -> None:
+def test_install_raises_if_transport_is_the_hidden_horovod(monkeypatch) -> None:
     monkeypatch.setenv("GTOPK_TRANSPORT", "horovod")
     with pytest.raises(RuntimeError, match="the real one cannot be imported; unset it"):
         install()
 
 
-def test_names_below_a_module_lead_below_its_counterpart() -> None:
+def test_submodules_map_to_submodules_of_the_counterpart() -> None:
     assert target_of("horovod.torch") == "gtopk.torch"
     assert target_of("horovod.torch.mpi_ops") == "gtopk.torch.mpi_ops"
     assert target_of("horovod.common.util") == "gtopk.common.util"
@@ -63,6 +65,6 @@ def test_names_below_a_module_lead_below_its_counterpart() -> None:
     assert target_of("horovod.spark") is None
 
 
-def test_other_imports_are_left_alone() -> None:
+def test_finder_ignores_other_imports() -> None:
     assert Finder().find_spec("json") is None
     assert Finder().find_spec("horovodish") is None

@@ -28,42 +28,42 @@ needs_mpirun = pytest.mark.skipif(
 )
 
 
-def check_digits(ranks: int, said: str) -> None:
-    accuracies = re.findall(r"Test set: .* Accuracy: ([\d.]+)%", said)
+def check_digits(ranks: int, printed: str) -> None:
+    accuracies = re.findall(r"Test set: .* Accuracy: ([\d.]+)%", printed)
     assert len(accuracies) == 2
     assert float(accuracies[-1]) > 60  # of ten digits
-    assert "Train Epoch: 2 [" in said
+    assert "Train Epoch: 2 [" in printed
 
 
-def check_imagenet(ranks: int, said: str) -> None:
-    assert re.findall(r"begins with epoch (\d+)", said) == ["1", "2"]
-    rates = [float(rate) for rate in re.findall(r"lr ([\d.]+)", said)]
+def check_imagenet(ranks: int, printed: str) -> None:
+    assert re.findall(r"begins with epoch (\d+)", printed) == ["1", "2"]
+    rates = [float(rate) for rate in re.findall(r"lr ([\d.]+)", printed)]
     base = 0.0125 * 2
     # Warm-up: after the first epoch the rate is halfway between one rank's and all ranks'.
     assert rates[0] == pytest.approx(base * (1 + ranks) / 2, abs=1e-5)
     assert rates[-1] == pytest.approx(base * ranks, abs=1e-5)
-    losses = [float(loss) for loss in re.findall(r"validation loss ([\d.]+)", said)]
+    losses = [float(loss) for loss in re.findall(r"validation loss ([\d.]+)", printed)]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
 
 
-def check_elastic(ranks: int, said: str) -> None:
-    assert re.findall(r"epoch (\d):", said) == ["0", "1", "2"]
-    (accuracy,) = re.findall(r"accuracy ([\d.]+)% after 1 failure", said)
+def check_elastic(ranks: int, printed: str) -> None:
+    assert re.findall(r"epoch (\d):", printed) == ["0", "1", "2"]
+    (accuracy,) = re.findall(r"accuracy ([\d.]+)% after 1 failure", printed)
     assert float(accuracy) > 80  # of two classes
 
 
-def check_synthetic_benchmark(ranks: int, said: str) -> None:
-    assert f"Number of CPUs: {ranks}" in said
-    assert len(re.findall(r"Iter #\d: [\d.]+ img/sec per CPU", said)) == 3
-    assert re.search(rf"Total img/sec on {ranks} CPU\(s\): [\d.]+ \+-[\d.]+", said)
+def check_synthetic_benchmark(ranks: int, printed: str) -> None:
+    assert f"Number of CPUs: {ranks}" in printed
+    assert len(re.findall(r"Iter #\d: [\d.]+ img/sec per CPU", printed)) == 3
+    assert re.search(rf"Total img/sec on {ranks} CPU\(s\): [\d.]+ \+-[\d.]+", printed)
 
 
-def check_adasum(ranks: int, said: str) -> None:
-    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", said)]
+def check_adasum(ranks: int, printed: str) -> None:
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", printed)]
     assert losses[-1] < 0.2 * losses[0]
-    assert f"parallel [3.0, 4.0] orthogonal {[1.0] * ranks}" in said
-    assert "replicas differ by 0.0" in said
+    assert f"parallel [3.0, 4.0] orthogonal {[1.0] * ranks}" in printed
+    assert "replicas differ by 0.0" in printed
 
 
 CHECKS: dict[str, Callable[[int, str], None]] = {
@@ -86,11 +86,11 @@ ARGUMENTS = {
 }
 
 
-def test_every_script_is_run_and_checked() -> None:
+def test_every_script_has_arguments_and_a_check() -> None:
     assert {path.name for path in SCRIPTS.glob("*.py")} == set(CHECKS) == set(ARGUMENTS)
 
 
-def test_the_scripts_know_nothing_of_gtopk() -> None:
+def test_scripts_do_not_mention_gtopk() -> None:
     for path in SCRIPTS.glob("*.py"):
         text = path.read_text()
         assert "gtopk" not in text
@@ -102,12 +102,12 @@ def test_the_scripts_know_nothing_of_gtopk() -> None:
 def check_all(done: Any, ranks: int) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     *parts, rest = re.split(r"^== (.*)\n?", done.stdout, flags=re.M)
-    said = dict.fromkeys(CHECKS, "")
+    printed_by_script = dict.fromkeys(CHECKS, "")
     for text, name in zip(parts[::2], parts[1::2], strict=True):
-        said[name] += text
+        printed_by_script[name] += text
     assert rest.strip() == ""
     for name, check in CHECKS.items():
-        check(ranks, said[name])
+        check(ranks, printed_by_script[name])
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def check_all(done: Any, ranks: int) -> None:
         pytest.param("torchrun", 2, marks=pytest.mark.matrix),
     ],
 )
-def test_all_scripts_run_on_ranks(
+def test_all_scripts_run_in_turn_under_one_launcher(
     request: pytest.FixtureRequest, tmp_path: Path, launcher: str, ranks: int
 ) -> None:
     jobs = [
@@ -132,7 +132,7 @@ def test_all_scripts_run_on_ranks(
 # ---- the whole matrix: make test-matrix
 
 
-def alone(ranks: int, words: list[str]) -> str:
+def without_launcher(ranks: int, words: list[str]) -> str:
     return output([sys.executable, *words])
 
 
@@ -168,25 +168,25 @@ def output(command: list[str]) -> str:
 @pytest.mark.parametrize(
     ("start", "ranks"),
     [
-        (alone, 1),
+        (without_launcher, 1),
         *(pytest.param(by_mpirun, ranks, marks=needs_mpirun) for ranks in (1, 2, 3)),
         *((by_torchrun, ranks) for ranks in (1, 2, 3)),
     ],
 )
-def test_a_script_runs_by_itself(
+def test_script_runs_separately(
     tmp_path: Path, name: str, start: Callable[[int, list[str]], str], ranks: int
 ) -> None:
-    said = ""
+    printed = ""
     for arguments in ARGUMENTS[name]:
         words = shlex.split(arguments.format(folder=tmp_path))
-        said += start(ranks, ["-m", "gtopk.as_horovod", str(SCRIPTS / name), *words])
-    CHECKS[name](ranks, said)
+        printed += start(ranks, ["-m", "gtopk.as_horovod", str(SCRIPTS / name), *words])
+    CHECKS[name](ranks, printed)
 
 
 @pytest.mark.matrix
 @needs_mpirun
-def test_a_script_that_calls_horovod_run_starts_its_ranks_itself() -> None:
+def test_script_that_calls_horovod_run_starts_its_own_ranks() -> None:
     words = ["-m", "gtopk.as_horovod", str(SCRIPTS / "digits.py"), "--num-proc", "2"]
-    said = alone(1, [*words, "--epochs", "1"])
-    assert said.endswith("2 ranks returned 1 result\n")
-    assert said.count("Test set:") == 1
+    printed = without_launcher(1, [*words, "--epochs", "1"])
+    assert printed.endswith("2 ranks returned 1 result\n")
+    assert printed.count("Test set:") == 1

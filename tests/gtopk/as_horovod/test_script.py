@@ -89,21 +89,23 @@ def folder(tmp_path: Path) -> Path:
         pytest.param(("below/absent.py",), id="no such file"),
     ],
 )
-def test_a_script_tells_the_same_under_both(folder: Path, words: tuple[str, ...]) -> None:
-    alone = python(folder, *words)
-    under = python(folder, "-m", "gtopk.as_horovod", *words)
-    assert under == alone
-    assert alone.code or alone.out
+def test_script_behaves_the_same_under_as_horovod_and_python(
+    folder: Path, words: tuple[str, ...]
+) -> None:
+    plain = python(folder, *words)
+    as_horovod = python(folder, "-m", "gtopk.as_horovod", *words)
+    assert as_horovod == plain
+    assert plain.code or plain.out
 
 
 @pytest.mark.parametrize("words", [(), ("-m",), ("-c", "pass")])
-def test_what_it_cannot_run_ends_with_the_usage(folder: Path, words: tuple[str, ...]) -> None:
+def test_invalid_command_line_prints_the_usage(folder: Path, words: tuple[str, ...]) -> None:
     done = python(folder, "-m", "gtopk.as_horovod", *words)
     assert done.code == 2
     assert "usage: python -m gtopk.as_horovod (SCRIPT | -m MODULE)" in done.err
 
 
-def test_pickles_are_allowed_unless_the_environment_says_otherwise(
+def test_pickles_are_allowed_unless_environment_forbids_them(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "ask.py").write_text("import os; print(os.environ['GTOPK_ALLOW_PICKLE'])")
@@ -122,13 +124,13 @@ from horovod.common.util import split_list
 
 settings = json = os = install = follow = None
 
-def told(queue, deep):
+def report(queue, deep):
     if deep:
         return start(queue, deep - 1)
     queue.put([__name__, sys.argv[1:], split_list([1, 2, 3], 2)])
 
 def start(queue, deep):
-    process = multiprocessing.get_context(sys.argv[1]).Process(target=told, args=(queue, deep))
+    process = multiprocessing.get_context(sys.argv[1]).Process(target=report, args=(queue, deep))
     process.start()
     process.join()
     if process.exitcode:
@@ -150,7 +152,7 @@ if __name__ == "__main__":
         ("forkserver", ("spawns.py",)),
     ),
 )
-def test_processes_of_the_script_find_gtopk_too(
+def test_child_processes_of_the_script_find_gtopk(
     folder: Path, method: str, words: tuple[str, ...]
 ) -> None:
     (folder / "spawns.py").write_text(SPAWNS)
@@ -159,7 +161,7 @@ def test_processes_of_the_script_find_gtopk_too(
     assert done == (0, f"[{name!r}, [{method!r}], [[1, 2], [3]]]\n", "")
 
 
-def test_gtopk_need_not_be_installed(folder: Path) -> None:
+def test_as_horovod_runs_from_a_checkout_without_installation(folder: Path) -> None:
     (folder / "uses.py").write_text("import collectives, sys; print(collectives.__file__)")
     done = subprocess.run(
         [sys.executable, "-m", "gtopk.as_horovod", str(folder / "uses.py")],

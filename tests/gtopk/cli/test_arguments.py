@@ -26,7 +26,7 @@ PARSERS = [
         ("[1, inf)", ["1", "1e308"], ["0.9", "inf", "1e999", "nan"]),
     ],
 )
-def test_an_interval_holds_what_it_says(
+def test_number_in_accepts_only_values_of_its_interval(
     interval: str, inside: list[str], outside: list[str]
 ) -> None:
     read = number_in(interval)
@@ -38,7 +38,7 @@ def test_an_interval_holds_what_it_says(
 
 
 @pytest.mark.parametrize("place", PARSERS)
-def test_no_option_of_a_command_takes_what_is_not_finite(place: str) -> None:
+def test_numeric_options_of_a_command_reject_nonfinite_values(place: str) -> None:
     actions: Any = importlib.import_module(place).parser()._actions
     numbers = 0
     for action in actions:
@@ -59,7 +59,7 @@ def is_number(read: Any, text: str) -> bool:
         return False
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+def test_unwritable_json_file_exits_before_measuring(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -71,17 +71,17 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
         assert "below.json cannot be written: " in capsys.readouterr().err
 
 
-def test_what_is_in_a_file_stays_until_there_is_something_new(tmp_path: Path) -> None:
-    there, absent = tmp_path / "there.json", tmp_path / "new" / "absent.json"
-    there.write_text("{}")
-    assert output_file(str(there)) == there
-    assert there.read_text() == "{}"
+def test_output_file_check_keeps_the_content_of_the_file(tmp_path: Path) -> None:
+    existing, absent = tmp_path / "existing.json", tmp_path / "new" / "absent.json"
+    existing.write_text("{}")
+    assert output_file(str(existing)) == existing
+    assert existing.read_text() == "{}"
     assert output_file(str(absent)) == absent
     assert absent.parent.is_dir()
     assert not absent.exists()
 
 
-def test_only_rank_0_looks_whether_it_can_write(
+def test_only_rank_0_checks_that_the_output_file_is_writable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")

@@ -95,19 +95,19 @@ def by_keys(words: Sequence[str], start: str, folder: Path, more: str = "") -> l
     os.close(its_end)
     too_long = threading.Timer(60, shell.kill)
     too_long.start()
-    said = b""
+    printed = b""
     with suppress(OSError):  # the shell has exited
-        while PROMPT.encode() not in said:
-            said += os.read(terminal, 4096)
+        while PROMPT.encode() not in printed:
+            printed += os.read(terminal, 4096)
         os.write(terminal, "".join(f"{line}{KEY}" for line in OFFERED).encode())
         os.write(terminal, more.encode() + b"exit\n")
         while True:
-            said += os.read(terminal, 4096)
+            printed += os.read(terminal, 4096)
     os.close(terminal)
     shell.wait()
     too_long.cancel()
     shown = folder / "shown"
-    assert shown.exists(), said.decode()
+    assert shown.exists(), printed.decode()
     return shown.read_text(encoding="utf-8").splitlines()
 
 
@@ -131,9 +131,9 @@ def zsh(folder: Path) -> list[set[str]]:
 
 def fish(folder: Path) -> list[set[str]]:
     """Return fish's completions of each line."""
-    asked = [f"complete -C {shlex.quote(line)}; echo END" for line in OFFERED]
+    queries = [f"complete -C {shlex.quote(line)}; echo END" for line in OFFERED]
     done = subprocess.run(
-        ["fish", "--no-config", "-c", "\n".join(["source ../script", *asked])],
+        ["fish", "--no-config", "-c", "\n".join(["source ../script", *queries])],
         cwd=folder / "files",
         env={"PATH": os.environ["PATH"], "HOME": str(folder)},
         capture_output=True,
@@ -147,7 +147,7 @@ def fish(folder: Path) -> list[set[str]]:
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_a_shell_completes_what_may_follow_and_nothing_else(shell, tmp_path, capsys) -> None:
+def test_shell_offers_exactly_the_valid_completions(shell, tmp_path, capsys) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     for name in FILES:
@@ -159,7 +159,7 @@ def test_a_shell_completes_what_may_follow_and_nothing_else(shell, tmp_path, cap
     assert dict(zip(OFFERED, found, strict=True)) == OFFERED
 
 
-def test_completion_without_shtab_says_how_to_get_it(monkeypatch, capsys) -> None:
+def test_completion_without_shtab_prints_the_install_command(monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["completion", "bash"]) == 1
     assert "pip install shtab" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from gtopk.runtime.world import world
 from tests.gtopk.made_runs import write_run
 
 
-def test_version_and_help(capsys):
+def test_version_and_help_are_printed(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"gtopk {gtopk.__version__}\n"
     assert main(["--help"]) == 0
@@ -26,21 +26,21 @@ def test_version_and_help(capsys):
 
 
 @pytest.mark.parametrize("words", [[], ["dmeo"]])
-def test_what_is_no_command_ends_with_the_usage(capsys, words):
+def test_unknown_command_prints_the_usage(capsys, words):
     assert main(words) == 2
-    said = capsys.readouterr().err
-    assert "usage: gtopk COMMAND" in said
-    assert all(word in said for word in words)
+    err = capsys.readouterr().err
+    assert "usage: gtopk COMMAND" in err
+    assert all(word in err for word in words)
 
 
-def test_python_m_gtopk_is_the_command():
-    said = subprocess.run(
+def test_python_m_gtopk_runs_the_command():
+    done = subprocess.run(
         [sys.executable, "-m", "gtopk", "--version"], capture_output=True, text=True, check=True
     )
-    assert said.stdout == f"gtopk {gtopk.__version__}\n"
+    assert done.stdout == f"gtopk {gtopk.__version__}\n"
 
 
-def test_every_command_has_an_example_and_but_for_completion_json(capsys):
+def test_every_command_has_an_example_and_all_but_completion_have_json(capsys):
     without_json = set()
     for name, described in parsers().items():
         assert max(map(len, described.description.splitlines())) <= 80, name
@@ -63,7 +63,7 @@ PRINTING = [
 
 def printed_to(stdout, folder, words, unbuffered=""):
     """Return the command's exit code and stderr; stdout: a file, a pipe's end, None: closed."""
-    told = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": unbuffered}
+    variables = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": unbuffered}
     write_run(folder / "made", ranks=1, steps=2)
     closing = ["sh", "-c", 'exec "$@" >&-', "sh"] if stdout is None else []
     done = subprocess.run(
@@ -72,7 +72,7 @@ def printed_to(stdout, folder, words, unbuffered=""):
         stderr=subprocess.PIPE,
         text=True,
         cwd=folder,
-        env={**os.environ, **told},
+        env={**os.environ, **variables},
     )
     return done.returncode, done.stderr
 
@@ -87,7 +87,7 @@ PLAN = ["plan", "--model=resnet20", "--ranks=4", "--bandwidth=10gbit"]
         ("ascii", ["doctor", "--no-run"]),  # the smallest encoding
     ],
 )
-def test_a_command_prints_in_any_encoding(encoding, words):
+def test_command_prints_in_any_encoding(encoding, words):
     done = subprocess.run(
         [sys.executable, "-m", "gtopk", *words],
         capture_output=True,
@@ -95,16 +95,16 @@ def test_a_command_prints_in_any_encoding(encoding, words):
         env={**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"},
     )
     assert b"Error" not in done.stderr, done.stderr
-    said = done.stdout.decode(encoding)
+    out = done.stdout.decode(encoding)
     if words[0] == "plan":
         assert done.returncode == 0, done.stderr
-        assert " us" in said  # microseconds
-        assert "\\x" not in said
-        assert "\\u" not in said
+        assert " us" in out  # microseconds
+        assert "\\x" not in out
+        assert "\\u" not in out
 
 
 @pytest.mark.parametrize("words", PRINTING, ids=" ".join)
-def test_who_reads_no_further_ends_a_command_without_a_word(tmp_path, words):
+def test_closed_pipe_ends_a_command_silently(tmp_path, words):
     reads, writes = os.pipe()
     os.close(reads)
     try:
@@ -114,16 +114,16 @@ def test_who_reads_no_further_ends_a_command_without_a_word(tmp_path, words):
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_an_output_that_takes_no_more_is_an_error_in_one_line(tmp_path, unbuffered):
+def test_full_stdout_prints_one_error_line(tmp_path, unbuffered):
     with open("/dev/full", "w") as full:
-        code, said = printed_to(full, tmp_path, PRINTING[2], unbuffered)
-    assert (code, said) == (1, "gtopk: stdout cannot be written: No space left on device\n")
+        code, err = printed_to(full, tmp_path, PRINTING[2], unbuffered)
+    assert (code, err) == (1, "gtopk: stdout cannot be written: No space left on device\n")
 
 
 @pytest.mark.parametrize("words", PRINTING, ids=" ".join)
-def test_an_output_that_is_closed_is_an_error_in_one_line(tmp_path, words):
-    said = "gtopk: stdout cannot be written: Bad file descriptor\n"
-    assert printed_to(None, tmp_path, words) == (1, said)
+def test_closed_stdout_prints_one_error_line(tmp_path, words):
+    err = "gtopk: stdout cannot be written: Bad file descriptor\n"
+    assert printed_to(None, tmp_path, words) == (1, err)
 
 
 def raises(error):
@@ -133,20 +133,20 @@ def raises(error):
     return anything
 
 
-def test_ctrl_c_ends_a_command_without_a_word_also_while_it_is_imported(monkeypatch, capsys):
+def test_ctrl_c_during_import_ends_a_command_silently(monkeypatch, capsys):
     monkeypatch.setattr(importlib, "import_module", raises(KeyboardInterrupt()))
     assert main(["plan"]) == 130
     assert capsys.readouterr().err == ""
 
 
-def test_an_error_that_is_not_of_the_output_is_the_commands_own(monkeypatch):
+def test_broken_pipe_not_of_stdout_is_raised(monkeypatch):
     monkeypatch.setattr("gtopk.cli.plan.main", raises(BrokenPipeError("a peer's")))
     with pytest.raises(BrokenPipeError, match="a peer's"):
         main(["plan"])
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, BrokenPipeError])
-def test_the_other_ranks_hear_of_what_ends_one(monkeypatch, threads, error):
+def test_interrupt_or_broken_pipe_within_a_world_is_raised(monkeypatch, threads, error):
     monkeypatch.setattr("gtopk.cli.plan.main", raises(error()))
 
     def rank(transport):

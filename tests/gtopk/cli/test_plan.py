@@ -19,7 +19,7 @@ FAST = ["--model", "resnet50", "--ranks", "4", "--bandwidth", "800gbit", "--late
 assumed = "--no-measure"
 
 
-def said(capsys, *arguments: str) -> str:
+def planned(capsys, *arguments: str) -> str:
     assert main(["plan", *arguments]) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -30,8 +30,8 @@ def prose(out: str) -> str:
     return " ".join(out.split())
 
 
-def test_on_a_slow_network_it_names_what_pays_and_up_to_where(capsys):
-    out = said(capsys, *SLOW, *BACKWARD, assumed)
+def test_plan_for_slow_network_names_what_pays_and_the_break_even(capsys):
+    out = planned(capsys, *SLOW, *BACKWARD, assumed)
     text = prose(out)
     assert "Modelled, not measured: 25,557,032 float32 values (102 MB), 32 ranks," in text
     assert "1 Gbit/s and 400 µs between nodes, density 0.001" in text
@@ -46,8 +46,8 @@ def test_on_a_slow_network_it_names_what_pays_and_up_to_where(capsys):
     assert headings.endswith(" speed")
 
 
-def test_without_a_backward_pass_it_is_an_upper_bound_of_the_exchange(capsys):
-    out = said(capsys, *SLOW, assumed)
+def test_plan_without_backward_time_is_an_upper_bound(capsys):
+    out = planned(capsys, *SLOW, assumed)
     text = prose(out)
     assert "An upper bound, of the exchange alone, with nothing hidden behind" in text
     assert 'Compression.gtopk(density=0.001, wire="packed") takes ' in text
@@ -57,50 +57,50 @@ def test_without_a_backward_pass_it_is_an_upper_bound_of_the_exchange(capsys):
     assert headings.endswith(" exchange")
 
 
-def test_fewer_bits_of_a_value_are_fewer_bytes_and_part_of_the_advice(capsys):
-    out = said(capsys, *SLOW, assumed, "--values", "int3")
+def test_fewer_bits_per_value_reduce_bytes_and_appear_in_advice(capsys):
+    out = planned(capsys, *SLOW, assumed, "--values", "int3")
     assert 'Compression.gtopk(density=0.001, wire="packed", values="int3") takes' in prose(out)
-    whole, few = (
-        json.loads(said(capsys, *SLOW, assumed, "--json", "--values", values))["methods"]
+    all_bits, three_bits = (
+        json.loads(planned(capsys, *SLOW, assumed, "--json", "--values", values))["methods"]
         for values in ("exact", "int3")
     )
-    for exact, rounded in zip(whole[1:-1], few[1:-1], strict=True):
+    for exact, rounded in zip(all_bits[1:-1], three_bits[1:-1], strict=True):
         assert rounded["format"]["values"] == "int3"
         all_rounded = rounded["algorithm"] in ("gtopk", "topk-allgather")
         assert rounded["sent"]["bytes"] < (0.4 if all_rounded else 1) * exact["sent"]["bytes"]
 
 
-def test_shards_are_there_to_compare_whatever_is_sent(capsys):
+def test_shards_are_listed_for_comparison_with_any_value_code(capsys):
     for values in ("exact", "int8"):
-        record = json.loads(said(capsys, *SLOW, assumed, "--json", "--values", values))
+        record = json.loads(planned(capsys, *SLOW, assumed, "--json", "--values", values))
         shards = record["methods"][-1]
         assert (shards["algorithm"], shards["density"]) == ("shards", 0.25)
         assert shards["format"] == {"indices": "whole", "values": "int3"}
         assert 41 < record["methods"][0]["sent"]["bytes"] / shards["sent"]["bytes"] < 43
         assert record["cheapest"] != "shards"
     assert "and shards: a quarter of all values a step in 3 bits" in prose(
-        said(capsys, *SLOW, assumed)
+        planned(capsys, *SLOW, assumed)
     )
 
 
-def test_on_a_fast_network_it_says_plainly_not_to_compress(capsys):
-    out = said(capsys, *FAST, assumed)
+def test_plan_for_fast_network_says_not_to_compress(capsys):
+    out = planned(capsys, *FAST, assumed)
     (cheapest,) = [line for line in out.splitlines() if line.startswith(">")]
     assert "dense" in cheapest
     assert "Do not compress here" in out
 
 
-def test_it_does_not_recommend_by_less_than_its_own_error(capsys):
-    edge = json.loads(said(capsys, *SLOW, *BACKWARD, assumed, "--json"))
+def test_plan_near_the_break_even_is_too_close_to_tell(capsys):
+    edge = json.loads(planned(capsys, *SLOW, *BACKWARD, assumed, "--json"))
     bits = edge["break_even_bits_per_second"]
     command = ["--model", "resnet50", "--ranks", "32", "--latency", "0.4ms", *BACKWARD, assumed]
-    text = prose(said(capsys, *command, "--bandwidth", f"{0.99 * bits / 1e9}gbit"))
+    text = prose(planned(capsys, *command, "--bandwidth", f"{0.99 * bits / 1e9}gbit"))
     assert "Too close to tell" in text
     assert "pays here" not in text
     assert "What decides: this verdict changes with half the bandwidth" in text
 
 
-def test_what_is_measured_for_shards_alone_turns_no_verdict(capsys, monkeypatch):
+def test_rates_measured_for_shards_alone_do_not_change_the_verdict(capsys, monkeypatch):
     """Lists in 3 bits would pay here, but were not requested."""
 
     def measured(formats):
@@ -109,55 +109,55 @@ def test_what_is_measured_for_shards_alone_turns_no_verdict(capsys, monkeypatch)
 
     monkeypatch.setattr(plan, "measure_rates", measured)
     command = ["--model", "resnet50", "--ranks", "8", "--density", "0.1", "--bandwidth", "8gbit"]
-    assert "Too close to tell" in prose(said(capsys, *command))
-    assert "Too close to tell" not in prose(said(capsys, *command, "--values", "int3"))
+    assert "Too close to tell" in prose(planned(capsys, *command))
+    assert "Too close to tell" not in prose(planned(capsys, *command, "--values", "int3"))
 
 
-def test_it_says_which_input_decides_and_what_memory_it_takes(capsys):
-    text = prose(said(capsys, *SLOW, *BACKWARD, assumed))
+def test_plan_says_which_input_decides_and_the_memory_needed(capsys):
+    text = prose(planned(capsys, *SLOW, *BACKWARD, assumed))
     assert "What decides: " in text or "Halving or doubling any one input" in text
     assert "Memory on each rank beside the model: about 8 bytes a parameter" in text
     alone = ["--elements", "1M", "--ranks", "4", "--bandwidth", "1mbit", assumed]
     assert "Halving or doubling any one input does not change this verdict" in prose(
-        said(capsys, *alone)
+        planned(capsys, *alone)
     )
 
 
 @pytest.mark.parametrize("ranks", ["2", "65536"])
-def test_the_largest_model_can_be_asked_about(capsys, ranks):
+def test_largest_model_can_be_planned(capsys, ranks):
     for density in ("1e-320", "1"):
         command = ["--elements", "1e15", "--ranks", ranks, "--bandwidth", "1gbit"]
-        assert "4,000 TB" in said(capsys, *command, "--density", density, assumed)
+        assert "4,000 TB" in planned(capsys, *command, "--density", density, assumed)
 
 
-def test_dense_hides_behind_backward(capsys):
+def test_dense_exchange_hides_behind_backward(capsys):
     args = ["--model", "resnet50", "--ranks", "8", "--bandwidth", "10gbit", assumed]
-    assert "Do not compress" not in said(capsys, *args)
-    out = prose(said(capsys, *args, "--backward-ms", "200"))
+    assert "Do not compress" not in planned(capsys, *args)
+    out = prose(planned(capsys, *args, "--backward-ms", "200"))
     assert "Do not compress here: dense adds 0 µs to a step" in out
     assert "Dense hides behind 200 ms of backward" in out
 
 
-def test_dense_waits_for_words_between_nodes_and_not_within_one(capsys):
+def test_dense_sends_more_messages_between_nodes_than_within_one(capsys):
     links = ["--bandwidth", "1gbit", "--latency", "10ms", "--node-latency", "10ms"]
     command = ["--model", "resnet50", "--ranks", "16", *links, assumed, "--json", "-"]
-    dense = json.loads(said(capsys, *command))["methods"][0]
+    dense = json.loads(planned(capsys, *command))["methods"][0]
     network = Network(16, Link.of(1e9, 10e-3))
     expected = predict(Candidate("dense"), PARAMETERS["resnet50"], network, DEFAULT_RATES)
     assert dense["communicate_seconds"] == pytest.approx(expected.communicate_seconds)
     assert dense["sent"]["messages"] == 2 * 2 * 4
-    inside = json.loads(said(capsys, *command, "--ranks-per-node", "16"))["methods"][0]
+    inside = json.loads(planned(capsys, *command, "--ranks-per-node", "16"))["methods"][0]
     assert inside["sent"]["messages"] == 2 * 4
 
 
-def test_ranks_of_one_node_have_its_own_link(capsys):
+def test_ranks_of_one_node_use_the_node_link(capsys):
     command = ["--elements", "1M", "--ranks", "4", "--ranks-per-node", "4", "--bandwidth", "1gbit"]
-    text = prose(said(capsys, *command, "--node-bandwidth", "20gbit", assumed))
+    text = prose(planned(capsys, *command, "--node-bandwidth", "20gbit", assumed))
     assert "20 Gbit/s and 5 µs inside the node, density 0.001" in text
 
 
 def test_one_rank_has_nothing_to_compress(capsys):
-    out = said(capsys, "--elements", "1M", "--ranks", "1", "--bandwidth", "1gbit", assumed)
+    out = planned(capsys, "--elements", "1M", "--ranks", "1", "--bandwidth", "1gbit", assumed)
     assert "nothing to compress" in out
     assert "Equal k" not in out
 
@@ -168,14 +168,14 @@ def test_one_rank_has_nothing_to_compress(capsys):
 @pytest.mark.parametrize("model", ["resnet20", "llama-7b"])
 @pytest.mark.parametrize("ranks", ["8", "4096"])
 @pytest.mark.parametrize("rate", ["1mbit", "33.3MB/s", "400gbit"])
-def test_it_fits_80_columns(capsys, model, ranks, rate, more):
+def test_plan_fits_80_columns(capsys, model, ranks, rate, more):
     command = ["--model", model, "--ranks", ranks, "--bandwidth", rate, "--latency", "123us"]
-    out = said(capsys, *command, assumed, *more)
+    out = planned(capsys, *command, assumed, *more)
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_at_equal_bytes_the_allgather_updates_more(capsys):
-    out = said(capsys, *SLOW, assumed)
+def test_allgather_updates_more_values_at_equal_bytes(capsys):
+    out = planned(capsys, *SLOW, assumed)
     assert "Equal k is not equal accuracy" in out
     table = out.split("these update:")[1].splitlines()
     updates = {
@@ -186,25 +186,25 @@ def test_at_equal_bytes_the_allgather_updates_more(capsys):
     assert updates["top-k allgather"] > updates["gTop-k"]
 
 
-def test_where_lists_are_longer_than_dense_it_pays_above_a_bandwidth(capsys):
+def test_lists_longer_than_dense_pay_above_a_bandwidth(capsys):
     words = ["--elements", "100k", "--ranks", "4", "--bandwidth", "10gbit", "--latency", "50ms"]
     words += [assumed, "--density", "0.9"]
-    assert "it pays above 15 Mbit/s at least" in prose(said(capsys, *words))
-    record = json.loads(said(capsys, *words, "--json", "-"))
+    assert "it pays above 15 Mbit/s at least" in prose(planned(capsys, *words))
+    record = json.loads(planned(capsys, *words, "--json", "-"))
     assert record["pays"] == "always"
     every, highest = record["break_even_bounds_bits_per_second"]
     assert every == 0 < highest
     words[-1] = "1"
-    record = json.loads(said(capsys, *words, "--json", "-"))
+    record = json.loads(planned(capsys, *words, "--json", "-"))
     assert record["pays"] == "above"
     assert 0 < record["break_even_bits_per_second"] < highest
 
 
-def test_the_figures_are_the_same_as_json(capsys, tmp_path):
+def test_json_holds_the_figures_of_the_plan(capsys, tmp_path):
     path = tmp_path / "plan.json"
-    said(capsys, *SLOW, *BACKWARD, assumed, "--json", str(path))
+    planned(capsys, *SLOW, *BACKWARD, assumed, "--json", str(path))
     record = json.loads(path.read_text())
-    assert record == json.loads(said(capsys, *SLOW, *BACKWARD, assumed, "--json", "-"))
+    assert record == json.loads(planned(capsys, *SLOW, *BACKWARD, assumed, "--json", "-"))
     assert record["modelled"]
     assert record["cheapest"] == "gtopk"
     assert record["pays"] == "below"
@@ -220,26 +220,26 @@ def test_the_figures_are_the_same_as_json(capsys, tmp_path):
         assert each["speedup"] == pytest.approx((0.2 + dense["exposed_seconds"]) / (0.2 + total))
 
 
-def test_the_rates_are_this_machines_unless_told_otherwise(capsys):
-    out = said(capsys, "--elements", "1M", "--ranks", "4", "--bandwidth", "1gbit")
+def test_rates_are_measured_on_this_machine_by_default(capsys):
+    out = planned(capsys, "--elements", "1M", "--ranks", "4", "--bandwidth", "1gbit")
     assert "as measured on this machine now (" in prose(out)
 
 
-def test_on_a_terminal_the_fastest_method_is_in_bold(capsys, monkeypatch):
-    plain = said(capsys, *SLOW, assumed)
+def test_fastest_method_is_bold_on_a_terminal(capsys, monkeypatch):
+    plain = planned(capsys, *SLOW, assumed)
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    coloured = said(capsys, *SLOW, assumed)
+    coloured = planned(capsys, *SLOW, assumed)
     (bold,) = [line for line in coloured.splitlines() if "\x1b" in line]
     assert bold.startswith("\x1b[1;32m> ")
     assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == plain
 
 
 @pytest.mark.parametrize("text", PARAMETERS)
-def test_every_model_can_be_asked_about(capsys, text):
+def test_every_model_can_be_planned(capsys, text):
     command = ["--model", text, "--ranks", "8", "--bandwidth", "1gbit", assumed]
-    assert f"{PARAMETERS[text]:,} float32 values" in prose(said(capsys, *command))
+    assert f"{PARAMETERS[text]:,} float32 values" in prose(planned(capsys, *command))
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_every_model_can_be_asked_about(capsys, text):
         ([*SLOW, "--json", "/dev/null/x.json"], "cannot be written"),
     ],
 )
-def test_what_cannot_be_read_is_refused_in_a_sentence(capsys, arguments, reason):
+def test_invalid_arguments_exit_with_the_reason(capsys, arguments, reason):
     try:
         code = main(["plan", *arguments, assumed])
     except SystemExit as end:
@@ -274,19 +274,19 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(capsys, arguments, reason)
     assert reason in capsys.readouterr().err
 
 
-def test_options_of_a_network_that_is_not_simulated_are_refused(capsys):
+def test_simulation_options_without_simulate_are_rejected(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["plan", *SLOW, assumed, "--sites", "2"])
     assert "unrecognized arguments: --sites 2" in capsys.readouterr().err
 
 
-def test_without_a_checkout_it_says_where_the_simulation_is(capsys, monkeypatch, tmp_path):
+def test_simulate_without_a_checkout_says_what_it_needs(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("gtopk.cli.plan.SIMULATED", tmp_path / "simulated_plan.py")
     assert main(["plan", *SLOW, assumed, "--simulate", "--sites", "2"]) == 2
     assert "--simulate needs a checkout of gtopk" in capsys.readouterr().err
 
 
-def test_the_call_it_recommends_sends_what_it_says(capsys):
+def test_recommended_call_has_the_options_that_were_modelled(capsys):
     """On a slow link indices are packed, which is not the default of the call."""
     slow = ["--elements", "1M", "--ranks", "4", "--bandwidth", "20mbit", assumed]
-    assert 'Compression.gtopk(density=0.001, wire="packed") takes' in prose(said(capsys, *slow))
+    assert 'Compression.gtopk(density=0.001, wire="packed") takes' in prose(planned(capsys, *slow))

@@ -50,7 +50,7 @@ until("never")
 """
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
+def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
     assert main(["--dry-run", "--json", *words]) == 0
     return json.loads(capsys.readouterr().out)
 
@@ -68,7 +68,7 @@ def test_each_launcher_gets_the_script_and_its_arguments(capsys, script: str, mo
         ("torchrun", "--nproc-per-node=3"),
         ("srun", "--ntasks=3"),
     ):
-        found = said(capsys, "-n", "3", "--launcher", launcher, script, "--lr", "1", "-n", "9")
+        found = dry_run(capsys, "-n", "3", "--launcher", launcher, script, "--lr", "1", "-n", "9")
         assert found["launcher"] == launcher
         assert word in found["command"]
         assert found["command"][-6:] == [sys.executable, script, "--lr", "1", "-n", "9"]
@@ -82,11 +82,13 @@ def test_each_launcher_gets_the_script_and_its_arguments(capsys, script: str, mo
         ["--r", "3", "--json", "-n", "9"],
     ],
 )
-def test_what_follows_the_script_is_its_own(capsys, script: str, arguments: list[str]) -> None:
+def test_words_after_the_script_are_its_arguments(
+    capsys, script: str, arguments: list[str]
+) -> None:
     for launcher in ("mpirun", "torchrun"):
         for words in ([script], ["--", script]):
             options = ["-n", "2", "--launcher", launcher]
-            found = said(capsys, *options, *words, *arguments)
+            found = dry_run(capsys, *options, *words, *arguments)
             assert found["ranks"] == 2
             assert found["command"][-len(arguments) - 2 :] == [sys.executable, script, *arguments]
 
@@ -102,54 +104,51 @@ def in_slurm(tmp_path: Path, monkeypatch) -> pytest.MonkeyPatch:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_NTASKS", "8")
     monkeypatch.setattr(command, "usable_cores", lambda: 2)
-    monkeypatch.setattr(command, "usable_cores", lambda: 2)
     return monkeypatch
 
 
-def test_in_an_allocation_srun_starts_its_tasks_unless_told_otherwise(
-    capsys, script: str, in_slurm
-) -> None:
-    found = said(capsys, script)
+def test_srun_starts_the_tasks_of_an_allocation_by_default(capsys, script: str, in_slurm) -> None:
+    found = dry_run(capsys, script)
     assert (found["launcher"], found["ranks"]) == ("srun", 8)
     assert found["command"][:2] == ["srun", "--ntasks=8"]
-    assert said(capsys, "-n", "3", script)["command"][1] == "--ntasks=3"
-    assert said(capsys, "--launcher", "torchrun", script)["ranks"] == 2
-    assert said(capsys, "--hosts", "localhost:3", script)["ranks"] == 3
+    assert dry_run(capsys, "-n", "3", script)["command"][1] == "--ntasks=3"
+    assert dry_run(capsys, "--launcher", "torchrun", script)["ranks"] == 2
+    assert dry_run(capsys, "--hosts", "localhost:3", script)["ranks"] == 3
     in_slurm.delenv("SLURM_NTASKS")
-    assert said(capsys, script)["ranks"] == 2
+    assert dry_run(capsys, script)["ranks"] == 2
     in_slurm.setenv("SLURM_JOB_ID", "")
-    assert said(capsys, script)["launcher"] != "srun"
+    assert dry_run(capsys, script)["launcher"] != "srun"
 
 
-def test_an_allocation_of_nodes_alone_has_a_task_for_each_core_of_theirs(
+def test_allocation_without_tasks_gets_ranks_by_the_cores_of_its_nodes(
     capsys, script: str, in_slurm
 ) -> None:
     in_slurm.delenv("SLURM_NTASKS")
     in_slurm.setenv("SLURM_JOB_CPUS_PER_NODE", "16(x2),9")
-    assert said(capsys, script)["ranks"] == 41
+    assert dry_run(capsys, script)["ranks"] == 41
     in_slurm.setenv("SLURM_CPUS_PER_TASK", "4")
-    assert said(capsys, script)["ranks"] == 4 + 4 + 2
+    assert dry_run(capsys, script)["ranks"] == 4 + 4 + 2
 
 
 @pytest.mark.parametrize("words", [[], ["-n", "3"]])
-def test_srun_gives_each_task_the_cores_that_the_allocation_has_for_it(
+def test_srun_passes_on_the_cores_per_task_of_the_allocation(
     capsys, script: str, in_slurm, words: list[str]
 ) -> None:
-    assert not any("cpus" in word for word in said(capsys, *words, script)["command"])
+    assert not any("cpus" in word for word in dry_run(capsys, *words, script)["command"])
     in_slurm.setenv("SLURM_CPUS_PER_TASK", "4")
-    assert said(capsys, *words, script)["command"][2] == "--cpus-per-task=4"
+    assert dry_run(capsys, *words, script)["command"][2] == "--cpus-per-task=4"
 
 
-def test_an_allocation_of_nodes_has_a_task_on_each(capsys, script: str, in_slurm) -> None:
+def test_cores_per_task_apply_only_if_each_node_has_one_rank(capsys, script: str, in_slurm) -> None:
     in_slurm.delenv("SLURM_NTASKS")
     in_slurm.setenv("SLURM_JOB_NUM_NODES", "4")
     in_slurm.setenv("SLURM_CPUS_PER_TASK", "8")
-    assert said(capsys, "-n", "4", script)["command"][2] == "--cpus-per-task=8"
-    assert not any("cpus" in word for word in said(capsys, "-n", "5", script)["command"])
+    assert dry_run(capsys, "-n", "4", script)["command"][2] == "--cpus-per-task=8"
+    assert not any("cpus" in word for word in dry_run(capsys, "-n", "5", script)["command"])
 
 
 @pytest.mark.parametrize(("tasks", "words"), [(None, []), ("1", ["-n", "4"])])
-def test_ranks_beyond_the_allocations_tasks_share_its_cores(
+def test_ranks_beyond_the_tasks_of_the_allocation_share_its_cores(
     capsys, script: str, in_slurm, tasks: str | None, words: list[str]
 ) -> None:
     in_slurm.setenv("SLURM_CPUS_PER_TASK", "8")
@@ -157,11 +156,11 @@ def test_ranks_beyond_the_allocations_tasks_share_its_cores(
         in_slurm.delenv("SLURM_NTASKS")
     else:
         in_slurm.setenv("SLURM_NTASKS", tasks)
-    assert not any("cpus" in word for word in said(capsys, *words, script)["command"])
+    assert not any("cpus" in word for word in dry_run(capsys, *words, script)["command"])
 
 
 @pytest.mark.parametrize("name", ["SLURM_NTASKS", "SLURM_CPUS_PER_TASK"])
-def test_an_allocation_that_says_no_number_is_an_error(
+def test_slurm_variable_without_a_number_is_an_error(
     capsys, script: str, in_slurm, name: str
 ) -> None:
     in_slurm.setenv(name, "4(x2)")
@@ -170,36 +169,36 @@ def test_an_allocation_that_says_no_number_is_an_error(
 
 
 @pytest.mark.parametrize("name", ["tr", "as_no_program_on_path"])
-def test_an_executable_file_here_is_meant_before_a_program_on_path(
+def test_executable_file_here_precedes_a_program_on_path(
     capsys, tmp_path: Path, monkeypatch, name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path(name).touch(mode=0o755)
     for given, started in ((name, f"./{name}"), (f"{tmp_path}/{name}", f"{tmp_path}/{name}")):
-        assert said(capsys, "-n", "2", given, "-d", "x")["command"][-3:] == [started, "-d", "x"]
+        assert dry_run(capsys, "-n", "2", given, "-d", "x")["command"][-3:] == [started, "-d", "x"]
 
 
-def test_records_are_asked_for_by_the_environment(capsys, script: str) -> None:
-    found = said(capsys, "-n", "2", "--record", "runs/a", "--timeline", "traces", "-m", "pkg")
+def test_record_and_timeline_options_set_environment_variables(capsys, script: str) -> None:
+    found = dry_run(capsys, "-n", "2", "--record", "runs/a", "--timeline", "traces", "-m", "pkg")
     assert found["variables"]["GTOPK_RUN"] == str(Path("runs/a").absolute())
     assert found["variables"]["GTOPK_TIMELINE"] == str(Path("traces").absolute())
     assert found["command"][-3:] == [sys.executable, "-m", "pkg"]
 
 
-def test_hosts_say_how_many_ranks_there_are(capsys, script: str) -> None:
-    found = said(capsys, "--hosts", "localhost:3", script)
+def test_hosts_option_sets_the_number_of_ranks(capsys, script: str) -> None:
+    found = dry_run(capsys, "--hosts", "localhost:3", script)
     assert found["ranks"] == 3
 
 
 @pytest.mark.parametrize("cores", [1, 64])
-def test_other_hosts_are_told_nothing_of_the_cores_of_this_one(
+def test_core_settings_of_this_host_are_not_sent_to_other_hosts(
     capsys, script: str, monkeypatch, cores: int
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("collectives.cores.usable_cores", lambda: cores)
     monkeypatch.setattr(ranks, "require_mpirun", lambda: Path("mpirun"))
     monkeypatch.setattr(ranks, "identify", lambda path: Mpi(path, "Open MPI", "5.0"))
-    found = said(capsys, "--launcher", "mpirun", "--hosts", "10.9.9.9:2,10.9.9.8:2", script)
+    found = dry_run(capsys, "--launcher", "mpirun", "--hosts", "10.9.9.9:2,10.9.9.8:2", script)
     assert (
         found["variables"]
         .keys()
@@ -209,7 +208,7 @@ def test_other_hosts_are_told_nothing_of_the_cores_of_this_one(
     )
     assert "OMP_NUM_THREADS" not in found["command"]
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
-    found = said(capsys, "--launcher", "mpirun", "--hosts", "10.9.9.9:2,10.9.9.8:2", script)
+    found = dry_run(capsys, "--launcher", "mpirun", "--hosts", "10.9.9.9:2,10.9.9.8:2", script)
     assert "OMP_NUM_THREADS" in found["command"]
 
 
@@ -222,7 +221,7 @@ def test_other_hosts_are_told_nothing_of_the_cores_of_this_one(
         (["-n", "4", "--hosts", "localhost:2", "true"], "4 ranks need 4 slots"),
     ],
 )
-def test_what_cannot_be_started_says_why(capsys, words: list[str], text: str) -> None:
+def test_command_that_cannot_start_says_why(capsys, words: list[str], text: str) -> None:
     assert main(words) == 2
     assert text in capsys.readouterr().err
 
@@ -253,7 +252,7 @@ def running(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_ranks_have_time_to_save_when_it_is_preempted(running, tmp_path, number, code) -> None:
+def test_ranks_have_time_to_save_after_preemption(running, tmp_path, number, code) -> None:
     running.send_signal(number)
     wait_until((tmp_path / "saving").exists)
     assert running.poll() is None
@@ -262,7 +261,7 @@ def test_ranks_have_time_to_save_when_it_is_preempted(running, tmp_path, number,
     assert (tmp_path / "saved").exists()
 
 
-def test_a_second_signal_leaves_no_time(running, tmp_path) -> None:
+def test_second_signal_ends_ranks_immediately(running, tmp_path) -> None:
     running.send_signal(signal.SIGINT)
     wait_until((tmp_path / "saving").exists)
     running.send_signal(signal.SIGINT)
@@ -270,17 +269,16 @@ def test_a_second_signal_leaves_no_time(running, tmp_path) -> None:
     assert not (tmp_path / "saved").exists()
 
 
-def test_a_link_to_emulate_reaches_the_ranks(
-    script: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = said(capsys, "-n", "2", "--launcher", "torchrun", "--link", "100mbit,0.4ms", script)
+def test_link_option_reaches_the_ranks(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = dry_run(capsys, "-n", "2", "--launcher", "torchrun", "--link", "100mbit,0.4ms", script)
     assert found["variables"]["GTOPK_LINK"] == "100mbit,0.4ms"
     assert (
-        "GTOPK_LINK" not in said(capsys, "-n", "2", "--launcher", "torchrun", script)["variables"]
+        "GTOPK_LINK"
+        not in dry_run(capsys, "-n", "2", "--launcher", "torchrun", script)["variables"]
     )
 
 
-def test_a_link_that_is_none_ends_in_an_error_that_says_the_form(
+def test_invalid_link_is_an_error_with_the_valid_form(
     script: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -288,7 +286,7 @@ def test_a_link_that_is_none_ends_in_an_error_that_says_the_form(
     assert "--link: must be a rate above 0" in capsys.readouterr().err
 
 
-def test_a_link_is_not_emulated_between_hosts(
+def test_link_option_with_other_hosts_is_an_error(
     script: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--hosts", "elsewhere.invalid:2", "--launcher", "mpirun", "--link", "1gbit", script]
@@ -297,14 +295,14 @@ def test_a_link_is_not_emulated_between_hosts(
 
 
 @pytest.mark.parametrize(
-    ("program", "said"),
+    ("program", "message"),
     [
         (["sh", "-c", "exit 7"], "gtopk run: a rank ended with exit code 7\n"),
         (["sh", "-c", "kill -9 $$"], "exit code 137 (SIGKILL)\n"),
     ],
 )
-def test_a_ranks_exit_code_is_told_by_the_command_that_knows_it(
-    capsys, program: list[str], said: str
+def test_run_prints_the_exit_code_of_a_failed_rank(
+    capsys, program: list[str], message: str
 ) -> None:
     assert main(["--launcher", "mpirun", "-n", "2", *program])
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -20,8 +20,8 @@ from gtopk.telemetry.timeline import Span, Step, Timeline, TraceSource, path_of
 def write_traces(folder: Path, ranks: int, run: float = 1.7e9) -> None:
     """Write a trace of a simultaneous step for each rank, with clocks 5 seconds apart."""
     for rank in range(ranks):
-        whose = TraceSource(rank, ranks, run, Offset(5.0 * rank, 1e-4 * rank))
-        timeline = Timeline(str(path_of(folder, rank)), "mpi", False, whose)
+        source = TraceSource(rank, ranks, run, Offset(5.0 * rank, 1e-4 * rank))
+        timeline = Timeline(str(path_of(folder, rank)), "mpi", False, source)
         moment = 1e5 + 5.0 * rank
         spans = [
             Span("BACKWARD", moment, moment + 0.1),
@@ -31,12 +31,12 @@ def write_traces(folder: Path, ranks: int, run: float = 1.7e9) -> None:
         timeline.close()
 
 
-def test_what_happened_at_once_is_at_one_place(tmp_path: Path, capsys) -> None:
+def test_simultaneous_steps_are_aligned_across_ranks(tmp_path: Path, capsys) -> None:
     write_traces(tmp_path, 3)
     assert main([str(tmp_path)]) == 0
-    said = capsys.readouterr().out.replace("\N{NO-BREAK SPACE}", " ")
-    assert ": 3 ranks, " in said
-    assert said.endswith(", clocks equal to within 200 µs\n")
+    printed = capsys.readouterr().out.replace("\N{NO-BREAK SPACE}", " ")
+    assert ": 3 ranks, " in printed
+    assert printed.endswith(", clocks equal to within 200 µs\n")
     records = json.loads((tmp_path / "timeline.json").read_text())
     steps = {r["pid"]: r["ts"] for r in records if r.get("name") == "BACKWARD"}
     assert sorted(steps) == [0, 1, 2]
@@ -51,7 +51,7 @@ def test_what_happened_at_once_is_at_one_place(tmp_path: Path, capsys) -> None:
     assert json.loads(elsewhere.read_text()) == records
 
 
-def test_each_optimizer_of_a_rank_has_a_counter_of_its_own(tmp_path: Path) -> None:
+def test_each_optimizer_of_a_rank_has_its_own_counter(tmp_path: Path) -> None:
     timeline = Timeline(str(path_of(tmp_path, 0)), "mpi", False, TraceSource(0, 1, 1.7e9, Offset()))
     for name in ("gradients.w", "gradients.v", "gradients.w"):
         timeline.note_step(Step(name, [Span("BACKWARD", 1.0, 1.1)], 0.04, 0.01))
@@ -62,17 +62,17 @@ def test_each_optimizer_of_a_rank_has_a_counter_of_its_own(tmp_path: Path) -> No
     assert counters == [f"exchange in steps of {name}" for name in "wvw"]
 
 
-def test_a_trace_that_was_cut_off_is_read_as_far_as_it_goes(tmp_path: Path, capsys) -> None:
+def test_truncated_trace_is_read_as_far_as_it_goes(tmp_path: Path, capsys) -> None:
     write_traces(tmp_path, 2)
     path = path_of(tmp_path, 1)
     path.write_text(path.read_text()[:-30])
     assert main([str(tmp_path), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["ranks"] == [0, 1]
-    assert said["clocks_within_seconds"] == 1e-4
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["ranks"] == [0, 1]
+    assert printed["clocks_within_seconds"] == 1e-4
 
 
-def test_records_of_another_are_passed_over(tmp_path: Path, capsys) -> None:
+def test_records_of_other_programs_are_skipped(tmp_path: Path, capsys) -> None:
     write_traces(tmp_path, 1)
     assert main([str(tmp_path), "--json"]) == 0
     expected = json.loads(capsys.readouterr().out)["records"]
@@ -83,7 +83,7 @@ def test_records_of_another_are_passed_over(tmp_path: Path, capsys) -> None:
     assert json.loads(capsys.readouterr().out)["records"] == expected
 
 
-def test_traces_of_an_earlier_run_are_left_out_and_named(tmp_path: Path, capsys) -> None:
+def test_traces_of_an_earlier_run_are_omitted_and_named(tmp_path: Path, capsys) -> None:
     write_traces(tmp_path, 4)
     write_traces(tmp_path, 2, run=1.7e9 + 2)
     assert main([str(tmp_path)]) == 0
@@ -94,14 +94,14 @@ def test_traces_of_an_earlier_run_are_left_out_and_named(tmp_path: Path, capsys)
     assert {record["pid"] for record in records} == {0, 1}
 
 
-def test_a_trace_that_is_missing_is_counted(tmp_path: Path, capsys) -> None:
+def test_missing_trace_is_counted(tmp_path: Path, capsys) -> None:
     write_traces(tmp_path, 3)
     path_of(tmp_path, 1).unlink()
     assert main([str(tmp_path)]) == 0
     assert ": 2 of 3 ranks, " in capsys.readouterr().out
 
 
-def test_all_ranks_of_a_run_say_when_it_began(
+def test_all_ranks_of_a_run_record_the_same_begin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads
 ) -> None:
     monkeypatch.setenv("GTOPK_TIMELINE", str(tmp_path))
@@ -118,7 +118,7 @@ def test_all_ranks_of_a_run_say_when_it_began(
     assert begun[0][0] < begun[1][0] < begun[2][0]
 
 
-def test_each_rank_writes_where_the_environment_says(
+def test_timeline_variable_sets_the_folder_of_traces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GTOPK_TIMELINE", str(tmp_path / "traces"))
@@ -141,7 +141,7 @@ def test_each_rank_writes_where_the_environment_says(
         ('[\n{"name": "gtopk_rank", "args": {"rank": 1e999}}\n]\n', "does not name its rank"),
     ],
 )
-def test_what_cannot_be_put_together_says_why(
+def test_traces_that_cannot_be_merged_exit_with_the_reason(
     tmp_path: Path, capsys, content: str | None, text: str
 ) -> None:
     if content is not None:

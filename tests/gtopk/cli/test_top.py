@@ -24,7 +24,7 @@ def without_controls(drawn: str) -> str:
     return re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", drawn)
 
 
-def test_each_rank_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_prints_a_line_per_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path, ranks=3, steps=80)
     assert main([str(tmp_path), "--once"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
@@ -37,7 +37,7 @@ def test_each_rank_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "\x1b" not in "".join(lines)
 
 
-def test_as_json_it_is_one_object_a_look(
+def test_json_prints_one_object_per_snapshot(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_run(tmp_path, ranks=2, steps=30)
@@ -51,7 +51,7 @@ def test_as_json_it_is_one_object_a_look(
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
-def test_a_rank_that_says_nothing_is_called_silent(tmp_path: Path) -> None:
+def test_rank_that_writes_nothing_is_shown_as_silent(tmp_path: Path) -> None:
     write_run(tmp_path, ranks=2, steps=10)
     path = path_of(tmp_path, 1)
     path.write_text("".join(map(as_text, lines_of(1, 2, 10)[:-1])))
@@ -66,7 +66,7 @@ def test_a_rank_that_says_nothing_is_called_silent(tmp_path: Path) -> None:
     assert silent_line.endswith("\x1b[1;31msilent for 60 s\x1b[0m")
 
 
-def test_who_merges_once_a_minute_is_not_silent_in_between_and_has_steps_of_its_own(
+def test_rank_with_minute_long_merges_is_not_silent_between_them(
     tmp_path: Path,
 ) -> None:
     merges = {"covers": "mega-batch", "local_steps": 100, "samples": 3200, "compute_seconds": 60.0}
@@ -82,7 +82,9 @@ def test_who_merges_once_a_minute_is_not_silent_in_between_and_has_steps_of_its_
 
 
 @pytest.mark.parametrize("lines", [1, 5])
-def test_who_writes_a_step_a_minute_is_not_silent_in_between(tmp_path: Path, lines: int) -> None:
+def test_rank_that_writes_every_100th_step_is_not_silent_between_them(
+    tmp_path: Path, lines: int
+) -> None:
     """Steps take half a second; the first and each 100th are written."""
     file = LineFile(path_of(tmp_path, 0))
     file.take([begin(0, 1, every=100)])
@@ -96,8 +98,8 @@ def test_who_writes_a_step_a_minute_is_not_silent_in_between(tmp_path: Path, lin
         assert status.state == state
 
 
-def test_the_first_step_of_an_attempt_is_in_no_mean_where_there_are_others(tmp_path: Path) -> None:
-    """It measures links, which takes seconds."""
+def test_means_exclude_first_step_of_an_attempt_if_others_follow(tmp_path: Path) -> None:
+    """The first step measures links, which takes seconds."""
     path = path_of(tmp_path, 0)
     lines = lines_of(0, 1, 3)
     lines[1]["synchronize_seconds"] = 3.0
@@ -107,7 +109,7 @@ def test_the_first_step_of_an_attempt_is_in_no_mean_where_there_are_others(tmp_p
         assert sum(status.step_seconds.values()) == pytest.approx(seconds)
 
 
-def test_a_run_of_fewer_ranks_than_the_one_before_it_has_only_its_own(tmp_path: Path) -> None:
+def test_run_with_fewer_ranks_than_the_previous_shows_only_its_own(tmp_path: Path) -> None:
     for rank in range(4):  # all killed
         path_of(tmp_path, rank).write_text("".join(map(as_text, lines_of(rank, 4, 400)[:-1])))
     for rank in range(2):
@@ -120,10 +122,8 @@ def test_a_run_of_fewer_ranks_than_the_one_before_it_has_only_its_own(tmp_path: 
 
 
 @pytest.mark.parametrize("every", [1, 10])
-def test_a_run_that_goes_on_is_not_over_and_as_fast_as_it_is_now(
-    tmp_path: Path, every: int
-) -> None:
-    """It was terminated after 80 steps, and resumes from step 60 an hour later, half as fast."""
+def test_resumed_run_is_shown_running_at_its_current_speed(tmp_path: Path, every: int) -> None:
+    """The run ended after 80 steps, and resumes from step 60 an hour later, half as fast."""
     reader = Reader(write_run(tmp_path, ranks=1, steps=80), RECENT)
     file = LineFile(path_of(tmp_path, 0))
     file.take([begin(0, 1, unix_seconds=1.7e9 + 3600)])
@@ -142,7 +142,7 @@ def test_a_run_that_goes_on_is_not_over_and_as_fast_as_it_is_now(
     assert sum(status.step_seconds.values()) == pytest.approx(0.02)
 
 
-def test_what_was_logged_and_skipped_long_ago_is_still_shown(tmp_path: Path) -> None:
+def test_old_values_and_skipped_steps_are_still_shown(tmp_path: Path) -> None:
     lines = lines_of(0, 1, 800)
     lines[-1:] = []
     at = {"seconds": 0.01, "step": 1}
@@ -154,7 +154,7 @@ def test_what_was_logged_and_skipped_long_ago_is_still_shown(tmp_path: Path) -> 
     assert status.values == pytest.approx({"loss": 2.0 / 800, "accuracy": 0.875, "warmth": 0.75})
 
 
-def test_what_was_not_finite_is_shown_as_nan(
+def test_nonfinite_values_are_shown_as_nan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     diverge(write_run(tmp_path, ranks=2, steps=10), "loss")
@@ -168,7 +168,7 @@ def test_what_was_not_finite_is_shown_as_nan(
     ]
 
 
-def test_a_narrow_terminal_gets_fewer_columns(tmp_path: Path) -> None:
+def test_narrow_terminal_gets_fewer_columns(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path, ranks=2, steps=30))
     statuses = status_of(run, tmp_path)
     widest, _ = rows(statuses)
@@ -181,7 +181,7 @@ def test_a_narrow_terminal_gets_fewer_columns(tmp_path: Path) -> None:
     assert rows(statuses, 20)[0] == ["rank", "step", "state"]
 
 
-def test_of_what_is_logged_accuracy_and_loss_are_shown_first(tmp_path: Path) -> None:
+def test_accuracy_and_loss_precede_other_logged_values(tmp_path: Path) -> None:
     file = LineFile(path_of(tmp_path, 0))
     values = {"batch": 7.0, "epoch": 2.0, "loss": 0.5, "lr": 0.1, "test accuracy": 0.9}
     file.take([begin(0, 1), {"what": "values", "seconds": 1.0, "step": 1, "values": values}])
@@ -191,7 +191,7 @@ def test_of_what_is_logged_accuracy_and_loss_are_shown_first(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("every", ["0", "1e300", "nan"])
-def test_a_pause_that_nobody_can_make_is_refused(
+def test_interval_out_of_range_exits_with_the_reason(
     every: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -199,16 +199,16 @@ def test_a_pause_that_nobody_can_make_is_refused(
     assert "--every: must lie in (0, 86400]" in capsys.readouterr().err
 
 
-def test_what_cannot_be_shown_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_without_a_record_exits_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["nowhere"]) == 1
     assert "must hold a run's record" in capsys.readouterr().err
 
 
-def test_whose_record_is_missing_is_said_when_it_changes(
+def test_missing_records_are_reported_when_they_change(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    goes_on = "".join(map(as_text, lines_of(0, 3, 10)[:-1]))
-    path_of(tmp_path, 0).write_text(goes_on)
+    unfinished_record = "".join(map(as_text, lines_of(0, 3, 10)[:-1]))
+    path_of(tmp_path, 0).write_text(unfinished_record)
 
     waits = itertools.count()
 
@@ -224,7 +224,7 @@ def test_whose_record_is_missing_is_said_when_it_changes(
     assert line.startswith("gtopk top: ranks 1, 2: no record found")
 
 
-def test_it_waits_for_a_run_to_begin(
+def test_top_waits_for_a_run_to_begin(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, waits = tmp_path / "run", itertools.count()
@@ -244,17 +244,17 @@ def test_it_waits_for_a_run_to_begin(
     assert next(waits) == 3
 
 
-def pose_as_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make stdout a terminal wide enough for every column."""
     for name, value in {"TERM": "xterm", "COLUMNS": "200", "LINES": "50"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
 
 
-def test_on_a_terminal_it_is_drawn_anew_until_the_run_is_over(
+def test_table_is_redrawn_on_a_terminal_until_the_run_is_over(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pose_as_terminal(monkeypatch)
+    fake_terminal(monkeypatch)
     monkeypatch.chdir(tmp_path)
     *first, end = lines_of(0, 1, 10)
     file = LineFile(path_of("run", 0))
@@ -283,10 +283,10 @@ def test_on_a_terminal_it_is_drawn_anew_until_the_run_is_over(
     assert drawn.rindex(CURSOR_SHOWN) > drawn.rindex(CURSOR_HIDDEN) > -1
 
 
-def test_of_more_ranks_than_the_screen_has_lines_the_rest_is_counted(
+def test_ranks_beyond_the_screen_height_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pose_as_terminal(monkeypatch)
+    fake_terminal(monkeypatch)
     monkeypatch.setenv("LINES", "8")
     write_run(tmp_path, ranks=20, steps=10)
     assert main([str(tmp_path)]) == 0
@@ -296,10 +296,10 @@ def test_of_more_ranks_than_the_screen_has_lines_the_rest_is_counted(
     assert last == "and 16 more: enlarge the window"
 
 
-def test_what_names_hold_is_no_markup(
+def test_brackets_in_names_are_not_markup(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pose_as_terminal(monkeypatch)
+    fake_terminal(monkeypatch)
     monkeypatch.chdir(tmp_path)
     first, *lines = lines_of(0, 1, 10)
     at = {"seconds": 0.1, "step": 10}
@@ -315,10 +315,10 @@ def test_what_names_hold_is_no_markup(
     assert row.split()[1] == "[a]"
 
 
-def test_ctrl_c_leaves_the_terminal_as_it_was(
+def test_ctrl_c_restores_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pose_as_terminal(monkeypatch)
+    fake_terminal(monkeypatch)
     path_of(tmp_path, 0).write_text("".join(map(as_text, lines_of(0, 1, 10)[:-1])))
 
     def interrupt(seconds: float) -> None:
@@ -331,7 +331,7 @@ def test_ctrl_c_leaves_the_terminal_as_it_was(
     assert err == "gtopk top: stopped by Ctrl-C; the run continues\n"
 
 
-def test_a_step_over_an_emulated_link_is_called_so(
+def test_step_time_over_an_emulated_link_is_labelled(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     link = "emulated link of 100 Mbit/s, 0.4 ms"

@@ -32,60 +32,60 @@ def at(bits_per_second: float, ranks: int = 8) -> Calibration:
         (Compression.none, 1e12, "leave it dense"),
     ],
 )
-def test_it_says_whether_compressing_pays(
+def test_advice_says_whether_compression_pays(
     compression: object, bits_per_second: float, words: str
 ) -> None:
-    said = details(compression, [LENGTH], at(bits_per_second))
-    assert words in said
-    assert " pays below about" in said
+    text = details(compression, [LENGTH], at(bits_per_second))
+    assert words in text
+    assert " pays below about" in text
     start = (
         "estimated exchange per step, 25,557,032 values, 8 ranks, nothing hidden behind backward: "
     )
-    assert said.startswith(start)
-    assert re.search(r"; links \S+\s[MGT]bit/s, 50\sµs, made up$", said)
-    assert "\n" not in said
+    assert text.startswith(start)
+    assert re.search(r"; links \S+\s[MGT]bit/s, 50\sµs, made up$", text)
+    assert "\n" not in text
 
 
 @pytest.mark.parametrize("options", [{"across": "oktopk"}, {"inside": "dense"}])
-def test_of_a_hierarchy_that_is_not_modelled_it_says_so(options: dict[str, str]) -> None:
-    said = details(Compression.hierarchical(0.001, **options), [LENGTH], at(1e8))
-    assert "the model does not cover hierarchical as it runs here" in said
-    assert "save" not in said
+def test_advice_says_if_hierarchy_is_not_modelled(options: dict[str, str]) -> None:
+    text = details(Compression.hierarchical(0.001, **options), [LENGTH], at(1e8))
+    assert "the model does not cover hierarchical as it runs here" in text
+    assert "save" not in text
 
 
-def test_the_edge_is_where_the_verdict_turns() -> None:
+def test_break_even_bandwidth_rises_with_a_slower_dense_allreduce() -> None:
     """If the library's allreduce is half as fast as possible, compression pays on faster links."""
     network = at(1e9).network
     slow = network._replace(allreduce=network.between.scaled(2.0))
     edges = []
     for each in (network, slow):
-        said = details(Compression.none, [LENGTH], Calibration(each, DEFAULT_RATES, "x"))
+        text = details(Compression.none, [LENGTH], Calibration(each, DEFAULT_RATES, "x"))
         edges.append(
-            float(said.split("below about\N{NO-BREAK SPACE}")[1].split("\N{NO-BREAK SPACE}")[0])
+            float(text.split("below about\N{NO-BREAK SPACE}")[1].split("\N{NO-BREAK SPACE}")[0])
         )
     assert edges[1] > edges[0]
 
 
-def test_what_sends_more_in_fewer_rounds_pays_above_the_edge() -> None:
+def test_more_bytes_in_fewer_rounds_pay_above_the_break_even() -> None:
     """For 200,000 values, 32 lists of 10,000 are more bytes than dense, in half the rounds."""
     compression = Compression.topk(density=0.05)
     for bits_per_second, verdict in ((1e9, "saves up to"), (1e6, "dense is faster")):
         network = Network(32, Link.of(bits_per_second, 2e-3))
-        said = details(compression, [200_000], Calibration(network, DEFAULT_RATES, "x"))
-        assert verdict in said
-        assert "top-k allgather pays above a bandwidth of 1.1\N{NO-BREAK SPACE}Mbit/s to" in said
+        text = details(compression, [200_000], Calibration(network, DEFAULT_RATES, "x"))
+        assert verdict in text
+        assert "top-k allgather pays above a bandwidth of 1.1\N{NO-BREAK SPACE}Mbit/s to" in text
 
 
-def test_the_edge_is_that_of_what_runs() -> None:
-    """Not that of Ok-Topk, which is faster."""
+def test_break_even_is_that_of_the_running_algorithm() -> None:
+    """It is not that of Ok-Topk, which is faster."""
     gtopk = Compression.gtopk(density=0.2)
 
     def line(bits_per_second: float) -> str:
         return details(gtopk, [LENGTH], at(bits_per_second))
 
-    said = line(1e8)
-    assert re.search(r", Ok-Topk \S+\sm?s \(density 0\.2, ", said)
-    number, unit = said.split("; gTop-k pays below about\N{NO-BREAK SPACE}")[1].split()[:2]
+    text = line(1e8)
+    assert re.search(r", Ok-Topk \S+\sm?s \(density 0\.2, ", text)
+    number, unit = text.split("; gTop-k pays below about\N{NO-BREAK SPACE}")[1].split()[:2]
     edge = float(number) * {"Mbit/s": 1e6, "Gbit/s": 1e9}[unit]
     assert ": saves up to" in line(edge / 3)
     assert "dense is faster here" in line(edge * 3)
@@ -93,7 +93,7 @@ def test_the_edge_is_that_of_what_runs() -> None:
 
 
 @pytest.mark.parametrize("compression", [Compression.gtopk(density=0.001), Compression.none])
-def test_on_one_host_it_is_said_of_its_own_links(compression: object) -> None:
+def test_advice_on_one_host_uses_its_own_links(compression: object) -> None:
     inside = Link.of(2e10, 5e-6)
     lines = [
         details(compression, [LENGTH], Calibration(network, DEFAULT_RATES, "x"))
@@ -103,8 +103,8 @@ def test_on_one_host_it_is_said_of_its_own_links(compression: object) -> None:
     assert lines[0] == lines[1]
 
 
-def test_what_runs_waits_for_the_ranks_to_agree_as_dense_does() -> None:
-    """Both agree once per bucket, so the saved time includes no agreement."""
+def test_saved_time_excludes_the_agreement_that_dense_needs_as_well() -> None:
+    """Dense and gTop-k both agree once per bucket."""
     agreement_seconds = 2.0
     quick = at(1e8)
     slow = Calibration(
@@ -113,9 +113,9 @@ def test_what_runs_waits_for_the_ranks_to_agree_as_dense_does() -> None:
     gtopk, number = Compression.gtopk(density=0.001), r"([\d.]+)\N{NO-BREAK SPACE}s"
 
     def numbers(calibration: Calibration) -> list[float]:
-        said = details(gtopk, [LENGTH], calibration)
+        text = details(gtopk, [LENGTH], calibration)
         return [
-            float(re.search(f"{words} {number}", said)[1]) for words in (": dense", "saves up to")
+            float(re.search(f"{words} {number}", text)[1]) for words in (": dense", "saves up to")
         ]
 
     (dense, saved), (dense_slow, saved_slow) = numbers(quick), numbers(slow)
@@ -123,16 +123,16 @@ def test_what_runs_waits_for_the_ranks_to_agree_as_dense_does() -> None:
     assert saved_slow == pytest.approx(saved, abs=0.01)
 
 
-def test_one_algorithm_by_other_options_is_told_from_what_runs() -> None:
-    """And the saved time is dense's minus that of the running algorithm."""
+def test_faster_options_are_named_beside_those_that_run() -> None:
+    """The saved time is dense's minus that of the running algorithm."""
     number = r"([\d.]+)\N{NO-BREAK SPACE}ms"
     pattern = rf": dense {number}, gTop-k {number} \((.*?), [\d.]+\skB .*? as it runs {number}"
-    for options, told in (({}, "wire=packed"), ({"wire": "packed", "growth": 8.0}, "")):
+    for options, faster_option in (({}, "wire=packed"), ({"wire": "packed", "growth": 8.0}, "")):
         gtopk = Compression.gtopk(0.01, **options)
-        said = details(gtopk, [500_000], at(1e8, ranks=4))
-        found = re.search(rf"{pattern}: saves up to {number}", said)
-        assert found is not None, said
-        assert found[3] == ", ".join(filter(None, ["density 0.01", told]))
+        text = details(gtopk, [500_000], at(1e8, ranks=4))
+        found = re.search(rf"{pattern}: saves up to {number}", text)
+        assert found is not None, text
+        assert found[3] == ", ".join(filter(None, ["density 0.01", faster_option]))
         dense, quickest, runs, saved = (float(found[group]) for group in (1, 2, 4, 5))
         assert quickest < runs
         assert saved == pytest.approx(dense - runs, rel=0.01)
@@ -140,15 +140,15 @@ def test_one_algorithm_by_other_options_is_told_from_what_runs() -> None:
     assert "as it runs" not in packed
 
 
-def test_buckets_are_reduced_one_after_the_other() -> None:
+def test_buckets_are_modelled_one_after_the_other() -> None:
     """Each of many buckets has its own latency, so compression pays only at lower bandwidth."""
     ones, tens = (
         details(Compression.gtopk(0.001), [1_000_000 // count] * count, at(1e8))
         for count in (1, 10)
     )
 
-    def number(said: str, words: str) -> float:
-        return float(said.split(words)[1].split("\N{NO-BREAK SPACE}")[0])
+    def number(text: str, words: str) -> float:
+        return float(text.split(words)[1].split("\N{NO-BREAK SPACE}")[0])
 
     dense = ": dense "
     assert number(tens, dense) > number(ones, dense)
@@ -157,19 +157,19 @@ def test_buckets_are_reduced_one_after_the_other() -> None:
 
 
 @pytest.mark.parametrize("is_compressed", [True, False])
-def test_either_way_is_reckoned_in_its_own_buckets(is_compressed: bool) -> None:
+def test_dense_and_compressed_times_use_their_own_buckets(is_compressed: bool) -> None:
     """On a link with high latency, many buckets cost many latencies."""
     far = Calibration(Network(8, Link.of(1e9, 20e-3)), DEFAULT_RATES, "made up")
 
     def seconds(buckets: int, other_buckets: int) -> tuple[str, str]:
-        said = details(
+        text = details(
             Compression.gtopk(0.001) if is_compressed else None,
             [10**6 // buckets] * buckets,
             far,
             other_buckets=other_buckets,
         )
-        found = re.search(r": dense (\S+\s\S+), \D+ (\d\S*\s\S+) \(", said)
-        assert found is not None, said
+        found = re.search(r": dense (\S+\s\S+), \D+ (\d\S*\s\S+) \(", text)
+        assert found is not None, text
         return found[1], found[2]
 
     (dense_in_one, sparse_in_one), (dense_in_five, sparse_in_five) = seconds(1, 1), seconds(5, 5)
@@ -180,7 +180,7 @@ def test_either_way_is_reckoned_in_its_own_buckets(is_compressed: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("compression", "bits_per_second", "says"),
+    ("compression", "bits_per_second", "expected"),
     [
         (Compression.gtopk(0.001), 1e8, r"gTop-k at density 0\.001 saves up to .* of dense's "),
         (Compression.none, 1e8, r"Ok-Topk at density \S+ would save up to .* of dense's "),
@@ -193,21 +193,21 @@ def test_either_way_is_reckoned_in_its_own_buckets(is_compressed: bool) -> None:
         ),
     ],
 )
-def test_what_is_logged_is_one_short_sentence_that_says_over_what(
-    compression: object, bits_per_second: float, says: str
+def test_logged_advice_is_one_short_sentence_with_the_transport(
+    compression: object, bits_per_second: float, expected: str
 ) -> None:
-    said = advice.advice(compression, [LENGTH], at(bits_per_second), over="Open MPI v5.0.11")
-    assert re.match(f"8 ranks over Open MPI v5.0.11: {says}", said.sentence), said.sentence
-    assert len(said.sentence) <= 160
+    found = advice.advice(compression, [LENGTH], at(bits_per_second), over="Open MPI v5.0.11")
+    assert re.match(f"8 ranks over Open MPI v5.0.11: {expected}", found.sentence), found.sentence
+    assert len(found.sentence) <= 160
 
 
-def test_what_an_exchange_ends_has_its_article() -> None:
+def test_advice_per_outer_step_uses_the_article_an() -> None:
     for compression, bits_per_second in ((Compression.gtopk(0.001), 1e8), (None, 1e12)):
-        said = advice.advice(compression, [LENGTH], at(bits_per_second), per="outer step")
-        assert re.search(r"\d\S*\s\S+ an outer step \(estimate\)", said.sentence)
+        found = advice.advice(compression, [LENGTH], at(bits_per_second), per="outer step")
+        assert re.search(r"\d\S*\s\S+ an outer step \(estimate\)", found.sentence)
 
 
-def test_shards_are_told_by_their_period() -> None:
-    said = advice.advice(Compression.shards(4, 3), [LENGTH], at(1e8))
-    assert "shards at period 4 saves up to" in said.sentence
-    assert "density" not in said.sentence
+def test_advice_describes_shards_by_their_period() -> None:
+    found = advice.advice(Compression.shards(4, 3), [LENGTH], at(1e8))
+    assert "shards at period 4 saves up to" in found.sentence
+    assert "density" not in found.sentence

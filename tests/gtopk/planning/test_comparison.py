@@ -27,7 +27,7 @@ def ask(
     st.sampled_from([0.0, 0.01, 1.0]),
     st.floats(1e6, 1e12),
 )
-def test_it_pays_below_the_break_even_and_not_above(ranks, length, backward, bits_per_second):
+def test_compression_pays_only_below_the_break_even(ranks, length, backward, bits_per_second):
     edge = ask(bits_per_second, ranks, length, backward).break_even.bits_per_second
     if edge is None:
         assert not ask(1e3, ranks, length, backward).pays
@@ -36,8 +36,8 @@ def test_it_pays_below_the_break_even_and_not_above(ranks, length, backward, bit
         assert not ask(1.01 * edge, ranks, length, backward).pays
 
 
-def test_the_bounds_are_of_all_of_denses_time():
-    """Including the part hidden behind backward."""
+def test_break_even_bounds_count_all_time_of_dense():
+    """The part hidden behind backward counts as well."""
     edge = ask(1e9, backward=0.5).break_even[:3]
     dense = {bits: ask(bits, backward=0.5).dense.seconds for bits in edge}
     sparse = {bits: ask(bits, backward=0.5).cheapest_sparse.seconds for bits in edge}
@@ -45,7 +45,7 @@ def test_the_bounds_are_of_all_of_denses_time():
         assert factor * dense[bits] == pytest.approx(0.5 + sparse[bits], rel=1e-6)
 
 
-def test_a_speedup_is_of_backward_and_exchange_together():
+def test_speedup_counts_backward_and_exchange_together():
     comparison = ask(1e9, backward=0.1)
     dense, gtopk = comparison.dense, comparison.sparse[2]
     expected = (0.1 + dense.seconds - 0.1) / (0.1 + gtopk.seconds)
@@ -53,7 +53,7 @@ def test_a_speedup_is_of_backward_and_exchange_together():
     assert comparison.speedup(dense) == 1
 
 
-def test_equal_bytes_are_no_more_than_those_of_gtopk():
+def test_equal_bytes_methods_send_no_more_than_gtopk():
     comparison = ask(1e9)
     gtopk = next(each for each in comparison.sparse if each.candidate.algorithm == "gtopk")
     of = {(e.candidate.algorithm, e.candidate.widening): e for e in comparison.equal_bytes}
@@ -65,7 +65,7 @@ def test_equal_bytes_are_no_more_than_those_of_gtopk():
     assert of["gtopk", 4.0].candidate.selected(25_557_032) < selected
 
 
-def test_ranks_agree_before_the_last_bucket_and_once_before_all_others():
+def test_several_buckets_cost_two_agreements():
     link = Link.of(1e9, 10e-3)
     measured = Network(4, link, agreement_seconds=7e-3)
     for network, each in ((Network(4, link), 20e-3), (measured, 7e-3)):
@@ -77,23 +77,25 @@ def test_ranks_agree_before_the_last_bucket_and_once_before_all_others():
             assert found.seconds == pytest.approx(alone.seconds + agreements * each)
             assert found.communicate_seconds == alone.communicate_seconds
             halves = predict(dense, 10**6 // 2, network, DEFAULT_RATES).times(2)
-            whole = cluster.reduced(dense, DEFAULT_RATES)
-            assert whole.seconds == pytest.approx(halves.seconds + 2 * each)
+            found_dense = cluster.reduced(dense, DEFAULT_RATES)
+            assert found_dense.seconds == pytest.approx(halves.seconds + 2 * each)
 
 
-def test_ranks_of_one_node_agree_by_its_own_links():
+def test_agreement_within_one_node_uses_its_own_links():
     network = Network(8, Link.of(1e9, 10e-3), 8, Link.of(1e10, 5e-6))
     assert network.expected_agreement_seconds == pytest.approx(3 * 5e-6)
     assert network._replace(ranks_per_node=4).expected_agreement_seconds == pytest.approx(3 * 10e-3)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_on_one_node_the_break_even_is_of_its_own_link(ranks):
-    """It is the only link: no message leaves the node, so other links do not matter."""
+def test_break_even_on_one_node_is_of_its_own_link(ranks):
+    """No message leaves the node, so other links do not matter."""
     between, within = Link.of(1e6, 1.0), Link.of(2e11, 5e-6)
     network = Network(ranks, between, ranks, within, native_bytes=0)
-    alike = Network(ranks, within, ranks, native_bytes=0)
-    found, expected = (compare(Cluster(10**6, n, 0.001), DEFAULT_RATES) for n in (network, alike))
+    same_link = Network(ranks, within, ranks, native_bytes=0)
+    found, expected = (
+        compare(Cluster(10**6, n, 0.001), DEFAULT_RATES) for n in (network, same_link)
+    )
     assert found.break_even == expected.break_even
     edge = found.break_even.bits_per_second
     if ranks == 1:
@@ -104,7 +106,7 @@ def test_on_one_node_the_break_even_is_of_its_own_link(ranks):
         assert compare(here, DEFAULT_RATES).pays == pays
 
 
-def test_an_agreement_takes_as_much_longer_as_another_links_latency():
+def test_agreement_time_scales_with_link_latency():
     here = Cluster(10**6, Network(4, Link.of(1e9, 10e-3), agreement_seconds=7e-3), 0.001)
     there = here.on(Link.of(1e8, 20e-3))
     assert there.network.agreement_seconds == pytest.approx(14e-3)
@@ -112,8 +114,8 @@ def test_an_agreement_takes_as_much_longer_as_another_links_latency():
 
 
 @given(st.floats(-0.5e-9, 5e-9), st.floats(1e6, 1e12))
-def test_an_allreduce_is_taken_for_the_quicker_of_two_on_another_link(beyond, bits_per_second):
-    """Its error is the same in seconds per byte, as on slower links, or the same in proportion."""
+def test_allreduce_on_another_link_is_the_faster_of_two_estimates(beyond, bits_per_second):
+    """The library's loss stays the same in seconds per byte, or in proportion, as is faster."""
     here, there = Link.of(1e10, 50e-6), Link.of(bits_per_second, 50e-6)
     allreduce = Link(here.latency_seconds, here.seconds_per_byte + beyond)
     cluster = Cluster(10**6, Network(4, here, allreduce=allreduce), 0.001)

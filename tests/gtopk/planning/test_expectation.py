@@ -15,7 +15,7 @@ HERE = Calibration(Network(8, Link.of(1e9, 50e-6)), DEFAULT_RATES, "made up")
 LENGTH = 25_557_032
 
 
-def test_what_chooses_by_itself_is_not_foretold() -> None:
+def test_expectation_covers_dense_and_gtopk_but_not_auto() -> None:
     assert expected(Compression.auto(density=0.01), LENGTH, HERE) is None
     dense = expected(Compression.none, LENGTH, HERE)
     gtopk = expected(Compression.gtopk(density=0.001), LENGTH, HERE)
@@ -29,7 +29,7 @@ def test_what_chooses_by_itself_is_not_foretold() -> None:
     assert gtopk.select_seconds == passes + picks > passes > 0
 
 
-def test_nodes_by_number_are_those_of_the_model() -> None:
+def test_hierarchical_expectation_uses_the_given_node_size() -> None:
     of_four = Calibration(HERE.network._replace(ranks_per_node=4), DEFAULT_RATES, "made up")
     by_number = expected(Compression.hierarchical(0.01, node_size=4), LENGTH, HERE)
     assert by_number == expected(Compression.hierarchical(0.01), LENGTH, of_four)
@@ -37,13 +37,13 @@ def test_nodes_by_number_are_those_of_the_model() -> None:
     assert by_number != expected(Compression.hierarchical(0.01), LENGTH, HERE)
 
 
-def test_nodes_that_are_no_hosts_oktopk_across_and_dense_inside_are_not_foretold() -> None:
+def test_unmodelled_hierarchies_have_no_expectation() -> None:
     of_four = Calibration(HERE.network._replace(ranks_per_node=4), DEFAULT_RATES, "made up")
     for options in ({"node_size": 2}, {"node_size": 8}, {"across": "oktopk"}, {"inside": "dense"}):
         assert expected(Compression.hierarchical(0.01, **options), LENGTH, of_four) is None
 
 
-def test_what_is_sent_along_once_changes_no_expectation() -> None:
+def test_draining_the_residual_changes_no_expectation() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1000))
     bucket_exchange = open_bucket_exchange(
         "lane", [parameter], ["parameter"], Compression.none, Progress()

@@ -59,12 +59,12 @@ STUCK = "ended the job at step 10, in gradients.0, as rank 1 is lost (silent for
         ({"how": "its program ended at step 10"}, True),
     ],
 )
-def test_who_did_not_end_in_order_is_named(
+def test_abnormal_end_is_reported_with_its_reason(
     tmp_path: Path, end: dict[str, Any], in_order: bool
 ) -> None:
     run = read_run(write_end(tmp_path, **end))
-    told = [what for where, what in events(run) if where == "rank 0"]
-    assert told == ([] if in_order else [end["how"]])
+    reported = [what for where, what in events(run) if where == "rank 0"]
+    assert reported == ([] if in_order else [end["how"]])
     (ranks,) = [tile for tile in tiles(run) if tile.name == "Ranks"]
     assert ranks.loss is not in_order
     (status,) = status_of(run, tmp_path)
@@ -72,7 +72,7 @@ def test_who_did_not_end_in_order_is_named(
     assert rows([status])[1][0][-1] == ("ended" if in_order else end["how"])
 
 
-def test_a_script_that_dies_of_an_exception_does_not_end_in_order(tmp_path: Path) -> None:
+def test_script_that_raises_is_recorded_as_abnormal_end(tmp_path: Path) -> None:
     variables = {**os.environ, "PYTHONPATH": STARTED_PATH, "GTOPK_RUN": str(tmp_path)}
     job = subprocess.run([sys.executable, "-c", DIES], env=variables, check=False)
     assert job.returncode == 1
@@ -83,7 +83,7 @@ def test_a_script_that_dies_of_an_exception_does_not_end_in_order(tmp_path: Path
 
 
 @pytest.mark.parametrize(("error", "in_order"), [(ValueError("boom"), False), (SystemExit(), True)])
-def test_who_leaves_while_it_handles_an_exception_does_not_end_in_order(
+def test_shutdown_while_handling_an_error_is_recorded_as_abnormal_end(
     tmp_path: Path, error: BaseException, in_order: bool
 ) -> None:
     hvd.init()
@@ -98,7 +98,7 @@ def test_who_leaves_while_it_handles_an_exception_does_not_end_in_order(
     assert rank.in_order is in_order
 
 
-def test_who_leaves_something_unfinished_does_not_end_in_order(tmp_path: Path) -> None:
+def test_shutdown_with_failed_unfinished_work_is_an_abnormal_end(tmp_path: Path) -> None:
     class Lost:
         def is_ready(self) -> bool:
             return True
@@ -120,24 +120,24 @@ def test_who_leaves_something_unfinished_does_not_end_in_order(tmp_path: Path) -
     assert not rank.in_order
 
 
-def test_a_recovery_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recovery_is_not_recorded_as_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hvd.init()
     gtopk.record(str(tmp_path))
-    join, seen = world.join, []
+    join, statuses = world.join, []
 
-    def look_and_join(comm: Any) -> Any:
-        looks = _snapshots(tmp_path, 0.001)
-        seen.extend(next(looks) + next(looks))
+    def snapshot_and_join(comm: Any) -> Any:
+        snapshots = _snapshots(tmp_path, 0.001)
+        statuses.extend(next(snapshots) + next(snapshots))
         return join(comm)
 
-    monkeypatch.setattr(world, "join", look_and_join)
+    monkeypatch.setattr(world, "join", snapshot_and_join)
     world.rejoin()
-    assert [(status.state, status.failed) for status in seen] == [("running", False)] * 2
+    assert [(status.state, status.failed) for status in statuses] == [("running", False)] * 2
     hvd.shutdown()
     assert rank_of(tmp_path).in_order
 
 
-def test_a_recovery_that_fails_is_no_end_in_order(
+def test_failed_recovery_is_recorded_as_abnormal_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hvd.init()

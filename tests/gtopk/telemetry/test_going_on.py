@@ -56,7 +56,7 @@ def steps_of(run: Run) -> list[int]:
     return [step.report.step for step in run.first.steps]
 
 
-def test_a_run_that_goes_on_from_a_checkpoint_is_one_run(
+def test_run_resumed_from_checkpoint_is_one_run_in_the_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GTOPK_RUN", str(tmp_path / "run"))
@@ -73,7 +73,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_one_run(
     assert steps_of(recorded(tmp_path / "run")) == list(range(10))
 
 
-def test_a_run_that_a_script_records_late_is_one_by_itself(
+def test_run_recorded_late_is_a_separate_run(
     tmp_path: Path, training: Training, caplog: pytest.LogCaptureFixture
 ) -> None:
     training.take(3)
@@ -94,7 +94,7 @@ def test_a_run_that_a_script_records_late_is_one_by_itself(
     assert run.earlier_runs == 1
 
 
-def test_a_run_that_is_recorded_again_or_resumed_before_it_is_recorded_goes_on(
+def test_record_continues_if_reopened_or_begun_after_a_resume(
     tmp_path: Path, training: Training
 ) -> None:
     first, other, saved = str(tmp_path / "first"), str(tmp_path / "other"), tmp_path / "saved"
@@ -133,14 +133,14 @@ def train_in_batches(training: Training, batches: int, fails_before: int) -> Non
     train(hvd.elastic.TorchState(training.model, training.optimizer, batches=0))
 
 
-@pytest.mark.parametrize("asked_by", ["the environment", "the script"])
-def test_after_a_recovery_what_was_lost_is_there_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked_by: str
+@pytest.mark.parametrize("requested_by", ["the environment", "the script"])
+def test_steps_repeated_after_recovery_are_recorded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requested_by: str
 ) -> None:
-    if asked_by == "the environment":
+    if requested_by == "the environment":
         monkeypatch.setenv("GTOPK_RUN", str(tmp_path))
     hvd.init()
-    if asked_by == "the script":
+    if requested_by == "the script":
         gtopk.record(str(tmp_path))
     train_in_batches(Training(), 8, fails_before=5)
     assert world.current().step == 8
@@ -150,7 +150,7 @@ def test_after_a_recovery_what_was_lost_is_there_once(
     assert [note.content for note in rank.values] == [{"batches": n} for n in range(1, 9)]
 
 
-def test_a_job_goes_on_from_the_commit_of_the_one_before_as_it_counts_steps(
+def test_next_job_continues_step_numbers_from_elastic_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GTOPK_RUN", str(tmp_path / "run"))
@@ -163,7 +163,7 @@ def test_a_job_goes_on_from_the_commit_of_the_one_before_as_it_counts_steps(
     assert steps_of(recorded(tmp_path / "run")) == list(range(16))
 
 
-def test_after_a_recovery_it_is_recorded_as_the_script_has_asked(
+def test_recorder_settings_of_the_script_survive_recovery(
     tmp_path: Path, training: Training
 ) -> None:
     gtopk.record(str(tmp_path), every=2, prometheus="0")
@@ -177,7 +177,7 @@ def test_after_a_recovery_it_is_recorded_as_the_script_has_asked(
     assert recorder_of(world.current()) is None  # the script requested it in that world
 
 
-def test_where_one_cannot_be_opened_what_was_opened_before_is_closed(
+def test_sinks_opened_before_a_failing_one_are_closed(
     tmp_path: Path, training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gtopk.record(prometheus="0")

@@ -27,7 +27,7 @@ STRANGERS = {
 
 
 @pytest.fixture
-def says(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Endpoint]:
+def endpoint_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Endpoint]:
     """Return a function that opens an endpoint with a text as metrics."""
 
     def opened(text: str) -> Endpoint:
@@ -38,8 +38,8 @@ def says(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Endpoint]:
 
 
 @pytest.fixture
-def served(says: Callable[[str], Endpoint]) -> Iterator[Endpoint]:
-    page = says("well\n" * 3)
+def served(endpoint_with: Callable[[str], Endpoint]) -> Iterator[Endpoint]:
+    page = endpoint_with("well\n" * 3)
     yield page
     page.close()
     with pytest.raises(OSError, match="refused"):
@@ -70,7 +70,7 @@ def is_open(stranger: socket.socket) -> bool:
     return True
 
 
-def test_who_asks_is_answered(served: Endpoint) -> None:
+def test_endpoint_serves_metrics_and_rejects_other_requests(served: Endpoint) -> None:
     assert get(served, "/metrics") == get(served, "/") == get(served, "/?x=1") == "well\n" * 3
     for path, method, code in (("/else", "GET", 404), ("/metrics", "POST", 405)):
         with pytest.raises(urllib.error.HTTPError) as refused:
@@ -79,23 +79,27 @@ def test_who_asks_is_answered(served: Endpoint) -> None:
         assert refused.value.read() == b"GET /metrics\n"
 
 
-@pytest.mark.parametrize("said", STRANGERS)
-def test_strangers_hold_neither_threads_nor_descriptors(served: Endpoint, said: str) -> None:
-    """Two hundred clients at once would otherwise each take a thread and a descriptor."""
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_idle_or_malformed_clients_hold_no_threads_or_descriptors(
+    served: Endpoint, kind: str
+) -> None:
+    """Otherwise two hundred clients at once would each take a thread and a descriptor."""
     assert get(served)
     threads, before = threading.enumerate(), descriptors()
     with contextlib.ExitStack() as strangers:
         for _ in range(200):
             stranger = strangers.enter_context(socket.create_connection(served.address, 10))
             with contextlib.suppress(ConnectionError):
-                stranger.sendall(STRANGERS[said])
+                stranger.sendall(STRANGERS[kind])
         assert get(served) == "well\n" * 3
         assert set(threading.enumerate()) <= set(threads)
         assert descriptors() - 200 - before <= 3 * sinks._MAX_CONNECTIONS
     assert get(served) == "well\n" * 3
 
 
-def test_a_visit_ends_though_a_word_comes_now_and_then(monkeypatch, served: Endpoint) -> None:
+def test_connection_is_closed_after_its_limit_despite_trickling_bytes(
+    monkeypatch, served: Endpoint
+) -> None:
     monkeypatch.setattr(sinks, "_CONNECTION_SECONDS", 0.3)
     with socket.create_connection(served.address, 10) as stranger:
         begun = time.monotonic()
@@ -105,9 +109,9 @@ def test_a_visit_ends_though_a_word_comes_now_and_then(monkeypatch, served: Endp
                 stranger.sendall(b"x")
 
 
-def test_who_takes_nothing_of_a_long_page_has_to_go(monkeypatch, says) -> None:
+def test_client_that_does_not_read_is_disconnected(monkeypatch, endpoint_with) -> None:
     monkeypatch.setattr(sinks, "_CONNECTION_SECONDS", 0.3)
-    long = says("x" * (1 << 26))
+    long = endpoint_with("x" * (1 << 26))
     before = descriptors()
     with socket.create_connection(long.address, 10) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -118,8 +122,8 @@ def test_who_takes_nothing_of_a_long_page_has_to_go(monkeypatch, says) -> None:
     long.close()
 
 
-def test_what_closes_ends_who_is_there(says) -> None:
-    page = says("")
+def test_close_disconnects_current_clients(endpoint_with) -> None:
+    page = endpoint_with("")
     with socket.create_connection(page.address, 10) as stranger:
         stranger.sendall(b"GET")
         page.close()

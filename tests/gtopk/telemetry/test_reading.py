@@ -13,7 +13,7 @@ from gtopk.telemetry.run_record import LineFile
 from tests.gtopk.made_runs import begin, lines_of, report, write_run
 
 
-def test_what_ranks_wrote_comes_back(tmp_path: Path) -> None:
+def test_written_records_are_read_back(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path, ranks=3, steps=50))
     assert [rank.rank for rank in run.ranks] == [0, 1, 2]
     for rank in run.ranks:
@@ -23,13 +23,13 @@ def test_what_ranks_wrote_comes_back(tmp_path: Path) -> None:
         assert rank.end == "called shutdown() at step 50"
 
 
-def test_ranks_are_put_together_on_rank_0s_clock(tmp_path: Path) -> None:
+def test_steps_of_all_ranks_are_on_the_clock_of_rank_0(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path, ranks=3, steps=5))
     firsts = [rank.steps[0].seconds for rank in run.ranks]
     assert firsts == pytest.approx([0.01, 1.01, 2.01])  # their calendars are 10 s apart
 
 
-def test_a_killed_ranks_last_line_is_passed_over(tmp_path: Path) -> None:
+def test_incomplete_last_line_of_killed_rank_is_skipped(tmp_path: Path) -> None:
     write_run(tmp_path, ranks=2, steps=20)
     path = path_of(tmp_path, 1)
     text = "".join(map(as_text, lines_of(1, 2, 20)[:-1]))
@@ -41,7 +41,7 @@ def test_a_killed_ranks_last_line_is_passed_over(tmp_path: Path) -> None:
         assert [s.report for s in rank.steps] == [report(step) for step in range(len(rank.steps))]
 
 
-def test_of_recent_steps_no_more_are_kept_and_nothing_that_adds_up_is_lost(tmp_path: Path) -> None:
+def test_reader_of_recent_steps_keeps_totals_and_skipped_steps(tmp_path: Path) -> None:
     lines = lines_of(0, 1, 400)
     for line in lines:
         line |= {"skipped": line["step"] in (3, 120)} if line["what"] == "step" else {}
@@ -56,35 +56,35 @@ def test_of_recent_steps_no_more_are_kept_and_nothing_that_adds_up_is_lost(tmp_p
 
 
 @pytest.mark.parametrize("block_bytes", [1, 5000, 1 << 20])
-def test_read_again_a_record_goes_on_where_it_was(
+def test_reading_again_continues_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
     monkeypatch.setattr("gtopk.telemetry.reading._BLOCK_BYTES", block_bytes)
     content = "".join(map(as_text, lines_of(0, 1, 60))).encode()
     path = path_of(tmp_path, 0)
-    whole, recent = Reader(tmp_path), Reader(tmp_path, recent_steps=10)
+    all_steps, recent = Reader(tmp_path), Reader(tmp_path, recent_steps=10)
     ends = [len(content) * n // 7 for n in range(1, 8)]  # mostly within a line
     for begun, ended in itertools.pairwise([0, *ends]):
         with path.open("ab") as file:
             file.write(content[begun:ended])
         expected = read_run(tmp_path)
-        assert whole.read() == expected
+        assert all_steps.read() == expected
         (rank,) = recent.read().ranks
         assert rank.steps == expected.first.steps[-10:]
         assert rank.end == expected.first.end
     with path.open("r+b") as file:
         file.write(b" " * (len(content) - 1))  # must not be read again
-    assert whole.read() == expected
+    assert all_steps.read() == expected
 
 
-def test_a_record_that_another_took_the_place_of_is_read_from_its_begin(tmp_path: Path) -> None:
+def test_replaced_record_is_read_from_its_beginning(tmp_path: Path) -> None:
     reader = Reader(write_run(tmp_path, ranks=1, steps=50))
     assert len(reader.read().first.steps) == 50
     path_of(tmp_path, 0).write_text("".join(map(as_text, lines_of(0, 1, 3))))
     assert len(reader.read().first.steps) == 3
 
 
-def test_a_second_run_in_a_folder_takes_the_place_of_the_first(tmp_path: Path) -> None:
+def test_second_run_in_a_folder_replaces_the_first(tmp_path: Path) -> None:
     write_run(tmp_path, ranks=3, steps=50)
     for rank in range(2):
         file = LineFile(path_of(tmp_path, rank))
@@ -94,7 +94,7 @@ def test_a_second_run_in_a_folder_takes_the_place_of_the_first(tmp_path: Path) -
     assert [len(rank.steps) for rank in run.ranks] == [1, 1]
 
 
-def test_a_run_that_went_on_is_one_run_as_earlier_versions_wrote_it(tmp_path: Path) -> None:
+def test_resumed_run_of_earlier_version_is_read_as_one_run(tmp_path: Path) -> None:
     write_run(tmp_path, ranks=1, steps=50)
     file = LineFile(path_of(tmp_path, 0))
     again = begin(0, 1, step=50, unix_seconds=1.7e9 + 60, seconds=3.0)  # on another host
@@ -110,7 +110,7 @@ def test_a_run_that_went_on_is_one_run_as_earlier_versions_wrote_it(tmp_path: Pa
 
 
 @pytest.mark.parametrize("recent_steps", [None, 10])
-def test_a_run_that_was_resumed_after_its_begin_is_one_run(
+def test_run_resumed_after_its_begin_line_is_one_run(
     tmp_path: Path, recent_steps: int | None
 ) -> None:
     """A rank learns only after its begin that it resumes a run; some end before."""
@@ -138,7 +138,7 @@ def test_a_run_that_was_resumed_after_its_begin_is_one_run(
 
 
 @pytest.mark.parametrize("in_order", [False, True])
-def test_why_a_run_had_to_be_resumed_is_told(tmp_path: Path, in_order: bool) -> None:
+def test_failure_before_a_resume_is_kept_as_a_message(tmp_path: Path, in_order: bool) -> None:
     how = "failed at step 2: PeerError: rank 2 is lost"
     file = LineFile(path_of(tmp_path, 0))
     end = {"what": "end", "seconds": 2.0, "step": 2, "how": how, "in_order": in_order}
@@ -153,7 +153,7 @@ def test_why_a_run_had_to_be_resumed_is_told(tmp_path: Path, in_order: bool) -> 
 
 
 @pytest.mark.parametrize("recent_steps", [None, 1000])
-def test_what_was_lost_and_done_again_is_there_once_and_was_sent_twice(
+def test_repeated_steps_count_once_but_their_bytes_count_twice(
     tmp_path: Path, recent_steps: int | None
 ) -> None:
     """A run was killed after 50 steps, and resumed from its checkpoint of step 30."""
@@ -179,7 +179,7 @@ def test_what_was_lost_and_done_again_is_there_once_and_was_sent_twice(
     assert len(rank.messages) == 1  # logged once, at step 50
 
 
-def test_ranks_that_come_and_go_are_each_put_where_they_were(tmp_path: Path) -> None:
+def test_ranks_that_leave_and_return_keep_their_times(tmp_path: Path) -> None:
     """Two ranks, then one, then two, on a host with a later start of its clock."""
     files = [LineFile(path_of(tmp_path, rank)) for rank in range(2)]
     for met, ranks, seconds in ((0, 2, 864_000.0), (3000, 1, 3600.0), (6000, 2, 6600.0)):
@@ -193,12 +193,14 @@ def test_ranks_that_come_and_go_are_each_put_where_they_were(tmp_path: Path) -> 
         file.close()
     run = read_run(tmp_path)
     assert run.began_unix_seconds == 1.7e9
-    whole, partly = ([step.seconds for step in rank.steps] for rank in run.ranks)
-    assert whole == [met + 1.0 + s for met in (0, 3000, 6000) for s in range(30)]
-    assert partly == [met + 2.0 + s for met in (0, 6000) for s in range(30)]
+    seconds_of_rank_0, seconds_of_rank_1 = (
+        [step.seconds for step in rank.steps] for rank in run.ranks
+    )
+    assert seconds_of_rank_0 == [met + 1.0 + s for met in (0, 3000, 6000) for s in range(30)]
+    assert seconds_of_rank_1 == [met + 2.0 + s for met in (0, 6000) for s in range(30)]
 
 
-def test_who_sat_out_a_run_brings_none_that_was_before_it(tmp_path: Path) -> None:
+def test_rank_absent_from_a_run_adds_no_steps_of_earlier_runs(tmp_path: Path) -> None:
     write_run(tmp_path, ranks=2, steps=50)
     files = [LineFile(path_of(tmp_path, rank)) for rank in range(2)]
     files[0].take([begin(0, 1, unix_seconds=1.7e9 + 60), step_line(report(0), 0.5, 1200, 32)])
@@ -211,7 +213,7 @@ def test_who_sat_out_a_run_brings_none_that_was_before_it(tmp_path: Path) -> Non
     assert [[step.report.step for step in rank.steps] for rank in run.ranks] == [[0, 1], [1]]
 
 
-def test_who_has_begun_alone_so_far_is_of_the_new_run(tmp_path: Path) -> None:
+def test_first_rank_to_begin_starts_the_new_run(tmp_path: Path) -> None:
     """Ranks write at different times: rank 1's begin may come before rank 0's."""
     write_run(tmp_path, ranks=2, steps=50)
     file = LineFile(path_of(tmp_path, 1))
@@ -221,7 +223,7 @@ def test_who_has_begun_alone_so_far_is_of_the_new_run(tmp_path: Path) -> None:
     assert (rank.rank, rank.steps, rank.end) == (1, [], None)
 
 
-def test_attempts_of_an_earlier_version_are_paired_from_the_last_one_on(tmp_path: Path) -> None:
+def test_attempts_of_earlier_version_are_paired_from_the_last(tmp_path: Path) -> None:
     for rank in range(2):
         file = LineFile(path_of(tmp_path, rank))
         for step, unix_seconds in ((0, 1.7e9), (1, 1.7e9 + 60)):
@@ -234,24 +236,24 @@ def test_attempts_of_an_earlier_version_are_paired_from_the_last_one_on(tmp_path
     assert seconds == [[0.5, 60.5], [1.5, 61.5]]
 
 
-def test_a_folder_without_a_record_says_how_to_make_one(tmp_path: Path) -> None:
+def test_folder_without_record_raises_with_how_to_record(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="`gtopk run --record FOLDER`, or with GTOPK_RUN=FOLDER"):
         read_run(tmp_path)
 
 
-def test_a_record_of_another_format_is_refused(tmp_path: Path) -> None:
+def test_record_of_another_format_raises(tmp_path: Path) -> None:
     path_of(tmp_path, 0).write_text(as_text(begin(format=99)))
     with pytest.raises(ValueError, match="of format 99, written by gtopk 0"):
         read_run(tmp_path)
 
 
-def test_files_without_a_whole_first_line_are_told_from_no_files(tmp_path: Path) -> None:
+def test_error_distinguishes_incomplete_files_from_no_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"files named rank-\*\.jsonl, and has none"):
         read_run(tmp_path)
     path_of(tmp_path, 0).touch()
     path_of(tmp_path, 1).write_bytes(as_text(begin(1, 2)).encode()[:-9] + b"\xff\n")
-    said = "only files without a whole first line, .*: rank-00000.jsonl, rank-00001.jsonl$"
-    with pytest.raises(ValueError, match=said):
+    expected = "only files without a whole first line, .*: rank-00000.jsonl, rank-00001.jsonl$"
+    with pytest.raises(ValueError, match=expected):
         read_run(tmp_path)
     for rank in range(20):
         path_of(tmp_path, rank).write_text("{")
@@ -259,7 +261,7 @@ def test_files_without_a_whole_first_line_are_told_from_no_files(tmp_path: Path)
         read_run(tmp_path)
 
 
-def test_a_run_lacks_the_ranks_it_had_whose_files_are_not_here(tmp_path: Path) -> None:
+def test_ranks_without_a_readable_file_are_listed_as_missing(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path, ranks=4, steps=3))
     assert (run.missing, run.missing_text()) == ([], None)
     path_of(tmp_path, 0).unlink()
@@ -272,7 +274,7 @@ def test_a_run_lacks_the_ranks_it_had_whose_files_are_not_here(tmp_path: Path) -
     )
 
 
-def test_samples_of_an_earlier_version_are_those_of_the_steps_that_were_written(
+def test_sample_total_of_earlier_version_is_summed_from_written_steps(
     tmp_path: Path,
 ) -> None:
     lines = lines_of(0, 1, 20)

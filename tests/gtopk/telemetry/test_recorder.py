@@ -52,7 +52,7 @@ def train(transport: Any, folder: Path, steps: int, compression: Any) -> Any:
         return optimizer.last_step
 
 
-def test_a_run_on_threads_is_written_line_by_line(
+def test_each_rank_writes_its_steps_values_and_residual_samples(
     tmp_path: Path, threads: Callable[..., Any]
 ) -> None:
     steps, ranks = 24, 3
@@ -75,16 +75,16 @@ def test_a_run_on_threads_is_written_line_by_line(
         assert [value["loss"] for value in logged] == pytest.approx(
             [1 / (n + 1) for n in range(steps)]
         )
-        looks = [line for line in lines if line["what"] == "withheld"]
+        residual_lines = [line for line in lines if line["what"] == "withheld"]
         # After 1, 2, 4, 8 and 16 steps that counted; that of step 2 did not.
-        assert [line["step"] for line in looks] == [0, 1, 4, 8, 16]
-        assert all(line["norm"] > 0 and line["age_steps"] > 0 for line in looks)
+        assert [line["step"] for line in residual_lines] == [0, 1, 4, 8, 16]
+        assert all(line["norm"] > 0 and line["age_steps"] > 0 for line in residual_lines)
         assert lines[-1]["what"] == "end"
     (began,) = {lines_in(path_of(tmp_path, rank))[0]["began_unix_seconds"] for rank in range(ranks)}
     assert began > 0
 
 
-def test_the_script_tells_of_batches_that_nothing_else_does(
+def test_log_samples_counts_batches_of_accumulation_and_local_sgd(
     tmp_path: Path, threads: Callable[..., Any]
 ) -> None:
     def program(transport: Any) -> None:
@@ -101,17 +101,17 @@ def test_the_script_tells_of_batches_that_nothing_else_does(
                 optimizer.step()
                 optimizer.zero_grad()
 
-            together = hvd.DistributedOptimizer(plain, backward_passes_per_step=2)
-            step(models[0], together, 3, 4 + here.rank)
-            together.set_backward_passes_per_step(1)
-            together.set_num_samples(5)  # has precedence, and does not apply to later steps
-            step(models[0], together, 6)
-            together.set_num_samples(None)
+            accumulating = hvd.DistributedOptimizer(plain, backward_passes_per_step=2)
+            step(models[0], accumulating, 3, 4 + here.rank)
+            accumulating.set_backward_passes_per_step(1)
+            accumulating.set_num_samples(5)  # has precedence, and does not apply to later steps
+            step(models[0], accumulating, 6)
+            accumulating.set_num_samples(None)
             models[0](torch.randn(7, 30)).sum().backward()
-            together.step()
-            apart = gtopk.LocalSGD(local, inner_steps=2)
+            accumulating.step()
+            local_sgd = gtopk.LocalSGD(local, inner_steps=2)
             for size in (8, 9, 10, 11):
-                step(models[1], apart, size)
+                step(models[1], local_sgd, size)
 
     threads(2, program)
     for rank in read_run(tmp_path).ranks:
@@ -121,7 +121,7 @@ def test_the_script_tells_of_batches_that_nothing_else_does(
         assert rank.steps[-1].samples_so_far == 7 + rank.rank + 5 + 8 + 9 + 10 + 11
 
 
-def test_a_whole_number_beyond_all_floats_is_noted_as_not_finite(tmp_path: Path) -> None:
+def test_integer_too_large_for_float_is_recorded_as_not_finite(tmp_path: Path) -> None:
     hvd.init()
     gtopk.record(str(tmp_path))
     gtopk.log(many=10**400)
@@ -131,14 +131,12 @@ def test_a_whole_number_beyond_all_floats_is_noted_as_not_finite(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("count", "error"), [(-1, ValueError), (1.5, TypeError)])
-def test_a_number_of_samples_is_whole_and_not_negative(count: Any, error: type) -> None:
+def test_log_samples_rejects_negative_or_fractional_count(count: Any, error: type) -> None:
     with pytest.raises(error):
         gtopk.log_samples(count)
 
 
-def test_nothing_is_recorded_unless_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_recorded_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     gtopk.log(loss=1.0)  # before init, too
     gtopk.log_samples(8)
@@ -150,7 +148,9 @@ def test_nothing_is_recorded_unless_asked_for(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_environment_asks_for_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gtopk_run_variable_starts_a_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("GTOPK_RUN", str(tmp_path / "run"))
     for _ in range(2):  # two runs in turn in one folder
         hvd.init()
@@ -163,7 +163,7 @@ def test_the_environment_asks_for_a_record(tmp_path: Path, monkeypatch: pytest.M
     assert lines[2]["how"].startswith("called shutdown() at step 0")
 
 
-def test_a_second_run_into_one_folder_is_said_at_its_start_and_in_the_report(
+def test_second_run_in_one_folder_is_logged_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("GTOPK_RUN", str(tmp_path / "run"))
@@ -189,7 +189,7 @@ def test_a_second_run_into_one_folder_is_said_at_its_start_and_in_the_report(
     assert ("this folder", "also holds an earlier run; the last one is shown") in events(found)
 
 
-def test_a_record_that_cannot_be_written_ends_no_job(
+def test_unwritable_record_warns_and_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -199,15 +199,15 @@ def test_a_record_that_cannot_be_written_ends_no_job(
     assert "rank 0 trains without the sink of GTOPK_RUN: " in caplog.text
 
 
-def test_after_a_line_that_was_cut_off_a_new_one_begins(tmp_path: Path) -> None:
+def test_new_line_begins_after_a_truncated_line(tmp_path: Path) -> None:
     path = tmp_path / "rank-00000.jsonl"
     path.write_text(as_text(begin()) + '{"what": "st')
     file = LineFile(path)
     file.take([begin(step=7)])
     file.close()
-    _, cut, whole = path.read_text().splitlines()
-    assert cut == '{"what": "st'
-    assert json.loads(whole)["step"] == 7
+    _, truncated, complete = path.read_text().splitlines()
+    assert truncated == '{"what": "st'
+    assert json.loads(complete)["step"] == 7
 
 
 class Failing:
@@ -234,7 +234,7 @@ class Failing:
 @pytest.mark.parametrize(
     "error", [OSError("no space left on device"), RuntimeError("its writer has ended")]
 )
-def test_what_fails_ends_neither_the_other_records_nor_the_run(
+def test_failing_sink_stops_neither_other_sinks_nor_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     failing, kept = Failing("take", error), LineFile(tmp_path / "kept")
@@ -254,7 +254,7 @@ def test_what_fails_ends_neither_the_other_records_nor_the_run(
     assert [line["how"] for line in lines if line["what"] == "end"] == ["it is enough"]
 
 
-def test_what_cannot_be_closed_keeps_nothing_else_open(
+def test_sink_that_fails_to_close_does_not_keep_others_open(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     failing = Failing("close", RuntimeError("its writer has ended"))
@@ -265,7 +265,7 @@ def test_what_cannot_be_closed_keeps_nothing_else_open(
     assert len(caplog.messages) == 1
 
 
-def test_of_every_so_many_steps_one_is_written_and_what_is_counted_is_of_all(
+def test_every_nth_step_is_written_with_totals_of_all_steps(
     tmp_path: Path,
 ) -> None:
     recorder = Recorder([LineFile(tmp_path / "file")], begin(), 0.0, 10, lambda: 0)
@@ -281,7 +281,7 @@ def test_of_every_so_many_steps_one_is_written_and_what_is_counted_is_of_all(
     assert [line["samples_so_far"] for line in steps] == [32 * n for n in (1, 5, 10, 20, 30, 32)]
 
 
-def test_a_last_step_that_is_written_is_written_once(tmp_path: Path) -> None:
+def test_last_step_is_written_only_once(tmp_path: Path) -> None:
     recorder = Recorder([LineFile(tmp_path / "file")], begin(), 0.0, 10, lambda: 0)
     for step in range(20):
         recorder.note_step(report(step))
@@ -299,7 +299,7 @@ def test_a_last_step_that_is_written_is_written_once(tmp_path: Path) -> None:
         ({"GTOPK_PROMETHEUS": "\N{SUPERSCRIPT TWO}"}, "GTOPK_PROMETHEUS must be PORT or HOST"),
     ],
 )
-def test_what_makes_no_sense_is_refused(variables: dict[str, str], text: str) -> None:
+def test_invalid_settings_raise(variables: dict[str, str], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         settings_from(variables)
     assert not settings_from({}).is_enabled
@@ -313,7 +313,7 @@ def test_what_makes_no_sense_is_refused(variables: dict[str, str], text: str) ->
         ({"every": 0}, "^every must be at least 1 step, got 0"),
     ],
 )
-def test_what_a_script_asks_for_is_refused_by_its_argument(
+def test_invalid_record_arguments_raise_with_the_name_of_the_argument(
     arguments: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(ValueError, match=text):
@@ -323,12 +323,12 @@ def test_what_a_script_asks_for_is_refused_by_its_argument(
 # ---- Prometheus
 
 
-def test_the_endpoint_is_on_this_host_alone_unless_told_otherwise() -> None:
+def test_endpoint_listens_on_loopback_by_default() -> None:
     assert parse_address("9400", "prometheus") == Address("127.0.0.1", 9400)
     assert parse_address("0.0.0.0:9400", "prometheus") == Address("0.0.0.0", 9400)
 
 
-def test_the_endpoint_tells_of_the_last_step() -> None:
+def test_endpoint_serves_metrics_of_the_last_step() -> None:
     endpoint = Endpoint(Address("127.0.0.1", 0), rank=3)
     try:
         endpoint.take([begin()])
@@ -361,14 +361,14 @@ def test_the_endpoint_tells_of_the_last_step() -> None:
     assert text.count("# TYPE gtopk_step_seconds gauge") == 1
 
 
-def test_no_digit_of_a_count_is_lost() -> None:
+def test_large_counts_are_served_with_all_digits() -> None:
     metrics = Metrics(rank=0)
     metrics.take([step_line(report(1_234_567_889), 1.0, 1_234_567_890_123, 0)])
     assert 'gtopk_steps_total{rank="0"} 1234567890\n' in metrics.text()
     assert 'gtopk_sent_bytes_total{rank="0"} 1234567890123\n' in metrics.text()
 
 
-def test_a_metric_that_the_last_step_has_no_value_for_is_gone() -> None:
+def test_metric_without_a_current_value_is_removed() -> None:
     metrics = Metrics(rank=0)
     metrics.take([step_line(report(1, predicted_seconds=0.25), 1.0, 1, 0)])
     assert "gtopk_predicted_seconds{" in metrics.text()
@@ -383,7 +383,7 @@ def test_a_metric_that_the_last_step_has_no_value_for_is_gone() -> None:
 # ---- the residual
 
 
-def test_what_is_held_back_is_measured_and_dated(tmp_path: Path) -> None:
+def test_residual_norm_and_age_are_sampled(tmp_path: Path) -> None:
     length, k = 200_000, 1000
     residual = Residual(length, np.dtype(np.float32))
     values = np.random.default_rng(0).standard_normal(length).astype(np.float32)
@@ -408,7 +408,7 @@ def test_what_is_held_back_is_measured_and_dated(tmp_path: Path) -> None:
     assert line["age_steps"] == pytest.approx(found.mass / sent, rel=1e-4)
 
 
-def test_residual_samples_grow_rare() -> None:
+def test_residual_sampling_becomes_rarer() -> None:
     assert [n for n in range(1, 201) if is_sampling_due(n)] == [
         1,
         2,
@@ -423,7 +423,7 @@ def test_residual_samples_grow_rare() -> None:
     ]
 
 
-def test_a_step_of_an_earlier_version_is_read_as_what_it_was() -> None:
+def test_step_line_of_earlier_version_gets_defaults() -> None:
     line = step_line(report(), 0.0, 0, 0)
     del line["covers"], line["local_steps"]
     assert report_of(line) == report(covers="step", local_steps=1)

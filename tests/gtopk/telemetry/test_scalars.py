@@ -45,8 +45,8 @@ class Writers:
 @pytest.fixture
 def writers(monkeypatch: pytest.MonkeyPatch) -> Writers:
     writers = Writers()
-    posing = SimpleNamespace(SummaryWriter=writers)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", posing)
+    fake_module = SimpleNamespace(SummaryWriter=writers)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake_module)
     return writers
 
 
@@ -60,7 +60,7 @@ def read_events(folder: Path) -> Found:
     }
 
 
-@pytest.fixture(params=["a posing writer", "tensorboard"])
+@pytest.fixture(params=["a fake writer", "tensorboard"])
 def found(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Found]:
     """Return a function that returns the scalars in the folder."""
     if request.param == "tensorboard":
@@ -70,7 +70,7 @@ def found(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Found]
     return lambda: writers.found
 
 
-def test_each_line_is_scalars_of_its_step(tmp_path: Path, found: Callable[[], Found]) -> None:
+def test_each_line_becomes_scalars_of_its_step(tmp_path: Path, found: Callable[[], Found]) -> None:
     round_ = report(
         7, covers="round", local_steps=4, samples=None, coded_entries=0, predicted_seconds=None
     )
@@ -117,7 +117,7 @@ def test_each_line_is_scalars_of_its_step(tmp_path: Path, found: Callable[[], Fo
         assert scalars_found[name] == [(step, pytest.approx(each)) for step, each in points], name
 
 
-def test_rank_0_alone_writes_what_was_taken_before_it_leaves(
+def test_only_rank_0_writes_scalars_and_flushes_before_it_leaves(
     tmp_path: Path, writers: Writers, threads: Callable[..., Any]
 ) -> None:
     def program(transport: Any) -> None:
@@ -133,7 +133,7 @@ def test_rank_0_alone_writes_what_was_taken_before_it_leaves(
     assert writers.closed == 1
 
 
-def test_where_it_is_not_installed_a_script_is_told_and_a_job_trains_without(
+def test_missing_tensorboard_raises_in_script_and_warns_from_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)

@@ -31,9 +31,9 @@ def shown(folder: Path) -> str:
     run = read_run(folder)
     statuses = status_of(Reader(folder, 50).read(), folder)
     drawn = page(run, "a run") if any(rank.steps for rank in run.ranks) else ""
-    said = "\n".join([drawn, *as_lines(statuses), *as_lines(statuses, 80)])
-    assert said.encode()
-    return said
+    output = "\n".join([drawn, *as_lines(statuses), *as_lines(statuses, 80)])
+    assert output.encode()
+    return output
 
 
 def write(folder: Path, lines: list[dict[str, Any]], rank: int = 0) -> None:
@@ -43,9 +43,7 @@ def write(folder: Path, lines: list[dict[str, Any]], rank: int = 0) -> None:
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_no_line_of_another_keeps_a_record_from_being_shown(
-    tmp_path: Path, data: st.DataObject
-) -> None:
+def test_forged_lines_do_not_prevent_the_report(tmp_path: Path, data: st.DataObject) -> None:
     lines = [dict(line) for line in lines_of(0, 2, 6)]
     write_run(tmp_path, ranks=2, steps=6)
     for _ in range(data.draw(st.integers(1, 3))):
@@ -61,7 +59,7 @@ def test_no_line_of_another_keeps_a_record_from_being_shown(
 
 @pytest.mark.parametrize("name", sorted(begin().keys() - {"what", "format"}))
 @pytest.mark.parametrize("value", FORGED, ids=repr)
-def test_no_begin_of_another_keeps_a_record_from_being_shown(
+def test_forged_begin_lines_do_not_prevent_the_report(
     tmp_path: Path, name: str, value: Any
 ) -> None:
     write_run(tmp_path, ranks=2, steps=6)
@@ -72,7 +70,9 @@ def test_no_begin_of_another_keeps_a_record_from_being_shown(
 
 @pytest.mark.parametrize("name", ["transport", "library", "gtopk", "torch", "python"])
 @pytest.mark.parametrize("value", [None, 5])
-def test_a_begin_that_does_not_say_what_ran_is_none(tmp_path: Path, name: str, value: Any) -> None:
+def test_begin_line_without_a_required_field_is_ignored(
+    tmp_path: Path, name: str, value: Any
+) -> None:
     write_run(tmp_path, ranks=2, steps=6)
     first, *lines = lines_of(1, 2, 6)
     first = first | {name: value} if value else {k: v for k, v in first.items() if k != name}
@@ -81,13 +81,11 @@ def test_a_begin_that_does_not_say_what_ran_is_none(tmp_path: Path, name: str, v
 
 
 @pytest.mark.parametrize("changes", [{"covers": ""}, {"hidden_seconds": 1.0, "working_seconds": 0}])
-def test_what_no_step_of_ours_is_keeps_no_page_away(
-    tmp_path: Path, changes: dict[str, Any]
-) -> None:
+def test_implausible_steps_do_not_prevent_the_page(tmp_path: Path, changes: dict[str, Any]) -> None:
     assert shown(write_run(tmp_path, **changes))
 
 
-def test_what_was_passed_over_is_counted_and_the_rest_is_there(tmp_path: Path) -> None:
+def test_skipped_lines_are_counted_and_the_rest_is_read(tmp_path: Path) -> None:
     write_run(tmp_path, ranks=1, steps=6)
     lines = lines_of(0, 1, 6)
     (at, *_) = (place for place, line in enumerate(lines) if line["what"] == "step")
@@ -101,22 +99,20 @@ def test_what_was_passed_over_is_counted_and_the_rest_is_there(tmp_path: Path) -
     assert "skipped 2 lines of an unknown format" in page(run, "a run")
 
 
-def test_as_many_ranks_as_no_job_has_are_refused(tmp_path: Path) -> None:
+def test_implausible_number_of_ranks_raises(tmp_path: Path) -> None:
     write(tmp_path, [begin(0, MOST_RANKS + 1), *lines_of(0, 1, 3)[1:]])
     with pytest.raises(ValueError, match="has only files without a whole first line"):
         read_run(tmp_path)
 
 
-def test_the_file_of_one_rank_is_not_read_as_anothers(tmp_path: Path) -> None:
+def test_file_that_names_another_rank_is_not_read(tmp_path: Path) -> None:
     write_run(tmp_path, ranks=2, steps=3)
     write(tmp_path, lines_of(1, 2, 3), rank=0)
     assert [rank.rank for rank in read_run(tmp_path).ranks] == [1]
 
 
 @pytest.mark.parametrize("value", [1e308, -1e308, float("inf"), float("nan")])
-def test_values_that_cannot_be_added_up_are_shown_as_not_finite(
-    tmp_path: Path, value: float
-) -> None:
+def test_values_too_large_to_sum_are_shown_as_not_finite(tmp_path: Path, value: float) -> None:
     write_run(tmp_path, ranks=1, steps=3)
     lines = lines_of(0, 1, 3)
     notes = [
@@ -129,7 +125,7 @@ def test_values_that_cannot_be_added_up_are_shown_as_not_finite(
 
 
 @pytest.mark.parametrize(("norm", "read"), [(1e13, 1e13), (1e308, None), (float("inf"), None)])
-def test_a_residual_that_diverges_is_a_line_of_gtopk(
+def test_diverging_residual_is_read_as_a_valid_line(
     tmp_path: Path, norm: float, read: float | None
 ) -> None:
     write_run(tmp_path, ranks=1, steps=3)
@@ -143,22 +139,22 @@ def test_a_residual_that_diverges_is_a_line_of_gtopk(
     assert run.first.residuals[-1].content["age_steps"] == read
 
 
-def test_names_and_hosts_cannot_steer_a_terminal(tmp_path: Path) -> None:
+def test_control_characters_in_names_and_hosts_are_escaped(tmp_path: Path) -> None:
     lines = lines_of(0, 1, 3)
     lines[0]["host"] = "a\x1b]0;title\x07\x9b31mhost"
     note = {"what": "values", "seconds": 1.0, "step": 2, "values": {"\x1b[2Jloss": 1.0}}
     text = "right\u202eleft, an undecodable \udce8"
     message = {"what": "message", "seconds": 1.0, "step": 2, "level": "INFO", "text": text}
     write(tmp_path, [*lines[:-1], note, message, lines[-1]])
-    said = shown(tmp_path)
-    assert r"a\x1b]0;title\x07\x9b31mhost" in said
-    assert r"\x1b[2Jloss" in said
-    assert r"right\u202eleft, an undecodable \udce8" in said
-    assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(said)
+    output = shown(tmp_path)
+    assert r"a\x1b]0;title\x07\x9b31mhost" in output
+    assert r"\x1b[2Jloss" in output
+    assert r"right\u202eleft, an undecodable \udce8" in output
+    assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(output)
     assert r"<h1>Run a\x1b[2Jrun\udce8</h1>" in page(read_run(tmp_path), "a\x1b[2Jrun\udce8")
 
 
-def test_no_end_of_a_line_in_a_text_makes_a_row_of_its_own(tmp_path: Path) -> None:
+def test_line_breaks_in_texts_add_no_table_rows(tmp_path: Path) -> None:
     write_run(tmp_path, ranks=1, steps=3)
     first, *lines, end = lines_of(0, 1, 3)
     how = "its program ended by ValueError: boom\n1  host1  ended"

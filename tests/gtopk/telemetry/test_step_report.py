@@ -15,16 +15,16 @@ SECONDS = [f.name for f in dataclasses.fields(StepReport) if f.name.endswith("_s
 
 
 @given(st.fixed_dictionaries({name: st.floats(0, 10) for name in SECONDS}))
-def test_the_parts_are_never_negative_and_add_up_to_the_step(seconds: dict[str, float]) -> None:
+def test_parts_are_nonnegative_and_add_up_to_the_step(seconds: dict[str, float]) -> None:
     step = report(**seconds)
     found = parts(step)
     assert tuple(found) == PARTS
     assert all(value >= 0 for value in found.values())
-    whole = step.compute_seconds + step.synchronize_seconds
-    assert sum(found.values()) == pytest.approx(whole, abs=1e-9)
+    total_seconds = step.compute_seconds + step.synchronize_seconds
+    assert sum(found.values()) == pytest.approx(total_seconds, abs=1e-9)
 
 
-def test_a_step_without_overlap_is_told_as_it_was_measured() -> None:
+def test_parts_without_overlap_equal_the_measured_times() -> None:
     assert parts(report()) == pytest.approx(
         {
             "compute": 0.006,
@@ -37,7 +37,7 @@ def test_a_step_without_overlap_is_told_as_it_was_measured() -> None:
     )
 
 
-def test_what_backward_hides_is_no_part_of_the_step() -> None:
+def test_parts_exclude_time_hidden_behind_backward() -> None:
     half = parts(report(hidden_seconds=0.0015))
     assert half["exchange"] == pytest.approx(0.0011 / 2)
     assert half["select"] == pytest.approx(0.001 / 2 + 0.0002)
@@ -45,40 +45,40 @@ def test_what_backward_hides_is_no_part_of_the_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dense_seconds", "says"),
+    ("dense_seconds", "expected"),
     [
         (1.003, "compression saved up to 100 s of 101 s against dense (by estimate); used"),
         (0.00305, "neither saved nor cost time in 1 s (dense by estimate); used"),
         (0.001, "(dense by estimate): dense is faster here; used"),
     ],
 )
-def test_a_run_ends_with_one_verdict(dense_seconds: float, says: str) -> None:
+def test_verdict_says_whether_compression_saved_time(dense_seconds: float, expected: str) -> None:
     balance = Balance()
     for step in range(100):
         balance.note(report(step, dense_seconds=dense_seconds))
-    said = balance.verdict().replace("\N{NO-BREAK SPACE}", " ")
-    assert says in said
-    assert said.endswith(
+    text = balance.verdict().replace("\N{NO-BREAK SPACE}", " ")
+    assert expected in text
+    assert text.endswith(
         "used gtopk, density 0.001, wire 48 bits an entry; accuracy: compare with a dense run"
     )
 
 
 @pytest.mark.parametrize(
-    ("hidden_seconds", "says"),
+    ("hidden_seconds", "expected"),
     [
         (0.003, "compression neither saved nor cost time in 1 s (dense by estimate)"),
         (0.0015, "compression cost up to 150 ms of 1 s "),
         (0.0, "compression cost up to 200 ms of 1 s "),
     ],
 )
-def test_what_backward_has_hidden_has_cost_nothing(hidden_seconds: float, says: str) -> None:
+def test_verdict_excludes_time_hidden_behind_backward(hidden_seconds: float, expected: str) -> None:
     balance = Balance()
     for step in range(100):  # of 3 ms each
         balance.note(report(step, dense_seconds=0.001, hidden_seconds=hidden_seconds))
-    assert balance.verdict().replace("\N{NO-BREAK SPACE}", " ").startswith(says)
+    assert balance.verdict().replace("\N{NO-BREAK SPACE}", " ").startswith(expected)
 
 
-def test_steps_that_stand_for_others_count_as_many_times() -> None:
+def test_step_with_a_count_weighs_as_many_steps() -> None:
     one, many = Balance(), Balance()
     for balance, counts in ((one, [1] * 10), (many, [5, 5])):
         for count in counts:
@@ -86,7 +86,7 @@ def test_steps_that_stand_for_others_count_as_many_times() -> None:
     assert one.verdict() == many.verdict() != ""
 
 
-def test_where_nothing_was_predicted_there_is_no_verdict() -> None:
+def test_verdict_is_empty_without_predictions() -> None:
     balance = Balance()
     balance.note(report())
     balance.note(report(dense_seconds=1.0, skipped=True))
@@ -94,8 +94,8 @@ def test_where_nothing_was_predicted_there_is_no_verdict() -> None:
 
 
 @pytest.mark.parametrize("dense_seconds", [0.001, 1.0])
-def test_steps_that_ran_dense_have_saved_and_cost_nothing(dense_seconds: float) -> None:
-    """In Compression.auto their measured time is dense's, whatever was predicted."""
+def test_dense_steps_count_as_neither_saving_nor_cost(dense_seconds: float) -> None:
+    """In Compression.auto the measured time of a dense step is dense's, whatever was predicted."""
     dense, mixed, alone = Balance(), Balance(), Balance()
     for step in range(50):
         dense.note(report(step, algorithm="dense", dense_seconds=dense_seconds))
@@ -104,13 +104,13 @@ def test_steps_that_ran_dense_have_saved_and_cost_nothing(dense_seconds: float) 
         alone.note(report(step, compute_seconds=0.0, dense_seconds=0.005))
         mixed.note(report(step, compute_seconds=0.0, dense_seconds=0.005))
         mixed.note(report(step, algorithm="dense", dense_seconds=dense_seconds))
-    said = [each.verdict().replace("\N{NO-BREAK SPACE}", " ") for each in (alone, mixed)]
-    assert [each.partition(" of ")[0] for each in said] == ["compression saved up to 100 ms"] * 2
-    assert "; used gtopk, " in said[1]
+    texts = [each.verdict().replace("\N{NO-BREAK SPACE}", " ") for each in (alone, mixed)]
+    assert [each.partition(" of ")[0] for each in texts] == ["compression saved up to 100 ms"] * 2
+    assert "; used gtopk, " in texts[1]
 
 
 @pytest.mark.parametrize(("predicted_seconds", "dense_seconds"), [(0.0001, 0.001), (0.03, 0.01)])
-def test_a_verdict_is_open_where_the_line_at_the_start_has_said_the_opposite(
+def test_verdict_is_undecided_if_prediction_was_far_off(
     predicted_seconds: float, dense_seconds: float
 ) -> None:
     """Both use one estimate for dense; if the running algorithm's was wrong, dense's may be too."""
@@ -118,12 +118,12 @@ def test_a_verdict_is_open_where_the_line_at_the_start_has_said_the_opposite(
     balance.note(report(dense_seconds=dense_seconds, predicted_seconds=None))
     for step in range(1, 100):
         balance.note(report(step, dense_seconds=dense_seconds, predicted_seconds=predicted_seconds))
-    said = balance.verdict()
-    assert said.startswith("cannot tell whether compression saved time: an exchange took 3")
-    assert "; time a dense run; used gtopk" in said
+    text = balance.verdict()
+    assert text.startswith("cannot tell whether compression saved time: an exchange took 3")
+    assert "; time a dense run; used gtopk" in text
 
 
-def test_a_warm_up_without_expectations_makes_no_verdict_open() -> None:
+def test_warmup_without_predictions_leaves_verdict_decided() -> None:
     balance = Balance()
     for predicted, took, count in ((None, 0.52, 95), (0.1, 0.1, 5)):
         step = report(exchange_seconds=took, dense_seconds=0.2, predicted_seconds=predicted)

@@ -34,7 +34,7 @@ def cores(monkeypatch) -> None:
 
 
 @given(st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=20))
-def test_the_fastest_is_1_and_who_takes_four_times_as_long_a_quarter(seconds):
+def test_score_is_time_of_the_fastest_rank_over_own_time(seconds):
     scores = StragglerState(seconds, [], [], set()).scores()
     assert max(scores) == 1
     assert all(0 < score <= 1 for score in scores)
@@ -49,19 +49,19 @@ def steps(
     """Return the scores after each of 60 steps; rank 1 is slow in some."""
     found = []
     with world.entered(transport) as here:
-        told = Stragglers(here, here.engine, "test")
+        watch = Stragglers(here, here.engine, "test")
         for step in range(1, 61):
             slow = transport.rank == 1 and slow_from <= step < slow_until
-            told.note(step, seconds * (times if slow else 1))
+            watch.note(step, seconds * (times if slow else 1))
             # A step ends with an exchange of all ranks.
             here.engine.submit("a step", [], lambda transport, all_flags: None).wait()
             here.step += 1
-            found.append(told.scores)
+            found.append(watch.scores)
     return found
 
 
 @pytest.mark.parametrize("slow_from", range(1, 7))
-def test_it_is_told_within_22_steps_wherever_it_begins(threads, caplog, slow_from):
+def test_straggler_is_reported_within_22_steps_of_its_slowdown(threads, caplog, slow_from):
     found = threads(RANKS, lambda t: steps(t, slow_from, slow_from + 21, times=5, seconds=0.01))
     for scores in found:  # the same on every rank
         assert scores[slow_from + PROMISED_STEPS - 2] == pytest.approx([1, 0.2, 1])
@@ -87,18 +87,18 @@ def test_it_is_told_within_22_steps_wherever_it_begins(threads, caplog, slow_fro
         ("four times next to nothing", 61, 5, 0.001),
     ],
 )
-def test_what_is_no_straggler_is_not_told_of(threads, caplog, why, until, times, seconds):
+def test_short_or_small_slowdowns_are_not_reported(threads, caplog, why, until, times, seconds):
     threads(RANKS, lambda t: steps(t, 10, until, times, seconds))
     assert not caplog.records, why
 
 
-def test_ranks_that_outnumber_their_cores_are_not_told_of(threads, caplog, monkeypatch):
+def test_stragglers_are_not_reported_if_ranks_outnumber_cores(threads, caplog, monkeypatch):
     monkeypatch.setattr(stragglers, "usable_cores", lambda: RANKS - 1)
     threads(RANKS, lambda t: steps(t, 10, 50, times=5, seconds=0.1))
     assert not caplog.records
 
 
-def test_a_host_is_crowded_where_its_ranks_outnumber_the_cores():
+def test_host_is_oversubscribed_if_its_ranks_outnumber_cores():
     assert oversubscribed_hosts([["a", "2", "0", "1"]] * 2) == set()
     assert oversubscribed_hosts([["a", "2", "0", "1"]] * 3) == {"a"}
     bound = [["a", "1", "0"], ["a", "1", "1"], ["a", "1", "2"]]
@@ -112,29 +112,29 @@ def test_a_host_is_crowded_where_its_ranks_outnumber_the_cores():
     ) == {"a"}
 
 
-def test_who_is_slow_now_and_then_is_told_of_once_a_minute(threads, caplog, monkeypatch):
+def test_intermittent_straggler_is_reported_at_most_once_a_minute(threads, caplog, monkeypatch):
     """Slow for 24 of every 36 steps of a second each: 360 seconds, slow 10 times."""
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(stragglers, "time", SimpleNamespace(monotonic=lambda: clock.now))
 
     def program(transport: LocalTransport) -> None:
         with world.entered(transport) as here:
-            told = Stragglers(here, here.engine, "test")
+            watch = Stragglers(here, here.engine, "test")
             for step in range(1, 361):
                 slow = transport.rank == 1 and step % 36 < 24
-                told.note(step, 0.1 if slow else 0.02)
+                watch.note(step, 0.1 if slow else 0.02)
                 here.engine.submit("a step", [], lambda transport, all_flags: None).wait()
                 if transport.rank == 0:
                     clock.now += 1.0
 
     threads(RANKS, program)
-    said = [record.getMessage() for record in caplog.records]
-    slowed = [text for text in said if "the others wait for it" in text]
+    messages = [record.getMessage() for record in caplog.records]
+    slowed = [text for text in messages if "the others wait for it" in text]
     assert len(slowed) == 5
-    assert len(said) == 2 * len(slowed)
+    assert len(messages) == 2 * len(slowed)
 
 
-def test_an_optimizers_ranks_tell_without_adapt(threads, caplog, tmp_path: Path, monkeypatch):
+def test_optimizer_reports_stragglers_without_adapt(threads, caplog, tmp_path: Path, monkeypatch):
     """The clock of a rank that computes five times as long advances five times as far."""
     times = {rank: 5 if rank == 2 else 1 for rank in range(RANKS)}
 
@@ -161,21 +161,21 @@ def test_an_optimizers_ranks_tell_without_adapt(threads, caplog, tmp_path: Path,
             return optimizer.straggler_scores
 
     assert threads(RANKS, program) == [pytest.approx([1, 1, 0.2])] * RANKS
-    (said,) = [r.getMessage() for r in caplog.records if "wait for it" in r.getMessage()]
-    assert said.startswith("rank 2 (host ")
+    (warning,) = [r.getMessage() for r in caplog.records if "wait for it" in r.getMessage()]
+    assert warning.startswith("rank 2 (host ")
     scores = [rank.scores[-1].content["score"] for rank in read_run(tmp_path).ranks]
     assert scores == pytest.approx([1, 1, 0.2])
 
 
-def test_a_rank_alone_tells_nobody(threads):
+def test_single_rank_exchanges_no_straggler_scores(threads):
     def program(transport: LocalTransport) -> None:
         with world.entered(transport) as here:
             engine: Engine = here.engine
             before = engine.cycles
-            told = Stragglers(here, engine, "test")
+            watch = Stragglers(here, engine, "test")
             for step in range(20):
-                told.note(step, 1.0)
-            assert told.scores is None
+                watch.note(step, 1.0)
+            assert watch.scores is None
             assert engine.cycles == before
 
     threads(1, program)

@@ -46,7 +46,7 @@ FUSED = (
     ("transport", "library"),
     [("mpi", "MPI"), ("torch.distributed", "GLOO"), ("nccl", "NCCL"), ("local", "LOCAL")],
 )
-def test_an_operation_has_a_row_with_horovods_words(
+def test_operation_has_a_row_with_horovods_activity_names(
     tmp_path: Path, transport: str, library: str
 ) -> None:
     recorder = Timeline(str(tmp_path / "trace"), transport, mark_cycles=False)
@@ -65,7 +65,7 @@ def test_an_operation_has_a_row_with_horovods_words(
     assert times[0] >= 0
 
 
-def test_the_file_is_complete_while_it_is_written(tmp_path: Path) -> None:
+def test_trace_file_is_valid_json_while_it_is_written(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     recorder = Timeline(str(path), "mpi", mark_cycles=False)
     assert records_in(path) == []
@@ -78,7 +78,7 @@ def test_the_file_is_complete_while_it_is_written(tmp_path: Path) -> None:
     assert rows_in(path) == {f"broadcast.{n}": [">NEGOTIATE_BROADCAST"] for n in range(20)}
 
 
-def test_what_began_before_the_timeline_does_not_end_in_it(tmp_path: Path) -> None:
+def test_activities_begun_before_the_timeline_are_omitted(tmp_path: Path) -> None:
     recorder = Timeline(str(tmp_path / "trace"), "mpi", mark_cycles=False)
     for event in events("allgather.x", "ready 1", "end negotiate", "begin execute", "end execute"):
         recorder.note("", event)
@@ -87,7 +87,7 @@ def test_what_began_before_the_timeline_does_not_end_in_it(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("mark_cycles", [False, True])
-def test_cycles_are_marked_where_asked_for(tmp_path: Path, mark_cycles: bool) -> None:
+def test_cycles_are_marked_if_requested(tmp_path: Path, mark_cycles: bool) -> None:
     recorder = Timeline(str(tmp_path / "trace"), "mpi", mark_cycles)
     recorder.note("", Event("mark", "cycle", "", time.perf_counter()))
     recorder.close()
@@ -98,7 +98,7 @@ def test_cycles_are_marked_where_asked_for(tmp_path: Path, mark_cycles: bool) ->
 # ---- of a world
 
 
-def test_a_step_shows_what_backward_hides_of_the_exchange(
+def test_step_shows_exchange_time_hidden_behind_backward(
     tmp_path: Path, threads: Callable[..., Any]
 ) -> None:
     path = tmp_path / "trace"
@@ -131,10 +131,10 @@ def test_a_step_shows_what_backward_hides_of_the_exchange(
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_backward_pass_that_nobody_saw_is_not_drawn(
+def test_unobserved_backward_pass_is_not_drawn(
     tmp_path: Path, threads: Callable[..., Any], size: int
 ) -> None:
-    """A single rank does not watch any, and scripts may set gradients themselves."""
+    """A single rank observes none, and scripts may set gradients themselves."""
     path = tmp_path / "trace"
 
     def program(transport: Any) -> None:
@@ -159,7 +159,9 @@ def test_a_backward_pass_that_nobody_saw_is_not_drawn(
     assert all(record["ts"] >= 0 for record in records_in(path) if "ts" in record)
 
 
-def test_rank_0_records_what_all_ranks_do(tmp_path: Path, threads: Callable[..., Any]) -> None:
+def test_rank_0_records_operations_of_all_ranks(
+    tmp_path: Path, threads: Callable[..., Any]
+) -> None:
     path = tmp_path / "trace"
 
     def program(transport: Any) -> None:
@@ -180,7 +182,7 @@ def test_rank_0_records_what_all_ranks_do(tmp_path: Path, threads: Callable[...,
     assert sum(mark[0] == ">" for mark in row) == row.count("<")
 
 
-def test_a_process_set_has_rows_of_its_own(
+def test_process_set_has_its_own_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: Callable[..., Any]
 ) -> None:
     monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
@@ -203,7 +205,7 @@ def test_a_process_set_has_rows_of_its_own(
     assert sorted(mark for mark in rows["allreduce.x"] if mark.isdigit()) == ["0", "1", "2"]
 
 
-def test_a_second_start_ends_the_first_file(tmp_path: Path) -> None:
+def test_second_start_closes_the_first_file(tmp_path: Path) -> None:
     hvd.init()
     timeline.start(world.current(), str(tmp_path / "first"))
     hvd.allreduce(torch.ones(1), name="one")
@@ -214,13 +216,13 @@ def test_a_second_start_ends_the_first_file(tmp_path: Path) -> None:
     assert list(rows_in(tmp_path / "second")) == ["allreduce.two"]
 
 
-@pytest.mark.parametrize(("asked", "cycles"), [("", False), ("1", True), ("0", False)])
-def test_the_environment_names_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, cycles: bool
+@pytest.mark.parametrize(("setting", "cycles"), [("", False), ("1", True), ("0", False)])
+def test_environment_sets_the_trace_file_and_cycle_marks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, cycles: bool
 ) -> None:
     path = tmp_path / "trace"
     monkeypatch.setenv("HOROVOD_TIMELINE", str(path))
-    monkeypatch.setenv("HOROVOD_TIMELINE_MARK_CYCLES", asked)
+    monkeypatch.setenv("HOROVOD_TIMELINE_MARK_CYCLES", setting)
     hvd.init()
     hvd.allreduce(torch.ones(1), name="x")
     hvd.shutdown()
@@ -228,7 +230,9 @@ def test_the_environment_names_the_file(
     assert any(record.get("name") == "CYCLE_START" for record in records_in(path)) == cycles
 
 
-def test_dynamic_waits_for_the_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_dynamic_timeline_writes_nothing_until_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOROVOD_TIMELINE", "DYNAMIC")
     hvd.init()
@@ -238,34 +242,34 @@ def test_dynamic_waits_for_the_program(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("variable", "said"),
+    ("variable", "warning"),
     [
         ("HOROVOD_TIMELINE", "HOROVOD_TIMELINE must name a file to write, got "),
         ("GTOPK_TIMELINE", "GTOPK_TIMELINE must name a folder to write to, got "),
     ],
 )
-def test_a_trace_that_cannot_be_written_ends_no_job(
+def test_unwritable_trace_warns_and_the_job_continues(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     tmp_path: Path,
     variable: str,
-    said: str,
+    warning: str,
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(variable, str(tmp_path / "file" / "trace"))
     hvd.init()
     hvd.shutdown()
-    assert len([text for text in caplog.messages if text.startswith(said)]) == 1
+    assert len([text for text in caplog.messages if text.startswith(warning)]) == 1
 
 
 @pytest.mark.parametrize("fits", [0, 10, None])
-def test_a_full_disk_ends_the_trace_and_not_the_job(
+def test_full_disk_ends_the_trace_but_not_the_job(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     tmp_path: Path,
     fits: int | None,
 ) -> None:
-    """Of a write, no bytes or only some fit, or the system refuses it."""
+    """No bytes of a write fit, or only some, or the system refuses it."""
     path = tmp_path / "trace"
     recorder = Timeline(str(path), "mpi", mark_cycles=False)
     recorder.note("", events("broadcast.0", "begin negotiate")[0])
@@ -287,6 +291,6 @@ def test_a_full_disk_ends_the_trace_and_not_the_job(
     assert refused.wait(PLENTY_SECONDS)
     recorder.note("", events("broadcast.2", "begin negotiate")[0])
     recorder.close()
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith("the timeline stopped ([Errno ")
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith("the timeline stopped ([Errno ")
     assert rows_in(path) == {"broadcast.0": [">NEGOTIATE_BROADCAST"]}

@@ -27,7 +27,7 @@ LINES = [
 ]
 
 
-class Posing:
+class FakeWandb:
     """A fake of wandb and its run that records calls."""
 
     def __init__(self, run: Any = None) -> None:
@@ -37,7 +37,7 @@ class Posing:
         self.rows: list[dict[str, float]] = []
         self.finished: list[int] = []  # exit codes
 
-    def init(self, project: str) -> Posing:
+    def init(self, project: str) -> FakeWandb:
         self.begun.append(project)
         return self
 
@@ -51,7 +51,7 @@ class Posing:
         self.finished.append(exit_code)
 
 
-class PosingMLflow:
+class FakeMLflow:
     """A fake of mlflow and its client that records calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,8 +75,8 @@ class PosingMLflow:
         self.ended.append(status)
 
 
-def test_each_line_is_a_row_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = Posing()
+def test_wandb_logs_each_line_as_a_row_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     sink = Wandb("p")
     sink.take(LINES)
@@ -91,9 +91,11 @@ def test_each_line_is_a_row_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None
     assert wandb.finished == [0]
 
 
-def test_a_run_that_the_script_has_begun_is_used_and_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Posing()
-    wandb = Posing(run)
+def test_wandb_run_begun_by_the_script_is_used_and_left_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = FakeWandb()
+    wandb = FakeWandb(run)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     sink = Wandb("p")
     sink.take(LINES)
@@ -104,7 +106,7 @@ def test_a_run_that_the_script_has_begun_is_used_and_stays(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("sink", [Wandb, MLflow])
-def test_where_it_is_not_installed_the_way_out_is_said(
+def test_missing_tracker_package_raises_with_install_command(
     sink: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, sink.__name__.lower(), None)
@@ -112,14 +114,14 @@ def test_where_it_is_not_installed_the_way_out_is_said(
         sink("p")
 
 
-def test_rank_0_alone_has_the_run_and_each_rank_its_own_sinks(
+def test_only_rank_0_has_the_wandb_run_and_each_rank_its_own_sinks(
     monkeypatch: pytest.MonkeyPatch, threads: Any
 ) -> None:
-    wandb = Posing()
+    wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
 
-    class Mine:
-        name = "mine"
+    class OwnSink:
+        name = "own_sink"
 
         def __init__(self) -> None:
             self.lines: list[Line] = []
@@ -131,24 +133,24 @@ def test_rank_0_alone_has_the_run_and_each_rank_its_own_sinks(
         def close(self) -> None:
             self.closed = True
 
-    def program(transport: Any) -> Mine:
-        mine = Mine()
+    def program(transport: Any) -> OwnSink:
+        own_sink = OwnSink()
         with world.entered(transport) as here:
-            gtopk.record(wandb="p", sinks=[mine])
+            gtopk.record(wandb="p", sinks=[own_sink])
             here.step = 3
             gtopk.log(loss=0.5 + transport.rank)
-        return mine
+        return own_sink
 
     sinks = threads(2, program)
     assert wandb.begun == ["p"]
     assert wandb.rows == [{"loss": 0.5, "gtopk/step": 3}]
-    for rank, mine in enumerate(sinks):
-        assert [line["what"] for line in mine.lines][:2] == ["begin", "values"]
-        assert mine.lines[1]["values"] == {"loss": 0.5 + rank}
-        assert mine.closed
+    for rank, own_sink in enumerate(sinks):
+        assert [line["what"] for line in own_sink.lines][:2] == ["begin", "values"]
+        assert own_sink.lines[1]["values"] == {"loss": 0.5 + rank}
+        assert own_sink.closed
 
 
-class Ranked:
+class FakeWorld:
     """The parts of a world that a recorder uses."""
 
     resumed, local_rank, size, step = False, 0, 2, 0
@@ -159,9 +161,9 @@ class Ranked:
 
 
 @pytest.fixture
-def posing(monkeypatch: pytest.MonkeyPatch) -> tuple[Posing, PosingMLflow]:
+def fakes(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeWandb, FakeMLflow]:
     """Return fakes of wandb and mlflow's client, enabled in the environment."""
-    wandb, client = Posing(), PosingMLflow(monkeypatch)
+    wandb, client = FakeWandb(), FakeMLflow(monkeypatch)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setenv("GTOPK_WANDB", "p")
     monkeypatch.setenv("GTOPK_MLFLOW", "e")
@@ -170,11 +172,11 @@ def posing(monkeypatch: pytest.MonkeyPatch) -> tuple[Posing, PosingMLflow]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_run_goes_on_after_a_recovery_and_ends_where_its_rank_is_the_first_no_more(
-    rank: int, posing: tuple[Posing, PosingMLflow]
+def test_tracker_run_survives_recovery_unless_its_rank_is_no_longer_0(
+    rank: int, fakes: tuple[FakeWandb, FakeMLflow]
 ) -> None:
-    wandb, client = posing
-    worlds: Any = [Ranked(0), Ranked(rank)]
+    wandb, client = fakes
+    worlds: Any = [FakeWorld(0), FakeWorld(rank)]
     observer = run_record._WorldRecords()
     for here, before in zip(worlds, (None, worlds[0]), strict=True):
         assert observer.join(here, before)
@@ -192,9 +194,9 @@ def test_a_run_goes_on_after_a_recovery_and_ends_where_its_rank_is_the_first_no_
     assert len([row for row in wandb.rows if "loss" in row]) == 2 - rank
 
 
-def test_bytes_sent_go_on_in_the_next_world(posing: tuple[Posing, PosingMLflow]) -> None:
-    wandb, client = posing
-    worlds: Any = [Ranked(0), Ranked(0)]
+def test_sent_bytes_continue_after_a_recovery(fakes: tuple[FakeWandb, FakeMLflow]) -> None:
+    wandb, client = fakes
+    worlds: Any = [FakeWorld(0), FakeWorld(0)]
     observer = run_record._WorldRecords()
     for here, before in zip(worlds, (None, worlds[0]), strict=True):
         observer.join(here, before)
@@ -208,15 +210,15 @@ def test_bytes_sent_go_on_in_the_next_world(posing: tuple[Posing, PosingMLflow])
     name = "gtopk/sent bytes so far"
     each = report(0).sent_bytes
     assert [row[name] for row in wandb.rows if name in row] == [each * n for n in (1, 2, 3, 4)]
-    told = [value for metric, value, *_ in client.metrics if metric == name]
-    assert told == [each * n for n in (1, 2, 3, 4)]
+    logged = [value for metric, value, *_ in client.metrics if metric == name]
+    assert logged == [each * n for n in (1, 2, 3, 4)]
 
 
-def test_where_the_next_world_never_stands_runs_have_failed(
-    posing: tuple[Posing, PosingMLflow],
+def test_tracker_runs_fail_if_the_next_world_never_forms(
+    fakes: tuple[FakeWandb, FakeMLflow],
 ) -> None:
-    wandb, client = posing
-    first, second = (Ranked(0) for _ in range(2))
+    wandb, client = fakes
+    first, second = (FakeWorld(0) for _ in range(2))
     observer: Any = run_record._WorldRecords()
     observer.join(first, None)
     observer.start(first)
@@ -226,7 +228,7 @@ def test_where_the_next_world_never_stands_runs_have_failed(
     assert (wandb.finished, client.ended) == ([1], ["FAILED"])
 
 
-def test_a_rejoin_that_fails_ends_what_was_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_rejoin_notes_an_abnormal_end(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[tuple[str, bool]] = []
 
     class Left:
@@ -273,13 +275,13 @@ def test_a_rejoin_that_fails_ends_what_was_to_go_on(monkeypatch: pytest.MonkeyPa
         ("../..", "_"),
     ],
 )
-def test_mlflow_gets_a_name_that_it_takes(
+def test_mlflow_metric_names_are_made_valid(
     name: str, metric: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = PosingMLflow(monkeypatch)
+    client = FakeMLflow(monkeypatch)
     MLflow("e").take([{"what": "values", "seconds": 0.6, "step": 5, "values": {name: 0.5}}])
-    ((told, value, _, step),) = client.metrics
-    assert (told, value, step) == (metric, 0.5, 5)
+    ((logged_name, value, _, step),) = client.metrics
+    assert (logged_name, value, step) == (metric, 0.5, 5)
 
 
 @pytest.mark.parametrize(
@@ -289,10 +291,10 @@ def test_mlflow_gets_a_name_that_it_takes(
         ({"how": "ValueError: no such file", "in_order": False}, 1, "FAILED"),
     ],
 )
-def test_the_run_ends_as_its_rank_does(
+def test_tracker_run_ends_with_the_status_of_its_rank(
     end: Any, code: int, status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wandb, client = Posing(), PosingMLflow(monkeypatch)
+    wandb, client = FakeWandb(), FakeMLflow(monkeypatch)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     for sink in (Wandb("p"), MLflow("e")):
         sink.take([*LINES, {"what": "end", "seconds": 0.7, "step": 5, **end}])
@@ -301,8 +303,8 @@ def test_the_run_ends_as_its_rank_does(
     assert client.ended == [status]
 
 
-@pytest.mark.filterwarnings("ignore")  # theirs
-def test_mlflow_has_every_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore")  # MLflow's own
+def test_mlflow_stores_every_value(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow", reason="MLflow is not installed: make test-adapters")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow.set_tracking_uri(tmp_path.as_uri())
@@ -320,7 +322,7 @@ def test_mlflow_has_every_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert (point.value, point.step) == (1200, 4)
 
 
-def test_two_ranks_have_one_run_at_wandb_offline(torchrun: Any, tmp_path: Path) -> None:
+def test_two_ranks_share_one_offline_wandb_run(torchrun: Any, tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed: make test-adapters")
     job = torchrun(2, "trackers.py", str(tmp_path))
     assert job.returncode == 0, job.stdout + job.stderr
@@ -336,18 +338,18 @@ def history(content: bytes) -> Iterator[dict[str, str]]:
     """Yield the rows of a run's file: records in LevelDB's log format after 7 bytes."""
     from wandb.proto import wandb_internal_pb2
 
-    place, block, whole = 7, 1 << 15, b""
+    place, block, record_bytes = 7, 1 << 15, b""
     while place + 7 <= len(content):
         if block - place % block < 7:  # no header fits
             place += block - place % block
             continue
         size, part = struct.unpack_from("<HB", content, place + 4)
-        whole += content[place + 7 : place + 7 + size]
+        record_bytes += content[place + 7 : place + 7 + size]
         place += 7 + size
         if part in (1, 4):  # a whole record, or its end
             record = wandb_internal_pb2.Record()
-            record.ParseFromString(whole)
-            whole = b""
+            record.ParseFromString(record_bytes)
+            record_bytes = b""
             if record.HasField("history"):
                 items = record.history.item
                 yield {i.key or ".".join(i.nested_key): i.value_json for i in items}

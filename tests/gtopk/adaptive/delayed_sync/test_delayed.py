@@ -27,7 +27,7 @@ from tests.gtopk.adaptive.sums_of_samples import GTOPK, Model, adapted, data, pr
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_every_sample_is_computed_and_applied_once_an_epoch(size: int, reduction: str) -> None:
+def test_epoch_computes_and_applies_every_sample_once(size: int, reduction: str) -> None:
     def program(here: World) -> Any:
         loader, model, optimizer = adapted(here, 101, loss_reduction=reduction)
         seen, updates, totals = [], [], []
@@ -62,7 +62,7 @@ def test_every_sample_is_computed_and_applied_once_an_epoch(size: int, reduction
     assert all(torch.equal(weight, other) for *_, other in results)
 
 
-def test_nothing_is_lost_with_gtopk() -> None:
+def test_gtopk_conserves_updates_and_residuals_over_rounds() -> None:
     def program(here: World) -> Any:
         loader, model, optimizer = adapted(here, 96, hvd.Compression.gtopk(density=0.4))
         weighted = torch.zeros(3, dtype=torch.float64)
@@ -89,10 +89,10 @@ def test_nothing_is_lost_with_gtopk() -> None:
     torch.testing.assert_close(left, sum(w for *_, w in results), rtol=1e-12, atol=1e-12)
 
 
-class AtOnce:
+class ImmediateWire:
     """A wire of one rank, which is always ready, with the sums as its update."""
 
-    class Over:
+    class Completed:
         done = True
 
         def __init__(self, result: Any) -> None:
@@ -102,10 +102,12 @@ class AtOnce:
             return self.result
 
     def ready(self, is_last: bool) -> Any:
-        return self.Over(is_last)
+        return self.Completed(is_last)
 
     def reduce(self, gradients: list[Any], samples: int, batches: int) -> Any:
-        return self.Over(RoundReduction([g / samples for g in gradients], [samples], [batches]))
+        return self.Completed(
+            RoundReduction([g / samples for g in gradients], [samples], [batches])
+        )
 
 
 def descend(rate: float, momentum: float, rounds_to_go: int = 4000) -> tuple[float, list[int]]:
@@ -119,7 +121,7 @@ def descend(rate: float, momentum: float, rounds_to_go: int = 4000) -> tuple[flo
         delays.append(rounds.number - taken_at.pop(0))
         optimizer.step()
 
-    rounds = Rounds([x], AtOnce(), 0, 1, least_samples=1, apply=apply)
+    rounds = Rounds([x], ImmediateWire(), 0, 1, least_samples=1, apply=apply)
     number = -1
     while rounds.number < rounds_to_go and abs(x.item()) < 1e6:
         if rounds.number != number:
@@ -131,7 +133,7 @@ def descend(rate: float, momentum: float, rounds_to_go: int = 4000) -> tuple[flo
     return abs(x.item()), delays
 
 
-def test_the_delay_is_exactly_one_round() -> None:
+def test_update_is_applied_exactly_one_round_late() -> None:
     _, delays = descend(0.1, 0.0, rounds_to_go=50)
     assert set(delays) == {1}
 
@@ -140,14 +142,14 @@ def test_the_delay_is_exactly_one_round() -> None:
     ("rate", "momentum", "stable"),
     [(0.98, 0.0, True), (1.02, 0.0, False), (0.098, 0.9, True), (0.102, 0.9, False)],
 )
-def test_rates_are_stable_up_to_one_minus_momentum(
+def test_learning_rate_is_stable_up_to_one_minus_momentum(
     rate: float, momentum: float, stable: bool
 ) -> None:
     distance, _ = descend(rate, momentum)
     assert (distance < 1e-2) == stable
 
 
-def test_a_gradient_that_is_not_finite_skips_a_round_on_every_rank(
+def test_nonfinite_gradient_skips_round_on_every_rank(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def program(here: World) -> Any:
@@ -165,7 +167,7 @@ def test_a_gradient_that_is_not_finite_skips_a_round_on_every_rank(
     assert "the gradient is not finite on rank 1" in caplog.text
 
 
-def test_rates_that_differ_are_one_error_on_every_rank() -> None:
+def test_differing_learning_rates_raise_the_same_error_on_every_rank() -> None:
     """A schedule that is stepped with every batch is further on a rank that makes more of them."""
 
     def program(here: World) -> str:
@@ -188,7 +190,7 @@ def test_rates_that_differ_are_one_error_on_every_rank() -> None:
 
 
 @pytest.mark.parametrize("moves_momentum", [False, True])
-def test_a_schedule_that_follows_the_rounds_keeps_replicas_together(moves_momentum: bool) -> None:
+def test_scheduler_stepped_by_round_keeps_replicas_equal(moves_momentum: bool) -> None:
     def program(here: World) -> Any:
         loader, model, optimizer = adapted(here, 120)
         scheduler: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -214,7 +216,7 @@ def test_a_schedule_that_follows_the_rounds_keeps_replicas_together(moves_moment
     assert torch.equal(weight, other)
 
 
-def test_what_a_rank_has_not_seen_it_need_not_follow(threads: Callable[..., Any]) -> None:
+def test_rank_behind_by_a_round_adopts_the_agreed_settings(threads: Callable[..., Any]) -> None:
     def program(transport: Transport) -> list[float]:
         # Rank 2 had nothing left to compute when round 7 began.
         rate = [0.5, 0.5, 1.0][transport.rank]
@@ -243,29 +245,29 @@ def test_what_a_rank_has_not_seen_it_need_not_follow(threads: Callable[..., Any]
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3), (3, 1)])
-def test_an_epoch_is_resumed_in_its_middle_by_any_number_of_ranks(before: int, after: int) -> None:
-    def first(here: World) -> Any:
+def test_epoch_resumes_midway_on_any_number_of_ranks(before: int, after: int) -> None:
+    def save(here: World) -> Any:
         loader, model, optimizer = prompt(adapted(here, 150, GTOPK))
         states: list[Any] = []
         seen = run(loader, model, optimizer, 2, states)
         (state,) = states
         return seen, {name: each for name, each in state.items() if name != "residual"}, state
 
-    def then(here: World) -> Any:
+    def resume(here: World) -> Any:
         loader, model, optimizer = prompt(adapted(here, 150, GTOPK))
         loader.load_state_dict(saved[min(here.rank, before - 1)][2])
         return run(loader, model, optimizer), model.weight.detach(), loader.state_dict()["epochs"]
 
-    saved = on_ranks(before, first)
-    assert all(said == saved[0][1] for _, said, _ in saved)
+    saved = on_ranks(before, save)
+    assert all(shared_state == saved[0][1] for _, shared_state, _ in saved)
     assert 0 < saved[0][1]["epochs"]["start"] < 150
-    found = on_ranks(after, then)
+    found = on_ranks(after, resume)
     assert sorted(i for seen, *_ in saved + found for i in seen) == list(range(150))
     assert all(torch.equal(weight, found[0][1]) for _, weight, _ in found)
     assert found[0][2] == {"epoch": 1, "start": 0}
 
 
-def test_a_run_that_is_resumed_goes_on_to_the_bit() -> None:
+def test_resumed_run_equals_uninterrupted_run_bitwise() -> None:
     corrected = hvd.Compression.gtopk(density=0.4, momentum_correction=0.5, warmup_steps=6)
 
     def open_run(here: World) -> Any:
@@ -277,7 +279,7 @@ def test_a_run_that_is_resumed_goes_on_to_the_bit() -> None:
         held = [state.pop(name).numpy().tobytes() for name in ("residual", "velocity")]
         return seen, parts[1].weight.detach().numpy().tobytes(), state, held
 
-    def whole(here: World) -> Any:
+    def uninterrupted(here: World) -> Any:
         parts = open_run(here)
         seen = []
         batches = iter(parts[0])
@@ -307,15 +309,15 @@ def test_a_run_that_is_resumed_goes_on_to_the_bit() -> None:
         after, *others = everything((loader, model, optimizer))
         return [rest, *after], *others
 
-    finished = on_ranks(2, whole)
+    finished = on_ranks(2, uninterrupted)
     assert on_ranks(2, resumed) == [run for _, run in finished]
 
 
 @pytest.mark.parametrize("drains", [False, True])
-def test_a_loader_that_was_broken_off_goes_back_to_a_state_as_a_new_one_begins_there(
+def test_loading_state_after_break_equals_new_loader_with_that_state(
     drains: bool,
 ) -> None:
-    """One rank has sent its part of a round already; rates have changed by the time all go on."""
+    """One rank has already sent its part of a round; the rate changes before all continue."""
     corrected = hvd.Compression.gtopk(density=0.4, momentum_correction=0.5, warmup_steps=6)
     has_loaded = threading.Event()
 
@@ -338,7 +340,7 @@ def test_a_loader_that_was_broken_off_goes_back_to_a_state_as_a_new_one_begins_t
             loader.rounds._ready.wait()
         assert (loader.rounds._reducing is None) == (here.rank == 1)
 
-        def goes_on(loader: Any, model: Model, optimizer: Any) -> Any:
+        def continue_training(loader: Any, model: Model, optimizer: Any) -> Any:
             with torch.no_grad():
                 model.weight.copy_(weight)
             optimizer.param_groups[0]["lr"] = 0.5
@@ -356,16 +358,16 @@ def test_a_loader_that_was_broken_off_goes_back_to_a_state_as_a_new_one_begins_t
         assert loader.round == state["round"]
         if drains:
             loader.drain()
-        again = goes_on(*parts)
+        again = continue_training(*parts)
         new = adapted(here, 160, corrected)
         new[0].load_state_dict(state)
-        return again, goes_on(*new)
+        return again, continue_training(*new)
 
     for again, anew in on_ranks(2, program):
         assert again == anew
 
 
-def test_a_state_that_is_loaded_after_an_epoch_is_what_the_next_begins_with() -> None:
+def test_next_epoch_begins_from_state_loaded_after_an_epoch() -> None:
     def program(here: World) -> None:
         parts = prompt(adapted(here, 64))
         loader = parts[0]
@@ -380,30 +382,30 @@ def test_a_state_that_is_loaded_after_an_epoch_is_what_the_next_begins_with() ->
     on_ranks(2, program)
 
 
-def test_a_rank_with_nothing_left_is_handed_a_batch_to_drain_in() -> None:
+def test_rank_without_samples_gets_placeholder_batch_to_drain() -> None:
     def program(here: World) -> Any:
         loader, model, optimizer = adapted(here, 120)
         loader._passes.speeds = [29, 1]  # rank 1 has one micro-batch
-        seen, stand_ins, drained_at = [], 0, []
+        seen, placeholders, drained_at = [], 0, []
         for indices, x in loader:
-            stand_ins += not loader.num_samples
+            placeholders += not loader.num_samples
             seen += indices.tolist() if loader.num_samples else []
             model(x).mean().backward()
             optimizer.step()
             if loader.drain_wanted or (here.rank == 0 and len(seen) == 20):
                 loader.drain()
                 drained_at.append((loader.round, loader.state_dict()["passes"]))
-        return seen, stand_ins, drained_at, model.weight.detach()
+        return seen, placeholders, drained_at, model.weight.detach()
 
-    (seen, none, at, weight), (others, stand_ins, also_at, also) = on_ranks(2, program)
+    (seen, none, at, weight), (others, placeholders, also_at, also) = on_ranks(2, program)
     assert sorted(seen + others) == list(range(120))
-    assert (none, stand_ins) == (0, 1)
+    assert (none, placeholders) == (0, 1)
     assert len(at) == 1
     assert at == also_at
     assert torch.equal(weight, also)
 
 
-def test_a_rank_that_does_not_drain_is_an_error_on_every_rank() -> None:
+def test_drain_on_some_ranks_only_raises_on_every_rank() -> None:
     def program(here: World) -> str:
         loader, model, optimizer = adapted(here, 80)
         try:
@@ -421,7 +423,7 @@ def test_a_rank_that_does_not_drain_is_an_error_on_every_rank() -> None:
         assert "ranks [1] did not" in error
 
 
-def test_an_iteration_that_is_broken_off_on_all_ranks_ends_its_epoch() -> None:
+def test_break_on_all_ranks_ends_the_epoch() -> None:
     def program(here: World) -> Any:
         loader, model, optimizer = adapted(here, 64)
         for _, x in loader:
@@ -435,23 +437,23 @@ def test_an_iteration_that_is_broken_off_on_all_ranks_ends_its_epoch() -> None:
     assert results[0][1] == {"epoch": 2, "start": 0}
 
 
-def test_a_broken_off_epoch_is_over_for_a_run_that_is_resumed_too() -> None:
+def test_resumed_run_skips_epoch_that_ended_by_break() -> None:
     def program(here: World) -> Any:
         loader, model, optimizer = prompt(adapted(here, 150))
         run(loader, model, optimizer, until=2)
         state = loader.state_dict()
-        whole = run(loader, model, optimizer)
+        next_epoch = run(loader, model, optimizer)
         resumed = prompt(adapted(here, 150))
         resumed[0].load_state_dict(state)
-        assert run(*resumed) == whole
-        return whole, state["epochs"]
+        assert run(*resumed) == next_epoch
+        return next_epoch, state["epochs"]
 
     results = on_ranks(2, program)
     assert sorted(i for seen, _ in results for i in seen) == list(range(150))
     assert [epochs for _, epochs in results] == [{"epoch": 1, "start": 0}] * 2
 
 
-def test_a_state_within_an_epoch_is_taken_when_drained_only() -> None:
+def test_state_within_epoch_requires_drain() -> None:
     def program(here: World) -> None:
         loader, model, optimizer = adapted(here, 64)
         loader.drain()  # between epochs there is nothing to do
@@ -476,14 +478,16 @@ def test_a_state_within_an_epoch_is_taken_when_drained_only() -> None:
     on_ranks(1, program)
 
 
-def test_what_rounds_cannot_do_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_mode_abs_warns_of_momentum_and_rejects_unsupported_options(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def program(here: World) -> None:
         model = Model()
         inner = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
         optimizer = hvd.DistributedOptimizer(inner, model.named_parameters())
         hvd.adapt(DataLoader(data(8), 4), optimizer, "abs")
-        (said,) = [text for text in caplog.messages if "one round late" in text]
-        assert "with momentum 0.9 the learning rate must stay below 0.1/L, where synch" in said
+        (warning,) = [text for text in caplog.messages if "one round late" in text]
+        assert "with momentum 0.9 the learning rate must stay below 0.1/L, where synch" in warning
         other = hvd.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters()
         )

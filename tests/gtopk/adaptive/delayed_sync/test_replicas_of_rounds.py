@@ -24,16 +24,16 @@ def opened(here: World, length: int, **options: Any) -> Any:
     return prompt((loader, model, optimizer))
 
 
-def part(here: World, model: Model) -> None:
+def diverge(here: World, model: Model) -> None:
     with torch.no_grad():
         model.weight += here.rank == 1
 
 
 @pytest.mark.parametrize("options", [{"check_every": 1}, {"on_divergence": "error"}])
-def test_replicas_that_were_never_the_same_end_all_ranks(options: dict[str, Any]) -> None:
+def test_replicas_that_differ_from_the_start_raise_on_all_ranks(options: dict[str, Any]) -> None:
     def program(here: World) -> str:
         loader, model, optimizer = opened(here, 96, **options)
-        part(here, model)
+        diverge(here, model)
         with pytest.raises(hvd.HorovodInternalError) as raised:
             run(loader, model, optimizer)
         assert loader.round <= 3
@@ -45,20 +45,20 @@ def test_replicas_that_were_never_the_same_end_all_ranks(options: dict[str, Any]
 
 
 @pytest.mark.parametrize("heals", [False, True])
-def test_replicas_are_looked_at_every_so_many_rounds(heals: bool) -> None:
+def test_replicas_are_compared_every_check_every_rounds(heals: bool) -> None:
     """After rounds 1, 3 and 6 of 9; the replicas diverge after the first of these."""
 
     def program(here: World) -> Any:
         loader, model, optimizer = opened(
             here, 216, check_every=3, on_divergence="heal" if heals else "warn"
         )
-        found, has_parted = [], False
+        found, has_diverged = [], False
         for _, x in loader:
             model(x).mean().backward()
             optimizer.step()
-            if loader.round == 3 and not has_parted:
-                has_parted = True
-                part(here, model)
+            if loader.round == 3 and not has_diverged:
+                has_diverged = True
+                diverge(here, model)
             found.append((loader.round, optimizer.divergences))
         return dict(found), model.weight.detach()
 
@@ -70,22 +70,24 @@ def test_replicas_are_looked_at_every_so_many_rounds(heals: bool) -> None:
     assert all(torch.equal(weight, other) for _, other in others) == heals
 
 
-@pytest.mark.parametrize("unlike", [{"check_every": 1}, {"on_divergence": "heal"}])
-def test_ranks_compare_their_replicas_alike_or_not_at_all(unlike: dict[str, Any]) -> None:
+@pytest.mark.parametrize("differing_option", [{"check_every": 1}, {"on_divergence": "heal"}])
+def test_differing_replica_check_settings_raise_on_every_rank(
+    differing_option: dict[str, Any],
+) -> None:
     """Regression: one rank's checksums met another's settings, and the error named neither."""
 
     def program(here: World) -> str:
-        options = {"check_every": 2, **(unlike if here.rank else {})}
+        options = {"check_every": 2, **(differing_option if here.rank else {})}
         with pytest.raises(hvd.HorovodInternalError) as raised:
             opened(here, 96, **options)
         return str(raised.value)
 
-    for said in on_ranks(2, program):
-        assert f"{next(iter(unlike))}={next(iter(unlike.values()))!r}" in said
+    for error in on_ranks(2, program):
+        assert f"{next(iter(differing_option))}={next(iter(differing_option.values()))!r}" in error
 
 
 @pytest.mark.parametrize("every", [1, 2, 5])
-def test_a_state_may_be_loaded_in_a_round_with_which_it_is_time_to_look(every: int) -> None:
+def test_replica_check_continues_after_state_loaded_in_a_due_round(every: int) -> None:
     """One rank has sent its part of that round, and the other has not."""
     has_loaded = threading.Event()
 
@@ -109,7 +111,7 @@ def test_a_state_may_be_loaded_in_a_round_with_which_it_is_time_to_look(every: i
         with torch.no_grad():
             model.weight.copy_(weight)
         run(*prompt(parts))
-        part(here, model)
+        diverge(here, model)
         with pytest.raises(hvd.HorovodInternalError, match="the replicas are no longer the same"):
             run(*parts)
 

@@ -44,7 +44,7 @@ def scaled_run(
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_loss_scale_that_changes_does_not_weigh_rounds_anew(fused: bool) -> None:
+def test_changing_loss_scale_leaves_round_weights_unchanged(fused: bool) -> None:
     def program(here: World, scales: list[float] | None) -> Any:
         _, weight, loader = scaled_run(here, scales, lambda number: False, fused=fused)
         return weight.numpy().tobytes(), loader.state_dict()["residual"].numpy().tobytes()
@@ -55,7 +55,7 @@ def test_a_loss_scale_that_changes_does_not_weigh_rounds_anew(fused: bool) -> No
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_micro_batch_that_overflows_is_left_out_with_its_samples(fused: bool) -> None:
+def test_overflowing_micro_batch_is_excluded_with_its_samples(fused: bool) -> None:
     def program(here: World) -> Any:
         def overflows(number: int) -> bool:
             return here.rank == 1 and number in (1, 5)
@@ -71,19 +71,20 @@ def test_a_micro_batch_that_overflows_is_left_out_with_its_samples(fused: bool) 
     assert bool(results[0][1].isfinite().all())
 
 
-def test_a_micro_batch_left_out_is_told_of_as_that_and_as_nothing_else(caplog: Any) -> None:
+def test_excluded_micro_batch_warns_on_its_rank_and_not_of_cleared_gradients(caplog: Any) -> None:
     def program(here: World) -> None:
         scaled_run(here, [1.0], lambda number: number == 1)
 
     with caplog.at_level(logging.WARNING, "gtopk"):
         on_ranks(2, program)
-    told = [each for each in caplog.records if "is left out of its round" in each.getMessage()]
-    assert told
-    assert not any(hasattr(each, "everywhere") for each in told)  # else only rank 0 would print it
+    warnings = [each for each in caplog.records if "is left out of its round" in each.getMessage()]
+    assert warnings
+    # With "everywhere", only rank 0 would print it.
+    assert not any(hasattr(each, "everywhere") for each in warnings)
     assert "cleared without a step" not in caplog.text
 
 
-def test_the_update_of_a_round_is_clipped_to_the_global_norm() -> None:
+def test_round_update_is_clipped_to_global_norm() -> None:
     def program(here: World) -> list[float]:
         model = Model()
         inner = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -107,7 +108,7 @@ def test_the_update_of_a_round_is_clipped_to_the_global_norm() -> None:
         assert moves == pytest.approx([1e-3] * len(moves), rel=1e-3)
 
 
-def test_a_ranks_part_of_a_round_is_clipped_to_its_share_before_the_residual() -> None:
+def test_local_sums_are_clipped_to_rank_share_before_residual() -> None:
     allowed, samples = 0.1, [5, 15]
 
     def program(here: World) -> Any:
@@ -134,8 +135,8 @@ def test_a_ranks_part_of_a_round_is_clipped_to_its_share_before_the_residual() -
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sums_over_many_samples_outgrow_no_parameters_dtype(dtype: torch.dtype) -> None:
-    """A mean gradient of 100 over 2,048 samples: the sum and its steps do not fit 16 bits."""
+def test_sums_over_many_samples_do_not_overflow_16_bit_parameters(dtype: torch.dtype) -> None:
+    """The mean gradient is 100 over 2,048 samples; their sum does not fit 16 bits."""
 
     def program(here: World) -> torch.Tensor:
         weight = torch.nn.Parameter(torch.zeros(2, dtype=dtype))
@@ -157,7 +158,7 @@ def test_sums_over_many_samples_outgrow_no_parameters_dtype(dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("missing_on", [[0, 1], [1]])
-def test_the_optimizer_passes_over_what_has_a_gradient_on_no_rank(missing_on: list[int]) -> None:
+def test_optimizer_skips_parameters_without_gradient_on_any_rank(missing_on: list[int]) -> None:
     def program(here: World) -> list[torch.Tensor]:
         used, rare = (torch.nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in "ab")
         optimizer = hvd.DistributedOptimizer(
@@ -179,7 +180,7 @@ def test_the_optimizer_passes_over_what_has_a_gradient_on_no_rank(missing_on: li
         assert torch.equal(rare, torch.ones(3, dtype=torch.float64)) != decays
 
 
-def test_a_sum_that_overflows_leaves_no_trace_in_what_is_held_back(threads: Any) -> None:
+def test_overflowing_sum_leaves_residual_unchanged(threads: Any) -> None:
     def program(transport: LocalTransport) -> None:
         exchange = RoundExchange([torch.nn.Parameter(torch.zeros(2))], hvd.Compression.gtopk(0.5))
 

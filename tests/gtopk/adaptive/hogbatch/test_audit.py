@@ -14,7 +14,7 @@ from tests.gtopk.adaptive.modelled_ranks import on_ranks
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_one_element_of_a_step_that_another_writes_over_is_its_share_of_all_steps(
+def test_audit_reports_overwritten_elements_as_share_of_all_steps(
     size: int,
 ) -> None:
     """In lock step, every worker loses one element of its first step, and nothing else."""

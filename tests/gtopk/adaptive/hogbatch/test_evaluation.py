@@ -23,10 +23,10 @@ def numbers(batch: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("batch", [LENGTH, 20])
 @pytest.mark.parametrize("kinds", [("fast", "slow"), ("fast", "slow", "fast", "slow")])
-def test_what_a_worker_fails_at_is_evaluated_by_the_others(
+def test_failed_evaluation_batch_is_evaluated_by_other_workers(
     kinds: tuple[str, ...], batch: int
 ) -> None:
-    """Regression: nobody took its batch; the mean lacked it, or the others waited forever."""
+    """Regression: nobody took the failed batch; the mean lacked it, or others waited forever."""
 
     def fails(batch: Any) -> torch.Tensor:
         raise MemoryError("of a GPU")
@@ -47,10 +47,10 @@ def test_what_a_worker_fails_at_is_evaluated_by_the_others(
 
 
 @pytest.mark.parametrize(("batch", "ranks"), [(LENGTH, 2), (20, 3)])
-def test_a_worker_that_is_stuck_is_an_error_for_those_who_wait(batch: int, ranks: int) -> None:
+def test_workers_waiting_for_stuck_evaluation_raise_timeout(batch: int, ranks: int) -> None:
     """Regression: slow workers waited forever for the fast one to claim the next batch."""
     is_over = threading.Event()
-    told = threading.Barrier(ranks - 1, action=is_over.set)
+    have_raised = threading.Barrier(ranks - 1, action=is_over.set)
 
     def stuck(batch: Any) -> torch.Tensor:
         assert is_over.wait(30)
@@ -62,9 +62,9 @@ def test_a_worker_that_is_stuck_is_an_error_for_those_who_wait(batch: int, ranks
             loader.evaluate(stuck, batch=batch)
             return
         loader._ledger._timeout_seconds = 0.5
-        said = rf"rank {here.rank} has waited 0.5 s for ranks \[0\] to"
-        with pytest.raises(PeerTimeoutError, match=said):
+        message = rf"rank {here.rank} has waited 0.5 s for ranks \[0\] to"
+        with pytest.raises(PeerTimeoutError, match=message):
             loader.evaluate(numbers, batch=batch)
-        told.wait(30)
+        have_raised.wait(30)
 
     on_ranks(ranks, program)

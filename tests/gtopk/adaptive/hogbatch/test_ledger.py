@@ -43,7 +43,7 @@ def work(ledger: Ledger, size: int) -> list[int]:
 
 @given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=4))
 @settings(max_examples=10, deadline=None)
-def test_every_place_is_done_once_a_round(sizes: list[int]) -> None:
+def test_every_place_is_done_once_per_round(sizes: list[int]) -> None:
     def program(transport: LocalTransport) -> list[list[int]]:
         ledger = open_ledger(transport)
         rounds = []
@@ -62,22 +62,22 @@ class Killed(Exception):
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_what_the_dead_had_in_hand_is_done_by_others(rank: int) -> None:
-    everybody_has_claimed = threading.Barrier(3)
+def test_claims_of_dead_worker_are_finished_by_others(rank: int) -> None:
+    all_have_claimed = threading.Barrier(3)
 
     def program(transport: LocalTransport) -> list[int]:
-        told: list[int] = []
-        ledger = open_ledger(transport, ranks_may_leave=True, on_death=told.append)
+        reported_dead: list[int] = []
+        ledger = open_ledger(transport, ranks_may_leave=True, on_death=reported_dead.append)
         ledger.begin(LENGTH)
         claim = ledger.claim(10)
-        everybody_has_claimed.wait()
+        all_have_claimed.wait()
         if transport.rank == rank:
             ledger.finish(claim[:3])
             raise Killed
         ledger.finish(claim)
         done = [*claim, *work(ledger, 10)]
         assert ledger._workers.rows["taken_over"].sum() == 7
-        assert told == [rank]
+        assert reported_dead == [rank]
         return done
 
     results: list[Any] = [[]] * 3
@@ -93,7 +93,7 @@ def test_what_the_dead_had_in_hand_is_done_by_others(rank: int) -> None:
     assert len(finished_by_the_dead) == 3
 
 
-def test_a_round_begins_without_the_sums_of_the_dead() -> None:
+def test_round_begins_with_sums_of_all_workers_reset() -> None:
     def program(transport: LocalTransport) -> None:
         ledger = open_ledger(transport)
         rows = ledger._workers.rows
@@ -110,7 +110,7 @@ def test_a_round_begins_without_the_sums_of_the_dead() -> None:
     run_ranks(local_world(2, 20), program)
 
 
-def test_a_rank_that_may_not_leave_is_missed() -> None:
+def test_departed_rank_raises_unless_ranks_may_leave() -> None:
     def program(transport: LocalTransport) -> None:
         ledger = open_ledger(
             transport, departure_reason=lambda place: "it was told to" if place else ""
@@ -126,7 +126,7 @@ def test_a_rank_that_may_not_leave_is_missed() -> None:
         run_ranks(local_world(2, 20), program)
 
 
-def test_a_worker_that_ends_its_round_and_leaves_meanwhile_is_not_dead() -> None:
+def test_worker_that_ends_round_and_leaves_is_not_counted_dead() -> None:
     ended = threading.Event()
 
     def program(transport: LocalTransport) -> list[int]:
@@ -149,7 +149,7 @@ def test_a_worker_that_ends_its_round_and_leaves_meanwhile_is_not_dead() -> None
     assert sorted(run_ranks(local_world(2, 20), program)[0]) == list(range(LENGTH))
 
 
-def test_a_rank_that_stays_silent_is_named() -> None:
+def test_timeout_error_names_silent_rank() -> None:
     let_go = threading.Event()
 
     def program(transport: LocalTransport) -> None:
@@ -165,7 +165,7 @@ def test_a_rank_that_stays_silent_is_named() -> None:
     run_ranks(local_world(2, 20), program)
 
 
-def test_a_rank_that_is_given_up_is_missed_though_it_lives() -> None:
+def test_live_rank_with_departure_reason_raises_peer_error() -> None:
     let_go = threading.Event()
 
     def program(transport: LocalTransport) -> None:
@@ -181,7 +181,7 @@ def test_a_rank_that_is_given_up_is_missed_though_it_lives() -> None:
     run_ranks(local_world(2, 20), program)
 
 
-def test_what_is_given_back_is_done_by_others() -> None:
+def test_returned_claims_are_done_by_others() -> None:
     given_back = threading.Event()
 
     def program(transport: LocalTransport) -> list[int]:
@@ -199,22 +199,22 @@ def test_what_is_given_back_is_done_by_others() -> None:
     assert sorted(results[0]) == list(range(LENGTH))
 
 
-@pytest.mark.parametrize("look", [1, 2, 3, 4])
-def test_a_last_claim_at_any_moment_ends_the_wait_for_claims(look: int) -> None:
+@pytest.mark.parametrize("check", [1, 2, 3, 4])
+def test_last_claim_at_any_check_ends_wait_for_claims(check: int) -> None:
     """Regression: a claim between two checks of the next place left two workers idle.
 
-    look: the number of the check for workers to wait for at which the last place is claimed.
+    check: the number of the check for workers to wait for at which the last place is claimed.
     """
 
     def program(transport: LocalTransport) -> None:
         ledger = open_ledger(transport, timeout_seconds=0.5)
         ledger.begin(1)
-        looks = 0
+        checks = 0
 
         def faster() -> list[int]:
-            nonlocal looks
-            looks += 1
-            if looks == look:
+            nonlocal checks
+            checks += 1
+            if checks == check:
                 ledger.claim(1)
             return [0]
 
@@ -223,7 +223,7 @@ def test_a_last_claim_at_any_moment_ends_the_wait_for_claims(look: int) -> None:
     run_ranks(local_world(1, 20), program)
 
 
-def test_who_holds_the_lock_sees_no_worker_idle_whose_notes_are_not_there() -> None:
+def test_notes_are_visible_before_worker_is_seen_idle() -> None:
     """Regression: notes were returned without the lock; another core could see "idle" first."""
 
     def program(transport: LocalTransport) -> None:
@@ -248,28 +248,28 @@ def test_who_holds_the_lock_sees_no_worker_idle_whose_notes_are_not_there() -> N
     run_ranks(local_world(1, 20), program)
 
 
-def test_who_waits_long_looks_less_often() -> None:
+def test_pause_between_polls_grows_with_waiting_time() -> None:
     pauses = [pause_seconds(seconds) for seconds in (0, 0.001, 0.016, 0.16, 10)]
     assert pauses == [2e-4, 2e-4, pytest.approx(1e-3), pytest.approx(0.01), 0.02]
 
 
-def test_turns_go_round_and_pass_over_who_is_idle() -> None:
-    said: list[int] = []
+def test_turns_rotate_and_skip_idle_workers() -> None:
+    turns: list[int] = []
 
     def program(transport: LocalTransport) -> None:
         ledger = open_ledger(transport)
         ledger.begin(LENGTH)
         for _ in range(1 + transport.rank):
             ledger.take_turn()
-            said.append(transport.rank)
+            turns.append(transport.rank)
             ledger.pass_turn()
         ledger.end()
 
     run_ranks(local_world(3, 20), program)
-    assert said == [0, 1, 2, 1, 2, 2]
+    assert turns == [0, 1, 2, 1, 2, 2]
 
 
-def test_nodes_take_stretches_of_one_counter(threads: Callable[..., Any]) -> None:
+def test_nodes_share_one_counter_and_do_every_place_once(threads: Callable[..., Any]) -> None:
     """Two nodes of two workers each do every place once in each round."""
 
     def program(transport: LocalTransport) -> list[list[int]]:

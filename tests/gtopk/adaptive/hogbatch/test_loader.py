@@ -33,10 +33,10 @@ from tests.gtopk.adaptive.modelled_ranks import FEATURES, network, on_ranks
 
 @pytest.mark.parametrize("make", [sgd, momentum, adam])
 @pytest.mark.parametrize("mode", ["hogbatch", "adaptive-hogbatch"])
-def test_in_lock_step_it_is_one_process_with_all_batches(
+def test_lock_step_equals_single_process_training(
     make: Callable[[torch.nn.Module], torch.optim.Optimizer], mode: str
 ) -> None:
-    """Unlike workers, sizes that change; every update reaches the model, and nothing else."""
+    """Classes differ and sizes change; every update reaches the model, and nothing else."""
     size, steps = 3, []
 
     def program(here: World) -> Any:
@@ -84,7 +84,7 @@ def test_in_lock_step_it_is_one_process_with_all_batches(
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_sample_comes_once_an_epoch(size: int) -> None:
+def test_epoch_covers_every_sample_once(size: int) -> None:
     def program(here: World) -> Any:
         loader, model, optimizer = adapted("adaptive-hogbatch", device_class=classes(here))
         return [train(loader, model, optimizer) for _ in range(3)], loader.report()
@@ -98,7 +98,7 @@ def test_every_sample_comes_once_an_epoch(size: int) -> None:
     assert report.updates == sum(len(b) for batches, _ in results for b in batches)
 
 
-def test_the_race_loses_no_more_than_the_overlaps_that_are_counted() -> None:
+def test_lost_updates_never_exceed_counted_overlaps() -> None:
     def program(here: World) -> Any:
         loader, model, optimizer = adapted(device_class=classes(here), audit=True)
         for _ in range(3):
@@ -109,8 +109,8 @@ def test_the_race_loses_no_more_than_the_overlaps_that_are_counted() -> None:
         assert 0 <= lost <= overlapped + 1e-12
 
 
-def test_staleness_is_what_others_did_meanwhile() -> None:
-    """In rounds of hand-overs to all before any of them steps, each step is older by one more."""
+def test_staleness_counts_updates_of_others_since_hand_out() -> None:
+    """All get a batch before any steps, so rank r's gradient is r updates old."""
     size = 3
 
     def program(here: World) -> list[int]:
@@ -136,8 +136,8 @@ class Killed(Exception):
 
 
 def die(here: World, iterator: Any) -> None:
-    """End as a process does that is killed: with everything it had in hand, and without a word."""
-    _held.append(iterator)  # it is not told that the script goes no further
+    """End as a killed process does: with a batch in hand, and without any cleanup."""
+    _held.append(iterator)  # so that the loop is not closed
     here.transport.announce_departure("it was killed")
     raise Killed
 
@@ -146,13 +146,13 @@ _held: list[Any] = []
 
 
 @pytest.fixture(autouse=True)
-def let_go() -> Iterator[None]:
+def release_killed_iterators() -> Iterator[None]:
     yield
     _held.clear()
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_the_others_go_on_without_a_worker_that_dies(killed: int) -> None:
+def test_other_workers_finish_epoch_after_a_worker_dies(killed: int) -> None:
     results: dict[int, Any] = {}
     has_its_second = threading.Event()  # else the others may take all samples before
 
@@ -183,7 +183,7 @@ def test_the_others_go_on_without_a_worker_that_dies(killed: int) -> None:
     assert not report.workers[killed].is_present
 
 
-def test_unless_told_otherwise_a_worker_that_dies_is_missed_by_name() -> None:
+def test_dead_worker_raises_error_with_its_rank_by_default() -> None:
     def program(here: World) -> None:
         loader, model, optimizer = adapted()
         if here.rank == 1:
@@ -197,8 +197,8 @@ def test_unless_told_otherwise_a_worker_that_dies_is_missed_by_name() -> None:
         on_ranks(2, program)
 
 
-def test_busy_is_a_share_of_the_time_within_epochs_at_any_time() -> None:
-    """Once, time within an epoch was not counted before its end, and the share was a million."""
+def test_busy_share_never_exceeds_one_within_epoch() -> None:
+    """Regression: time within an epoch counted only at its end, so the share was a million."""
 
     def program(here: World) -> None:
         loader, model, optimizer = adapted(device_class=classes(here))
@@ -214,7 +214,7 @@ def test_busy_is_a_share_of_the_time_within_epochs_at_any_time() -> None:
     on_ranks(2, program)
 
 
-def test_a_batch_without_a_step_is_done_and_counted() -> None:
+def test_batch_without_step_counts_as_done() -> None:
     def program(here: World) -> Any:
         loader, model, optimizer = adapted()
         seen = [i for indices, *_ in loader for i in indices.tolist()]
@@ -228,7 +228,7 @@ def test_a_batch_without_a_step_is_done_and_counted() -> None:
     assert torch.equal(results[0][2], flat(network()))
 
 
-def test_a_worker_that_breaks_off_leaves_its_samples_to_others() -> None:
+def test_samples_of_worker_that_breaks_go_to_others() -> None:
     def program(here: World) -> list[int]:
         loader, model, optimizer = adapted()
         if here.rank == 1:
@@ -243,7 +243,7 @@ def test_a_worker_that_breaks_off_leaves_its_samples_to_others() -> None:
     assert sorted(second_epoch[0] + second_epoch[1]) == list(range(203))
 
 
-def test_losses_are_evaluated_by_the_fast_classes() -> None:
+def test_only_fast_workers_evaluate_losses() -> None:
     def program(here: World) -> Any:
         loader, model, optimizer = adapted(device_class=classes(here))
         train(loader, model, optimizer)
@@ -266,27 +266,27 @@ def test_losses_are_evaluated_by_the_fast_classes() -> None:
     assert on_ranks(3, program) == [0, 2 * 203 + 50, 0]
 
 
-def test_a_worker_has_its_copy_before_it_lets_the_others_write_again() -> None:
-    """A GPU copies page-locked memory by itself, while the host goes on."""
+def test_worker_waits_for_its_copy_before_others_may_write() -> None:
+    """A GPU copies page-locked memory asynchronously, while the host continues."""
 
     def program(here: World) -> list[str]:
         loader, model, optimizer = adapted(device_class="fast")
         train(loader, model, optimizer)
-        said: list[str] = []
+        calls: list[str] = []
         copies: Any = loader._writer._copy
         refresh, wait, end = copies.refresh, copies.wait, loader._ledger.end
-        copies.refresh = lambda: (said.append("copy"), refresh())
-        copies.wait = lambda: (said.append("wait"), wait())
-        loader._ledger.end = lambda: (said.append("end"), end())
+        copies.refresh = lambda: (calls.append("copy"), refresh())
+        copies.wait = lambda: (calls.append("wait"), wait())
+        loader._ledger.end = lambda: (calls.append("end"), end())
         loader.drain()
         loader.evaluate(lambda batch: loss_of(model, *batch[1:]))
-        return said
+        return calls
 
     assert on_ranks(2, program) == [["copy", "wait", "end", "copy", "wait", "end"]] * 2
 
 
 @pytest.mark.parametrize(("make", "scaling"), [(sgd, "linear"), (momentum, "none"), (adam, "none")])
-def test_a_sum_of_losses_is_trained_as_their_mean(make: Any, scaling: str) -> None:
+def test_summed_loss_trains_like_mean_loss(make: Any, scaling: str) -> None:
     def program(here: World, reduction: str) -> torch.Tensor:
         options = {"lock_step": True, "lr_scaling": scaling, "device_class": classes(here)}
         loader, model, optimizer = adapted(make=make, loss_reduction=reduction, **options)
@@ -301,7 +301,7 @@ def test_a_sum_of_losses_is_trained_as_their_mean(make: Any, scaling: str) -> No
     torch.testing.assert_close(*both, rtol=1e-9, atol=1e-12)
 
 
-def test_an_epoch_goes_on_where_another_loader_stopped() -> None:
+def test_loader_resumes_from_state_of_another_loader() -> None:
     def program(here: World) -> Any:
         loader, model, optimizer = adapted("adaptive-hogbatch")
         train(loader, model, optimizer)
@@ -317,7 +317,7 @@ def test_an_epoch_goes_on_where_another_loader_stopped() -> None:
 
 
 @pytest.mark.parametrize("what", ["drain", "evaluate"])
-def test_what_all_workers_do_together_they_do_between_epochs(what: str) -> None:
+def test_drain_and_evaluate_raise_within_epoch(what: str) -> None:
     def program(here: World) -> None:
         loader, model, optimizer = adapted()
         for _, x, y in loader:
@@ -331,7 +331,7 @@ def test_what_all_workers_do_together_they_do_between_epochs(what: str) -> None:
     on_ranks(2, program)
 
 
-def test_sizes_of_another_class_are_not_taken_over() -> None:
+def test_loaded_sizes_of_another_device_class_are_ignored() -> None:
     """On another number of ranks every worker loads the state of rank 0, whatever its class."""
 
     def program(here: World) -> Any:
@@ -344,12 +344,12 @@ def test_sizes_of_another_class_are_not_taken_over() -> None:
             loader.load_state_dict(state)
             return loader.state_dict()
 
-        alike = resumed(device_class="fast", sizes=None)
-        assert (alike["thresholds"], alike["size"]) == ([8, 16], 16)
+        same_class = resumed(device_class="fast", sizes=None)
+        assert (same_class["thresholds"], same_class["size"]) == ([8, 16], 16)
         slow = resumed(device_class="slow", sizes=None)
         assert (slow["thresholds"], slow["size"]) == (None, 1)
-        said = resumed(device_class="fast", sizes={"fast": (2, 4)})
-        assert (said["thresholds"], said["size"]) == ([2, 4], 4)
+        given = resumed(device_class="fast", sizes={"fast": (2, 4)})
+        assert (given["thresholds"], given["size"]) == ([2, 4], 4)
 
     on_ranks(1, program)
 
@@ -374,7 +374,7 @@ def test_tied_parameters_stay_tied() -> None:
     on_ranks(2, program)
 
 
-def test_what_is_shared_no_more_is_an_error() -> None:
+def test_replaced_shared_tensors_raise() -> None:
     def program(here: World) -> None:
         loader, model, optimizer = adapted(make=momentum, device_class=classes(here))
         train(loader, model, optimizer)
@@ -410,7 +410,7 @@ def test_what_is_shared_no_more_is_an_error() -> None:
         ({"nodes": [[0], [0]]}, "nodes must have each of the ranks"),
     ],
 )
-def test_options_that_make_no_sense_are_errors(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_raise(options: dict[str, Any], message: str) -> None:
     def program(here: World) -> None:
         with pytest.raises((ValueError, hvd.HorovodInternalError), match=message):
             adapted(**options)
@@ -418,7 +418,7 @@ def test_options_that_make_no_sense_are_errors(options: dict[str, Any], message:
     on_ranks(1, program)
 
 
-def test_what_needs_steps_of_all_ranks_is_refused() -> None:
+def test_optimizer_and_loader_options_that_hogbatch_lacks_raise() -> None:
     def program(here: World) -> None:
         for changes, message in (
             ({"backward_passes_per_step": 2}, "use backward_passes_per_step=1, got 2"),
@@ -439,7 +439,7 @@ def test_what_needs_steps_of_all_ranks_is_refused() -> None:
     on_ranks(1, program)
 
 
-def test_an_order_of_more_than_the_samples_is_refused() -> None:
+def test_order_longer_than_data_set_raises() -> None:
     def program(here: World) -> None:
         loader, *_ = adapted(order=lambda epoch: [*range(203), 0])
         with pytest.raises(
@@ -451,8 +451,8 @@ def test_an_order_of_more_than_the_samples_is_refused() -> None:
 
 
 @pytest.mark.parametrize("option", ["ranks_may_leave", "audit"])
-def test_ranks_may_leave_and_are_audited_on_a_single_node_only(option: str) -> None:
-    """Once, an audit took what merges had changed for what steps had lost."""
+def test_ranks_may_leave_and_audit_require_a_single_node(option: str) -> None:
+    """Regression: an audit counted changes by merges as lost by steps."""
 
     def program(here: World) -> None:
         with pytest.raises(ValueError, match=f"{option}=True is for the ranks of one host, got"):
@@ -461,7 +461,7 @@ def test_ranks_may_leave_and_are_audited_on_a_single_node_only(option: str) -> N
     on_ranks(2, program)
 
 
-def test_ranks_that_disagree_get_an_error() -> None:
+def test_differing_options_raise_on_every_rank() -> None:
     def program(here: World) -> None:
         with pytest.raises(hvd.HorovodInternalError, match="rank 1: alpha=3"):
             adapted(alpha=2.0 + here.rank)
@@ -469,7 +469,7 @@ def test_ranks_that_disagree_get_an_error() -> None:
     on_ranks(2, program)
 
 
-def test_more_workers_than_cores_are_warned_of(
+def test_more_workers_than_cores_log_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("gtopk.adaptive.hogbatch.node.allowed_cores", lambda: frozenset("01"))
@@ -478,15 +478,15 @@ def test_more_workers_than_cores_are_warned_of(
         adapted()
 
     on_ranks(3, program)
-    (said,) = [text for text in caplog.messages if "workers of hogbatch" in text]
-    assert said.startswith("3 workers of hogbatch on CPUs share 2 cores (ranks 0, 1, 2), ")
+    (warning,) = [text for text in caplog.messages if "workers of hogbatch" in text]
+    assert warning.startswith("3 workers of hogbatch on CPUs share 2 cores (ranks 0, 1, 2), ")
 
 
 @pytest.mark.parametrize("nodes", [None, [[0], [1]]])
-def test_what_compression_costs_is_told_where_there_is_any(
+def test_compression_warnings_appear_only_if_nodes_exchange(
     nodes: list[list[int]] | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once, a line on the density came right before one that nothing is exchanged."""
+    """Regression: a warning on the density came right before one that nothing is exchanged."""
 
     def program(here: World) -> None:
         model = torch.nn.Linear(FEATURES, 1000).double()
@@ -501,11 +501,11 @@ def test_what_compression_costs_is_told_where_there_is_any(
             optimizer.step()
 
     on_ranks(2, program)
-    for said in ("leaves 60 of 6,000 entries", "Adam after compression loses accuracy"):
-        assert sum(said in text for text in caplog.messages) == (nodes is not None)
+    for warning in ("leaves 60 of 6,000 entries", "Adam after compression loses accuracy"):
+        assert sum(warning in text for text in caplog.messages) == (nodes is not None)
 
 
-def test_beta_weighs_updates_in_place() -> None:
+def test_beta_weights_updates_of_workers_that_write_in_place() -> None:
     def program(here: World) -> Any:
         loader, *_ = adapted(device_class=classes(here))
         table = loader._table
@@ -518,8 +518,10 @@ def test_beta_weighs_updates_in_place() -> None:
     assert on_ranks(2, program)[0] == [[10.0, 10.0], [5.0, 10.0], [6.0, 10.0]]
 
 
-def of_slope_1(length: int, batch: int, nodes: Any) -> tuple[Any, torch.Tensor, Any]:
-    """Return a loader, one weight that begins at 0, and its optimizer: each sample's slope is 1."""
+def loader_with_unit_gradients(
+    length: int, batch: int, nodes: Any
+) -> tuple[Any, torch.Tensor, Any]:
+    """Return a loader, one weight that begins at 0, and its optimizer: each gradient is 1."""
     weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("w", weight)])
     loader = hvd.adapt(
@@ -535,13 +537,13 @@ def of_slope_1(length: int, batch: int, nodes: Any) -> tuple[Any, torch.Tensor, 
 
 
 @pytest.mark.parametrize("nodes", [None, [[0], [1]]])
-def test_an_epoch_moves_the_model_as_far_as_synchronous_steps(nodes: Any) -> None:
-    """Once, half as far on two nodes: rates were by the batch of all, and models are averaged."""
+def test_epoch_moves_model_as_far_as_synchronous_steps(nodes: Any) -> None:
+    """Regression: half as far on two nodes: rates were by the global batch, models are averaged."""
     size, batch, length = 2, 4, 64
     turn = threading.Barrier(size)  # as many batches for both
 
     def program(here: World) -> float:
-        loader, weight, optimizer = of_slope_1(length, batch, nodes)
+        loader, weight, optimizer = loader_with_unit_gradients(length, batch, nodes)
         for (x,) in loader:
             optimizer.zero_grad()
             (x @ weight).mean().backward()
@@ -556,13 +558,13 @@ def test_an_epoch_moves_the_model_as_far_as_synchronous_steps(nodes: Any) -> Non
     assert on_ranks(size, program) == [-length / (size * batch)] * size
 
 
-def test_a_node_that_is_quicker_moves_the_model_no_further() -> None:
-    """Once, merges weighed by samples what had its samples' length: 1.6 times as far at 57 to 7."""
+def test_faster_node_moves_model_no_further() -> None:
+    """Regression: merges weighted sums by samples again, so 1.6 times as far at 57 to 7 samples."""
     batch, length, ahead = 4, 64, 40
     is_ahead = threading.Event()
 
     def program(here: World) -> tuple[float, int]:
-        loader, weight, optimizer = of_slope_1(length, batch, [[0], [1]])
+        loader, weight, optimizer = loader_with_unit_gradients(length, batch, [[0], [1]])
         steps = 0
         for (x,) in loader:
             assert here.rank == 0 or is_ahead.wait(30)
@@ -581,7 +583,7 @@ def test_a_node_that_is_quicker_moves_the_model_no_further() -> None:
 
 
 @pytest.mark.parametrize("density", [None, 0.2])
-def test_several_nodes_merge_while_they_train(density: float | None) -> None:
+def test_nodes_merge_models_during_training(density: float | None) -> None:
     """Four ranks, two to a node; what top-k has not sent stays on its node until `drain`."""
     compression = hvd.Compression.gtopk(density=density) if density else hvd.Compression.none
 

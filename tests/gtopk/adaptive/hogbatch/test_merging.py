@@ -57,7 +57,7 @@ def trained(here: World, compression: Any) -> tuple[Followed, torch.Tensor]:
     return followed, flat(model)
 
 
-def test_a_merge_is_the_mean_of_what_nodes_applied() -> None:
+def test_merge_adds_mean_of_updates_applied_by_nodes() -> None:
     """The next merge includes updates that were applied during this one."""
     nodes, models = zip(*on_ranks(2, lambda here: trained(here, hvd.Compression.none)), strict=True)
     expected = flat(network())
@@ -72,19 +72,19 @@ def test_a_merge_is_the_mean_of_what_nodes_applied() -> None:
 
 
 @pytest.mark.parametrize("number", [0, 3])
-def test_a_merge_that_fails_is_an_error_on_all_workers_of_its_node(number: int) -> None:
-    """Regression: the others waited for the first one, which lives on, until their timeouts."""
+def test_failed_merge_raises_on_all_workers(number: int) -> None:
+    """Regression: the other workers waited for the live leader until their timeouts."""
     over = threading.Barrier(4)
 
     def program(here: World) -> str:
         loader, model, optimizer = adapted(nodes=[[0, 1], [2, 3]], merge_every=60)
         merging, exchange = loader._node.merging, []
 
-        def fails(*told: Any) -> Any:
-            exchange.append(told)
+        def fails(*arguments: Any) -> Any:
+            exchange.append(arguments)
             if len(exchange) == number + 1:
                 raise RuntimeError("no way through")
-            return reduced(*told)
+            return reduced(*arguments)
 
         if here.rank in (0, 2):
             reduced = merging._replica.exchange
@@ -99,7 +99,7 @@ def test_a_merge_that_fails_is_an_error_on_all_workers_of_its_node(number: int) 
 
 
 @pytest.mark.parametrize("density", [0.05, 0.2, 1.0])
-def test_what_top_k_sends_in_parts_is_all_there_after_a_drain(density: float) -> None:
+def test_drain_merges_all_updates_that_topk_withheld(density: float) -> None:
     compression = hvd.Compression.gtopk(density=density)
     results = on_ranks(2, lambda here: trained(here, compression))
     expected = flat(network()) + sum(sum(node.applied) / 2 for node, _ in results)
@@ -108,7 +108,7 @@ def test_what_top_k_sends_in_parts_is_all_there_after_a_drain(density: float) ->
         torch.testing.assert_close(model, expected, rtol=1e-11, atol=1e-13)
 
 
-def test_a_first_worker_that_merges_and_ends_at_once_is_not_missed() -> None:
+def test_leader_that_merges_and_leaves_is_not_reported_missing() -> None:
     head = np.zeros(1, np.dtype([("merged", np.int64)]))
 
     def end(place: int) -> bool:
@@ -127,7 +127,7 @@ def test_a_first_worker_that_merges_and_ends_at_once_is_not_missed() -> None:
 
 
 @pytest.mark.parametrize("kinds", [("fast", "fast"), ("slow", "fast")])
-def test_a_model_that_is_loaded_after_adapt_is_the_one_that_is_trained(kinds: Any) -> None:
+def test_model_loaded_after_adapt_is_trained(kinds: Any) -> None:
     def program(here: World) -> tuple[bool, bool]:
         loader, model, _ = adapted(device_class=kinds[hvd.rank()])
         with torch.no_grad():
@@ -146,7 +146,7 @@ def test_a_model_that_is_loaded_after_adapt_is_the_one_that_is_trained(kinds: An
 
 
 @pytest.mark.parametrize("is_finite", [False, True])
-def test_a_merge_without_an_update_leaves_each_node_its_work(is_finite: bool, caplog: Any) -> None:
+def test_skipped_merge_keeps_updates_of_each_node(is_finite: bool, caplog: Any) -> None:
     model, center = torch.full((4,), 3.0), torch.ones(4)
     merging = object.__new__(NodeMerges)
     merging._snapshot, merging._before = [model.clone()], [model.clone()]

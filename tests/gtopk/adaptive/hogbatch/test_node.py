@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[4]
 RANKS, KILLED = 3, 1
 
 
-def test_mpis_ranks_train_one_model(mpirun: Callable[..., Any]) -> None:
+def test_mpi_ranks_train_one_shared_model(mpirun: Callable[..., Any]) -> None:
     job = mpirun(RANKS, "hogbatch.py")
     assert job.returncode == 0, job.stderr
 
@@ -56,7 +56,7 @@ def last_line(rank: int) -> str:
     return f"rank {rank} is done; 60 updates; computed again: 10"
 
 
-def test_a_killed_process_does_not_stop_the_others(tmp_path: Path) -> None:
+def test_other_ranks_finish_after_a_process_is_killed(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -69,14 +69,14 @@ def test_a_killed_process_does_not_stop_the_others(tmp_path: Path) -> None:
     codes = [rank.returncode for rank in ranks]
     assert codes == [-9 if rank == KILLED else 0 for rank in range(RANKS)], ends
     check(tmp_path)
-    for rank, (said, _) in enumerate(ends):
-        assert rank == KILLED or said == f"{last_line(rank)}\n"
+    for rank, (output, _) in enumerate(ends):
+        assert rank == KILLED or output == f"{last_line(rank)}\n"
 
 
 @pytest.mark.faults
 @pytest.mark.skipif(VENDOR != "Open MPI", reason="other mpiruns end all ranks with the killed one")
 @pytest.mark.parametrize("shuts_down", ["yes", "no"])
-def test_mpirun_that_recovers_lets_the_others_finish(tmp_path: Path, shuts_down: str) -> None:
+def test_other_ranks_finish_under_mpirun_with_recovery(tmp_path: Path, shuts_down: str) -> None:
     """Regression: after shutdown(), a rank called MPI_Finalize, which waited for the dead one."""
     program = ROOT / "tests" / "programs" / "hogbatch_killed.py"
     job = subprocess.run(

@@ -15,7 +15,7 @@ from tests.gtopk.adaptive.hogbatch_workers import BATCH, adapted, classes, data,
 from tests.gtopk.adaptive.modelled_ranks import network, on_ranks
 
 
-def test_what_is_not_finite_never_reaches_the_model() -> None:
+def test_nonfinite_updates_never_reach_the_model() -> None:
     def program(here: World) -> Any:
         loader, model, optimizer = adapted(device_class=classes(here))
         for number, (_, x, y) in enumerate(loader):
@@ -29,7 +29,7 @@ def test_what_is_not_finite_never_reaches_the_model() -> None:
     assert report.updates > 10
 
 
-def test_a_model_that_is_not_finite_is_an_error_soon() -> None:
+def test_nonfinite_shared_model_raises_after_few_skipped_updates() -> None:
     """Regression: every later update was skipped silently, in all remaining epochs."""
 
     def program(here: World) -> None:
@@ -45,7 +45,7 @@ def test_a_model_that_is_not_finite_is_an_error_soon() -> None:
     on_ranks(2, program)
 
 
-def test_gradients_that_are_never_finite_are_an_error() -> None:
+def test_persistently_nonfinite_gradients_raise() -> None:
     def program(here: World) -> None:
         model = network()
         optimizer = hvd.DistributedOptimizer(

@@ -51,7 +51,7 @@ def flat(model: torch.nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_in_lock_step_gpu_and_cpu_ranks_are_one_process(name: str) -> None:
+def test_lock_step_of_gpu_and_cpu_ranks_equals_single_process(name: str) -> None:
     size, steps = 3, []
 
     def program(here: World) -> torch.Tensor:
@@ -125,7 +125,7 @@ def test_ranks_that_share_a_gpu_train_one_model(mode: str, gpus: int) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_old_gradient_of_a_gpu_is_the_optimizers_own_step_on_the_host(name: str) -> None:
+def test_stale_gpu_gradient_steps_like_plain_optimizer_on_host(name: str) -> None:
     plain, slow, fast = network(), network(), network().to(GPU)
     oracle, in_place, beside = (OPTIMIZERS[name](m.parameters()) for m in (plain, slow, fast))
     parameters, own = list(slow.parameters()), list(fast.parameters())
@@ -161,7 +161,7 @@ def test_an_old_gradient_of_a_gpu_is_the_optimizers_own_step_on_the_host(name: s
 
 
 @pytest.mark.parametrize("ranks_on_gpu", [1, 2])
-def test_processes_on_a_gpu_and_on_the_cpu_train_one_model(
+def test_gpu_and_cpu_processes_train_one_model(
     mpirun: Callable[..., Any], ranks_on_gpu: int
 ) -> None:
     job = mpirun(3, "hogbatch_gpu.py", timeout=50, HOGBATCH_GPUS=str(ranks_on_gpu))

@@ -28,7 +28,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     return held
 
 
-def test_memory_is_locked_for_as_long_as_it_lives(registered: dict[int, int]) -> None:
+def test_memory_stays_page_locked_until_freed(registered: dict[int, int]) -> None:
     memory = np.zeros(4096, np.uint8)
     assert lock_pages(memory, CUDA)
     assert registered == {memory.ctypes.data: 4096}
@@ -37,7 +37,7 @@ def test_memory_is_locked_for_as_long_as_it_lives(registered: dict[int, int]) ->
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_there_is_nothing_to_lock_without_a_gpu_or_bytes(
+def test_nothing_is_page_locked_without_gpu_or_bytes(
     registered: dict[int, int], device: str
 ) -> None:
     memory = np.zeros(8 if device == "cpu" else 0, np.uint8)
@@ -46,7 +46,7 @@ def test_there_is_nothing_to_lock_without_a_gpu_or_bytes(
 
 
 @pytest.mark.parametrize("fault", ["status", "error"])
-def test_where_cuda_refuses_copies_go_on_as_before(
+def test_lock_pages_returns_false_and_clears_error_if_cuda_refuses(
     monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     def register(*_: Any) -> int:

@@ -9,7 +9,7 @@ from gtopk.adaptive.hogbatch.sizes import GAIN, Probe, largest_fitting, memory_o
 
 
 @pytest.mark.parametrize("overhead", [0.0, 1.0, 30.0, 1e9])
-def test_twice_the_found_size_gains_little(overhead: float) -> None:
+def test_doubling_the_found_size_gains_little(overhead: float) -> None:
     probe = Probe(1, 256)
 
     def speed(size: int) -> float:
@@ -21,7 +21,7 @@ def test_twice_the_found_size_gains_little(overhead: float) -> None:
     assert probe.found == 1 or speed(probe.found) >= GAIN * speed(probe.found // 2)
 
 
-def test_the_slower_ones_of_three_batches_tell_nothing() -> None:
+def test_probe_uses_fastest_of_three_batches() -> None:
     probe = Probe(1, 64)
     for seconds in (9.0, 1.0, 9.0, 9.0, 9.0, 1.0):
         probe.note(probe.size, seconds)
@@ -29,7 +29,7 @@ def test_the_slower_ones_of_three_batches_tell_nothing() -> None:
     assert probe.size == 4
 
 
-def test_a_size_is_given_up_after_three_more_batches() -> None:
+def test_probe_gives_a_slow_size_three_more_batches() -> None:
     for later in ([9.0, 9.0, 1.0], [9.0, 9.0, 9.0]):
         probe = Probe(1, 64)
         for seconds in (1.0, 1.0, 1.0, 9.0, 9.0, 9.0):  # the machine was busy
@@ -41,7 +41,7 @@ def test_a_size_is_given_up_after_three_more_batches() -> None:
         assert (probe.found, probe.size) == ((None, 4) if 1.0 in later else (1, 1))
 
 
-def test_a_batch_of_another_size_tells_nothing() -> None:
+def test_probe_ignores_batches_of_another_size() -> None:
     probe = Probe(4, 64)
     probe.note(3, 1.0)  # the last one of an epoch
     probe.note(4, 1.0)
@@ -49,13 +49,13 @@ def test_a_batch_of_another_size_tells_nothing() -> None:
     assert probe.size == 4
 
 
-def test_what_fits_follows_what_a_batch_took() -> None:
+def test_largest_fitting_size_scales_with_memory_per_sample() -> None:
     assert largest_fitting(8, took_bytes=800, free_bytes=10_000) == 80
     assert largest_fitting(8, took_bytes=800, free_bytes=10) == 1
     assert largest_fitting(8, took_bytes=0, free_bytes=10) > 1000
 
 
-def test_what_the_allocator_keeps_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_reserved_by_allocator_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = {
         "mem_get_info": (100, 9000),
         "memory_reserved": 700,

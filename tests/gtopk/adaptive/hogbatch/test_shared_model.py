@@ -77,32 +77,25 @@ def train(
     return torch.cat([parameter.detach().reshape(-1) for parameter in made.parameters()])
 
 
+@pytest.mark.parametrize("by_copy", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_in_place_is_training_as_ever_to_the_bit(name: str) -> None:
+def test_training_on_shared_memory_equals_plain_training_bitwise(name: str, by_copy: bool) -> None:
     plain, made = model(), model()
     expected = train(plain, OPTIMIZERS[name](plain.parameters()))
     optimizer = OPTIMIZERS[name](made.parameters())
     shared, parameters, states = share(made, optimizer)
     shared.map_state(parameters, states, optimizer)
-    shared.map_parameters(parameters)
-    assert torch.equal(train(made, optimizer), expected)
+    if not by_copy:
+        shared.map_parameters(parameters)
+    copy = DeviceCopy(shared, parameters) if by_copy else None
+    assert torch.equal(train(made, optimizer, copy), expected)
     assert torch.equal(torch.cat([tensor.reshape(-1) for tensor in shared.parameters]), expected)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_by_a_copy_is_training_as_ever_to_the_bit(name: str) -> None:
-    plain, made = model(), model()
-    expected = train(plain, OPTIMIZERS[name](plain.parameters()))
-    optimizer = OPTIMIZERS[name](made.parameters())
-    shared, parameters, states = share(made, optimizer)
-    shared.map_state(parameters, states, optimizer)
-    assert torch.equal(train(made, optimizer, DeviceCopy(shared, parameters)), expected)
-
-
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
-def test_a_fused_step_takes_the_gradient_of_a_copy_in_any_strides(kind: Any) -> None:
-    """Regression: it paired entries in memory order, also for tensors in channels_last."""
-    taken = []
+def test_fused_step_on_shared_memory_accepts_gradients_in_any_strides(kind: Any) -> None:
+    """Regression: the step paired entries in memory order, also for tensors in channels_last."""
+    stepped = []
     for layout in (torch.contiguous_format, torch.channels_last):
         made = torch.nn.Conv2d(3, 4, 3, bias=False)
         with torch.no_grad():
@@ -115,12 +108,12 @@ def test_a_fused_step_takes_the_gradient_of_a_copy_in_any_strides(kind: Any) -> 
         made.weight.grad = torch.arange(108.0).view_as(made.weight).sin().to(memory_format=layout)
         with copy.on_shared_memory():
             optimizer.step()
-        taken.append(shared.parameters[0])
-    assert torch.equal(*taken)
+        stepped.append(shared.parameters[0])
+    assert torch.equal(*stepped)
 
 
-def test_a_gradient_of_before_is_not_filled_again_in_its_own_strides() -> None:
-    """Regression: a fused step paired it with the parameter's memory, which has other strides."""
+def test_gradient_from_before_sharing_is_not_reused_with_its_old_strides() -> None:
+    """Regression: a fused step paired the gradient with memory of other strides."""
     made = torch.nn.Conv2d(3, 4, 3, bias=False).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(made.parameters(), lr=0.1, fused=True)
     x = torch.randn(1, 3, 5, 5)
@@ -136,7 +129,7 @@ def test_a_gradient_of_before_is_not_filled_again_in_its_own_strides() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_update_as_old_as_can_be_is_the_optimizers_own_step(name: str) -> None:
+def test_stale_update_equals_plain_optimizer_step(name: str) -> None:
     """Regression: the copy's state change was added 600 updates later, so that v < 0 gave NaN."""
     plain, slow, fast = model(), model(), model()
     oracle, *optimizers = (OPTIMIZERS[name](each.parameters()) for each in (plain, slow, fast))
@@ -166,7 +159,7 @@ def test_an_update_as_old_as_can_be_is_the_optimizers_own_step(name: str) -> Non
         )
 
 
-def test_a_copy_is_the_workers_own_again_after_a_step() -> None:
+def test_device_copy_is_restored_after_step_on_shared_memory() -> None:
     made = model()
     optimizer = OPTIMIZERS["momentum"](made.parameters())
     shared, parameters, states = share(made, optimizer)
@@ -181,7 +174,7 @@ def test_a_copy_is_the_workers_own_again_after_a_step() -> None:
     assert all(p.grad is g for p, g in zip(parameters, gradients, strict=True))
 
 
-def test_a_state_that_is_there_already_goes_on() -> None:
+def test_existing_optimizer_state_is_kept() -> None:
     plain, made = model(), model()
     optimizers = [OPTIMIZERS["adam"](each.parameters()) for each in (plain, made)]
     train(plain, optimizers[0])
@@ -193,7 +186,7 @@ def test_a_state_that_is_there_already_goes_on() -> None:
 
 
 @pytest.mark.parametrize("name", ["momentum", "adam"])
-def test_a_parameter_without_a_state_shares_its_first_beside_others(name: str) -> None:
+def test_parameter_without_state_gets_shared_state(name: str) -> None:
     """Regression: if others had a state, as after thawing a layer, each worker created its own."""
     plain, made = model(), model()
     optimizers = [OPTIMIZERS[name](each.parameters()) for each in (plain, made)]
@@ -219,13 +212,13 @@ def test_a_parameter_without_a_state_shares_its_first_beside_others(name: str) -
         (WithScale, r"WithScale cannot step .* but not self\.scale, which belongs in one of them"),
     ],
 )
-def test_an_optimizer_that_cannot_step_there_is_an_error(make: Any, reason: str) -> None:
+def test_optimizer_that_cannot_step_on_shared_memory_raises(make: Any, reason: str) -> None:
     parameters = list(model().parameters())
     with pytest.raises(ValueError, match=reason):
         states_of(make(parameters), parameters)
 
 
-def test_tensors_lie_in_lines_of_their_own() -> None:
+def test_shared_tensors_begin_on_separate_cache_lines() -> None:
     shared, *_ = share(made := model(), OPTIMIZERS["adam"](made.parameters()))
     layout: Layout = shared.layout
     ends = [place.first_byte + place.size_bytes for place in layout.places]
@@ -243,14 +236,14 @@ def test_tensors_lie_in_lines_of_their_own() -> None:
         (torch.zeros(3, 1).expand(3, 3), "its elements share memory"),
     ],
 )
-def test_a_parameter_that_cannot_be_shared_is_an_error(tensor: torch.Tensor, reason: str) -> None:
+def test_unshareable_parameter_raises(tensor: torch.Tensor, reason: str) -> None:
     names = {torch.nn.Parameter(torch.zeros(2)): "bias", torch.nn.Parameter(tensor): "weight"}
     with pytest.raises(ValueError, match=f"parameter 'weight' cannot be shared.*: {reason}"):
         require_shareable(names)
 
 
-def test_parameters_of_one_memory_are_an_error() -> None:
-    """Regression: each got its own memory, so that one parameter became two."""
+def test_overlapping_parameters_raise() -> None:
+    """Regression: each view got its own memory, so that one parameter became two."""
     memory = torch.zeros(4, 6)
     a, b = torch.nn.Parameter(memory), torch.nn.Parameter(memory.view(-1)[20:])
     for trained, other in ((a, b), (b, a)):
@@ -263,8 +256,8 @@ def test_parameters_of_one_memory_are_an_error() -> None:
         other.requires_grad_()
 
 
-def test_parameters_side_by_side_in_one_memory_are_shared() -> None:
-    """Like the weights of an LSTM on a GPU."""
+def test_adjacent_parameters_of_one_buffer_are_shareable() -> None:
+    """The weights of an LSTM on a GPU lie like this."""
     first, second = torch.zeros(24).split([10, 14])
     require_shareable(
         {

@@ -22,7 +22,9 @@ WIDE = Thresholds(1, 1024)
         (5, [], 64),  # alone
     ],
 )
-def test_the_rule(updates: int, others: list[float], expected: int) -> None:
+def test_next_size_depends_on_updates_relative_to_others(
+    updates: int, others: list[float], expected: int
+) -> None:
     assert next_size(64, updates, others, 2.0, WIDE) == expected
 
 
@@ -34,7 +36,7 @@ def test_the_rule(updates: int, others: list[float], expected: int) -> None:
     smallest=st.integers(1, 100),
     span=st.integers(0, 500),
 )
-def test_no_size_crosses_its_thresholds(
+def test_next_size_stays_within_thresholds(
     size: int, updates: int, others: list[int], alpha: float, smallest: int, span: int
 ) -> None:
     thresholds = Thresholds(smallest, smallest + span)
@@ -42,20 +44,20 @@ def test_no_size_crosses_its_thresholds(
     assert smallest <= found <= smallest + span
 
 
-def test_slow_workers_begin_small_and_fast_ones_large() -> None:
-    said, default = Thresholds(4, 64), Thresholds(1, 512)
-    slow, fast = (Sizer(is_fast, True, 2.0, said, default) for is_fast in (False, True))
+def test_slow_workers_begin_small_and_fast_workers_large() -> None:
+    thresholds, default = Thresholds(4, 64), Thresholds(1, 512)
+    slow, fast = (Sizer(is_fast, True, 2.0, thresholds, default) for is_fast in (False, True))
     assert (slow.size, fast.size) == (4, 64)
     assert slow.next(10, [1]) == 8
     assert fast.next(1, [10]) == 32
 
 
-def test_without_adaptation_sizes_stay() -> None:
+def test_sizes_stay_fixed_without_adaptation() -> None:
     slow = Sizer(False, False, 2.0, Thresholds(4, 64), Thresholds(1, 512))
     assert slow.next(10, [1]) == slow.next(1, [10]) == 4
 
 
-def test_what_is_not_said_is_probed_or_the_largest() -> None:
+def test_missing_thresholds_are_probed_by_slow_and_largest_for_fast_workers() -> None:
     fast = Sizer(True, False, 2.0, None, Thresholds(1, 512))
     assert fast.thresholds == (512, 512)
     slow = Sizer(False, False, 2.0, None, Thresholds(1, 512))
@@ -79,7 +81,7 @@ def test_memory_limits_every_size() -> None:
     assert probing.next(0, []) == 2
 
 
-def test_memory_does_not_limit_what_has_fitted() -> None:
+def test_memory_estimate_does_not_limit_sizes_that_fitted() -> None:
     sizer = Sizer(True, True, 2.0, Thresholds(8, 64), Thresholds(1, 64))
     sizer.note_memory(64, took_bytes=640, free_bytes=650)
     assert sizer.size == 64
@@ -90,16 +92,16 @@ def test_memory_does_not_limit_what_has_fitted() -> None:
     assert sizer.next(9, [1]) == 64
 
 
-def test_memory_limits_what_has_not_been_tried() -> None:
+def test_memory_estimate_limits_untried_sizes() -> None:
     sizer = Sizer(False, True, 2.0, Thresholds(8, 64), Thresholds(1, 64))
     sizer.note_memory(8, took_bytes=80, free_bytes=250)
     sizes = [sizer.next(9, [1]) for _ in range(4)]
     assert sizes == [16, 20, 20, 20]
 
 
-def test_a_size_may_be_any_kind_of_whole_number() -> None:
-    said = {"cpu": [np.int64(4), 8], "gpu": np.int32(64)}
-    assert thresholds_of(said) == {"cpu": (4, 8), "gpu": (64, 64)}
+def test_sizes_accept_any_integer_type() -> None:
+    sizes = {"cpu": [np.int64(4), 8], "gpu": np.int32(64)}
+    assert thresholds_of(sizes) == {"cpu": (4, 8), "gpu": (64, 64)}
 
 
 @pytest.mark.parametrize(
@@ -117,6 +119,6 @@ def test_a_size_may_be_any_kind_of_whole_number() -> None:
         ([1, 2], r"sizes must map device classes to sizes, .* got \[1, 2\]"),
     ],
 )
-def test_sizes_that_make_no_sense_are_errors(sizes: dict[str, object], message: str) -> None:
+def test_invalid_sizes_raise(sizes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         thresholds_of(sizes)

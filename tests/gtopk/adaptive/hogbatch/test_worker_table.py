@@ -13,7 +13,7 @@ def open_table(transport: LocalTransport) -> WorkerTable:
     return WorkerTable(transport.shared_memory(WorkerTable.size_bytes(transport.size)))
 
 
-def test_rows_are_seen_by_all(threads: Callable[..., Any]) -> None:
+def test_rows_are_visible_to_all_workers(threads: Callable[..., Any]) -> None:
     def program(transport: LocalTransport) -> None:
         table = open_table(transport)
         table["size"] = 10 + transport.rank
@@ -27,7 +27,7 @@ def test_rows_are_seen_by_all(threads: Callable[..., Any]) -> None:
     threads(3, program)
 
 
-def test_writes_one_after_the_other_do_not_overlap(threads: Callable[..., Any]) -> None:
+def test_sequential_writes_do_not_overlap(threads: Callable[..., Any]) -> None:
     def program(transport: LocalTransport) -> int:
         table = open_table(transport)
         for turn in range(6):
@@ -40,7 +40,7 @@ def test_writes_one_after_the_other_do_not_overlap(threads: Callable[..., Any]) 
     assert threads(3, program) == [0, 0, 0]
 
 
-def test_writes_at_the_same_time_overlap_on_both_sides(threads: Callable[..., Any]) -> None:
+def test_concurrent_writes_overlap_on_both_sides(threads: Callable[..., Any]) -> None:
     def program(transport: LocalTransport) -> int:
         table = open_table(transport)
         if transport.rank == 2:  # never writes
@@ -55,7 +55,7 @@ def test_writes_at_the_same_time_overlap_on_both_sides(threads: Callable[..., An
     assert threads(3, program) == [1, 1, 0]
 
 
-def test_a_write_within_another_one_is_counted(threads: Callable[..., Any]) -> None:
+def test_write_within_another_write_counts_as_overlap(threads: Callable[..., Any]) -> None:
     """Rank 0's write begins and ends during rank 1's."""
 
     def program(transport: LocalTransport) -> int:

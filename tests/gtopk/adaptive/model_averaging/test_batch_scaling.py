@@ -32,7 +32,7 @@ def updates_of(sizes: Sequence[int], speeds: Sequence[float], samples: int) -> l
 
 @settings(deadline=None)
 @given(counts, st.sampled_from(["multiplicative", "published", "none"]), st.sampled_from([1, 8]))
-def test_sizes_keep_to_their_bounds_and_grains(
+def test_sizes_respect_bounds_and_grain(
     case: tuple[list[int], list[int]], rule: str, grain: int
 ) -> None:
     sizes, updates = case
@@ -44,7 +44,7 @@ def test_sizes_keep_to_their_bounds_and_grains(
 
 
 @pytest.mark.parametrize("speeds", [[132, 120, 110, 100], [4, 2, 1, 1], [8, 1], [3, 1, 2]])
-def test_the_multiplicative_rule_is_there_in_one_round(speeds: list[float]) -> None:
+def test_multiplicative_rule_converges_in_one_round(speeds: list[float]) -> None:
     sizes = [MOST] * len(speeds)
     sizes = multiplicative(sizes, updates_of(sizes, speeds, 100 * MOST), limits(len(speeds)))
     after = updates_of(sizes, speeds, 100 * MOST)
@@ -53,7 +53,7 @@ def test_the_multiplicative_rule_is_there_in_one_round(speeds: list[float]) -> N
     assert multiplicative(sizes, after, limits(len(speeds))) == sizes or max(after) > min(after) + 1
 
 
-def test_the_published_rule_swings_for_ever_where_its_gain_is_above_two() -> None:
+def test_published_rule_oscillates_if_its_gain_exceeds_two() -> None:
     speeds = [4.0, 2.0, 1.0, 1.0]
     sizes, ratios = [MOST] * 4, []
     for _ in range(40):
@@ -63,7 +63,7 @@ def test_the_published_rule_swings_for_ever_where_its_gain_is_above_two() -> Non
     assert min(ratios[20:]) > 1.15
 
 
-def test_the_published_rule_moves_by_half_the_lower_bound_for_each_update_off_the_mean() -> None:
+def test_published_rule_moves_by_half_the_lower_bound_per_update_off_the_mean() -> None:
     bounds = Limits(0, [128] * 3, [1024] * 3)
     assert published_rule([512] * 3, [12, 10, 8], bounds) == [640, 512, 384]
     assert published_rule([512, 512, 900], [10, 8, 12], bounds) == [
@@ -73,10 +73,10 @@ def test_the_published_rule_moves_by_half_the_lower_bound_for_each_update_off_th
     ]  # at its bound, so unchanged
 
 
-def test_counts_that_differ_by_one_change_nothing() -> None:
+def test_multiplicative_rule_ignores_a_difference_of_one_update() -> None:
     assert multiplicative([100, 300], [7, 8], limits(2, 1)) == [100, 300]
     assert multiplicative([100, 300], [6, 8], limits(2, 1)) == [256, 1024]
 
 
-def test_who_made_no_update_gets_the_least() -> None:
+def test_rank_without_updates_gets_smallest_batch() -> None:
     assert multiplicative([512, 512], [0, 20], limits(2)) == [128, 1024]

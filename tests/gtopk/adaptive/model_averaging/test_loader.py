@@ -18,7 +18,7 @@ from tests.gtopk.adaptive.modelled_ranks import on_ranks
 
 
 @pytest.mark.parametrize("algorithm", sorted(STRATEGIES))
-def test_every_sample_is_trained_with_once_an_epoch_and_ranks_agree(algorithm: str) -> None:
+def test_epoch_trains_every_sample_once_and_ranks_agree(algorithm: str) -> None:
     def program(here: World) -> Any:
         run = Run(algorithm=algorithm, mega_batch=64)
         seen = [run.epoch() for _ in range(6)]
@@ -49,7 +49,7 @@ def serial(batches: list[list[int]], lr: float, batch: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("summed", [False, True])
-def test_s_sgd_is_one_process_on_the_whole_batch(summed: bool) -> None:
+def test_s_sgd_equals_single_process_on_the_global_batch(summed: bool) -> None:
     reduction = "sum" if summed else "mean"
 
     def program(here: World) -> Any:
@@ -65,7 +65,7 @@ def test_s_sgd_is_one_process_on_the_whole_batch(summed: bool) -> None:
         torch.testing.assert_close(weight, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_merged_models_are_the_weighted_means_of_local_ones() -> None:
+def test_merged_model_is_weighted_mean_of_local_models() -> None:
     def program(here: World) -> Any:
         run = Run(mega_batch=1000, replay=by_speed([2.0, 1.0, 1.0]))
         seen = run.epoch()
@@ -83,7 +83,7 @@ def test_merged_models_are_the_weighted_means_of_local_ones() -> None:
         torch.testing.assert_close(weight, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_a_record_of_takes_repeats_a_run_to_the_bit() -> None:
+def test_replayed_record_repeats_run_bitwise() -> None:
     def run_with(here: World, replay: Any) -> Any:
         run = Run(hvd.Compression.gtopk(density=0.4), mega_batch=50, record=True, replay=replay)
         for _ in range(3):
@@ -98,7 +98,7 @@ def test_a_record_of_takes_repeats_a_run_to_the_bit() -> None:
         assert torch.equal(weight, same_weight)
 
 
-def test_a_record_repeats_a_run_that_went_on_from_a_state() -> None:
+def test_record_of_a_resumed_run_can_be_replayed() -> None:
     """Regression: the record began at the state, but was replayed from the first stretch."""
 
     def unlike(number: int, total: int, sizes: Sequence[int]) -> list[list[range]]:
@@ -126,7 +126,7 @@ def test_a_record_repeats_a_run_that_went_on_from_a_state() -> None:
     on_ranks(2, program)
 
 
-def test_sizes_follow_speeds_and_rates_follow_sizes() -> None:
+def test_batch_sizes_follow_speeds_and_learning_rates_follow_sizes() -> None:
     def program(here: World) -> Any:
         run = Run(batch=16, mega_batch=200, min_batch=1, replay=by_speed([4.0, 2.0, 1.0]))
         sizes, rates = [run.loader.sizes], []
@@ -152,9 +152,9 @@ def test_sizes_follow_speeds_and_rates_follow_sizes() -> None:
         assert rates[-2] == pytest.approx(0.05 * last[rank] / 16)
 
 
-def test_a_worker_that_dies_costs_only_its_samples_since_the_last_merge() -> None:
+def test_dead_worker_loses_only_samples_since_last_merge() -> None:
     states: list[dict[str, Any]] = []
-    told: list[str] = []
+    errors: list[str] = []
 
     def program(here: World) -> None:
         run = Run(mega_batch=50, lr=0.01, replay=EVENLY[3])
@@ -171,25 +171,25 @@ def test_a_worker_that_dies_costs_only_its_samples_since_the_last_merge() -> Non
         try:
             run.epoch(until)
         except hvd.HorovodInternalError as error:
-            told.append(str(error))
+            errors.append(str(error))
             raise
 
     with pytest.raises(RuntimeError, match="it dies"):
         on_ranks(3, program)
-    assert len(told) == 2
-    assert all("rank 1 left" in text for text in told)
+    assert len(errors) == 2
+    assert all("rank 1 left" in text for text in errors)
 
-    def those_left(here: World) -> list[int]:
+    def resume_on_survivors(here: World) -> list[int]:
         run = Run(mega_batch=50, lr=0.01)
         run.loader.load_state_dict(states[-1])
         return run.epoch()
 
-    seen = sorted(index for part in on_ranks(2, those_left) for index in part)
+    seen = sorted(index for part in on_ranks(2, resume_on_survivors) for index in part)
     order = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(0))
     assert seen == sorted(order[2 * 51 :].tolist())
 
 
-def test_an_iteration_that_is_broken_off_is_merged_and_the_next_epoch_begins() -> None:
+def test_break_merges_replicas_and_ends_the_epoch() -> None:
     def program(here: World) -> Any:
         run = Run(mega_batch=100, replay=EVENLY[2])
         run.epoch(until=lambda: run.loader.merges == 1)
@@ -201,7 +201,7 @@ def test_an_iteration_that_is_broken_off_is_merged_and_the_next_epoch_begins() -
     assert {epoch for _, epoch in results} == {2}
 
 
-def test_a_replica_that_is_not_finite_is_everybodys_business(
+def test_nonfinite_replica_is_excluded_on_every_rank_and_raises_if_it_persists(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def program(here: World) -> Any:
@@ -238,7 +238,7 @@ def test_a_replica_that_is_not_finite_is_everybodys_business(
     on_ranks(2, diverging)
 
 
-def test_what_replicas_cannot_do_is_said() -> None:
+def test_unsupported_options_of_mode_adaptive_sgd_raise() -> None:
     refused: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"mega_batch": -1}, ValueError, "mega_batch must be at least 0, got -1"),
         ({"local_steps": 0}, ValueError, "local_steps must be at least 1, got 0"),
@@ -281,7 +281,7 @@ def test_what_replicas_cannot_do_is_said() -> None:
     on_ranks(1, program)
 
 
-def test_ranks_that_differ_are_told() -> None:
+def test_differing_options_or_models_raise() -> None:
     def other_options(here: World) -> None:
         with pytest.raises(hvd.HorovodInternalError, match=r"rank 1: .*local_steps=9"):
             Run(local_steps=8 + here.rank)

@@ -19,13 +19,13 @@ def mega_batches(ranks: int, first_size: int = 16, **options: object) -> MegaBat
     return MegaBatches(chosen, [first_size] * ranks)
 
 
-def report(takes: list[range], size: int = 16, **said: object) -> Report:
-    return Report(size, len(takes), sum(map(len, takes)), takes=takes, **said)
+def report(takes: list[range], size: int = 16, **fields: object) -> Report:
+    return Report(size, len(takes), sum(map(len, takes)), takes=takes, **fields)
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 2000), st.integers(1, 5), st.sampled_from(["adaptive", "k-step", "crossbow"]))
-def test_an_epoch_is_merged_sample_by_sample_once(length: int, ranks: int, algorithm: str) -> None:
+def test_epoch_merges_every_sample_once(length: int, ranks: int, algorithm: str) -> None:
     batches = mega_batches(ranks, algorithm=algorithm, mega_batch=300)
     batches.begin([range(length)])
     merged, sizes = [], []
@@ -42,7 +42,7 @@ def test_an_epoch_is_merged_sample_by_sample_once(length: int, ranks: int, algor
         assert max(sizes) - min(sizes) <= len(sizes)  # no mega-batch is just a small remainder
 
 
-def test_what_a_lost_rank_had_taken_is_handed_out_first_and_once() -> None:
+def test_samples_of_lost_rank_are_handed_out_first_and_once() -> None:
     batches = mega_batches(3, mega_batch=200)
     batches.begin([range(400)])
     stretch = batches.open()
@@ -58,36 +58,36 @@ def test_what_a_lost_rank_had_taken_is_handed_out_first_and_once() -> None:
     assert len(batches.sizes) == 2
 
 
-def test_replicas_that_are_not_finite_weigh_nothing_and_change_no_sizes() -> None:
+def test_nonfinite_replicas_get_no_weight_and_change_no_sizes() -> None:
     batches = mega_batches(3)
     batches.begin([range(480)])
     batches.open()
-    said = [
+    reports = [
         Report(16, 20, 320),
         Report(16, 0, 0, finite=False),
         Report(16, 10, 160),
     ]
-    assert batches.merge_weights(said) == pytest.approx([2 / 3, 0.0, 1 / 3])
-    batches.close(said)
+    assert batches.merge_weights(reports) == pytest.approx([2 / 3, 0.0, 1 / 3])
+    batches.close(reports)
     assert batches.sizes == [16] * 3
-    assert batches.merge_weights([each._replace(finite=False) for each in said]) == [0.0] * 3
+    assert batches.merge_weights([each._replace(finite=False) for each in reports]) == [0.0] * 3
 
 
-def test_elastic_strategies_share_one_force() -> None:
-    said = [Report(16, 8, 128)] * 4
-    assert mega_batches(4, algorithm="elastic").merge_weights(said) == [0.9 / 4] * 4
-    assert mega_batches(4, algorithm="crossbow").merge_weights(said) == [0.25] * 4
-    assert mega_batches(4, algorithm="k-step").merge_weights(said) == [0.25] * 4
+def test_elastic_strategies_divide_one_force_equally() -> None:
+    reports = [Report(16, 8, 128)] * 4
+    assert mega_batches(4, algorithm="elastic").merge_weights(reports) == [0.9 / 4] * 4
+    assert mega_batches(4, algorithm="crossbow").merge_weights(reports) == [0.25] * 4
+    assert mega_batches(4, algorithm="k-step").merge_weights(reports) == [0.25] * 4
 
 
-def test_bounds_that_leave_no_size_are_refused() -> None:
+def test_bounds_without_a_valid_size_raise() -> None:
     with pytest.raises(ValueError, match="rank 0's batches must be from 20 to 16 samples"):
         mega_batches(2, min_batch=20)
     with pytest.raises(ValueError, match="a multiple of the grain 32: there is no such size"):
         mega_batches(2, grain=32)
 
 
-def test_a_checkpoint_holds_sizes_and_what_is_left() -> None:
+def test_checkpoint_holds_sizes_and_remaining_samples() -> None:
     batches = mega_batches(2, mega_batch=100)
     batches.begin([range(400)])
     stretch = batches.open()
@@ -102,14 +102,14 @@ def test_a_checkpoint_holds_sizes_and_what_is_left() -> None:
         assert other.sizes == (batches.sizes if ranks == 2 else [16] * 3)
 
 
-def test_a_checkpoint_of_another_global_batch_leaves_the_sizes_as_they_were_asked_for() -> None:
+def test_checkpoint_of_another_global_batch_keeps_requested_sizes() -> None:
     batches = mega_batches(2, mega_batch=100)
     batches.begin([range(100, 400)])
     other = mega_batches(2, first_size=24, mega_batch=100)
     other.load_state_dict(batches.state_dict())
     assert other.left == [range(100, 400)]
     assert other.sizes == [24, 24]
-    before_it_was_said = batches.state_dict()
-    del before_it_was_said["global_batch"]
-    other.load_state_dict(before_it_was_said)
+    state_without_global_batch = batches.state_dict()
+    del state_without_global_batch["global_batch"]
+    other.load_state_dict(state_without_global_batch)
     assert other.sizes == [16, 16]

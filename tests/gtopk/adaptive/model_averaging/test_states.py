@@ -20,29 +20,31 @@ from tests.gtopk.adaptive.modelled_ranks import on_ranks
 
 @pytest.mark.parametrize("algorithm", ["adaptive", "elastic"])
 @pytest.mark.parametrize("density", [1.0, 0.4])
-def test_a_run_goes_on_from_a_checkpoint_to_the_bit(algorithm: str, density: float) -> None:
+def test_run_resumes_from_checkpoint_bitwise(algorithm: str, density: float) -> None:
     compression = hvd.Compression.gtopk(density=density)
     options: dict[str, Any] = {"algorithm": algorithm, "mega_batch": 60, "merge_momentum": 0.5}
     if algorithm == "adaptive":
         options["replay"] = by_speed([3.0, 1.0])
 
     def program(here: World) -> Any:
-        whole = Run(compression, **options)
-        whole.epoch()
-        state, optimizer = whole.loader.state_dict(), whole.optimizer.state_dict()
-        seen = whole.epoch()
+        uninterrupted = Run(compression, **options)
+        uninterrupted.epoch()
+        state, optimizer = uninterrupted.loader.state_dict(), uninterrupted.optimizer.state_dict()
+        seen = uninterrupted.epoch()
         resumed = Run(compression, **options)
         resumed.optimizer.load_state_dict(optimizer)
         resumed.loader.load_state_dict(state)
         assert resumed.epoch() == seen
-        assert resumed.loader.state_dict()["batches"] == whole.loader.state_dict()["batches"]
-        return torch.equal(whole.weight, resumed.weight)
+        assert (
+            resumed.loader.state_dict()["batches"] == uninterrupted.loader.state_dict()["batches"]
+        )
+        return torch.equal(uninterrupted.weight, resumed.weight)
 
     assert on_ranks(2, program) == [True, True]
 
 
-def test_a_state_of_between_epochs_can_be_evaluated_and_drained_before_the_next() -> None:
-    """In a loader without a replica, and in one that has trained since."""
+def test_state_between_epochs_can_be_evaluated_and_drained_after_loading() -> None:
+    """Both in a new loader without a replica, and in one that has trained since."""
     options: dict[str, Any] = {"mega_batch": 50, "replay": by_speed([2.0, 1.0])}
     compression = hvd.Compression.gtopk(density=0.4)
 
@@ -71,23 +73,21 @@ def test_a_state_of_between_epochs_can_be_evaluated_and_drained_before_the_next(
     on_ranks(2, program)
 
 
-def test_a_state_that_is_loaded_after_ranks_drained_unlike_is_what_a_new_loader_begins_with() -> (
-    None
-):
-    """No rank drains any more, or gets a batch of weight 0 for that."""
+def test_loading_state_clears_drains_called_on_some_ranks_only() -> None:
+    """After the state is loaded, no rank drains or gets a placeholder batch."""
 
     def program(here: World) -> None:
         run, new = (Run(mega_batch=60, replay=EVENLY[2]) for _ in range(2))
         run.epoch()
         state = run.loader.state_dict()
 
-        def go_on() -> None:
+        def drain_on_rank_0() -> None:
             for _ in run.loader:
                 if here.rank == 0:
                     run.loader.drain()
 
         with pytest.raises(RuntimeError, match=r"ranks \[0\] called loader.drain\(\)"):
-            go_on()
+            drain_on_rank_0()
         for each in (run, new):
             each.loader.load_state_dict(state)
             assert not each.loader.drain_wanted
@@ -97,7 +97,7 @@ def test_a_state_that_is_loaded_after_ranks_drained_unlike_is_what_a_new_loader_
     on_ranks(2, program)
 
 
-def test_a_state_that_is_refused_within_an_epoch_changes_nothing() -> None:
+def test_rejected_state_within_epoch_changes_nothing() -> None:
     def program(here: World) -> None:
         compression = hvd.Compression.gtopk(density=0.4)
         run, other = (Run(compression, mega_batch=60, replay=EVENLY[2]) for _ in range(2))
@@ -116,7 +116,7 @@ def test_a_state_that_is_refused_within_an_epoch_changes_nothing() -> None:
     on_ranks(2, program)
 
 
-def test_a_loader_goes_back_to_before_its_first_epoch() -> None:
+def test_loader_returns_to_state_before_first_epoch() -> None:
     def program(here: World) -> None:
         run = Run(hvd.Compression.gtopk(density=0.4), mega_batch=50, replay=EVENLY[2])
         state, trained = run.loader.state_dict(), []
@@ -131,7 +131,7 @@ def test_a_loader_goes_back_to_before_its_first_epoch() -> None:
     on_ranks(2, program)
 
 
-def test_a_checkpoint_within_a_mega_batch_is_that_of_the_last_merge() -> None:
+def test_checkpoint_within_mega_batch_holds_last_merge() -> None:
     def program(here: World) -> Any:
         run = Run(mega_batch=50, lr=0.01, replay=EVENLY[2])
         states: list[Any] = []
@@ -161,7 +161,7 @@ def test_a_checkpoint_within_a_mega_batch_is_that_of_the_last_merge() -> None:
 
 
 @pytest.mark.parametrize("drains", [False, True])
-def test_a_broken_off_epoch_is_over_in_states_of_what_was_merged_since(drains: bool) -> None:
+def test_state_after_break_ends_epoch_only_if_drained(drains: bool) -> None:
     def program(here: World) -> Any:
         run = Run(mega_batch=50, replay=EVENLY[2])
         for _ in run.loader:
@@ -191,19 +191,19 @@ def few_for_rank_1(number: int, total: int, sizes: Sequence[int]) -> list[list[r
 
 @pytest.mark.parametrize("density", [1.0, 0.4])
 @pytest.mark.parametrize("after", [2, 3])
-def test_checkpoints_are_saved_within_an_epoch_and_resumed(
+def test_run_resumes_from_checkpoint_saved_within_epoch(
     density: float, after: int, tmp_path: Path
 ) -> None:
     """Even if a rank has no batch in a mega-batch, and so learns late that others save."""
     compression = hvd.Compression.gtopk(density=density)
 
-    def first(here: World) -> Any:
+    def save(here: World) -> Any:
         run = Run(compression, mega_batch=40, lr=0.01, replay=few_for_rank_1)
         seen: list[int] = []
-        due, stand_ins = 1, 0
+        due, placeholders = 1, 0
         for indices, x, y in run.loader:
             seen += indices.tolist() if run.loader.num_samples else []
-            stand_ins += not run.loader.num_samples
+            placeholders += not run.loader.num_samples
             run.optimizer.zero_grad()
             ((x @ run.weight - y).square().mean() / 2).backward()
             run.optimizer.step()
@@ -212,37 +212,37 @@ def test_checkpoints_are_saved_within_an_epoch_and_resumed(
                 due = run.loader.merges + 1
                 if due > 4:
                     break
-        return seen, stand_ins, run.weight.detach().clone()
+        return seen, placeholders, run.weight.detach().clone()
 
-    def then(here: World) -> Any:
+    def resume(here: World) -> Any:
         run = Run(compression, mega_batch=40, lr=0.01)
         gtopk.load_latest(tmp_path, None, run.optimizer, run.loader)
         return run.epoch(), run.weight.detach()
 
-    saved = on_ranks(2, first)
+    saved = on_ranks(2, save)
     assert saved[1][1] > 0
     assert torch.equal(saved[0][2], saved[1][2])
-    found = on_ranks(after, then)
+    found = on_ranks(after, resume)
     assert sorted(i for seen, *_ in saved + found for i in seen) == list(range(LENGTH))
 
 
-def test_all_ranks_stop_within_an_epoch_by_its_merges() -> None:
+def test_ranks_stop_together_within_epoch_after_a_merge() -> None:
     def program(here: World) -> Any:
         run = Run(mega_batch=40, lr=0.01, replay=few_for_rank_1)
         for _ in run.loader:
             if run.loader.merges >= 1:
                 run.loader.drain()
                 break
-        stood_in = run.loader.num_samples == 0
-        return run.epoch(), stood_in, run.weight.detach()
+        got_placeholder = run.loader.num_samples == 0
+        return run.epoch(), got_placeholder, run.weight.detach()
 
     results = on_ranks(2, program)
     assert sorted(i for seen, *_ in results for i in seen) == list(range(LENGTH))
-    assert [stood_in for _, stood_in, _ in results] == [False, True]
+    assert [got_placeholder for _, got_placeholder, _ in results] == [False, True]
     assert torch.equal(results[0][2], results[1][2])
 
 
-def test_drains_within_an_epoch_leave_every_sample_to_be_trained_with_once() -> None:
+def test_drains_within_epoch_keep_every_sample_trained_once() -> None:
     def program(here: World) -> Any:
         run = Run(mega_batch=40, lr=0.01, replay=EVENLY[2])
         seen, merges = [], 0
@@ -264,7 +264,7 @@ def test_drains_within_an_epoch_leave_every_sample_to_be_trained_with_once() -> 
     assert sorted(i for seen in results for i in seen) == sorted([*range(LENGTH)] * 2)
 
 
-def test_a_rank_that_does_not_drain_is_an_error_on_every_rank() -> None:
+def test_drain_on_some_ranks_only_raises_on_every_rank() -> None:
     def program(here: World) -> str:
         run = Run(mega_batch=40, lr=0.01, replay=EVENLY[3])
         try:
@@ -280,7 +280,7 @@ def test_a_rank_that_does_not_drain_is_an_error_on_every_rank() -> None:
         assert "ranks [1] did not" in error
 
 
-def test_draining_puts_all_that_was_not_sent_into_the_model() -> None:
+def test_drain_adds_all_unsent_offsets_to_the_model() -> None:
     def program(here: World) -> Any:
         run = Run(hvd.Compression.gtopk(density=0.3), mega_batch=50, replay=EVENLY[3])
         run.epoch()
@@ -320,8 +320,8 @@ def test_draining_puts_all_that_was_not_sent_into_the_model() -> None:
     on_ranks(2, on_fewer)
 
 
-def test_the_merged_model_is_saved_as_it_is_shown_and_nothing_unsent_is_lost() -> None:
-    """Regression: such a state, or a drain, lost the unsent parts of the replicas."""
+def test_state_and_drain_within_merged_keep_unsent_offsets() -> None:
+    """Regression: a state or a drain within `merged` lost the unsent parts of the replicas."""
 
     def program(here: World) -> Any:
         run = Run(hvd.Compression.gtopk(density=0.3), mega_batch=50, replay=EVENLY[2])

@@ -32,9 +32,7 @@ def positions(takes: list[range]) -> list[int]:
 
 @settings(deadline=None)
 @given(ranges, st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=60))
-def test_the_takes_of_a_stretch_are_disjoint_and_together_all_of_it(
-    places: list[range], turns: list[tuple[int, int]]
-) -> None:
+def test_takes_cover_the_stretch_once(places: list[range], turns: list[tuple[int, int]]) -> None:
     stretch, counter = SampleRange(places), LocalCounter()
     cursors = [SharedCursor(counter) for _ in range(4)]
     for number in range(2):  # takes beyond the end of the first move the start of the second
@@ -51,14 +49,14 @@ def test_the_takes_of_a_stretch_are_disjoint_and_together_all_of_it(
 
 @settings(deadline=None)
 @given(ranges, st.sets(st.integers(0, 99)))
-def test_what_nobody_finished_is_what_is_left(places: list[range], done: set[int]) -> None:
+def test_remaining_samples_are_those_not_finished(places: list[range], done: set[int]) -> None:
     stretch = SampleRange(places)
     finished = [range(p, p + 1) for p in sorted(done) if p < len(stretch)]
     left = [place for p, place in enumerate(positions(places)) if p not in done]
     assert positions(stretch.remaining(reversed(finished))) == left
 
 
-def test_ranks_that_take_at_once_take_every_sample_once() -> None:
+def test_concurrent_takes_cover_every_sample_once() -> None:
     def rank(transport: LocalTransport) -> list[range]:
         cursor = SharedCursor(transport.counter())
         cursor.open(0, 1000, [3, 5, 2], 0)
@@ -71,7 +69,7 @@ def test_ranks_that_take_at_once_take_every_sample_once() -> None:
     assert sorted(positions(list(chain.from_iterable(taken)))) == list(range(1000))
 
 
-def test_a_record_is_repeated_take_by_take() -> None:
+def test_replayed_record_repeats_every_take() -> None:
     sizes, total = [4, 2, 1], 23
     takes = by_speed([3.0, 2.0, 1.0])(0, total, sizes)
     assert sorted(positions(list(chain.from_iterable(takes)))) == list(range(total))
@@ -83,12 +81,12 @@ def test_a_record_is_repeated_take_by_take() -> None:
         assert not cursor.take(sizes[rank])
 
 
-def test_who_is_faster_takes_more() -> None:
+def test_by_speed_gives_faster_ranks_more_samples() -> None:
     takes = by_speed([4.0, 2.0, 1.0, 1.0])(0, 800, [10, 10, 10, 10])
     assert [sum(map(len, each)) for each in takes] == [400, 200, 100, 100]
 
 
-def test_a_replay_that_does_not_fit_is_refused() -> None:
+def test_replay_that_does_not_fit_raises() -> None:
     replay = recorded([[[[0, 4]], [[4, 6]]]])
     cursor = ReplayedCursor(0, replay)
     with pytest.raises(

@@ -33,18 +33,20 @@ def test_every_place_is_in_exactly_one_share(case: Any, length: int) -> None:
 
 @settings(deadline=None)
 @given(plans(), st.integers(0, 200))
-def test_two_samples_of_the_step_stand_in_for_none(case: Any, length: int) -> None:
+def test_rank_without_samples_gets_two_placeholder_samples_of_the_step(
+    case: Any, length: int
+) -> None:
     plan, _ = case
     for cut in cut_epoch(plan, 0, 0, length):
         places = range(cut.start, cut.start + cut.total)
         for rank, size in enumerate(cut.sizes):
-            stand_in = [places[0], places[-1] if cut.total < 2 else places[1]]
-            assert list(cut.batch(rank)) == (list(cut.share(rank)) if size else stand_in)
+            placeholder = [places[0], places[-1] if cut.total < 2 else places[1]]
+            assert list(cut.batch(rank)) == (list(cut.share(rank)) if size else placeholder)
 
 
 @settings(deadline=None)
 @given(plans(), st.integers(0, 200))
-def test_only_the_partial_step_is_dropped(case: Any, length: int) -> None:
+def test_drop_last_drops_only_the_partial_step(case: Any, length: int) -> None:
     plan, _ = case
     kept = list(cut_epoch(plan, 0, 0, length, drop_last=True))
     assert all(cut.sizes == plan.at(cut.step) for cut in kept)
@@ -54,7 +56,7 @@ def test_only_the_partial_step_is_dropped(case: Any, length: int) -> None:
 
 @settings(deadline=None)
 @given(plans(), st.integers(0, 200), st.integers(0, 20))
-def test_an_epoch_goes_on_where_it_was_left(case: Any, length: int, left_after: int) -> None:
+def test_plan_resumes_epoch_where_it_stopped(case: Any, length: int, left_after: int) -> None:
     plan, ranks = case
     cuts = list(cut_epoch(plan, 0, 0, length))
     head, tail = cuts[:left_after], cuts[left_after:]
@@ -65,7 +67,7 @@ def test_an_epoch_goes_on_where_it_was_left(case: Any, length: int, left_after: 
     assert list(cut_epoch(other, len(head), tail[0].start, length)) == tail
 
 
-def test_sizes_change_only_where_nothing_is_cut() -> None:
+def test_plan_changes_only_steps_not_yet_cut() -> None:
     plan = Plan([2, 2])
     cuts = cut_epoch(plan, 0, 0, 40)
     next(cuts), next(cuts)
@@ -76,7 +78,7 @@ def test_sizes_change_only_where_nothing_is_cut() -> None:
     assert next(cuts).sizes == (1, 3)
 
 
-def test_an_order_is_a_permutation_of_seed_and_epoch() -> None:
+def test_shuffled_order_is_a_permutation_set_by_seed_and_epoch() -> None:
     orders = [shuffled(50, seed=3, epoch=epoch) for epoch in range(3)]
     assert all(sorted(order) == list(range(50)) for order in orders)
     assert orders[0] != orders[1]

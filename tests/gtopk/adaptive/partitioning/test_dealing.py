@@ -29,28 +29,30 @@ def test_batches_are_dealt_by_speed() -> None:
     assert [len(own) for own in split_batches(80, [4, 2, 1, 1])] == [40, 20, 10, 10]
 
 
-def test_a_short_pass_shows_no_speed() -> None:
+def test_short_pass_leaves_speeds_unchanged() -> None:
     assert speeds_after([3, 1, 0], [5, 5, 5]) == [5, 5, 5]
     assert speeds_after([30, 10, 0], [5, 5, 5]) == [30, 10, 1]
 
 
 @settings(deadline=None)
 @given(st.integers(1, 200), st.integers(1, 9), st.integers(1, 5), st.integers(1, 5), st.data())
-def test_an_epoch_that_other_ranks_go_on_with_is_computed_once(
+def test_epoch_resumed_on_another_number_of_ranks_is_computed_once(
     samples: int, size: int, before: int, after: int, data: Any
 ) -> None:
-    def go_on(passes: Passes, until: int) -> list[int]:
+    def compute(passes: Passes, until: int) -> list[int]:
         seen: list[int] = []
         while passes.left and passes.number < until:
-            mine = [passes.begin_pass(rank) for rank in range(len(passes.speeds))]
-            done = [data.draw(st.integers(min(1, len(own)), len(own))) for own in mine]
-            seen += [p for own, n in zip(mine, done, strict=True) for part in own[:n] for p in part]
+            dealt = [passes.begin_pass(rank) for rank in range(len(passes.speeds))]
+            done = [data.draw(st.integers(min(1, len(own)), len(own))) for own in dealt]
+            seen += [
+                p for own, n in zip(dealt, done, strict=True) for part in own[:n] for p in part
+            ]
             passes.close(done)
         return seen
 
-    first, then = Passes(before, size), Passes(after, size)
+    first, resumed = Passes(before, size), Passes(after, size)
     first.begin([range(samples)])
-    seen = go_on(first, until=data.draw(st.integers(0, 3)))
-    then.load_state_dict(first.state_dict())
-    assert then.left == first.left
-    assert sorted(seen + go_on(then, until=samples + 4)) == list(range(samples))
+    seen = compute(first, until=data.draw(st.integers(0, 3)))
+    resumed.load_state_dict(first.state_dict())
+    assert resumed.left == first.left
+    assert sorted(seen + compute(resumed, until=samples + 4)) == list(range(samples))

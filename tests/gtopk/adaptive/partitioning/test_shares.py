@@ -24,7 +24,7 @@ def limits_and_wishes(draw: Any) -> tuple[Limits, list[float]]:
 
 @settings(deadline=None)
 @given(limits_and_wishes())
-def test_whole_sizes_keep_to_the_limits_and_near_the_wish(case: Any) -> None:
+def test_rounded_sizes_stay_in_limits_and_within_a_grain_of_exact_sizes(case: Any) -> None:
     limits, wishes = case
     sizes = round_sizes(wishes, limits)
     assert sum(sizes) == limits.total
@@ -36,13 +36,13 @@ def test_whole_sizes_keep_to_the_limits_and_near_the_wish(case: Any) -> None:
         assert abs(size - exact) <= limits.grain * (1 + 1e-6)
 
 
-def test_ties_go_to_the_lower_rank() -> None:
+def test_rounding_ties_favor_the_lower_rank() -> None:
     assert round_sizes([2.5, 2.5, 2.5, 2.5], Limits(10, [0] * 4, [9] * 4)) == [3, 3, 2, 2]
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=9), st.floats(0, 1))
-def test_a_partial_step_is_divided_in_proportion(sizes: list[int], share: float) -> None:
+def test_partial_step_is_divided_in_proportion(sizes: list[int], share: float) -> None:
     count = int(share * sum(sizes))
     parts = divide(count, sizes)
     assert sum(parts) == count
@@ -61,6 +61,6 @@ def test_a_partial_step_is_divided_in_proportion(sizes: list[int], share: float)
         (Limits(8, [0], [9], 0), "grain must be at least 1, got 0"),
     ],
 )
-def test_limits_that_nothing_keeps_to_are_an_error(limits: Limits, text: str) -> None:
+def test_unsatisfiable_limits_raise(limits: Limits, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         round_sizes([1.0] * len(limits.low), limits)

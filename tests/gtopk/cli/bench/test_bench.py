@@ -10,22 +10,22 @@ import pytest
 from gtopk.cli import main
 
 
-def test_help_lists_what_can_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--help"]) == 0
     assert "bench optimizer" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", [[], ["selektion"]])
-def test_what_is_no_benchmark_ends_with_the_usage(
+def test_unknown_benchmark_prints_the_usage(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", *words]) == 2
-    said = capsys.readouterr().err
-    assert "usage: gtopk COMMAND" in said
-    assert f"unknown command '{' '.join(['bench', *words])}'" in said
+    message = capsys.readouterr().err
+    assert "usage: gtopk COMMAND" in message
+    assert f"unknown command '{' '.join(['bench', *words])}'" in message
 
 
-def test_records_are_printed_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_dash_prints_only_records_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", "collectives", "--ranks", "2", "--lengths", "100", "--rounds", "1"]
     assert main([*words, "--algorithms", "gtopk", "--json", "-"]) == 0
     printed = capsys.readouterr()
@@ -35,7 +35,7 @@ def test_records_are_printed_alone(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("collectives --rounds 0", "--rounds: must be a whole number, at least 1, got '0'"),
         ("collectives --seed -1", "--seed: must be a whole number, at least 0"),
@@ -43,9 +43,9 @@ def test_records_are_printed_alone(capsys: pytest.CaptureFixture[str]) -> None:
         ("optimizer --rounds -1", "--rounds: must be a whole number, at least 1"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(
-    words: str, said: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_arguments_exit_with_the_reason(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["bench", *words.split()])
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -27,13 +27,13 @@ def grammar() -> argparse.ArgumentParser:
         ("--ranks 8 --data", ([8], [0.5], [])),
     ],
 )
-def test_words_are_read_one_by_one(words: str, found: tuple[Any, ...]) -> None:
+def test_options_accept_several_words(words: str, found: tuple[Any, ...]) -> None:
     options = grammar().parse_args(words.split())
     assert (options.ranks, options.densities, options.data) == found
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--ranks", "--ranks: expected at least one argument"),
         ("--ranks 2 0", "--ranks: must be a whole number, at least 1, got '0'\n"),
@@ -46,9 +46,9 @@ def test_words_are_read_one_by_one(words: str, found: tuple[Any, ...]) -> None:
         ("--data raw", "--data: must be one of real, drawn; got 'raw'\n"),
     ],
 )
-def test_a_word_that_is_none_is_said(
-    words: str, said: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_word_exits_with_the_reason(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         grammar().parse_args(words.split())
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -25,7 +25,7 @@ def test_networks_have_the_sizes_of_their_names():
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_every_way_is_measured_beside_the_plain_one(threads, ranks):
+def test_every_way_is_measured_against_the_plain_step(threads, ranks):
     def program(transport: LocalTransport):
         with world.entered(transport):
             compute = shapes("1000x10", transport.rank)
@@ -44,7 +44,7 @@ def test_every_way_is_measured_beside_the_plain_one(threads, ranks):
         assert table(records).count("\n") == len(records)
 
 
-def test_the_command_writes_what_it_measured(tmp_path: Path, capsys):
+def test_command_writes_its_measurements(tmp_path: Path, capsys):
     file = tmp_path / "records.json"
     assert main(["--batch", "1", "--rounds", "1", "--json", str(file)]) == 0
     content = json.loads(file.read_text())
@@ -53,7 +53,7 @@ def test_the_command_writes_what_it_measured(tmp_path: Path, capsys):
     assert "over plain" in capsys.readouterr().out
 
 
-def test_ddp_and_its_hooks_are_measured_beside_whatever_launched_the_ranks(mpirun):
+def test_ddp_and_its_hooks_are_measured_under_mpirun(mpirun):
     ways = ["none", "ddp", "ddp-powersgd", "ddp-gtopk"]
     job = mpirun(2, "bench_optimizer.py", "--model", "160x1000", "--rounds", "2", "--ways", *ways)
     assert job.returncode == 0, job.stdout + job.stderr
@@ -62,7 +62,7 @@ def test_ddp_and_its_hooks_are_measured_beside_whatever_launched_the_ranks(mpiru
 
 
 @pytest.mark.horovod
-def test_horovod_itself_is_measured_beside(mpirun):
+def test_horovod_is_measured_if_built(mpirun):
     job = mpirun(
         2, "bench_optimizer.py", "--model", "160x1000", "--rounds", "2", "--ways", "horovod"
     )
@@ -71,14 +71,14 @@ def test_horovod_itself_is_measured_beside(mpirun):
     assert rows == [PLAIN, "horovod"]
 
 
-def test_what_an_emulated_link_does_not_slow_is_not_measured_beside_it(monkeypatch, capsys):
+def test_ways_that_an_emulated_link_does_not_slow_are_rejected(monkeypatch, capsys):
     monkeypatch.setenv("GTOPK_LINK", "1gbit")
     assert main(["--ways", "none", "ddp", "ddp-gtopk"]) == 2
-    said = capsys.readouterr().err
-    assert "GTOPK_LINK=1gbit does not slow the messages of ddp: leave them out" in said
+    error = capsys.readouterr().err
+    assert "GTOPK_LINK=1gbit does not slow the messages of ddp: leave them out" in error
 
 
-def test_on_an_emulated_link_the_usual_ways_are_those_that_it_slows(mpirun):
+def test_default_ways_on_an_emulated_link_are_those_it_slows(mpirun):
     job = mpirun(
         4, "bench_optimizer.py", "--model", "160x1000", "--rounds", "1", GTOPK_LINK="1gbit"
     )
@@ -88,7 +88,7 @@ def test_on_an_emulated_link_the_usual_ways_are_those_that_it_slows(mpirun):
     assert "link: emulated link of 1000 Mbit/s" in job.stdout
 
 
-def test_horovod_that_is_not_built_is_refused(monkeypatch, capsys):
+def test_horovod_that_is_not_built_exits_with_how_to_build_it(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "horovod", None)
     assert main(["--ways", "horovod"]) == 2
     assert "make horovod" in capsys.readouterr().err

@@ -10,28 +10,28 @@ from mpi_scripts.scaling import models
 from mpi_scripts.scaling.models import PUBLISHED, emulated
 
 
-def test_a_step_sleeps_as_long_as_a_published_worker_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[float | int] = []
-    monkeypatch.setattr(models.time, "sleep", told.append)
+def test_emulated_step_sleeps_for_the_published_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[float | int] = []
+    monkeypatch.setattr(models.time, "sleep", events.append)
     setting = emulated("vgg16", 100.0, rank=0)
     model = setting.make()
     published = PUBLISHED["vgg16"]
     for number, layer in enumerate(model.layers):
         for parameter in layer:
             parameter.register_post_accumulate_grad_hook(
-                lambda p, number=number: told.append(number)
+                lambda p, number=number: events.append(number)
             )
     setting.backward(model)
-    seconds = [each for each in told if isinstance(each, float)]
-    layers = [each for each in told if isinstance(each, int)]
+    seconds = [each for each in events if isinstance(each, float)]
+    layers = [each for each in events if isinstance(each, int)]
     assert sum(seconds) == pytest.approx(published.step_seconds)
     vectors = {number: len(layer) for number, layer in enumerate(model.layers)}
     assert layers == [number for number in reversed(vectors) for _ in range(vectors[number])]
     # A layer's gradients are ready after its part of the time.
-    assert told[-1 - vectors[0] :] == [seconds[-1], *[0] * vectors[0]]
+    assert events[-1 - vectors[0] :] == [seconds[-1], *[0] * vectors[0]]
 
 
-def test_gradients_are_the_same_in_every_step_and_another_ranks_are_others() -> None:
+def test_emulated_gradients_repeat_every_step_and_differ_between_ranks() -> None:
     settings = [emulated("resnet20", 1000.0, rank) for rank in (0, 1)]
     models = [setting.make() for setting in settings]
     gradients = []
@@ -44,7 +44,7 @@ def test_gradients_are_the_same_in_every_step_and_another_ranks_are_others() -> 
     assert not torch.equal(gradients[0], gradients[2])
 
 
-def test_real_compute_computes() -> None:
+def test_real_compute_gives_finite_gradients() -> None:
     setting = real("resnet20", 1, rank=0)
     model = setting.make()
     setting.backward(model)

@@ -14,7 +14,7 @@ def test_axes_run_from_edge_to_edge() -> None:
     assert axis.ticks() == pytest.approx([1e7, 1e8, 1e9, 1e10, 1e11])
 
 
-def test_ticks_are_round_and_inside() -> None:
+def test_ticks_are_round_numbers_inside_the_axis() -> None:
     assert vertical(0.85, 1.0).ticks() == pytest.approx([0.85, 0.9, 0.95, 1.0])
     assert horizontal(1, 30).ticks() == pytest.approx([10, 20, 30])
     assert horizontal(3e5, 6e6, logarithmic=True).ticks() == pytest.approx([5e5, 1e6, 2e6, 5e6])
@@ -22,13 +22,13 @@ def test_ticks_are_round_and_inside() -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, -3.0, 2.1e16, -1e300])
-def test_a_single_value_lies_amid_its_axis_however_large_it_is(value: float) -> None:
+def test_single_value_lies_in_the_middle_of_its_axis(value: float) -> None:
     axis = horizontal(value, value)
     assert axis.place(value) == pytest.approx((LEFT + RIGHT) / 2)
     assert 2 <= len(axis.ticks()) <= 6
 
 
-def test_a_straight_axis_has_a_scale_wherever_it_begins() -> None:
+def test_linear_axis_has_two_to_six_ticks() -> None:
     random = np.random.default_rng(0)
     for _ in range(1000):
         low = random.uniform(0, 10)

@@ -32,7 +32,7 @@ def demo(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
+def finished_demo(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
     folder = tmp_path_factory.mktemp("a folder with spaces")
     ended = demo(
         folder,
@@ -51,8 +51,8 @@ def shown(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path]:
     return ended, folder
 
 
-def test_it_writes_one_record_for_each_method(shown):
-    _, folder = shown
+def test_demo_writes_one_record_per_method(finished_demo):
+    _, folder = finished_demo
     records = json.loads((folder / "report" / "results.json").read_text())
     assert [record["method"] for record in records] == [*METHODS, *OVER_LINK]
     links = [record["link"].replace("\N{NO-BREAK SPACE}", " ") for record in records]
@@ -82,8 +82,8 @@ def test_it_writes_one_record_for_each_method(shown):
         assert record["merge_seconds"] < record["step_seconds"]["communicate"]
 
 
-def test_the_bytes_are_those_of_the_algorithms(shown):
-    _, folder = shown
+def test_recorded_bytes_match_the_algorithms(finished_demo):
+    _, folder = finished_demo
     dense, topk, gtopk, equal, *linked = json.loads(
         (folder / "report" / "results.json").read_text()
     )
@@ -99,8 +99,8 @@ def test_the_bytes_are_those_of_the_algorithms(shown):
     assert 0.85 < equal["bytes_per_step"] / topk["bytes_per_step"] < 1.02
 
 
-def test_it_shows_a_table_and_progress_without_a_terminal(shown):
-    ended, _ = shown
+def test_demo_prints_table_and_progress_without_a_terminal(finished_demo):
+    ended, _ = finished_demo
     for label in ("dense allreduce", "top-k allgather", "gTop-k, equal k", "gTop-k, equal bytes"):
         assert ended.stdout.count(label) >= 3  # progress of two seeds, and a row
     assert "Over an emulated link of 50 Mbit/s, 1 ms: gTop-k, equal k reaches" in " ".join(
@@ -112,46 +112,46 @@ def test_it_shows_a_table_and_progress_without_a_terminal(shown):
     assert max(map(len, ended.stdout.split("Measured on")[1].splitlines()[:9])) <= 80
 
 
-def test_it_writes_a_page(shown):
-    _, folder = shown
+def test_demo_writes_a_page(finished_demo):
+    _, folder = finished_demo
     page = (folder / "report" / "index.html").read_text()
     assert page.startswith("<!doctype html>")
     assert page.count("<svg") >= 4
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--ranks", "45"], "--ranks must be at most 44, got 45: a step takes 32 images per rank"),
         (["--ranks", "44", "--epochs", "1"], "--epochs must be at least 2 with 44 ranks, got 1"),
         (["--out", "/dev/null/x"], "--out must be a folder that can be written to, got '/dev"),
     ],
 )
-def test_bad_arguments_end_in_one_line(tmp_path, monkeypatch, capsys, arguments, said):
+def test_invalid_arguments_print_one_line(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
     assert main(["demo", *arguments]) == 2
     ended = capsys.readouterr()
-    assert said in ended.err
+    assert message in ended.err
     assert len(ended.err.splitlines()) == 1
     assert ended.out == ""
     assert not (tmp_path / "report").exists()
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--density 0", "--density: must lie in (0, 1], got '0'"),
         ("--ranks 0", "--ranks: must be a whole number, at least 1, got '0'"),
         ("--seeds 0", "--seeds: must be a whole number, at least 1, got '0'"),
     ],
 )
-def test_values_out_of_range_are_refused(capsys, words, said):
+def test_values_out_of_range_exit_with_the_reason(capsys, words, message):
     with pytest.raises(SystemExit, match="2"):
         main(["demo", *words.split()])
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_an_out_below_a_file_ends_in_one_line_before_the_ranks_start(tmp_path, monkeypatch, capsys):
+def test_out_below_a_file_prints_one_line_before_ranks_start(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "afile").write_text("mine")
     for out in ("afile", "afile/x"):
@@ -164,7 +164,7 @@ def test_an_out_below_a_file_ends_in_one_line_before_the_ranks_start(tmp_path, m
     assert (tmp_path / "afile").read_text() == "mine"
 
 
-def test_a_plan_knows_how_many_images_there_are():
+def test_plan_image_counts_match_the_data_set():
     from sklearn.datasets import load_digits
 
     assert len(load_digits().target) == TRAIN_IMAGES + TEST_IMAGES
@@ -173,7 +173,7 @@ def test_a_plan_knows_how_many_images_there_are():
 
 @pytest.mark.parametrize("growth", [1.0, 2.0])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 8])
-def test_equal_bytes_are_what_both_algorithms_send(threads, ranks, growth):
+def test_equal_bytes_density_makes_gtopk_send_as_much_as_topk(threads, ranks, growth):
     """Compare counted bytes of a reduction with each, summed over ranks, without headers."""
     import numpy as np
 

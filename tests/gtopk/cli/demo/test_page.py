@@ -51,7 +51,7 @@ def cells(html: str, label: str) -> list[str]:
     return [cell.replace("\N{NO-BREAK SPACE}", " ") for cell in re.findall(">([^<]+)<", found[1])]
 
 
-def test_the_page_asks_for_nothing_from_outside(records: list[Record]) -> None:
+def test_page_loads_nothing_from_outside(records: list[Record]) -> None:
     html = page(records)
     reader = Reader(html)
     fetched = [value for name, value in reader.attributes if name in {"src", "href", "srcset"}]
@@ -61,14 +61,14 @@ def test_the_page_asks_for_nothing_from_outside(records: list[Record]) -> None:
     assert "default-src 'none'" in html
 
 
-def test_every_element_is_closed_and_every_id_is_its_own(records: list[Record]) -> None:
+def test_page_elements_are_closed_and_ids_unique(records: list[Record]) -> None:
     reader = Reader(page(records))
     assert reader.open == []
     ids = [value for name, value in reader.attributes if name == "id"]
     assert len(ids) == len(set(ids))
 
 
-def test_the_table_holds_the_numbers_of_the_records(records: list[Record]) -> None:
+def test_table_holds_the_numbers_of_the_records(records: list[Record]) -> None:
     html = page(records)
     for record in records:
         accuracy, epochs, density, sent, share, seconds, identical = cells(html, record["label"])
@@ -83,13 +83,13 @@ def test_the_table_holds_the_numbers_of_the_records(records: list[Record]) -> No
         assert identical == "yes"
 
 
-def test_a_formula_is_marked_as_not_counted(records: list[Record]) -> None:
+def test_computed_bytes_are_marked_as_not_counted(records: list[Record]) -> None:
     assert "† is not counted but a formula" in page(records)
     records[0]["bytes_counted"] = True
     assert "†" not in page(records)
 
 
-def test_the_opening_says_what_was_run(records: list[Record]) -> None:
+def test_opening_says_what_was_run(records: list[Record]) -> None:
     words = Reader(page(records)).words
     assert "4 MPI ranks on one machine" in words
     assert "scikit-learn's 8x8 handwritten digits" in words
@@ -98,13 +98,13 @@ def test_the_opening_says_what_was_run(records: list[Record]) -> None:
         assert str(fact) in words
 
 
-def test_a_slower_method_is_called_a_loss(records: list[Record]) -> None:
+def test_slower_method_is_called_a_loss(records: list[Record]) -> None:
     html = page(records)
     assert "12 s, dense 8 s: slower, a loss" in Reader(html).words
     assert html.count('<td data-column="Seconds per run" class=loss>') == 3
 
 
-def test_the_epochs_to_come_near_to_dense_are_told(records: list[Record]) -> None:
+def test_table_has_epochs_to_nearly_dense_accuracy(records: list[Record]) -> None:
     records[0]["accuracy_by_epoch"] = [[0.5, 0.94, 0.95]] * 3
     records[1]["accuracy_by_epoch"] = [[0.5, 0.6, 0.93]] * 3
     html = page(records)
@@ -112,7 +112,7 @@ def test_the_epochs_to_come_near_to_dense_are_told(records: list[Record]) -> Non
     assert [cells(html, record["label"])[1] for record in records] == ["2", "&gt; 3", "3", "3"]
 
 
-def test_a_less_accurate_method_is_called_a_loss(records: list[Record]) -> None:
+def test_less_accurate_method_is_called_a_loss(records: list[Record]) -> None:
     records[2]["accuracy"] -= 0.05
     records[2]["accuracy_by_seed"] = [0.90, 0.91, 0.89]
     words = Reader(page(records)).words
@@ -120,12 +120,12 @@ def test_a_less_accurate_method_is_called_a_loss(records: list[Record]) -> None:
     assert "Behind a difference, ± is its standard error" in words
 
 
-def test_parted_replicas_are_told(records: list[Record]) -> None:
+def test_diverged_replicas_are_shown(records: list[Record]) -> None:
     records[1]["final_replicas_identical"] = False
     assert cells(page(records), "top-k allgather")[-1] == "no"
 
 
-def test_the_parts_of_a_step_are_named_by_what_is_measured(records: list[Record]) -> None:
+def test_parts_of_a_step_are_explained_by_what_they_measure(records: list[Record]) -> None:
     words = Reader(page(records)).words
     for part in (
         "Compute is forward, backward and the optimizer's own step.",
@@ -148,7 +148,7 @@ def test_markup_in_a_record_stays_text(records: list[Record], field: str) -> Non
     assert attack in reader.words
 
 
-def test_one_seed_and_one_epoch_make_a_page_without_a_spread(records: list[Record]) -> None:
+def test_page_of_one_seed_and_one_epoch_has_no_spread(records: list[Record]) -> None:
     for record in records:
         record["seeds"] = record["epochs"] = 1
         record["accuracy_by_seed"] = [0.95]
@@ -158,13 +158,13 @@ def test_one_seed_and_one_epoch_make_a_page_without_a_spread(records: list[Recor
     assert "best seed" not in html
 
 
-def test_a_single_rank_that_sent_nothing_has_no_plot_over_bytes(records: list[Record]) -> None:
+def test_page_of_one_rank_has_no_plot_over_bytes(records: list[Record]) -> None:
     for record in records:
         record["ranks"], record["bytes_per_step"] = 1, 0.0
     assert page(records).count("<figure>") == 2
 
 
-def test_the_first_picture_is_loss_over_seconds_here_and_over_the_link(
+def test_first_figure_is_loss_over_seconds_here_and_over_the_link(
     linked: list[Record],
 ) -> None:
     html = page(linked)
@@ -178,6 +178,6 @@ def test_the_first_picture_is_loss_over_seconds_here_and_over_the_link(
     assert "0.25 times" in reader.words
 
 
-def test_without_a_link_there_is_no_such_picture(records: list[Record]) -> None:
+def test_page_without_a_link_has_no_loss_over_seconds(records: list[Record]) -> None:
     assert "Training loss over seconds" not in page(records)
     assert "emulated" not in page(records)

@@ -20,7 +20,7 @@ from gtopk.cli.demo.verdicts import Record
 
 
 @pytest.mark.parametrize("plot", [accuracy_over_epochs, accuracy_over_bytes, step_time_by_part])
-def test_a_plot_is_well_formed_and_the_same_every_time(
+def test_plot_is_well_formed_and_deterministic(
     plot: Callable[[Sequence[Record]], str], records: list[Record]
 ) -> None:
     drawn = plot(records)
@@ -29,7 +29,7 @@ def test_a_plot_is_well_formed_and_the_same_every_time(
     assert "nan" not in drawn
 
 
-def test_bars_are_as_long_as_their_seconds(records: list[Record]) -> None:
+def test_bar_lengths_are_proportional_to_seconds(records: list[Record]) -> None:
     drawn = step_time_by_part(records)
     for part in ("compute", "select", "communicate"):
         widths = [
@@ -40,22 +40,22 @@ def test_bars_are_as_long_as_their_seconds(records: list[Record]) -> None:
         assert widths == pytest.approx([s / 0.0035 * (480 - 145 - 68) for s in seconds], abs=0.1)
 
 
-def test_the_words_below_a_bar_end_within_the_drawing(records: list[Record]) -> None:
+def test_words_below_a_bar_fit_within_the_drawing(records: list[Record]) -> None:
     drawn = step_time_by_part(records)
-    said = re.findall(r'class="tick" x="([0-9.]+)" y="[0-9.]+">(compute [^<]+)<', drawn)
-    assert len(said) == len(records)
-    for x, words in said:
+    captions = re.findall(r'class="tick" x="([0-9.]+)" y="[0-9.]+">(compute [^<]+)<', drawn)
+    assert len(captions) == len(records)
+    for x, words in captions:
         assert float(x) + LETTER * len(words) <= WIDTH
 
 
-def test_bytes_add_up_to_those_of_the_whole_run(records: list[Record]) -> None:
+def test_bytes_over_epochs_add_up_to_the_whole_run(records: list[Record]) -> None:
     for record in records:
         sent, accuracy, *_ = sent_and_accuracy(record)[-1]
         assert sent == pytest.approx(record["bytes_per_step"] * record["steps"])
         assert accuracy == pytest.approx(record["accuracy"])
 
 
-def test_losses_lie_over_the_seconds_of_training_on_one_axis_of_losses(
+def test_losses_over_seconds_share_one_axis_of_losses(
     linked: list[Record],
 ) -> None:
     here, there = [linked[0], linked[2]], linked[4:]

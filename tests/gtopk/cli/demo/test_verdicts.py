@@ -13,7 +13,7 @@ from gtopk.cli.demo.verdicts import Record, accuracy_verdict, fraction, time_out
     ("seconds", "words", "loss"),
     [(16.0, "slower, a loss", True), (8.1, "the same within 3 %", False), (4.0, "faster", False)],
 )
-def test_time_is_judged_beside_dense(
+def test_time_verdict_compares_with_dense(
     records: list[Record], seconds: float, words: str, loss: bool
 ) -> None:
     dense, _, gtopk, _ = records
@@ -59,7 +59,7 @@ def set_accuracy(record: Record, by_seed: list[float]) -> None:
         ),
     ],
 )
-def test_accuracy_is_judged_seed_by_seed(
+def test_accuracy_verdict_pairs_the_seeds(
     records: list[Record], by_seed: list[float], words: str, loss: bool
 ) -> None:
     dense, _, gtopk, _ = records
@@ -67,7 +67,7 @@ def test_accuracy_is_judged_seed_by_seed(
     assert accuracy_verdict(gtopk, dense) == (words, loss)
 
 
-def test_a_spread_that_both_share_excuses_no_shortfall(records: list[Record]) -> None:
+def test_spread_shared_with_dense_does_not_excuse_a_shortfall(records: list[Record]) -> None:
     """Accuracy is 0.6 points lower at every seed; the seeds themselves differ by 4 points."""
     dense, _, gtopk, _ = records
     set_accuracy(dense, [0.91, 0.95, 0.99])
@@ -75,7 +75,7 @@ def test_a_spread_that_both_share_excuses_no_shortfall(records: list[Record]) ->
     assert accuracy_verdict(gtopk, dense).loss
 
 
-def test_a_noisy_method_has_to_be_far_off_to_lose(records: list[Record]) -> None:
+def test_noisy_method_loses_only_if_far_below_dense(records: list[Record]) -> None:
     dense, _, gtopk, _ = records
     set_accuracy(gtopk, [0.90, 0.96, 0.96])  # differences of -4, 1, 0 points: -1 ± 1.5
     assert not accuracy_verdict(gtopk, dense).loss
@@ -83,7 +83,7 @@ def test_a_noisy_method_has_to_be_far_off_to_lose(records: list[Record]) -> None
     assert accuracy_verdict(gtopk, dense).loss
 
 
-def test_with_one_seed_any_shortfall_is_a_loss(records: list[Record]) -> None:
+def test_any_shortfall_with_one_seed_is_a_loss(records: list[Record]) -> None:
     dense, _, gtopk, _ = records
     set_accuracy(dense, [0.95])
     for accuracy, words, loss in (
@@ -95,5 +95,5 @@ def test_with_one_seed_any_shortfall_is_a_loss(records: list[Record]) -> None:
         assert accuracy_verdict(gtopk, dense) == (words, loss)
 
 
-def test_bytes_are_told_as_a_fraction_of_dense_s() -> None:
+def test_bytes_are_shown_as_fraction_of_dense() -> None:
     assert (fraction(12_800.0, 480_000.0), fraction(1.25, 1.0)) == ("1/37.5", "1.25 times")

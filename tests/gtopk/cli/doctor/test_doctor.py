@@ -33,7 +33,9 @@ needs_mpirun = pytest.mark.skipif(
 )
 
 
-def ran(*command: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run_command(
+    *command: str, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, env=env, capture_output=True, text=True, timeout=PLENTY_SECONDS, check=False
     )
@@ -43,7 +45,7 @@ def examine(*arguments: str, path: Path | None = None) -> subprocess.CompletedPr
     """Run the doctor in a process of its own; path: a folder whose packages come first."""
     folders = [str(path), STARTED_PATH] if path else [STARTED_PATH]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
-    return ran(sys.executable, "-m", "gtopk", "doctor", *arguments, env=env)
+    return run_command(sys.executable, "-m", "gtopk", "doctor", *arguments, env=env)
 
 
 def findings_of(job: subprocess.CompletedProcess[str]) -> dict[str, Finding]:
@@ -60,7 +62,7 @@ def package(folder: Path, name: str, code: str) -> None:
 
 
 @needs_mpirun
-def test_a_machine_that_can_train_is_told_so() -> None:
+def test_working_machine_is_reported_ready_to_train() -> None:
     job = examine()
     assert job.returncode == 0, job.stdout
     assert job.stderr == ""
@@ -71,17 +73,17 @@ def test_a_machine_that_can_train_is_told_so() -> None:
 
 @pytest.fixture(scope="module")
 def report() -> str:
-    """Return what the doctor says of this machine, without ranks."""
+    """Return what the doctor expected of this machine, without ranks."""
     return examine("--no-run").stdout
 
 
-def test_the_report_is_plain_ascii_without_a_terminal(report: str) -> None:
+def test_report_is_plain_ascii_without_a_terminal(report: str) -> None:
     assert report.isascii()
     assert "\033" not in report
 
 
 @pytest.mark.parametrize("no_color", [False, True])
-def test_colours_appear_only_on_a_terminal_that_wants_them(
+def test_colours_appear_on_a_terminal_unless_no_color_is_set(
     no_color: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -101,7 +103,7 @@ def test_colours_appear_only_on_a_terminal_that_wants_them(
     assert (b"\033[" in shown) != no_color
 
 
-def test_lines_fit_the_terminal_but_advice_stays_whole() -> None:
+def test_lines_wrap_at_terminal_width_but_advice_stays_on_one_line() -> None:
     finding = Finding("torch.distributed", State.FAIL, "many words " * 20, "pip install " * 10)
     *lines, advice = doctor._render(finding, colour=False, width=80).splitlines()
     assert max(map(len, lines)) <= 80
@@ -109,7 +111,7 @@ def test_lines_fit_the_terminal_but_advice_stays_whole() -> None:
     assert finding.advice in advice
 
 
-def test_text_that_the_output_cannot_spell_is_escaped(tmp_path: Path) -> None:
+def test_unencodable_text_is_escaped(tmp_path: Path) -> None:
     package(tmp_path, "horovod", "raise OSError('caf\\u00e9')")
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nsys.stdout.reconfigure(encoding='ascii')"
@@ -127,12 +129,12 @@ def test_json_holds_the_same_facts_as_the_table(report: str) -> None:
         assert finding.advice in report
 
 
-def test_everything_missing_has_advice_and_nobody_can_train() -> None:
+def test_every_missing_package_has_advice_and_machine_is_not_ready() -> None:
     without_packages = (
         f"import sys; sys.path[:] = {[str(ROOT)]} + [p for p in sys.path if p != '']; "
         "from gtopk.cli.doctor import main; sys.exit(main(['--json']))"
     )
-    job = ran(sys.executable, "-S", "-c", without_packages)
+    job = run_command(sys.executable, "-S", "-c", without_packages)
     found = findings_of(job)
     assert job.returncode == 1
     assert not json.loads(job.stdout)["ready"]
@@ -147,7 +149,7 @@ def test_everything_missing_has_advice_and_nobody_can_train() -> None:
 # ---- broken packages
 
 
-def test_an_optional_package_that_breaks_is_a_finding(tmp_path: Path) -> None:
+def test_broken_optional_package_is_a_warning(tmp_path: Path) -> None:
     package(tmp_path, "cupy", "print('noise', flush=True)\nraise OSError('libcublas is gone')")
     job = examine("--no-run", "--json", path=tmp_path)
     assert job.returncode == 0
@@ -156,7 +158,7 @@ def test_an_optional_package_that_breaks_is_a_finding(tmp_path: Path) -> None:
     assert findings_of(job)["CuPy"].advice
 
 
-def test_an_optional_package_that_crashes_costs_one_finding(tmp_path: Path) -> None:
+def test_crashing_optional_package_affects_one_finding(tmp_path: Path) -> None:
     package(tmp_path, "horovod", "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)")
     job = examine("--no-run", "--json", path=tmp_path)
     assert job.returncode == 0
@@ -167,7 +169,7 @@ def test_an_optional_package_that_crashes_costs_one_finding(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("flushed", [False, True])
-def test_a_crash_is_not_explained_by_what_the_probe_before_has_printed(
+def test_crash_detail_excludes_output_of_the_probe_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flushed: bool
 ) -> None:
     package(tmp_path, "mpi4py", f"print('all is well', flush={flushed})\n__version__ = '9.9'")
@@ -178,7 +180,7 @@ def test_a_crash_is_not_explained_by_what_the_probe_before_has_printed(
     assert second.detail == "exit code 3"
 
 
-def test_an_essential_package_that_breaks_means_not_ready(tmp_path: Path) -> None:
+def test_broken_essential_package_means_not_ready(tmp_path: Path) -> None:
     package(tmp_path, "torch", "raise ImportError('libtorch_cpu.so: wrong ELF class')")
     job = examine("--no-run", path=tmp_path)
     assert job.returncode == 1
@@ -186,7 +188,7 @@ def test_an_essential_package_that_breaks_means_not_ready(tmp_path: Path) -> Non
     assert "Not ready to train. Failed: torch." in job.stdout
 
 
-def test_without_numpy_no_ranks_are_started_and_the_report_is_whole(tmp_path: Path) -> None:
+def test_broken_numpy_starts_no_ranks_and_report_is_complete(tmp_path: Path) -> None:
     package(tmp_path, "numpy", "raise ImportError('numpy is broken')")
     job = examine(path=tmp_path)
     assert (job.returncode, job.stderr) == (1, "")
@@ -194,7 +196,7 @@ def test_without_numpy_no_ranks_are_started_and_the_report_is_whole(tmp_path: Pa
     assert "Not ready to train. Failed: numpy" in job.stdout
 
 
-def test_a_package_that_never_returns_costs_one_finding(
+def test_hanging_package_affects_one_finding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package(tmp_path, "mpi4py", "import time\ntime.sleep(1000)")
@@ -205,7 +207,7 @@ def test_a_package_that_never_returns_costs_one_finding(
     assert second.state is State.OK
 
 
-def test_two_cupys_are_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_cupy_packages_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(basics, "cupy_packages", lambda: ["cupy", "cupy-cuda12x"])
     finding = basics.check_cupy()
     assert finding.state is State.FAIL
@@ -214,7 +216,7 @@ def test_two_cupys_are_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("output", "says"),
+    ("output", "expected"),
     [
         ("", ""),
         ("------\n\nprterun has detected root\nRunning as root\n", "prterun has detected root"),
@@ -222,8 +224,8 @@ def test_two_cupys_are_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
         ("x" * 500, "x" * 157 + "..."),
     ],
 )
-def test_the_gist_of_an_output_is_one_line(output: str, says: str) -> None:
-    assert gist(output) == says
+def test_gist_of_an_output_is_one_line(output: str, expected: str) -> None:
+    assert gist(output) == expected
 
 
 # ---- MPI
@@ -240,14 +242,14 @@ def test_the_gist_of_an_output_is_one_line(output: str, says: str) -> None:
         (("Open MPI", "5.0.8"), ("Cray", ""), State.FAIL, "put Cray's mpirun first on PATH"),
     ],
 )
-def test_mpirun_has_to_fit_the_library(
+def test_mpirun_must_match_the_mpi_library(
     mpirun: tuple[str, str], library: tuple[str, str], state: State, advice: str
 ) -> None:
     finding = basics.judge("it", mpirun, library)
     assert (finding.state, finding.advice) == (state, advice)
 
 
-def test_launchers_that_contradict_each_other_are_named() -> None:
+def test_contradicting_launchers_are_named() -> None:
     environ = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
     agreeing = {"RANK": "1", "WORLD_SIZE": "4"}
     assert basics.check_launcher(environ | agreeing).state is State.OK
@@ -259,15 +261,15 @@ def test_launchers_that_contradict_each_other_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("has_gpu", "reason", "state", "says"),
+    ("has_gpu", "reason", "state", "expected"),
     [
         (False, "", State.MISSING, "no GPU here"),
         (True, "", State.OK, "direct: MPI sends from GPU memory"),
         (True, "it died", State.OK, "staged through pinned host memory: it died"),
     ],
 )
-def test_how_mpi_carries_messages_of_gpus_is_told(
-    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, reason: str, state: State, says: str
+def test_finding_says_how_mpi_carries_gpu_messages(
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, reason: str, state: State, expected: str
 ) -> None:
     mpi4py = pytest.importorskip("mpi4py")
     monkeypatch.setattr(mpi4py.rc, "initialize", True)
@@ -276,47 +278,47 @@ def test_how_mpi_carries_messages_of_gpus_is_told(
     monkeypatch.setattr("collectives.transports.direct.why_staged", lambda: reason)
     finding = basics.check_cuda_aware_mpi()
     assert finding.state is state
-    assert finding.detail.startswith(says)
+    assert finding.detail.startswith(expected)
 
 
-def sums(**changes: Any) -> dict[str, Any]:
+def rank_report(**changes: Any) -> dict[str, Any]:
     hosts = ["a", "a", "b"]
-    whole = {
+    defaults = {
         "size": 3,
         "right": True,
         "seconds": 0.001,
         "hosts": hosts,
         "transport": "mpi (Open MPI)",
     }
-    return whole | {"cores": {"a": 2, "b": 2}} | changes
+    return defaults | {"cores": {"a": 2, "b": 2}} | changes
 
 
-def test_ranks_that_add_up_are_well_and_their_hosts_named() -> None:
-    finding = doctor.judge(sums(), 3)
+def test_ranks_that_add_up_correctly_pass_and_hosts_are_named() -> None:
+    finding = doctor.judge(rank_report(), 3)
     assert finding.state is State.OK
     assert "3 ranks on a, b" in finding.detail
 
 
 @pytest.mark.parametrize(
-    ("reported", "launched", "state", "says"),
+    ("reported", "launched", "state", "expected"),
     [
-        (sums(size=1), 3, State.FAIL, "3 were started, but 1 joined"),
-        (sums(right=False), 3, State.FAIL, "compute wrong sums"),
-        (sums(cores={"a": 1, "b": 2}), 3, State.WARN, "2 share 1 core"),
+        (rank_report(size=1), 3, State.FAIL, "3 were started, but 1 joined"),
+        (rank_report(right=False), 3, State.FAIL, "compute wrong sums"),
+        (rank_report(cores={"a": 1, "b": 2}), 3, State.WARN, "2 share 1 core"),
     ],
 )
-def test_ranks_that_are_not_well_are_told_apart(
-    reported: dict[str, Any], launched: int, state: State, says: str
+def test_faulty_ranks_are_reported_with_their_fault(
+    reported: dict[str, Any], launched: int, state: State, expected: str
 ) -> None:
     finding = doctor.judge(reported, launched)
     assert finding.state is state
-    assert says in finding.detail
+    assert expected in finding.detail
     assert finding.advice
 
 
 @pytest.fixture(params=["mpirun", "torchrun"])
 def launcher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What is there to start ranks: MPI, or nothing of it."""
+    """The launcher that starts ranks: mpirun, or torchrun without any MPI."""
     if request.param == "torchrun":
         monkeypatch.setattr("gtopk.runtime.runner.ranks.find_mpirun", lambda: None)
     elif default_launcher() == "torchrun":
@@ -324,7 +326,7 @@ def launcher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return request.param
 
 
-def test_two_ranks_are_really_started_and_how_is_told(launcher: str) -> None:
+def test_two_ranks_are_started_and_report_says_how_to_launch(launcher: str) -> None:
     finding = doctor.check_new_ranks()
     assert finding.state in (State.OK, State.WARN), finding  # WARN: on a single core
     assert "2 ranks on" in finding.detail
@@ -337,18 +339,18 @@ def test_two_ranks_are_really_started_and_how_is_told(launcher: str) -> None:
 
 
 @needs_mpirun
-def test_mpirun_starts_more_ranks_than_cores_with_the_settings_that_are_printed() -> None:
-    """As root, too: of the settings that Open MPI asks for none is left out."""
-    ours = ("OMPI_", "PRTE_", "OMP_")
-    bare = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+def test_printed_settings_let_mpirun_start_more_ranks_than_cores() -> None:
+    """Also as root: no setting that Open MPI needs is missing."""
+    prefixes = ("OMPI_", "PRTE_", "OMP_")
+    bare = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
     printed = mpirun_settings(1, identify(find_mpirun()).vendor, bare)
     many = usable_cores() + 2
     program = [sys.executable, "-c", "print('here')"]
-    job = ran(str(find_mpirun()), "-n", str(many), *program, env={**bare, **printed})
+    job = run_command(str(find_mpirun()), "-n", str(many), *program, env={**bare, **printed})
     assert (job.returncode, job.stdout.count("here")) == (0, many), job.stderr
 
 
-def test_settings_are_those_of_the_mpi_at_hand() -> None:
+def test_printed_settings_match_the_mpi_vendor() -> None:
     environ = {"HOME": "/home/x", "PATH": os.environ["PATH"]}
     assert set(mpirun_settings(1, "MPICH", environ)) == {"OMP_NUM_THREADS"}
     printed = mpirun_settings(1, "Open MPI", environ)
@@ -358,7 +360,7 @@ def test_settings_are_those_of_the_mpi_at_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said", "weighs"),
+    ("name", "found", "graded"),
     [
         ("numpy", State.MISSING, State.FAIL),
         ("ranks", State.MISSING, State.FAIL),
@@ -367,18 +369,20 @@ def test_settings_are_those_of_the_mpi_at_hand() -> None:
         ("torch", State.FAIL, State.FAIL),
     ],
 )
-def test_fail_means_that_training_cannot_start(name: str, said: State, weighs: State) -> None:
-    assert doctor.grade(Finding(name, said, "")).state is weighs
+def test_grade_is_fail_only_if_training_cannot_start(
+    name: str, found: State, graded: State
+) -> None:
+    assert doctor.grade(Finding(name, found, "")).state is graded
 
 
-def test_one_rank_may_train_where_several_fail() -> None:
+def test_failed_ranks_still_allow_training_on_one_rank() -> None:
     failed = [Finding("torch", State.OK, ""), Finding("ranks", State.FAIL, "")]
-    said = doctor._conclude(failed, None)
-    assert said.startswith("Not ready to train on several ranks. Failed: ranks.\n")
-    assert said.endswith("One rank can train: python train.py")
+    conclusion = doctor._conclude(failed, None)
+    assert conclusion.startswith("Not ready to train on several ranks. Failed: ranks.\n")
+    assert conclusion.endswith("One rank can train: python train.py")
 
 
-def test_a_clone_that_hides_the_installed_package_is_named(
+def test_folder_that_hides_the_installed_package_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -389,20 +393,20 @@ def test_a_clone_that_hides_the_installed_package_is_named(
     assert f"a script in this folder imports {tmp_path / 'gtopk'}" in finding.detail
 
 
-def test_who_has_no_mpi_hears_what_it_is_needed_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_mpi4py_says_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(basics, "installed", lambda package: package != "mpi4py")
     finding = basics.check_mpi4py()
     assert finding.state is State.MISSING
     assert finding.detail == "mpirun needs it, torchrun does not"
 
 
-def test_ranks_that_take_too_long_are_a_finding() -> None:
+def test_ranks_that_take_too_long_are_a_failure() -> None:
     finding = doctor.check_new_ranks(seconds=0.01)
     assert finding.state is State.FAIL
     assert "did not connect" in finding.detail
 
 
-def test_ranks_that_fail_are_a_finding(
+def test_ranks_that_fail_are_a_failure_with_exit_code(
     launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package(tmp_path, "numpy", "raise ImportError('numpy is broken')")
@@ -414,19 +418,21 @@ def test_ranks_that_fail_are_a_finding(
 
 
 @pytest.mark.parametrize(
-    ("bits_per_second", "says"), [(1e8, "compression pays here"), (1e13, "would not pay here")]
+    ("bits_per_second", "expected"), [(1e8, "compression pays here"), (1e13, "would not pay here")]
 )
-def test_the_network_is_told_with_what_it_means(bits_per_second: float, says: str) -> None:
+def test_network_is_described_with_whether_compression_pays(
+    bits_per_second: float, expected: str
+) -> None:
     link, inside = Link.of(bits_per_second, 50e-6), Link.of(1e12, 2e-6)
     text = describe(Calibration(Network(8, link, 2, inside), DEFAULT_RATES, "made up"))
     assert f"between hosts {bits_per_second / 1e9:.3g} Gbit/s and 50 us" in text
     assert "inside a host 1e+03 Gbit/s and 2 us" in text
-    assert says in text
+    assert expected in text
     assert text.endswith("(made up)")
     assert text.isascii()
 
 
-def test_a_rank_without_links_is_told_no_part_of_them() -> None:
+def test_network_of_one_rank_is_described_without_links() -> None:
     alone = Calibration(Network(1, Link.of(1e9, 50e-6)), DEFAULT_RATES, "made up")
     assert describe(alone).startswith("a step of")
 
@@ -434,7 +440,7 @@ def test_a_rank_without_links_is_told_no_part_of_them() -> None:
 # ---- under torchrun
 
 
-def test_under_torchrun_its_ranks_are_looked_at_also_without_mpi(torchrun, tmp_path: Path) -> None:
+def test_ranks_of_torchrun_are_checked_without_mpi(torchrun, tmp_path: Path) -> None:
     package(tmp_path, "mpi4py", "raise ImportError('mpi4py is not for here')")
     calibration = str(tmp_path / "calibration.json")
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
@@ -446,7 +452,7 @@ def test_under_torchrun_its_ranks_are_looked_at_also_without_mpi(torchrun, tmp_p
     assert "(measured on 2 ranks of 1 host" in network
 
 
-def test_where_mpi_carries_nothing_its_benchmark_is_no_advice(
+def test_advice_under_torchrun_does_not_mention_mpi(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("RANK", "0")
@@ -463,7 +469,7 @@ def test_where_mpi_carries_nothing_its_benchmark_is_no_advice(
 
 @needs_mpirun
 @pytest.mark.parametrize("size", some_of([1, 2], 2))
-def test_a_job_prints_one_report_that_says_its_size(
+def test_job_under_mpirun_prints_one_report_with_its_size(
     size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("GTOPK_CALIBRATION", str(tmp_path / "calibration.json"))
@@ -484,7 +490,7 @@ def test_a_job_prints_one_report_that_says_its_size(
 
 
 @needs_mpirun
-def test_a_rank_that_never_joins_does_not_hang_the_report() -> None:
+def test_rank_that_never_joins_does_not_hang_the_report() -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "import time\n"
@@ -508,7 +514,9 @@ def test_a_rank_that_never_joins_does_not_hang_the_report() -> None:
     assert lines == ["the 2 ranks did not connect in 5 s"]
 
 
-def test_processes_that_mpi_does_not_join_are_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_variables_without_other_ranks_are_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     job = examine("--json")
@@ -518,7 +526,7 @@ def test_processes_that_mpi_does_not_join_are_no_ranks(monkeypatch: pytest.Monke
     assert finding.advice
 
 
-def test_another_rank_than_the_first_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_other_than_0_print_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
     job = examine()
@@ -535,7 +543,7 @@ def test_another_rank_than_the_first_prints_nothing(monkeypatch: pytest.MonkeyPa
         ("GTOPK_KERNELS=reference asks for NumPy", "unset GTOPK_KERNELS"),
     ],
 )
-def test_kernels_that_are_not_compiled_come_with_the_way_to_get_them(
+def test_uncompiled_kernels_are_a_warning_with_advice(
     reason: str, advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("collectives.kernels.why_not_compiled", lambda: reason)
@@ -552,7 +560,7 @@ def test_kernels_that_are_not_compiled_come_with_the_way_to_get_them(
         ("g++", "g++ is installed: pip install -v "),
     ],
 )
-def test_a_compiler_is_asked_for_only_where_there_is_none(
+def test_compiler_is_requested_only_if_none_is_found(
     compiler: str | None, advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("collectives.kernels.why_not_compiled", lambda: "the core is not built")
@@ -560,7 +568,7 @@ def test_a_compiler_is_asked_for_only_where_there_is_none(
     assert basics.check_kernels().advice.startswith(advice)
 
 
-def test_compiled_kernels_are_named_with_their_instructions(
+def test_compiled_kernels_are_named_with_their_instruction_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("collectives.kernels.why_not_compiled", lambda: "")

@@ -40,25 +40,25 @@ EVERYWHERE = (
         (ONE, "lo", "10.0.0.5", {}, State.WARN, ["no other host reaches it", "unset default"]),
     ],
 )
-def test_what_would_be_used_is_said_and_what_to_set(
+def test_finding_names_the_interface_used_and_the_settings_needed(
     found, chosen, resolved, environ, state, parts
 ) -> None:
     choice = Choice(found.get(chosen, ""), ROUTE)
     finding = judge_interface(choice, found, "node1", resolved, environ)
     assert finding.state is state
-    said = f"{finding.detail} -> {finding.advice}"
-    assert not [part for part in parts if part not in said], said
+    text = f"{finding.detail} -> {finding.advice}"
+    assert not [part for part in parts if part not in text], text
     assert bool(finding.advice) == (state is not State.OK)
 
 
-def test_the_finding_is_of_the_address_that_the_heartbeat_takes(monkeypatch) -> None:
+def test_finding_has_the_address_that_the_heartbeat_uses(monkeypatch) -> None:
     monkeypatch.delenv("GTOPK_INTERFACE", raising=False)
     assert interfaces()["lo"] == address_of("lo")
     if address := choose_address(False, {}).address:
         assert address in check_interface().detail
 
 
-def test_what_chose_an_address_is_said() -> None:
+def test_chosen_address_comes_with_its_reason() -> None:
     assert choose_address(True, {"GTOPK_INTERFACE": "lo"}) == ("127.0.0.1", "GTOPK_INTERFACE")
     assert choose_address(False, {"NCCL_SOCKET_IFNAME": "lo"}) == (
         "127.0.0.1",

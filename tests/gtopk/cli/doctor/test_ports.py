@@ -24,15 +24,17 @@ FIREWALL = "let the firewall admit only the job's hosts"
 BY_ROUTE = Choice(PUBLIC, "default route")
 
 
-def look(choice: Choice, own: list[tuple[str, str]], **environ: str) -> tuple[State, str, str]:
+def finding_for(
+    choice: Choice, own: list[tuple[str, str]], **environ: str
+) -> tuple[State, str, str]:
     finding = judge_ports(isolation.ports(choice, own, environ), own)
     assert finding.name == "ports"
     return finding.state, finding.detail, finding.advice
 
 
-def test_private_addresses_are_no_matter() -> None:
+def test_private_addresses_are_ok() -> None:
     inside = Choice("10.0.0.5", "default route")
-    state, detail, advice = look(inside, INSIDE, GTOPK_PROMETHEUS="9400")
+    state, detail, advice = finding_for(inside, INSIDE, GTOPK_PROMETHEUS="9400")
     assert state is State.OK
     assert "heartbeat (UDP) and the call server of gtopk.run (TCP) at 10.0.0.5 (eth0)" in detail
     assert "metrics (TCP) at 127.0.0.1 (lo)" in detail
@@ -42,29 +44,29 @@ def test_private_addresses_are_no_matter() -> None:
 @pytest.mark.parametrize(
     ("own", "advice"), [(RENTED, FIREWALL), (WITH_VPN, f"{FIREWALL}, or: {VPN}")]
 )
-def test_a_heartbeat_at_a_public_address_is_warned_of(own, advice: str) -> None:
-    state, detail, said = look(BY_ROUTE, own)
+def test_heartbeat_at_a_public_address_is_a_warning(own, advice: str) -> None:
+    state, detail, found_advice = finding_for(BY_ROUTE, own)
     assert state is State.WARN
     assert f"heartbeat (UDP) and the call server of gtopk.run (TCP) at {PUBLIC} (eth0)" in detail
     assert "by default route" in detail
-    assert said == advice
+    assert found_advice == advice
 
 
-def test_an_interface_that_is_named_is_the_heartbeats_alone() -> None:
-    state, detail, _ = look(Choice("10.8.0.2", "GTOPK_INTERFACE"), WITH_VPN)
+def test_named_interface_applies_to_the_heartbeat_alone() -> None:
+    state, detail, _ = finding_for(Choice("10.8.0.2", "GTOPK_INTERFACE"), WITH_VPN)
     assert state is State.OK
     assert "the heartbeat (UDP) at 10.8.0.2 (wg0)" in detail
-    state, detail, _ = look(Choice(PUBLIC, "GTOPK_INTERFACE"), WITH_VPN)
+    state, detail, _ = finding_for(Choice(PUBLIC, "GTOPK_INTERFACE"), WITH_VPN)
     assert state is State.WARN
     assert f"the heartbeat (UDP) at {PUBLIC} (eth0), by GTOPK_INTERFACE" in detail
 
 
-def test_without_heartbeats_there_is_no_port_of_theirs() -> None:
-    assert look(BY_ROUTE, RENTED, GTOPK_HEARTBEAT_TIMEOUT="0")[0] is State.OK
+def test_disabled_heartbeats_open_no_port() -> None:
+    assert finding_for(BY_ROUTE, RENTED, GTOPK_HEARTBEAT_TIMEOUT="0")[0] is State.OK
 
 
 @pytest.mark.parametrize(
-    ("asked", "reached"),
+    ("setting", "reached"),
     [
         ("9400", ""),
         ("10.8.0.2:9400", ""),
@@ -73,9 +75,9 @@ def test_without_heartbeats_there_is_no_port_of_theirs() -> None:
         ("[::]:9400", f"{PUBLIC_IPV6} (eth0)"),
     ],
 )
-def test_metrics_are_looked_at_where_they_are_asked_for(asked: str, reached: str) -> None:
+def test_metrics_port_is_checked_at_its_own_address(setting: str, reached: str) -> None:
     private = Choice("10.8.0.2", "GTOPK_INTERFACE")
-    state, detail, advice = look(private, WITH_VPN, GTOPK_PROMETHEUS=asked)
+    state, detail, advice = finding_for(private, WITH_VPN, GTOPK_PROMETHEUS=setting)
     assert (state is State.WARN) == bool(reached)
     if reached:
         assert detail == f"the internet may reach metrics (TCP) at {reached}, by GTOPK_PROMETHEUS"
@@ -93,21 +95,21 @@ def test_metrics_are_looked_at_where_they_are_asked_for(asked: str, reached: str
         ("node2", "93.184.216.35", False),  # another host's
     ],
 )
-def test_where_ranks_meet_is_looked_at_where_rank_0_serves_it(
+def test_rendezvous_port_is_checked_where_rank_0_serves_it(
     monkeypatch, name: str, stands_for: str, reached: bool
 ) -> None:
     monkeypatch.setattr(isolation, "_resolved", {name: stands_for}.get)
     private = Choice("10.8.0.2", "GTOPK_INTERFACE")
     meeting = {"MASTER_ADDR": name, "MASTER_PORT": "29500"}
-    state, detail, advice = look(private, WITH_VPN, **meeting)
+    state, detail, advice = finding_for(private, WITH_VPN, **meeting)
     assert (state is State.WARN) == reached
     if reached:
         assert f"the rendezvous (TCP) at {PUBLIC} (eth0), by MASTER_ADDR" in detail
         assert advice.endswith("export MASTER_ADDR=10.8.0.2")
-    assert look(private, WITH_VPN, **meeting, TORCHELASTIC_RUN_ID="1")[0] is State.OK
+    assert finding_for(private, WITH_VPN, **meeting, TORCHELASTIC_RUN_ID="1")[0] is State.OK
 
 
-def test_the_finding_is_of_this_hosts_interfaces(monkeypatch) -> None:
+def test_finding_uses_the_interfaces_of_this_host(monkeypatch) -> None:
     monkeypatch.setattr(isolation, "interfaces", lambda: dict([LOOPBACK, ("eth0", PUBLIC)]))
     monkeypatch.setattr(isolation, "choose_address", lambda one_host: BY_ROUTE)
     monkeypatch.delenv("GTOPK_HEARTBEAT_TIMEOUT", raising=False)
@@ -119,7 +121,7 @@ def test_the_finding_is_of_this_hosts_interfaces(monkeypatch) -> None:
     assert check_ports().state is State.OK
 
 
-def test_addresses_of_ipv6_are_known_by_their_interface() -> None:
+def test_own_addresses_include_ipv6() -> None:
     own = isolation.own_addresses()
     assert ("lo", "127.0.0.1") in own
     if socket.has_ipv6 and isolation._IPV6.exists() and "lo" in isolation._IPV6.read_text():

@@ -37,14 +37,14 @@ def html_of(folder: Path) -> str:
     return page(read_run(folder), "a run").replace("\N{NO-BREAK SPACE}", " ")
 
 
-def test_the_page_asks_for_nothing_from_outside_and_runs_nothing(tmp_path: Path) -> None:
+def test_page_loads_nothing_from_outside_and_runs_no_scripts(tmp_path: Path) -> None:
     html = html_of(write_run(tmp_path))
     assert not re.search(r"https?://|@import|url\((?!#)|<script|<link rel=\"stylesheet", html)
     assert "default-src 'none'" in html
     assert set(re.findall(r'href="([^"]*)"', html)) == {"data:,"}
 
 
-def test_every_figure_has_its_place(tmp_path: Path) -> None:
+def test_page_has_every_figure_and_unique_ids(tmp_path: Path) -> None:
     html = html_of(write_run(tmp_path))
     assert set(re.findall(r"<figure><h3>(.*?)</h3>", html)) == set(FIGURES)
     for over in ("steps", "time", "bytes"):
@@ -54,14 +54,14 @@ def test_every_figure_has_its_place(tmp_path: Path) -> None:
     assert len(others) == len(set(others))
 
 
-def test_the_verdict_is_on_top_where_the_record_tells(tmp_path: Path) -> None:
+def test_verdict_is_at_the_top_if_dense_was_predicted(tmp_path: Path) -> None:
     assert "compare with a dense run" not in html_of(write_run(tmp_path / "one"))
     html = html_of(write_run(tmp_path / "two", dense_seconds=1.0))
     verdict = html.index("<strong>Compression saved up to ")
     assert html.index("<h1>") < verdict < html.index('<dl class="tiles">')
 
 
-def test_the_head_says_what_the_record_says(tmp_path: Path) -> None:
+def test_head_shows_the_figures_of_the_record(tmp_path: Path) -> None:
     html = html_of(write_run(tmp_path, ranks=3, steps=50))
     values = re.findall(r'<dd class="value">(.*?)</dd>', html)
     dense_bytes = 2 * 2 / 3 * 4 * 100_000
@@ -72,10 +72,10 @@ def test_the_head_says_what_the_record_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("exchanging", "of"), [(0, 4), (4, 4), (2, 2)])
-def test_dense_is_that_of_the_ranks_that_exchange_together(
+def test_dense_bytes_are_for_the_ranks_that_exchange_together(
     tmp_path: Path, exchanging: int, of: int
 ) -> None:
-    """For example replicas of a shard; 0: an earlier version did not record the number."""
+    """Such as replicas of a shard; 0: an earlier version did not record the number."""
     for rank in range(4):
         lines = lines_of(rank, 4, 50)
         for line in lines:
@@ -87,7 +87,7 @@ def test_dense_is_that_of_the_ranks_that_exchange_together(
     assert value == f"1/{dense_bytes / 1200:.0f}"
 
 
-def test_dense_is_that_of_the_model_where_fragments_take_turns(tmp_path: Path) -> None:
+def test_dense_bytes_cover_the_whole_model_if_fragments_take_turns(tmp_path: Path) -> None:
     turns = {"covers": "outer step", "elements": 25_000, "model_elements": 100_000}
     run = read_run(write_run(tmp_path, **turns))
     (sent,) = [tile for tile in series.tiles(run) if tile.name == "Bytes sent, of dense"]
@@ -96,13 +96,13 @@ def test_dense_is_that_of_the_model_where_fragments_take_turns(tmp_path: Path) -
     assert series.what_was_run(run)["Values of the model"] == "100,000"
 
 
-def test_what_the_record_holds_cannot_become_markup(tmp_path: Path) -> None:
+def test_markup_in_a_record_is_escaped(tmp_path: Path) -> None:
     html = html_of(write_run(tmp_path))
     assert "<b>advice" not in html
     assert "&lt;b&gt;advice" in html
 
 
-def test_a_dense_run_has_no_figures_of_what_is_held_back(tmp_path: Path) -> None:
+def test_dense_run_has_no_residual_figures(tmp_path: Path) -> None:
     write_run(tmp_path, selected=100_000, updated=100_000, coded_entries=0, predicted_seconds=None)
     for path in tmp_path.iterdir():
         kept = [line for line in path.read_text().splitlines() if '"withheld"' not in line]
@@ -112,9 +112,7 @@ def test_a_dense_run_has_no_figures_of_what_is_held_back(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("covers", ["mega-batch", "period"])
-def test_ranks_that_step_at_their_own_paces_are_shown_over_time(
-    tmp_path: Path, covers: str
-) -> None:
+def test_ranks_that_step_at_their_own_pace_are_shown_over_time(tmp_path: Path, covers: str) -> None:
     run = read_run(write_run(tmp_path, covers=covers, local_steps=3, predicted_seconds=None))
     html = page(run, "a run")
     assert ">over time</label>" in html
@@ -126,7 +124,7 @@ def test_ranks_that_step_at_their_own_paces_are_shown_over_time(
     assert run.ranks[0].steps[0].seconds < found[0][0] < found[-1][0] < run.seconds
 
 
-def test_where_nothing_is_to_be_chosen_there_is_no_button(tmp_path: Path) -> None:
+def test_page_with_one_axis_has_no_axis_buttons(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path, covers="period", sent_bytes=0))
     for rank in run.ranks:
         rank.steps = [step._replace(bytes_so_far=0) for step in rank.steps]
@@ -136,15 +134,15 @@ def test_where_nothing_is_to_be_chosen_there_is_no_button(tmp_path: Path) -> Non
     assert "Accuracy</h3>" in html
 
 
-def test_parts_that_took_no_time_are_not_in_the_legend(tmp_path: Path) -> None:
-    alike = {"select_seconds": 0.0, "apply_seconds": 0.0, "communicate_seconds": 0.0}
-    html = html_of(write_run(tmp_path, **alike, merge_seconds=0.0, code_seconds=0.0))
+def test_parts_without_time_are_not_in_the_legend(tmp_path: Path) -> None:
+    zero_seconds = {"select_seconds": 0.0, "apply_seconds": 0.0, "communicate_seconds": 0.0}
+    html = html_of(write_run(tmp_path, **zero_seconds, merge_seconds=0.0, code_seconds=0.0))
     keys = set(re.findall(r'class="part (\w+)" width="34"', html))
     assert keys == {"compute", "wait"}
     assert "pack is encode" not in html
 
 
-def test_a_value_lies_over_the_bytes_that_a_rank_has_sent_on_average(tmp_path: Path) -> None:
+def test_values_are_plotted_over_mean_bytes_sent_per_rank(tmp_path: Path) -> None:
     for rank, sent in enumerate((500, 1500)):
         file = LineFile(path_of(tmp_path, rank))
         file.take([begin(rank, 2, seconds=100.0)])
@@ -154,7 +152,7 @@ def test_a_value_lies_over_the_bytes_that_a_rank_has_sent_on_average(tmp_path: P
     assert over_bytes(read_run(tmp_path)) == [Point(1000.0, 3.0, 3.0, 3.0)]
 
 
-def test_a_rank_that_comes_later_takes_nothing_off_what_a_rank_has_sent(tmp_path: Path) -> None:
+def test_rank_that_joins_later_does_not_reduce_mean_bytes_sent(tmp_path: Path) -> None:
     """One rank, two from second 100 on; each sends 1,000 bytes a second."""
     for rank, met, seconds in ((0, 0, range(1, 100)), (0, 100, range(1, 4)), (1, 100, range(1, 4))):
         file = LineFile(path_of(tmp_path, rank))
@@ -172,7 +170,7 @@ def test_a_rank_that_comes_later_takes_nothing_off_what_a_rank_has_sent(tmp_path
     assert [point.x for point in found] == [99_000.0, 102_000.0]
 
 
-def test_a_calendar_that_went_back_between_attempts_ends_no_report(tmp_path: Path) -> None:
+def test_clock_set_back_between_attempts_does_not_break_the_report(tmp_path: Path) -> None:
     file = LineFile(path_of(tmp_path, 0))
     for step, unix in ((0, 1.7e9), (1, 1.7e9 - 60)):
         file.take([begin(0, 1, unix_seconds=unix, step=step)])
@@ -184,7 +182,7 @@ def test_a_calendar_that_went_back_between_attempts_ends_no_report(tmp_path: Pat
     assert [point.x for point in found] == [1000.0, 2000.0]
 
 
-def test_steps_that_were_taken_before_the_record_are_not_of_it(tmp_path: Path) -> None:
+def test_steps_before_the_record_are_not_counted(tmp_path: Path) -> None:
     file = LineFile(path_of(tmp_path, 0))
     file.take([begin(0, 1), {"what": "resumed", "seconds": 0.1, "step": 5000}])
     file.take([step_line(report(step), 0.2, 1200, 32) for step in range(5000, 5010)])
@@ -198,7 +196,7 @@ def test_steps_that_were_taken_before_the_record_are_not_of_it(tmp_path: Path) -
     assert [rank["steps"] for rank in as_record(run)["ranks"]] == [20]
 
 
-def test_means_are_without_the_first_steps_of_each_attempt(tmp_path: Path) -> None:
+def test_means_exclude_the_first_steps_of_each_attempt(tmp_path: Path) -> None:
     file = LineFile(path_of(tmp_path, 0))
     for attempt in range(3):
         file.take([begin(0, 1, unix_seconds=1.7e9 + 60 * attempt)])
@@ -216,7 +214,7 @@ def test_means_are_without_the_first_steps_of_each_attempt(tmp_path: Path) -> No
     assert as_record(run)["figures"]["A step takes"][0].startswith("10")
 
 
-def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+def test_killed_rank_is_named(tmp_path: Path) -> None:
     write_run(tmp_path, ranks=2, steps=30)
     path_of(tmp_path, 1).write_text("".join(map(as_text, lines_of(1, 2, 30)[:40]))[:-30])
     html = html_of(tmp_path)
@@ -224,7 +222,7 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     assert re.search(r"<h3>rank 1</h3><p>has written nothing after step \d+", html)
 
 
-def test_a_run_that_goes_on_is_nothing_amiss(tmp_path: Path) -> None:
+def test_unfinished_run_is_not_reported_as_failed(tmp_path: Path) -> None:
     write_run(tmp_path, ranks=2, steps=30)
     for path in tmp_path.iterdir():
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
@@ -234,7 +232,7 @@ def test_a_run_that_goes_on_is_nothing_amiss(tmp_path: Path) -> None:
     assert "has written nothing" not in html
 
 
-def test_many_ranks_and_one_step_make_a_page_too(tmp_path: Path) -> None:
+def test_many_ranks_or_a_single_step_make_a_page(tmp_path: Path) -> None:
     html = html_of(write_run(tmp_path / "many", ranks=20, steps=3))
     assert html.count(">rank 19</text>") == 1
     assert html_of(write_run(tmp_path / "one", ranks=1, steps=1)).count("<figure>") >= 5
@@ -269,7 +267,7 @@ def write_losses(folder: Path, name: str, values: list[float]) -> Path:
         ("accuracy", [0.5, 0.5], ["0", "10 %", "20 %", "30 %", "40 %", "50 %"]),
     ],
 )
-def test_an_axis_tells_its_ticks_apart_and_a_constant_from_nothing(
+def test_axis_ticks_are_distinct_and_constant_values_start_at_zero(
     tmp_path: Path, name: str, values: list[float], ticks: list[str]
 ) -> None:
     found = ticks_of(name.capitalize(), html_of(write_losses(tmp_path, name, values)))
@@ -285,16 +283,14 @@ def test_an_axis_tells_its_ticks_apart_and_a_constant_from_nothing(
         (20_000_000, 20_000_600, ["20M", "20.0002M", "20.0004M", "20.0006M"]),
     ],
 )
-def test_steps_are_short_numbers_however_many_there_are(
-    first: int, last: int, ticks: list[str]
-) -> None:
+def test_step_ticks_are_short_numbers(first: int, last: int, ticks: list[str]) -> None:
     drawn = lines_plot("", {"": [Point(x, 1.0, 1.0, 1.0) for x in (first, last)]}, "")
     words = re.findall(r'<text class="tick[^>]*>([^<]*)<', drawn)
     assert set(ticks) <= set(words)
     assert not any("e+" in each for each in words)
 
 
-def test_of_one_step_the_axes_hold_it_and_neither_parts_of_steps_nor_times_before_it(
+def test_axes_of_a_single_step_hold_only_that_step(
     tmp_path: Path,
 ) -> None:
     html = html_of(write_losses(tmp_path, "loss", [1.0]))
@@ -306,14 +302,14 @@ def test_of_one_step_the_axes_hold_it_and_neither_parts_of_steps_nor_times_befor
 
 
 @pytest.mark.parametrize("seconds", [0.0, -0.004])
-def test_steps_that_took_no_time_make_a_page_too(tmp_path: Path, seconds: float) -> None:
+def test_steps_without_time_make_a_page(tmp_path: Path, seconds: float) -> None:
     """Like the first step of a hook, which has no time before it; times are never negative."""
     write_run(tmp_path, compute_seconds=seconds, synchronize_seconds=-seconds / 2)
     assert all(part >= 0 for part in parts(read_run(tmp_path).first.steps[0].report).values())
     assert "A step of each rank" in html_of(tmp_path)
 
 
-def test_the_last_value_is_that_which_was_logged_last(tmp_path: Path) -> None:
+def test_last_value_is_the_one_logged_last(tmp_path: Path) -> None:
     file = LineFile(path_of(tmp_path, 0))
     file.take([begin(0, 1), step_line(report(0), 0.1, 1200, 32)])
     for seconds, loss in ((0.2, 3.0), (0.3, 1.5)):  # after training, after evaluation
@@ -323,14 +319,14 @@ def test_the_last_value_is_that_which_was_logged_last(tmp_path: Path) -> None:
     assert as_record(read_run(tmp_path))["figures"]["Loss"][0] == "1.5"
 
 
-def test_a_rank_that_has_taken_no_step_is_said_to_have_begun(tmp_path: Path) -> None:
+def test_rank_without_steps_is_reported_as_silent_after_it_began(tmp_path: Path) -> None:
     write_run(tmp_path, ranks=2, steps=3)
     path_of(tmp_path, 1).write_text(as_text(begin(1, 2)))
-    (said,) = [said for where, said in events(read_run(tmp_path)) if where == "rank 1"]
-    assert said.startswith("has written nothing after it began, ")
+    (event,) = [event for where, event in events(read_run(tmp_path)) if where == "rank 1"]
+    assert event.startswith("has written nothing after it began, ")
 
 
-def test_a_long_series_is_thinned_and_nothing_of_its_range_is_lost() -> None:
+def test_long_series_is_binned_without_losing_its_range() -> None:
     values = [(step, float(step % 97)) for step in range(10_000)]
     points = binned(values)
     assert len(points) == BINS
@@ -340,7 +336,7 @@ def test_a_long_series_is_thinned_and_nothing_of_its_range_is_lost() -> None:
     assert binned([(1, None), (2, float("nan"))]) == []
 
 
-def test_totals_are_of_all_steps_also_of_those_that_were_not_written(tmp_path: Path) -> None:
+def test_totals_include_steps_that_were_not_written(tmp_path: Path) -> None:
     recorder = Recorder([LineFile(path_of(tmp_path, 0))], begin(0, 1), 0.0, 100, lambda: 0)
     for step in range(199):
         recorder.note_step(report(step))
@@ -356,7 +352,7 @@ def test_totals_are_of_all_steps_also_of_those_that_were_not_written(tmp_path: P
 @pytest.mark.parametrize(
     ("steps", "covered"), [(1, 1), (140, 1), (1000, 1), (1060, 1), (1120, 8), (1121, 8)]
 )
-def test_the_verdict_is_of_all_steps_also_of_those_that_were_not_written(
+def test_verdict_includes_steps_that_were_not_written(
     tmp_path: Path, steps: int, covered: int
 ) -> None:
     """The first step, which plans and calibrates, and the last are written and count once."""
@@ -381,7 +377,7 @@ def test_the_verdict_is_of_all_steps_also_of_those_that_were_not_written(
     assert verdict(read_run(tmp_path)) == balance.verdict() != ""
 
 
-def test_what_every_rank_says_of_itself_is_said_once(tmp_path: Path) -> None:
+def test_message_common_to_all_ranks_is_shown_once(tmp_path: Path) -> None:
     write_run(tmp_path)
     for rank in range(3):
         text = f"rank {rank}: a gradient is not finite on rank 1"
@@ -392,22 +388,22 @@ def test_what_every_rank_says_of_itself_is_said_once(tmp_path: Path) -> None:
     assert found == [("step 9, rank 0", "a gradient is not finite on rank 1")]
 
 
-def test_the_command_writes_the_page_and_says_where(tmp_path: Path, capsys) -> None:
+def test_command_writes_the_page_and_prints_its_path(tmp_path: Path, capsys) -> None:
     write_run(tmp_path)
     assert main([str(tmp_path)]) == 0
     assert Path(capsys.readouterr().out.strip()) == tmp_path / "report.html"
     assert main([str(tmp_path), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert [rank["utilisation"] for rank in said["ranks"]] == pytest.approx([0.6] * 3)
-    assert [rank["straggler_score"] for rank in said["ranks"]] == pytest.approx([1, 1 / 2, 1 / 3])
-    assert said["figures"]["A step takes"][0].startswith("10")
+    record = json.loads(capsys.readouterr().out)
+    assert [rank["utilisation"] for rank in record["ranks"]] == pytest.approx([0.6] * 3)
+    assert [rank["straggler_score"] for rank in record["ranks"]] == pytest.approx([1, 1 / 2, 1 / 3])
+    assert record["figures"]["A step takes"][0].startswith("10")
     elsewhere = tmp_path / "pages" / "first.html"  # its folder is created
     assert main([str(tmp_path), "--out", str(elsewhere)]) == 0
     assert elsewhere.read_text() == (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize("after", [0, 20])
-def test_a_run_that_diverges_has_its_page_and_its_figures(
+def test_diverging_run_has_a_page_and_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], after: int
 ) -> None:
     write_run(tmp_path, ranks=2, steps=50)
@@ -419,12 +415,12 @@ def test_a_run_that_diverges_has_its_page_and_its_figures(
     assert ("Loss</h3>" in html) == (after > 0)
     capsys.readouterr()
     assert main([str(tmp_path), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["figures"]["Accuracy"][0] == "not finite"
-    assert len(said["logged"]["loss"]) == after
+    record = json.loads(capsys.readouterr().out)
+    assert record["figures"]["Accuracy"][0] == "not finite"
+    assert len(record["logged"]["loss"]) == after
 
 
-def test_each_step_that_was_skipped_is_counted_also_where_the_next_one_has_its_number(
+def test_skipped_steps_that_share_a_number_are_each_counted(
     tmp_path: Path,
 ) -> None:
     """As with a GradScaler, which then takes no step; the second rank was killed early."""
@@ -442,7 +438,7 @@ def test_each_step_that_was_skipped_is_counted_also_where_the_next_one_has_its_n
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_without_a_step_there_is_nothing_to_draw(tmp_path: Path, capsys, started: bool) -> None:
+def test_record_without_steps_exits_with_an_error(tmp_path: Path, capsys, started: bool) -> None:
     if started:
         file = LineFile(path_of(tmp_path, 0))
         file.take([begin()])
@@ -452,7 +448,7 @@ def test_without_a_step_there_is_nothing_to_draw(tmp_path: Path, capsys, started
     assert text in capsys.readouterr().err
 
 
-def test_a_record_that_is_missing_is_said_on_the_page_and_on_stderr(
+def test_missing_record_is_reported_on_page_and_stderr(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_run(tmp_path, ranks=3)
@@ -464,7 +460,7 @@ def test_a_record_that_is_missing_is_said_on_the_page_and_on_stderr(
     assert json.loads(capsys.readouterr().out)["happened"][0][0] == "rank 1"
 
 
-def test_times_over_an_emulated_link_are_called_so(tmp_path: Path) -> None:
+def test_times_over_an_emulated_link_are_labelled(tmp_path: Path) -> None:
     first, *lines = lines_of(0, 1, 30, dense_seconds=1.0)
     first["link"] = "emulated link of 100 Mbit/s"
     path_of(tmp_path, 0).write_text("".join(map(as_text, [first, *lines])))

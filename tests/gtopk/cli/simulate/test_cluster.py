@@ -10,14 +10,14 @@ from collectives.cost_model import Candidate
 from gtopk.cli.simulate.setting import Cluster, Slowdown
 
 
-def test_a_batch_takes_its_overhead_and_its_samples(random: np.random.Generator) -> None:
+def test_batch_time_is_overhead_plus_samples_over_speed(random: np.random.Generator) -> None:
     cluster = Cluster([400, 100], overhead_seconds=0.01)
     assert cluster.compute_seconds(0, 40, 0.0, random) == pytest.approx(0.11)
     assert cluster.compute_seconds(1, 40, 0.0, random) == pytest.approx(0.41)
     assert cluster.compute_seconds(1, 0, 0.0, random) == 0.0
 
 
-def test_a_slowdown_begins_at_its_second_on_its_rank(random: np.random.Generator) -> None:
+def test_slowdown_begins_at_its_second_on_its_rank(random: np.random.Generator) -> None:
     cluster = Cluster([100, 100], slowdowns=[Slowdown(1, 4.0, second=5.0)])
     seconds = [
         cluster.compute_seconds(rank, 100, at, random) for rank in range(2) for at in (4.9, 5.0)
@@ -25,7 +25,7 @@ def test_a_slowdown_begins_at_its_second_on_its_rank(random: np.random.Generator
     assert seconds == pytest.approx([1.0, 1.0, 1.0, 4.0])
 
 
-def test_noise_is_of_the_logarithm_and_repeats_with_its_seed() -> None:
+def test_noise_is_lognormal_and_repeats_with_its_seed() -> None:
     cluster = Cluster([100, 100], noise=0.1)
 
     def draw(seed: int) -> list[float]:
@@ -41,7 +41,7 @@ def test_noise_is_of_the_logarithm_and_repeats_with_its_seed() -> None:
     assert logarithms.std() == pytest.approx(0.1, rel=0.1)
 
 
-def test_an_exchange_takes_what_its_schedule_says_or_what_is_given() -> None:
+def test_exchange_time_comes_from_the_schedule_unless_given() -> None:
     slow, fast = (Cluster([1] * 4, link=Link.of(bits, 0.0)) for bits in (1e8, 1e9))
     dense = Candidate("dense")
     assert slow.reduce_seconds(dense, 10**6) == pytest.approx(

@@ -13,7 +13,7 @@ from gtopk.cli.simulate.modes import SIMULATED
 QUICK = ["--epochs", "1", "--speeds", "200:100", "--batch", "128"]
 
 
-def test_a_comparison_is_printed_and_written(
+def test_comparison_is_printed_and_written_as_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = tmp_path / "record.json"
@@ -28,28 +28,28 @@ def test_a_comparison_is_printed_and_written(
     assert "11,689,512 values by gTop-k" in printed
     assert "beside 50 % of a synchronous step's computation" in " ".join(printed.split())
     assert max(map(len, printed.splitlines())) <= 80
-    said = json.loads(record.read_text())
-    assert said["simulated"] is True
-    assert [run["mode"] for run in said["records"]] == ["balanced", "abs"]
-    assert len(said["records"][0]["accuracy"]) == 3  # after 700, 1400 and all 1437 samples
+    written = json.loads(record.read_text())
+    assert written["simulated"] is True
+    assert [run["mode"] for run in written["records"]] == ["balanced", "abs"]
+    assert len(written["records"][0]["accuracy"]) == 3  # after 700, 1400 and all 1437 samples
 
 
-def test_an_exchange_takes_what_its_mode_sends(
+def test_exchange_time_depends_on_what_the_mode_sends(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = tmp_path / "record.json"
     words = ["--model", "resnet18", "--modes", "equal,equal-dense", "--json", str(record)]
     assert main(["simulate", *QUICK, *words]) == 0
-    said = json.loads(record.read_text())
-    sparse, dense = said["reduce_seconds"], said["dense_reduce_seconds"]
+    written = json.loads(record.read_text())
+    sparse, dense = written["reduce_seconds"], written["dense_reduce_seconds"]
     assert 2 * sparse < dense
-    steps = [run["steps"] for run in said["records"]]
-    exchanges = [run["exchange"] for run in said["records"]]
+    steps = [run["steps"] for run in written["records"]]
+    exchanges = [run["exchange"] for run in written["records"]]
     assert exchanges == pytest.approx([steps[0] * sparse, steps[1] * dense])
     assert ", dense, as in equal-dense, " in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_mode_that_is_named_twice_is_one(tmp_path: Path) -> None:
+def test_mode_named_twice_is_simulated_once(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     words = ["--modes", "adaptive-sgd,adaptive-sgd", "--die", "0@1s", "--json", str(record)]
     assert main(["simulate", *QUICK, *words]) == 0
@@ -59,7 +59,7 @@ def test_a_mode_that_is_named_twice_is_one(tmp_path: Path) -> None:
     assert (link["latency_seconds"], link["seconds_per_byte"]) == (50e-6, 8e-9)
 
 
-def test_ranks_that_are_all_fast_leave_no_slow_ones(
+def test_mode_slow_only_without_slow_ranks_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = tmp_path / "record.json"
@@ -69,7 +69,7 @@ def test_ranks_that_are_all_fast_leave_no_slow_ones(
     assert not record.exists()
 
 
-def test_what_is_missing_is_named(
+def test_missing_scikit_learn_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -77,7 +77,7 @@ def test_what_is_missing_is_named(
     assert "pip install scikit-learn" in capsys.readouterr().err
 
 
-def test_a_training_that_diverges_ends_and_says_so(
+def test_diverging_training_ends_and_reports_skipped_updates(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = tmp_path / "record.json"
@@ -85,8 +85,8 @@ def test_a_training_that_diverges_ends_and_says_so(
     assert main(["simulate", *QUICK, *words]) == 0
     printed = " ".join(capsys.readouterr().out.split()).replace("- ", "-")
     _, left_out = printed.split("Not finite, and left out as in a real run: ")
-    said = json.loads(record.read_text(), parse_constant=pytest.fail)
-    for run in said["records"]:
+    written = json.loads(record.read_text(), parse_constant=pytest.fail)
+    for run in written["records"]:
         assert f"{run['mode']} {run['skipped']} times" in left_out
         assert run["loss"] == [] or run["loss"][-1][1] is None
     assert "not reached" in left_out  # the loss common to all
@@ -122,7 +122,7 @@ def test_more_skipped_steps_than_a_real_run_allows_are_simulated(
         (["--overlap", "2"], "--overlap: must lie in [0, 1], got '2'"),
     ],
 )
-def test_words_that_mean_nothing_are_an_error(
+def test_invalid_words_exit_with_the_reason(
     words: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -144,15 +144,17 @@ def test_words_that_mean_nothing_are_an_error(
         ([*QUICK, "--modes", "local-sgd", "--json", "/dev/null/x"], "/x cannot be written"),
     ],
 )
-def test_a_cluster_that_cannot_be_is_an_error(
+def test_impossible_cluster_exits_with_the_reason(
     words: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["simulate", *words]) == 2
     assert text in capsys.readouterr().err
 
 
-def test_what_cannot_end_is_an_error_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulation_whose_ranks_all_die_prints_one_error_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["simulate", *QUICK, "--modes", "elastic", "--die", "0@1s", "--die", "1@1s"]) == 1
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2  # after which mode is simulated
-    assert said[1].startswith("gtopk simulate: elastic: every rank has died")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2  # after which mode is simulated
+    assert lines[1].startswith("gtopk simulate: elastic: every rank has died")

@@ -31,7 +31,7 @@ def slow_share(record: Record) -> float:
     return sum(by_rank[rank] for rank in SLOW) / sum(by_rank)
 
 
-def test_adaptation_takes_updates_from_the_slow_class_and_utilisation_from_the_fast_one() -> None:
+def test_adaptation_lowers_slow_class_updates_and_fast_class_utilisation() -> None:
     fixed, adaptive = run("hogbatch"), run("adaptive-hogbatch")
     assert slow_share(fixed) > 0.96
     assert 0.52 < slow_share(adaptive) < 0.81
@@ -40,37 +40,37 @@ def test_adaptation_takes_updates_from_the_slow_class_and_utilisation_from_the_f
     assert adaptive.used["slow"] > 0.9
 
 
-def test_all_workers_together_are_faster_than_either_class_or_steps_in_common() -> None:
+def test_hogbatch_is_faster_than_either_class_alone_or_common_steps() -> None:
     for mode in ("hogbatch", "adaptive-hogbatch"):
         for other in ("equal-dense", "slow-only"):
             assert run(mode).samples_per_second > run(other).samples_per_second
     assert run("hogbatch").samples_per_second > run("fast-only").samples_per_second
 
 
-def test_every_mode_computes_every_sample_once_an_epoch() -> None:
+def test_every_mode_computes_every_sample_once_per_epoch() -> None:
     for mode in MODES[1:]:
         assert run(mode).samples == SETTING.epochs * SETTING.task.samples
         assert sum(map(sum, run(mode).updates)) == run(mode).steps
 
 
-def test_who_trains_alone_trains_with_fresh_gradients() -> None:
+def test_staleness_is_zero_for_one_worker_and_grows_with_workers() -> None:
     assert run("fast-only").staleness == 0
     assert run("slow-only").staleness == pytest.approx(2, abs=0.05)
     assert run("hogbatch").staleness > 2
 
 
-def test_an_epoch_moves_the_model_about_as_far_in_every_mode() -> None:
+def test_epoch_reduces_loss_about_equally_in_every_mode() -> None:
     losses = [run(mode).loss[-1][1] for mode in MODES]
     assert max(losses) < 1.3 * min(losses)
 
 
-def test_a_simulation_repeats_to_the_bit() -> None:
+def test_simulation_is_deterministic() -> None:
     short = replace(SETTING, epochs=1)
     simulate = SIMULATED["adaptive-hogbatch"]
     assert simulate(short) == simulate(short)
 
 
-def test_a_table_says_how_the_classes_trained() -> None:
+def test_table_shows_how_the_classes_trained() -> None:
     lines = render([run(mode) for mode in MODES], SETTING, 0.9)
     headings = next(number for number, line in enumerate(lines) if "slow's updates" in line)
     assert max(map(len, lines[headings:])) <= 80

@@ -10,12 +10,12 @@ from gtopk.cli.simulate.ranks import filtered_logs
 from gtopk.telemetry import stragglers
 
 
-def test_words_on_this_machine_and_repetitions_are_passed_over(
+def test_messages_on_this_machine_and_repetitions_are_filtered(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     logger = logging.getLogger("gtopk")
 
-    def speak() -> list[str]:
+    def log_messages() -> list[str]:
         caplog.clear()
         for rank in (1, 1, 2):
             logger.warning("rank %d has few entries", rank)
@@ -25,5 +25,5 @@ def test_words_on_this_machine_and_repetitions_are_passed_over(
         return caplog.messages
 
     with filtered_logs():
-        assert speak() == ["rank 1 has few entries", "rank 2 has few entries"]
-    assert len(speak()) == 4
+        assert log_messages() == ["rank 1 has few entries", "rank 2 has few entries"]
+    assert len(log_messages()) == 4

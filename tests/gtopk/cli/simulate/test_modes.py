@@ -40,7 +40,7 @@ def test_balanced_batches_gain_what_their_speeds_allow(speeds: list[float], gain
     assert abs(balanced.final_accuracy - equal.final_accuracy) < 0.03
 
 
-def test_dense_balanced_training_is_that_of_equal_batches() -> None:
+def test_dense_balanced_training_equals_that_of_equal_batches() -> None:
     at = replace(setting([400, 100], 0.1, epochs=3), density=None)
     equal, balanced = (modes.train_in_steps(at, mode) for mode in ("equal", "balanced"))
     assert balanced.sizes[-2][1] != equal.sizes[-2][1]
@@ -49,11 +49,11 @@ def test_dense_balanced_training_is_that_of_equal_batches() -> None:
     )
 
 
-def test_a_rank_that_slows_fourfold_is_relieved_within_two_windows() -> None:
+def test_rank_that_slows_fourfold_is_rebalanced_within_two_windows() -> None:
     at = setting([400, 200, 100, 100], 0.1, epochs=10, slowdowns=[Slowdown(0, 4.0, second=13.0)])
     record = modes.train_in_steps(at, "balanced")
-    whole = [(second, sizes) for second, sizes in record.sizes if sum(sizes) == 256]
-    steps_after = [sizes for second, sizes in whole if second > 13.0]
+    full_steps = [(second, sizes) for second, sizes in record.sizes if sum(sizes) == 256]
+    steps_after = [sizes for second, sizes in full_steps if second > 13.0]
     settled = steps_after[2 * (5 + 2)]
     seconds = [size / speed for size, speed in zip(settled, (100, 200, 100, 100), strict=True)]
     assert spread_of(seconds) < 0.15
@@ -81,8 +81,8 @@ def test_delayed_rounds_hide_an_exchange_as_long_as_the_computation() -> None:
     assert rounds.least_utilisation > 1.3 * min(balanced.busy) / balanced.seconds
 
 
-def test_delayed_rounds_end_with_each_epoch_in_which_every_sample_was_once() -> None:
-    """As in `hvd.adapt`, and not from a counter that never ends."""
+def test_delayed_rounds_end_with_each_epoch() -> None:
+    """As in `hvd.adapt`, each epoch covers every sample once."""
     at = setting([400, 200, 100, 100], 0.32, epochs=4)
     record = delayed.simulate(at)
     totals = [sum(sizes) for _, sizes in record.sizes]
@@ -95,7 +95,7 @@ def test_delayed_rounds_end_with_each_epoch_in_which_every_sample_was_once() -> 
     assert {round(second, 9) for second, _ in record.accuracy} <= after
 
 
-def test_a_pass_ends_when_all_is_applied_that_its_ranks_computed() -> None:
+def test_pass_ends_when_all_computed_gradients_are_applied() -> None:
     task = TASK._replace(x=TASK.x[:16], y=TASK.y[:16])
     cluster = Cluster([80, 40], exchange_seconds=0.5)
     at = replace(setting([1, 1], 0.0, epochs=1), cluster=cluster, task=task, global_batch=16)
@@ -105,7 +105,7 @@ def test_a_pass_ends_when_all_is_applied_that_its_ranks_computed() -> None:
     assert record.seconds == pytest.approx(0.2 + 0.5 + 5 * cluster.signal_seconds(), abs=1e-9)
 
 
-def test_an_exchange_beside_the_computation_is_not_waited_for() -> None:
+def test_exchange_overlapped_with_computation_is_not_waited_for() -> None:
     at = setting([200, 100], 0.3, epochs=1)  # a step computes longer
     after, beside, partly = (
         modes.train_in_steps(replace(at, overlap=share), "equal") for share in (0.0, 1.0, 0.1)
@@ -117,7 +117,7 @@ def test_an_exchange_beside_the_computation_is_not_waited_for() -> None:
     assert [a for _, a in beside.accuracy] == [a for _, a in after.accuracy]
 
 
-def test_a_simulation_repeats_to_the_bit() -> None:
+def test_simulation_is_deterministic() -> None:
     at = setting([200, 100], 0.05, epochs=2)
     for simulate in (
         delayed.simulate,
@@ -128,7 +128,7 @@ def test_a_simulation_repeats_to_the_bit() -> None:
         assert simulate(at) == simulate(at)
 
 
-def test_local_sgd_averages_now_and_then() -> None:
+def test_local_sgd_averages_every_few_steps() -> None:
     at = setting([200, 100], 0.5, epochs=3)
     record = SIMULATED["local-sgd"](at)
     assert record.steps == 18
@@ -143,14 +143,14 @@ def replicas_of(speeds: list[float], epochs: int, **changed: Any) -> Setting:
 
 
 @pytest.mark.parametrize("speeds", [[132, 120, 110, 100], [400, 200, 100, 100]])
-def test_ranks_make_as_many_updates_from_the_third_merge_on(speeds: list[float]) -> None:
+def test_adaptive_sgd_equalizes_updates_from_the_third_merge_on(speeds: list[float]) -> None:
     record = SIMULATED["adaptive-sgd"](replicas_of(speeds, epochs=8))
     first, *settled = record.updates[0], *record.updates[3:]
     assert max(first) > 1.2 * min(first)
     assert all(max(updates) <= 1.10 * min(updates) for updates in settled)
 
 
-def test_who_waits_least_is_ahead_of_who_averages_in_step() -> None:
+def test_adaptive_sgd_reaches_accuracy_before_synchronous_averaging() -> None:
     at = replicas_of([400, 200, 100, 100], epochs=5)
     reached = {
         mode: SIMULATED[mode](at).seconds_to(0.85)
@@ -161,7 +161,7 @@ def test_who_waits_least_is_ahead_of_who_averages_in_step() -> None:
     assert all(second is None or second > ahead for second in reached.values())
 
 
-def test_a_rank_that_dies_costs_only_its_samples_since_the_last_merge() -> None:
+def test_dead_rank_loses_only_samples_since_last_merge() -> None:
     deaths = [Death(1, second=3.0)]
     for mode in ("adaptive-sgd", "adaptive-sgd-gtopk", "local-sgd"):
         record = SIMULATED[mode](replicas_of([400, 200, 100], epochs=3, deaths=deaths))
@@ -180,7 +180,7 @@ def test_a_rank_that_dies_costs_only_its_samples_since_the_last_merge() -> None:
         SIMULATED["adaptive-sgd"](nobody)
 
 
-def test_a_rank_dies_but_once_in_whatever_order_it_is_told() -> None:
+def test_rank_dies_once_in_any_order_of_its_deaths() -> None:
     first, *others = (
         SIMULATED["local-sgd"](replicas_of([400, 200], epochs=1, deaths=deaths)).sizes
         for deaths in (
@@ -192,7 +192,7 @@ def test_a_rank_dies_but_once_in_whatever_order_it_is_told() -> None:
     assert others == [first, first]
 
 
-def test_who_dies_in_a_batch_is_waited_for_until_then_and_brings_nothing() -> None:
+def test_rank_that_dies_in_a_batch_delays_the_merge_and_adds_nothing() -> None:
     at = setting([400, 100], 0.1, epochs=1)
     without_noise = replace(at.cluster, noise=0.0, deaths=[Death(1, 6.0)])  # its batches: 1.28 s
     record = SIMULATED["local-sgd"](replace(at, cluster=without_noise))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def test_real_ranks_simulate_what_one_process_does(mpirun: Callable[..., Any]) -> None:
+def test_mpi_ranks_simulate_the_same_as_one_process(mpirun: Callable[..., Any]) -> None:
     job = mpirun(3, "simulates.py")
     assert job.returncode == 0, job.stderr
     assert sorted(job.stdout.splitlines()) == [f"rank {rank}: done" for rank in range(3)]

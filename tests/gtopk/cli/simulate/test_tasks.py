@@ -7,7 +7,7 @@ import torch
 from gtopk.cli.simulate.setting import open_task
 
 
-def test_the_residual_network_is_a_whole_one_and_evaluation_leaves_it_as_it_was() -> None:
+def test_resnet18_task_is_full_size_and_evaluation_keeps_its_state() -> None:
     task = open_task("digits-resnet18", 0)
     assert task.length == 11_173_962
     few = task._replace(test_x=task.test_x[:8], test_y=task.test_y[:8])

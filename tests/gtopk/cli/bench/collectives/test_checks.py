@@ -8,7 +8,7 @@ import pytest
 from gtopk.cli.bench.collectives.run import WrongResultError, check_agreement, digest, picks
 
 
-def test_an_update_that_is_another_by_one_bit_is_found() -> None:
+def test_update_that_differs_by_one_bit_raises() -> None:
     vector = picks("uniform", 500, 50, rank=0, seed=1)
     nudged = vector._replace(values=np.nextafter(vector.values, np.float32(9)))
     check_agreement("gtopk", [digest(vector), digest(vector)])

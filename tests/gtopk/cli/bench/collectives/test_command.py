@@ -26,7 +26,7 @@ def test_every_contender_is_measured_in_every_case(results: Results) -> None:
     assert algorithms == {*ALGORITHMS, "shards"}
 
 
-def test_dense_and_shards_are_measured_once_for_their_ranks_and_length(results: Results) -> None:
+def test_dense_and_shards_are_measured_once_per_ranks_and_length(results: Results) -> None:
     dense = [record for record in results["records"] if not record["selective"]]
     assert sorted((record["contender"], record["ranks"]) for record in dense) == [
         ("dense", 2),
@@ -38,7 +38,7 @@ def test_dense_and_shards_are_measured_once_for_their_ranks_and_length(results: 
     ]
 
 
-def test_a_file_is_what_was_measured(json_file: Path, results: Results) -> None:
+def test_json_file_holds_what_was_measured(json_file: Path, results: Results) -> None:
     assert read(json_file) == results
     for record in results["records"]:
         assert record["rounds"] == len(record["seconds_by_round"]) == 2
@@ -59,7 +59,7 @@ def test_exact_messages_are_counted_to_the_byte(results: Results) -> None:
             assert 6 * record["k"] <= record["sent_bytes"]["max"] <= 6 * record["k"] + 128
 
 
-def test_a_shard_is_counted_to_the_byte_and_modelled(results: Results) -> None:
+def test_shards_are_counted_to_the_byte_and_modelled(results: Results) -> None:
     for record in results["records"]:
         if record["algorithm"] == "shards":
             ranks = record["ranks"]
@@ -74,7 +74,9 @@ def test_a_shard_is_counted_to_the_byte_and_modelled(results: Results) -> None:
 
 
 @pytest.mark.parametrize("ranks", some_of([2, 3], 3))
-def test_under_mpirun(mpirun: Callable[..., object], tmp_path: Path, ranks: int) -> None:
+def test_benchmark_runs_under_mpirun(
+    mpirun: Callable[..., object], tmp_path: Path, ranks: int
+) -> None:
     path = tmp_path / "mpi.json"
     words = "--lengths 5000 --densities 0.01 --rounds 2 --formats exact bf16 --picks clustered"
     job = mpirun(ranks, "bench_collectives.py", *words.split(), "--json", str(path))
@@ -87,7 +89,7 @@ def test_under_mpirun(mpirun: Callable[..., object], tmp_path: Path, ranks: int)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--picks random", "--picks: must be one of uniform, "),
         ("--algorithms gtpok", "--algorithms: an algorithm must be one of "),
@@ -102,20 +104,22 @@ def test_under_mpirun(mpirun: Callable[..., object], tmp_path: Path, ranks: int)
         ("--ranks 2,4,8", "--ranks: must be a whole number, at least 1, got '2,4,8'; give"),
         ("--lengths 0", "--lengths: must be a whole number, at least 1, got '0'"),
         ("--densities 0.1 1.5", "--densities: must lie in (0, 1], got '1.5'"),
+        ("--seed -1", "--seed: must be a whole number, at least 0, got '-1'"),
+        ("--interface nope0", "--interface: must be one of lo"),
     ],
 )
-def test_what_cannot_be_measured_is_said(capsys, words: str, said: str) -> None:
+def test_invalid_arguments_exit_with_the_reason(capsys, words: str, message: str) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(words.split())
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_a_file_that_is_not_there_is_said() -> None:
+def test_reading_an_absent_file_raises() -> None:
     with pytest.raises(FileNotFoundError, match=r"/nowhere/there\.json"):
         read(Path("/nowhere/there.json"))
 
 
-def test_an_algorithms_options_have_commas_and_baselines_may_be_none() -> None:
+def test_algorithm_options_take_commas_and_baselines_may_be_empty() -> None:
     words = "--algorithms hierarchical:across=gtopk,growth=2.0 dense --baselines --ranks 2 3"
     options = parser().parse_args(words.split())
     assert options.algorithms == ["hierarchical:across=gtopk,growth=2.0", "dense"]
@@ -123,7 +127,7 @@ def test_an_algorithms_options_have_commas_and_baselines_may_be_none() -> None:
     assert options.ranks == [2, 3]
 
 
-def test_a_file_of_another_program_is_refused(tmp_path: Path, json_file: Path) -> None:
+def test_reading_a_file_of_another_program_raises(tmp_path: Path, json_file: Path) -> None:
     other = tmp_path / "other.json"
     other.write_text("[]")
     with pytest.raises(ValueError, match="must be written by"):
@@ -144,7 +148,7 @@ def test_a_file_of_another_program_is_refused(tmp_path: Path, json_file: Path) -
         ({}, "mpi"),
     ],
 )
-def test_it_joins_as_a_training_does(
+def test_benchmark_joins_like_a_training_script(
     monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], over: str | None
 ) -> None:
     class JoinedError(Exception):
@@ -159,19 +163,3 @@ def test_it_joins_as_a_training_does(
     monkeypatch.setattr("gtopk.cli.bench.harness.join", joined)
     with pytest.raises(JoinedError):
         main(["--transport", over] if over else [])
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["--seed", "-1"], "--seed: must be a whole number, at least 0, got '-1'"),
-        (["--interface", "nope0"], "--interface: must be one of lo"),
-    ],
-)
-def test_what_it_cannot_do_it_says_at_once(
-    capsys: pytest.CaptureFixture[str], words: list[str], reason: str
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    assert ended.value.code == 2
-    assert reason in capsys.readouterr().err

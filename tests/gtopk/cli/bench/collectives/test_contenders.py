@@ -35,14 +35,14 @@ LENGTH, K = 1_000_000, 1_000
 HERE = Place(LENGTH, K, SLOW, RATES)
 
 
-def test_every_algorithm_takes_part_once_for_each_format() -> None:
+def test_every_algorithm_has_one_contender_per_format() -> None:
     found = own_contenders(list(ALGORITHMS), ["exact", "raw+bf16"], HERE)
     assert {contender.algorithm for contender in found} == set(ALGORITHMS)
     assert len(found) == 1 + 2 * (len(ALGORITHMS) - 1)  # dense has no format
     assert len({contender.name for contender in found}) == len(found)
 
 
-def test_a_code_of_values_stands_for_the_format_that_the_model_finds_quickest() -> None:
+def test_value_code_selects_the_format_modelled_fastest() -> None:
     (found,) = own_contenders(["gtopk"], ["bf16"], HERE)
     seconds = {
         format: predict(Candidate("gtopk", K / LENGTH, format), LENGTH, SLOW, RATES)
@@ -58,7 +58,7 @@ def test_a_code_of_values_stands_for_the_format_that_the_model_finds_quickest() 
     assert found.format == Format("raw", "bf16")
 
 
-def test_dense_is_modelled_as_the_transport_reduces() -> None:
+def test_dense_model_uses_the_measured_network() -> None:
     plan: Any = SimpleNamespace(bandwidth=1e9, latency=None, shared_cores=None)
     measured = SLOW._replace(native_bytes=1 << 24, ranks_per_core=1.5)
     network, _ = modelled_network(plan, measured)
@@ -66,20 +66,20 @@ def test_dense_is_modelled_as_the_transport_reduces() -> None:
 
 
 @pytest.mark.parametrize(("cores", "ranks_per_core"), [(2, 4.0), (8, 1.0), (100, 1.0)])
-def test_cores_that_are_given_count_and_not_those_that_are_found(cores, ranks_per_core) -> None:
+def test_given_cores_override_detected_cores(cores, ranks_per_core) -> None:
     plan: Any = SimpleNamespace(bandwidth=None, latency=None, shared_cores=cores)
     network, _ = modelled_network(plan, SLOW._replace(ranks_per_core=1.5))
     assert network.ranks_per_core == ranks_per_core
 
 
-def test_ratios_are_told_against_the_gtopk_that_is_modelled_quickest() -> None:
+def test_reference_is_the_gtopk_contender_modelled_fastest() -> None:
     found = own_contenders(["gtopk:growth=2.0", "gtopk", "topk-allgather"], ["exact", "bf16"], HERE)
     assert reference_of(found, HERE) == "gtopk packed+bf16"
     assert reference_of(found[-2:], HERE) is None
 
 
 @pytest.mark.parametrize("algorithm", ["topk-allgather", "gtopk-tree", "gtopk"])
-def test_the_model_is_that_of_the_plan(algorithm: str) -> None:
+def test_contender_model_equals_that_of_the_plan(algorithm: str) -> None:
     format = Format("blocks", "bf16")
     found = own(algorithm, {}, format).modelled(HERE)
     expected = predict(Candidate(algorithm, K / LENGTH, format), LENGTH, SLOW, RATES)
@@ -87,21 +87,21 @@ def test_the_model_is_that_of_the_plan(algorithm: str) -> None:
     assert found == (expected.communicate_seconds, code_seconds, expected.rounds)
 
 
-def test_shards_of_several_kinds_take_part_once_whatever_the_format() -> None:
-    asked = ["shards:period=8,bits=2", "gtopk"]
-    found = own_contenders(asked, ["exact", "raw+bf16"], HERE)
+def test_shards_have_one_contender_for_all_formats() -> None:
+    requested = ["shards:period=8,bits=2", "gtopk"]
+    found = own_contenders(requested, ["exact", "raw+bf16"], HERE)
     assert [each.algorithm for each in found] == ["shards", "gtopk", "gtopk"]
     assert found[0].name == "shards period=8 bits=2"
     rates = RATES._replace(coding={**RATES.coding, Format("raw", "int2"): CodingRate(1e-9, 1e-9)})
     expected = predict(Candidate("shards", 1 / 8, Format("whole", "int2")), LENGTH, SLOW, rates)
     code_seconds = expected.code_seconds + expected.merge_seconds
-    told = found[0].modelled(HERE._replace(rates=rates))
-    assert told == (expected.communicate_seconds, code_seconds, expected.rounds)
-    assert Format("raw", "int2") in to_measure(asked, ["exact"])
+    modelled = found[0].modelled(HERE._replace(rates=rates))
+    assert modelled == (expected.communicate_seconds, code_seconds, expected.rounds)
+    assert Format("raw", "int2") in to_measure(requested, ["exact"])
 
 
-def test_the_boundaries_of_oktopk_stand_in_every_go() -> None:
-    """Regression: the first of three runs drew them, so the median was the slower of the others."""
+def test_oktopk_boundaries_are_ready_before_every_run() -> None:
+    """Regression: the first of three runs drew them, so the median was that of a slower run."""
 
     def program(transport: Transport) -> list[int]:
         (contender,) = own_contenders(["oktopk"], ["exact"], Place(100, 10, SLOW, RATES))
@@ -109,23 +109,23 @@ def test_the_boundaries_of_oktopk_stand_in_every_go() -> None:
         library = open_library(transport, range(transport.size))
         sent = []
         for _ in range(3):
-            go = contender.prepare(Task(picks, 10, transport, library))
+            run_once = contender.prepare(Task(picks, 10, transport, library))
             transport.traffic.read_and_reset()
-            go()
+            run_once()
             sent.append(transport.traffic.read_and_reset().sent_messages)
         return sent
 
     assert run_ranks(local_world(2), program) == [[3] * 3] * 2  # a part, and two allgathers
 
 
-def test_the_librarys_dense_is_modelled_by_what_it_sends() -> None:
+def test_library_dense_is_modelled_by_its_bytes() -> None:
     (contender,) = BASELINES["dense-library"]
     dense = predict(Candidate("dense"), LENGTH, SLOW, RATES).communicate_seconds
     assert contender.modelled(HERE)[0] == dense
     assert dense >= dense_bytes(LENGTH, 8) * SLOW.between.seconds_per_byte
 
 
-def test_options_are_read_from_words() -> None:
+def test_algorithm_options_are_parsed() -> None:
     assert parse("gtopk") == ("gtopk", {})
     assert parse("hierarchical:across=gtopk,growth=2.0") == (
         "hierarchical",

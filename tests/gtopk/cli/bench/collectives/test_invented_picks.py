@@ -22,14 +22,16 @@ def test_picks_are_a_vector_of_at_most_k_entries(distribution: str, length: int,
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_picks_of_a_long_vector_are_as_many_as_were_asked_for(distribution: str) -> None:
+def test_picks_of_a_long_vector_have_the_requested_number(distribution: str) -> None:
     """Shuffling all positions would take 8 TB."""
     vector = check(picks(distribution, 10**12, 100_000, rank=2, seed=5))
     assert vector.entries == 100_000 or distribution == "clustered"
     assert vector.indices.max() > 9 * 10**11
 
 
-def test_picks_of_a_long_vector_are_drawn_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_picks_of_a_long_vector_are_drawn_without_shuffling_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(invented_picks, "_LONG", 1000)
     vector = check(picks("uniform", 4000, 1000, rank=2, seed=5))
     assert vector.entries == 1000
@@ -37,14 +39,14 @@ def test_picks_of_a_long_vector_are_drawn_without_it(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_any_rank_can_tell_any_others_picks(distribution: str) -> None:
-    mine, again, other = (picks(distribution, 9_000, 90, rank, seed=1) for rank in (3, 3, 4))
-    assert mine.indices.tobytes() == again.indices.tobytes()
-    assert mine.values.tobytes() == again.values.tobytes()
-    assert mine.indices.tobytes() != other.indices.tobytes()
+def test_picks_depend_only_on_rank_and_seed(distribution: str) -> None:
+    picked, again, other = (picks(distribution, 9_000, 90, rank, seed=1) for rank in (3, 3, 4))
+    assert picked.indices.tobytes() == again.indices.tobytes()
+    assert picked.values.tobytes() == again.values.tobytes()
+    assert picked.indices.tobytes() != other.indices.tobytes()
 
 
-def test_clustered_picks_overlap_and_lie_side_by_side() -> None:
+def test_clustered_picks_overlap_and_are_adjacent() -> None:
     def shared_and_neighbouring(distribution: str) -> tuple[int, int]:
         a, b = (picks(distribution, 1_000_000, 10_000, rank, seed=1) for rank in (0, 1))
         shared = np.intersect1d(a.indices, b.indices).size

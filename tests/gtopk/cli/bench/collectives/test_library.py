@@ -8,7 +8,7 @@ from collectives.transports import Transport
 from gtopk.cli.bench.collectives.library import open_library
 
 
-def test_an_allreduce_is_reckoned_at_the_least_there_can_be(threads) -> None:
+def test_library_allreduce_counts_the_least_possible_bytes(threads) -> None:
     def program(transport: Transport) -> int:
         library = open_library(transport, range(4))
         library.allreduce(np.ones(1_000, np.float32))
