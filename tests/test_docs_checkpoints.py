@@ -32,16 +32,16 @@ def run_script(tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_the_script_resumes_where_it_stopped(run_script, tmp_path):
-    whole = run_script(tmp_path / "whole", 33)
+def test_checkpoint_script_resumes_where_it_stopped(run_script, tmp_path):
+    uninterrupted = run_script(tmp_path / "uninterrupted", 33)
     run_script(tmp_path / "broken", 28)  # the last save is of step 25
     names = sorted(path.name for path in (tmp_path / "broken").iterdir())
     assert names == ["checkpoint-00000004-step-20", "checkpoint-00000005-step-25"]
-    assert run_script(tmp_path / "broken", 33) == whole
-    assert whole.startswith("step 33, weights ")
+    assert run_script(tmp_path / "broken", 33) == uninterrupted
+    assert uninterrupted.startswith("step 33, weights ")
 
 
-def test_the_files_are_those_on_the_page(run_script, tmp_path):
+def test_checkpoint_files_are_those_on_the_page(run_script, tmp_path):
     run_script(tmp_path / "saved", 5)
     (folder,) = (tmp_path / "saved").iterdir()
     shown = set(re.findall(r"(?:all|rank-0)-of-2\.\w+", DOC))

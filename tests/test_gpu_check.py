@@ -50,7 +50,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     return importlib.import_module
 
 
-class Checked:
+class CheckRun:
     """A run of stages in a folder, and its results there."""
 
     def __init__(self, module: Any, folder: Path) -> None:
@@ -66,8 +66,8 @@ class Checked:
         return runner.run([[self._stage(n, c, limit) for n, c in each.items()] for each in groups])
 
     def _stage(self, name: str, command: str | list[str], limit: float) -> Any:
-        whole = [sys.executable, "-c", command] if isinstance(command, str) else command
-        return self.module.Stage(name, limit, whole)
+        words = [sys.executable, "-c", command] if isinstance(command, str) else command
+        return self.module.Stage(name, limit, words)
 
     @property
     def rows(self) -> dict[str, dict[str, Any]]:
@@ -86,8 +86,8 @@ class Checked:
 
 
 @pytest.fixture
-def checked(program: Callable[[str], Any], tmp_path: Path) -> Checked:
-    return Checked(program("runner"), tmp_path)
+def check_run(program: Callable[[str], Any], tmp_path: Path) -> CheckRun:
+    return CheckRun(program("runner"), tmp_path)
 
 
 def alive(pid: int) -> bool:
@@ -98,68 +98,68 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_a_stage_that_fails_costs_no_other(checked: Checked) -> None:
-    well = checked.run(
+def test_failed_stage_does_not_stop_the_others(check_run: CheckRun) -> None:
+    succeeded = check_run.run(
         {"first": "print('said')", "fails": "print('before')\nraise SystemExit(3)"},
         {"missing": ["/no/such/program"], "cannot be here": "raise SystemExit(77)"},
         {"last": "print('to the end')"},
     )
-    assert not well
-    assert checked.outcomes == {
+    assert not succeeded
+    assert check_run.outcomes == {
         "first": "ok",
         "fails": "failed",
         "missing": "failed",
         "cannot be here": "skipped",
         "last": "ok",
     }
-    rows = checked.rows
+    rows = check_run.rows
     assert (rows["fails"]["exit_code"], rows["fails"]["said"]) == (3, "before")
-    assert "cannot be started" in checked.log("missing")
-    assert checked.log("last") == "to the end\n"
+    assert "cannot be started" in check_run.log("missing")
+    assert check_run.log("last") == "to the end\n"
 
 
-def test_stages_that_succeed_or_are_skipped_are_a_success(checked: Checked) -> None:
-    assert checked.run({"well": "", "skipped": "raise SystemExit(77)"})
+def test_run_of_passed_and_skipped_stages_succeeds(check_run: CheckRun) -> None:
+    assert check_run.run({"well": "", "skipped": "raise SystemExit(77)"})
 
 
-def test_a_stage_that_hangs_leaves_its_tracebacks_and_ends(checked: Checked) -> None:
-    assert not checked.run({"hangs": HANGS, "deaf": DEAF}, {"next": ""}, limit=4)
-    assert checked.outcomes == {"hangs": "timed out", "deaf": "timed out", "next": "ok"}
-    assert "in deep_down" in checked.log("hangs")
-    assert checked.rows["deaf"]["exit_code"] == -signal.SIGKILL
+def test_hanging_stage_is_killed_and_logs_its_tracebacks(check_run: CheckRun) -> None:
+    assert not check_run.run({"hangs": HANGS, "deaf": DEAF}, {"next": ""}, limit=4)
+    assert check_run.outcomes == {"hangs": "timed out", "deaf": "timed out", "next": "ok"}
+    assert "in deep_down" in check_run.log("hangs")
+    assert check_run.rows["deaf"]["exit_code"] == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("then", ["", "import time; time.sleep(600)"], ids=["ends", "hangs"])
-def test_processes_that_a_stage_leaves_behind_are_ended(checked: Checked, then: str) -> None:
-    checked.run({"parent": f"{LEAVES_A_CHILD}\n{then}"}, limit=30 if not then else 5)
-    assert not alive(int(checked.log("parent").split()[0]))
+def test_processes_left_behind_by_a_stage_are_killed(check_run: CheckRun, then: str) -> None:
+    check_run.run({"parent": f"{LEAVES_A_CHILD}\n{then}"}, limit=30 if not then else 5)
+    assert not alive(int(check_run.log("parent").split()[0]))
     if not then:  # if the stage hangs, SIGABRT may already have ended the child
-        assert checked.rows["parent"]["left_behind"] == 1
+        assert check_run.rows["parent"]["left_behind"] == 1
 
 
-def test_a_stage_of_the_same_name_elsewhere_is_left_alone(checked: Checked) -> None:
+def test_process_of_another_runs_stage_is_not_killed(check_run: CheckRun) -> None:
     other = {**os.environ, "GPU_CHECK_STAGE": "another run/parent"}
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=other) as p:
-        checked.run({"parent": LEAVES_A_CHILD})
+        check_run.run({"parent": LEAVES_A_CHILD})
         assert p.poll() is None
         p.communicate(b"\n")
     assert p.returncode == 0
 
 
-def test_when_the_budget_is_spent_the_rest_is_reported_as_not_run(
-    checked: Checked, monkeypatch: pytest.MonkeyPatch
+def test_stages_beyond_the_budget_are_reported_as_not_run(
+    check_run: CheckRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checked.module, "LEAST_SECONDS", 0.1)
-    assert not checked.run({"first": HANGS}, {"second": ""}, budget=1)
-    assert checked.outcomes == {"first": "timed out", "second": "not run"}
-    assert checked.rows["first"]["limit"] <= 1
-    assert checked.rows["second"]["said"] == "the budget is spent"
+    monkeypatch.setattr(check_run.module, "LEAST_SECONDS", 0.1)
+    assert not check_run.run({"first": HANGS}, {"second": ""}, budget=1)
+    assert check_run.outcomes == {"first": "timed out", "second": "not run"}
+    assert check_run.rows["first"]["limit"] <= 1
+    assert check_run.rows["second"]["said"] == "the budget is spent"
 
 
-def test_results_are_collected_despite_unreadable_lines(checked: Checked) -> None:
-    checked.run({"two words": RECORDS}, {"none": ""}, limit=30)
-    found = json.loads((checked.folder / "out/results.json").read_text())
-    assert found == {"two_words": [{"seconds": "30"}, {"unreadable": '{"one": {"another": 1}'}]}
+def test_results_are_collected_despite_unreadable_lines(check_run: CheckRun) -> None:
+    check_run.run({"two words": RECORDS}, {"none": ""}, limit=30)
+    results = json.loads((check_run.folder / "out/results.json").read_text())
+    assert results == {"two_words": [{"seconds": "30"}, {"unreadable": '{"one": {"another": 1}'}]}
 
 
 def check(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -176,7 +176,7 @@ def check(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_check_that_gets_sigterm_ends_its_stages_and_reports_it(tmp_path: Path) -> None:
+def test_sigterm_stops_running_stages_and_is_reported(tmp_path: Path) -> None:
     command = (sys.executable, FOLDER / "run.py", "--device=cpu", "transformer", "features")
     folders = ("--out", tmp_path / "out", "--work", tmp_path / "work")
     with subprocess.Popen([*command, *folders], stdout=subprocess.PIPE, text=True) as job:
@@ -190,7 +190,7 @@ def test_a_check_that_gets_sigterm_ends_its_stages_and_reports_it(tmp_path: Path
     assert [(row["stage"], row["outcome"]) for row in rows] == [("features", "stopped")]
 
 
-def test_the_stages_are_listed_in_their_order(tmp_path: Path) -> None:
+def test_list_prints_stages_in_order(tmp_path: Path) -> None:
     shown = check(tmp_path, "--list").stdout.splitlines()
     assert shown[0] == "facts 170 s"
     assert [line.rpartition(" ")[0].rpartition(" ")[0] for line in shown][-3:] == [
@@ -203,7 +203,7 @@ def test_the_stages_are_listed_in_their_order(tmp_path: Path) -> None:
     assert on_gpu.index("bench 100 s") < on_gpu.index("transformer 110 s")
 
 
-def test_an_unknown_stage_is_an_error_that_lists_the_stages(tmp_path: Path) -> None:
+def test_unknown_stage_is_an_error_that_lists_the_stages(tmp_path: Path) -> None:
     job = check(tmp_path, "bench", "no such")
     assert job.returncode == 2
     assert job.stderr.startswith("run.py: no stage is named no such; there are: facts, core, ")
@@ -220,7 +220,7 @@ QUICK = [name for name in ON_A_CPU if name not in LONG]
 
 
 @pytest.mark.parametrize("stage", some_of(ON_A_CPU, *QUICK))
-def test_a_stage_runs_on_a_cpu(tmp_path: Path, stage: str) -> None:
+def test_stage_runs_on_a_cpu(tmp_path: Path, stage: str) -> None:
     job = check(tmp_path, stage)
     with tarfile.open(tmp_path / "out/logs.tar.gz") as archive:
         (member,) = archive.getmembers()
@@ -233,7 +233,7 @@ def test_a_stage_runs_on_a_cpu(tmp_path: Path, stage: str) -> None:
     assert job.returncode == 0
 
 
-def test_each_stage_is_tried_here(program: Callable[[str], Any]) -> None:
+def test_every_stage_is_tested_on_a_cpu(program: Callable[[str], Any]) -> None:
     stages = program("stages")
     everywhere = [s.name for group in stages.groups("cpu", ROOT) for s in group]
     assert sorted(everywhere) == sorted(ON_A_CPU)
@@ -241,7 +241,7 @@ def test_each_stage_is_tried_here(program: Callable[[str], Any]) -> None:
     assert on_gpu - set(everywhere) == {"mpirun laws"}
 
 
-def test_every_file_with_tests_for_a_gpu_is_in_a_stage(program: Callable[[str], Any]) -> None:
+def test_every_file_with_gpu_tests_is_in_a_stage(program: Callable[[str], Any]) -> None:
     stages = program("stages")
     named = (stages.KERNELS, stages.NCCL, *stages.LIBRARY)
     marked = [
@@ -264,7 +264,9 @@ def model(monkeypatch: pytest.MonkeyPatch, shared_folder: Path) -> Iterator[Any]
         yield cuda_machine.cupy()
 
 
-def test_the_small_set_has_the_reference_s_bits(program: Callable[[str], Any], model: Any) -> None:
+def test_small_set_is_bit_identical_to_the_reference(
+    program: Callable[[str], Any], model: Any
+) -> None:
     program("small_set").work(model)
 
 
@@ -281,23 +283,23 @@ WIDE = """==PROF== Connected to process 1
 """
 
 
-def test_the_last_steps_are_counted_with_a_settled_guess_and_without_one(
+def test_counters_cover_steps_with_and_without_a_guess(
     program: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counters = program("counters")
-    watched: list[bool] = []  # whether each step had a guess
+    had_guess: list[bool] = []  # of each step
 
     def select(residual: Any, gradient: Any, k: int, guess: float) -> Any:
-        watched.append(guess > 0)
+        had_guess.append(guess > 0)
         return kernels.accumulate_and_select(residual, gradient, k, guess)
 
     own = SimpleNamespace(accumulate_and_select=select, clear_at=kernels.clear_at)
     monkeypatch.setattr(counters, "kernels", own)
-    counters.work(20_000, "cpu", watched.clear)
-    assert watched == [True] * counters.WATCHED + [False]
+    counters.work(20_000, "cpu", had_guess.clear)
+    assert had_guess == [True] * counters.WATCHED + [False]
 
 
-def test_a_report_of_counters_is_read(program: Callable[[str], Any]) -> None:
+def test_counter_report_is_parsed(program: Callable[[str], Any]) -> None:
     rows = program("counters").rows
     assert rows(REPORT.splitlines()) == [
         {

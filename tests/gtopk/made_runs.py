@@ -76,8 +76,12 @@ def lines_of(rank: int, ranks: int, steps: int, **changes: Any) -> list[Line]:
     lines = [begin(rank, ranks)]
     for step in range(steps):
         seconds = 0.01 * (step + 1)
-        done = report(step, **changes)
-        lines.append(step_line(done, seconds, 1200 * (step + 1), (done.samples or 0) * (step + 1)))
+        step_report = report(step, **changes)
+        lines.append(
+            step_line(
+                step_report, seconds, 1200 * (step + 1), (step_report.samples or 0) * (step + 1)
+            )
+        )
         at = {"seconds": seconds, "step": step + 1}
         lines.append({"what": "values", **at, "values": {"loss": 2.0 / (step + 1) + rank}})
         if step % 20 == 0:

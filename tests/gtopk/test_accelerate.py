@@ -20,7 +20,7 @@ from gtopk.runtime.world import world
     importlib.util.find_spec("accelerate") is None,
     reason="Accelerate is not installed: make test-adapters",
 )
-def test_a_prepared_model_goes_by_gtopk(torchrun: Any, tmp_path: Any) -> None:
+def test_accelerate_loop_exchanges_by_gtopk(torchrun: Any, tmp_path: Any) -> None:
     job = torchrun(2, "accelerate_loop.py", str(tmp_path))
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.count("Accelerate uses gTop-k") == 2
@@ -36,36 +36,36 @@ def process_group() -> Iterator[None]:
 
 def accelerator() -> Any:
     """Return a fake Accelerator for `compress`; it keeps registered objects."""
-    kept: list[Any] = []
+    registered: list[Any] = []
     return SimpleNamespace(
         scaler=None,
         num_processes=1,
         distributed_type="MULTI_CPU",
-        kept=kept,
-        register_for_checkpointing=kept.append,
+        registered=registered,
+        register_for_checkpointing=registered.append,
     )
 
 
 @pytest.mark.usefixtures("process_group")
-def test_so_does_one_that_is_compiled_which_prepare_does_last(threads: Any) -> None:
+def test_compiled_ddp_model_is_compressed_and_its_residual_saved(threads: Any) -> None:
     def program(transport: LocalTransport) -> None:
         with world.entered(transport):
-            here, inner = accelerator(), torch.nn.Linear(4, 3)
+            fake, inner = accelerator(), torch.nn.Linear(4, 3)
             model: Any = torch.compile(DistributedDataParallel(inner), backend="eager")
             optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
             prepared = SimpleNamespace(optimizer=optimizer, param_groups=optimizer.param_groups)
-            state = compress(here, model, prepared, density=0.2)
+            state = compress(fake, model, prepared, density=0.2)
             model(torch.ones(2, 4)).square().sum().backward()
             optimizer.step()
             assert state.progress.steps == 1
-            (held,) = here.kept[0].state_dict()["held"].values()
+            (held,) = fake.registered[0].state_dict()["held"].values()
             assert held.keys() == {"weight", "bias"}
             assert any(bool(parts["residual"].any()) for parts in held.values())
 
     threads(1, program)
 
 
-def test_what_is_no_accelerator_is_refused() -> None:
+def test_compress_refuses_what_is_no_accelerator() -> None:
     model = torch.nn.Linear(4, 3)
     for no_accelerator in (None, model):
         with pytest.raises(
@@ -74,7 +74,7 @@ def test_what_is_no_accelerator_is_refused() -> None:
             compress(no_accelerator, model, [])
 
 
-def test_one_that_is_not_wrapped_is_named_whether_or_not_it_is_compiled() -> None:
+def test_model_not_wrapped_in_ddp_raises_with_its_class() -> None:
     model = torch.nn.Linear(4, 3)
     for each in (model, torch.compile(model, backend="eager")):
         with pytest.raises(ValueError, match="in DistributedDataParallel, got Linear on 1 process"):

@@ -42,7 +42,7 @@ def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=0.05, betas=BETAS, weight_decay=0.1)
 
 
-class Alone:
+class LocalAdam:
     """A rank's torch Adam, with its own steps on a model that does not change."""
 
     def __init__(self, gradient: np.ndarray) -> None:
@@ -61,7 +61,7 @@ class Alone:
     [gtopk(1.0), gtopk(0.1, dense=""), Compression.auto(density=1.0, adam_correction=BETAS)],
     ids=str,
 )
-def test_on_one_rank_that_sends_everything_it_is_adamw(compression):
+def test_density_1_on_one_rank_equals_adamw(compression):
     one, other = network(), network()
     with world.entered(local_world(1)[0]):
         optimizers = distribute(one, compression), adamw(other)
@@ -78,7 +78,7 @@ def test_on_one_rank_that_sends_everything_it_is_adamw(compression):
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("op", ["mean", "sum"])
-def test_the_mean_of_the_ranks_own_steps_is_conserved(size, kind, op):
+def test_mean_or_sum_of_the_ranks_adam_steps_is_conserved(size, kind, op):
     def program(transport: LocalTransport) -> list[tuple[np.ndarray, ...]]:
         model, alone, steps = network(), None, []
         with world.entered(transport):
@@ -91,7 +91,7 @@ def test_the_mean_of_the_ranks_own_steps_is_conserved(size, kind, op):
                 optimizer.zero_grad()
                 value(model, transport.rank, step).backward()
                 gradient = flat(p.grad for p in model.parameters())
-                alone = alone or Alone(gradient)
+                alone = alone or LocalAdam(gradient)
                 before = held(optimizer)
                 optimizer.synchronize()
                 update = flat(p.grad for p in model.parameters())
@@ -111,7 +111,7 @@ def test_the_mean_of_the_ranks_own_steps_is_conserved(size, kind, op):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_steps_weigh_by_samples(threads, reduction):
+def test_adam_steps_are_weighted_by_samples(threads, reduction):
     """Weights change between steps; a rank without samples takes no step, and its moments stay."""
     sizes = [(1, 3), (2, 2), (0, 4), (3, 1)]
 
@@ -122,18 +122,18 @@ def test_steps_weigh_by_samples(threads, reduction):
         with world.entered(transport):
             optimizer = distribute(model, gtopk(0.1))
             for step, of_ranks in enumerate(sizes):
-                mine = of_ranks[transport.rank]
-                optimizer.set_num_samples(mine, reduction)
+                samples = of_ranks[transport.rank]
+                optimizer.set_num_samples(samples, reduction)
                 optimizer.zero_grad()
-                mean = value(model, transport.rank, step, mine or 1)
-                (mean * mine if reduction == "sum" else mean).backward()
+                mean = value(model, transport.rank, step, samples or 1)
+                (mean * samples if reduction == "sum" else mean).backward()
                 gradient = flat(p.grad for p in model.parameters())
                 before = held(optimizer)
                 optimizer.synchronize()
                 update = flat(p.grad for p in model.parameters())
-                own, share = np.zeros_like(gradient), mine / sum(of_ranks)
-                if mine:
-                    gradient /= mine if reduction == "sum" else 1
+                own, share = np.zeros_like(gradient), samples / sum(of_ranks)
+                if samples:
+                    gradient /= samples if reduction == "sum" else 1
                     age += 1
                     first = BETAS[0] * first + (1 - BETAS[0]) * share * gradient
                     second = BETAS[1] * second + (1 - BETAS[1]) * share * gradient**2
@@ -151,7 +151,7 @@ def test_steps_weigh_by_samples(threads, reduction):
         )
 
 
-def test_it_knows_nothing_of_the_scale_of_a_loss(threads):
+def test_loss_scale_changes_nothing(threads):
     """Gradients times 1024, unscaled by a GradScaler after the exchange, give the same result."""
 
     def program(transport: LocalTransport, scale: float) -> np.ndarray:
@@ -166,7 +166,7 @@ def test_it_knows_nothing_of_the_scale_of_a_loss(threads):
     np.testing.assert_array_equal(first, second)
 
 
-def test_the_moments_of_fewer_ranks_are_those_of_more(threads):
+def test_moments_of_two_equal_ranks_load_on_one_rank(threads):
     """Two ranks with equal gradients, loaded on one, which continues as if always alone."""
 
     def program(transport: LocalTransport, steps: range, state: Any = None) -> Any:
@@ -189,7 +189,7 @@ def test_the_moments_of_fewer_ranks_are_those_of_more(threads):
     np.testing.assert_allclose(resumed, alone, rtol=1e-10, atol=1e-12)
 
 
-def test_a_parameter_that_comes_later_is_as_young_as_under_adamw(threads):
+def test_parameter_unfrozen_later_has_its_own_adam_step_count(threads):
     """In a bucket with others; after a checkpoint without moments, all parameters are new."""
 
     def program(transport: LocalTransport) -> None:
@@ -209,7 +209,7 @@ def test_a_parameter_that_comes_later_is_as_young_as_under_adamw(threads):
     threads(2, program)
 
 
-def test_moments_that_a_checkpoint_does_not_have_begin_anew():
+def test_moments_missing_from_a_checkpoint_start_at_zero():
     plain, one, other = network(), network(), network()
     with world.entered(local_world(1)[0]):
         trained = distribute(plain, Compression.gtopk(1.0))
@@ -231,7 +231,7 @@ def test_moments_that_a_checkpoint_does_not_have_begin_anew():
 
 
 @pytest.mark.parametrize(
-    ("betas", "kind", "said"),
+    ("betas", "kind", "message"),
     [
         (0.9, TypeError, "must be Adam's betas, such as (0.9, 0.999), or None, got 0.9"),
         ((0.9,), TypeError, "must be Adam's betas"),
@@ -239,27 +239,27 @@ def test_moments_that_a_checkpoint_does_not_have_begin_anew():
         ((0.9, 1.0), ValueError, "betas must lie in [0, 1), got (0.9, 1.0)"),
     ],
 )
-def test_what_are_no_betas_is_refused(betas, kind, said):
-    with pytest.raises(kind, match=re.escape(said)):
+def test_invalid_betas_raise(betas, kind, message):
+    with pytest.raises(kind, match=re.escape(message)):
         Compression.gtopk(0.1, adam_correction=betas)
 
 
-def test_betas_may_come_from_a_file():
+def test_betas_may_be_a_list():
     assert Compression.gtopk(0.1, adam_correction=[0, 0.5]).adam_correction == (0.0, 0.5)
 
 
-def test_there_is_one_momentum():
+def test_momentum_and_adam_correction_together_raise():
     with pytest.raises(ValueError, match="give momentum_correction or adam_correction"):
         gtopk(0.1, momentum_correction=0.9)
 
 
-def test_moments_are_of_a_rank():
+def test_adam_correction_with_dense_sums_inside_nodes_raises():
     with pytest.raises(ValueError, match="use inside='picks'"):
         Compression.hierarchical(0.1, inside="dense", adam_correction=BETAS)
 
 
 @pytest.mark.parametrize(
-    ("inner", "options", "said"),
+    ("inner", "options", "message"),
     [
         (
             partial(torch.optim.AdamW, lr=0.1),
@@ -270,12 +270,12 @@ def test_moments_are_of_a_rank():
         (partial(torch.optim.SGD, lr=0.1), {"local_clip_norm": 1.0}, "local_clip_norm is not for"),
     ],
 )
-def test_what_would_take_moments_twice_is_refused(inner, options, said):
-    with world.entered(local_world(1)[0]), pytest.raises(ValueError, match=re.escape(said)):
+def test_adam_correction_with_an_incompatible_optimizer_or_option_raises(inner, options, message):
+    with world.entered(local_world(1)[0]), pytest.raises(ValueError, match=re.escape(message)):
         DistributedOptimizer(inner(network().parameters()), compression=gtopk(0.1), **options)
 
 
-def test_those_that_exchange_models_and_sums_refuse_it():
+def test_local_sgd_and_abs_refuse_adam_correction():
     with world.entered(local_world(1)[0]):
         inner = torch.optim.SGD(network().parameters(), lr=0.1)
         with pytest.raises(ValueError, match="LocalSGD exchanges changes of the model"):

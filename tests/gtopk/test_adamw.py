@@ -1,4 +1,4 @@
-"""AdamW is wrapped, and that is all: its steps are made before the selection."""
+"""A wrapped AdamW computes its steps before the selection."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ KINDS = [
 
 @pytest.fixture(autouse=True)
 def _in_small_blocks(_small_blocks: None) -> None:
-    """So that a small model has something in each shard."""
+    """Use small blocks, so that a small model fills every shard."""
 
 
 def train(
@@ -87,7 +87,7 @@ def by_rate(step: int) -> float:
         (torch.optim.AdamW, {"fused": True}),
     ],
 )
-def test_on_one_rank_it_is_the_optimizer_itself(kind, options):
+def test_one_rank_trains_as_the_plain_optimizer(kind, options):
     one, other = network(), network()
     with world.entered(local_world(1)[0]):
         optimizer = distribute(one, Compression.gtopk(0.1), kind=partial(kind, **options))
@@ -105,29 +105,29 @@ def test_on_one_rank_it_is_the_optimizer_itself(kind, options):
     )
 
 
-def test_the_default_dtype_changes_nothing():
+def test_default_dtype_changes_nothing():
     """A count of steps in bfloat16 would stay at 256."""
 
-    def trained() -> tuple[np.ndarray, float]:
+    def train_once() -> tuple[np.ndarray, float]:
         model = network()
         with world.entered(local_world(1)[0]):
             optimizer = distribute(model, Compression.gtopk(0.1))
             train(optimizer, model, 0, range(258))
-            counted = optimizer.state_dict()["state"][0]["step"]
-        return flat(model.parameters()), counted.item()
+            step_count = optimizer.state_dict()["state"][0]["step"]
+        return flat(model.parameters()), step_count.item()
 
-    usual, steps = trained()
+    expected, steps = train_once()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        other, same_steps = trained()
+        other, same_steps = train_once()
     finally:
         torch.set_default_dtype(torch.float32)
     assert steps == same_steps == 258
-    np.testing.assert_array_equal(usual, other)
+    np.testing.assert_array_equal(expected, other)
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_rank_alone_has_nobody_to_learn_from(threads, size):
+def test_second_moment_is_shared_only_with_several_ranks(threads, size):
     def program(transport: LocalTransport) -> tuple[bool, float]:
         model = network()
         with world.entered(transport):
@@ -143,15 +143,15 @@ def test_a_rank_alone_has_nobody_to_learn_from(threads, size):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_the_center_moves_by_the_mean_of_the_ranks_steps(size, kind):
-    """Less what is held back; with unlike samples, skipped steps, and rates that change."""
+def test_center_moves_by_the_mean_of_the_ranks_steps(size, kind):
+    """Minus the change of residuals; with unequal samples, a skipped step, and changing rates."""
 
     def program(transport: LocalTransport) -> list[tuple[np.ndarray, ...]]:
         model, alone, found = network(), OneRank(size), []
         with world.entered(transport):
             optimizer = distribute(model, kind(0.1), groups=1)
             for step in range(9):
-                samples = (step + transport.rank) % 4 + (size == 1)  # none, now and then
+                samples = (step + transport.rank) % 4 + (size == 1)  # sometimes none
                 total = sum((step + rank) % 4 + (size == 1) for rank in range(size))
                 optimizer.set_num_samples(samples)
                 for group in optimizer.param_groups:
@@ -189,7 +189,7 @@ def test_the_center_moves_by_the_mean_of_the_ranks_steps(size, kind):
 
 
 @pytest.mark.parametrize("op", ["mean", "sum"])
-def test_what_ranks_share_is_the_same_on_all_to_the_bit_and_is_of_the_mean_gradient(threads, op):
+def test_shared_state_is_bit_identical_and_of_the_mean_gradient(threads, op):
     steps = 3 * SWEEP
 
     def program(transport: LocalTransport) -> tuple[Any, np.ndarray]:
@@ -219,7 +219,7 @@ def test_what_ranks_share_is_the_same_on_all_to_the_bit_and_is_of_the_mean_gradi
     assert (shared >= (mean**2).min(0) * 0.98).all()
 
 
-def test_a_skipped_step_leaves_what_ranks_share(threads):
+def test_skipped_step_leaves_shared_state_and_residuals(threads):
     def program(transport: LocalTransport) -> None:
         model = network()
         with world.entered(transport):
@@ -236,17 +236,17 @@ def test_a_skipped_step_leaves_what_ranks_share(threads):
         for number, state in before["state"].items():
             for name, tensor in state.items():
                 assert torch.equal(tensor, after["state"][number][name])
-        mine = before["gtopk"]["held"][transport.rank]
-        for name, parts in mine.items():
+        held_before = before["gtopk"]["held"][transport.rank]
+        for name, parts in held_before.items():
             for what, tensor in parts.items():
                 assert torch.equal(tensor, after["gtopk"]["held"][transport.rank][name][what])
 
     threads(2, program)
 
 
-def test_replicas_are_equal_where_a_grad_scaler_skips_the_step(threads):
+def test_replicas_stay_equal_if_a_grad_scaler_skips_a_step(threads):
     def program(transport: LocalTransport) -> list[np.ndarray]:
-        model, seen = network().float(), []
+        model, history = network().float(), []
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         with world.entered(transport):
             optimizer = distribute(model, Compression.gtopk(0.1), scaler=scaler)
@@ -260,15 +260,15 @@ def test_replicas_are_equal_where_a_grad_scaler_skips_the_step(threads):
                 with optimizer.skip_synchronize():
                     scaler.step(optimizer)
                 scaler.update()
-                seen.append(flat(model.parameters()))
+                history.append(flat(model.parameters()))
             assert optimizer.skipped_steps == 1
-        return seen
+        return history
 
     for first, second in zip(*threads(2, program), strict=True):
         np.testing.assert_array_equal(first, second)
 
 
-def test_forward_passes_in_training_see_what_a_rank_has_not_sent_and_others_the_center(threads):
+def test_training_forward_uses_unsent_steps_and_evaluation_the_center(threads):
     def program(transport: LocalTransport) -> np.ndarray:
         model = network()
         with world.entered(transport):
@@ -279,13 +279,13 @@ def test_forward_passes_in_training_see_what_a_rank_has_not_sent_and_others_the_
             loss = value(model, transport.rank, 4)
             unsent = held(optimizer)
             assert unsent.any()
-            seen = flat(model.parameters())
-            np.testing.assert_array_equal(seen, common - transport.size * unsent)
+            local = flat(model.parameters())
+            np.testing.assert_array_equal(local, common - transport.size * unsent)
             loss.backward()
             saved = model.state_dict()
             np.testing.assert_array_equal(flat(saved.values()), common)
             value(model, transport.rank, 4)
-            np.testing.assert_array_equal(flat(model.parameters()), seen)
+            np.testing.assert_array_equal(flat(model.parameters()), local)
             model.eval()
             value(model, transport.rank, 4)
             np.testing.assert_array_equal(flat(model.parameters()), common)
@@ -302,7 +302,7 @@ def test_forward_passes_in_training_see_what_a_rank_has_not_sent_and_others_the_
     np.testing.assert_array_equal(first, second)
 
 
-def test_a_model_of_several_modules_sees_it_in_each(threads):
+def test_forward_of_each_module_uses_unsent_steps(threads):
     def program(transport: LocalTransport) -> None:
         one, two = network(), network()
         with world.entered(transport):
@@ -322,7 +322,7 @@ def test_a_model_of_several_modules_sees_it_in_each(threads):
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile")
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_compiled_model_sees_it_too(threads, in_place):
+def test_forward_of_a_compiled_model_uses_unsent_steps(threads, in_place):
     compiling = threading.Lock()  # torch.compile is not for several threads at a time
 
     def program(transport: LocalTransport) -> None:
@@ -348,7 +348,7 @@ def test_a_compiled_model_sees_it_too(threads, in_place):
     threads(2, program)
 
 
-def test_where_no_module_is_called_parameters_hold_it_between_steps_with_a_warning(threads, caplog):
+def test_parameters_without_a_module_hold_unsent_steps_with_a_warning(threads, caplog):
     def program(transport: LocalTransport) -> np.ndarray:
         weight = torch.nn.Parameter(torch.linspace(-1, 1, 50, dtype=torch.float64))
         with world.entered(transport):
@@ -373,7 +373,7 @@ def test_where_no_module_is_called_parameters_hold_it_between_steps_with_a_warni
     assert sum("evaluating()" in record.message for record in caplog.records) == 1
 
 
-def test_local_residual_can_be_left_out(threads):
+def test_local_residual_false_keeps_the_center_in_forward(threads):
     def program(transport: LocalTransport) -> None:
         model = network()
         with world.entered(transport):
@@ -386,7 +386,7 @@ def test_local_residual_can_be_left_out(threads):
     threads(2, program)
 
 
-def test_what_is_loaded_into_a_model_in_the_middle_of_a_step_is_its_center(threads):
+def test_model_state_loaded_in_mid_step_becomes_the_center(threads):
     def program(transport: LocalTransport) -> None:
         model, other = network(), network()
         with world.entered(transport):
@@ -400,7 +400,7 @@ def test_what_is_loaded_into_a_model_in_the_middle_of_a_step_is_its_center(threa
     threads(2, program)
 
 
-def test_a_broadcast_in_the_middle_of_a_step_is_of_the_center(threads):
+def test_broadcast_in_mid_step_sends_the_center(threads):
     def program(transport: LocalTransport) -> np.ndarray:
         model = network()
         with world.entered(transport):
@@ -417,7 +417,7 @@ def test_a_broadcast_in_the_middle_of_a_step_is_of_the_center(threads):
     np.testing.assert_array_equal(first, second)
 
 
-def test_what_puts_a_models_values_back_before_the_step_changes_nothing(threads):
+def test_parameters_perturbed_and_restored_before_the_step_are_allowed(threads):
     """As SAM does, whose second backward pass is at other values."""
 
     def program(transport: LocalTransport) -> np.ndarray:
@@ -442,7 +442,7 @@ def test_what_puts_a_models_values_back_before_the_step_changes_nothing(threads)
     np.testing.assert_array_equal(*threads(2, program))
 
 
-def test_who_changes_a_parameter_that_holds_unsent_steps_gets_an_error_that_names_it(threads):
+def test_changing_a_parameter_with_unsent_steps_raises_with_its_name(threads):
     def program(transport: LocalTransport) -> None:
         model = network()
         with world.entered(transport):
@@ -453,14 +453,16 @@ def test_who_changes_a_parameter_that_holds_unsent_steps_gets_an_error_that_name
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(0.99)
-            said = rf"rank {transport.rank}: parameter '.*' was changed between a forward pass and"
-            with pytest.raises(RuntimeError, match=said):
+            message = (
+                rf"rank {transport.rank}: parameter '.*' was changed between a forward pass and"
+            )
+            with pytest.raises(RuntimeError, match=message):
                 optimizer.step()
 
     threads(2, program)
 
 
-def test_of_two_optimizers_of_one_model_the_replicas_stay_equal(threads):
+def test_two_optimizers_of_one_model_keep_replicas_equal(threads):
     def program(transport: LocalTransport) -> np.ndarray:
         model = network()
         with world.entered(transport):
@@ -476,8 +478,8 @@ def test_of_two_optimizers_of_one_model_the_replicas_stay_equal(threads):
     np.testing.assert_array_equal(*threads(2, program))
 
 
-def test_an_optimizer_may_call_it_with_a_closure(threads):
-    """When its hooks run, the gradients still are the last step's agreed steps."""
+def test_outer_optimizer_may_call_step_with_a_closure(threads):
+    """When its hooks run, the gradients are still the last step's reduced steps."""
 
     class Outer(torch.optim.Optimizer):
         def __init__(self, inner: Any) -> None:
@@ -511,8 +513,8 @@ def test_an_optimizer_may_call_it_with_a_closure(threads):
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-def test_a_plain_adamws_state_that_is_loaded_after_steps_is_gone_on_from(steps):
-    """Also one without a step, as of a run that begins anew."""
+def test_plain_adamw_state_loaded_after_steps_continues_as_plain_adamw(steps):
+    """Also a state without a step, as of a new run."""
     one, other = network(), network()
     with world.entered(local_world(1)[0]):
         optimizer = distribute(one, Compression.gtopk(0.1))
@@ -534,7 +536,7 @@ def test_a_plain_adamws_state_that_is_loaded_after_steps_is_gone_on_from(steps):
     )
 
 
-def test_a_group_with_amsgrad_that_comes_later_is_refused():
+def test_param_group_with_amsgrad_added_later_raises():
     model, late = network(), torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
     with world.entered(local_world(1)[0]):
         optimizer = distribute(model, Compression.gtopk(0.1))
@@ -543,7 +545,7 @@ def test_a_group_with_amsgrad_that_comes_later_is_refused():
             train(optimizer, model, 0, range(1))
 
 
-def test_a_copied_and_a_pickled_model_know_nothing_of_the_optimizer(threads):
+def test_copied_or_pickled_model_holds_no_unsent_steps(threads):
     def program(transport: LocalTransport) -> None:
         model = network()
         with world.entered(transport):
@@ -556,8 +558,8 @@ def test_a_copied_and_a_pickled_model_know_nothing_of_the_optimizer(threads):
     threads(2, program)
 
 
-def test_a_rate_that_changes_between_backward_and_step_counts(threads):
-    """As it does where it changed before: what was exchanged meanwhile is exchanged anew."""
+def test_learning_rate_changed_between_backward_and_step_is_used(threads):
+    """As if it had changed before; early buckets are exchanged again."""
 
     def program(transport: LocalTransport, early: bool) -> np.ndarray:
         model = network()
@@ -580,7 +582,7 @@ def test_a_rate_that_changes_between_backward_and_step_counts(threads):
     np.testing.assert_array_equal(early, late)
 
 
-def test_hooks_of_the_optimizer_are_called_once_a_step(threads):
+def test_step_hooks_run_once_per_step(threads):
     def program(transport: LocalTransport) -> None:
         model, calls = network(), []
         with world.entered(transport):
@@ -593,7 +595,7 @@ def test_hooks_of_the_optimizer_are_called_once_a_step(threads):
     threads(2, program)
 
 
-def test_a_run_resumes_to_the_bit(threads):
+def test_resumed_run_is_bit_identical(threads):
     def program(transport: LocalTransport, steps: range, saved: Any = None) -> Any:
         model = network()
         with world.entered(transport):
@@ -607,17 +609,19 @@ def test_a_run_resumes_to_the_bit(threads):
 
     half = threads(2, lambda t: program(t, range(SWEEP + 5)))
     resumed = threads(2, lambda t: program(t, range(SWEEP + 5, SWEEP + 9), half))
-    whole = threads(2, lambda t: program(t, range(SWEEP + 9)))
-    for (model, optimizer), (other, its) in zip(resumed, whole, strict=True):
+    uninterrupted = threads(2, lambda t: program(t, range(SWEEP + 9)))
+    for (model, optimizer), (other, other_optimizer) in zip(resumed, uninterrupted, strict=True):
         np.testing.assert_array_equal(flat(model.values()), flat(other.values()))
         for number, state in optimizer["state"].items():
             for name, tensor in state.items():
-                assert torch.equal(tensor, its["state"][number][name])
+                assert torch.equal(tensor, other_optimizer["state"][number][name])
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 2), (3, 2), (2, 3), (1, 2), (2, 1)])
-def test_a_checkpoint_in_a_folder_is_gone_on_from(threads, tmp_path, saved, loaded):
-    """To the bit on as many ranks; on others nothing that was not sent is lost."""
+def test_run_resumes_from_a_checkpoint_folder_on_any_number_of_ranks(
+    threads, tmp_path, saved, loaded
+):
+    """Bit-identically on as many ranks; on others, the residuals keep their sum."""
 
     def run(transport: LocalTransport, save_at: int | None) -> tuple[np.ndarray, np.ndarray]:
         model = network()
@@ -634,20 +638,20 @@ def test_a_checkpoint_in_a_folder_is_gone_on_from(threads, tmp_path, saved, load
                     unsent = held(optimizer)
         return flat(model.parameters()), unsent
 
-    whole = threads(saved, lambda transport: run(transport, 5))
+    uninterrupted = threads(saved, lambda transport: run(transport, 5))
     resumed = threads(loaded, lambda transport: run(transport, None))
     np.testing.assert_allclose(
-        sum(unsent for _, unsent in resumed), sum(unsent for _, unsent in whole), atol=1e-15
+        sum(unsent for _, unsent in resumed), sum(unsent for _, unsent in uninterrupted), atol=1e-15
     )
-    assert saved == 1 or sum(abs(unsent).sum() for _, unsent in whole) > 0
+    assert saved == 1 or sum(abs(unsent).sum() for _, unsent in uninterrupted) > 0
     for weights, _ in resumed:
         np.testing.assert_array_equal(weights, resumed[0][0])
         if saved == loaded:
-            np.testing.assert_array_equal(weights, whole[0][0])
+            np.testing.assert_array_equal(weights, uninterrupted[0][0])
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(4, 2), (2, 3), (3, 1)])
-def test_other_ranks_go_on_with_what_was_held_back(threads, saved, loaded):
+def test_residuals_keep_their_sum_on_another_number_of_ranks(threads, saved, loaded):
     def program(transport: LocalTransport, state: Any = None) -> Any:
         model = network()
         with world.entered(transport):
@@ -659,8 +663,8 @@ def test_other_ranks_go_on_with_what_was_held_back(threads, saved, loaded):
                 train(optimizer, model, transport.rank, range(5, 7))
                 return before, optimizer.state_dict()["state"][0]["step"], flat(model.parameters())
             train(optimizer, model, transport.rank, range(5))
-            whole = optimizer.gather_state()
-            return (copy.deepcopy(model.state_dict()), whole), held(optimizer)
+            gathered = optimizer.gather_state()
+            return (copy.deepcopy(model.state_dict()), gathered), held(optimizer)
 
     parts = threads(saved, program)
     state, left = parts[0][0], sum(each[1] for each in parts)
@@ -674,8 +678,10 @@ def test_other_ranks_go_on_with_what_was_held_back(threads, saved, loaded):
 
 @pytest.mark.parametrize("kind", [Compression.gtopk, Compression.shards], ids=["gtopk", "shards"])
 @pytest.mark.parametrize(("saved", "loaded"), [(1, 3), (2, 3), (4, 3), (3, 2), (3, 1)])
-def test_steps_on_other_ranks_are_as_long_as_those_before(threads, tmp_path, kind, saved, loaded):
-    """By gradients that never change a step of AdamW is its rate, on however many ranks."""
+def test_step_length_is_the_learning_rate_on_any_number_of_ranks(
+    threads, tmp_path, kind, saved, loaded
+):
+    """With constant gradients, a step of AdamW is its rate, on however many ranks."""
     rate, compression = 0.01, kind(1, 32) if kind is Compression.shards else kind(1.0)
 
     def program(transport: LocalTransport, given: Any = None) -> Any:
@@ -707,7 +713,7 @@ def test_steps_on_other_ranks_are_as_long_as_those_before(threads, tmp_path, kin
             np.testing.assert_allclose(moved.mean((1, 2)), 1, rtol=0, atol=0.02)
 
 
-def test_it_goes_on_from_the_moments_of_a_plain_adamw():
+def test_one_rank_continues_from_the_moments_of_a_plain_adamw():
     one, other = network(), network()
     with world.entered(local_world(1)[0]):
         plain = distribute(other, Compression.none)._wrapped
@@ -722,7 +728,7 @@ def test_it_goes_on_from_the_moments_of_a_plain_adamw():
     )
 
 
-def test_moments_of_a_plain_adamw_are_what_ranks_share(threads):
+def test_moments_of_a_plain_adamw_become_shared_state(threads):
     plain_model = network()
     plain = torch.optim.AdamW(plain_model.parameters(), lr=0.05, betas=(0.8, 0.95))
     train(plain, plain_model, 0, range(5))
@@ -741,13 +747,13 @@ def test_moments_of_a_plain_adamw_are_what_ranks_share(threads):
             for number, part in optimizer.state_dict()["state"].items():
                 before = state["state"][number]["exp_avg_sq"] / (1 - 0.95**5)
                 beside = (part["shared_exp_avg_sq"] != before).double().mean()
-                assert beside < 3 / SWEEP + 0.2  # the sample's alone have moved
+                assert beside < 3 / SWEEP + 0.2  # only sampled entries changed
                 assert int(part["step"]) == 6
 
     threads(2, program)
 
 
-def test_a_state_of_float32_stays_so_where_parameters_are_of_16_bits(threads):
+def test_float32_state_of_bfloat16_parameters_stays_float32(threads):
     def program(transport: LocalTransport) -> None:
         model = network().to(torch.bfloat16)
         with world.entered(transport):
@@ -771,7 +777,7 @@ def test_a_state_of_float32_stays_so_where_parameters_are_of_16_bits(threads):
     threads(2, program)
 
 
-def test_a_new_rank_gets_what_ranks_share_with_the_optimizers_state(threads):
+def test_broadcast_optimizer_state_sends_shared_state(threads):
     def program(transport: LocalTransport) -> Any:
         model = network()
         with world.entered(local_world(1)[0]):
@@ -794,13 +800,13 @@ def test_a_new_rank_gets_what_ranks_share_with_the_optimizers_state(threads):
     first, second = threads(2, program)
     for number, state in first.items():
         assert int(state["step"]) == SWEEP + 1
-        assert (state["shared_exp_avg_sq"] == 0.25).any()  # what was not sampled since
+        assert (state["shared_exp_avg_sq"] == 0.25).any()  # entries that were not sampled since
         for name, tensor in state.items():
             assert torch.equal(tensor, second[number][name])
 
 
-def test_dense_steps_of_an_automatic_choice_are_adamws_too(threads):
-    """On threads nothing beats dense: all is sent, and nothing held back."""
+def test_auto_compression_in_dense_mode_keeps_replicas_equal(threads):
+    """On threads nothing beats dense: all is sent, and no residual remains."""
 
     def program(transport: LocalTransport) -> np.ndarray:
         model = network()
@@ -814,7 +820,7 @@ def test_dense_steps_of_an_automatic_choice_are_adamws_too(threads):
     np.testing.assert_array_equal(first, second)
 
 
-def test_a_frozen_layer_keeps_its_values_in_forward_passes(threads):
+def test_frozen_layer_keeps_its_values_in_forward_passes(threads):
     def program(transport: LocalTransport) -> None:
         model = network()
         with world.entered(transport):
@@ -832,7 +838,7 @@ def test_a_frozen_layer_keeps_its_values_in_forward_passes(threads):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_decay_in_gradients_moves_no_parameter_without_a_gradient_on_any_rank(threads, size):
+def test_l2_decay_moves_no_parameter_without_a_gradient_on_any_rank(threads, size):
     def program(transport):
         with world.entered(transport):
             used, idle = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
@@ -840,21 +846,21 @@ def test_decay_in_gradients_moves_no_parameter_without_a_gradient_on_any_rank(th
             plain = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=0.1)
             named = model.named_parameters()
             optimizer = DistributedOptimizer(plain, named, Compression.gtopk(0.25))
-            seen = []
+            history = []
             for step in range(6):
                 optimizer.zero_grad()
                 layers = [used, idle] if step < 2 else [used]
                 sum(layer(torch.ones(4, 8)).square().mean() for layer in layers).backward()
                 optimizer.step()
-                seen.append(idle.weight.detach().clone())
-            return seen
+                history.append(idle.weight.detach().clone())
+            return history
 
     for weights in threads(size, program):
         assert not torch.equal(weights[0], weights[1])
         assert all(torch.equal(weight, weights[1]) for weight in weights[2:])
 
 
-def test_a_rank_that_has_joined_knows_what_the_others_share(threads):
+def test_joined_rank_keeps_the_shared_state_of_the_others(threads):
     def program(transport: LocalTransport) -> Any:
         model = network()
         with world.entered(transport):
@@ -874,7 +880,7 @@ def test_a_rank_that_has_joined_knows_what_the_others_share(threads):
             assert torch.equal(tensor, second[number][name])
 
 
-class OwnWay(torch.optim.AdamW):
+class CustomStepAdamW(torch.optim.AdamW):
     def step(self, closure: Any = None) -> None:
         """Do nothing."""
 
@@ -882,13 +888,13 @@ class OwnWay(torch.optim.AdamW):
 @pytest.mark.parametrize(
     ("make", "options"),
     [
-        (OwnWay, {}),
+        (CustomStepAdamW, {}),
         (torch.optim.NAdam, {}),
         (torch.optim.AdamW, {"adam_steps": "after"}),
         (torch.optim.AdamW, {"compression": Compression.hierarchical(0.1, inside="dense")}),
     ],
 )
-def test_what_steps_after_the_exchange_is_warned_of(make, options, threads, caplog):
+def test_adam_steps_after_the_exchange_are_warned_of(make, options, threads, caplog):
     def program(transport: LocalTransport) -> None:
         model = network()
         with world.entered(transport):
@@ -904,7 +910,7 @@ def test_what_steps_after_the_exchange_is_warned_of(make, options, threads, capl
     assert any("after compression loses accuracy" in each.message for each in caplog.records)
 
 
-def test_adamw_before_the_exchange_is_not_warned_of(threads, caplog):
+def test_adamw_steps_before_the_exchange_are_not_warned_of(threads, caplog):
     def program(transport: LocalTransport) -> None:
         model = network()
         with world.entered(transport):
@@ -917,19 +923,19 @@ def test_adamw_before_the_exchange_is_not_warned_of(threads, caplog):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"amsgrad": True}, "use amsgrad=False, or adam_steps='after'"),
         ({"adam_steps": "behind"}, "adam_steps must be one of before, after; got 'behind'"),
         ({"adam_steps": "after", "local_residual": True}, "local_residual=True is for Adam"),
     ],
 )
-def test_what_cannot_be_is_refused(options, said):
-    with world.entered(local_world(1)[0]), pytest.raises(ValueError, match=re.escape(said)):
+def test_unsupported_adam_options_raise(options, message):
+    with world.entered(local_world(1)[0]), pytest.raises(ValueError, match=re.escape(message)):
         distribute(network(), Compression.gtopk(0.1), **options)
 
 
-def test_sgd_has_no_local_residual():
+def test_local_residual_with_sgd_raises():
     inner = torch.optim.SGD(network().parameters(), lr=0.1)
     with (
         world.entered(local_world(1)[0]),
@@ -938,7 +944,7 @@ def test_sgd_has_no_local_residual():
         DistributedOptimizer(inner, compression=Compression.gtopk(0.1), local_residual=True)
 
 
-def test_sparse_gradients_are_refused_as_adam_does(threads):
+def test_sparse_gradients_raise_as_in_plain_adam(threads):
     def program(transport: LocalTransport) -> None:
         table = torch.nn.Embedding(20, 3, sparse=True)
         with world.entered(transport):
@@ -951,8 +957,8 @@ def test_sparse_gradients_are_refused_as_adam_does(threads):
     threads(2, program)
 
 
-def test_other_modes_step_with_adamw_itself(threads):
-    """They exchange sums and models: what they agree on is no step of AdamW."""
+def test_adaptive_sgd_mode_steps_with_plain_adamw(threads):
+    """It exchanges models: what ranks agree on is no step of AdamW."""
 
     def program(transport: LocalTransport) -> None:
         model = network()
@@ -971,8 +977,8 @@ def test_other_modes_step_with_adamw_itself(threads):
     threads(2, program)
 
 
-def test_the_gradients_of_a_step_that_nobody_took_are_forgotten(threads):
-    """`synchronize` and then `zero_grad`: what is held back, and shared, is as it was before."""
+def test_gradients_synchronized_and_cleared_change_no_state(threads):
+    """After `synchronize` and `zero_grad`, residuals and shared state are as before."""
 
     def program(transport: LocalTransport) -> None:
         model = network()
@@ -996,7 +1002,7 @@ def test_the_gradients_of_a_step_that_nobody_took_are_forgotten(threads):
     threads(2, program)
 
 
-def test_on_one_rank_global_clip_norm_clips_the_gradient_before_its_moments():
+def test_global_clip_norm_on_one_rank_clips_before_the_moments():
     one, other = network(), network()
     with world.entered(local_world(1)[0]):
         optimizer = distribute(one, Compression.gtopk(0.1), global_clip_norm=0.1)
@@ -1013,7 +1019,7 @@ def test_on_one_rank_global_clip_norm_clips_the_gradient_before_its_moments():
     )
 
 
-def test_global_clip_norm_goes_by_the_mean_gradient(threads):
+def test_global_clip_norm_estimates_the_norm_of_the_mean_gradient(threads):
     """Noise of four ranks makes a rank's own gradient twice as long as their mean."""
 
     def program(transport: LocalTransport) -> tuple[np.ndarray, float, float]:
@@ -1040,7 +1046,7 @@ def test_global_clip_norm_goes_by_the_mean_gradient(threads):
         assert clip.factor(0.25, 0.25) * 2 * ratio**0.5 == pytest.approx(0.5)
 
 
-def test_a_step_without_an_exchange_is_refused(threads):
+def test_step_without_an_exchange_raises(threads):
     def program(transport: LocalTransport) -> None:
         model = network()
         with world.entered(transport):
@@ -1052,7 +1058,7 @@ def test_a_step_without_an_exchange_is_refused(threads):
     threads(2, program)
 
 
-def test_a_rank_outside_the_process_set_steps_with_adamw_itself(threads, monkeypatch):
+def test_rank_outside_the_process_set_steps_with_plain_adamw(threads, monkeypatch):
     monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
 
     def program(transport: LocalTransport) -> None:
@@ -1069,8 +1075,8 @@ def test_a_rank_outside_the_process_set_steps_with_adamw_itself(threads, monkeyp
     threads(3, program)
 
 
-def test_it_knows_nothing_of_the_scale_of_a_loss(threads):
-    """Gradients times 1024, which a GradScaler takes out behind the exchange, are the same."""
+def test_loss_scale_changes_nothing(threads):
+    """Gradients times 1024, unscaled by a GradScaler after the exchange, give the same result."""
 
     def program(transport: LocalTransport, scale: float) -> np.ndarray:
         model = network().float()
@@ -1085,7 +1091,7 @@ def test_it_knows_nothing_of_the_scale_of_a_loss(threads):
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_so_is_clipping_behind_a_grad_scaler(threads, enabled):
+def test_clipping_after_a_grad_scalers_unscale_raises(threads, enabled):
     def program(transport: LocalTransport) -> None:
         model = network().float()
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=enabled)
@@ -1097,7 +1103,7 @@ def test_so_is_clipping_behind_a_grad_scaler(threads, enabled):
     threads(2, program)
 
 
-def test_so_it_is_in_a_hook_of_the_optimizer(threads):
+def test_clipping_in_a_step_pre_hook_raises(threads):
     def program(transport: LocalTransport) -> None:
         model = network()
         with world.entered(transport):
@@ -1112,7 +1118,7 @@ def test_so_it_is_in_a_hook_of_the_optimizer(threads):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-def test_a_scripted_model_is_trained_with_a_warning(threads, caplog):
+def test_scripted_model_is_trained_with_a_warning(threads, caplog):
     scripted = [torch.jit.script(network()) for _ in range(2)]  # not in several threads at a time
 
     def program(transport: LocalTransport) -> np.ndarray:
@@ -1127,7 +1133,7 @@ def test_a_scripted_model_is_trained_with_a_warning(threads, caplog):
     assert sum("evaluating()" in record.message for record in caplog.records) == 1
 
 
-def test_clipping_between_synchronize_and_step_is_refused(threads):
+def test_clipping_between_synchronize_and_step_raises(threads):
     def program(transport: LocalTransport) -> None:
         model = network()
         with world.entered(transport):

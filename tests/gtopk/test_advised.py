@@ -13,9 +13,9 @@ WAYS, FSDP, ADASUM, IN_MEMORY, NODES = 10, 2, 6, (7, 8), 9
 
 
 @pytest.mark.parametrize("ranks", some_of([2, 4], 4))
-def test_rank_0_says_it_once_and_all_ranks_predict(forked, ranks):
-    asked = {"GTOPK_ADVICE": "on", "GTOPK_CALIBRATION": "off", "GTOPK_LOG": "debug"}
-    job = forked(ranks, "advised.py", **asked)
+def test_rank_0_logs_advice_once_per_way_and_all_ranks_predict(forked, ranks):
+    settings = {"GTOPK_ADVICE": "on", "GTOPK_CALIBRATION": "off", "GTOPK_LOG": "debug"}
+    job = forked(ranks, "advised.py", **settings)
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.count("every way, as it says") == ranks
     details = r"^gtopk: rank (\d): estimated exchange per ([\w -]+), ([\d,]+) values,? (.*)$"
@@ -27,10 +27,10 @@ def test_rank_0_says_it_once_and_all_ranks_predict(forked, ranks):
         ("0", values) for values in expected.values()
     ]
     among = dict.fromkeys(range(WAYS), ranks) | dict.fromkeys((FSDP, NODES), 2)
-    for way, (_, per, _, said) in zip(expected, found, strict=True):
-        assert said.startswith(f"{among[way]} ranks, ")
-        assert re.search(r"(; \S+( \S+)? pays below|pays at (no|every) bandwidth)", said)
-        assert ("the model does not cover op=Adasum as it runs here" in said) == (way == ADASUM)
+    for way, (_, per, _, advice) in zip(expected, found, strict=True):
+        assert advice.startswith(f"{among[way]} ranks, ")
+        assert re.search(r"(; \S+( \S+)? pays below|pays at (no|every) bandwidth)", advice)
+        assert ("the model does not cover op=Adasum as it runs here" in advice) == (way == ADASUM)
         assert (per == "merge of all nodes") == (way == NODES)
     sentences = re.findall(r"^gtopk: rank 0: (\d) ranks over gloo", job.stderr, re.MULTILINE)
     assert sentences == [str(among[way]) for way in expected]
@@ -40,7 +40,7 @@ def test_rank_0_says_it_once_and_all_ranks_predict(forked, ranks):
     assert verdict.startswith("gtopk: rank 0: compression ")
 
 
-def test_one_rank_that_wants_none_is_enough_for_none(forked):
+def test_advice_switched_off_on_one_rank_is_logged_by_none(forked):
     job = forked(2, "advised.py", "off", GTOPK_ADVICE="on", GTOPK_CALIBRATION="off")
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.count("every way, as it says") == 2

@@ -16,22 +16,22 @@ from tests.matrix import some_of
 @pytest.mark.parametrize(
     ("launcher", "ranks"), some_of([("mpirun", 3), ("forked", 2)], ("mpirun", 3))
 )
-def test_every_rank_is_told_what_is_wrong_and_where(request, launcher: str, ranks: int) -> None:
-    done = request.getfixturevalue(launcher)(ranks, "mismatch.py")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("every mistake was reported") == ranks, done.stdout + done.stderr
+def test_every_rank_reports_a_mistake_and_its_rank(request, launcher: str, ranks: int) -> None:
+    job = request.getfixturevalue(launcher)(ranks, "mismatch.py")
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert job.stdout.count("every mistake was reported") == ranks, job.stdout + job.stderr
 
 
 @pytest.mark.parametrize(
     ("launcher", "ranks"), some_of([("mpirun", 3), ("forked", 2)], ("mpirun", 3))
 )
-def test_ranks_of_other_versions_do_not_begin(request, launcher: str, ranks: int) -> None:
-    done = request.getfixturevalue(launcher)(ranks, "versions.py")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("the other version was reported") == ranks, done.stdout + done.stderr
+def test_ranks_with_different_versions_do_not_start(request, launcher: str, ranks: int) -> None:
+    job = request.getfixturevalue(launcher)(ranks, "versions.py")
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert job.stdout.count("the other version was reported") == ranks, job.stdout + job.stderr
 
 
-def test_after_a_disagreement_a_rank_that_is_done_may_leave_before_the_others(threads) -> None:
+def test_rank_may_leave_early_after_a_disagreement(threads) -> None:
     def work(transport: Transport, all_flags: list[int]) -> list[int] | None:
         if transport.rank == 2:
             time.sleep(0.3)  # rank 0, with nothing to do, has left by now

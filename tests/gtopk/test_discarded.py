@@ -15,7 +15,7 @@ from gtopk.optim.distributed import DistributedOptimizer
 from gtopk.runtime.world import world
 from tests.gtopk.four_layers import distribute, inputs, layers
 
-HOLDING_BACK = [
+WITH_RESIDUAL = [
     Compression.topk(0.3),
     Compression.gtopk(0.3),
     Compression.gtopk(0.3, values="int8"),
@@ -58,9 +58,9 @@ def by_the_model(model: torch.nn.Module, optimizer: Any) -> None:
 DISCARDS = [by_the_optimizer, in_place, by_the_model]
 
 
-@pytest.mark.parametrize("compression", HOLDING_BACK, ids=repr)
+@pytest.mark.parametrize("compression", WITH_RESIDUAL, ids=repr)
 @pytest.mark.parametrize("discard", DISCARDS)
-def test_training_goes_on_as_if_a_discarded_gradient_had_never_been_there(
+def test_discarded_gradient_changes_no_later_step(
     threads: Any, compression: Any, discard: Callable[..., None]
 ) -> None:
     def train(transport: LocalTransport, discards: bool) -> Any:
@@ -82,17 +82,15 @@ def test_training_goes_on_as_if_a_discarded_gradient_had_never_been_there(
 
     plain = threads(4, lambda transport: train(transport, discards=False))
     with_discards = threads(4, lambda transport: train(transport, discards=True))
-    for (state, parameters), (wanted_state, wanted_parameters) in zip(
+    for (state, parameters), (expected_state, expected_parameters) in zip(
         with_discards, plain, strict=True
     ):
-        assert_same(dict(parameters), dict(wanted_parameters))
-        assert_same(state, wanted_state)
+        assert_same(dict(parameters), dict(expected_parameters))
+        assert_same(state, expected_state)
 
 
-@pytest.mark.parametrize("compression", HOLDING_BACK, ids=repr)
-def test_until_it_is_stepped_with_an_update_is_in_no_checkpoint(
-    threads: Any, compression: Any
-) -> None:
+@pytest.mark.parametrize("compression", WITH_RESIDUAL, ids=repr)
+def test_checkpoint_before_the_step_excludes_the_update(threads: Any, compression: Any) -> None:
     """The parameters do not have it yet, so a run resumed from there must send it again."""
 
     def program(transport: LocalTransport) -> None:
@@ -115,7 +113,7 @@ def test_until_it_is_stepped_with_an_update_is_in_no_checkpoint(
     threads(4, program)
 
 
-def test_what_a_dense_run_sends_along_is_there_again_after_a_discard(threads: Any) -> None:
+def test_discard_restores_residuals_drained_by_dense_steps(threads: Any) -> None:
     """A dense exchange sends the residuals of sparse steps in a limited number of steps."""
 
     def program(transport: LocalTransport) -> None:
@@ -145,7 +143,7 @@ def test_what_a_dense_run_sends_along_is_there_again_after_a_discard(threads: An
     threads(2, program)
 
 
-def test_what_a_sparse_gradient_sends_along_is_there_again_after_a_discard(threads: Any) -> None:
+def test_discard_restores_residuals_sent_with_a_sparse_gradient(threads: Any) -> None:
     def program(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor]:
         table = torch.nn.Embedding(6, 2, sparse=False)
         torch.nn.init.ones_(table.weight)
@@ -176,7 +174,7 @@ def test_what_a_sparse_gradient_sends_along_is_there_again_after_a_discard(threa
         assert_same(moved, total.to(moved.dtype))
 
 
-def test_an_update_that_another_optimizer_steps_with_stays_sent(threads: Any) -> None:
+def test_update_applied_by_another_optimizer_stays_sent(threads: Any) -> None:
     """For scripts that only synchronize gradients, and step with another optimizer."""
 
     def program(transport: LocalTransport) -> None:
@@ -196,7 +194,7 @@ def test_an_update_that_another_optimizer_steps_with_stays_sent(threads: Any) ->
     threads(2, program)
 
 
-def test_gradients_that_are_exchanged_twice_are_warned_of_all_the_same(threads: Any) -> None:
+def test_repeated_synchronize_counts_each_exchange(threads: Any) -> None:
     def program(transport: LocalTransport) -> None:
         model = layers()
         with world.entered(transport):

@@ -8,7 +8,7 @@ from tests.matrix import some_of
 
 
 @pytest.mark.parametrize(("ranks", "ways"), some_of([(2, 27), (3, 12)], (2, 27)))
-def test_density_1_trains_as_distributed_data_parallel_does(forked, ranks, ways):
+def test_density_1_equals_distributed_data_parallel(forked, ranks, ways):
     job = forked(ranks, "equals_ddp.py")
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.count(f"{ways} ways to train are DDP's") == ranks, job.stdout + job.stderr

@@ -1,4 +1,4 @@
-"""Layers frozen and thawed during training are skipped while frozen, and lose nothing."""
+"""Layers frozen and unfrozen during training are skipped while frozen, and lose nothing."""
 
 from __future__ import annotations
 
@@ -24,15 +24,13 @@ def take_steps(model: Any, optimizer: Any, rank: int, steps: Iterable[int]) -> N
         optimizer.step()
 
 
-def held_of(optimizer: Any, name: str) -> torch.Tensor:
+def residual_of(optimizer: Any, name: str) -> torch.Tensor:
     return optimizer._reducer.export_state()[0][name]["residual"]
 
 
 @pytest.mark.parametrize("one_bucket", [True, False])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_a_frozen_layer_stays_as_it_is_and_goes_on_with_what_it_held_back(
-    threads, kind, one_bucket
-):
+def test_frozen_layer_keeps_its_values_and_residual(threads, kind, one_bucket):
     def program(transport: LocalTransport) -> torch.Tensor:
         model = layers()
         with world.entered(transport):
@@ -45,11 +43,11 @@ def test_a_frozen_layer_stays_as_it_is_and_goes_on_with_what_it_held_back(
             take_steps(model, optimizer, transport.rank, range(4))
             optimizer.zero_grad()
             model[2].requires_grad_(False)
-            frozen, kept = model[2].weight.clone(), held_of(optimizer, "2.weight")
+            frozen, kept = model[2].weight.clone(), residual_of(optimizer, "2.weight")
             assert kept.any()
             take_steps(model, optimizer, transport.rank, range(4, 10))
             assert torch.equal(model[2].weight, frozen)
-            assert torch.equal(held_of(optimizer, "2.weight"), kept)
+            assert torch.equal(residual_of(optimizer, "2.weight"), kept)
             model[2].requires_grad_(True)
             take_steps(model, optimizer, transport.rank, range(10, 11))
             assert not torch.equal(model[2].weight, frozen)
@@ -59,7 +57,7 @@ def test_a_frozen_layer_stays_as_it_is_and_goes_on_with_what_it_held_back(
     assert torch.equal(one, other)
 
 
-def test_what_ranks_share_of_a_layer_stays_in_steps_that_did_not_use_it(threads):
+def test_shared_adam_state_of_an_unused_layer_is_unchanged(threads):
     def program(transport: LocalTransport) -> None:
         model = layers()
         with world.entered(transport):
@@ -83,12 +81,12 @@ def test_what_ranks_share_of_a_layer_stays_in_steps_that_did_not_use_it(threads)
 @pytest.mark.parametrize("bucket_bytes", [None, 1])
 @pytest.mark.parametrize("is_used_again", [True, False])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_a_step_that_does_not_count_changes_nothing_of_a_layer_that_it_did_not_use(
+def test_skipped_step_keeps_the_residual_of_an_unused_layer(
     threads, kind, is_used_again, bucket_bytes
 ):
     """Also if other buckets were exchanged before; the first layer's bucket comes last."""
 
-    def trained(is_spoilt: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def train(is_skipped: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
         def program(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor]:
             model = layers()
             part = torch.nn.Sequential(model[0], model[1], model[3])
@@ -101,17 +99,17 @@ def test_a_step_that_does_not_count_changes_nothing_of_a_layer_that_it_did_not_u
                 )
                 take_steps(model, optimizer, transport.rank, range(4))
                 take_steps(part, optimizer, transport.rank, range(4, 5))
-                if is_spoilt:
+                if is_skipped:
                     spoil = model[0].weight.register_hook(lambda gradient: gradient * torch.nan)
                     take_steps(part, optimizer, transport.rank, range(5, 6))
                     spoil.remove()
                 again = model if is_used_again else part
                 take_steps(again, optimizer, transport.rank, range(5, 9))
-                return flat(model), held_of(optimizer, "2.weight")
+                return flat(model), residual_of(optimizer, "2.weight")
 
         return threads(2, program)
 
-    for (model, kept), (other, also_kept) in zip(trained(False), trained(True), strict=True):
+    for (model, kept), (other, also_kept) in zip(train(False), train(True), strict=True):
         assert kept.any()
         assert torch.equal(kept, also_kept)
         assert torch.equal(model, other)
@@ -120,9 +118,7 @@ def test_a_step_that_does_not_count_changes_nothing_of_a_layer_that_it_did_not_u
 @pytest.mark.parametrize("compression", [Compression.none, Compression.gtopk(0.3)], ids=repr)
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("first", [0, 2])
-def test_a_gradient_that_is_there_when_its_layer_is_frozen_is_reduced(
-    threads, compression, passes, first
-):
+def test_gradient_present_when_its_layer_is_frozen_is_reduced(threads, compression, passes, first):
     """Torch's optimizers step every parameter with a gradient, frozen or not."""
 
     def program(transport: LocalTransport) -> torch.Tensor:
@@ -143,7 +139,7 @@ def test_a_gradient_that_is_there_when_its_layer_is_frozen_is_reduced(
     assert torch.equal(one, other)
 
 
-def test_a_model_that_is_frozen_as_a_whole_stays_as_it_is(threads):
+def test_completely_frozen_model_stays_unchanged(threads):
     def program(transport: LocalTransport) -> None:
         model = layers()
         with world.entered(transport):
@@ -160,7 +156,7 @@ def test_a_model_that_is_frozen_as_a_whole_stays_as_it_is(threads):
     threads(2, program)
 
 
-def test_a_layer_may_be_frozen_while_a_rank_has_joined_where_nothing_is_held_back(threads):
+def test_layer_may_be_frozen_in_a_dense_run_while_a_rank_has_joined(threads):
     def program(transport: LocalTransport) -> None:
         model = layers()
         with world.entered(transport) as here:
@@ -174,26 +170,26 @@ def test_a_layer_may_be_frozen_while_a_rank_has_joined_where_nothing_is_held_bac
     threads(2, program)
 
 
-def test_what_a_checkpoint_holds_back_of_a_layer_that_is_frozen_by_then_waits(threads):
+def test_loaded_residual_of_a_frozen_layer_waits(threads):
     def program(transport: LocalTransport) -> None:
         model = layers()
         with world.entered(transport):
             optimizer = distribute(model)
             take_steps(model, optimizer, transport.rank, range(4))
-            state, kept = optimizer.state_dict(), held_of(optimizer, "1.weight")
+            state, kept = optimizer.state_dict(), residual_of(optimizer, "1.weight")
             model = layers()
             model[1].requires_grad_(False)
             optimizer = distribute(model)
             optimizer.load_state_dict(state)
             take_steps(model, optimizer, transport.rank, range(4, 6))
-            assert torch.equal(held_of(optimizer, "1.weight"), kept)
+            assert torch.equal(residual_of(optimizer, "1.weight"), kept)
             saved = optimizer.state_dict()["gtopk"]["held"][transport.rank]
             assert torch.equal(saved["1.weight"]["residual"], kept)
 
     threads(2, program)
 
 
-def test_what_is_held_back_of_a_name_that_no_parameter_has_is_warned_of_once(threads, caplog):
+def test_residuals_of_unknown_names_are_warned_of_once(threads, caplog):
     def program(transport: LocalTransport) -> None:
         model = layers()
         with world.entered(transport):
@@ -213,9 +209,11 @@ def test_what_is_held_back_of_a_name_that_no_parameter_has_is_warned_of_once(thr
 
     with caplog.at_level(logging.WARNING, "gtopk"):
         threads(2, program)
-    said = [r.getMessage() for r in caplog.records if "no parameter of that name" in r.getMessage()]
-    assert sorted(text[:7] for text in said) == ["rank 0:", "rank 1:"]
-    assert "'0.weight', '1.weight', '2.weight', '3.weight'" in said[0]
+    messages = [
+        r.getMessage() for r in caplog.records if "no parameter of that name" in r.getMessage()
+    ]
+    assert sorted(text[:7] for text in messages) == ["rank 0:", "rank 1:"]
+    assert "'0.weight', '1.weight', '2.weight', '3.weight'" in messages[0]
 
 
 METHODS = {
@@ -232,9 +230,7 @@ METHODS = {
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("one_bucket", [True, False])
-def test_what_no_rank_has_a_gradient_of_stays_as_it_is_and_so_does_what_is_held_back_of_it(
-    threads, method, one_bucket
-):
+def test_layer_without_gradient_on_any_rank_keeps_values_and_residual(threads, method, one_bucket):
     """Otherwise its residual alone would move it, apply weight decay, and count as an Adam step."""
 
     def program(transport: LocalTransport) -> torch.Tensor:
@@ -250,7 +246,7 @@ def test_what_no_rank_has_a_gradient_of_stays_as_it_is_and_so_does_what_is_held_
             )
             take_steps(model, optimizer, transport.rank, range(4))
             before = [weight.detach().clone() for weight in model.parameters()]
-            kept = {what: t.clone() for what, t in everything_held_of(optimizer).items()}
+            kept = {what: t.clone() for what, t in residual_state_of(optimizer).items()}
             state = copy.deepcopy(optimizer.state[model[2].weight])
             branch = torch.nn.Sequential(model[0], model[1], model[3])
             for step in range(4, 10):
@@ -258,7 +254,7 @@ def test_what_no_rank_has_a_gradient_of_stays_as_it_is_and_so_does_what_is_held_
                 assert model[2].weight.grad is None
             assert torch.equal(model[2].weight, before[2])
             assert not torch.equal(model[1].weight, before[1])
-            now = everything_held_of(optimizer)
+            now = residual_state_of(optimizer)
             assert now.keys() == kept.keys()
             assert all(torch.equal(now[what], tensor) for what, tensor in kept.items())
             for what, tensor in state.items():
@@ -271,38 +267,39 @@ def test_what_no_rank_has_a_gradient_of_stays_as_it_is_and_so_does_what_is_held_
     assert all(torch.equal(one, other) for other in others)
 
 
-def everything_held_of(optimizer: Any) -> dict[str, torch.Tensor]:
+def residual_state_of(optimizer: Any) -> dict[str, torch.Tensor]:
     return optimizer._reducer.export_state()[0]["2.weight"]
 
 
 @pytest.mark.parametrize("compression", [Compression.gtopk(0.2), Compression.topk(0.2)], ids=repr)
-def test_so_it_does_while_a_rank_has_joined_which_has_no_gradient_of_anything(threads, compression):
+def test_layer_without_gradient_keeps_its_residual_while_a_rank_has_joined(threads, compression):
     def program(transport: LocalTransport) -> torch.Tensor:
         model = layers()
         with world.entered(transport) as here:
             optimizer = distribute(model, compression, bucket_bytes=None)
             take_steps(model, optimizer, transport.rank, range(4))
-            before, kept = model[2].weight.detach().clone(), held_of(optimizer, "2.weight").clone()
+            before = model[2].weight.detach().clone()
+            kept = residual_of(optimizer, "2.weight").clone()
             if transport.rank > 0:
                 branch = torch.nn.Sequential(model[0], model[1], model[3])
                 take_steps(branch, optimizer, transport.rank, range(4, 10))
             here.engine.join().wait()
             assert torch.equal(model[2].weight, before)
-            assert torch.equal(held_of(optimizer, "2.weight"), kept)
+            assert torch.equal(residual_of(optimizer, "2.weight"), kept)
         return flat(model)
 
     _, *others = threads(3, program)
     assert torch.equal(*others)
 
 
-def test_a_step_that_does_not_count_changes_nothing_of_it_either(threads):
+def test_skipped_or_undone_step_keeps_all_residuals(threads):
     def program(transport: LocalTransport) -> None:
         model = layers()
         with world.entered(transport):
             optimizer = distribute(model, bucket_bytes=None)
             take_steps(model, optimizer, transport.rank, range(4))
             branch = torch.nn.Sequential(model[0], model[1], model[3])
-            kept = [held_of(optimizer, f"{n}.weight").clone() for n in range(4)]
+            kept = [residual_of(optimizer, f"{n}.weight").clone() for n in range(4)]
             optimizer.zero_grad()
             (branch(inputs(transport.rank, 4)).sum() * float("nan")).backward()
             optimizer.step()
@@ -310,32 +307,32 @@ def test_a_step_that_does_not_count_changes_nothing_of_it_either(threads):
             branch(inputs(transport.rank, 5)).sum().backward()
             optimizer.synchronize()
             optimizer.zero_grad()  # without a step, so undone
-            now = [held_of(optimizer, f"{n}.weight") for n in range(4)]
+            now = [residual_of(optimizer, f"{n}.weight") for n in range(4)]
             assert all(map(torch.equal, now, kept))
 
     threads(2, program)
 
 
-def test_what_leaves_with_dense_steps_waits_for_a_gradient_too(threads):
+def test_residual_drained_by_dense_steps_waits_for_a_gradient(threads):
     """A run that continues without compression also sends its residual, completely."""
 
-    def started(compression: Any) -> tuple[Any, Any]:
+    def build(compression: Any) -> tuple[Any, Any]:
         model = layers()
         inner = torch.optim.SGD(model.parameters(), lr=1e-3)
         return model, DistributedOptimizer(inner, model.named_parameters(), compression)
 
     def program(transport: LocalTransport) -> torch.Tensor:
         with world.entered(transport):
-            model, sparse = started(Compression.gtopk(0.3))
+            model, sparse = build(Compression.gtopk(0.3))
             take_steps(model, sparse, transport.rank, range(4))
-            kept = held_of(sparse, "2.weight").clone()
-            model, dense = started(Compression.none)
+            kept = residual_of(sparse, "2.weight").clone()
+            model, dense = build(Compression.none)
             dense.load_state_dict(sparse.state_dict())
             before = model[2].weight.detach().clone()
             branch = torch.nn.Sequential(model[0], model[1], model[3])
             take_steps(branch, dense, transport.rank, range(4, 40))
             assert torch.equal(model[2].weight, before)
-            assert torch.equal(held_of(dense, "2.weight"), kept)
+            assert torch.equal(residual_of(dense, "2.weight"), kept)
             take_steps(model, dense, transport.rank, range(40, 80))
             assert not dense._reducer.export_state()[0].get("2.weight")
         return flat(model)

@@ -14,7 +14,7 @@ from tests.matrix import some_of
 
 
 @pytest.fixture(scope="module", params=some_of(["forked", "torchrun"], "forked"))
-def checked(request, tmp_path_factory):
+def finished_job(request, tmp_path_factory):
     """Return the output of one job of 4 ranks for all checks, and the folder with its checkpoints.
 
     torchrun's ranks have different hash secrets.
@@ -24,28 +24,28 @@ def checked(request, tmp_path_factory):
     return start(4, "fsdp_checks.py", str(folder), timeout=300), folder
 
 
-def test_replicas_of_shards_exchange_by_gtopk(checked):
-    job, _ = checked
+def test_fsdp_replicas_of_shards_exchange_by_gtopk(finished_job):
+    job, _ = finished_job
     assert job.stdout.count("shards are replicated") == 4, job.stdout + job.stderr
 
 
-def test_backward_goes_on_while_shards_are_exchanged(checked):
-    job, _ = checked
+def test_fsdp_shards_are_exchanged_during_backward(finished_job):
+    job, _ = finished_job
     assert job.stdout.count("backward goes on") == 4, job.stdout + job.stderr
 
 
-def test_replicas_make_the_steps_of_adamw(checked):
-    job, _ = checked
+def test_fsdp_replicas_make_adamw_steps(finished_job):
+    job, _ = finished_job
     assert job.stdout.count("replicas make AdamW's steps") == 4, job.stdout + job.stderr
 
 
-def test_a_unit_may_be_used_in_part(checked):
-    job, _ = checked
+def test_fsdp_unit_used_in_part_conserves_gradients(finished_job):
+    job, _ = finished_job
     assert job.stdout.count("nothing is lost") == 4, job.stdout + job.stderr
 
 
-def test_what_replicas_hold_back_goes_on_in_fewer_of_them(forked, checked):
-    saved, folder = checked
+def test_fsdp_residuals_keep_their_sum_on_fewer_replicas(forked, finished_job):
+    saved, folder = finished_job
     job = forked(2, "fsdp_resume.py", str(folder))
     for each in (saved, job):
         assert each.returncode == 0, each.stdout + each.stderr
@@ -53,11 +53,11 @@ def test_what_replicas_hold_back_goes_on_in_fewer_of_them(forked, checked):
 
 
 @pytest.mark.parametrize(
-    ("of", "name"), [(fsdp, "FSDPModule"), (fsdp.FSDPModule, "set_all_reduce_hook")]
+    ("owner", "name"), [(fsdp, "FSDPModule"), (fsdp.FSDPModule, "set_all_reduce_hook")]
 )
-def test_an_older_torch_is_told_which_version_it_takes(monkeypatch, of, name):
-    monkeypatch.delattr(of, name)
+def test_older_torch_raises_with_the_required_version(monkeypatch, owner, name):
+    monkeypatch.delattr(owner, name)
     monkeypatch.delitem(sys.modules, "gtopk.fsdp", raising=False)
-    needed = f"gtopk.fsdp needs torch 2.7 or newer, got {torch.__version__}"
-    with pytest.raises(ImportError, match=f"^{re.escape(needed)}$"):
+    message = f"gtopk.fsdp needs torch 2.7 or newer, got {torch.__version__}"
+    with pytest.raises(ImportError, match=f"^{re.escape(message)}$"):
         importlib.import_module("gtopk.fsdp")

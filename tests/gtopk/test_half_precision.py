@@ -39,7 +39,7 @@ def scaler_of(scale: float) -> torch.amp.GradScaler:
 
 @pytest.mark.parametrize("scale", [1.0, 8.0])
 @pytest.mark.parametrize("compression", SPARSE, ids=repr)
-def test_what_a_sum_has_beyond_float16_stays_in_the_residuals(threads, compression, scale):
+def test_part_of_a_sum_beyond_float16_stays_in_the_residuals(threads, compression, scale):
     """A loss scale known to the optimizer counts, as it enlarges the update."""
 
     def program(transport: LocalTransport) -> Any:
@@ -77,7 +77,7 @@ def test_what_a_sum_has_beyond_float16_stays_in_the_residuals(threads, compressi
     ids=str,
 )
 @pytest.mark.parametrize("compression", [SPARSE[0], SPARSE[3], Compression.topk(1.0)], ids=repr)
-def test_what_rounding_to_the_gradients_dtype_takes_is_sent_later(threads, compression, dtypes):
+def test_rounding_error_of_the_gradients_dtype_is_sent_later(threads, compression, dtypes):
     """Gradients much smaller than others, or finer than the dtype, are finally applied.
 
     The loss is scaled by 3; the remainder of an update must be in the optimizer's scale.
@@ -108,7 +108,7 @@ def test_what_rounding_to_the_gradients_dtype_takes_is_sent_later(threads, compr
 
 
 @pytest.mark.parametrize("joins", [0, 2])
-def test_what_rounding_takes_is_kept_by_a_rank_that_has_joined(threads, joins):
+def test_joined_rank_keeps_its_rounding_error(threads, joins):
     """It computes an update's remainder like the others, with the same loss scale."""
 
     def program(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -134,24 +134,24 @@ def test_what_rounding_takes_is_kept_by_a_rank_that_has_joined(threads, joins):
     torch.testing.assert_close(ranks[1][1] + left, given, rtol=0, atol=1e-5)
 
 
-def test_a_rank_that_has_joined_knows_of_a_dense_sum_beyond_float16(threads):
+def test_joined_rank_skips_a_step_with_a_dense_sum_beyond_float16(threads):
     """All ranks skip the step; this rank also undoes the step's changes of residuals."""
 
     def program(transport: LocalTransport) -> tuple[np.ndarray, np.ndarray]:
-        whole, picked = (torch.nn.Parameter(torch.zeros(8, dtype=torch.float16)) for _ in range(2))
+        dense, sparse = (torch.nn.Parameter(torch.zeros(8, dtype=torch.float16)) for _ in range(2))
         with world.entered(transport) as here:
             optimizer = DistributedOptimizer(
-                torch.optim.SGD([whole, picked], lr=0.0),
-                [("whole", whole), ("picked", picked)],
-                Compression.gtopk(0.25, dense="whole"),
+                torch.optim.SGD([dense, sparse], lr=0.0),
+                [("dense", dense), ("sparse", sparse)],
+                Compression.gtopk(0.25, dense="dense"),
                 op=Sum,
                 scaler=scaler_of(4.0),
             )
-            whole.grad, picked.grad = torch.zeros_like(whole), torch.arange(8).half()
+            dense.grad, sparse.grad = torch.zeros_like(dense), torch.arange(8).half()
             optimizer.step()
             before = held(optimizer)
             if transport.rank:
-                whole.grad, picked.grad = torch.full_like(whole, 4e4), torch.arange(8).half()
+                dense.grad, sparse.grad = torch.full_like(dense, 4e4), torch.arange(8).half()
                 optimizer.step()
                 assert optimizer.skipped_steps == 1
             here.engine.join().wait()
@@ -161,7 +161,7 @@ def test_a_rank_that_has_joined_knows_of_a_dense_sum_beyond_float16(threads):
         np.testing.assert_array_equal(before, after)
 
 
-def test_small_gradients_that_wait_for_long_never_become_infinite(threads):
+def test_long_waiting_small_gradients_never_become_infinite(threads):
     def program(transport: LocalTransport) -> torch.Tensor:
         parameter = torch.nn.Parameter(torch.zeros(300, dtype=torch.float16))
         with world.entered(transport):
@@ -181,7 +181,7 @@ def test_small_gradients_that_wait_for_long_never_become_infinite(threads):
 
 @pytest.mark.parametrize("dtypes", [[torch.float16], [torch.float16, torch.float32]])
 @pytest.mark.parametrize("compression", [Compression.none, Compression.gtopk(1.0, dense="0")])
-def test_a_dense_sum_beyond_float16_skips_the_step(threads, compression, dtypes):
+def test_dense_sum_beyond_float16_skips_the_step(threads, compression, dtypes):
     def program(transport: LocalTransport) -> None:
         parameters = [torch.nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in dtypes]
         named = [(str(place), parameter) for place, parameter in enumerate(parameters)]
@@ -204,7 +204,7 @@ def test_a_dense_sum_beyond_float16_skips_the_step(threads, compression, dtypes)
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_where_all_is_sent_in_16_bits_what_rounding_takes_is_kept(threads, dtype, ranks):
+def test_dense_exchange_in_16_bits_keeps_the_rounding_error(threads, dtype, ranks):
     """Parts of old residuals may be smaller than one ulp of the gradient."""
 
     def program(transport: LocalTransport) -> Any:
@@ -225,8 +225,8 @@ def test_where_all_is_sent_in_16_bits_what_rounding_takes_is_kept(threads, dtype
             applied += parameter.grad.double()
         return before, given, applied, torch.from_numpy(residual.values).double()
 
-    seen = threads(ranks, program)
-    before, given, _, left = (sum(part) for part in zip(*seen, strict=True))
-    assert all(torch.equal(seen[0][2], applied) for _, _, applied, _ in seen)
+    results = threads(ranks, program)
+    before, given, _, left = (sum(part) for part in zip(*results, strict=True))
+    assert all(torch.equal(results[0][2], applied) for _, _, applied, _ in results)
     assert float(left.abs().sum()) > 0
-    torch.testing.assert_close(seen[0][2] + left, before + given, rtol=1e-6, atol=0)
+    torch.testing.assert_close(results[0][2] + left, before + given, rtol=1e-6, atol=0)

@@ -24,41 +24,41 @@ def weights_over_mpi(mpirun) -> Any:
 
     def weights(ranks: int) -> str:
         if ranks not in found:
-            done = mpirun(ranks, PROGRAM, "gtopk", "program", GTOPK_TRANSPORT="mpi")
-            (found[ranks],) = set(hashes(done, ranks))
+            job = mpirun(ranks, PROGRAM, "gtopk", "program", GTOPK_TRANSPORT="mpi")
+            (found[ranks],) = set(hashes(job, ranks))
         return found[ranks]
 
     return weights
 
 
-def hashes(done: Any, ranks: int) -> list[str]:
+def hashes(job: Any, ranks: int) -> list[str]:
     """Return the hashes that the ranks printed, in rank order."""
-    assert done.returncode == 0, done.stderr
-    lines = re.findall(r"^rank (\d+) of (\d+): (\w{64})$", done.stdout, re.MULTILINE)
+    assert job.returncode == 0, job.stderr
+    lines = re.findall(r"^rank (\d+) of (\d+): (\w{64})$", job.stdout, re.MULTILINE)
     assert [(int(r), int(s)) for r, s, _ in sorted(lines)] == [(r, ranks) for r in range(ranks)]
     return [digest for _, _, digest in sorted(lines)]
 
 
 @pytest.mark.horovod
 @pytest.mark.parametrize(("ranks", "ends_first"), [(1, "program"), (2, "gtopk"), (3, "horovod")])
-def test_under_mpirun_horovods_ranks_train_as_gtopks_own(
+def test_horovod_ranks_under_mpirun_train_as_gtopks_own(
     mpirun, weights_over_mpi, ranks: int, ends_first: str
 ) -> None:
-    done = mpirun(ranks, PROGRAM, "horovod", ends_first)
-    assert hashes(done, ranks) == [weights_over_mpi(ranks)] * ranks
+    job = mpirun(ranks, PROGRAM, "horovod", ends_first)
+    assert hashes(job, ranks) == [weights_over_mpi(ranks)] * ranks
 
 
 @pytest.mark.horovod
 @pytest.mark.parametrize(("ranks", "ends_first"), [(1, "gtopk"), (2, "horovod"), (3, "program")])
-def test_under_horovodrun_over_gloo_they_train_as_over_mpi(
+def test_horovod_ranks_under_horovodrun_over_gloo_train_as_over_mpi(
     horovodrun, weights_over_mpi, ranks: int, ends_first: str
 ) -> None:
-    done = horovodrun(ranks, ["--gloo"], PROGRAM, "horovod", ends_first)
-    assert hashes(done, ranks) == [weights_over_mpi(ranks)] * ranks
+    job = horovodrun(ranks, ["--gloo"], PROGRAM, "horovod", ends_first)
+    assert hashes(job, ranks) == [weights_over_mpi(ranks)] * ranks
 
 
 @pytest.mark.parametrize("lacking", ["horovod", "horovod.torch"])
-def test_without_horovod_it_says_what_to_install(monkeypatch, lacking: str) -> None:
+def test_missing_horovod_raises_with_an_install_command(monkeypatch, lacking: str) -> None:
     monkeypatch.setitem(sys.modules, lacking, None)
     model = torch.nn.Linear(2, 1)
     with pytest.raises(ImportError, match="HOROVOD_WITH_PYTORCH=1 pip install horovod"):
@@ -66,14 +66,14 @@ def test_without_horovod_it_says_what_to_install(monkeypatch, lacking: str) -> N
     assert not world.is_initialized()
 
 
-def test_its_functions_are_those_of_gtopk_torch() -> None:
+def test_horovod_functions_have_the_signatures_of_gtopk_torch() -> None:
     for name in ("DistributedOptimizer", "broadcast_optimizer_state"):
         ours, theirs = getattr(gtopk.horovod, name), getattr(gtopk.torch, name)
         assert inspect.signature(ours) == inspect.signature(theirs)
     assert gtopk.horovod.Compression is gtopk.torch.Compression
 
 
-def test_a_world_that_is_open_is_used() -> None:
+def test_existing_world_is_used() -> None:
     gtopk.torch.init()
     try:
         model = torch.nn.Linear(2, 1)

@@ -17,7 +17,7 @@ from tests.gtopk.four_layers import distribute, flat, inputs, layers, train
 from tests.gtopk.held import held
 
 
-def test_what_scripts_read_of_horovods_optimizer_is_there(threads):
+def test_attributes_that_horovod_scripts_read_exist(threads):
     def program(transport: LocalTransport) -> None:
         model = layers()
         with world.entered(transport):
@@ -45,9 +45,7 @@ def test_num_groups_is_deprecated_as_in_horovod():
 
 @pytest.mark.parametrize("factor", [0.25, 4.0])
 @pytest.mark.parametrize("compression", [Compression.none, Compression.gtopk(0.3)], ids=repr)
-def test_dividing_before_the_sum_and_multiplying_after_it_changes_nothing_but_the_range(
-    threads, compression, factor
-):
+def test_predivide_factor_changes_no_result(threads, compression, factor):
     """Powers of two are exact."""
     plain = threads(2, lambda t: train(t, compression))
     divided = threads(2, lambda t: train(t, compression, gradient_predivide_factor=factor))
@@ -58,9 +56,7 @@ def test_dividing_before_the_sum_and_multiplying_after_it_changes_nothing_but_th
 
 @pytest.mark.parametrize("then", ["gtopk", "none", "fp16", "sparse"])
 @pytest.mark.parametrize("factors", [(4.0, 1.0), (1.0, 4.0), (3.0, 7.0)])
-def test_what_was_held_back_under_one_predivide_factor_goes_on_under_another(
-    threads, factors, then
-):
+def test_residual_is_rescaled_under_another_predivide_factor(threads, factors, then):
     """With dense and sparse gradients: the first step sends part of it, or all."""
     compression = {"none": Compression.none, "fp16": Compression.fp16}.get(then)
 
@@ -96,7 +92,7 @@ def test_what_was_held_back_under_one_predivide_factor_goes_on_under_another(
     assert all(left for _, _, left in ranks)
 
 
-def test_a_predivide_factor_keeps_a_sum_from_overflowing(threads):
+def test_predivide_factor_keeps_a_sum_from_overflowing(threads):
     def program(transport: LocalTransport, factor: float) -> bool:
         parameter = torch.nn.Parameter(torch.zeros(3))
         with world.entered(transport):

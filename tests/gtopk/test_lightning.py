@@ -11,19 +11,19 @@ import torch
 pytest.importorskip("lightning", reason="Lightning is not installed: make test-adapters")
 
 
-def test_a_trainer_goes_by_gtopk(torchrun: Any, tmp_path: Any) -> None:
+def test_lightning_trainer_exchanges_by_gtopk(torchrun: Any, tmp_path: Any) -> None:
     job = torchrun(2, "lightning_fit.py", str(tmp_path))
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.count("Lightning uses gTop-k") == 2
 
 
-def test_a_loop_of_fabric_goes_by_gtopk(torchrun: Any, tmp_path: Any) -> None:
+def test_fabric_loop_exchanges_by_gtopk(torchrun: Any, tmp_path: Any) -> None:
     job = torchrun(2, "fabric_loop.py", str(tmp_path))
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.count("Fabric uses gTop-k") == 2
 
 
-def test_another_strategy_is_refused() -> None:
+def test_strategy_other_than_ddp_raises() -> None:
     from gtopk.lightning import GTopK
 
     unwrapped = SimpleNamespace(strategy=SimpleNamespace(model=torch.nn.Linear(2, 2)))

@@ -66,24 +66,24 @@ def on_ranks(*arguments: Any, **options: Any) -> list[list[torch.Tensor]]:
 
 
 def assert_equal(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) -> None:
-    for mine, theirs in zip(one, other, strict=True):
-        for a, b in zip(mine, theirs, strict=True):
+    for replica, other_replica in zip(one, other, strict=True):
+        for a, b in zip(replica, other_replica, strict=True):
             assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("compression", KINDS, ids=repr)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_training_where_the_parameters_are_gives_the_bits_of_the_host(
+def test_training_on_a_fake_gpu_is_bit_identical_to_the_host(
     monkeypatch: pytest.MonkeyPatch, kernels: Any, compression: Any, dtype: torch.dtype
 ) -> None:
     expected = on_ranks(compression, dtype)
     posing.pose(monkeypatch, kernels)
-    found = on_ranks(compression, dtype)
-    assert_equal(found, expected)
-    assert_equal(found[1:], found[:-1])  # all replicas
+    replicas = on_ranks(compression, dtype)
+    assert_equal(replicas, expected)
+    assert_equal(replicas[1:], replicas[:-1])  # all replicas
 
 
-def test_only_the_selected_entries_visit_the_host(
+def test_only_selected_entries_are_copied_to_the_host(
     monkeypatch: pytest.MonkeyPatch, kernels: Any
 ) -> None:
     launched = posing.pose(monkeypatch, kernels)
@@ -118,20 +118,20 @@ def gpu() -> Any:
 @pytest.mark.parametrize("compression", KINDS, ids=repr)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.usefixtures("gpu")
-def test_a_gpu_trains_as_the_host_does(compression: Any, dtype: torch.dtype) -> None:
+def test_training_on_a_gpu_matches_the_host(compression: Any, dtype: torch.dtype) -> None:
     expected = on_ranks(compression, dtype)
-    found = on_ranks(compression, dtype, "cuda")
-    assert_equal(found[1:], found[:-1])
+    replicas = on_ranks(compression, dtype, "cuda")
+    assert_equal(replicas[1:], replicas[:-1])
     if compression != Compression.none and compression.adam_correction and dtype != torch.float64:
         return  # Adam's first steps are equally long, so rounding decides their order
     rounding = {} if dtype in (torch.float32, torch.float64) else {"rtol": 1e-2, "atol": 1e-2}
-    for mine, theirs in zip(found, expected, strict=True):
-        for a, b in zip(mine, theirs, strict=True):
+    for on_gpu, on_host in zip(replicas, expected, strict=True):
+        for a, b in zip(on_gpu, on_host, strict=True):
             torch.testing.assert_close(a, b, **rounding)
 
 
 @pytest.mark.gpu
-def test_no_step_waits_for_the_whole_gpu(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_step_synchronizes_the_whole_gpu(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: waits.append("torch"))
     real = gpu.cuda.runtime.deviceSynchronize
@@ -151,7 +151,7 @@ def test_no_step_waits_for_the_whole_gpu(gpu: Any, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.gpu
-def test_a_step_comes_after_the_backward_pass_and_before_what_follows(gpu: Any) -> None:
+def test_step_is_ordered_between_backward_and_later_work_on_its_stream(gpu: Any) -> None:
     def rank(transport: LocalTransport, late: bool) -> list[float]:
         parameter = torch.nn.Parameter(torch.zeros(100_000, device="cuda"))
         with world.entered(transport), torch.cuda.stream(torch.cuda.Stream()):

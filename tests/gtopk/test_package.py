@@ -27,7 +27,7 @@ except ImportError as error:
 """
 
 
-def test_its_submodules_are_imported_where_they_are_named_and_not_before() -> None:
+def test_submodules_and_optional_packages_are_imported_at_first_use() -> None:
     job = subprocess.run(
         [sys.executable, "-c", FRESH], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -39,22 +39,20 @@ def test_its_submodules_are_imported_where_they_are_named_and_not_before() -> No
 
 
 @pytest.mark.parametrize("name", ["accelerate", "ddp", "horovod", "local_sgd", "torch"])
-def test_a_submodule_needs_no_import_of_its_own(name: str) -> None:
+def test_submodule_is_an_attribute_of_gtopk(name: str) -> None:
     assert gtopk.__getattr__(name) is importlib.import_module(f"gtopk.{name}")
 
 
-def test_what_it_does_not_have_it_does_not_import() -> None:
+def test_unknown_attribute_raises() -> None:
     with pytest.raises(AttributeError, match="module 'gtopk' has no attribute 'keras'"):
         gtopk.__getattr__("keras")
 
 
-@pytest.mark.parametrize("beside", [True, False])
-def test_another_package_named_collectives_is_named_in_one_sentence(
-    beside: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("overwrites", [True, False])
+def test_foreign_collectives_package_raises_with_its_path(overwrites: bool, tmp_path: Path) -> None:
     (tmp_path / "collectives").mkdir()
     (tmp_path / "collectives/__init__.py").write_text("raise ImportError('a placeholder')")
-    if beside:  # it lies over ours, whose other files are still there
+    if overwrites:  # it overwrites ours, whose other files remain
         (tmp_path / "collectives/vector.py").touch()
     root = Path(__file__).parents[2]
     job = subprocess.run(
@@ -65,16 +63,16 @@ def test_another_package_named_collectives_is_named_in_one_sentence(
         text=True,
         check=False,
     )
-    *_, said = job.stderr.splitlines()
-    assert said.startswith("ImportError: ")
-    assert f"{tmp_path / 'collectives'}" in said
-    if beside:
-        assert "another package named 'collectives' has overwritten" in said
-        assert said.endswith("pip uninstall collectives, then install gtopk again")
+    *_, message = job.stderr.splitlines()
+    assert message.startswith("ImportError: ")
+    assert f"{tmp_path / 'collectives'}" in message
+    if overwrites:
+        assert "another package named 'collectives' has overwritten" in message
+        assert message.endswith("pip uninstall collectives, then install gtopk again")
 
 
 @pytest.mark.parametrize("command", [["-m", "gtopk"], ["gtopk"]])
-def test_a_command_beside_another_collectives_says_the_sentence_alone(
+def test_command_with_a_foreign_collectives_package_prints_one_line(
     command: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "collectives").mkdir()
@@ -92,12 +90,12 @@ def test_a_command_beside_another_collectives_says_the_sentence_alone(
     )
     assert job.returncode == 1
     assert job.stdout == ""
-    (said,) = job.stderr.splitlines()
-    assert said.startswith("gtopk: gtopk needs the 'collectives' package it was installed with")
-    assert f"{tmp_path / 'collectives'}" in said
+    (message,) = job.stderr.splitlines()
+    assert message.startswith("gtopk: gtopk needs the 'collectives' package it was installed with")
+    assert f"{tmp_path / 'collectives'}" in message
 
 
-def test_dir_shows_what_users_need_and_nothing_else() -> None:
+def test_dir_lists_public_names_only() -> None:
     shown = dir(gtopk)
     assert {"LocalSGD", "save_checkpoint", "load_latest", "ddp", "fsdp", "run"} <= set(shown)
     assert not {"Any", "Path", "TYPE_CHECKING", "importlib", "_HOMES"} & set(shown)

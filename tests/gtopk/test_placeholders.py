@@ -42,7 +42,7 @@ def distribute(parameters: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("options", WAYS, ids=repr)
-def test_what_requires_a_gradient_has_zeros_once_its_optimizer_is_wrapped(
+def test_wrapping_sets_zero_gradients_on_trainable_parameters(
     threads: Any, options: dict[str, Any]
 ) -> None:
     def program(transport: LocalTransport) -> None:
@@ -61,7 +61,7 @@ def test_what_requires_a_gradient_has_zeros_once_its_optimizer_is_wrapped(
     threads(2, program)
 
 
-def test_on_one_rank_a_gradient_is_none_before_the_first_pass_as_in_horovod() -> None:
+def test_gradients_on_one_rank_stay_none_before_the_first_backward() -> None:
     model = layers()
     with world.entered(local_world(1)[0]):
         distribute(model.parameters())
@@ -70,7 +70,7 @@ def test_on_one_rank_a_gradient_is_none_before_the_first_pass_as_in_horovod() ->
 
 @pytest.mark.parametrize("options", WAYS, ids=repr)
 @pytest.mark.parametrize("clear", CLEARS)
-def test_training_is_the_same_whether_the_zeros_are_cleared_first_or_not(
+def test_clearing_placeholders_first_changes_no_result(
     threads: Any, options: dict[str, Any], clear: Callable[[Any], None]
 ) -> None:
     def program(transport: LocalTransport, clear: Callable[[Any], None]) -> list[torch.Tensor]:
@@ -84,15 +84,15 @@ def test_training_is_the_same_whether_the_zeros_are_cleared_first_or_not(
                 optimizer.zero_grad()
         return [*model.parameters()]
 
-    wanted = threads(2, partial(program, clear=CLEARS[1]))
-    for got, want in zip(threads(2, partial(program, clear=clear)), wanted, strict=True):
+    expected = threads(2, partial(program, clear=CLEARS[1]))
+    for got, want in zip(threads(2, partial(program, clear=clear)), expected, strict=True):
         assert all(map(torch.equal, got, want))
 
 
 @pytest.mark.parametrize("options", WAYS, ids=repr)
 @pytest.mark.parametrize("clear", CLEARS)
 @pytest.mark.parametrize("how", ["unused", "frozen"])
-def test_a_parameter_that_no_rank_trains_is_not_stepped_with_zeros(
+def test_parameter_that_no_rank_trains_is_not_stepped_with_zeros(
     threads: Any, options: dict[str, Any], clear: Callable[[Any], None], how: str
 ) -> None:
     def program(transport: LocalTransport) -> torch.Tensor:
@@ -112,7 +112,7 @@ def test_a_parameter_that_no_rank_trains_is_not_stepped_with_zeros(
 
 
 @pytest.mark.parametrize("clear", CLEARS)
-def test_zeros_from_wrapping_count_as_missing_where_others_have_a_gradient(
+def test_placeholder_counts_as_missing_if_another_rank_has_a_gradient(
     threads: Any, clear: Callable[[Any], None]
 ) -> None:
     def program(transport: LocalTransport, missing: Any) -> torch.Tensor:
@@ -124,17 +124,17 @@ def test_zeros_from_wrapping_count_as_missing_where_others_have_a_gradient(
             optimizer.step()
         return b.detach()
 
-    def refused(transport: LocalTransport) -> None:
+    def expect_error(transport: LocalTransport) -> None:
         with pytest.raises(HorovodInternalError, match="'b' has none on rank 1"):
             program(transport, {"missing_gradients": "error"})
 
-    threads(2, refused)
+    threads(2, expect_error)
     first, second = threads(2, lambda transport: program(transport, {}))
     assert torch.equal(first, second)
     assert not torch.equal(first, torch.ones(4, dtype=torch.float64))
 
 
-def test_a_gradient_that_the_script_writes_into_the_zeros_is_one(threads: Any) -> None:
+def test_values_written_into_a_placeholder_count_as_gradient(threads: Any) -> None:
     def program(transport: LocalTransport) -> torch.Tensor:
         parameter = torch.nn.Parameter(torch.zeros(4))
         with world.entered(transport):
@@ -149,7 +149,7 @@ def test_a_gradient_that_the_script_writes_into_the_zeros_is_one(threads: Any) -
         assert torch.equal(parameter, torch.full((4,), -0.5))
 
 
-def test_backward_adds_to_the_zeros_and_takes_no_memory_twice(threads: Any) -> None:
+def test_backward_adds_to_the_placeholder_in_place(threads: Any) -> None:
     def program(transport: LocalTransport) -> None:
         model = layers()
         with world.entered(transport):
@@ -164,7 +164,7 @@ def test_backward_adds_to_the_zeros_and_takes_no_memory_twice(threads: Any) -> N
     threads(2, program)
 
 
-def test_a_sparse_gradient_takes_the_place_of_the_zeros(threads: Any) -> None:
+def test_sparse_gradient_replaces_the_placeholder(threads: Any) -> None:
     """SparseAdam, which accepts only sparse gradients, steps without a preceding zero_grad()."""
 
     def program(transport: LocalTransport) -> torch.Tensor:
@@ -185,7 +185,7 @@ def test_a_sparse_gradient_takes_the_place_of_the_zeros(threads: Any) -> None:
     assert (first[1:4] < 1).all()
 
 
-def test_the_zeros_keep_no_parameter_and_no_optimizer_alive(threads: Any) -> None:
+def test_placeholders_keep_no_parameter_or_optimizer_alive(threads: Any) -> None:
     def program(transport: LocalTransport) -> None:
         model = layers()
         with world.entered(transport):

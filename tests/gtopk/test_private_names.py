@@ -17,7 +17,7 @@ SOURCES = sorted(path for top in ("gtopk", "collectives") for path in (ROOT / to
 TORCHS = {name for kind in (torch.Tensor, torch.optim.Optimizer) for name in dir(kind)}
 
 
-def room(path: Path) -> str:
+def package(path: Path) -> str:
     """Return the package of a file, up to two names; a module next to packages is its own."""
     return "/".join(path.relative_to(ROOT).parts[:2])
 
@@ -50,24 +50,26 @@ def used(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def violations(sources: dict[Path, str]) -> list[str]:
     trees = {path: ast.parse(text) for path, text in sources.items()}
-    rooms: dict[str, set[str]] = defaultdict(set)
+    packages: dict[str, set[str]] = defaultdict(set)
     for path, tree in trees.items():
         for name in defined(tree):
-            rooms[name].add(room(path))
+            packages[name].add(package(path))
     return [
-        f"{path.relative_to(ROOT)}:{line} uses {name} of {', '.join(sorted(rooms[name]))}"
+        f"{path.relative_to(ROOT)}:{line} uses {name} of {', '.join(sorted(packages[name]))}"
         for path, tree in trees.items()
         for line, name in used(tree)
-        if rooms[name] and room(path) not in rooms[name] and name not in TORCHS | {"_version"}
+        if packages[name]
+        and package(path) not in packages[name]
+        and name not in TORCHS | {"_version"}
     ]
 
 
-def test_no_room_uses_the_private_names_of_another() -> None:
+def test_no_package_uses_private_names_of_another() -> None:
     assert violations({path: path.read_text() for path in SOURCES}) == []
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "is_violation"),
     [
         ("optimizer._own_secret", True),
         ("from gtopk.optim.one import _own_secret", True),
@@ -75,7 +77,9 @@ def test_no_room_uses_the_private_names_of_another() -> None:
         ("tensor._version", False),
     ],
 )
-def test_it_would_be_seen(text: str, found: bool) -> None:
+def test_violations_are_found(text: str, is_violation: bool) -> None:
     one, other = ROOT / "gtopk" / "optim" / "one.py", ROOT / "gtopk" / "adaptive" / "other.py"
-    said = violations({one: "class A:\n    def _own_secret(self): ...\n", other: text})
-    assert said == (["gtopk/adaptive/other.py:1 uses _own_secret of gtopk/optim"] if found else [])
+    found_violations = violations({one: "class A:\n    def _own_secret(self): ...\n", other: text})
+    assert found_violations == (
+        ["gtopk/adaptive/other.py:1 uses _own_secret of gtopk/optim"] if is_violation else []
+    )

@@ -13,7 +13,7 @@ pytest.importorskip("ray.train", reason="Ray is not installed: make test-adapter
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_prepared_model_goes_by_gtopk_without_an_adapter(tmp_path: Path) -> None:
+def test_ray_train_model_exchanges_by_gtopk_without_an_adapter(tmp_path: Path) -> None:
     job = subprocess.run(
         [sys.executable, str(ROOT / "tests/programs/ray_train.py"), str(tmp_path)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -20,30 +20,30 @@ PROGRAM = Path(__file__).parents[1] / "programs" / "seen.py"
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """Return the folder of a run with record and traces, and the finished process."""
     folder = tmp_path_factory.mktemp("seen")
-    words = ["-n", "3", "--record", str(folder / "run"), "--timeline", str(folder / "traces")]
-    done = subprocess.run(
-        [sys.executable, "-m", "gtopk", "run", *words, str(PROGRAM)],
+    options = ["-n", "3", "--record", str(folder / "run"), "--timeline", str(folder / "traces")]
+    finished = subprocess.run(
+        [sys.executable, "-m", "gtopk", "run", *options, str(PROGRAM)],
         env={**os.environ, "GTOPK_ADVICE": "on", "GTOPK_CALIBRATION": "off"},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    return folder, done
+    return folder, finished
 
 
-def test_the_run_ends_as_its_ranks_do(run) -> None:
+def test_run_with_a_killed_rank_returns_nonzero(run) -> None:
     assert run[1].returncode != 0
 
 
-def test_rank_0_gives_advice_first_and_the_others_none(run) -> None:
-    said = [line for line in run[1].stderr.splitlines() if "(estimate)" in line]
-    assert len(said) == 1
-    assert said[0].startswith("gtopk: rank 0: 3 ranks over ")
-    assert len(said[0]) < 200
+def test_advice_is_logged_once_by_rank_0(run) -> None:
+    advice = [line for line in run[1].stderr.splitlines() if "(estimate)" in line]
+    assert len(advice) == 1
+    assert advice[0].startswith("gtopk: rank 0: 3 ranks over ")
+    assert len(advice[0]) < 200
 
 
-def test_every_rank_has_a_record_of_what_it_did(run) -> None:
+def test_every_rank_has_a_complete_record(run) -> None:
     ranks = read_run(run[0] / "run").ranks
     assert [rank.rank for rank in ranks] == [0, 1, 2]
     for rank in ranks:
@@ -56,7 +56,7 @@ def test_every_rank_has_a_record_of_what_it_did(run) -> None:
     assert all("rank 2 is lost" in rank.end or "SIGTERM" in rank.end for rank in ranks[:2])
 
 
-def test_the_commands_show_it(run, capsys) -> None:
+def test_report_top_and_timeline_read_the_run(run, capsys) -> None:
     folder = run[0]
     assert main(["report", str(folder / "run"), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

@@ -37,7 +37,7 @@ LINKS = (
         ("64kbit,1s", 64e3, 1.0),
     ],
 )
-def test_a_link_is_a_rate_and_perhaps_a_latency(
+def test_link_is_parsed_as_rate_and_optional_latency(
     text: str, bits_per_second: float, latency_seconds: float
 ) -> None:
     link = settings.LINK.read({"GTOPK_LINK": text})
@@ -46,14 +46,14 @@ def test_a_link_is_a_rate_and_perhaps_a_latency(
 
 @pytest.mark.parametrize("environ", [{}, None], ids=["unset", "empty"])
 @pytest.mark.parametrize("setting", ALL, ids=lambda setting: setting.name)
-def test_an_empty_variable_is_one_that_is_not_set(
+def test_empty_variable_equals_an_unset_one(
     setting: Setting[object], environ: dict[str, str] | None
 ) -> None:
     assert setting.read({setting.name: ""} if environ is None else environ) == setting.default
 
 
 @pytest.mark.parametrize("text", ["2.5", "25e-1", " 2.5 "])
-def test_a_number_is_as_the_variable_says(text: str) -> None:
+def test_number_is_parsed(text: str) -> None:
     assert settings.TIMEOUT.read({"GTOPK_TIMEOUT": text}) == 2.5
 
 
@@ -80,37 +80,39 @@ def test_a_number_is_as_the_variable_says(text: str) -> None:
         (settings.LOG, "loud", "one of debug, info, warning, error, off"),
     ],
 )
-def test_a_wrong_value_is_refused(setting: Setting[object], text: str, must_be: str) -> None:
-    said = f"{setting.name} must be {must_be}, got {text!r}"
-    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+def test_invalid_value_raises(setting: Setting[object], text: str, must_be: str) -> None:
+    message = f"{setting.name} must be {must_be}, got {text!r}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         setting.read({setting.name: text})
 
 
-def test_zero_is_a_number_where_it_may_be() -> None:
+def test_heartbeat_timeout_may_be_zero() -> None:
     assert settings.HEARTBEAT_TIMEOUT.read({"GTOPK_HEARTBEAT_TIMEOUT": "0"}) == 0.0
 
 
 @pytest.mark.parametrize("text", ["off", "OFF", "0", "false", "no"])
-def test_a_switch_is_off_by_any_of_these_words(text: str) -> None:
+def test_switch_is_off_for_each_of_its_words(text: str) -> None:
     assert settings.ADVICE.read({"GTOPK_ADVICE": text}) is False
     assert settings.ADVICE.read({"GTOPK_ADVICE": "on"}) is settings.ADVICE.read({}) is True
 
 
-def test_pickles_travel_only_where_the_variable_is_1() -> None:
-    said = {text: settings.ALLOW_PICKLE.read({"GTOPK_ALLOW_PICKLE": text}) for text in ("1", "yes")}
-    assert said == {"1": True, "yes": False}
+def test_pickles_are_allowed_only_by_1() -> None:
+    allowed = {
+        text: settings.ALLOW_PICKLE.read({"GTOPK_ALLOW_PICKLE": text}) for text in ("1", "yes")
+    }
+    assert allowed == {"1": True, "yes": False}
 
 
-def test_what_is_taken_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_take_removes_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GTOPK_RUN_SECRET", "ab")
     assert [settings.RUN_SECRET.take(), settings.RUN_SECRET.take()] == ["ab", ""]
 
 
-def test_no_variable_stands_there_twice() -> None:
+def test_settings_have_unique_names() -> None:
     assert len({setting.name for setting in ALL}) == len(ALL)
 
 
-def test_the_table_has_the_variables_that_collectives_reads(
+def test_settings_include_the_variables_that_collectives_reads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert {*OF_COLLECTIVES} <= {setting.name for setting in ALL}
@@ -121,7 +123,7 @@ def test_the_table_has_the_variables_that_collectives_reads(
         assert read() != unset
 
 
-def test_no_other_file_names_a_variable() -> None:
+def test_only_the_readers_contain_variable_names() -> None:
     known = {setting.name for setting in ALL}
     readers = {"gtopk/settings.py", "collectives/environment.py"}
     found = [

@@ -1,4 +1,4 @@
-"""Around the method: warm-up, clipping, policies, loss scales, replicas, steps that are skipped."""
+"""Around the method: warm-up, clipping, policies, loss scales, replicas, skipped steps."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def flat(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-def test_a_warm_up_sends_less_from_step_to_step(threads):
+def test_warm_up_sends_fewer_entries_each_step(threads):
     def program(transport: LocalTransport) -> list[int]:
         model, sent = network(), []
         with world.entered(transport):
@@ -72,7 +72,7 @@ def test_a_warm_up_sends_less_from_step_to_step(threads):
     assert first[3:] == [round(0.05 * elements)] * 2
 
 
-def test_ranks_at_different_places_of_a_warm_up_are_told(threads):
+def test_ranks_at_different_warm_up_steps_raise(threads):
     def program(transport: LocalTransport) -> None:
         model = network()
         with world.entered(transport):
@@ -88,7 +88,7 @@ def test_ranks_at_different_places_of_a_warm_up_are_told(threads):
     threads(2, program)
 
 
-def test_what_a_policy_keeps_dense_holds_nothing_back(threads):
+def test_uncompressed_parameters_have_no_residual(threads):
     def program(transport: LocalTransport) -> None:
         model = network()
         with world.entered(transport):
@@ -104,7 +104,7 @@ def test_what_a_policy_keeps_dense_holds_nothing_back(threads):
     threads(2, program)
 
 
-def test_momentum_correction_reaches_what_travels_dense(threads):
+def test_momentum_correction_applies_to_uncompressed_parameters(threads):
     """At density 1 and with all else dense, it is SGD with momentum."""
 
     def program(transport: LocalTransport, compression: Any, momentum: float) -> torch.Tensor:
@@ -121,15 +121,15 @@ def test_momentum_correction_reaches_what_travels_dense(threads):
                 optimizer.step()
         return flat(model)
 
-    whole = Compression.gtopk(0.5, dense="", momentum_correction=0.9)
+    all_dense = Compression.gtopk(0.5, dense="", momentum_correction=0.9)
     corrected, plain = (
-        threads(3, lambda t, how=how: program(t, *how))[0]
-        for how in ((whole, 0.0), (Compression.none, 0.9))
+        threads(3, lambda t, options=options: program(t, *options))[0]
+        for options in ((all_dense, 0.0), (Compression.none, 0.9))
     )
     torch.testing.assert_close(corrected, plain, rtol=1e-12, atol=1e-12)
 
 
-def test_the_agreed_update_is_clipped_to_the_global_norm(threads):
+def test_reduced_update_is_clipped_to_global_clip_norm(threads):
     def program(transport: LocalTransport) -> torch.Tensor:
         model = network()
         with world.entered(transport):
@@ -144,7 +144,7 @@ def test_the_agreed_update_is_clipped_to_the_global_norm(threads):
 
 
 @pytest.mark.parametrize(
-    ("of", "options"),
+    ("reduction", "options"),
     [
         ("sum", {"op": Sum}),
         ("mean", {}),
@@ -154,9 +154,7 @@ def test_the_agreed_update_is_clipped_to_the_global_norm(threads):
         ("samples' sum", {}),
     ],
 )
-def test_a_ranks_part_of_the_update_is_clipped_to_its_share_before_the_residual(
-    threads, of, options
-):
+def test_local_clip_norm_clips_a_ranks_part_before_the_residual(threads, reduction, options):
     size, allowed = 4, 0.1
     samples = [3 + 4 * rank for rank in range(size)]
     scale = options["scaler"].get_scale() if "scaler" in options else 1.0
@@ -167,8 +165,8 @@ def test_a_ranks_part_of_the_update_is_clipped_to_its_share_before_the_residual(
             optimizer = distribute(
                 model, Compression.gtopk(0.01), local_clip_norm=allowed, **options
             )
-            if of.startswith("samples"):
-                optimizer.set_num_samples(samples[rank], of.removeprefix("samples' "))
+            if reduction.startswith("samples"):
+                optimizer.set_num_samples(samples[rank], reduction.removeprefix("samples' "))
             (value(model, rank, 0) * scale).backward()
             own = torch.cat([p.grad.reshape(-1) for p in model.parameters()]).numpy() / scale
             optimizer.step()
@@ -177,22 +175,24 @@ def test_a_ranks_part_of_the_update_is_clipped_to_its_share_before_the_residual(
 
     ranks = threads(size, program)
     shares = [1 / size] * size
-    if of.startswith("samples"):
+    if reduction.startswith("samples"):
         shares = [each / sum(samples) for each in samples]
-    weights = {"sum": [1.0] * size, "samples' sum": [1 / sum(samples)] * size}.get(of, shares)
+    weights = {"sum": [1.0] * size, "samples' sum": [1 / sum(samples)] * size}.get(
+        reduction, shares
+    )
     parts = [weight * own for weight, (own, *_) in zip(weights, ranks, strict=True)]
     clipped = [
         part * min(1.0, allowed * np.sqrt(share) / np.linalg.norm(part))
         for part, share in zip(parts, shares, strict=True)
     ]
     assert np.linalg.norm(clipped[1]) == pytest.approx(allowed * np.sqrt(shares[1]))
-    held_back = sum(residual for _, residual, _ in ranks)
-    np.testing.assert_allclose(ranks[0][2] + held_back, sum(clipped), atol=1e-12)
+    unsent = sum(residual for _, residual, _ in ranks)
+    np.testing.assert_allclose(ranks[0][2] + unsent, sum(clipped), atol=1e-12)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("by_samples", [False, True])
-def test_a_mean_of_independent_gradients_within_the_norm_is_not_clipped(threads, ranks, by_samples):
+def test_mean_of_independent_gradients_within_local_clip_norm_is_kept(threads, ranks, by_samples):
     """Each is sqrt(ranks) times as long as their mean, or by samples 1/sqrt(its share)."""
     counts = [1 + rank for rank in range(ranks)] if by_samples else [1] * ranks
 
@@ -215,8 +215,8 @@ def test_a_mean_of_independent_gradients_within_the_norm_is_not_clipped(threads,
 
 
 @pytest.mark.parametrize("compression", [Compression.none, Compression.gtopk(0.1)], ids=repr)
-def test_a_loss_scale_that_changes_does_not_weigh_the_residual_anew(threads, compression):
-    """With a scaler that is told of, training is what it is without any: powers of 2 are exact."""
+def test_changing_loss_scale_does_not_rescale_the_residual(threads, compression):
+    """With the scaler passed in, results equal those without one: powers of 2 are exact."""
 
     def program(transport: LocalTransport, scales: list[float] | None) -> Any:
         model = network()
@@ -240,7 +240,7 @@ def test_a_loss_scale_that_changes_does_not_weigh_the_residual_anew(threads, com
         assert one[1].tobytes() == other[1].tobytes()
 
 
-def test_unscaling_before_the_reduction_is_an_error_that_says_how(threads):
+def test_scaler_step_before_synchronize_raises_with_advice(threads):
     def program(transport: LocalTransport) -> None:
         model = network()
         with world.entered(transport):
@@ -253,7 +253,7 @@ def test_unscaling_before_the_reduction_is_an_error_that_says_how(threads):
     threads(2, program)
 
 
-def test_a_fused_optimizer_that_would_unscale_by_its_own_ranks_scale_is_an_error(threads):
+def test_scaler_step_of_a_fused_optimizer_before_synchronize_raises(threads):
     def program(transport: LocalTransport) -> None:
         model = network()
         with world.entered(transport):
@@ -270,7 +270,7 @@ def test_a_fused_optimizer_that_would_unscale_by_its_own_ranks_scale_is_an_error
     threads(2, program)
 
 
-def test_a_step_that_a_scaler_skips_on_one_rank_alone_is_warned_of(threads, caplog):
+def test_step_skipped_by_a_scaler_on_one_rank_only_is_warned_of(threads, caplog):
     def program(transport: LocalTransport) -> None:
         model = network()
         with world.entered(transport):
@@ -290,14 +290,14 @@ def test_a_step_that_a_scaler_skips_on_one_rank_alone_is_warned_of(threads, capl
     assert not vars(record).keys() & EVERYWHERE.keys()  # else rank 1 would not print it
 
 
-def test_gradients_dropped_after_they_were_looked_at_are_not_exchanged_twice(threads):
-    """Sharpness-aware minimization looks at the agreed gradient, and computes another one."""
+def test_gradients_dropped_after_synchronize_are_not_exchanged_again(threads):
+    """Sharpness-aware minimization reads the reduced gradient, and computes another one."""
 
-    def program(transport: LocalTransport, looks: bool) -> torch.Tensor:
+    def program(transport: LocalTransport, synchronizes: bool) -> torch.Tensor:
         model = network()
         with world.entered(transport):
             optimizer = distribute(model)
-            if looks:
+            if synchronizes:
                 value(model, transport.rank, 0).backward()
                 optimizer.synchronize()
                 optimizer.zero_grad()
@@ -307,13 +307,15 @@ def test_gradients_dropped_after_they_were_looked_at_are_not_exchanged_twice(thr
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        looked = threads(2, partial(program, looks=True))
-    for ours, others in zip(looked, threads(2, partial(program, looks=False)), strict=True):
-        assert torch.equal(ours, others)
+        after_drop = threads(2, partial(program, synchronizes=True))
+    for replica, expected in zip(
+        after_drop, threads(2, partial(program, synchronizes=False)), strict=True
+    ):
+        assert torch.equal(replica, expected)
 
 
-def test_a_scaler_not_told_of_may_still_unscale_before_the_reduction(threads):
-    """Early buckets were exchanged as scaled; what counts is what is there at the end."""
+def test_unknown_scaler_may_unscale_before_the_reduction(threads):
+    """Early buckets were exchanged scaled; the values at the end count."""
 
     def program(transport: LocalTransport, scale: bool) -> torch.Tensor:
         model = network()
@@ -331,7 +333,7 @@ def test_a_scaler_not_told_of_may_still_unscale_before_the_reduction(threads):
     assert torch.equal(scaled, plain)
 
 
-def test_replicas_that_part_are_found_and_named(threads):
+def test_diverged_replicas_raise_with_parameter_and_ranks(threads):
     def program(transport: LocalTransport) -> None:
         model = network()
         with world.entered(transport):
@@ -354,7 +356,7 @@ def test_replicas_that_part_are_found_and_named(threads):
     threads(3, program)
 
 
-def test_steps_that_are_skipped_again_and_again_end_in_an_error(threads):
+def test_skipped_steps_in_a_row_beyond_max_skipped_steps_raise(threads):
     def program(transport: LocalTransport) -> None:
         model = network()
         with world.entered(transport):
@@ -374,14 +376,12 @@ def test_steps_that_are_skipped_again_and_again_end_in_an_error(threads):
     threads(2, program)
 
 
-@pytest.mark.parametrize(("asked", "allowed"), [({}, 20), ({"max_skipped_steps": 0}, 0)])
-def test_more_than_so_many_skipped_steps_in_a_row_name_rank_parameter_and_step(
-    threads, asked, allowed
-):
+@pytest.mark.parametrize(("options", "allowed"), [({}, 20), ({"max_skipped_steps": 0}, 0)])
+def test_skipped_steps_error_names_rank_parameter_and_step(threads, options, allowed):
     def program(transport: LocalTransport) -> None:
         model = network()
         with world.entered(transport):
-            optimizer = distribute(model, **asked)
+            optimizer = distribute(model, **options)
             for step in range(allowed + 1):
                 optimizer.zero_grad()
                 value(model, transport.rank, step).backward()
@@ -397,8 +397,8 @@ def test_more_than_so_many_skipped_steps_in_a_row_name_rank_parameter_and_step(
 
 
 @pytest.mark.parametrize("finite_below", [1.0, 2.0**10])
-def test_a_grad_scaler_finds_its_scale_before_that_is_an_error(threads, finite_below):
-    """From the one it begins with, where gradients are finite unscaled."""
+def test_grad_scaler_finds_its_scale_within_max_skipped_steps(threads, finite_below):
+    """From its initial scale, if unscaled gradients are finite."""
 
     def program(transport: LocalTransport) -> None:
         model = network()
@@ -427,7 +427,7 @@ def step_with_ones(optimizer, parameter):
 
 
 @pytest.mark.parametrize(("density", "warned"), [(0.001, True), (1.0, False)])
-def test_a_density_that_leaves_too_few_entries_is_warned_of(caplog, density, warned):
+def test_density_that_sends_too_few_entries_is_warned_of(caplog, density, warned):
     parameter = torch.nn.Parameter(torch.zeros(10_000))
     with world.entered(local_world(1)[0]):
         optimizer = DistributedOptimizer(
@@ -451,7 +451,7 @@ def test_a_density_that_leaves_too_few_entries_is_warned_of(caplog, density, war
         (torch.optim.SGD, Compression.topk(0.1), False),
     ],
 )
-def test_adam_under_sparse_gradients_is_warned_of(caplog, kind, compression, warned):
+def test_adam_variants_after_compression_are_warned_of(caplog, kind, compression, warned):
     parameter = torch.nn.Parameter(torch.zeros(10_000))
     with world.entered(local_world(1)[0]):
         optimizer = DistributedOptimizer(kind([parameter], lr=0.1), compression=compression)
@@ -464,7 +464,7 @@ def test_adam_under_sparse_gradients_is_warned_of(caplog, kind, compression, war
 
 
 @pytest.mark.parametrize("sparse_as_dense", [False, True])
-def test_sparse_gradients_that_go_as_they_are_are_not_warned_of(caplog, sparse_as_dense):
+def test_sparse_gradients_are_warned_of_only_with_sparse_as_dense(caplog, sparse_as_dense):
     table = torch.nn.Embedding(1000, 2, sparse=True)
     inner = torch.optim.SparseAdam(table.parameters())
     options: dict[str, Any] = {"sparse_as_dense": sparse_as_dense}
@@ -477,7 +477,7 @@ def test_sparse_gradients_that_go_as_they_are_are_not_warned_of(caplog, sparse_a
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "compression", "told"),
+    ("kind", "options", "compression", "advice"),
     [
         ("SGD", {"momentum": 0.9}, Compression.gtopk(0.1), "momentum=0 ('"),
         ("SGD", {"momentum": 0.9}, Compression.auto(), "momentum=0 ('"),
@@ -497,19 +497,19 @@ def test_sparse_gradients_that_go_as_they_are_are_not_warned_of(caplog, sparse_a
         ("RMSprop", {"momentum": 0.9}, Compression.gtopk(0.1), ""),
     ],
 )
-def test_of_momentum_behind_a_selection_it_tells(caplog, kind, options, compression, told):
+def test_sgd_momentum_after_compression_logs_advice(caplog, kind, options, compression, advice):
     parameter = torch.nn.Parameter(torch.zeros(10_000))
     optimizer = getattr(torch.optim, kind)([parameter], lr=0.1, **options)
     with caplog.at_level("INFO", "gtopk"), world.entered(local_world(1)[0]):
         step_with_ones(DistributedOptimizer(optimizer, compression=compression), parameter)
-    assert ("SGD's momentum of 0.9" in caplog.text) == bool(told)
-    assert told in caplog.text
+    assert ("SGD's momentum of 0.9" in caplog.text) == bool(advice)
+    assert advice in caplog.text
 
 
-def test_what_it_tells_of_momentum_trains_alike_where_all_is_sent():
-    """Weight decay, too: SGD's momentum gathers it, and without it takes ten times as much."""
+def test_advised_momentum_correction_trains_alike_at_density_1():
+    """Weight decay, too: momentum sums it up tenfold, so without momentum use ten times as much."""
 
-    def trained(momentum: float, weight_decay: float, **options: Any) -> float:
+    def train_sgd(momentum: float, weight_decay: float, **options: Any) -> float:
         parameter = torch.nn.Parameter(torch.ones(4, dtype=torch.float64))
         sgd = torch.optim.SGD([parameter], 1e-3, momentum, weight_decay=weight_decay)
         with world.entered(local_world(1)[0]):
@@ -519,12 +519,12 @@ def test_what_it_tells_of_momentum_trains_alike_where_all_is_sent():
                 optimizer.step()
         return parameter[0].item()
 
-    behind, before = trained(0.9, 0.1), trained(0.0, 1.0, momentum_correction=0.9)
+    behind, before = train_sgd(0.9, 0.1), train_sgd(0.0, 1.0, momentum_correction=0.9)
     assert behind == pytest.approx(before, abs=0.01)
-    assert behind < trained(0.0, 0.1, momentum_correction=0.9) - 0.1
+    assert behind < train_sgd(0.0, 0.1, momentum_correction=0.9) - 0.1
 
 
-def trained(
+def train(
     transport: LocalTransport, autocast: bool = False, compiled: bool = False
 ) -> torch.Tensor:
     """Return a model's weights after three steps."""
@@ -543,16 +543,16 @@ def trained(
     return flat(model)
 
 
-def test_autocast_trains_alike_on_every_rank(threads):
-    replicas = threads(3, lambda transport: trained(transport, autocast=True))
+def test_autocast_keeps_replicas_equal(threads):
+    replicas = threads(3, lambda transport: train(transport, autocast=True))
     assert all(torch.equal(replica, replicas[0]) for replica in replicas)
     assert not torch.equal(replicas[0], flat(network().float()))
 
 
-def test_a_compiled_model_trains_as_it_does_otherwise(threads):
-    """Alone: one thread compiles at a time."""
+def test_compiled_model_trains_as_the_plain_one(threads):
+    """On one rank, as only one thread may compile at a time."""
     (plain,), (compiled,) = (
-        threads(1, lambda transport, c=c: trained(transport, compiled=c)) for c in (False, True)
+        threads(1, lambda transport, c=c: train(transport, compiled=c)) for c in (False, True)
     )
     torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-6)
     moved = (plain - flat(network().float())).abs()

@@ -12,14 +12,14 @@ transformers = pytest.importorskip(
 pytest.importorskip("accelerate", reason="Accelerate is not installed: make test-adapters")
 
 
-def test_a_trainer_goes_by_gtopk(torchrun: Any, tmp_path: Any) -> None:
+def test_transformers_trainer_exchanges_by_gtopk(torchrun: Any, tmp_path: Any) -> None:
     job = torchrun(2, "transformers_train.py", str(tmp_path))
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.count("Trainer uses gTop-k") == 2
 
 
 @pytest.mark.filterwarnings("ignore")  # theirs
-def test_a_trainer_on_one_process_is_told_what_is_needed(tmp_path: Any) -> None:
+def test_transformers_trainer_on_one_process_raises(tmp_path: Any) -> None:
     from gtopk.transformers import GTopK
 
     config = transformers.GPT2Config(vocab_size=8, n_positions=4, n_embd=4, n_layer=1, n_head=1)

@@ -24,7 +24,7 @@ from gtopk.compression import Compressing
         (gtopk.LocalSGD, ["outer_step", "step", "state_dict"]),
     ],
 )
-def test_what_wraps_an_optimizer_returns_one_with_its_own_methods_besides(call, names):
+def test_wrappers_are_typed_as_optimizers_with_their_own_methods(call, names):
     hints = typing.get_type_hints(call)
     assert issubclass(hints["return"], torch.optim.Optimizer)
     for name in names:
@@ -33,20 +33,20 @@ def test_what_wraps_an_optimizer_returns_one_with_its_own_methods_besides(call, 
     assert Any not in (hints["return"], hints["optimizer"])
 
 
-def test_words_that_options_take_are_known():
+def test_options_are_typed_as_literals():
     hints = typing.get_type_hints(hvd.DistributedOptimizer)
     assert typing.get_args(hints["missing_gradients"]) == ("error", "zeros")
     assert typing.get_args(hints["adam_steps"]) == ("before", "after")
 
 
 @pytest.mark.skipif(not hasattr(typing, "get_overloads"), reason="of Python 3.11")
-def test_adapt_returns_the_loader_of_the_mode_that_it_is_given():
-    found = {
+def test_adapt_is_typed_with_the_loader_of_each_mode():
+    loaders = {
         mode: hints["return"]
         for hints in map(typing.get_type_hints, typing.get_overloads(hvd.adapt))
         for mode in typing.get_args(hints["mode"])
     }
-    assert found == {
+    assert loaders == {
         "balanced": BalancedLoader,
         "abs": DelayedLoader,
         "adaptive-sgd": MergingLoader,

@@ -54,7 +54,7 @@ from gtopk.units import (
         (points_text(-0.003), "\N{MINUS SIGN}0.3 points"),
     ],
 )
-def test_three_digits_and_the_largest_unit_that_fits(text: str, expected: str) -> None:
+def test_numbers_have_three_digits_and_the_largest_fitting_unit(text: str, expected: str) -> None:
     assert text.replace("\N{NO-BREAK SPACE}", " ") == expected
 
 
@@ -69,5 +69,5 @@ def test_three_digits_and_the_largest_unit_that_fits(text: str, expected: str) -
         (37_499, "about 37 kbit/s"),
     ],
 )
-def test_what_is_known_roughly_has_two_digits(bits_per_second: float, expected: str) -> None:
+def test_approximate_bandwidth_has_two_digits(bits_per_second: float, expected: str) -> None:
     assert about_bandwidth_text(bits_per_second).replace("\N{NO-BREAK SPACE}", " ") == expected

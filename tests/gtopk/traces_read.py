@@ -1,4 +1,4 @@
-"""What is in a file that a timeline has written, or is writing."""
+"""The records in a timeline's file, also while it is written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def records_in(path: Path) -> list[dict[str, Any]]:
 
 
 def rows_in(path: Path) -> dict[str, list[str]]:
-    """Return what stands in each row, in the order of time: >begin, <end, a rank that is ready."""
+    """Return the records of each row in the order of time: >begin, <end, a rank that is ready."""
     names: dict[int, str] = {}
     rows: dict[str, list[str]] = {}
     for record in records_in(path):

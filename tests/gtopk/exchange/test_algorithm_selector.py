@@ -65,7 +65,7 @@ def run(
     return ran
 
 
-def test_a_clear_matter_is_not_probed():
+def test_clear_prediction_is_not_probed():
     one = selector(SLOW)
     assert one.begin(0.0).algorithm != "dense"
     assert not one.probing
@@ -74,7 +74,7 @@ def test_a_clear_matter_is_not_probed():
     assert not one.probing
 
 
-def test_what_is_no_clear_matter_begins_with_some_steps_of_dense():
+def test_unclear_prediction_begins_with_dense_probe_steps():
     one = selector(MIDDLING)
     assert one.begin(0.0).algorithm == "dense"
     assert one.probing
@@ -82,7 +82,7 @@ def test_what_is_no_clear_matter_begins_with_some_steps_of_dense():
 
 
 @pytest.mark.parametrize("bits_per_second", [SLOW, MIDDLING, FAST])
-def test_what_comes_true_stays(bits_per_second):
+def test_choice_stays_if_measured_times_match_the_prediction(bits_per_second):
     one = selector(bits_per_second)
     candidate = one.begin(0.0)
     one.run(candidate)
@@ -104,7 +104,7 @@ def test_what_comes_true_stays(bits_per_second):
         (MIDDLING, 0.64, "dense"),  # it was measured when links were slower, so try again
     ],
 )
-def test_what_a_third_more_or_less_tells_of_the_links_has_it_look_again(
+def test_choice_changes_if_communication_differs_by_more_than_a_third(
     bits_per_second, factor, then
 ):
     """Just below a third, it keeps its choice; above, it changes after a second window agrees."""
@@ -120,7 +120,7 @@ def test_what_a_third_more_or_less_tells_of_the_links_has_it_look_again(
 
 
 @pytest.mark.parametrize("bits_per_second", [5e9, MIDDLING, 1e11])
-def test_a_noisy_machine_is_no_reason_to_change(bits_per_second):
+def test_lognormal_noise_rarely_changes_the_choice(bits_per_second):
     """Seeded synthetic noise: a window's measurement of each part is log-normal, sigma 0.4.
 
     With decisions after a single window, it changed 2.6 times in 300 steps at MIDDLING.
@@ -184,7 +184,7 @@ RECORDED = {
 @pytest.mark.parametrize(
     ("bits_per_second", "most"), [(SLOW, 0), (MIDDLING, 1), (1e11, 2), (FAST, 0)]
 )
-def test_the_noise_that_was_recorded_is_no_reason_to_change(bits_per_second, most):
+def test_recorded_noise_rarely_changes_the_choice(bits_per_second, most):
     """With decisions after a single window, it changed three times in 300 steps at 100 Gbit/s.
 
     The first change ends a probe.
@@ -205,7 +205,7 @@ def test_the_noise_that_was_recorded_is_no_reason_to_change(bits_per_second, mos
         assert sum(before != now for before, now in pairwise(ran[:300])) <= most
 
 
-def test_a_network_that_is_slower_than_measured_ends_in_compression():
+def test_network_slower_than_calibrated_ends_in_compression():
     one = selector(FAST)
     sparse = (0.03, 0.01, 0.02)
     ran = run(
@@ -218,7 +218,7 @@ def test_a_network_that_is_slower_than_measured_ends_in_compression():
     assert ran.count("dense") == FIRST_WINDOW
 
 
-def test_a_network_that_is_faster_than_measured_ends_dense():
+def test_network_faster_than_calibrated_ends_dense():
     one = selector(SLOW)
     sparse = (0.03, 0.01, 0.0003)
     ran = run(
@@ -229,7 +229,7 @@ def test_a_network_that_is_faster_than_measured_ends_dense():
 
 
 @pytest.mark.parametrize("congested_steps", [FIRST_WINDOW, 100, 1000])
-def test_dense_is_back_when_a_congestion_has_passed(congested_steps):
+def test_dense_returns_after_a_congestion(congested_steps):
     one, clear, congested = selector(FAST), selector(FAST), selector(SLOW)
     one.run(one.begin(0.0))
     ran: list[str] = []
@@ -242,7 +242,7 @@ def test_dense_is_back_when_a_congestion_has_passed(congested_steps):
     assert ran[-1] == "dense"
 
 
-def test_merging_that_is_slower_than_measured_ends_dense():
+def test_merging_slower_than_calibrated_ends_dense():
     """The links are as measured, so dense must not be assumed slower by the same factor."""
     one = selector(SLOW)
     dense = 2 * 7 / 8 * RESNET50 * 4 * 8 / SLOW
@@ -251,7 +251,7 @@ def test_merging_that_is_slower_than_measured_ends_dense():
     assert run(one, truth, 2000)[-1] == "dense"
 
 
-def test_copies_that_are_slower_than_measured_end_in_compression():
+def test_copies_slower_than_calibrated_end_in_compression():
     """The links are as measured; dense's copies are slow."""
     one = selector(FAST)
     sparse = (0.03, 0.002, 0.0003)
@@ -273,7 +273,7 @@ of_sparse = st.tuples(seconds, seconds, seconds)
     room=st.just(0.0) | seconds,
     seed=st.integers(0, 100),
 )
-def test_it_settles_and_not_on_what_was_seen_to_be_slower_than_dense(
+def test_choice_settles_on_nothing_measured_slower_than_dense(
     bits_per_second, dense, topk, gtopk, oktopk, room, seed
 ):
     random = np.random.default_rng(seed)
@@ -297,9 +297,9 @@ def test_it_settles_and_not_on_what_was_seen_to_be_slower_than_dense(
 
 @settings(max_examples=100, deadline=None)
 @given(st.floats(1e6, 1e12), st.floats(1e6, 1e12), st.floats(0.1, 10))
-def test_whatever_was_measured_of_the_links_it_ends_no_slower_than_dense(said, true, slower):
+def test_final_choice_is_no_slower_than_dense_for_any_calibration(calibrated, true, slower):
     """The model is right except for its links and the speed of the machine."""
-    one, real = selector(said), selector(true)
+    one, real = selector(calibrated), selector(true)
     candidate = one.begin(0.0)
     one.run(candidate)
     real.begin(0.0)
@@ -313,7 +313,7 @@ def test_whatever_was_measured_of_the_links_it_ends_no_slower_than_dense(said, t
     assert final.seconds <= 1.15 * dense.seconds
 
 
-def test_dense_is_tried_in_the_end_where_short_messages_do_not_tell_of_the_bandwidth():
+def test_dense_is_probed_if_short_messages_do_not_show_the_bandwidth():
     """Their time is latency, as measured; the true bandwidth is 47 times as high."""
     one, real = selector(8.8e9), selector(4.2e11)
     ran = [one.run(one.begin(0.0)).candidate.algorithm]
@@ -325,7 +325,7 @@ def test_dense_is_tried_in_the_end_where_short_messages_do_not_tell_of_the_bandw
     assert ran[-1] == "dense"
 
 
-def test_dense_is_tried_at_a_hundredth_of_the_time_at_most():
+def test_dense_probe_takes_at_most_a_hundredth_of_the_time():
     one = selector(SLOW)
     passed, steps = 0.0, 0
     one.run(one.begin(0.0))
@@ -342,12 +342,12 @@ def test_dense_is_tried_at_a_hundredth_of_the_time_at_most():
     assert not one.probing
 
 
-def test_a_short_training_is_done_first_with_wide_updates():
+def test_short_training_prefers_dense():
     """The gain is a tenth of the exchange's time; a step computes nine times as long."""
     sparse = (0.0, 0.0, 0.09)
     truth = Truth(dense=(0.0, 0.0, 0.1), topk_allgather=sparse, gtopk=sparse, oktopk=sparse)
 
-    def ends(steps: int, elsewhere_seconds: float) -> str:
+    def final_algorithm(steps: int, elsewhere_seconds: float) -> str:
         one = selector(MIDDLING, steps=steps)
         one.run(one.begin(elsewhere_seconds))
         for _ in range(12):
@@ -355,10 +355,10 @@ def test_a_short_training_is_done_first_with_wide_updates():
             one.run(one.reconsider(measured, 0.0))
         return one.chosen.candidate.algorithm
 
-    assert ends(10**9, 0.9) != "dense"  # density 0.001 on 8 ranks: up to 500 steps more
-    assert ends(10**3, 0.9) == "dense"
-    assert ends(10**4, 0.0) != "dense"
-    assert ends(10**4, 3.0) == "dense"
+    assert final_algorithm(10**9, 0.9) != "dense"  # density 0.001 on 8 ranks: up to 500 steps more
+    assert final_algorithm(10**3, 0.9) == "dense"
+    assert final_algorithm(10**4, 0.0) != "dense"
+    assert final_algorithm(10**4, 3.0) == "dense"
 
 
 @pytest.mark.parametrize(
@@ -370,7 +370,7 @@ def test_a_short_training_is_done_first_with_wide_updates():
         (0.0, 10**4, False),
     ],
 )
-def test_what_hides_behind_backward_is_left_dense(room_seconds, steps, ends_dense):
+def test_exchange_hidden_behind_backward_stays_dense(room_seconds, steps, ends_dense):
     """Sparse takes a thirtieth of dense's time, but dense is mostly or fully hidden."""
     one = selector(1e9, steps=steps)
     one.run(one.begin(3.0))
@@ -383,7 +383,7 @@ def test_what_hides_behind_backward_is_left_dense(room_seconds, steps, ends_dens
     assert (ran[-1] == "dense") == ends_dense
 
 
-def test_when_backward_hides_less_it_looks_again():
+def test_choice_changes_when_backward_hides_less():
     one = selector(1e9)
     one.run(one.begin(3.0))
 
@@ -398,7 +398,7 @@ def test_when_backward_hides_less_it_looks_again():
     assert after(1, 2.0) == "dense"
 
 
-def test_a_longer_backward_pass_hides_a_higher_density():
+def test_longer_backward_pass_allows_a_higher_density():
     one = selector(SLOW, hide_behind_backward=True)
     first = one.begin(0.1)
     predicted = one.run(first)
@@ -412,14 +412,14 @@ def test_a_longer_backward_pass_hides_a_higher_density():
     assert one.run(second).exchange_seconds <= 0.3
 
 
-def test_bytes_leave_room_for_the_agreement():
+def test_byte_budget_leaves_room_for_the_agreement():
     one = selector(SLOW, bytes_per_step=1e5)
     predicted = one.run(one.begin(0.0))
     assert 0.99e5 < predicted.sent.most_bytes < 1e5 - 7 * 24
 
 
 @pytest.mark.parametrize("share", [1.0, 0.01, 0.37])
-def test_the_bytes_that_are_asked_for_suffice(share):
+def test_least_byte_budget_in_the_error_is_accepted(share):
     def begin(bytes_per_step: float) -> None:
         calibration = Calibration(Network(8, Link.of(SLOW, 50e-6)), RATES, "made up")
         options = Compression.auto(wire="raw", values="exact", bytes_per_step=bytes_per_step)

@@ -48,7 +48,7 @@ CODED = DEFAULT_RATES._replace(
 def calibrated(monkeypatch):
     """Return a function that sets every transport's calibration to a link."""
 
-    def be(link: Link, latency_of_selection: float = DEFAULT_RATES.select_seconds) -> None:
+    def set_link(link: Link, latency_of_selection: float = DEFAULT_RATES.select_seconds) -> None:
         rates = DEFAULT_RATES._replace(select_seconds=latency_of_selection)
         monkeypatch.setattr(
             automatic,
@@ -56,7 +56,7 @@ def calibrated(monkeypatch):
             lambda transport, home: Calibration(Network(transport.size, link), rates, "made up"),
         )
 
-    return be
+    return set_link
 
 
 def parameters(size: int = 400, seed: int = 0) -> torch.nn.Parameter:
@@ -88,7 +88,7 @@ class Slow:
         transport.send = slow_send
 
 
-def test_links_that_lie_are_found_out_and_compression_is_switched_on(calibrated, threads):
+def test_links_slower_than_calibrated_switch_to_compression(calibrated, threads):
     """Links are reported as free, but take 10 us per byte: dense takes 64 ms, sparse a few ms."""
     calibrated(FREE)
 
@@ -104,10 +104,10 @@ def test_links_that_lie_are_found_out_and_compression_is_switched_on(calibrated,
                 ran.append(optimizer.last_step.algorithm)
         return ran
 
-    everyones = threads(2, program)
-    assert everyones[0] == everyones[1]
-    assert everyones[0][: 2 * FIRST_WINDOW + 2] == ["dense"] * (2 * FIRST_WINDOW + 2)
-    assert everyones[0][-1] != "dense"
+    by_rank = threads(2, program)
+    assert by_rank[0] == by_rank[1]
+    assert by_rank[0][: 2 * FIRST_WINDOW + 2] == ["dense"] * (2 * FIRST_WINDOW + 2)
+    assert by_rank[0][-1] != "dense"
 
 
 CANDIDATES = [
@@ -119,30 +119,30 @@ CANDIDATES = [
 ]
 
 
-class Restless(AlgorithmSelector):
+class SwitchingSelector(AlgorithmSelector):
     """A selector that changes its choice after every step."""
 
     def begin(self, backward_seconds: float) -> Candidate:
         self.window = 1
-        self.said = 0
+        self.calls = 0
         return CANDIDATES[0]
 
     def reconsider(self, measured: Any, backward_seconds: float) -> Candidate:
-        self.said += 1
+        self.calls += 1
         # Two steps of each: one that switches, and one after it.
-        return CANDIDATES[self.said // 2 % len(CANDIDATES)]
+        return CANDIDATES[self.calls // 2 % len(CANDIDATES)]
 
 
 @pytest.fixture
-def restless(monkeypatch, calibrated):
+def switching(monkeypatch, calibrated):
     calibrated(FREE)
-    monkeypatch.setattr(automatic, "AlgorithmSelector", Restless)
+    monkeypatch.setattr(automatic, "AlgorithmSelector", SwitchingSelector)
     monkeypatch.setattr(automatic, "SETTLING_STEPS", 0)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_nothing_is_lost_when_it_changes_over(restless, threads, size, momentum):
+def test_gradient_mass_is_conserved_when_the_algorithm_switches(switching, threads, size, momentum):
     def program(transport: LocalTransport) -> Any:
         parameter = parameters()
         steps = []
@@ -178,7 +178,7 @@ def test_nothing_is_lost_when_it_changes_over(restless, threads, size, momentum)
     assert ran == {"dense", "gtopk", "topk-allgather"}
 
 
-def test_dense_steps_take_momentum_as_sgd_does(calibrated, threads):
+def test_dense_steps_with_momentum_correction_equal_sgd_momentum(calibrated, threads):
     calibrated(FREE)
 
     def program(transport: LocalTransport, compression: Any, momentum: float) -> torch.Tensor:
@@ -200,7 +200,7 @@ def test_dense_steps_take_momentum_as_sgd_does(calibrated, threads):
     torch.testing.assert_close(corrected, plain, rtol=1e-12, atol=1e-12)
 
 
-def test_a_sum_that_overflows_leaves_the_residual_as_it_was(restless, threads):
+def test_overflowing_dense_sum_leaves_the_residual_unchanged(switching, threads):
     def program(transport: LocalTransport) -> None:
         parameter = torch.nn.Parameter(torch.zeros(40))
         with world.entered(transport):
@@ -221,7 +221,7 @@ def test_a_sum_that_overflows_leaves_the_residual_as_it_was(restless, threads):
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("budget_bytes", [2_000, 6_000, 100_000])
-def test_no_rank_sends_more_than_the_budget(calibrated, threads, size, budget_bytes):
+def test_no_rank_sends_more_than_bytes_per_step(calibrated, threads, size, budget_bytes):
     calibrated(Link.of(1e6, 1e-3))
 
     def program(transport: LocalTransport) -> list[int]:
@@ -239,9 +239,7 @@ def test_no_rank_sends_more_than_the_budget(calibrated, threads, size, budget_by
         assert max(sent) <= budget_bytes
 
 
-def test_buckets_share_the_budget_of_the_step_and_are_exchanged_while_backward_goes_on(
-    calibrated, threads
-):
+def test_buckets_share_the_byte_budget_and_overlap_backward(calibrated, threads):
     calibrated(Link.of(1e6, 1e-3))
     budget_bytes = 12_000
 
@@ -275,7 +273,7 @@ def test_buckets_share_the_budget_of_the_step_and_are_exchanged_while_backward_g
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_there_is_room_to_hide_in_while_backward_goes_on(calibrated, threads, overlap):
+def test_room_behind_backward_is_measured_only_with_overlap(calibrated, threads, overlap):
     calibrated(FREE)
     sizes = [400, 100, 300, 200]  # backward begins with the last one
 
@@ -309,7 +307,7 @@ def test_there_is_room_to_hide_in_while_backward_goes_on(calibrated, threads, ov
 
 @pytest.mark.parametrize("changed", [False, True])
 @pytest.mark.parametrize("buckets", [{"bucket_bytes": 1}, {"groups": 1}])
-def test_it_says_so_where_there_is_nothing_to_hide_behind(
+def test_hide_behind_backward_warns_if_nothing_can_be_hidden(
     calibrated, threads, caplog, changed, buckets
 ):
     calibrated(FREE)
@@ -333,13 +331,13 @@ def test_it_says_so_where_there_is_nothing_to_hide_behind(
     warned = [r.getMessage() for r in caplog.records if "hides nothing" in r.getMessage()]
     if "groups" in buckets:
         assert len(warned) == 2
-        assert all("one bucket" in said and "smaller bucket_bytes=" in said for said in warned)
+        assert all("one bucket" in text and "smaller bucket_bytes=" in text for text in warned)
     else:
         assert len(warned) == 2 * changed
-        assert all("changed" in said and "give density=" in said for said in warned)
+        assert all("changed" in text and "give density=" in text for text in warned)
 
 
-def test_a_budget_that_nothing_keeps_is_an_error_on_every_rank(calibrated, threads):
+def test_unreachable_byte_budget_raises_on_every_rank(calibrated, threads):
     calibrated(FREE)
 
     def program(transport: LocalTransport) -> str:
@@ -355,7 +353,7 @@ def test_a_budget_that_nothing_keeps_is_an_error_on_every_rank(calibrated, threa
         assert "bytes_per_step must be at least" in text
 
 
-def test_predicted_and_measured_stand_side_by_side(calibrated, threads):
+def test_step_report_has_predicted_and_measured_seconds(calibrated, threads):
     calibrated(Link.of(1e9, 1e-3))
 
     def program(transport: LocalTransport) -> Any:
@@ -371,7 +369,7 @@ def test_predicted_and_measured_stand_side_by_side(calibrated, threads):
         assert report.exchange_seconds > 0
 
 
-def test_ranks_with_other_options_are_told_so(calibrated, threads):
+def test_unequal_density_raises_on_every_rank_and_names_both(calibrated, threads):
     calibrated(FREE)
 
     def program(transport: LocalTransport) -> str:
@@ -390,7 +388,7 @@ def test_ranks_with_other_options_are_told_so(calibrated, threads):
 
 
 @pytest.mark.parametrize(("link", "indices"), [(Link.of(1e6, 0), "packed"), (FREE, "raw")])
-def test_a_sparse_method_may_leave_its_wire_to_the_model(monkeypatch, threads, link, indices):
+def test_wire_auto_follows_the_cost_model(monkeypatch, threads, link, indices):
     monkeypatch.setattr(
         exchange,
         "calibration_of",
@@ -408,7 +406,7 @@ def test_a_sparse_method_may_leave_its_wire_to_the_model(monkeypatch, threads, l
     assert threads(2, program) == [Format(indices)] * 2
 
 
-def test_alone_nothing_is_measured_and_nothing_compressed(monkeypatch):
+def test_single_rank_runs_dense_without_calibration(monkeypatch):
     monkeypatch.setattr(automatic, "calibration_of", None)  # would fail if called
     parameter = parameters()
     (transport,) = local_world(1)
@@ -420,23 +418,23 @@ def test_alone_nothing_is_measured_and_nothing_compressed(monkeypatch):
             assert optimizer.last_step.algorithm == "dense"
 
 
-def test_a_transport_is_calibrated_once(monkeypatch, tmp_path):
+def test_transport_is_calibrated_once_and_cached(monkeypatch, tmp_path):
     monkeypatch.setenv("GTOPK_CALIBRATION", str(tmp_path / "kept.json"))
 
     def program(transport: LocalTransport) -> Any:
         first = calibration.calibration_of(transport)
         return first, calibration.calibration_of(transport) is first
 
-    (first, same), (second, also) = run_ranks(local_world(2, 30), program)
+    (first, same), (second, also_same) = run_ranks(local_world(2, 30), program)
     assert first == second
     assert same
-    assert also
+    assert also_same
     record = json.loads((tmp_path / "kept.json").read_text())
     assert "gtopk" in record["facts"]
     assert cache.load(tmp_path / "kept.json", record["facts"], 2).rates == first.rates
 
 
-def test_of_ranks_with_and_without_a_gpu_the_slower_rates_count(monkeypatch, kernels):
+def test_calibration_takes_the_slower_rates_of_host_and_gpu_ranks(monkeypatch, kernels):
     """The rates of fake GPU memory are measured with its own kernels."""
     launched = posing.pose(monkeypatch, kernels)
     monkeypatch.setattr(calibration, "_ELEMENTS", 1 << 12)
@@ -467,8 +465,8 @@ class Clock(threading.local):
         return self.now
 
 
-def test_the_backward_pass_is_timed(threads, monkeypatch):
-    """From its first gradient to its last: the time that can hide an exchange."""
+def test_backward_is_timed_from_first_to_last_gradient(threads, monkeypatch):
+    """This is the time that can hide an exchange."""
     clock = Clock()
     monkeypatch.setattr(hooks, "time", clock)
 

@@ -17,7 +17,7 @@ from gtopk.exchange.bucket_exchange import open_bucket_exchange
 from gtopk.exchange.exchange import Progress
 
 
-def test_whoever_looks_at_gradients_does_so_on_the_stream_they_were_taken_on(
+def test_finite_checks_run_on_the_stream_of_the_captured_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     parameter = torch.nn.Parameter(torch.zeros(3))
@@ -43,43 +43,43 @@ def test_whoever_looks_at_gradients_does_so_on_the_stream_they_were_taken_on(
 
 @pytest.mark.parametrize("compressor", [Compression.fp16, Compression.bf16])
 @pytest.mark.parametrize("weight", [1.0, 0.25])
-def test_a_cast_sends_what_a_compressor_with_such_functions_sends(
+def test_builtin_cast_equals_a_compressor_subclass(
     threads: Callable[..., Any], compressor: type[FP16Compressor], weight: float
 ) -> None:
-    """One casts into memory that it keeps; the other calls a function for each tensor."""
+    """The first casts into memory that it keeps; the subclass calls a function for each tensor."""
 
-    class Own(compressor):  # type: ignore[misc, valid-type]
+    class Subclass(compressor):  # type: ignore[misc, valid-type]
         pass
 
     def program(transport: LocalTransport) -> list[torch.Tensor]:
         parameter = torch.nn.Parameter(torch.zeros(40))
-        found = []
-        for way in (compressor, Own):
-            exchange = open_bucket_exchange("lane", [parameter], ["p"], way, Progress())
+        gradients = []
+        for kind in (compressor, Subclass):
+            exchange = open_bucket_exchange("lane", [parameter], ["p"], kind, Progress())
             random = torch.Generator().manual_seed(transport.rank)
             for _ in range(2):
                 parameter.grad = torch.randn(40, generator=random)
                 exchange.capture_gradients(weight, 2.0)
                 exchange.exchange(exchange.bucket, transport)
                 exchange.exchange.apply(exchange.bucket)
-                found.append(parameter.grad.clone())
-        return found
+                gradients.append(parameter.grad.clone())
+        return gradients
 
-    for first, second, own_first, own_second in threads(3, program):
-        assert torch.equal(first, own_first)
-        assert torch.equal(second, own_second)
+    for first, second, subclass_first, subclass_second in threads(3, program):
+        assert torch.equal(first, subclass_first)
+        assert torch.equal(second, subclass_second)
         assert not torch.equal(first, second)
         assert first.all()
 
 
-def test_nodes_are_looked_for_once_also_while_the_density_warms_up(
+def test_nodes_are_found_once_during_density_warm_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    looked: list[int] = []
+    calls: list[int] = []
     find_nodes = exchange.find_nodes
 
     def find(transport: Transport, node_size: int | None) -> list[list[int]]:
-        looked.append(transport.rank)
+        calls.append(transport.rank)
         return find_nodes(transport, node_size)
 
     monkeypatch.setattr(exchange, "find_nodes", find)
@@ -87,17 +87,17 @@ def test_nodes_are_looked_for_once_also_while_the_density_warms_up(
     def program(transport: Transport) -> list[int]:
         progress, parameter = Progress(), torch.nn.Parameter(torch.zeros(100))
         compression = Compression.hierarchical(density=0.05, warmup_steps=3)
-        made = open_bucket_exchange("lane", [parameter], ["p"], compression, progress)
+        bucket_exchange = open_bucket_exchange("lane", [parameter], ["p"], compression, progress)
         sizes = []
         for _ in range(4):
             parameter.grad = torch.arange(100.0)
-            made.capture_gradients(0.5, 1.0)
-            sizes.append(made.reduce(transport).selected)
-            made.apply(())
+            bucket_exchange.capture_gradients(0.5, 1.0)
+            sizes.append(bucket_exchange.reduce(transport).selected)
+            bucket_exchange.apply(())
             progress.steps += 1
         return sizes
 
     first, *others = run_ranks(local_world(2), program)
     assert all(each == first for each in others)
     assert len(set(first)) == len(first)  # another k in each step
-    assert sorted(looked) == [0, 1]
+    assert sorted(calls) == [0, 1]

@@ -22,7 +22,7 @@ def tensors() -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("compressor", [Compression.none, Compression.fp16, Compression.bf16])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_what_is_alike_on_all_ranks_comes_back(threads, size, compressor):
+def test_equal_deltas_of_all_ranks_are_returned_unchanged(threads, size, compressor):
     def program(transport: LocalTransport) -> list[torch.Tensor]:
         deltas = Deltas(tensors(), compressor)
         deltas.allreduce(transport)
@@ -33,7 +33,7 @@ def test_what_is_alike_on_all_ranks_comes_back(threads, size, compressor):
             torch.testing.assert_close(tensor, expected)
 
 
-def test_tensors_that_do_not_lie_in_a_row_are_read_in_order(threads):
+def test_noncontiguous_deltas_are_returned_in_order(threads):
     first = torch.arange(6.0).reshape(2, 3).T
 
     def program(transport: LocalTransport) -> torch.Tensor:

@@ -10,7 +10,7 @@ import pytest
 from gtopk.exchange.residual import MAX_DRAIN_STEPS, Residual, drain_fraction
 
 
-def drained(gradient: float, held: float) -> list[float]:
+def sent_parts(gradient: float, held: float) -> list[float]:
     """Return the part of a residual that each dense step sends with gradients of this length."""
     residual = Residual(3, np.dtype(np.float64))
     residual.values[1] = held
@@ -25,34 +25,31 @@ def drained(gradient: float, held: float) -> list[float]:
     return sent
 
 
-def test_a_step_sends_half_as_much_as_its_gradient_is_long() -> None:
-    assert drained(4.0, 7.0) == pytest.approx([2.0, 2.0, 2.0, 1.0])
+@pytest.mark.parametrize(("held", "sent"), [(7.0, [2.0, 2.0, 2.0, 1.0]), (2.0, [2.0])])
+def test_each_step_sends_at_most_half_its_gradients_length(held: float, sent: list[float]) -> None:
+    assert sent_parts(4.0, held) == pytest.approx(sent)
 
 
-def test_what_is_no_longer_than_that_goes_at_once() -> None:
-    assert drained(4.0, 2.0) == [2.0]
-
-
-def test_beside_no_gradients_it_is_gone_after_so_many_steps() -> None:
-    sent = drained(0.0, 5.0)
+def test_residual_without_gradients_is_sent_in_max_drain_steps() -> None:
+    sent = sent_parts(0.0, 5.0)
     assert len(sent) == MAX_DRAIN_STEPS
     assert sent == pytest.approx([5.0 / MAX_DRAIN_STEPS] * MAX_DRAIN_STEPS)
 
 
-def test_a_step_that_will_not_count_sends_nothing_of_it() -> None:
+def test_step_with_nonfinite_gradient_drains_nothing() -> None:
     assert drain_fraction(4.0, math.nan, 0) == drain_fraction(4.0, math.inf, 0) == 0.0
 
 
-def test_a_model_at_rest_is_not_thrown_off() -> None:
+def test_draining_does_not_throw_off_a_converged_model() -> None:
     """SGD with momentum near the minimum of x^2 / 2, with a residual of a hundred old gradients."""
 
-    def farthest(shares: bool) -> float:
+    def farthest(in_parts: bool) -> float:
         residual = Residual(1, np.dtype(np.float64))
         residual.values[0], residual.is_empty = 10.0, False
         x, velocity, most = 0.1, 0.0, 0.0
         for _ in range(400):
             total = np.array([x])
-            if shares:
+            if in_parts:
                 residual.subtract_fraction(residual.add_fraction_to(total))
             else:
                 total += residual.values
@@ -62,5 +59,5 @@ def test_a_model_at_rest_is_not_thrown_off() -> None:
             most = max(most, abs(x))
         return most
 
-    assert farthest(shares=False) > 1.5
-    assert farthest(shares=True) < 0.15
+    assert farthest(in_parts=False) > 1.5
+    assert farthest(in_parts=True) < 0.15

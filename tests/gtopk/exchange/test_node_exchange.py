@@ -29,7 +29,7 @@ def gradient_of(rank: int, step: int) -> torch.Tensor:
     return torch.randn(ELEMENTS, generator=generator, dtype=torch.float64)
 
 
-def held_back(optimizer: Any) -> torch.Tensor:
+def residual_of(optimizer: Any) -> torch.Tensor:
     """Return a rank's residual, after a step."""
     state = optimizer.state_dict()["gtopk"]
     (held,) = state["held"].values()
@@ -50,12 +50,12 @@ def steps(
             parameter.grad = gradient_of(transport.rank, step)
             optimizer.step()
             updates.append(parameter.grad.clone())
-            held.append(held_back(optimizer).clone())
+            held.append(residual_of(optimizer).clone())
         return updates, held, optimizer.state_dict()
 
 
 @pytest.mark.parametrize("across", ["gtopk", "oktopk"])
-def test_nothing_is_lost(threads, across):
+def test_gradient_mass_is_conserved(threads, across):
     compression = Compression.hierarchical(0.1, inside="dense", across=across, values="bf16")
     ranks = threads(5, lambda transport: steps(transport, NODES, compression))
     for step in range(6):
@@ -69,7 +69,7 @@ def test_nothing_is_lost(threads, across):
         torch.testing.assert_close(update + after, before + given, rtol=1e-12, atol=1e-12)
 
 
-def test_a_rank_holds_back_its_shard_only(threads):
+def test_residual_of_a_rank_covers_only_its_shard(threads):
     compression = Compression.hierarchical(0.1, inside="dense")
     ranks = threads(5, lambda transport: steps(transport, NODES, compression, 1))
     halves = [held[0].reshape(2, -1).abs().sum(1) > 0 for _, held, _ in ranks]
@@ -78,18 +78,18 @@ def test_a_rank_holds_back_its_shard_only(threads):
     assert owned == [[True, False], [False, True], [True, False], [False, True], [False, False]]
 
 
-def test_with_one_rank_in_each_node_it_is_gtopk_to_the_bit(threads):
+def test_one_rank_per_node_is_bit_identical_to_gtopk(threads):
     alone = [[rank] for rank in range(4)]
     dense = Compression.hierarchical(0.1, inside="dense")
-    found = threads(4, lambda transport: steps(transport, alone, dense))
+    by_node = threads(4, lambda transport: steps(transport, alone, dense))
     flat = threads(4, lambda transport: steps(transport, alone, Compression.gtopk(0.1)))
-    for (updates, held, _), (flat_updates, flat_held, _) in zip(found, flat, strict=True):
+    for (updates, held, _), (flat_updates, flat_held, _) in zip(by_node, flat, strict=True):
         assert all(map(torch.equal, updates, flat_updates))
         assert all(map(torch.equal, held, flat_held))
 
 
 @pytest.mark.parametrize("inside", ["picks", "dense"])
-def test_nodes_of_so_many_ranks_are_as_good_as_hosts_of_so_many(threads, inside):
+def test_node_size_equals_hosts_of_that_many_ranks(threads, inside):
     hosts = [[0, 1, 2], [3, 4]]
     by_host = Compression.hierarchical(0.1, inside=inside)
     by_number = Compression.hierarchical(0.1, inside=inside, node_size=3)
@@ -101,7 +101,7 @@ def test_nodes_of_so_many_ranks_are_as_good_as_hosts_of_so_many(threads, inside)
         assert all(map(torch.equal, held, same_held))
 
 
-def test_what_other_shards_held_back_is_sent_by_whoever_takes_it_over(threads):
+def test_residuals_of_former_shards_are_sent_by_their_new_owners(threads):
     compression = Compression.hierarchical(0.1, inside="dense")
     before = threads(5, lambda transport: steps(transport, NODES, compression))
     parts: dict[int, Any] = {}
@@ -119,7 +119,7 @@ def test_what_other_shards_held_back_is_sent_by_whoever_takes_it_over(threads):
             optimizer.load_state_dict(saved)
             parameter.grad = gradient_of(transport.rank, 9)
             optimizer.step()
-            return parameter.grad.clone(), held_back(optimizer).clone()
+            return parameter.grad.clone(), residual_of(optimizer).clone()
 
     after = threads(3, resumed)
     given = sum(gradient_of(rank, 9) for rank in range(3))
@@ -129,7 +129,7 @@ def test_what_other_shards_held_back_is_sent_by_whoever_takes_it_over(threads):
     assert torch.stack(shards).tolist() == torch.eye(3, dtype=torch.bool).tolist()
 
 
-def test_momentum_is_taken_of_the_nodes_sum(threads):
+def test_momentum_applies_to_the_nodes_sum(threads):
     """If all entries are sent, updates are the velocity of the sum of gradients."""
     compression = Compression.hierarchical(1.0, inside="dense", momentum_correction=0.5)
     ranks = threads(4, lambda t: steps(t, [[0, 1], [2, 3]], compression, 3))
@@ -152,7 +152,7 @@ def loaded(transport: LocalTransport, compression: Any, held: dict[str, torch.Te
 
 
 @pytest.mark.parametrize("holder", [0, 1])
-def test_what_another_shard_held_back_is_no_gradient_to_momentum(threads, holder):
+def test_residual_of_another_shard_adds_no_momentum(threads, holder):
     """It waits while another entry is larger, and counts once, whichever rank has it."""
     compression = Compression.hierarchical(
         1 / 8, inside="dense", momentum_correction=0.5, node_size=2
@@ -176,7 +176,7 @@ def test_what_another_shard_held_back_is_no_gradient_to_momentum(threads, holder
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_velocity_of_other_shards_goes_to_their_owners(threads, masked):
+def test_velocity_of_other_shards_moves_to_their_owners(threads, masked):
     compression = Compression.hierarchical(
         1.0, inside="dense", momentum_correction=0.5, factor_masking=masked, node_size=2
     )
@@ -188,7 +188,7 @@ def test_the_velocity_of_other_shards_goes_to_their_owners(threads, masked):
             optimizer = loaded(transport, compression, {"residual": nothing, "velocity": velocity})
             (parameter,) = optimizer._parameter_names
             parameter.grad = nothing.clone()
-            parameter.grad[7] = torch.nan  # skipped: this step must leave no trace
+            parameter.grad[7] = torch.nan  # skipped: this step must change nothing
             optimizer.step()
             assert optimizer.skipped_steps == 1
             parameter.grad = nothing.clone()
@@ -204,7 +204,7 @@ def test_the_velocity_of_other_shards_goes_to_their_owners(threads, masked):
     torch.testing.assert_close(high, torch.cat([torch.zeros(4).double(), kept[4:]]))
 
 
-def test_what_rounding_takes_is_kept_by_the_owners_of_the_first_node(threads):
+def test_rounding_error_stays_in_residuals_of_the_first_nodes_owners(threads):
     compression = Compression.hierarchical(1.0, inside="dense")
 
     def program(transport: LocalTransport) -> tuple[torch.Tensor, ...]:
@@ -216,7 +216,7 @@ def test_what_rounding_takes_is_kept_by_the_owners_of_the_first_node(threads):
             parameter.grad = given = gradient_of(transport.rank, 0).bfloat16()
             given = given.double()
             optimizer.step()
-            return given, parameter.grad.double(), held_back(optimizer).double()
+            return given, parameter.grad.double(), residual_of(optimizer).double()
 
     given, updates, held = zip(*threads(5, program), strict=True)
     torch.testing.assert_close(updates[0] + sum(held), sum(given), rtol=0, atol=1e-5)
@@ -224,7 +224,7 @@ def test_what_rounding_takes_is_kept_by_the_owners_of_the_first_node(threads):
     assert owned == [[True, False], [False, True], *[[False, False]] * 3]
 
 
-def test_a_gradient_that_is_not_finite_leaves_no_trace(threads):
+def test_nonfinite_gradient_leaves_residuals_unchanged(threads):
     compression = Compression.hierarchical(0.1, inside="dense")
 
     def program(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,12 +236,12 @@ def test_a_gradient_that_is_not_finite_leaves_no_trace(threads):
             for step in range(2):
                 parameter.grad = gradient_of(transport.rank, step)
                 optimizer.step()
-            before = held_back(optimizer).clone()
+            before = residual_of(optimizer).clone()
             parameter.grad = gradient_of(transport.rank, 2)
             if transport.rank == 3:
                 parameter.grad[7] = float("nan")
             optimizer.step()
-            return before, held_back(optimizer).clone()
+            return before, residual_of(optimizer).clone()
 
     for before, after in threads(5, program):
         assert torch.equal(before, after)

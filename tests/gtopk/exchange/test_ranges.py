@@ -86,7 +86,7 @@ def ranges(monkeypatch: pytest.MonkeyPatch) -> Ranges:
     return ranges
 
 
-def test_the_ranges_add_up_to_the_seconds_of_the_report(
+def test_profiler_ranges_add_up_to_the_reported_seconds(
     ranges: Ranges, threads: Callable[..., list[tuple[Exchanged, Seconds]]]
 ) -> None:
     def program(transport: Transport) -> tuple[Exchanged, Seconds]:

@@ -30,17 +30,19 @@ def check_a_dense_step(device: str) -> None:
     assert (values.double() / TINY).tolist() == [0, 0, 3, 0]
 
 
-def test_what_is_left_and_the_velocity_go_into_a_dense_step() -> None:
+def test_dense_step_on_the_host_adds_residual_and_velocity() -> None:
     check_a_dense_step("cpu")
 
 
-def test_the_arrays_of_a_gpu_are_added_as_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dense_step_on_fake_gpu_arrays_adds_residual_and_velocity(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     posing.pose(monkeypatch, None)  # its arrays have no in-place operators
     check_a_dense_step("cpu")
 
 
 @pytest.mark.parametrize("size", [2, 4, 5])
-def test_the_velocity_of_a_pick_that_was_dropped_stays(size: int) -> None:
+def test_velocity_of_selected_entries_that_were_dropped_stays(size: int) -> None:
     """Also with masking."""
     length, k = 1000, 10
 
@@ -67,24 +69,24 @@ def test_the_velocity_of_a_pick_that_was_dropped_stays(size: int) -> None:
 
 
 @pytest.fixture(params=["host", "posing"])
-def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Residuals in host memory, or in fake GPU memory."""
     if request.param == "posing":
         posing.pose(monkeypatch, request.getfixturevalue("kernels"))
     return request.param
 
 
-def plain(residual: Residual) -> dict[str, bytes]:
+def content(residual: Residual) -> dict[str, bytes]:
     return {name: t.numpy().tobytes() for name, t in residual.after_last_step().items()}
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.usefixtures("twin")
-def test_steps_are_undone_to_the_bit_and_go_on_as_if_they_had_not_been(momentum: float) -> None:
+@pytest.mark.usefixtures("memory")
+def test_undone_steps_leave_residuals_bit_identical(momentum: float) -> None:
     """Undone, repeated or neither: residuals are the same after each step that counts."""
     random = np.random.default_rng(3)
     length, k = 700, 20
-    held, plainly = (
+    held, undisturbed = (
         Residual(length, np.dtype(np.float32), momentum, masked=bool(momentum)) for _ in range(2)
     )
     nothing = SparseVector.empty(length, np.dtype(np.float32))
@@ -92,24 +94,24 @@ def test_steps_are_undone_to_the_bit_and_go_on_as_if_they_had_not_been(momentum:
         gradient = random.standard_normal(length).astype(np.float32)
         array = residual.Memory.of(torch.from_numpy(gradient)).array
         if number % 3 != 1:
-            before = plain(held)
+            before = content(held)
             held.snapshot()
             wrong = residual.Memory.of(torch.from_numpy(gradient * np.float32(np.nan))).array
             held.accumulate_and_select(wrong, k)
-            assert plain(held) == before  # what a checkpoint would save now
+            assert content(held) == before  # what a checkpoint would save now
             held.restore()
-            assert plain(held) == before
+            assert content(held) == before
             held.snapshot()
         picked = held.accumulate_and_select(array, k, 0.5)
-        again = plainly.accumulate_and_select(array, k, 0.5)
+        again = undisturbed.accumulate_and_select(array, k, 0.5)
         assert posing.plain(picked.indices).tolist() == posing.plain(again.indices).tolist()
-        for each, entries in ((held, picked), (plainly, again)):
-            each.remove_sent(entries, nothing_like(entries, nothing), entries)
+        for each, entries in ((held, picked), (undisturbed, again)):
+            each.remove_sent(entries, empty_like(entries, nothing), entries)
             each.drop_snapshot()
-        assert plain(held) == plain(plainly)
+        assert content(held) == content(undisturbed)
 
 
-def nothing_like(entries: SparseVector, nothing: SparseVector) -> SparseVector:
+def empty_like(entries: SparseVector, nothing: SparseVector) -> SparseVector:
     """Return an empty vector in the same kind of memory."""
     return SparseVector(entries.indices[:0], entries.values[:0], nothing.length)
 
@@ -117,10 +119,10 @@ def nothing_like(entries: SparseVector, nothing: SparseVector) -> SparseVector:
 @pytest.mark.parametrize(
     "change", ["add", "add_dense", "subtract_fraction", "clear", "arrays", "velocity"]
 )
-def test_whatever_changes_a_residual_can_be_undone(change: str) -> None:
+def test_restore_undoes_every_change_of_a_residual(change: str) -> None:
     held = Residual(6, np.dtype(np.float32), 0.5)
     held.add_dense(torch.arange(6.0))
-    before = plain(held)
+    before = content(held)
     held.snapshot()
     {
         "add": lambda: held.add(SparseVector(np.array([2], np.int32), np.ones(1, np.float32), 6)),
@@ -130,13 +132,13 @@ def test_whatever_changes_a_residual_can_be_undone(change: str) -> None:
         "arrays": lambda: [array.fill(9) for array in held.arrays()],
         "velocity": lambda: held.add_fraction_to(np.ones(6, np.float32)),
     }[change]()
-    assert plain(held) == before
+    assert content(held) == before
     held.restore()
-    assert plain(held) == before
+    assert content(held) == before
     assert not held.is_empty
 
 
-def test_what_is_known_of_a_residual_is_as_it_was_after_a_step_that_is_undone() -> None:
+def test_restore_resets_is_empty_and_may_be_misplaced() -> None:
     held = Residual(6, np.dtype(np.float32))
     held.snapshot()
     held.add_dense(torch.ones(6))
@@ -146,7 +148,7 @@ def test_what_is_known_of_a_residual_is_as_it_was_after_a_step_that_is_undone() 
     assert held.may_be_misplaced
 
 
-def test_a_share_that_was_sent_in_vain_does_not_count_towards_the_last_one() -> None:
+def test_restored_drain_steps_do_not_count() -> None:
     held = Residual(6, np.dtype(np.float32))
     held.add_dense(torch.ones(6))
     for number in range(6):
@@ -157,51 +159,51 @@ def test_a_share_that_was_sent_in_vain_does_not_count_towards_the_last_one() -> 
 
 
 @pytest.mark.parametrize("end", ["restore", "drop_snapshot"])
-def test_what_has_come_to_it_since_a_step_has_ended_is_not_taken_back_with_it(end: str) -> None:
+def test_restore_keeps_what_was_added_after_the_step_ended(end: str) -> None:
     held = Residual(6, np.dtype(np.float32))
     held.snapshot()
     held.add_dense(torch.ones(6))
     getattr(held, end)()
     held.add_dense(torch.ones(6))
-    after = plain(held)
+    after = content(held)
     held.restore()
-    assert plain(held) == after
+    assert content(held) == after
     assert not held.is_empty
 
 
-def test_what_was_remembered_last_is_restored() -> None:
+def test_restore_uses_the_last_snapshot() -> None:
     held = Residual(6, np.dtype(np.float32))
     for _ in range(2):
         held.snapshot()
-        before = plain(held)
+        before = content(held)
         held.add_dense(torch.ones(6))
     held.restore()
-    assert plain(held) == before
+    assert content(held) == before
     assert not held.is_empty
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_what_an_undone_step_has_set_aside_is_none_of_the_next(momentum: float) -> None:
+def test_restore_discards_what_the_undone_step_stashed(momentum: float) -> None:
     held = Residual(6, np.dtype(np.float32), momentum, sizes=[4, 2])
     for array in held.arrays():
         array[:] = range(1, 7)
     held.is_empty = False
-    before = plain(held)
+    before = content(held)
     held.snapshot()
     held.stash([0])
     assert held.has_stashed
     held.restore()
-    assert plain(held) == before
+    assert content(held) == before
     held.snapshot()  # a step in which every parameter has a gradient
     held.may_be_misplaced = False
     held.unstash()
     held.drop_snapshot()
-    assert plain(held) == before
+    assert content(held) == before
     assert not held.may_be_misplaced
     assert not held.has_stashed
 
 
-def test_what_is_set_aside_stays_here_though_all_else_is_sent() -> None:
+def test_stashed_entries_stay_though_all_others_are_sent() -> None:
     """Some of it may belong to another rank, although all else has been returned."""
     held = Residual(6, np.dtype(np.float32), sizes=[4, 2])
     held.add_dense(torch.arange(1.0, 7.0))
@@ -218,7 +220,7 @@ def test_what_is_set_aside_stays_here_though_all_else_is_sent() -> None:
 
 
 @pytest.mark.gpu
-def test_a_dense_step_on_a_gpu_keeps_subnormal_numbers() -> None:
+def test_dense_step_on_a_gpu_keeps_subnormal_numbers() -> None:
     pytest.importorskip("cupy", reason="no cupy here")
     if not torch.cuda.is_available():
         pytest.skip("torch sees no GPU here")

@@ -25,11 +25,11 @@ from gtopk.exchange.residual_state import (
         ("my_orig_mod.weight", "my_orig_mod.weight"),
     ],
 )
-def test_a_plain_name_is_that_of_what_is_not_compiled(name: str, plain: str) -> None:
+def test_plain_name_drops_the_prefix_of_compiled_modules(name: str, plain: str) -> None:
     assert plain_name(name) == plain
 
 
-def test_names_that_are_known_stay_and_no_two_become_one() -> None:
+def test_translate_keeps_known_names_and_merges_none() -> None:
     known = {"a", "_orig_mod.b", "_orig_mod.a"}
     assert translate({"a", "_orig_mod.a", "b", "c"}, known) == {
         "a": "a",
@@ -40,7 +40,7 @@ def test_names_that_are_known_stay_and_no_two_become_one() -> None:
     assert translate({"a", "_orig_mod.a"}, {"a"}) == {"a": "a", "_orig_mod.a": "_orig_mod.a"}
 
 
-def test_unmatched_names_are_told_where_they_hold_something(
+def test_unmatched_nonzero_residuals_are_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     held: dict[str, ResidualState] = {
@@ -49,9 +49,9 @@ def test_unmatched_names_are_told_where_they_hold_something(
         "a": {"residual": torch.ones(2)},
     }
     with caplog.at_level(logging.WARNING, "gtopk"):
-        found = unmatched(under_known_names(held, {"a"}), {"a"}, 3, "nobody has it")
+        kept = unmatched(under_known_names(held, {"a"}), {"a"}, 3, "nobody has it")
         assert unmatched({"a": held["a"]}, {"a"}, 3, "nobody has it") == {}
-    assert found == {f"gone.{n}": held[f"gone.{n}"] for n in range(6)}
+    assert kept == {f"gone.{n}": held[f"gone.{n}"] for n in range(6)}
     named = ", ".join(f"'gone.{n}'" for n in range(5))
     (record,) = caplog.records
     assert record.getMessage() == (

@@ -16,10 +16,10 @@ from gtopk.reduce_ops import Sum
 from gtopk.runtime.world import world
 
 SHAPES = {"matrix": [8, 9], "vector": [40]}
-GIVES_NOTHING = 1  # this rank has no residual
+RANK_WITHOUT_GRADIENTS = 1  # this rank has no residual
 
 
-class Seen(NamedTuple):
+class Snapshot(NamedTuple):
     """A rank's applied sum, residual, and sum of gradients of all steps that count: [elements]."""
 
     applied: torch.Tensor
@@ -54,7 +54,7 @@ class Training:
         generator = torch.Generator().manual_seed(100 * step + self.rank)
         return [
             torch.randn(shape, generator=generator, dtype=torch.float64)
-            * (self.rank != GIVES_NOTHING)
+            * (self.rank != RANK_WITHOUT_GRADIENTS)
             for shape in SHAPES.values()
         ]
 
@@ -71,18 +71,18 @@ class Training:
         if not self.optimizer.last_step.skipped:
             self.given = self.given + given
 
-    def seen(self) -> Seen:
+    def snapshot(self) -> Snapshot:
         (own,) = self.optimizer.state_dict()["gtopk"]["held"].values()
         none = {name: {"residual": torch.zeros(shape)} for name, shape in SHAPES.items()}
         held = self.flat((none | own)[name]["residual"] for name in SHAPES)
-        return Seen(-self.flat(self.model.values()), held, self.given)
+        return Snapshot(-self.flat(self.model.values()), held, self.given)
 
     @staticmethod
     def flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
         return torch.cat([tensor.detach().double().reshape(-1) for tensor in tensors])
 
 
-def check_nothing_is_lost(ranks: list[list[Seen]]) -> None:
+def check_conservation(ranks: list[list[Snapshot]]) -> None:
     """Check at every snapshot, per coordinate, summed over ranks."""
     for applied, held, given in (zip(*look, strict=True) for look in zip(*ranks, strict=True)):
         torch.testing.assert_close(applied[0] + sum(held), sum(given), rtol=1e-12, atol=1e-12)
@@ -102,40 +102,40 @@ def check_nothing_is_lost(ranks: list[list[Seen]]) -> None:
     ids=repr,
 )
 @pytest.mark.parametrize("joins", [False, True])
-def test_another_compression_goes_on_from_what_was_held_back(threads, then, joins):
-    """It is sent in parts, in the steps that count, also on a rank that has joined."""
-
-    def program(transport: LocalTransport) -> list[Seen]:
+def test_another_compression_sends_the_loaded_residual(threads, then, joins):
+    def program(transport: LocalTransport) -> list[Snapshot]:
         training = Training(transport)
         with world.entered(transport) as here:
             training.distribute(Compression.gtopk(0.1))
             for step in range(3):
                 training.step(*training.draw(step))
             training.distribute(then, training.optimizer.state_dict())
-            looks = [training.seen()]
+            snapshots = [training.snapshot()]
             training.step(torch.full(SHAPES["matrix"], torch.nan).double(), None)
             assert training.optimizer.skipped_steps == 1
-            looks.append(training.seen())
+            snapshots.append(training.snapshot())
             if not (joins and training.rank == 2):
                 training.step(*training.draw(3))
             here.engine.join().wait()
-            looks.append(training.seen())
+            snapshots.append(training.snapshot())
             for step in range(4, 12):
                 training.step(*training.draw(step))
-            return [*looks, training.seen()]
+            return [*snapshots, training.snapshot()]
 
     ranks = threads(3, program)
     # Later steps round to 16 bits, or use a velocity.
-    check_nothing_is_lost(ranks if then is Compression.none else [looks[:3] for looks in ranks])
+    check_conservation(
+        ranks if then is Compression.none else [snapshots[:3] for snapshots in ranks]
+    )
     for rank, (loaded, skipped, *_) in enumerate(ranks):
         assert torch.equal(loaded.held, skipped.held)
-        assert loaded.held.any() == (rank != GIVES_NOTHING)
+        assert loaded.held.any() == (rank != RANK_WITHOUT_GRADIENTS)
     if isinstance(then, type):
-        assert any(looks[2].held.any() for looks in ranks)  # not sent all at once
-        assert not any(looks[3].held.any() for looks in ranks)
+        assert any(snapshots[2].held.any() for snapshots in ranks)  # not sent all at once
+        assert not any(snapshots[3].held.any() for snapshots in ranks)
 
 
-def test_after_what_was_held_back_the_compression_is_as_it_was_asked_for(threads):
+def test_dense_compression_has_no_residual_once_the_loaded_one_is_sent(threads):
     def program(transport: LocalTransport) -> None:
         training = Training(transport)
         with world.entered(transport):
@@ -167,43 +167,41 @@ def sparse_rows(value: float, *rows: int) -> torch.Tensor:
 @pytest.mark.parametrize("dimensions", [1, 2])
 @pytest.mark.parametrize("missing", [[], [2], [0, 1, 2]], ids=str)
 @pytest.mark.parametrize("joins", [False, True])
-def test_a_gradient_that_turns_sparse_takes_along_what_was_held_back(
-    threads, dimensions, missing, joins
-):
+def test_gradient_that_becomes_sparse_sends_its_residual(threads, dimensions, missing, joins):
     """Also if a rank then has no gradient, or has joined."""
 
-    def program(transport: LocalTransport) -> list[Seen]:
+    def program(transport: LocalTransport) -> list[Snapshot]:
         training, rank = Training(transport), transport.rank
         with world.entered(transport) as here:
             training.distribute(Compression.gtopk(0.1))
             for step in range(3):
                 training.step(*training.draw(step))
-            looks = [training.seen()]
+            snapshots = [training.snapshot()]
             training.step(sparse_rows(torch.nan, 3), None)
             assert training.optimizer.skipped_steps == 1
-            looks.append(training.seen())
+            snapshots.append(training.snapshot())
             training.distribute(Compression.gtopk(0.1), training.optimizer.state_dict())
             training.step(sparse_rows(torch.nan, 4), None)
-            looks.append(training.seen())
+            snapshots.append(training.snapshot())
             if not (joins and rank == 2):
                 own = sparse_rows(1.0, rank, 5).to_dense().to_sparse(dimensions)
                 training.step(None if rank in missing else own, training.draw(3)[1])
             here.engine.join().wait()
-            looks.append(training.seen())
-            return looks
+            snapshots.append(training.snapshot())
+            return snapshots
 
     ranks = threads(3, program)
-    check_nothing_is_lost(ranks)
+    check_conservation(ranks)
     matrix = slice(math.prod(SHAPES["matrix"]))
     for rank, (dense, skipped, loaded, after) in enumerate(ranks):
-        assert dense.held[matrix].any() == (rank != GIVES_NOTHING)
+        assert dense.held[matrix].any() == (rank != RANK_WITHOUT_GRADIENTS)
         assert torch.equal(dense.held, skipped.held)
         assert torch.equal(dense.held, loaded.held)
         assert not after.held[matrix].any()
 
 
-def test_what_a_sparse_lane_holds_back_waits_while_its_parameter_is_frozen(threads):
-    def program(transport: LocalTransport) -> list[Seen]:
+def test_residual_of_a_sparse_gradient_waits_while_its_parameter_is_frozen(threads):
+    def program(transport: LocalTransport) -> list[Snapshot]:
         training = Training(transport)
         with world.entered(transport):
             training.distribute(Compression.gtopk(0.1))
@@ -213,9 +211,9 @@ def test_what_a_sparse_lane_holds_back_waits_while_its_parameter_is_frozen(threa
             training.model["matrix"].grad = None
             training.model["matrix"].requires_grad_(False)
             training.step(None, training.draw(3)[1])
-            looks = [training.seen()]
+            snapshots = [training.snapshot()]
             training.model["matrix"].requires_grad_(True)
             training.step(sparse_rows(1.0, 4), None)
-            return [*looks, training.seen()]
+            return [*snapshots, training.snapshot()]
 
-    check_nothing_is_lost(threads(3, program))
+    check_conservation(threads(3, program))

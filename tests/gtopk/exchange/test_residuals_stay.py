@@ -20,11 +20,11 @@ from tests.gtopk.held import held
     "compression", [Compression.none, Compression.gtopk(0.3), Compression.topk(1.0)], ids=repr
 )
 @pytest.mark.parametrize("missing", ["error", "zeros"])
-def test_ranks_without_batches_join_and_what_they_hold_back_is_sent(threads, compression, missing):
+def test_residuals_of_joined_ranks_are_sent(threads, compression, missing):
     batches = [6, 3, 4]
 
     def program(transport: LocalTransport) -> Any:
-        model, left = layers(), []
+        model, skipped = layers(), []
         with world.entered(transport) as here:
             optimizer = distribute(model, compression, missing_gradients=missing)
             for step in range(batches[transport.rank]):
@@ -33,11 +33,11 @@ def test_ranks_without_batches_join_and_what_they_hold_back_is_sent(threads, com
                 if step == 4 and transport.rank == 0:
                     model[1].weight.grad[0, 0] = float("nan")
                 optimizer.step()
-                left.append(optimizer.last_step.skipped)
+                skipped.append(optimizer.last_step.skipped)
             before = held(optimizer)
             last = here.engine.join().wait()
             assert optimizer._handles == {}
-            return flat(model), before, held(optimizer), left, last
+            return flat(model), before, held(optimizer), skipped, last
 
     ranks = threads(3, program)
     assert ranks[0][3] == [False, False, False, False, True, False]
@@ -69,15 +69,15 @@ def test_replicas_are_not_compared_while_a_rank_has_joined(threads, on_divergenc
     assert threads(2, program) == [0, 0]
 
 
-def test_a_rank_that_joins_before_its_first_step_is_named(threads):
+def test_rank_that_joins_before_its_first_step_is_named(threads):
     def program(transport: LocalTransport) -> None:
         model = layers()
         with world.entered(transport) as here:
             optimizer = distribute(model)
             if transport.rank != 1:
                 model(inputs(transport.rank, 0)).square().sum().backward()
-                said = "rank 1 joined: every rank must take a step before one joins"
-                with pytest.raises(HorovodInternalError, match=said):
+                message = "rank 1 joined: every rank must take a step before one joins"
+                with pytest.raises(HorovodInternalError, match=message):
                     optimizer.step()
             here.engine.join().wait()
             optimizer.zero_grad()
@@ -87,7 +87,7 @@ def test_a_rank_that_joins_before_its_first_step_is_named(threads):
     threads(3, program)
 
 
-def test_a_rank_that_joins_without_an_optimizer_hears_what_it_lacks(threads):
+def test_joining_without_an_optimizer_raises_with_advice(threads):
     def program(transport: LocalTransport) -> None:
         model = layers()
         with world.entered(transport) as here:
@@ -105,7 +105,7 @@ def test_a_rank_that_joins_without_an_optimizer_hears_what_it_lacks(threads):
     threads(2, program)
 
 
-def test_what_was_held_back_goes_into_the_next_world():
+def test_residuals_continue_in_the_next_world():
     """As after an elastic recovery, here with fewer ranks."""
     models = [layers() for _ in range(3)]
     optimizers: list[Any] = [None] * 3

@@ -10,14 +10,14 @@ from gtopk.exchange.sampling import SWEEP, Sampling, times_sampled
 SIZES, ROWS = [7, 400, 1, 0, 40, 123 * 5], [1, 20, 1, 1, 1, 123]
 
 
-def test_every_coordinate_is_sampled_once_in_a_sweep():
+def test_every_coordinate_is_sampled_once_per_sweep():
     sampling = Sampling(SIZES, ROWS)
     places = torch.cat([sampling.at([5 + step] * len(SIZES)).places for step in range(SWEEP)])
     assert places.sort().values.tolist() == list(range(sum(SIZES)))
 
 
 @pytest.mark.parametrize("steps", [0, 13, 41])
-def test_a_sample_knows_the_parameter_and_the_row_of_each_place(steps):
+def test_sample_has_the_parameter_and_row_of_each_place(steps):
     sample = Sampling(SIZES, ROWS).at([steps] * len(SIZES))
     numbers = torch.arange(len(SIZES)).repeat_interleave(torch.tensor(SIZES))
     rows, first = [], 0
@@ -29,7 +29,7 @@ def test_a_sample_knows_the_parameter_and_the_row_of_each_place(steps):
     assert (sample.places.diff() > 0).all()
 
 
-def test_parameters_of_unlike_ages_are_sampled_each_by_its_own():
+def test_each_parameter_is_sampled_by_its_own_age():
     sampling = Sampling([80, 80], [1, 1])
     both = sampling.at([3, 8])
     first, second = (both.places[both.numbers == number] for number in (0, 1))
@@ -37,11 +37,11 @@ def test_parameters_of_unlike_ages_are_sampled_each_by_its_own():
     assert second.tolist() == [p for p in sampling.at([8, 8]).places.tolist() if p >= 80]
 
 
-def test_a_step_samples_no_column_of_a_matrix_alone():
+def test_sample_covers_more_than_half_of_a_matrix_columns():
     places = Sampling([64 * SWEEP], [64]).at([0]).places
     assert len(set((places % SWEEP).tolist())) > SWEEP // 2
 
 
-def test_how_often_a_coordinate_was_sampled():
+def test_times_sampled_counts_begun_sweeps():
     counted = [times_sampled(steps) for steps in (0, 1, SWEEP, SWEEP + 1, 2 * SWEEP)]
     assert counted == [0, 1, 1, 2, 2]

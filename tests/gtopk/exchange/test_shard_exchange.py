@@ -1,6 +1,6 @@
 """Shards in an optimizer: owner errors are saved, redistributed, and undone with the step.
 
-test_optimizer and test_adamw check the laws of all methods.
+test_distributed and test_adamw check the laws of all methods.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ def saved(ranks: int, compression: Any = SHARDS, steps: int = 5) -> tuple[list[A
     return list(optimizers), states[0], models[0].state_dict()
 
 
-def test_each_rank_keeps_the_errors_of_the_parts_that_it_owns() -> None:
+def test_owner_errors_lie_on_one_rank_per_entry() -> None:
     optimizers, _, _ = saved(4)
     errors = np.array([owner_errors(optimizer) != 0 for optimizer in optimizers])
     assert (errors.sum(0) <= 1).all()
     assert errors.any(1).all()
 
 
-def test_a_run_is_resumed_to_the_bit_on_as_many_ranks() -> None:
+def test_run_resumed_on_as_many_ranks_is_bit_identical() -> None:
     _, state, model_state = saved(3)
 
-    def program(transport: LocalTransport) -> tuple[bytes, bytes]:
+    def resume(transport: LocalTransport) -> tuple[bytes, bytes]:
         model = layers()
         with world.entered(transport):
             optimizer = distribute(model, SHARDS)
@@ -77,19 +77,21 @@ def test_a_run_is_resumed_to_the_bit_on_as_many_ranks() -> None:
             train(optimizer, model, transport.rank, range(5, 9))
             return flat(model).numpy().tobytes(), held(optimizer).tobytes()
 
-    def whole(transport: LocalTransport) -> tuple[bytes, bytes]:
+    def uninterrupted(transport: LocalTransport) -> tuple[bytes, bytes]:
         model = layers()
         with world.entered(transport):
             optimizer = distribute(model, SHARDS)
             train(optimizer, model, transport.rank, range(9))
             return flat(model).numpy().tobytes(), held(optimizer).tobytes()
 
-    resumed, without_stop = (run_ranks(local_world(3, 30), each) for each in (program, whole))
+    resumed, without_stop = (
+        run_ranks(local_world(3, 30), each) for each in (resume, uninterrupted)
+    )
     assert resumed == without_stop
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
-def test_on_other_ranks_owner_errors_are_dealt_anew_and_nothing_is_lost(ranks: int) -> None:
+def test_other_rank_counts_redistribute_owner_errors_without_loss(ranks: int) -> None:
     optimizers, state, model_state = saved(3)
     left = sum(held(optimizer) for optimizer in optimizers)
     assert sum(np.abs(owner_errors(optimizer)).sum() for optimizer in optimizers) > 0
@@ -121,7 +123,7 @@ def test_on_other_ranks_owner_errors_are_dealt_anew_and_nothing_is_lost(ranks: i
 @pytest.mark.parametrize(
     "compression", [Compression.gtopk(0.3), Compression.topk(1.0), Compression.none], ids=repr
 )
-def test_another_method_goes_on_with_owner_errors_as_residual(compression: Any) -> None:
+def test_another_compression_takes_owner_errors_as_residual(compression: Any) -> None:
     optimizers, state, model_state = saved(3)
     left = sum(held(optimizer) for optimizer in optimizers)
 
@@ -146,7 +148,7 @@ def test_another_method_goes_on_with_owner_errors_as_residual(compression: Any) 
     np.testing.assert_allclose(updates[0] + after.sum(0), left + added.sum(0), rtol=0, atol=atol)
 
 
-def test_a_step_that_is_skipped_leaves_residuals_and_owner_errors_and_the_shards_turn() -> None:
+def test_skipped_step_leaves_residuals_owner_errors_and_parameters() -> None:
     def program(transport: LocalTransport) -> tuple[bytes, bool]:
         model = layers()
         with world.entered(transport):
@@ -172,7 +174,7 @@ def test_a_step_that_is_skipped_leaves_residuals_and_owner_errors_and_the_shards
     assert not any(skipped for _, skipped in ranks)
 
 
-def test_ranks_of_a_process_set_exchange_shards_and_others_step_alone(threads: Any) -> None:
+def test_shards_are_exchanged_within_a_process_set_only(threads: Any) -> None:
     def program(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor]:
         model, alone = layers(), layers()
         plain = torch.optim.SGD(alone.parameters(), lr=0.1)
@@ -194,7 +196,7 @@ def test_ranks_of_a_process_set_exchange_shards_and_others_step_alone(threads: A
     assert not torch.equal(*first)
 
 
-def test_ranks_without_batches_join(threads: Any) -> None:
+def test_ranks_without_batches_may_join(threads: Any) -> None:
     def program(transport: LocalTransport) -> tuple[torch.Tensor, np.ndarray]:
         model = layers()
         with world.entered(transport) as here:
@@ -207,9 +209,9 @@ def test_ranks_without_batches_join(threads: Any) -> None:
     assert torch.isfinite(ranks[0][0]).all()
 
 
-def test_local_steps_are_exchanged_in_shards_and_nothing_is_lost() -> None:
+def test_local_sgd_in_shards_conserves_the_change() -> None:
     def program(transport: LocalTransport) -> list[tuple[np.ndarray, ...]]:
-        model, found = layers().double(), []
+        model, rounds = layers().double(), []
         with world.entered(transport):
             inner = torch.optim.SGD(model.parameters(), lr=0.05)
             optimizer = LocalSGD(inner, 2, lambda p: torch.optim.SGD(p, lr=1.0), SHARDS)
@@ -218,17 +220,17 @@ def test_local_steps_are_exchanged_in_shards_and_nothing_is_lost() -> None:
                 optimizer.zero_grad()
                 model(inputs(transport.rank, step).double()).square().sum().backward()
                 if step % 2:
-                    before = _left(optimizer)
+                    before = _unsent(optimizer)
                     alone = flat(model)
                     gradient = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
                     change = center - (alone - 0.05 * gradient)
                     optimizer.step()
                     moved = center - flat(model)
                     center = flat(model)
-                    found.append((before, change.numpy() / 3, moved.numpy(), _left(optimizer)))
+                    rounds.append((before, change.numpy() / 3, moved.numpy(), _unsent(optimizer)))
                 else:
                     optimizer.step()
-        return found
+        return rounds
 
     for ranks in zip(*run_ranks(local_world(3, 30), program), strict=True):
         before, added, moved, after = (np.array(each) for each in zip(*ranks, strict=True))
@@ -238,7 +240,7 @@ def test_local_steps_are_exchanged_in_shards_and_nothing_is_lost() -> None:
         )
 
 
-def _left(optimizer: Any) -> np.ndarray:
+def _unsent(optimizer: Any) -> np.ndarray:
     """Return the residual and the owner errors of local steps."""
     (parts,) = optimizer.state_dict()["gtopk"]["held"].values()
     found = [
@@ -259,18 +261,18 @@ def _left(optimizer: Any) -> np.ndarray:
         ({"wire": "raw"}, TypeError, "wire"),
     ],
 )
-def test_what_shards_do_not_take_is_refused(options: Any, error: Any, text: str) -> None:
+def test_invalid_shards_option_raises(options: Any, error: Any, text: str) -> None:
     with pytest.raises(error, match=text):
         Compression.shards(**options)
 
 
-def test_what_would_not_save_owner_errors_refuses_shards() -> None:
+def test_round_exchange_refuses_shards() -> None:
     parameter = torch.nn.Parameter(torch.zeros(9))
     with pytest.raises(ValueError, match="only with mode 'balanced' of adapt"):
         RoundExchange([parameter], SHARDS)
 
 
-def test_ranks_with_unlike_shards_are_told_both(threads: Any) -> None:
+def test_unequal_bits_of_shards_raise_and_name_both(threads: Any) -> None:
     def program(transport: LocalTransport) -> None:
         model = layers()
         with world.entered(transport):

@@ -43,7 +43,7 @@ def loss(model: torch.nn.ParameterDict, rows: torch.Tensor, *, sparse: bool) -> 
     return scores.square().sum()
 
 
-def trained_as_one(size: int) -> torch.Tensor:
+def train_as_one_process(size: int) -> torch.Tensor:
     model = tables()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(STEPS):
@@ -54,7 +54,7 @@ def trained_as_one(size: int) -> torch.Tensor:
     return flat(model)
 
 
-def test_rows_add_up_to_the_step_of_one_process_and_are_sent_once(threads) -> None:
+def test_sparse_rows_train_as_one_process_and_are_sent_once(threads) -> None:
     def program(transport: LocalTransport) -> tuple[torch.Tensor, list[bool], list[int]]:
         model = tables()
         with world.entered(transport):
@@ -77,12 +77,12 @@ def test_rows_add_up_to_the_step_of_one_process_and_are_sent_once(threads) -> No
         ends = threads(size, program)
         for end, sparse, sent in ends:
             assert torch.equal(end, ends[0][0])
-            torch.testing.assert_close(end, trained_as_one(size), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(end, train_as_one_process(size), rtol=1e-12, atol=1e-12)
             assert all(sparse)
             assert all(dense in (0, WIDTH) for dense in sent)  # only the bias is dense
 
 
-class Embedded(torch.nn.Module):
+class EmbeddingModel(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.rows = torch.nn.Embedding(9, 3, sparse=True).double()
@@ -98,19 +98,19 @@ class Embedded(torch.nn.Module):
 @pytest.mark.parametrize("op", [Average, Sum])
 @pytest.mark.parametrize("as_dense", [False, True])
 @pytest.mark.parametrize("absent", [False, True])
-def test_sparse_gradients_train_as_one_process_would(threads, op, as_dense, absent):
+def test_sparse_gradients_train_as_one_process(threads, op, as_dense, absent):
     """Also if a rank looks up nothing."""
     size = 3
 
     def indices(rank: int, step: int) -> torch.Tensor:
         return torch.tensor([rank, (rank + step) % 9, rank]) if rank or not absent else None
 
-    def value(model: Embedded, rank: int, step: int) -> torch.Tensor:
+    def value(model: EmbeddingModel, rank: int, step: int) -> torch.Tensor:
         at = indices(rank, step)
         return model(at) if at is not None else model.after(torch.ones(1, 3).double()).sum()
 
     def program(transport: LocalTransport) -> torch.Tensor:
-        model = Embedded()
+        model = EmbeddingModel()
         with world.entered(transport):
             optimizer = DistributedOptimizer(
                 torch.optim.SGD(model.parameters(), lr=0.01),
@@ -128,7 +128,7 @@ def test_sparse_gradients_train_as_one_process_would(threads, op, as_dense, abse
                     optimizer.step()
         return flat(model)
 
-    alone = Embedded()
+    alone = EmbeddingModel()
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.01)
     for step in range(3):
         optimizer.zero_grad()
@@ -142,12 +142,12 @@ def test_sparse_gradients_train_as_one_process_would(threads, op, as_dense, abse
 
 @pytest.mark.parametrize("compression", [Compression.none, Compression.fp16, Compression.topk(1.0)])
 @pytest.mark.parametrize("as_dense", [False, True])
-def test_what_steps_with_sparse_gradients_alone_gets_some(threads, compression, as_dense):
+def test_sparse_adam_gets_sparse_gradients_on_every_rank(threads, compression, as_dense):
     """Also on a rank without a gradient, in its first step or later."""
     drawn = {0: [None, [0, 3], [3, 3, 5], None], 1: [[0, 1], None, [8], None]}
 
     def program(transport: LocalTransport) -> torch.Tensor:
-        table = Embedded().rows
+        table = EmbeddingModel().rows
         with world.entered(transport):
             optimizer = DistributedOptimizer(
                 torch.optim.SparseAdam(table.parameters(), lr=0.1),
@@ -161,7 +161,7 @@ def test_what_steps_with_sparse_gradients_alone_gets_some(threads, compression, 
                 optimizer.step()
         return table.weight.detach()
 
-    alone = Embedded().rows
+    alone = EmbeddingModel().rows
     optimizer = torch.optim.SparseAdam(alone.parameters(), lr=0.1)
     for ranks in zip(*drawn.values(), strict=True):
         rows = [torch.tensor(of_rank) for of_rank in ranks if of_rank is not None]
@@ -176,9 +176,9 @@ def test_what_steps_with_sparse_gradients_alone_gets_some(threads, compression, 
 
 
 @pytest.mark.parametrize("as_dense", [False, True])
-def test_a_gradient_that_becomes_sparse_is_planned_anew(threads, as_dense):
+def test_gradient_that_becomes_sparse_gets_a_new_bucket(threads, as_dense):
     def program(transport: LocalTransport) -> torch.Tensor:
-        model = Embedded()
+        model = EmbeddingModel()
         model.rows.sparse = False
         with world.entered(transport):
             optimizer = distribute(model, Compression.gtopk(0.2), sparse_as_dense=as_dense)
@@ -196,9 +196,9 @@ def test_a_gradient_that_becomes_sparse_is_planned_anew(threads, as_dense):
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("as_dense", [False, True])
-def test_a_sparse_gradient_that_takes_no_momentum_is_told_once(threads, caplog, momentum, as_dense):
+def test_sparse_gradient_without_momentum_is_warned_of_once(threads, caplog, momentum, as_dense):
     def program(transport: LocalTransport) -> None:
-        model = Embedded()
+        model = EmbeddingModel()
         with world.entered(transport):
             optimizer = distribute(
                 model,
@@ -213,19 +213,19 @@ def test_a_sparse_gradient_that_takes_no_momentum_is_told_once(threads, caplog, 
 
     with caplog.at_level(logging.WARNING, "gtopk"):
         threads(2, program)
-    said = [text for text in caplog.messages if "momentum" in text]
+    warnings = [text for text in caplog.messages if "momentum" in text]
     if as_dense or not momentum:
-        assert said == []
+        assert warnings == []
         return
-    (text,) = said
+    (text,) = warnings
     assert "'rows.weight' are trained without" in text
     assert "sparse_as_dense=True" in text
 
 
 @pytest.mark.parametrize("sparse_value", [float("nan"), float("inf")])
-def test_a_sparse_gradient_that_is_not_finite_skips_the_step(threads, sparse_value):
+def test_nonfinite_sparse_gradient_skips_the_step(threads, sparse_value):
     def program(transport: LocalTransport) -> torch.Tensor:
-        model = Embedded()
+        model = EmbeddingModel()
         with world.entered(transport):
             optimizer = distribute(model)
             before = flat(model)
@@ -239,13 +239,13 @@ def test_a_sparse_gradient_that_is_not_finite_skips_the_step(threads, sparse_val
     threads(2, program)
 
 
-def gathered(parameter: torch.Tensor) -> None:
+def give_sparse_gradient(parameter: torch.Tensor) -> None:
     """Give a parameter a gradient that is sparse in all dimensions."""
     indices = torch.zeros(1, WIDTH, dtype=torch.int64)
     torch.gather(parameter, 0, indices, sparse_grad=True).sum().backward()
 
 
-def test_a_rank_without_entries_takes_those_of_more_dimensions_than_rows(threads):
+def test_rank_without_gradient_takes_fully_sparse_gradients(threads):
     def program(transport: LocalTransport) -> torch.Tensor:
         parameter = torch.nn.Parameter(torch.zeros(4, WIDTH))
         with world.entered(transport):
@@ -253,17 +253,17 @@ def test_a_rank_without_entries_takes_those_of_more_dimensions_than_rows(threads
                 torch.optim.SGD([parameter], lr=1.0), missing_gradients="zeros"
             )
             if transport.rank:
-                gathered(parameter)
+                give_sparse_gradient(parameter)
             optimizer.step()
         return parameter.detach()
 
-    wanted = torch.zeros(4, WIDTH)
-    wanted[0] = -0.5
-    assert all(torch.equal(weight, wanted) for weight in threads(2, program))
+    expected = torch.zeros(4, WIDTH)
+    expected[0] = -0.5
+    assert all(torch.equal(weight, expected) for weight in threads(2, program))
 
 
 @pytest.mark.parametrize("missing", [True, False])
-def test_a_step_in_which_no_rank_has_entries_changes_nothing(threads, missing):
+def test_step_without_sparse_entries_on_any_rank_changes_nothing(threads, missing):
     def program(transport: LocalTransport) -> None:
         model = tables()
         with world.entered(transport):
@@ -281,13 +281,13 @@ def test_a_step_in_which_no_rank_has_entries_changes_nothing(threads, missing):
     threads(2, program)
 
 
-def test_sparse_gradients_of_unlike_dimensions_are_an_error_that_names_the_ranks(threads):
+def test_unequal_sparse_dimensions_raise_and_name_the_ranks(threads):
     def program(transport: LocalTransport) -> None:
         parameter = torch.nn.Parameter(torch.zeros(4, WIDTH))
         with world.entered(transport):
             optimizer = DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
             if transport.rank:
-                gathered(parameter)
+                give_sparse_gradient(parameter)
             else:
                 F.embedding(torch.tensor([1]), parameter, sparse=True).sum().backward()
             with pytest.raises(
@@ -316,7 +316,7 @@ def test_sparse_gradients_are_clipped_with_the_dense_ones(threads, option):
         assert float(moved) == pytest.approx(0.1 * shares[option])
 
 
-def test_an_embedding_that_turns_sparse_in_a_bucket_exchanged_early_is_planned_anew(threads):
+def test_embedding_that_becomes_sparse_in_an_early_bucket_is_replanned(threads):
     def program(transport: LocalTransport) -> torch.Tensor:
         model = tables()
         with world.entered(transport):

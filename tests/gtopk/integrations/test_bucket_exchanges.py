@@ -44,11 +44,11 @@ class Hook:
         self._transport = transport or local_world(1)[0]
 
     def _open_bucket_exchange(
-        self, whole: torch.nn.Parameter, parameters: Sequence[torch.Tensor]
+        self, bucket: torch.nn.Parameter, parameters: Sequence[torch.Tensor]
     ) -> BucketExchange:
         compression = GTopK(1.0, adam_correction=None if self._groups else BETAS)
         bucket_exchange = open_bucket_exchange(
-            "bucket", [whole], ["bucket"], compression, Progress(), members=parameters
+            "bucket", [bucket], ["bucket"], compression, Progress(), members=parameters
         )
         if self._groups is not None:
             attach_adam(bucket_exchange, compression, self._groups, self._transport.size)
@@ -79,55 +79,63 @@ def give_gradients(parameters: Parameters, names: str, step: int) -> None:
 
 
 def assert_steps_are_adams(
-    buckets: Sequence[str], trained: Sequence[str], *, saved_before: int | None = None
+    buckets: Sequence[str], trained_layers: Sequence[str], *, saved_before: int | None = None
 ) -> None:
     """Train in these buckets, and compare each step with plain Adam."""
-    for is_given in (False, True):
-        _assert_steps_are_adams(buckets, trained, saved_before, is_given)
+    for has_optimizer in (False, True):
+        _assert_steps_are_adams(buckets, trained_layers, saved_before, has_optimizer)
 
 
 def _assert_steps_are_adams(
-    buckets: Sequence[str], trained: Sequence[str], saved_before: int | None, is_given: bool
+    buckets: Sequence[str],
+    trained_layers: Sequence[str],
+    saved_before: int | None,
+    has_optimizer: bool,
 ) -> None:
-    ours, theirs = some_parameters(), some_parameters()
-    options = {"lr": 0.1, "betas": BETAS, "weight_decay": 0.1 if is_given else 0.0}
-    given = torch.optim.Adam(ours.values(), **options) if is_given else None
+    hook_parameters, adam_parameters = some_parameters(), some_parameters()
+    options = {"lr": 0.1, "betas": BETAS, "weight_decay": 0.1 if has_optimizer else 0.0}
+    given = torch.optim.Adam(hook_parameters.values(), **options) if has_optimizer else None
     hook = Hook(given)
-    sgd = torch.optim.SGD(ours.values(), lr=1.0 if is_given else 0.1)
-    adam = torch.optim.Adam(theirs.values(), **options)
-    for step, (bucket, names) in enumerate(zip(buckets, trained, strict=True)):
+    sgd = torch.optim.SGD(hook_parameters.values(), lr=1.0 if has_optimizer else 0.1)
+    adam = torch.optim.Adam(adam_parameters.values(), **options)
+    for step, (bucket, names) in enumerate(zip(buckets, trained_layers, strict=True)):
         if step == saved_before:
-            held = {p: hook.bucket_exchanges.residual_of(p, is_trained=True) for p in ours.values()}
+            held = {
+                p: hook.bucket_exchanges.residual_of(p, is_trained=True)
+                for p in hook_parameters.values()
+            }
             assert all(parts[AGE].shape == () for parts in held.values())
             hook = Hook(given)
             hook.bucket_exchanges.put_residuals(held)
-        for parameters in (ours, theirs):
+        for parameters in (hook_parameters, adam_parameters):
             give_gradients(parameters, names, step)
-        hook.exchange(ours, bucket)
+        hook.exchange(hook_parameters, bucket)
         sgd.step()
         adam.step()
-        for name in ours:
-            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-9, atol=1e-12)
+        for name in hook_parameters:
+            torch.testing.assert_close(
+                hook_parameters[name], adam_parameters[name], rtol=1e-9, atol=1e-12
+            )
 
 
-def test_moments_of_a_layer_that_is_frozen_and_thawed_are_as_old_as_before() -> None:
+def test_adam_step_count_of_a_layer_survives_freezing() -> None:
     """The same holds for other layers, which train in the meantime."""
     assert_steps_are_adams(["abc"] * 9, ["abc"] * 4 + ["ac"] * 3 + ["abc"] * 2)
 
 
-def test_moments_of_a_layer_that_comes_later_are_younger_than_those_beside_it() -> None:
+def test_layer_added_later_has_its_own_adam_step_count() -> None:
     assert_steps_are_adams(
         ["a"] * 5 + ["ab"] * 2 + ["cba"] * 2, ["a"] * 5 + ["ab"] * 2 + ["abc"] * 2
     )
 
 
 @pytest.mark.parametrize("bucket", ["abc", "cab"])
-def test_moments_are_as_old_as_before_where_they_were_saved_and_loaded(bucket: str) -> None:
+def test_adam_step_counts_survive_saving_and_loading(bucket: str) -> None:
     steps = ["abc"] * 3 + ["ac"] * 2
     assert_steps_are_adams(["abc"] * 5 + [bucket] * 2, [*steps, "ac", "abc"], saved_before=5)
 
 
-def test_what_ranks_share_and_own_moments_are_the_same_in_whichever_buckets(threads: Any) -> None:
+def test_adam_moments_do_not_depend_on_the_bucket_layout(threads: Any) -> None:
     def program(transport: LocalTransport, buckets: Sequence[Sequence[str]]) -> list[torch.Tensor]:
         parameters = some_parameters()
         optimizer = torch.optim.AdamW(parameters.values(), lr=0.1, betas=BETAS)
@@ -136,23 +144,23 @@ def test_what_ranks_share_and_own_moments_are_the_same_in_whichever_buckets(thre
             give_gradients(parameters, "abc", 10 * step + transport.rank)
             for bucket in of_step:
                 hook.exchange(parameters, bucket)
-        found = []
+        tensors = []
         for parameter in parameters.values():
             own = hook.bucket_exchanges.residual_of(parameter, is_trained=True)
             state = optimizer.state[parameter]
-            found += [own[name] for name in ("first_moment", "second_moment", AGE, ROWS)]
-            found += [state[name] for name in (STEP, SHARED, SHARED_ROWS)]
-        return found
+            tensors += [own[name] for name in ("first_moment", "second_moment", AGE, ROWS)]
+            tensors += [state[name] for name in (STEP, SHARED, SHARED_ROWS)]
+        return tensors
 
-    whole = threads(2, partial(program, buckets=[["abc"]] * 6))
-    moved = threads(2, partial(program, buckets=[["abc"]] * 3 + [["ca", "b"]] * 3))
-    for one, other in zip(whole, moved, strict=True):
+    one_bucket = threads(2, partial(program, buckets=[["abc"]] * 6))
+    changed_buckets = threads(2, partial(program, buckets=[["abc"]] * 3 + [["ca", "b"]] * 3))
+    for one, other in zip(one_bucket, changed_buckets, strict=True):
         assert all(map(torch.equal, one, other))
-    assert all(map(torch.equal, whole[0][5::7], whole[1][5::7]))
-    assert all(bool((shared >= 0).any()) for shared in whole[0][5::7])
+    assert all(map(torch.equal, one_bucket[0][5::7], one_bucket[1][5::7]))
+    assert all(bool((shared >= 0).any()) for shared in one_bucket[0][5::7])
 
 
-def test_the_memory_of_a_buffer_is_not_kept_once_another_takes_its_place() -> None:
+def test_replaced_buffers_memory_is_released() -> None:
     """As when DDP is created again around a model of one bucket."""
     parameters = some_parameters()
     bucket_exchanges = Hook().bucket_exchanges

@@ -12,14 +12,14 @@ def gradients(optimizer: torch.optim.Optimizer) -> list[bool]:
     return [p.grad is not None for group in optimizer.param_groups for p in group["params"]]
 
 
-def test_what_is_dropped_is_all_but_what_is_of_other_models() -> None:
-    one, other, nobodys = (torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
+def test_skipped_pass_drops_all_gradients_except_those_of_other_models() -> None:
+    one, other, unowned = (torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
     skips, others, same = HookSkips(lambda: [one], 20), HookSkips(lambda: [other], 20), [one]
     again = HookSkips(lambda: same, 20)  # another state of the first model, from an earlier run
-    optimizer = torch.optim.SGD([one, other, nobodys], lr=1.0)
+    optimizer = torch.optim.SGD([one, other, unowned], lr=1.0)
 
     def dropped(counted: bool) -> list[bool]:
-        for parameter in (one, other, nobodys):
+        for parameter in (one, other, unowned):
             parameter.grad = torch.ones(2)
         skips.note_pass(counted, 0, 1, "rank 0")
         skips.drop(optimizer)

@@ -29,13 +29,13 @@ from gtopk.telemetry.step_report import parts
 def test_steps_of_a_hook_are_reported_and_recorded(
     tmp_path: Path, threads: Callable[..., Any]
 ) -> None:
-    length, steps, bad = 300, 3, 1
+    length, steps, skipped_step = 300, 3, 1
 
     def program(transport: Transport) -> None:
         with world.entered(transport) as here:
             gtopk.record(str(tmp_path))
             peers = Peers(here, here.engine, "hooked", range(here.size), takes_part=True)
-            watched = HookSteps(peers, GTopK(0.1), Progress())
+            hook_steps = HookSteps(peers, GTopK(0.1), Progress())
             bucket_exchanges = [
                 open_bucket_exchange(
                     name,
@@ -54,18 +54,18 @@ def test_steps_of_a_hook_are_reported_and_recorded(
                     bucket_exchange.parameters[0].grad = torch.randn(length)
                     bucket_exchange.capture_gradients(1.0 / here.size, 1.0)
                     number = one_step.add(bucket_exchange)
-                    flags = NOT_FINITE if (step, number) == (bad, 1) else 0
+                    flags = NOT_FINITE if (step, number) == (skipped_step, 1) else 0
                     one_step.operations[number] = here.engine.submit(
                         bucket_exchange.name, [], partial(one_step.run, number), flags=flags
                     )
-                    watched.note_submit()
+                    hook_steps.note_submit()
                 for operation in one_step.operations.values():
                     operation.wait()
-                watched.note_wait_end()
+                hook_steps.note_wait_end()
                 one_step.close()
-                watched.close(one_step, overlapped=True)
-                assert watched.last is not None
-                assert watched.last.skipped == (step == bad)
+                hook_steps.close(one_step, overlapped=True)
+                assert hook_steps.last is not None
+                assert hook_steps.last.skipped == (step == skipped_step)
             assert here.step == steps
 
     threads(3, program)
@@ -92,7 +92,7 @@ class Hook(HookState):
         return iter(())
 
 
-def test_a_pass_whose_bucket_has_failed_is_undone_before_the_next(
+def test_abort_undoes_a_pass_with_a_failed_bucket(
     threads: Callable[..., Any],
 ) -> None:
     """Also if its last bucket was exchanged, after which DDP's hook reports the whole pass."""
@@ -101,12 +101,12 @@ def test_a_pass_whose_bucket_has_failed_is_undone_before_the_next(
         with world.entered(transport) as here:
             peers = Peers(here, here.engine, "hooked", range(here.size), takes_part=True)
             hook = Hook(peers, GTopK(0.1), None, 20, None, {"adam": None})
-            whole = torch.nn.Parameter(torch.zeros(30))
-            bucket_exchange = hook._open("bucket", whole, [whole])
+            bucket = torch.nn.Parameter(torch.zeros(30))
+            bucket_exchange = hook._open("bucket", bucket, [bucket])
             residual = bucket_exchange.exchange.residual
 
             def submit(name: str, signature: str) -> Operation:
-                whole.grad = torch.arange(30.0)
+                bucket.grad = torch.arange(30.0)
                 return hook._submit(name, [signature], bucket_exchange)
 
             assert submit("good", "the same").wait()

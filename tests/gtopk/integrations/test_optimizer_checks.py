@@ -10,20 +10,20 @@ from gtopk.compression import Compression
 from gtopk.integrations.optimizer_checks import HookSkips, OptimizerChecks
 
 
-def stepped(parameter: torch.nn.Parameter, **options: float) -> torch.optim.Optimizer:
+def sgd_with_gradient(parameter: torch.nn.Parameter, **options: float) -> torch.optim.Optimizer:
     parameter.grad = torch.ones_like(parameter)
     return torch.optim.SGD([parameter], lr=0.1, **options)
 
 
-def looked_at(parameter: torch.nn.Parameter, stepped: torch.optim.Optimizer) -> OptimizerChecks:
+def checks_for(parameter: torch.nn.Parameter, stepped: torch.optim.Optimizer) -> OptimizerChecks:
     skips = HookSkips(lambda: {parameter}, 3)
     compression = Compression.gtopk(density=0.5)
     return OptimizerChecks(skips, compression, 0, logs_advice=False, hint="", stepped=stepped)
 
 
-def test_a_hook_that_is_collected_while_an_optimizer_steps_does_not_break_the_step():
+def test_hook_collected_during_a_step_does_not_break_it():
     parameter = torch.nn.Parameter(torch.zeros(3))
-    optimizer = stepped(parameter)
+    optimizer = sgd_with_gradient(parameter)
     hooks: list[OptimizerChecks] = []
 
     def collect(*call: object) -> None:
@@ -31,7 +31,7 @@ def test_a_hook_that_is_collected_while_an_optimizer_steps_does_not_break_the_st
             hooks.pop()
 
     handle = register_optimizer_step_pre_hook(collect)
-    hooks += (looked_at(parameter, optimizer) for _ in range(3))
+    hooks += (checks_for(parameter, optimizer) for _ in range(3))
     try:
         for _ in range(3):
             optimizer.step()
@@ -41,23 +41,26 @@ def test_a_hook_that_is_collected_while_an_optimizer_steps_does_not_break_the_st
     assert torch.equal(parameter, torch.full((3,), -0.3))
 
 
-def test_each_living_hook_looks_and_no_dead_one():
+def test_only_living_hooks_check_optimizers():
     one, other = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
-    first, second = looked_at(one, stepped(one)), looked_at(other, stepped(other))
+    first, second = (
+        checks_for(one, sgd_with_gradient(one)),
+        checks_for(other, sgd_with_gradient(other)),
+    )
     for parameter in (one, other):
         with pytest.raises(ValueError, match="another SGD steps its model"):
-            stepped(parameter).step()
+            sgd_with_gradient(parameter).step()
     del first
-    stepped(one).step()
+    sgd_with_gradient(one).step()
     with pytest.raises(ValueError, match="another SGD steps its model"):
-        stepped(other).step()
+        sgd_with_gradient(other).step()
     del second
-    stepped(other).step()
+    sgd_with_gradient(other).step()
 
 
-def test_a_container_may_call_the_step_of_the_hooks_optimizer():
+def test_container_may_call_step_of_the_hooks_optimizer():
     parameter = torch.nn.Parameter(torch.zeros(3))
-    optimizer = stepped(parameter)
+    optimizer = sgd_with_gradient(parameter)
 
     class Container(torch.optim.Optimizer):
         """One step for several optimizers, as in torchtitan."""
@@ -70,9 +73,9 @@ def test_a_container_may_call_the_step_of_the_hooks_optimizer():
             for each in self.optimizers:
                 each.step()
 
-    hook = looked_at(parameter, optimizer)
+    hook = checks_for(parameter, optimizer)
     Container().step()
     assert torch.equal(parameter, torch.full((3,), -0.1))
     with pytest.raises(ValueError, match="another SGD steps its model"):
-        stepped(parameter).step()
+        sgd_with_gradient(parameter).step()
     del hook

@@ -41,7 +41,7 @@ def test_gradients_are_written_on_the_stream_of_their_bucket(flags: int) -> None
     assert parameter.grad.isnan().all() == bool(flags)
 
 
-def test_a_bucket_that_comes_twice_becomes_what_it_was_before_the_step() -> None:
+def test_bucket_exchanged_twice_in_a_skipped_step_is_restored() -> None:
     """As for a module that is used twice in a pass."""
     parameter = torch.nn.Parameter(torch.zeros(30))
     bucket_exchange = open_bucket_exchange(

@@ -23,7 +23,7 @@ from tests.gtopk.local_rounds import (
 
 
 @pytest.mark.parametrize("mid_round", [False, True])
-def test_a_checkpoint_goes_on_to_the_bit(mid_round: bool) -> None:
+def test_run_resumed_from_a_checkpoint_is_bit_identical(mid_round: bool) -> None:
     def rank(transport: LocalTransport) -> None:
         def begin() -> tuple[torch.nn.Module, Any]:
             model = network()
@@ -58,11 +58,11 @@ def test_a_checkpoint_goes_on_to_the_bit(mid_round: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "then",
+    "compression",
     [hvd.Compression.none, hvd.Compression.fp16, hvd.Compression.topk(density=0.1)],
     ids=repr,
 )
-def test_another_compression_goes_on_from_what_was_held_back(then: Any) -> None:
+def test_another_compression_sends_the_loaded_residual(compression: Any) -> None:
     """Also if a rank has no residual; it is saved until it is sent."""
 
     def rank(transport: LocalTransport) -> tuple[torch.Tensor, ...]:
@@ -75,19 +75,19 @@ def test_another_compression_goes_on_from_what_was_held_back(then: Any) -> None:
         state = sparse.state_dict()
         if transport.rank == 1:
             state["gtopk"]["held"] = {1: {}}
-        optimizer = LocalSGD(momentum(model.parameters()), None, averaging, then)
+        optimizer = LocalSGD(momentum(model.parameters()), None, averaging, compression)
         optimizer.load_state_dict(state)
         z, before = weights(model), held(optimizer)
         backward(model, transport.rank, 1)
         optimizer.step()
         assert bool(before.any()) == (transport.rank != 1)
         assert not (held(optimizer) - before).any()
-        again = LocalSGD(momentum(model.parameters()), None, averaging, then)
+        again = LocalSGD(momentum(model.parameters()), None, averaging, compression)
         again.load_state_dict(optimizer.state_dict())
         pseudo = z - weights(model)
         assert again.outer_step()
         assert again._fragments.first._bucket_exchange.exchange.residual is None or isinstance(
-            then, hvd.Compression.topk
+            compression, hvd.Compression.topk
         )
         return z - weights(model), held(again), pseudo / 3 + before
 
@@ -95,7 +95,7 @@ def test_another_compression_goes_on_from_what_was_held_back(then: Any) -> None:
     close(moved[0] + sum(after), sum(given))
 
 
-def test_a_node_goes_on_with_what_lay_in_other_shards() -> None:
+def test_loaded_residual_of_another_shard_is_sent() -> None:
     compression = hvd.Compression.hierarchical(density=0.1, inside="dense", node_size=2)
     states: dict[int, Any] = {}
 
@@ -124,7 +124,7 @@ def test_a_node_goes_on_with_what_lay_in_other_shards() -> None:
     assert lies == [[True, False], [False, True]]
 
 
-def test_on_other_ranks_the_sum_of_the_residuals_stays_and_a_round_begins_anew() -> None:
+def test_other_rank_count_keeps_the_residuals_sum_and_restarts_the_round() -> None:
     def saving(transport: LocalTransport) -> tuple[torch.Tensor, Any, Any]:
         model = network()
         optimizer = LocalSGD(
@@ -157,7 +157,7 @@ def test_on_other_ranks_the_sum_of_the_residuals_stays_and_a_round_begins_anew()
     close(sum(on_ranks(2, loading)), total)
 
 
-def test_what_is_held_back_of_other_names_is_kept_and_told(
+def test_residuals_of_unknown_names_are_kept_and_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def rank(transport: LocalTransport) -> None:
@@ -194,7 +194,7 @@ def test_what_is_held_back_of_other_names_is_kept_and_told(
 
 @pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.gtopk(0.1)])
 @pytest.mark.parametrize("changes_first", [True, False])
-def test_gradients_that_are_held_back_are_no_changes_of_the_model(
+def test_gradient_and_change_residuals_are_not_interchanged(
     changes_first: bool, compression: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     sparse = hvd.Compression.gtopk(0.1)
@@ -226,12 +226,12 @@ def test_gradients_that_are_held_back_are_no_changes_of_the_model(
         return torch.equal(before, weights(model)) and not held(optimizer).any()
 
     assert on_ranks(2, program) == [True, True]
-    said = [r.getMessage() for r in caplog.records if "is lost" in r.getMessage()]
-    assert len(said) == 2
-    assert all("has no residual" in text for text in said)
+    messages = [r.getMessage() for r in caplog.records if "is lost" in r.getMessage()]
+    assert len(messages) == 2
+    assert all("has no residual" in text for text in messages)
 
 
-def test_a_state_from_before_it_said_what_it_holds_back_loses_none_of_it() -> None:
+def test_old_state_without_holds_keeps_its_residual() -> None:
     def rank(transport: LocalTransport) -> None:
         def begin() -> Any:
             model = network()
@@ -253,7 +253,9 @@ def test_a_state_from_before_it_said_what_it_holds_back_loses_none_of_it() -> No
     on_ranks(2, rank)
 
 
-def test_a_state_without_the_outer_optimizers_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_state_without_the_outer_optimizers_state_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def rank(transport: LocalTransport) -> None:
         model = network()
         optimizer = LocalSGD(momentum(model.parameters()), 1, nesterov)
@@ -267,7 +269,7 @@ def test_a_state_without_the_outer_optimizers_is_told_of(caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
-def test_the_outer_optimizers_state_is_shared_or_missed(is_shared: bool) -> None:
+def test_outer_optimizer_state_loaded_on_rank_0_must_be_broadcast(is_shared: bool) -> None:
     """Only rank 0 loads the checkpoint, as in Horovod's scripts."""
 
     def program(transport: LocalTransport) -> Any:
@@ -307,7 +309,7 @@ def test_the_outer_optimizers_state_is_shared_or_missed(is_shared: bool) -> None
     ],
     ids=repr,
 )
-def test_where_rank_0_alone_loads_all_go_on_from_where_it_was(compression: Any, steps: int) -> None:
+def test_all_ranks_continue_from_the_round_that_rank_0_loads(compression: Any, steps: int) -> None:
     """Between rounds, when only the model is shared, and in the middle of a round."""
 
     def begin() -> tuple[torch.nn.Module, Any]:

@@ -37,7 +37,7 @@ def center(optimizer: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("after", [2, 3])
 @pytest.mark.parametrize("steps", [6, 7])
-def test_a_job_goes_on_from_a_commit(
+def test_job_resumes_from_a_commit_on_any_number_of_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, after: int
 ) -> None:
     """Between two rounds, and within one, which another number of ranks restarts."""
@@ -53,20 +53,20 @@ def test_a_job_goes_on_from_a_commit(
     def then(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor]:
         model, optimizer, state = begin()
         state.sync()
-        made = steps % INNER_STEPS if after == 2 else 0
-        assert (optimizer.outer_steps, optimizer.steps_made) == (2, made)
+        steps_made = steps % INNER_STEPS if after == 2 else 0
+        assert (optimizer.outer_steps, optimizer.steps_made) == (2, steps_made)
         before = held(optimizer)
-        train(transport.rank, model, optimizer, range(made, INNER_STEPS))
+        train(transport.rank, model, optimizer, range(steps_made, INNER_STEPS))
         assert (optimizer.outer_steps, optimizer.steps_made) == (3, 0)
         return before, weights(model)
 
     saved = on_ranks(2, first)
-    found, models = zip(*on_ranks(after, then), strict=True)
-    close(sum(found), sum(saved))
+    loaded, models = zip(*on_ranks(after, then), strict=True)
+    close(sum(loaded), sum(saved))
     assert all(torch.equal(model, models[0]) for model in models)
 
 
-def test_a_recovery_goes_on_as_rank_0_was_in_its_round() -> None:
+def test_recovery_resumes_at_rank_0s_step_of_the_round() -> None:
     def rank(transport: LocalTransport) -> tuple[torch.Tensor, ...]:
         model, optimizer, state = begin()
         state.sync()
@@ -74,11 +74,11 @@ def test_a_recovery_goes_on_as_rank_0_was_in_its_round() -> None:
         if transport.rank == 0:  # ranks may take different numbers of steps
             train(0, model, optimizer, range(INNER_STEPS, INNER_STEPS + 1))
         state.commit()
-        own, mine = weights(model), held(optimizer)
+        own, own_residual = weights(model), held(optimizer)
         train(transport.rank, model, optimizer, range(1))
         state.restore()
         state.sync()
-        assert torch.equal(held(optimizer), mine)
+        assert torch.equal(held(optimizer), own_residual)
         assert (optimizer.outer_steps, optimizer.steps_made) == (1, 1)
         seen = own, weights(model), center(optimizer)
         state.restore()  # all ranks agreed on the commit
@@ -96,7 +96,7 @@ def test_a_recovery_goes_on_as_rank_0_was_in_its_round() -> None:
         assert torch.equal(moved, ours[3])
 
 
-def test_gradients_that_a_commit_holds_back_are_no_changes_of_the_model(
+def test_gradient_residuals_of_a_commit_are_not_loaded_as_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("GTOPK_ELASTIC_DIR", str(tmp_path))

@@ -33,30 +33,31 @@ from tests.gtopk.local_rounds import (
     [hvd.Compression.gtopk(density=0.1, warmup_steps=3), hvd.Compression.shards(3, 3)],
     ids=repr,
 )
-def test_a_checkpoint_goes_on_to_the_bit_from_any_step(compression: Any, overlap: int) -> None:
+def test_run_resumed_from_any_step_is_bit_identical(compression: Any, overlap: int) -> None:
     def rank(transport: LocalTransport) -> None:
-        whole, alone = in_fragments(overlap, compression)
-        train(transport.rank, whole, alone, range(13))
+        full_model, full_run = in_fragments(overlap, compression)
+        train(transport.rank, full_model, full_run, range(13))
         for stop in (2, 3, 5, 6):
             model, optimizer = in_fragments(overlap, compression)
             train(transport.rank, model, optimizer, range(stop))
             saved = copied(model, optimizer)
             train(transport.rank, model, optimizer, range(stop, 13))
-            assert torch.equal(weights(model), weights(whole))  # asking for a state changes nothing
+            # Asking for a state changed nothing.
+            assert torch.equal(weights(model), weights(full_model))
             other, resumed = in_fragments(overlap, compression)
             train(transport.rank, other, resumed, range(3))  # discarded
             other.load_state_dict(saved[0])
             resumed.load_state_dict(saved[1])
             train(transport.rank, other, resumed, range(stop, 13))
-            assert torch.equal(weights(other), weights(whole))
-            assert torch.equal(held(resumed), held(alone))
-            assert resumed.outer_steps == alone.outer_steps
+            assert torch.equal(weights(other), weights(full_model))
+            assert torch.equal(held(resumed), held(full_run))
+            assert resumed.outer_steps == full_run.outer_steps
 
     on_ranks(2, rank)
 
 
 @pytest.mark.parametrize(("ranks", "fragments"), [(2, 3), (4, 3), (3, 2), (3, 1)])
-def test_on_other_ranks_or_with_other_fragments_all_go_back_to_the_centers(
+def test_other_ranks_or_fragments_restart_from_the_centers(
     ranks: int, fragments: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     def saving(transport: LocalTransport) -> tuple[Any, ...]:
@@ -79,13 +80,13 @@ def test_on_other_ranks_or_with_other_fragments_all_go_back_to_the_centers(
         state = {**states[0], "gtopk": {**states[0]["gtopk"], "held": together}}
         optimizer.load_state_dict(copy.deepcopy(state))  # ranks are threads here
         close(weights(model), flat(by_place[n] for n in range(4)))
-        found = held(optimizer)
+        residuals = held(optimizer)
         train(transport.rank, model, optimizer, range(6, 13))
         optimizer.outer_step()
-        return found, weights(model)
+        return residuals, weights(model)
 
-    found, after = zip(*on_ranks(ranks, loading), strict=True)
-    close(sum(found), total)
+    residuals, after = zip(*on_ranks(ranks, loading), strict=True)
+    close(sum(residuals), total)
     assert all(torch.equal(each, after[0]) for each in after)
     assert (
         f"the state was saved by 3 ranks in the middle of a round, and now there are {ranks}"
@@ -94,7 +95,7 @@ def test_on_other_ranks_or_with_other_fragments_all_go_back_to_the_centers(
     assert ("with other fragments" in caplog.text) == (fragments != 3)
 
 
-def test_a_state_from_before_there_were_fragments_is_of_one() -> None:
+def test_old_state_without_fragments_loads_as_one_fragment() -> None:
     def rank(transport: LocalTransport) -> None:
         model, optimizer = in_fragments(fragments=1)
         train(transport.rank, model, optimizer, range(6))
@@ -114,23 +115,21 @@ def test_a_state_from_before_there_were_fragments_is_of_one() -> None:
 
 
 @pytest.mark.parametrize("way", ["set", "loaded", "broadcast"])
-@pytest.mark.parametrize(("before", "then"), [(8, 4), (4, 8), (6, 9)])
-def test_fragments_take_turns_after_inner_steps_have_changed(
-    before: int, then: int, way: str
-) -> None:
+@pytest.mark.parametrize(("before", "after"), [(8, 4), (4, 8), (6, 9)])
+def test_fragments_take_turns_after_inner_steps_changed(before: int, after: int, way: str) -> None:
     def rank(transport: LocalTransport) -> None:
-        def made(inner_steps: int) -> tuple[torch.nn.Module, Any]:
+        def build(inner_steps: int) -> tuple[torch.nn.Module, Any]:
             model = network()
             inner = torch.optim.SGD(model.parameters(), lr=0.1)
             return model, LocalSGD(inner, inner_steps, fragments=4)
 
-        model, optimizer = made(before)
+        model, optimizer = build(before)
         train(transport.rank, model, optimizer, range(11))
         if way == "set":
-            optimizer.inner_steps = then
+            optimizer.inner_steps = after
         else:
             saved = copied(model, optimizer)
-            model, optimizer = made(then)
+            model, optimizer = build(after)
             if way == "loaded" or transport.rank == 0:
                 model.load_state_dict(saved[0])
                 optimizer.load_state_dict(saved[1])
@@ -138,18 +137,18 @@ def test_fragments_take_turns_after_inner_steps_have_changed(
                 hvd.broadcast_parameters(model.state_dict(), 0)
                 hvd.broadcast_optimizer_state(optimizer, 0)
         counts = []
-        for step in range(2 * then):
+        for step in range(2 * after):
             so_far = optimizer.outer_steps
             train(transport.rank, model, optimizer, [step])
             counts.append(optimizer.outer_steps - so_far)
-        ends = [-(-then * number // 4) for number in range(1, 9)]
-        assert counts == [ends.count(step) for step in range(1, 2 * then + 1)]
+        ends = [-(-after * number // 4) for number in range(1, 9)]
+        assert counts == [ends.count(step) for step in range(1, 2 * after + 1)]
 
     on_ranks(2, rank)
 
 
 @pytest.mark.parametrize("overlap", [0, 2])
-def test_all_go_on_as_the_root_does(overlap: int) -> None:
+def test_broadcast_state_makes_all_ranks_continue_as_the_root(overlap: int) -> None:
     def rank(transport: LocalTransport) -> torch.Tensor:
         model, optimizer = in_fragments(overlap)
         train(transport.rank, model, optimizer, range(5))
@@ -175,14 +174,14 @@ def test_all_go_on_as_the_root_does(overlap: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fragments", "layers", "said"),
+    ("fragments", "layers", "message"),
     [
         ((2, 3), ("0123", "0123"), "rank 1 has fragments=3, rank 0 has fragments=2"),
         ((2, 2), ("0011", "0123"), "rank 1 has parameter 1 in fragment 1, rank 0 has .* 0$"),
     ],
 )
-def test_ranks_with_other_fragments_share_no_state_and_all_hear_of_it(
-    fragments: tuple[int, int], layers: tuple[str, str], said: str
+def test_unequal_fragments_make_a_state_broadcast_raise_on_every_rank(
+    fragments: tuple[int, int], layers: tuple[str, str], message: str
 ) -> None:
     def rank(transport: LocalTransport) -> None:
         parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(4)]
@@ -193,24 +192,24 @@ def test_ranks_with_other_fragments_share_no_state_and_all_hear_of_it(
             fragments=fragments[transport.rank],
             named_parameters=zip(names, parameters, strict=True),
         )
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             hvd.broadcast_optimizer_state(optimizer, 0)
 
     on_ranks(2, rank)
 
 
-def test_elastic_recovers_within_the_turns() -> None:
+def test_elastic_recovery_between_fragment_exchanges_keeps_residuals() -> None:
     def rank(transport: LocalTransport) -> torch.Tensor:
         model, optimizer = in_fragments()
         state = TorchState(model, optimizer)
         state.sync()
         train(transport.rank, model, optimizer, range(5))
         state.commit()
-        mine = held(optimizer)
+        own_residual = held(optimizer)
         train(transport.rank, model, optimizer, range(5, 7))
         state.restore()
         state.sync()
-        assert torch.equal(held(optimizer), mine)
+        assert torch.equal(held(optimizer), own_residual)
         train(transport.rank, model, optimizer, range(5, 12))
         optimizer.outer_step()
         return weights(model)
@@ -220,23 +219,23 @@ def test_elastic_recovers_within_the_turns() -> None:
 
 
 @pytest.mark.parametrize("overlap", [0, 3])
-def test_the_turns_go_on_in_the_next_world(overlap: int) -> None:
+def test_fragments_continue_in_the_next_world(overlap: int) -> None:
     """Bit-identically; an exchange in progress only ends sooner."""
     later = local_world(2, timeout_seconds=20)
 
     def rank(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor]:
         with world.entered(transport):
-            whole, alone = in_fragments(overlap)
-            train(transport.rank, whole, alone, range(11))
-            alone.outer_step()
+            full_model, full_run = in_fragments(overlap)
+            train(transport.rank, full_model, full_run, range(11))
+            full_run.outer_step()
             model, optimizer = in_fragments(overlap)
             train(transport.rank, model, optimizer, range(6))
         with world.entered(later[transport.rank]):
             train(transport.rank, model, optimizer, range(6, 11))
             optimizer.outer_step()
-            assert optimizer.outer_steps == alone.outer_steps
-            return weights(model), weights(whole)
+            assert optimizer.outer_steps == full_run.outer_steps
+            return weights(model), weights(full_model)
 
-    models, wholes = zip(*run_ranks(local_world(2, timeout_seconds=20), rank), strict=True)
+    models, full_models = zip(*run_ranks(local_world(2, timeout_seconds=20), rank), strict=True)
     assert torch.equal(*models)
-    assert torch.equal(models[0], wholes[0]) == (overlap == 0)
+    assert torch.equal(models[0], full_models[0]) == (overlap == 0)

@@ -35,15 +35,17 @@ def parameters(sizes: dict[str, int]) -> dict[torch.nn.Parameter, str]:
     return {torch.nn.Parameter(torch.zeros(size)): name for name, size in sizes.items()}
 
 
-def test_blocks_are_dealt_in_turn_by_depth_and_the_rest_levels_them() -> None:
+def test_blocks_go_to_fragments_in_turn_and_other_layers_level_sizes() -> None:
     blocks = {
         f"blocks.{number}.{name}": size
         for number in range(6)
         for name, size in (("attention.weight", 40), ("attention.bias", 8), ("mlp.weight", 52))
     }
     names = parameters({"embedding.weight": 200, **blocks, "head.weight": 190, "head.bias": 10})
-    dealt = assign_parameters(names, 5)
-    by_name = [{n.rsplit(".", 1)[0] for n in map([*names.values()].__getitem__, p)} for p in dealt]
+    assigned = assign_parameters(names, 5)
+    by_name = [
+        {n.rsplit(".", 1)[0] for n in map([*names.values()].__getitem__, p)} for p in assigned
+    ]
     assert by_name == [
         {"embedding"},
         *(
@@ -56,7 +58,7 @@ def test_blocks_are_dealt_in_turn_by_depth_and_the_rest_levels_them() -> None:
 
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("fragments", [2, 3, 4])
-def test_layers_are_cut_up_where_whole_ones_are_uneven(named: bool, fragments: int) -> None:
+def test_layers_are_divided_if_whole_layers_are_uneven(named: bool, fragments: int) -> None:
     sizes = [p.numel() for p in network().parameters()]
     keys = (
         ["0.weight", "0.bias", "2.weight", "2.bias"]
@@ -76,7 +78,7 @@ def test_no_fragment_is_empty() -> None:
         assign_parameters(names, 4)
 
 
-def in_turn(
+def simulate(
     ranks: int, steps: int, overlap: int, every: int, fragments: int, outer: Any
 ) -> list[torch.Tensor]:
     """Return all ranks' weights after each step, and after a last exchange, in one process."""
@@ -144,7 +146,7 @@ def in_turn(
         (4, 5, 5, averaging),
     ],
 )
-def test_each_fragment_is_exchanged_by_itself_every_so_many_steps(
+def test_each_fragment_is_exchanged_every_inner_steps(
     fragments: int, overlap: int, every: int, outer: Any, compression: Any
 ) -> None:
     for ranks, steps in ((1, 9), (2, 11), (3, 12), (5, 13)):
@@ -171,13 +173,13 @@ def test_each_fragment_is_exchanged_by_itself_every_so_many_steps(
 
         models = on_ranks(ranks, rank)
         for *each, expected in zip(
-            *models, in_turn(ranks, steps, overlap, every, fragments, outer), strict=True
+            *models, simulate(ranks, steps, overlap, every, fragments, outer), strict=True
         ):
             close(torch.cat(each), expected)
         assert all(torch.equal(each[-1], models[0][-1]) for each in models)
 
 
-def test_what_ranks_agree_on_within_the_turns() -> None:
+def test_ranks_agree_on_centers_and_the_last_exchanged_fragment() -> None:
     """The centers always, a fragment right after its exchange, everything after outer_step."""
 
     def rank(transport: LocalTransport) -> list[tuple[Any, ...]]:
@@ -210,7 +212,7 @@ def test_what_ranks_agree_on_within_the_turns() -> None:
 
 
 @pytest.mark.parametrize("fragments", [1, 2, 4])
-def test_the_longest_exchange_is_shorter_and_the_sum_the_same(fragments: int) -> None:
+def test_fragments_shorten_exchanges_and_keep_their_sum(fragments: int) -> None:
     def rank(transport: LocalTransport) -> list[Any]:
         model = network()
         optimizer = LocalSGD(momentum(model.parameters()), 4, fragments=fragments)
@@ -237,7 +239,7 @@ def test_the_longest_exchange_is_shorter_and_the_sum_the_same(fragments: int) ->
 
 @pytest.mark.parametrize("overlap", [0, 3])
 @pytest.mark.parametrize("compression", [GTOPK, SHARDS], ids=repr)
-def test_nothing_is_lost(compression: Any, overlap: int) -> None:
+def test_change_of_the_ranks_is_conserved(compression: Any, overlap: int) -> None:
     def rank(transport: LocalTransport) -> tuple[torch.Tensor, ...]:
         model, start = network(), weights(network())
         optimizer = LocalSGD(
@@ -255,23 +257,23 @@ def test_nothing_is_lost(compression: Any, overlap: int) -> None:
             optimizer.step()
         optimizer.outer_step()
         (part,) = optimizer.state_dict()["gtopk"]["held"].values()
-        waits = torch.cat(
+        unsent = torch.cat(
             [
                 sum(tensor.reshape(-1) for tensor in part[name].values())
                 for name in optimizer._names.values()
             ]
         )
-        return start, weights(model), own, waits
+        return start, weights(model), own, unsent
 
     for ranks in (1, 2, 3):
-        start, after, own, waits = zip(*on_ranks(ranks, rank), strict=True)
+        start, after, own, unsent = zip(*on_ranks(ranks, rank), strict=True)
         assert all(torch.equal(each, after[0]) for each in after)
-        assert ranks == 1 or sum(waits).any()
-        close(start[0] - after[0] + sum(waits), sum(own) / ranks)
+        assert ranks == 1 or sum(unsent).any()
+        close(start[0] - after[0] + sum(unsent), sum(own) / ranks)
 
 
 @pytest.mark.parametrize("fragments", [1, 4])
-def test_a_budget_of_bytes_is_for_an_exchange_of_all_fragments(fragments: int) -> None:
+def test_byte_budget_is_for_one_exchange_of_all_fragments(fragments: int) -> None:
     def rank(transport: LocalTransport) -> None:
         generator = torch.Generator().manual_seed(transport.rank)
         parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (40_000, 30_000, 20_000, 10_000)]
@@ -296,7 +298,7 @@ def test_a_budget_of_bytes_is_for_an_exchange_of_all_fragments(fragments: int) -
 
 
 @pytest.mark.parametrize("overlap", [0, 2])
-def test_ranks_that_end_unlike_rounds_hear_of_it_and_none_waits(overlap: int) -> None:
+def test_ranks_that_end_rounds_differently_raise_without_waiting(overlap: int) -> None:
     def rank(transport: LocalTransport) -> None:
         model, optimizer = in_fragments(overlap, fragments=4)
 
@@ -311,9 +313,9 @@ def test_ranks_that_end_unlike_rounds_hear_of_it_and_none_waits(overlap: int) ->
     on_ranks(2, rank)
 
 
-def test_ranks_with_other_fragments_or_another_decay_hear_of_it() -> None:
+def test_unequal_fragments_or_residual_decay_raise() -> None:
     def rank(transport: LocalTransport) -> None:
-        for options, said in (
+        for options, message in (
             ({"fragments": 1 + transport.rank}, "rank 1: .*fragments=2"),
             ({"fragments": 2 + transport.rank}, "rank 1: .*fragments=3"),
             ({"residual_decay": [1.0, 0.5][transport.rank]}, r"rank 1: .*residual_decay=0\.5"),
@@ -329,14 +331,14 @@ def test_ranks_with_other_fragments_or_another_decay_hear_of_it() -> None:
                 **options,
             )
             backward(model, 0, 0)
-            with pytest.raises(hvd.HorovodInternalError, match=said):
+            with pytest.raises(hvd.HorovodInternalError, match=message):
                 optimizer.step()
 
     on_ranks(2, rank)
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
-def test_an_exchange_that_failed_loses_no_step(overlap: int) -> None:
+def test_failed_exchange_loses_no_step(overlap: int) -> None:
     def rank(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor]:
         model, start = network(), weights(network())
         optimizer = LocalSGD(
@@ -345,7 +347,7 @@ def test_an_exchange_that_failed_loses_no_step(overlap: int) -> None:
         (group,) = optimizer.outer.param_groups
         own, failed = torch.zeros_like(start), 0
         for step in range(9):
-            group["lr"] = 1.0 + (transport.rank if step == 2 else 0)  # once not alike
+            group["lr"] = 1.0 + (transport.rank if step == 2 else 0)  # unequal once
             backward(model, transport.rank, step)
             own += 0.1 * torch.cat([p.grad.reshape(-1) for p in model.parameters()])
             with contextlib.suppress(hvd.HorovodInternalError):
@@ -361,7 +363,7 @@ def test_an_exchange_that_failed_loses_no_step(overlap: int) -> None:
     close(moved[0], sum(own) / 2)
 
 
-def test_after_a_failure_exchanges_under_way_have_names_of_their_own(
+def test_exchanges_in_progress_after_a_failure_have_unique_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     begin = OuterExchange.begin
@@ -381,7 +383,7 @@ def test_after_a_failure_exchanges_under_way_have_names_of_their_own(
         failed = 0
         for step in range(16):
             optimizer.inner_steps = 4 if step < 9 else 1
-            group["lr"] = 0.7 + (transport.rank if step == 8 else 0)  # once not alike
+            group["lr"] = 0.7 + (transport.rank if step == 8 else 0)  # unequal once
             backward(model, transport.rank, step)
             try:
                 optimizer.step()
@@ -392,7 +394,7 @@ def test_after_a_failure_exchanges_under_way_have_names_of_their_own(
     on_ranks(2, rank)
 
 
-def test_the_turns_begin_anew_with_outer_step() -> None:
+def test_outer_step_restarts_the_turns_of_the_fragments() -> None:
     def rank(transport: LocalTransport) -> None:
         model, optimizer = in_fragments(0, fragments=4)
         for _ in range(2):
@@ -410,7 +412,7 @@ def test_the_turns_begin_anew_with_outer_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"fragments": 0}, r"fragments must lie in 1\.\.inner_steps=4, got 0"),
         ({"fragments": 5}, r"fragments must lie in 1\.\.inner_steps=4, got 5"),
@@ -423,10 +425,10 @@ def test_the_turns_begin_anew_with_outer_step() -> None:
         ({"residual_decay": 0.9, "compression": hvd.Compression.fp16}, "keeps a residual"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options: dict[str, Any], said: str) -> None:
+def test_invalid_options_raise(options: dict[str, Any], message: str) -> None:
     def rank(transport: LocalTransport) -> None:
-        every: dict[str, Any] = {"inner_steps": 4, "compression": GTOPK, **options}
-        with pytest.raises((ValueError, TypeError), match=said):
-            LocalSGD(descent(network().parameters()), **every)
+        all_options: dict[str, Any] = {"inner_steps": 4, "compression": GTOPK, **options}
+        with pytest.raises((ValueError, TypeError), match=message):
+            LocalSGD(descent(network().parameters()), **all_options)
 
     on_ranks(1, rank)

@@ -53,9 +53,7 @@ def diloco(ranks: int, rounds: int, steps: int, outer: Callable[[Any], Any]) -> 
     "compression", [hvd.Compression.none, hvd.Compression.gtopk(density=1.0)], ids=repr
 )
 @pytest.mark.parametrize(("steps", "outer"), [(1, averaging), (3, nesterov)])
-def test_keeping_everything_is_diloco_and_one_step_the_mean_of_the_models(
-    steps: int, outer: Any, compression: Any
-) -> None:
+def test_density_1_equals_diloco(steps: int, outer: Any, compression: Any) -> None:
     for size in RANKS:
 
         def rank(transport: LocalTransport, size: int = size) -> None:
@@ -80,21 +78,21 @@ def test_keeping_everything_is_diloco_and_one_step_the_mean_of_the_models(
     ],
     ids=repr,
 )
-def test_nothing_is_lost_and_the_replicas_are_one_after_a_round(compression: Any) -> None:
+def test_change_is_conserved_and_replicas_are_equal_after_a_round(compression: Any) -> None:
     def rank(transport: LocalTransport) -> list[tuple[torch.Tensor, ...]]:
         model = network()
         optimizer = LocalSGD(momentum(model.parameters()), None, averaging, compression)
-        seen = []
+        rounds = []
         for turn in range(4):
-            steps = 1 + (transport.rank + turn) % 3  # not alike
+            steps = 1 + (transport.rank + turn) % 3  # unequal
             z, before = weights(model), held(optimizer)
             for step in range(steps):
                 backward(model, transport.rank, 10 * turn + step)
                 optimizer.step()
             pseudo = z - weights(model)
             assert optimizer.outer_step()
-            seen.append((z, weights(model), steps * pseudo, before, held(optimizer), steps))
-        return seen
+            rounds.append((z, weights(model), steps * pseudo, before, held(optimizer), steps))
+        return rounds
 
     for size in RANKS:
         for turn in zip(*on_ranks(size, rank), strict=True):
@@ -104,7 +102,7 @@ def test_nothing_is_lost_and_the_replicas_are_one_after_a_round(compression: Any
             close(z[0] - after[0] + sum(e_after), sum(e) + mean)
 
 
-def test_a_rank_without_a_step_weighs_nothing() -> None:
+def test_rank_without_a_step_has_weight_0() -> None:
     def rank(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor]:
         model = network()
         optimizer = LocalSGD(momentum(model.parameters()), None, averaging)
@@ -124,7 +122,7 @@ def test_a_rank_without_a_step_weighs_nothing() -> None:
 
 
 @pytest.mark.parametrize("loaded", [False, True])
-def test_a_round_ends_that_is_longer_already_than_rounds_are_now(loaded: bool) -> None:
+def test_round_longer_than_reduced_inner_steps_ends_at_the_next_step(loaded: bool) -> None:
     def rank(transport: LocalTransport) -> None:
         model = network()
         optimizer = LocalSGD(momentum(model.parameters()), 8)
@@ -145,14 +143,14 @@ def test_a_round_ends_that_is_longer_already_than_rounds_are_now(loaded: bool) -
     on_ranks(2, rank)
 
 
-def test_a_round_whose_exchange_has_failed_ends_with_the_next_step() -> None:
+def test_round_with_a_failed_exchange_ends_with_the_next_step() -> None:
     def rank(transport: LocalTransport) -> None:
         model = network()
         optimizer = LocalSGD(momentum(model.parameters()), 2)
         (group,) = optimizer.outer.param_groups
         backward(model, transport.rank, 0)
         optimizer.step()
-        rate, group["lr"] = group["lr"], 1.0 + transport.rank  # not alike
+        rate, group["lr"] = group["lr"], 1.0 + transport.rank  # unequal
         backward(model, transport.rank, 1)
         with pytest.raises(hvd.HorovodInternalError, match="rank 1: outer SGD"):
             optimizer.step()
@@ -164,7 +162,7 @@ def test_a_round_whose_exchange_has_failed_ends_with_the_next_step() -> None:
     on_ranks(2, rank)
 
 
-def test_ranks_that_disagree_or_begin_apart_hear_of_it() -> None:
+def test_unequal_inner_steps_or_initial_parameters_raise() -> None:
     def disagree(transport: LocalTransport) -> None:
         model = network()
         optimizer = LocalSGD(momentum(model.parameters()), 2 + transport.rank)
@@ -172,7 +170,7 @@ def test_ranks_that_disagree_or_begin_apart_hear_of_it() -> None:
         with pytest.raises(hvd.HorovodInternalError, match="rank 1: inner_steps=3"):
             optimizer.step()
 
-    def apart(transport: LocalTransport) -> None:
+    def diverge(transport: LocalTransport) -> None:
         model = network()
         with torch.no_grad():
             model[2].bias += transport.rank
@@ -187,11 +185,11 @@ def test_ranks_that_disagree_or_begin_apart_hear_of_it() -> None:
         optimizer.step()
         assert optimizer.steps_made == 1
 
-    for program in (disagree, apart):
+    for program in (disagree, diverge):
         on_ranks(2, program)
 
 
-def test_whole_numbers_are_options_as_good_as_fractions() -> None:
+def test_integer_options_agree_with_equal_floats() -> None:
     def rank(transport: LocalTransport) -> None:
         one = [1, 1.0][transport.rank]
         outer = partial(torch.optim.SGD, lr=one, momentum=0 * one)
@@ -205,7 +203,7 @@ def test_whole_numbers_are_options_as_good_as_fractions() -> None:
     on_ranks(2, rank)
 
 
-def test_parameters_that_have_no_size_yet_are_refused_with_their_names() -> None:
+def test_uninitialized_parameter_raises_with_its_name() -> None:
     def rank(transport: LocalTransport) -> None:
         model = torch.nn.LazyLinear(3)
         with pytest.raises(ValueError, match="parameter 'weight' has no size yet: run a batch"):
@@ -227,7 +225,7 @@ def epochs(optimizer: Any, model: torch.nn.Module, rank: int, batches: int) -> N
         optimizer.outer_step()
 
 
-def test_an_epoch_whose_rounds_are_all_over_ends_with_no_step_that_is_skipped(
+def test_outer_step_after_a_complete_round_records_no_skipped_step(
     tmp_path: Path,
 ) -> None:
     def rank(transport: LocalTransport) -> None:
@@ -247,7 +245,7 @@ def test_an_epoch_whose_rounds_are_all_over_ends_with_no_step_that_is_skipped(
         assert [step.report.skipped for step in record.steps] == [False] * 4
 
 
-def test_a_rank_without_a_step_so_far_writes_a_record_like_others(tmp_path: Path) -> None:
+def test_rank_without_a_step_records_the_outer_step(tmp_path: Path) -> None:
     def rank(transport: LocalTransport) -> None:
         gtopk.record(str(tmp_path))
         model = network()
@@ -264,17 +262,17 @@ def test_a_rank_without_a_step_so_far_writes_a_record_like_others(tmp_path: Path
     assert found == [[(0, 0)], [(1, 2)]]
 
 
-def test_ranks_that_end_unlike_rounds_hear_of_it_in_the_first_and_of_the_way_out() -> None:
+def test_ranks_that_end_rounds_differently_raise_with_advice() -> None:
     def rank(transport: LocalTransport) -> None:
         model = network()
         start = weights(model)
         optimizer = LocalSGD(momentum(model.parameters()), inner_steps=4)
         with pytest.raises(hvd.HorovodInternalError) as raised:
             epochs(optimizer, model, transport.rank, [5, 3][transport.rank])
-        said = str(raised.value)
-        assert "rank 0: the round ended after inner_steps=4" in said
-        assert "rank 1: the script called outer_step()" in said
-        assert "use inner_steps=None" in said
+        message = str(raised.value)
+        assert "rank 0: the round ended after inner_steps=4" in message
+        assert "rank 1: the script called outer_step()" in message
+        assert "use inner_steps=None" in message
         assert (optimizer.outer_steps, optimizer.steps_made) == (0, [4, 3][transport.rank])
         assert not torch.equal(weights(model), start)  # the replica is as before
 
@@ -285,7 +283,7 @@ def test_ranks_that_end_unlike_rounds_hear_of_it_in_the_first_and_of_the_way_out
     ("inner_steps", "batches", "outer_steps"),
     [(None, (5, 3), 2), (4, (7, 5), 4), (8, (5, 3), 2)],
 )
-def test_unlike_numbers_of_steps_are_fine_where_all_ranks_end_a_round_for_one_reason(
+def test_ranks_may_take_unequal_steps_if_rounds_end_for_one_reason(
     inner_steps: int | None, batches: tuple[int, int], outer_steps: int
 ) -> None:
     def rank(transport: LocalTransport) -> torch.Tensor:
@@ -299,7 +297,7 @@ def test_unlike_numbers_of_steps_are_fine_where_all_ranks_end_a_round_for_one_re
     assert torch.equal(one, other)
 
 
-def test_a_failed_exchange_leaves_replica_residual_and_gradients_as_they_were() -> None:
+def test_failed_exchange_leaves_model_residual_and_gradients_unchanged() -> None:
     def rank(transport: LocalTransport) -> None:
         model = network()
         optimizer = LocalSGD(
@@ -323,7 +321,7 @@ def test_a_failed_exchange_leaves_replica_residual_and_gradients_as_they_were() 
     on_ranks(3, rank)
 
 
-def test_it_is_the_optimizer_it_wraps_and_its_rate_can_be_scheduled_inside_and_outside() -> None:
+def test_inner_and_outer_learning_rates_can_be_scheduled() -> None:
     def rank(transport: LocalTransport) -> None:
         model = network()
         inner = momentum(model.parameters())
@@ -338,17 +336,17 @@ def test_it_is_the_optimizer_it_wraps_and_its_rate_can_be_scheduled_inside_and_o
         outside.step()
         assert inner.param_groups[0]["lr"] == pytest.approx(0.1 / 16)
         assert optimizer.outer.param_groups[0]["lr"] == pytest.approx(0.35)
-        done = optimizer.last_step
-        assert done.exchange_seconds == pytest.approx(
-            done.select_seconds + done.communicate_seconds - done.agree_seconds
+        report = optimizer.last_step
+        assert report.exchange_seconds == pytest.approx(
+            report.select_seconds + report.communicate_seconds - report.agree_seconds
         )
-        assert done.sent_bytes > 0
-        assert not done.skipped
+        assert report.sent_bytes > 0
+        assert not report.skipped
 
     on_ranks(2, rank)
 
 
-def test_parameters_that_are_trained_later_are_refused() -> None:
+def test_parameters_unfrozen_later_raise() -> None:
     def rank(transport: LocalTransport) -> None:
         model = network()
         model[0].requires_grad_(False)
@@ -368,7 +366,7 @@ def test_parameters_that_are_trained_later_are_refused() -> None:
     [hvd.Compression.none, hvd.Compression.fp16, hvd.Compression.gtopk(density=1.0)],
     ids=repr,
 )
-def test_a_layer_that_all_ranks_have_frozen_keeps_its_values(compression: Any) -> None:
+def test_layer_frozen_on_all_ranks_keeps_its_values(compression: Any) -> None:
     """After all its changes are applied, including those of the round in which it was frozen."""
 
     def rank(transport: LocalTransport) -> None:
@@ -389,7 +387,7 @@ def test_a_layer_that_all_ranks_have_frozen_keeps_its_values(compression: Any) -
     on_ranks(3, rank)
 
 
-def test_a_layer_that_one_rank_does_not_use_and_the_others_have_frozen_is_one_on_all() -> None:
+def test_layer_frozen_on_some_ranks_and_unused_on_one_stays_equal() -> None:
     def rank(transport: LocalTransport) -> torch.Tensor:
         model = network()
         optimizer = LocalSGD(momentum(model.parameters()), 1)
@@ -406,21 +404,21 @@ def test_a_layer_that_one_rank_does_not_use_and_the_others_have_frozen_is_one_on
     assert all(torch.equal(one, other) for other in others)
 
 
-def test_momentum_is_outside_where_nothing_comes_late() -> None:
+def test_default_outer_momentum_is_0_with_a_residual() -> None:
     def rank(transport: LocalTransport) -> None:
-        for compression, said in (
+        for compression, expected in (
             (hvd.Compression.fp16, (0.7, 0.9)),
             (hvd.Compression.gtopk(density=0.1), (1.0, 0.0)),
         ):
             optimizer = LocalSGD(momentum(network().parameters()), 1, compression=compression)
             (group,) = optimizer.outer.param_groups
-            assert (group["lr"], group["momentum"]) == said
+            assert (group["lr"], group["momentum"]) == expected
 
     on_ranks(1, rank)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"inner_steps": 0}, "inner_steps must be at least 1, or None"),
         ({"inner_steps": 2.5}, "inner_steps must be an integer"),
@@ -455,16 +453,16 @@ def test_momentum_is_outside_where_nothing_comes_late() -> None:
         ),
     ],
 )
-def test_options_that_cannot_be_are_refused(options: dict[str, Any], said: str) -> None:
+def test_invalid_options_raise(options: dict[str, Any], message: str) -> None:
     def rank(transport: LocalTransport) -> None:
-        with pytest.raises((TypeError, ValueError), match=said):
+        with pytest.raises((TypeError, ValueError), match=message):
             LocalSGD(momentum(network().parameters()), **{"inner_steps": 1, **options})
 
     on_ranks(1, rank)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "message"),
     [
         ("inner_steps", 0, "inner_steps must be at least 1, or None"),
         ("inner_steps", "4", "inner_steps must be an integer"),
@@ -472,8 +470,8 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], said: str) 
         ("overlap_steps", None, "overlap_steps must be an integer"),
     ],
 )
-def test_options_that_are_set_later_are_checked_before_a_step(
-    name: str, value: Any, said: str
+def test_invalid_option_set_later_raises_before_the_step(
+    name: str, value: Any, message: str
 ) -> None:
     def rank(transport: LocalTransport) -> None:
         model = network()
@@ -482,26 +480,26 @@ def test_options_that_are_set_later_are_checked_before_a_step(
         backward(model, transport.rank, 0)
         setattr(optimizer, name, value)
         for step in (optimizer.step, optimizer.outer_step):
-            with pytest.raises((TypeError, ValueError), match=said):
+            with pytest.raises((TypeError, ValueError), match=message):
                 step()
         assert torch.equal(weights(model), before)
 
     on_ranks(1, rank)
 
 
-def test_real_ranks_train_save_and_go_on(mpirun: Any, tmp_path: Any) -> None:
+def test_mpirun_ranks_train_save_and_resume(mpirun: Any, tmp_path: Any) -> None:
     job = mpirun(2, "local_sgd.py", str(tmp_path))
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.count("local steps, one model") == 2
 
 
-def test_with_ddp_inside_nodes_all_ranks_exchange_each_with_its_counterparts(forked: Any) -> None:
+def test_local_sgd_between_nodes_works_with_ddp_inside_nodes(forked: Any) -> None:
     job = forked(4, "local_sgd_nodes.py")
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.count("DDP inside, local steps between") == 4
 
 
-def test_the_record_tells_what_is_held_back(tmp_path: Path) -> None:
+def test_record_contains_residual_norms(tmp_path: Path) -> None:
     def rank(transport: LocalTransport) -> None:
         gtopk.record(str(tmp_path))
         model = network()

@@ -30,7 +30,7 @@ from tests.gtopk.local_rounds import (
 @pytest.mark.parametrize(
     "compression", [hvd.Compression.none, hvd.Compression.gtopk(density=0.2)], ids=repr
 )
-def test_a_replica_that_is_not_finite_becomes_the_others_model(
+def test_nonfinite_replica_takes_the_other_ranks_model(
     compression: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     def rank(transport: LocalTransport) -> tuple[torch.Tensor, ...]:
@@ -49,8 +49,8 @@ def test_a_replica_that_is_not_finite_becomes_the_others_model(
             model[2].bias.grad[1] = float("nan")
         copy = network()
         with torch.no_grad():
-            for mine, other in zip(copy.parameters(), model.parameters(), strict=True):
-                mine -= 0.1 * other.grad
+            for parameter, other in zip(copy.parameters(), model.parameters(), strict=True):
+                parameter -= 0.1 * other.grad
         optimizer.step()
         assert (optimizer.lost_replicas, optimizer.skipped_steps) == (1, 0)
         assert bool(optimizer.state) == (transport.rank != 1)  # NaN momentum is dropped
@@ -71,19 +71,19 @@ def test_a_replica_that_is_not_finite_becomes_the_others_model(
         z, after, own, e = zip(*on_ranks(3, rank), strict=True)
     assert all(torch.equal(one, after[0]) for one in after)
     close(z[0] - after[0] + sum(e), ((z[0] - own[0]) + (z[0] - own[2])) / 2)
-    said = f"goes on without rank 1: a replica is not finite on rank 1: '2.bias'; {BUFFERS_KEPT}"
-    assert said in caplog.text
+    message = f"goes on without rank 1: a replica is not finite on rank 1: '2.bias'; {BUFFERS_KEPT}"
+    assert message in caplog.text
     assert "changes nothing" in caplog.text
 
 
-def test_a_sum_that_overflows_moves_nothing_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_overflowing_sum_changes_nothing_and_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     def rank(transport: LocalTransport) -> None:
         model = network()
         start = weights(model)
         inner = torch.optim.SGD(model.parameters(), lr=1.0)
         optimizer = LocalSGD(inner, 1, compression=hvd.Compression.fp16, max_skipped_steps=1)
         for parameter in model.parameters():
-            parameter.grad = torch.full_like(parameter, 1e6)  # more than float16 can say
+            parameter.grad = torch.full_like(parameter, 1e6)  # beyond float16's range
         optimizer.step()
         assert torch.equal(weights(model), start)
         assert (optimizer.outer_steps, optimizer.skipped_steps) == (1, 1)
@@ -96,7 +96,7 @@ def test_a_sum_that_overflows_moves_nothing_and_is_told(caplog: pytest.LogCaptur
     assert "changes nothing: the sum of replicas overflowed" in caplog.text
 
 
-def test_a_sum_that_overflows_leaves_no_trace_in_what_is_held_back() -> None:
+def test_overflowing_sum_leaves_the_residual_unchanged() -> None:
     def rank(transport: LocalTransport) -> None:
         parameter = torch.nn.Parameter(torch.zeros(2))
         optimizer = LocalSGD(
@@ -105,21 +105,21 @@ def test_a_sum_that_overflows_leaves_no_trace_in_what_is_held_back() -> None:
             outer=partial(torch.optim.SGD, lr=1.0),
             compression=hvd.Compression.gtopk(0.5),
         )
-        moved = []
+        counted = []
         for gradient in ([3e38, 2.9e38], [0.0, 2.9e38], [0.0, 0.0]):
             parameter.grad = torch.tensor(gradient)
-            before = held(optimizer) if moved else None
+            before = held(optimizer) if counted else None
             optimizer.step()
-            moved.append(not optimizer.last_step.skipped)
-            if not moved[-1]:
+            counted.append(not optimizer.last_step.skipped)
+            if not counted[-1]:
                 assert torch.equal(held(optimizer), before)
-        assert moved == [True, False, True]
+        assert counted == [True, False, True]
         assert torch.equal(parameter.detach(), torch.tensor([-3e38, -2.9e38]))
 
     on_ranks(2, rank)
 
 
-def test_steps_of_a_replica_that_was_lost_weigh_nothing() -> None:
+def test_steps_of_a_lost_replica_have_weight_0() -> None:
     def rank(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor]:
         model = network()
         optimizer = LocalSGD(descent(model.parameters()), 4, averaging, overlap_steps=4)
@@ -140,7 +140,7 @@ def test_steps_of_a_replica_that_was_lost_weigh_nothing() -> None:
 
 
 @pytest.mark.parametrize("overlap", [0, 1, 3])
-def test_a_replica_that_is_not_finite_goes_back_as_a_whole(overlap: int) -> None:
+def test_nonfinite_fragment_resets_the_whole_replica(overlap: int) -> None:
     """Also if only one fragment is not finite; the rest of its round is lost."""
 
     def rank(transport: LocalTransport) -> torch.Tensor:
@@ -169,7 +169,7 @@ def test_a_replica_that_is_not_finite_goes_back_as_a_whole(overlap: int) -> None
 
 
 @pytest.mark.parametrize("overlap", [0, 3, 4])
-def test_a_replica_is_lost_once_though_all_exchanges_under_way_find_it(overlap: int) -> None:
+def test_replica_found_nonfinite_by_several_exchanges_is_lost_once(overlap: int) -> None:
     def rank(transport: LocalTransport) -> torch.Tensor:
         parameters = [torch.nn.Parameter(torch.zeros(4, dtype=torch.float64)) for _ in range(4)]
         optimizer = LocalSGD(
@@ -198,7 +198,7 @@ def test_a_replica_is_lost_once_though_all_exchanges_under_way_find_it(overlap: 
     assert torch.equal(*on_ranks(2, rank))
 
 
-def test_steps_of_a_replica_that_was_lost_weigh_nothing_in_any_fragment() -> None:
+def test_steps_of_a_lost_replica_have_weight_0_in_every_fragment() -> None:
     def rank(transport: LocalTransport) -> tuple[torch.Tensor, ...]:
         model, start = network(), weights(network())
         optimizer = LocalSGD(descent(model.parameters()), 4, averaging, fragments=4)
@@ -222,7 +222,7 @@ def test_steps_of_a_replica_that_was_lost_weigh_nothing_in_any_fragment() -> Non
         close(each, (2 * own[0] + own[1] + 2 * own[2]) / 5)
 
 
-def test_a_sum_that_overflows_leaves_other_fragments_alone() -> None:
+def test_overflowing_sum_of_one_fragment_leaves_the_others_exchanged() -> None:
     def rank(transport: LocalTransport) -> None:
         model, start = network(), network()
         optimizer = LocalSGD(
@@ -235,15 +235,15 @@ def test_a_sum_that_overflows_leaves_other_fragments_alone() -> None:
         )
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
-        model[0].bias.grad.fill_(1e6)  # more than float16 can say
-        seen = []
+        model[0].bias.grad.fill_(1e6)  # beyond float16's range
+        unchanged = []
         for number, before in enumerate(start.parameters()):
             optimizer.step()
             assert [
                 p for p in model.parameters() if p not in set(optimizer.diverging_parameters)
             ] == [[*model.parameters()][number]]
-            seen.append(torch.equal([*model.parameters()][number], before))
-        assert seen == [False, True, False, False]
+            unchanged.append(torch.equal([*model.parameters()][number], before))
+        assert unchanged == [False, True, False, False]
         assert (optimizer.outer_steps, optimizer.skipped_steps) == (4, 1)
         optimizer.step()
         with pytest.raises(FloatingPointError, match="2 outer steps in a row"):

@@ -27,7 +27,7 @@ from tests.gtopk.local_rounds import (
 )
 
 
-def streamed(
+def simulate(
     ranks: int, steps: int, overlap: int, every: int, outer: Callable[[Any], Any]
 ) -> torch.Tensor:
     """Return all ranks' weights after a last exchange, computed in one process."""
@@ -75,7 +75,7 @@ def streamed(
 @pytest.mark.parametrize(
     ("overlap", "every", "outer"), [(1, 3, averaging), (2, 3, nesterov), (3, 3, averaging)]
 )
-def test_a_replica_keeps_its_steps_and_moves_by_what_all_have_changed(
+def test_overlapped_exchange_equals_the_single_process_simulation(
     overlap: int, every: int, outer: Any, compression: Any
 ) -> None:
     for ranks in (1, 2, 3, 5):
@@ -98,11 +98,11 @@ def test_a_replica_keeps_its_steps_and_moves_by_what_all_have_changed(
             between, after = zip(*on_ranks(ranks, rank), strict=True)
             assert all(torch.equal(each, after[0]) for each in after)
             assert ranks == 1 or not torch.equal(between[0], between[1])
-            close(after[0], streamed(ranks, steps, overlap, every, outer))
+            close(after[0], simulate(ranks, steps, overlap, every, outer))
 
 
 @pytest.mark.parametrize("compression", [GTOPK, hvd.Compression.shards(period=1, bits=3)], ids=repr)
-def test_nothing_is_lost_while_ranks_go_on(compression: Any) -> None:
+def test_change_is_conserved_with_overlap(compression: Any) -> None:
     def rank(transport: LocalTransport) -> tuple[torch.Tensor, ...]:
         model, start = network(), weights(network())
         optimizer = LocalSGD(
@@ -115,23 +115,21 @@ def test_nothing_is_lost_while_ranks_go_on(compression: Any) -> None:
             optimizer.step()
         optimizer.outer_step()
         (part,) = optimizer.state_dict()["gtopk"]["held"].values()
-        waits = torch.cat(
+        unsent = torch.cat(
             [
                 sum((part[name][kind].reshape(-1) for kind in part[name]), torch.zeros(()))
                 for name in optimizer._names.values()
             ]
         )
-        return start, weights(model), own, waits
+        return start, weights(model), own, unsent
 
     for ranks in (1, 2, 3):
-        start, after, own, waits = zip(*on_ranks(ranks, rank), strict=True)
+        start, after, own, unsent = zip(*on_ranks(ranks, rank), strict=True)
         assert all(torch.equal(each, after[0]) for each in after)
-        close(start[0] - after[0] + sum(waits), sum(own) / ranks)
+        close(start[0] - after[0] + sum(unsent), sum(own) / ranks)
 
 
-def trained(
-    transport: LocalTransport, steps: range, model: torch.nn.Module, optimizer: Any
-) -> None:
+def train(transport: LocalTransport, steps: range, model: torch.nn.Module, optimizer: Any) -> None:
     for step in steps:
         backward(model, transport.rank, step)
         optimizer.step()
@@ -144,40 +142,40 @@ def begin() -> tuple[torch.nn.Module, Any]:
 
 
 @pytest.mark.parametrize("stop", [4, 5, 6, 7])
-def test_a_checkpoint_within_an_exchange_goes_on_to_the_bit(stop: int) -> None:
+def test_run_resumed_within_an_exchange_is_bit_identical(stop: int) -> None:
     """Also if only one rank gets its state; its run does not change."""
 
     def rank(transport: LocalTransport) -> None:
-        whole, alone = begin()
-        trained(transport, range(11), whole, alone)
+        full_model, full_run = begin()
+        train(transport, range(11), full_model, full_run)
         model, optimizer = begin()
-        trained(transport, range(stop), model, optimizer)
+        train(transport, range(stop), model, optimizer)
         if transport.rank == 0:
             optimizer.state_dict()
-        trained(transport, range(stop, 11), model, optimizer)
-        assert torch.equal(weights(model), weights(whole))
+        train(transport, range(stop, 11), model, optimizer)
+        assert torch.equal(weights(model), weights(full_model))
         model, optimizer = begin()
-        trained(transport, range(stop), model, optimizer)
+        train(transport, range(stop), model, optimizer)
         saved = torch.utils._pytree.tree_map(
             lambda part: part.clone() if isinstance(part, torch.Tensor) else part,
             (model.state_dict(), optimizer.state_dict()),
         )
         other, resumed = begin()
-        trained(transport, range(5), other, resumed)  # loading discards the exchange in progress
+        train(transport, range(5), other, resumed)  # loading discards the exchange in progress
         other.load_state_dict(saved[0])
         resumed.load_state_dict(saved[1])
-        trained(transport, range(stop, 11), other, resumed)
-        assert torch.equal(weights(other), weights(whole))
-        assert torch.equal(held(resumed), held(alone))
-        assert resumed.outer_steps == alone.outer_steps
+        train(transport, range(stop, 11), other, resumed)
+        assert torch.equal(weights(other), weights(full_model))
+        assert torch.equal(held(resumed), held(full_run))
+        assert resumed.outer_steps == full_run.outer_steps
 
     on_ranks(3, rank)
 
 
-def test_all_go_on_within_an_exchange_as_the_root_does() -> None:
+def test_state_broadcast_within_an_exchange_matches_the_root() -> None:
     def rank(transport: LocalTransport) -> torch.Tensor:
         model, optimizer = begin()
-        trained(transport, range(5), model, optimizer)
+        train(transport, range(5), model, optimizer)
         hvd.broadcast_parameters(model.state_dict(), 0)
         hvd.broadcast_optimizer_state(optimizer, 0)
         assert optimizer.steps_made == 1
@@ -194,7 +192,7 @@ def test_all_go_on_within_an_exchange_as_the_root_does() -> None:
     assert all(torch.equal(first, each) for each in others)
 
 
-def test_a_replica_that_is_not_finite_is_the_others_model_before_it_goes_on() -> None:
+def test_nonfinite_replica_is_replaced_at_the_end_of_the_exchange() -> None:
     def rank(transport: LocalTransport) -> tuple[torch.Tensor, bool]:
         model = network()
         optimizer = LocalSGD(momentum(model.parameters()), 2, averaging, GTOPK, overlap_steps=1)
@@ -218,15 +216,15 @@ def test_a_replica_that_is_not_finite_is_the_others_model_before_it_goes_on() ->
 
 
 @pytest.mark.parametrize("way", ["all load", "rank 0 loads, and broadcasts"])
-def test_a_rank_whose_replica_was_lost_loads_like_the_others(way: str) -> None:
+def test_rank_with_a_lost_replica_loads_like_the_others(way: str) -> None:
     def rank(transport: LocalTransport) -> torch.Tensor:
         model, optimizer = begin()
-        trained(transport, range(2), model, optimizer)
+        train(transport, range(2), model, optimizer)
         saved = torch.utils._pytree.tree_map(
             lambda part: part.clone() if isinstance(part, torch.Tensor) else part,
             (model.state_dict(), optimizer.state_dict()),
         )
-        trained(transport, range(2, 3), model, optimizer)
+        train(transport, range(2, 3), model, optimizer)
         backward(model, transport.rank, 3)
         if transport.rank == 1:
             model[2].bias.grad[1] = float("nan")
@@ -240,7 +238,7 @@ def test_a_rank_whose_replica_was_lost_loads_like_the_others(way: str) -> None:
         assert len(optimizer.state) == 4
         expected = saved[0] if way == "all load" else hvd.broadcast_object(saved[0], 0)
         assert torch.equal(weights(model), torch.cat([p.reshape(-1) for p in expected.values()]))
-        trained(transport, range(2, 7), model, optimizer)
+        train(transport, range(2, 7), model, optimizer)
         optimizer.outer_step()
         return weights(model)
 
@@ -249,7 +247,7 @@ def test_a_rank_whose_replica_was_lost_loads_like_the_others(way: str) -> None:
     assert all(torch.equal(first, each) for each in others)
 
 
-def test_the_outer_step_is_by_the_options_at_the_end_of_the_round() -> None:
+def test_outer_step_uses_the_learning_rate_at_the_rounds_end() -> None:
     def rank(transport: LocalTransport) -> tuple[torch.Tensor, list[float]]:
         model = network()
         optimizer = LocalSGD(momentum(model.parameters()), 2, averaging, overlap_steps=2)
@@ -268,7 +266,7 @@ def test_the_outer_step_is_by_the_options_at_the_end_of_the_round() -> None:
     assert outcomes[0][1] == outcomes[1][1] == [0.5**6]
 
 
-def test_parameters_that_are_trained_later_are_refused() -> None:
+def test_parameters_unfrozen_later_raise() -> None:
     def rank(transport: LocalTransport) -> None:
         model = network()
         model[0].requires_grad_(False)
@@ -278,15 +276,15 @@ def test_parameters_that_are_trained_later_are_refused() -> None:
             named_parameters=model.named_parameters(),
             overlap_steps=1,
         )
-        trained(transport, range(3), model, optimizer)
+        train(transport, range(3), model, optimizer)
         model[0].requires_grad_(True)
         with pytest.raises(ValueError, match="now others do, too: number 0"):
-            trained(transport, range(3, 5), model, optimizer)
+            train(transport, range(3, 5), model, optimizer)
 
     on_ranks(2, rank)
 
 
-def test_a_frozen_layer_does_not_move_by_momentum() -> None:
+def test_frozen_layer_does_not_move_by_momentum() -> None:
     """It moves only once, by the changes exchanged as it froze."""
 
     def rank(transport: LocalTransport) -> list[float]:
@@ -313,10 +311,10 @@ def test_a_frozen_layer_does_not_move_by_momentum() -> None:
         assert moved[3:] == [0.0, 0.0]
 
 
-def test_a_state_that_is_saved_and_loaded_again_and_again_counts_its_round_once() -> None:
+def test_repeated_load_counts_a_round_once() -> None:
     def rank(transport: LocalTransport) -> None:
         model, optimizer = begin()
-        trained(transport, range(5), model, optimizer)
+        train(transport, range(5), model, optimizer)
         for _ in range(3):
             optimizer.load_state_dict(optimizer.state_dict())
             hvd.broadcast_optimizer_state(optimizer, 0)
@@ -327,10 +325,10 @@ def test_a_state_that_is_saved_and_loaded_again_and_again_counts_its_round_once(
     on_ranks(2, rank)
 
 
-def test_a_state_may_be_asked_for_between_forward_and_backward() -> None:
+def test_state_dict_between_forward_and_backward_is_allowed() -> None:
     def rank(transport: LocalTransport) -> None:
         model, optimizer = begin()
-        trained(transport, range(4), model, optimizer)
+        train(transport, range(4), model, optimizer)
         loss = model(torch.ones(2, 6, dtype=torch.float64)).square().mean()
         optimizer.state_dict()
         loss.backward()
@@ -338,14 +336,14 @@ def test_a_state_may_be_asked_for_between_forward_and_backward() -> None:
     on_ranks(2, rank)
 
 
-def test_an_exchange_that_failed_loses_no_step() -> None:
+def test_failed_exchange_loses_no_step() -> None:
     def rank(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor]:
         model, start = network(), weights(network())
         optimizer = LocalSGD(descent(model.parameters()), 2, averaging, overlap_steps=1)
         (group,) = optimizer.outer.param_groups
         own, made = torch.zeros_like(start), 0
         for step in range(5):
-            group["lr"] = 1.0 + (transport.rank if step == 1 else 0)  # once not alike
+            group["lr"] = 1.0 + (transport.rank if step == 1 else 0)  # unequal once
             backward(model, transport.rank, step)
             own += 0.1 * torch.cat([p.grad.reshape(-1) for p in model.parameters()])
             if step == 2 and transport.rank == 0:
@@ -366,14 +364,14 @@ def test_an_exchange_that_failed_loses_no_step() -> None:
     close(moved[0], sum(own) / 2)
 
 
-def test_what_an_exchange_hid_behind_steps_is_told() -> None:
+def test_last_step_reports_hidden_seconds() -> None:
     def rank(transport: LocalTransport) -> None:
         model, optimizer = begin()
-        trained(transport, range(4), model, optimizer)
+        train(transport, range(4), model, optimizer)
         assert optimizer.last_step is None
         while not any(optimizer._fragments.first._span):  # until the engine's thread has finished
             time.sleep(0.001)
-        trained(transport, range(4, 6), model, optimizer)
+        train(transport, range(4, 6), model, optimizer)
         report = optimizer.last_step
         assert (report.local_steps, optimizer.steps_made) == (4, 2)
         assert 0.0 < report.hidden_seconds <= report.working_seconds
@@ -384,7 +382,7 @@ def test_what_an_exchange_hid_behind_steps_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("inner_steps", "overlap_steps", "said"),
+    ("inner_steps", "overlap_steps", "message"),
     [
         (4, 5, "at most inner_steps=4, got 5"),
         (None, 1, r"outer_step\(\) waits for it"),
@@ -392,11 +390,9 @@ def test_what_an_exchange_hid_behind_steps_is_told() -> None:
         (4, 1.5, "overlap_steps"),
     ],
 )
-def test_an_overlap_that_cannot_be_is_refused(
-    inner_steps: Any, overlap_steps: Any, said: str
-) -> None:
+def test_invalid_overlap_steps_raise(inner_steps: Any, overlap_steps: Any, message: str) -> None:
     def rank(transport: LocalTransport) -> None:
-        with pytest.raises((ValueError, TypeError), match=said):
+        with pytest.raises((ValueError, TypeError), match=message):
             LocalSGD(descent(network().parameters()), inner_steps, overlap_steps=overlap_steps)
 
     on_ranks(1, rank)

@@ -13,7 +13,7 @@ from tests.gtopk.local_rounds import GTOPK, flat, held, on_ranks
 
 @pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize("decay", [1.0, 0.5, 0.0])
-def test_a_residual_decays_before_changes_are_added(decay: float, fragments: int) -> None:
+def test_residual_decays_before_changes_are_added(decay: float, fragments: int) -> None:
     """Exactly: all values are short binary fractions, and the ranks' weights powers of two."""
 
     def rank(transport: LocalTransport) -> list[tuple[torch.Tensor, ...]]:
@@ -29,7 +29,7 @@ def test_a_residual_decays_before_changes_are_added(decay: float, fragments: int
         )
         # On 3 ranks: 2, 1 and 1 of 4 steps.
         steps = 2 if (transport.size, transport.rank) == (3, 0) else 1
-        before, seen = torch.zeros(90, dtype=torch.float64), []
+        before, rounds = torch.zeros(90, dtype=torch.float64), []
         for _ in range(5):
             z = flat(layers)
             for _ in range(steps):
@@ -40,21 +40,21 @@ def test_a_residual_decays_before_changes_are_added(decay: float, fragments: int
             change = share * (z - flat(layers))
             optimizer.outer_step()
             e = held(optimizer)
-            seen.append((z - flat(layers), decay * before + change, e))
+            rounds.append((z - flat(layers), decay * before + change, e))
             before = e
-        return seen
+        return rounds
 
     for ranks in (1, 2, 3, 4):
         some = False
         for turn in zip(*on_ranks(ranks, rank), strict=True):
-            sent, due, after = zip(*turn, strict=True)
+            sent, expected, after = zip(*turn, strict=True)
             assert all(torch.equal(each, sent[0]) for each in sent)
-            assert torch.equal(sum(after), sum(due) - sent[0])
+            assert torch.equal(sum(after), sum(expected) - sent[0])
             some |= bool(sum(after).any())
         assert some
 
 
-def test_a_residual_does_not_decay_where_the_sum_does_not_count() -> None:
+def test_residual_does_not_decay_in_a_skipped_step() -> None:
     def rank(transport: LocalTransport) -> None:
         parameter = torch.nn.Parameter(torch.zeros(2))
         optimizer = LocalSGD(

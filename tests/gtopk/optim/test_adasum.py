@@ -31,8 +31,8 @@ OPTIMIZERS = {
 }
 
 
-class Rounded(Compressor):
-    """One that makes integers, which have no dot product worth the name."""
+class IntegerCompressor(Compressor):
+    """A compressor that returns integers, which have no useful dot product."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -79,7 +79,7 @@ def train_by_definition(size: int, make: Callable[..., Any]) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
-def test_what_each_rank_s_step_changed_is_combined(threads, size, name):
+def test_training_equals_the_adasum_tree_of_the_ranks_steps(threads, size, name):
     expected = train_by_definition(size, OPTIMIZERS[name])
     for parameters in threads(size, lambda transport: train(transport, OPTIMIZERS[name])):
         torch.testing.assert_close(parameters, expected, rtol=1e-11, atol=1e-11)
@@ -87,7 +87,7 @@ def test_what_each_rank_s_step_changed_is_combined(threads, size, name):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
-def test_equal_ranks_train_as_one_does(threads, size, name):
+def test_ranks_with_equal_batches_train_as_one_rank(threads, size, name):
     (alone,) = threads(1, lambda t: train(t, OPTIMIZERS[name]))
     for parameters in threads(size, lambda t: train(t, OPTIMIZERS[name], of_rank=lambda rank: 0)):
         torch.testing.assert_close(parameters, alone, rtol=1e-11, atol=1e-11)
@@ -104,7 +104,7 @@ def test_replicas_are_bit_identical(threads, size, compression):
     assert not torch.equal(replicas[0], weights(network()))
 
 
-def test_ranks_that_change_different_things_add_up(threads):
+def test_orthogonal_steps_of_the_ranks_are_added(threads):
     def program(transport: LocalTransport) -> list[float]:
         parameter = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
         with world.entered(transport):
@@ -117,8 +117,8 @@ def test_ranks_that_change_different_things_add_up(threads):
     assert threads(3, program) == [[1.0, 2.0, 3.0]] * 3
 
 
-def test_each_tensor_is_scaled_by_itself(threads):
-    """The first tensors are orthogonal and add; the second ones are alike and are averaged."""
+def test_each_tensor_is_combined_separately(threads):
+    """Changes of the first tensor are orthogonal and add; the second's are equal and averaged."""
 
     def program(transport: LocalTransport) -> list[list[float]]:
         first, second = (torch.nn.Parameter(torch.zeros(2, dtype=torch.float64)) for _ in "ab")
@@ -133,7 +133,7 @@ def test_each_tensor_is_scaled_by_itself(threads):
     assert threads(2, program) == [[[1.0, 1.0], [4.0, 4.0]]] * 2
 
 
-def test_tensors_of_several_dtypes_keep_theirs(threads):
+def test_parameters_of_mixed_dtypes_keep_their_dtypes(threads):
     dtypes = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float32]
 
     def program(transport: LocalTransport) -> list[torch.Tensor]:
@@ -150,7 +150,7 @@ def test_tensors_of_several_dtypes_keep_theirs(threads):
         assert [p.tolist() for p in parameters] == [[1.0 + place] * 2 for place in range(5)]
 
 
-def test_gradients_of_several_backward_passes_add_up(threads):
+def test_gradients_of_several_backward_passes_are_added(threads):
     def program(transport: LocalTransport, passes: int) -> torch.Tensor:
         model = network()
         with world.entered(transport):
@@ -166,7 +166,7 @@ def test_gradients_of_several_backward_passes_add_up(threads):
     torch.testing.assert_close(once, thrice, rtol=1e-11, atol=1e-11)
 
 
-def test_one_backward_pass_too_many_is_an_error(threads):
+def test_backward_pass_beyond_backward_passes_per_step_raises(threads):
     def program(transport: LocalTransport) -> None:
         model = network()
         with world.entered(transport):
@@ -184,7 +184,7 @@ def test_one_backward_pass_too_many_is_an_error(threads):
     threads(2, program)
 
 
-def test_a_parameter_without_a_gradient_here_takes_the_change_of_the_others(threads):
+def test_parameter_without_local_gradient_takes_the_other_ranks_change(threads):
     def program(transport: LocalTransport) -> list[float]:
         parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
         with world.entered(transport):
@@ -197,7 +197,7 @@ def test_a_parameter_without_a_gradient_here_takes_the_change_of_the_others(thre
     assert threads(3, program) == [[1.0, 2.0]] * 3
 
 
-def test_sparse_gradients_step_as_without_gtopk(threads):
+def test_sparse_gradients_of_all_ranks_are_applied(threads):
     def program(transport: LocalTransport) -> torch.Tensor:
         embedding = torch.nn.Embedding(4, 2, sparse=True)
         with torch.no_grad():
@@ -212,7 +212,7 @@ def test_sparse_gradients_step_as_without_gtopk(threads):
         assert weight.tolist() == [[-2.0, -2.0]] * 3 + [[0.0, 0.0]]
 
 
-def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank(threads, caplog):
+def test_nonfinite_gradient_skips_the_step_on_every_rank(threads, caplog):
     def program(transport: LocalTransport) -> Any:
         model = network()
         with world.entered(transport):
@@ -237,7 +237,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank(threads, cap
     assert "the gradient is not finite on ranks [1]" in caplog.text
 
 
-def test_a_step_that_is_not_finite_changes_nothing_on_any_rank(threads, caplog):
+def test_nonfinite_combined_step_changes_no_parameter_on_any_rank(threads, caplog):
     def program(transport: LocalTransport) -> list[float]:
         parameter = torch.nn.Parameter(torch.ones(3))
         with world.entered(transport):
@@ -252,8 +252,8 @@ def test_a_step_that_is_not_finite_changes_nothing_on_any_rank(threads, caplog):
     assert "the combined change of the parameters is not finite" in caplog.text
 
 
-@pytest.mark.parametrize("ask_first", [False, True])
-def test_too_many_skipped_steps_in_a_row_are_an_error_on_every_rank(threads, ask_first):
+@pytest.mark.parametrize("synchronize_first", [False, True])
+def test_steps_skipped_beyond_max_skipped_steps_raise_on_every_rank(threads, synchronize_first):
     def program(transport: LocalTransport) -> tuple[int, str]:
         parameter = torch.nn.Parameter(torch.zeros(2))
         with world.entered(transport):
@@ -261,7 +261,7 @@ def test_too_many_skipped_steps_in_a_row_are_an_error_on_every_rank(threads, ask
 
             def step(slope: float) -> None:
                 parameter.grad = torch.full((2,), slope if transport.rank == 1 else 1.0)
-                if ask_first:
+                if synchronize_first:
                     optimizer.synchronize()
                 optimizer.step()
 
@@ -274,14 +274,14 @@ def test_too_many_skipped_steps_in_a_row_are_an_error_on_every_rank(threads, ask
 
     ended = threads(2, program)
     assert [skipped for skipped, _ in ended] == [5, 5]
-    for rank, (_, said) in enumerate(ended):
-        assert said == (
+    for rank, (_, message) in enumerate(ended):
+        assert message == (
             f"rank {rank}: 3 steps in a row were skipped at step 5, the last because the gradient "
             "is not finite on ranks [1]; max_skipped_steps=2 allows no more"
         )
 
 
-def test_a_step_is_skipped_once_however_often_it_is_asked_about(threads):
+def test_skipped_step_counts_once_after_repeated_synchronize(threads):
     """A GradScaler leaves out the step after the first; the model clears its gradients."""
 
     def program(transport: LocalTransport) -> int:
@@ -300,7 +300,7 @@ def test_a_step_is_skipped_once_however_often_it_is_asked_about(threads):
     assert threads(2, program) == [2, 2]
 
 
-def test_ranks_that_allow_unlike_numbers_of_skipped_steps_are_told(threads):
+def test_unequal_max_skipped_steps_raise_on_every_rank(threads):
     def program(transport: LocalTransport) -> None:
         parameter = torch.nn.Parameter(torch.zeros(2))
         with world.entered(transport):
@@ -312,11 +312,11 @@ def test_ranks_that_allow_unlike_numbers_of_skipped_steps_are_told(threads):
     threads(2, program)
 
 
-def test_a_grad_scaler_skips_on_every_rank_after_synchronize(threads):
+def test_grad_scaler_after_synchronize_skips_the_step_on_every_rank(threads):
     def program(transport: LocalTransport) -> list[list[float]]:
         parameter = torch.nn.Parameter(torch.zeros(2))
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-        seen = []
+        history = []
         with world.entered(transport):
             optimizer = distributed([parameter])
             for step in range(2):
@@ -326,13 +326,13 @@ def test_a_grad_scaler_skips_on_every_rank_after_synchronize(threads):
                 optimizer.synchronize()
                 scaler.step(optimizer)
                 scaler.update()
-                seen.append(parameter.tolist())
-        return seen
+                history.append(parameter.tolist())
+        return history
 
     assert threads(2, program) == [[[0.0, 0.0], [1.0, 1.0]]] * 2
 
 
-def test_gradients_may_be_clipped_before_the_step(threads):
+def test_gradients_clipped_after_synchronize_bound_the_step(threads):
     def program(transport: LocalTransport) -> list[float]:
         parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
         with world.entered(transport):
@@ -346,7 +346,7 @@ def test_gradients_may_be_clipped_before_the_step(threads):
     assert threads(2, program) == [[2.0]] * 2
 
 
-def test_skipping_the_synchronization_is_refused(threads):
+def test_skip_synchronize_raises(threads):
     def program(transport: LocalTransport) -> None:
         with world.entered(transport):
             optimizer = distributed([torch.nn.Parameter(torch.zeros(2))])
@@ -359,7 +359,7 @@ def test_skipping_the_synchronization_is_refused(threads):
     threads(2, program)
 
 
-def test_a_closure_computes_the_loss_and_its_gradients(threads):
+def test_step_with_closure_returns_the_local_loss(threads):
     def program(transport: LocalTransport) -> float:
         model = network()
         with world.entered(transport):
@@ -379,7 +379,7 @@ def test_a_closure_computes_the_loss_and_its_gradients(threads):
         assert value == loss(network(), rank, 0).item()
 
 
-def test_the_wrapped_optimizer_stays_what_it_was(threads):
+def test_wrapped_optimizer_keeps_its_type_state_and_scheduler(threads):
     def program(transport: LocalTransport) -> None:
         model = network()
         inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -398,7 +398,7 @@ def test_the_wrapped_optimizer_stays_what_it_was(threads):
     threads(2, program)
 
 
-def test_a_rank_with_other_options_is_named_on_all(threads):
+def test_unequal_compression_raises_on_every_rank(threads):
     def program(transport: LocalTransport) -> None:
         parameter = torch.nn.Parameter(torch.zeros(2))
         compression = [Compression.none, Compression.fp16][transport.rank]
@@ -412,7 +412,7 @@ def test_a_rank_with_other_options_is_named_on_all(threads):
 
 
 @pytest.mark.parametrize(
-    ("make", "options", "kind", "said"),
+    ("make", "options", "kind", "message"),
     [
         (torch.optim.SGD, {"compression": Compression.gtopk(0.1)}, TypeError, "dense vectors"),
         (torch.optim.SGD, {"compression": None}, TypeError, "got None"),
@@ -425,31 +425,33 @@ def test_a_rank_with_other_options_is_named_on_all(threads):
         (lambda p: distributed(p), {}, ValueError, "distributed already"),
     ],
 )
-def test_what_cannot_be_wrapped_is_refused_at_once(threads, make, options, kind, said):
+def test_unsupported_optimizer_or_option_raises_at_construction(
+    threads, make, options, kind, message
+):
     def program(transport: LocalTransport) -> None:
-        with world.entered(transport), pytest.raises(kind, match=said):
+        with world.entered(transport), pytest.raises(kind, match=message):
             DistributedOptimizer(make(network().parameters()), op=Adasum, **options)
 
     threads(2, program)
 
 
 @pytest.mark.parametrize(
-    ("parameter", "said"),
+    ("parameter", "message"),
     [
         (torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64)), "complex"),
         (torch.nn.Parameter(torch.zeros(2), requires_grad=False), "requires a gradient"),
     ],
 )
-def test_parameters_that_cannot_be_combined_are_refused_at_once(threads, parameter, said):
+def test_complex_or_frozen_parameters_raise_at_construction(threads, parameter, message):
     def program(transport: LocalTransport) -> None:
-        with world.entered(transport), pytest.raises(ValueError, match=said):
+        with world.entered(transport), pytest.raises(ValueError, match=message):
             distributed([parameter])
 
     threads(2, program)
 
 
 @pytest.mark.parametrize("how", ["added", "unfrozen"])
-def test_a_parameter_that_came_later_takes_part(threads, how):
+def test_parameter_added_or_unfrozen_later_is_trained(threads, how):
     def program(transport: LocalTransport) -> list[float]:
         first, late = (torch.nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in "ab")
         late.requires_grad_(how == "added")
@@ -469,25 +471,25 @@ def test_a_parameter_that_came_later_takes_part(threads, how):
     assert threads(3, program) == [[-1.0, 4.0]] * 3
 
 
-def test_a_distributed_optimizer_is_not_copied():
+def test_distributed_optimizer_cannot_be_copied():
     with world.entered(local_world(1)[0]), pytest.raises(TypeError, match="neither copied"):
         copy.deepcopy(distributed([torch.nn.Parameter(torch.zeros(2))]))
 
 
-def test_a_compressor_of_integers_is_an_error_and_changes_nothing(threads):
+def test_compressor_that_returns_integers_raises_and_changes_nothing(threads):
     def program(transport: LocalTransport) -> None:
         parameter = torch.nn.Parameter(torch.zeros(2))
         with world.entered(transport):
-            optimizer = distributed([parameter], compression=Rounded)
+            optimizer = distributed([parameter], compression=IntegerCompressor)
             parameter.grad = torch.ones_like(parameter)
-            with pytest.raises(ValueError, match=r"Rounded returns torch\.int32"):
+            with pytest.raises(ValueError, match=r"IntegerCompressor returns torch\.int32"):
                 optimizer.step()
         assert parameter.tolist() == [0.0, 0.0]
 
     threads(2, program)
 
 
-def test_a_step_tells_what_it_sent(threads):
+def test_last_step_reports_sent_bytes_and_times(threads):
     length = 4096
 
     def program(transport: LocalTransport) -> Any:
@@ -500,12 +502,12 @@ def test_a_step_tells_what_it_sent(threads):
 
     for report in threads(2, program):
         assert (report.algorithm, report.updated, report.skipped) == ("adasum", length, False)
-        # Half of the vector there and half of it back; then what was agreed on.
+        # Half of the vector is sent and half is returned; the rest is for agreement.
         assert 4 * length < report.sent_bytes < 4 * length + 2000
         assert report.compute_seconds > 0 < report.communicate_seconds
 
 
-def test_it_trains_on_the_digits_at_the_learning_rate_of_one_rank(threads):
+def test_digits_train_at_the_learning_rate_of_one_rank(threads):
     data = load("digits")
     inputs, labels = data.train.tensors
 
@@ -532,15 +534,15 @@ def test_it_trains_on_the_digits_at_the_learning_rate_of_one_rank(threads):
     assert accuracies[0] > 0.85
 
 
-def test_what_a_loaded_state_holds_back_is_warned_of(threads, caplog):
+def test_loading_a_state_with_residuals_warns_that_they_are_lost(threads, caplog):
     def program(transport):
         with world.entered(transport):
             parameter = torch.nn.Parameter(torch.zeros(30))
             sparse = DistributedOptimizer(
                 torch.optim.SGD([parameter], lr=1.0), compression=Compression.gtopk(0.1)
             )
-            together = DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), op=Adasum)
-            together.load_state_dict(sparse.state_dict())
+            adasum = DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), op=Adasum)
+            adasum.load_state_dict(sparse.state_dict())
             assert "lost" not in caplog.text
             transport.barrier()
             parameter.grad = torch.arange(30.0)
@@ -549,19 +551,19 @@ def test_what_a_loaded_state_holds_back_is_warned_of(threads, caplog):
             ((part,),) = (held.values() for held in state["gtopk"]["held"].values())
             assert float(part["residual"].norm()) > 1
             norms.add(f"(their norm: {float(part['residual'].norm()):.3g})")
-            together.load_state_dict(state)
+            adasum.load_state_dict(state)
 
     norms: set[str] = set()
     with caplog.at_level(logging.WARNING, "gtopk"):
         threads(2, program)
-    said = sorted(record.getMessage() for record in caplog.records)
-    lost = [text for text in said if "are lost" in text]
+    messages = sorted(record.getMessage() for record in caplog.records)
+    lost = [text for text in messages if "are lost" in text]
     assert [text[:7] for text in lost] == ["rank 0:", "rank 1:"]
     (norm,) = norms  # both ranks had the same gradient
     assert all(norm in text for text in lost)
 
 
-def test_it_goes_on_in_the_next_world():
+def test_optimizer_continues_in_the_next_world():
     """As after elastic's recovery, here with fewer ranks."""
     models = [network() for _ in range(3)]
     optimizers: list[Any] = [None] * 3

@@ -27,9 +27,9 @@ from tests.matrix import some_of
 
 __all__ = ["_small_blocks"]
 
-SIZES = some_of([1, 2, 3, 5, 6, 7, 8], 3, 8)  # the algorithms have their laws at all of them
+SIZES = some_of([1, 2, 3, 5, 6, 7, 8], 3, 8)  # the algorithms' own tests run all of these
 SPARSE = [Compression.topk, Compression.gtopk, Compression.oktopk, Compression.hierarchical]
-# Whatever else may be asked for; values that are rounded on the wire stay in the residual.
+# Further options; what rounding on the wire takes stays in the residual.
 VARIANTS = [
     partial(Compression.topk, values="fp16", wire="raw"),
     partial(Compression.gtopk, values="int8", wire="packed"),
@@ -46,7 +46,7 @@ VARIANTS = [
 
 @pytest.fixture(autouse=True, scope="module")
 def _large_gradients(_small_blocks: None) -> Iterator[None]:
-    """Read these small ones where they lie, as large ones are; other files have them copied."""
+    """Read small gradients in place, as large ones are; other files test copies of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buckets, "_SMALL", 0)
         yield
@@ -95,7 +95,7 @@ def train_alone(ranks: int, steps: int = 8) -> torch.Tensor:
 @pytest.mark.parametrize(
     "compression", [Compression.none, *(kind(density=1.0) for kind in SPARSE)], ids=repr
 )
-def test_keeping_everything_is_sgd_on_the_concatenated_batch(threads, size, compression):
+def test_density_1_equals_sgd_on_the_concatenated_batch(threads, size, compression):
     alone = train_alone(size)
     for parameters in threads(size, lambda transport: train(transport, compression)):
         torch.testing.assert_close(parameters, alone, rtol=1e-12, atol=1e-12)
@@ -121,7 +121,7 @@ def test_replicas_are_bit_identical(threads, size, compression):
 
 
 @pytest.mark.parametrize("kind", SPARSE)
-def test_a_low_density_changes_the_training(threads, kind):
+def test_low_density_changes_the_parameters(threads, kind):
     (sparse, *_) = threads(4, lambda transport: train(transport, kind(density=0.05)))
     assert not torch.allclose(sparse, train_alone(4), rtol=1e-3)
 
@@ -168,7 +168,7 @@ def test_gradient_mass_is_conserved_at_every_step(kind, momentum, data):
         )
 
 
-def test_the_update_of_gtopk_holds_k_coordinates_and_of_topk_up_to_k_per_rank(threads):
+def test_update_has_k_entries_with_gtopk_and_up_to_k_per_rank_with_topk(threads):
     def last_step(transport: LocalTransport, compression: Any) -> Any:
         model = network()
         with world.entered(transport):
@@ -190,7 +190,7 @@ def test_the_update_of_gtopk_holds_k_coordinates_and_of_topk_up_to_k_per_rank(th
         assert k < report.updated <= k * size
 
 
-def test_weights_come_before_the_residual(threads):
+def test_averaging_divides_gradients_before_the_residual(threads):
     """Averages are sums of gradients over P, from the first step to the last."""
 
     def one_step(transport: LocalTransport, op: int) -> Any:
@@ -213,7 +213,7 @@ def test_weights_come_before_the_residual(threads):
         np.testing.assert_array_equal(size * mean, total)
 
 
-def test_gradients_of_several_backward_passes_add_up(threads):
+def test_gradients_of_several_backward_passes_are_added(threads):
     def program(transport: LocalTransport, passes: int) -> torch.Tensor:
         model = network()
         with world.entered(transport):
@@ -231,7 +231,7 @@ def test_gradients_of_several_backward_passes_add_up(threads):
     torch.testing.assert_close(once, thrice, rtol=1e-12, atol=1e-12)
 
 
-def test_clipping_between_synchronize_and_step_sees_the_agreed_gradient(threads):
+def test_clipping_between_synchronize_and_step_sees_the_reduced_gradient(threads):
     def program(transport: LocalTransport) -> torch.Tensor:
         model = network()
         with world.entered(transport):
@@ -251,7 +251,7 @@ def test_clipping_between_synchronize_and_step_sees_the_agreed_gradient(threads)
     assert float(moves[0].norm()) == pytest.approx(0.01, rel=1e-4)
 
 
-def test_stepping_after_synchronize_without_skipping_warns(threads):
+def test_step_after_synchronize_without_skip_synchronize_warns(threads):
     def program(transport: LocalTransport) -> None:
         model = network()
         with world.entered(transport):
@@ -264,7 +264,7 @@ def test_stepping_after_synchronize_without_skipping_warns(threads):
     threads(1, program)
 
 
-def test_stepping_with_ones_own_gradients_warns(threads):
+def test_step_with_unreduced_gradients_warns(threads):
     """As in Horovod it steps, and there is no exchange in which the replicas are compared."""
 
     def program(transport: LocalTransport) -> torch.Tensor:
@@ -277,14 +277,14 @@ def test_stepping_with_ones_own_gradients_warns(threads):
             optimizer.zero_grad()
         return weights(model)
 
-    threads(1, program)  # alone there is nobody to differ from
-    said = r"rank \d steps with its own gradients.*call synchronize\(\) before"
-    with pytest.warns(UserWarning, match=said):
+    threads(1, program)  # one rank has no other to differ from
+    message = r"rank \d steps with its own gradients.*call synchronize\(\) before"
+    with pytest.warns(UserWarning, match=message):
         one, other = threads(2, program)
     assert not torch.equal(one, other)
 
 
-def test_a_closure_computes_the_gradients_that_are_exchanged(threads):
+def test_gradients_computed_in_a_closure_are_exchanged(threads):
     def program(transport: LocalTransport) -> torch.Tensor:
         model = network()
         with world.entered(transport):
@@ -306,7 +306,7 @@ def test_a_closure_computes_the_gradients_that_are_exchanged(threads):
     assert not torch.equal(first, weights(network()))
 
 
-def test_the_wrapped_optimizer_stays_what_it_was():
+def test_wrapped_optimizer_keeps_its_type_state_and_scheduler():
     model = network()
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with world.entered(local_world(1)[0]):
@@ -322,7 +322,7 @@ def test_the_wrapped_optimizer_stays_what_it_was():
         assert optimizer.state_dict()["state"]
 
 
-def test_a_scheduler_made_before_wrapping_does_not_bypass_the_exchange(threads):
+def test_scheduler_made_before_wrapping_does_not_bypass_the_exchange(threads):
     def program(transport: LocalTransport) -> torch.Tensor:
         model = network()
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -338,10 +338,10 @@ def test_a_scheduler_made_before_wrapping_does_not_bypass_the_exchange(threads):
 
 
 @pytest.mark.parametrize("compression", [Compression.none, Compression.gtopk(0.5)], ids=repr)
-def test_a_gradient_from_before_wrapping_is_exchanged_where_it_lies_on_a_gpu(
+def test_gradient_of_a_cuda_graph_from_before_wrapping_keeps_its_memory(
     threads, compression, monkeypatch
 ):
-    """A CUDA graph goes on to write there, and torch does not count that as a change."""
+    """A CUDA graph continues to write there, which torch does not count as a change."""
     monkeypatch.setattr(
         "gtopk.exchange.buckets.parameters._may_belong_to_cuda_graph", lambda gradient: True
     )
@@ -366,7 +366,7 @@ def test_a_gradient_from_before_wrapping_is_exchanged_where_it_lies_on_a_gpu(
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_what_was_wrapped_or_passed_before_has_placeholders_again(threads, graphs, monkeypatch):
+def test_wrapping_after_backward_or_again_clears_old_gradients(threads, graphs, monkeypatch):
     monkeypatch.setattr(
         "gtopk.exchange.buckets.parameters._may_belong_to_cuda_graph", lambda gradient: graphs
     )
@@ -374,9 +374,9 @@ def test_what_was_wrapped_or_passed_before_has_placeholders_again(threads, graph
     def program(transport: LocalTransport) -> tuple[list[float], list[float]]:
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
         unused = model[1].weight.tolist()
-        model(torch.ones(1, 2)).sum().backward()  # a look at the model
+        model(torch.ones(1, 2)).sum().backward()  # the script tries the model
         saved = model[0].weight.grad
-        kept = saved.tolist()
+        saved_values = saved.tolist()
         with world.entered(transport):
             for _ in range(2):  # a notebook's cell
                 optimizer = DistributedOptimizer(
@@ -386,13 +386,13 @@ def test_what_was_wrapped_or_passed_before_has_placeholders_again(threads, graph
             model[0](torch.ones(1, 2)).sum().backward()
             optimizer.step()
         assert model[1].weight.tolist() == unused
-        assert graphs or saved.tolist() == kept
+        assert graphs or saved.tolist() == saved_values
         return model[0].weight.tolist(), unused
 
     threads(2, program)
 
 
-def test_adam_steps_with_the_agreed_update(threads):
+def test_adamw_replicas_stay_identical(threads):
     def program(transport: LocalTransport) -> torch.Tensor:
         model = network()
         with world.entered(transport):
@@ -427,10 +427,17 @@ def test_low_precision_gradients_keep_a_float32_residual(threads, dtype):
     assert torch.equal(first, second)
 
 
-def test_with_factor_masking_the_velocity_of_what_was_sent_begins_anew():
-    """One entry a step is sent; the other's velocity goes on growing in the residual."""
+@pytest.mark.parametrize(
+    ("is_masked", "sent", "velocity"),
+    [
+        (True, -8.0, 0.0),  # entry 0's velocity is cleared after each step: 4, then 4 again
+        (False, -10.0, 6.0),  # 4, and then 0.5 * 4 + 4
+    ],
+)
+def test_factor_masking_clears_the_velocity_of_sent_entries(is_masked, sent, velocity):
+    """Entry 0 is sent in each step; entry 1's velocity goes on growing in the residual."""
     parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
-    compression = Compression.gtopk(0.5, momentum_correction=0.5, factor_masking=True)
+    compression = Compression.gtopk(0.5, momentum_correction=0.5, factor_masking=is_masked)
     with world.entered(local_world(1)[0]):
         optimizer = DistributedOptimizer(
             torch.optim.SGD([parameter], lr=1.0), compression=compression
@@ -438,30 +445,13 @@ def test_with_factor_masking_the_velocity_of_what_was_sent_begins_anew():
         for _ in range(2):
             parameter.grad = torch.tensor([4.0, 1.0], dtype=torch.float64)
             optimizer.step()
-    # Entry 0 was sent and its velocity cleared each time: 4, then 4 again.
+    assert parameter.tolist() == [sent, 0.0]
     # Entry 1: velocities 1 and 0.5 * 1 + 1 add up in the residual.
-    assert parameter.tolist() == [-8.0, 0.0]
     assert held(optimizer).tolist() == [0.0, 2.5]
-    assert held(optimizer, "velocity").tolist() == [0.0, 1.5]
+    assert held(optimizer, "velocity").tolist() == [velocity, 1.5]
 
 
-def test_the_velocity_of_what_was_sent_goes_on():
-    parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
-    compression = Compression.gtopk(0.5, momentum_correction=0.5)
-    with world.entered(local_world(1)[0]):
-        optimizer = DistributedOptimizer(
-            torch.optim.SGD([parameter], lr=1.0), compression=compression
-        )
-        for _ in range(2):
-            parameter.grad = torch.tensor([4.0, 1.0], dtype=torch.float64)
-            optimizer.step()
-    # Entry 0: velocities 4, and then 0.5 * 4 + 4, both sent.
-    assert parameter.tolist() == [-10.0, 0.0]
-    assert held(optimizer).tolist() == [0.0, 2.5]
-    assert held(optimizer, "velocity").tolist() == [6.0, 1.5]
-
-
-def test_a_parameter_without_a_gradient_anywhere_is_passed_over(threads):
+def test_parameter_without_gradient_on_any_rank_is_not_stepped(threads):
     """As without gtopk: no weight decay, no momentum, no step."""
 
     def program(transport: LocalTransport) -> torch.Tensor:
@@ -481,7 +471,7 @@ def test_a_parameter_without_a_gradient_anywhere_is_passed_over(threads):
         assert torch.equal(unused, torch.ones(2, dtype=torch.float64))
 
 
-def test_the_residual_of_a_parameter_waits_while_its_gradient_is_missing():
+def test_residual_of_a_parameter_waits_while_its_gradient_is_missing():
     first, second = (torch.nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in "ab")
     with world.entered(local_world(1)[0]):
         optimizer = DistributedOptimizer(
@@ -503,7 +493,7 @@ def test_the_residual_of_a_parameter_waits_while_its_gradient_is_missing():
     [Compression.none, Compression.fp16, Compression.bf16, Compression.gtopk(1.0)],
     ids=repr,
 )
-def test_a_sum_that_overflows_skips_the_step_and_leaves_no_trace(threads, compression):
+def test_overflowing_sum_skips_the_step_and_clears_no_residual(threads, compression):
     largest = 6e4 if compression is Compression.fp16 else 3e38
 
     def program(transport: LocalTransport) -> torch.Tensor:
@@ -527,7 +517,7 @@ def test_a_sum_that_overflows_skips_the_step_and_leaves_no_trace(threads, compre
 
 
 @pytest.mark.parametrize("compression", [Compression.none, Compression.gtopk(1.0)], ids=repr)
-def test_a_gradient_whose_elements_share_their_memory_is_taken(threads, compression):
+def test_expanded_gradient_with_zero_stride_is_reduced(threads, compression):
     def program(transport: LocalTransport) -> torch.Tensor:
         parameter = torch.nn.Parameter(torch.zeros(5))
         with world.entered(transport):
@@ -544,9 +534,7 @@ def test_a_gradient_whose_elements_share_their_memory_is_taken(threads, compress
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_bf16_sends_half_the_bytes_of_float32_has_its_range_and_rounds_once_a_hop(
-    threads, size, dtype
-):
+def test_bf16_sends_half_the_bytes_and_rounds_once_per_hop(threads, size, dtype):
     length = 30_000
 
     def gradient(rank: int) -> torch.Tensor:
@@ -566,7 +554,7 @@ def test_bf16_sends_half_the_bytes_of_float32_has_its_range_and_rounds_once_a_ho
 
     results = threads(size, program)
     exact = torch.stack([gradient(rank).double() for rank in range(size)])
-    # To 16 bits, and at each hop: by 2^-8 at most of what is there by then.
+    # Rounding, to 16 bits and at each hop, changes a value by at most 2^-8 of it.
     bound = (2 + rounds(size)) * 2.0**-8 * exact.abs().sum(0)
     for parameter, sent_bytes in results:
         assert torch.equal(parameter, results[0][0])
@@ -574,9 +562,7 @@ def test_bf16_sends_half_the_bytes_of_float32_has_its_range_and_rounds_once_a_ho
         assert 0 <= sent_bytes - dense_bytes(length, size, 2) < 1000  # to agree, and checksums
 
 
-def test_a_batch_may_be_dropped_between_backward_and_step(threads):
-    """It is in no step: there is one, and it is that of the batch that was kept."""
-
+def test_batch_dropped_between_backward_and_step_is_in_no_step(threads):
     def program(transport: LocalTransport, dropped: int) -> torch.Tensor:
         model = network()
         with world.entered(transport):
@@ -596,7 +582,7 @@ def test_a_batch_may_be_dropped_between_backward_and_step(threads):
 
 @pytest.mark.parametrize("how", ["added", "unfrozen", "added after a load"])
 @pytest.mark.parametrize("steps_before", [0, 2])
-def test_a_parameter_that_came_later_takes_part(threads, how, steps_before):
+def test_parameter_added_or_unfrozen_later_is_trained(threads, how, steps_before):
     size = 3
 
     def program(transport: LocalTransport) -> torch.Tensor:
@@ -632,7 +618,7 @@ def test_a_parameter_that_came_later_takes_part(threads, how, steps_before):
     assert all(torch.equal(replica, replicas[0]) for replica in replicas)
 
 
-def test_a_scheduler_made_before_wrapping_survives_a_checkpoint():
+def test_scheduler_made_before_wrapping_works_after_load_state_dict():
     model = network()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
@@ -645,9 +631,7 @@ def test_a_scheduler_made_before_wrapping_survives_a_checkpoint():
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
 
 
-def test_an_optimizer_is_forgotten_by_the_parameters_it_had(threads):
-    """Wrapping the same model again does not count its backward passes twice."""
-
+def test_wrapping_a_model_again_does_not_count_its_backward_passes_twice(threads):
     def program(transport: LocalTransport) -> None:
         model = network()
         with world.entered(transport):
@@ -659,7 +643,7 @@ def test_an_optimizer_is_forgotten_by_the_parameters_it_had(threads):
     threads(2, program)
 
 
-def test_one_float64_parameter_makes_the_bucket_float64(threads):
+def test_float64_parameter_makes_its_bucket_float64(threads):
     def program(transport: LocalTransport) -> float:
         wide = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
         narrow = torch.nn.Parameter(torch.zeros(1))
@@ -672,7 +656,7 @@ def test_one_float64_parameter_makes_the_bucket_float64(threads):
     assert threads(2, program) == [-(1 + 1e-10)] * 2
 
 
-def test_what_waits_in_the_queue_is_neither_selection_nor_sent_for_the_step(threads):
+def test_step_report_excludes_bytes_of_other_queued_operations(threads):
     def program(transport: LocalTransport) -> Any:
         model = network()
         with world.entered(transport) as here:

@@ -41,28 +41,30 @@ def peers(rank: int = 0, size: int = 8, takes_part: bool = True) -> Any:
     transport = SimpleNamespace(name="made up", library=lambda: "threads")
     here = SimpleNamespace(rank=rank, size=8, advised=False, transport=transport)
     return SimpleNamespace(
-        size=size, world=here, takes_part=takes_part, run=lambda *said, **flags: SLOW
+        size=size, world=here, takes_part=takes_part, run=lambda *operation, **flags: SLOW
     )
 
 
-def said_of(bucket_exchanges: list[Any], caplog: pytest.LogCaptureFixture) -> str:
+def logged_advice(bucket_exchanges: list[Any], caplog: pytest.LogCaptureFixture) -> str:
     caplog.clear()
     with caplog.at_level(logging.DEBUG, "gtopk"):
         ExpectedStep(GTOPK, Progress()).measure(bucket_exchanges, peers())
     return caplog.text
 
 
-def test_what_travels_dense_beside_is_in_no_saving(caplog: pytest.LogCaptureFixture) -> None:
+def test_predicted_saving_excludes_uncompressed_buckets(caplog: pytest.LogCaptureFixture) -> None:
     ours = [bucket_exchange(600_000, GTOPK), bucket_exchange(400_000, GTOPK)]
-    alone = said_of(ours, caplog)
-    beside = said_of([*ours, bucket_exchange(9_000_000, Compression.none), embedding(7)], caplog)
+    alone = logged_advice(ours, caplog)
+    beside = logged_advice(
+        [*ours, bucket_exchange(9_000_000, Compression.none), embedding(7)], caplog
+    )
     assert "1,000,000 values, 8 ranks" in alone
     assert "1,000,000 values (and 9,000,007 uncompressed either way), 8 ranks" in beside
     assert beside.partition(", 8 ranks")[2] == alone.partition(", 8 ranks")[2]
 
 
 @pytest.mark.parametrize("is_compressed", [True, False])
-def test_the_other_way_is_said_of_the_buckets_it_would_have(
+def test_advice_compares_with_the_buckets_the_alternative_would_have(
     is_compressed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """This holds for planned buckets; given ones are the same for both."""
@@ -76,17 +78,17 @@ def test_the_other_way_is_said_of_the_buckets_it_would_have(
         caplog.clear()
         with caplog.at_level(logging.DEBUG, "gtopk"):
             ExpectedStep(runs, Progress(), is_planned=is_planned).measure([one], peers())
-        said = advice(runs, [10_000_000], SLOW, other_buckets=buckets, over="threads")
-        assert caplog.messages == [said.sentence, said.explain()]
+        advised = advice(runs, [10_000_000], SLOW, other_buckets=buckets, over="threads")
+        assert caplog.messages == [advised.sentence, advised.explain()]
 
 
 @pytest.mark.parametrize("compression", [Compression.none, Compression.fp16])
-def test_where_nothing_is_compressed_it_is_said_of_what_could_be(
+def test_advice_without_compression_is_about_compressible_values(
     compression: object, caplog: pytest.LogCaptureFixture
 ) -> None:
-    said = said_of([bucket_exchange(1_000_000, compression), embedding(7)], caplog)
-    assert "1,000,000 values (and 7 uncompressed either way), 8 ranks" in said
-    assert ": would save" in said
+    output = logged_advice([bucket_exchange(1_000_000, compression), embedding(7)], caplog)
+    assert "1,000,000 values (and 7 uncompressed either way), 8 ranks" in output
+    assert ": would save" in output
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,7 @@ def test_where_nothing_is_compressed_it_is_said_of_what_could_be(
         (GTOPK, torch.float64, 8),
     ],
 )
-def test_dense_takes_the_bytes_that_it_sends(
+def test_dense_prediction_uses_the_dtype_on_the_wire(
     compression: object, dtype: torch.dtype, value_bytes: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     parameter = torch.nn.Parameter(torch.zeros(1, dtype=dtype).expand(10**6))
@@ -119,14 +121,14 @@ def test_dense_takes_the_bytes_that_it_sends(
         assert f"saves up to {saved} of dense's" in caplog.text
 
 
-def test_of_sparse_gradients_alone_there_is_nothing_to_say(
+def test_sparse_gradients_alone_log_no_advice(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert not said_of([embedding(7)], caplog)
-    assert not said_of([SimpleNamespace(elements=0)], caplog)
+    assert not logged_advice([embedding(7)], caplog)
+    assert not logged_advice([SimpleNamespace(elements=0)], caplog)
 
 
-def test_it_is_said_once_in_a_world_and_by_rank_0(caplog: pytest.LogCaptureFixture) -> None:
+def test_advice_is_logged_once_per_world_by_rank_0(caplog: pytest.LogCaptureFixture) -> None:
     bucket_exchanges, here = [bucket_exchange(1000, GTOPK)], peers()
     with caplog.at_level(logging.INFO, "gtopk"):
         for one in (here, here, peers(rank=1)):
@@ -137,7 +139,7 @@ def test_it_is_said_once_in_a_world_and_by_rank_0(caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.parametrize(("others", "is_expected"), [({}, True), ({"takes_part": False}, False)])
-def test_some_ranks_of_a_world_expect_of_themselves(
+def test_prediction_is_made_only_by_ranks_of_the_process_set(
     others: dict[str, bool], is_expected: bool
 ) -> None:
     expected = ExpectedStep(GTOPK, Progress())
@@ -145,23 +147,23 @@ def test_some_ranks_of_a_world_expect_of_themselves(
     assert (expected.seconds is not None) == is_expected
 
 
-def test_one_rank_alone_expects_nothing() -> None:
+def test_single_rank_predicts_no_seconds() -> None:
     expected = ExpectedStep(GTOPK, Progress())
     expected.measure([bucket_exchange(1000, GTOPK)], peers(size=1))
     assert expected.seconds is None
 
 
-def test_no_step_of_a_warm_up_is_expected_to_take_what_others_take(monkeypatch, threads) -> None:
+def test_warm_up_steps_have_no_predicted_seconds(monkeypatch, threads) -> None:
     def program(transport: LocalTransport) -> list[bool]:
-        expects, model = [], layers()
+        has_prediction, model = [], layers()
         with world.entered(transport):
             optimizer = distribute(model, Compression.gtopk(0.1, warmup_steps=3))
             for step in range(6):
                 model(inputs(transport.rank, step)).square().sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                expects.append(optimizer.last_step.predicted_seconds is not None)
-        return expects
+                has_prediction.append(optimizer.last_step.predicted_seconds is not None)
+        return has_prediction
 
     def measure(self: ExpectedStep, *others: Any) -> None:
         self._calibration = SLOW
@@ -171,7 +173,7 @@ def test_no_step_of_a_warm_up_is_expected_to_take_what_others_take(monkeypatch, 
     assert threads(2, program) == [[False] * 3 + [True] * 3] * 2
 
 
-def test_other_lanes_are_expected_to_take_another_time() -> None:
+def test_prediction_follows_the_bucket_exchanges() -> None:
     expected = ExpectedStep(GTOPK, Progress())
     expected.measure([bucket_exchange(1000, GTOPK)], peers())
     before = expected.seconds

@@ -76,24 +76,24 @@ def train(
 @pytest.mark.parametrize(
     ("kind", "options"), [(torch.optim.Adam, {}), (torch.optim.SGD, {"momentum": 0.9})]
 )
-def test_a_bit_that_flips_in_a_parameter_is_undone_by_the_next_check(threads, kind, options):
+def test_flipped_bit_in_a_parameter_is_healed_by_the_next_check(threads, kind, options):
     """It flips after backward: no trace of it remains, and no residual changes."""
 
     def spoil(rank: int, step: int, model: torch.nn.Sequential, optimizer: Any) -> None:
         if rank == 2 and step == 2 * EVERY - 1:
             flip(model[2].weight)
 
-    hurt = threads(4, lambda t: train(t, spoil, kind, **options))
-    spared = threads(4, lambda t: train(t, None, kind, **options))
-    assert [(end, residuals) for end, residuals, _ in hurt] == [
-        (end, residuals) for end, residuals, _ in spared
+    healed = threads(4, lambda t: train(t, spoil, kind, **options))
+    untouched = threads(4, lambda t: train(t, None, kind, **options))
+    assert [(end, residuals) for end, residuals, _ in healed] == [
+        (end, residuals) for end, residuals, _ in untouched
     ]
-    assert {end for end, _, _ in hurt} == {hurt[0][0]}
-    assert [count for *_, count in hurt] == [1] * 4
-    assert [count for *_, count in spared] == [0] * 4
+    assert {end for end, _, _ in healed} == {healed[0][0]}
+    assert [count for *_, count in healed] == [1] * 4
+    assert [count for *_, count in untouched] == [0] * 4
 
 
-def test_a_momentum_that_has_parted_is_healed_with_its_parameter(threads):
+def test_diverged_momentum_is_healed_with_its_parameter(threads):
     def spoil(rank: int, step: int, model: torch.nn.Sequential, optimizer: Any) -> None:
         if rank == 0 and step == EVERY:
             flip(optimizer.state[model[0].weight]["momentum_buffer"])
@@ -103,16 +103,16 @@ def test_a_momentum_that_has_parted_is_healed_with_its_parameter(threads):
     assert [count for *_, count in ends] == [1] * 3  # otherwise it would diverge again
 
 
-def test_ranks_that_part_in_different_parameters_are_all_healed(threads, caplog):
+def test_ranks_diverged_in_different_parameters_are_all_healed(threads, caplog):
     def spoil(rank: int, step: int, model: torch.nn.Sequential, optimizer: Any) -> None:
         if step == EVERY - 1 and rank in (0, 2):
             flip(model[rank].bias)
 
     ends = threads(3, lambda t: train(t, spoil))
     assert {end for end, _, _ in ends} == {ends[0][0]}
-    said = [r.getMessage() for r in caplog.records if "are not the same at" in r.getMessage()]
-    assert len(said) == 3  # one line on every rank
-    for text in said:
+    messages = [r.getMessage() for r in caplog.records if "are not the same at" in r.getMessage()]
+    assert len(messages) == 3  # one line on every rank
+    for text in messages:
         assert "at step 2: parameter '0.bias' has the checksums rank 0: " in text
         assert "; ranks 1, 2: " in text
         assert text.endswith(
@@ -121,7 +121,7 @@ def test_ranks_that_part_in_different_parameters_are_all_healed(threads, caplog)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_without_a_majority_there_is_no_healing(threads, ranks):
+def test_healing_without_a_majority_raises(threads, ranks):
     def spoil(rank: int, step: int, model: torch.nn.Sequential, optimizer: Any) -> None:
         if step == EVERY - 1 and rank < ranks // 2:
             flip(model[0].weight)
@@ -134,7 +134,7 @@ def test_without_a_majority_there_is_no_healing(threads, ranks):
     threads(ranks, program)
 
 
-def test_where_one_rank_has_a_state_that_cannot_be_sent_all_hear_of_it(threads):
+def test_state_that_cannot_be_sent_raises_on_every_rank(threads):
     def spoil(rank: int, step: int, model: torch.nn.Sequential, optimizer: Any) -> None:
         if step == EVERY - 1 and rank == 1:
             flip(model[0].weight)
@@ -147,7 +147,7 @@ def test_where_one_rank_has_a_state_that_cannot_be_sent_all_hear_of_it(threads):
     threads(3, program)
 
 
-def test_replicas_may_part_where_a_warning_is_enough(threads, caplog):
+def test_on_divergence_warn_leaves_replicas_different(threads, caplog):
     def spoil(rank: int, step: int, model: torch.nn.Sequential, optimizer: Any) -> None:
         if rank == 1 and step == STEPS - 1 - EVERY:
             flip(model[0].weight)
@@ -159,43 +159,45 @@ def test_replicas_may_part_where_a_warning_is_enough(threads, caplog):
     assert "on_divergence='warn' leaves them different" in caplog.text
 
 
-def test_what_the_majority_has_is_sent_once_to_each_that_lacks_it(threads):
+def test_majority_value_is_sent_once_to_each_rank_that_lacks_it(threads):
     def program(transport: LocalTransport) -> tuple[list[int], dict[str, bytes], int]:
         own = {"a": b"sick" if transport.rank in (0, 3) else b"well", "b": b"same"}
         before = transport.traffic.sent_messages
         ranks, mended = spread_majority(transport, own)
-        gathered = transport.traffic.sent_messages - before
-        return ranks, mended, gathered
+        sent_messages = transport.traffic.sent_messages - before
+        return ranks, mended, sent_messages
 
-    found = threads(5, program)
-    assert [ranks for ranks, _, _ in found] == [[0, 3]] * 5
-    assert [mended for _, mended, _ in found] == [
+    results = threads(5, program)
+    assert [ranks for ranks, _, _ in results] == [[0, 3]] * 5
+    assert [mended for _, mended, _ in results] == [
         {"a": b"well"} if rank in (0, 3) else {} for rank in range(5)
     ]
-    others = found[2][2]
-    assert found[1][2] == others + 2  # the lowest healthy rank sent it
+    others = results[2][2]
+    assert results[1][2] == others + 2  # the lowest healthy rank sent it
 
 
-def test_who_has_the_most_without_more_than_half_is_no_majority():
+def test_majority_needs_more_than_half_of_the_ranks():
     assert Divergence("w", {1: [0, 1], 2: [2], 3: [3]}).majority() is None
     assert Divergence("w", {1: [0], 2: [1, 2]}).majority() == [1, 2]
 
 
-def test_nothing_that_most_do_not_have_stays_in_the_state(threads):
+def test_installed_state_keeps_only_the_majoritys_keys(threads):
     """A rank may lack part of the state, or have extra state."""
-    theirs, mine = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.zeros(3))
-    packed = pack({theirs: "w"}, ["w"], {theirs: {"step": torch.tensor(4.0), "sum": theirs + 1}})
-    kept = torch.zeros(3)
-    state: dict[torch.Tensor, dict[str, Any]] = {mine: {"sum": kept, "more": 1}}
-    install_parameters({mine: "w"}, packed, state)
-    assert torch.equal(mine, theirs)
-    assert state[mine].keys() == {"step", "sum"}
-    assert state[mine]["sum"] is kept  # in place
-    assert torch.equal(kept, torch.full((3,), 2.0))
-    assert state[mine]["step"] == 4
+    majority, local = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.zeros(3))
+    packed = pack(
+        {majority: "w"}, ["w"], {majority: {"step": torch.tensor(4.0), "sum": majority + 1}}
+    )
+    local_sum = torch.zeros(3)
+    state: dict[torch.Tensor, dict[str, Any]] = {local: {"sum": local_sum, "more": 1}}
+    install_parameters({local: "w"}, packed, state)
+    assert torch.equal(local, majority)
+    assert state[local].keys() == {"step", "sum"}
+    assert state[local]["sum"] is local_sum  # in place
+    assert torch.equal(local_sum, torch.full((3,), 2.0))
+    assert state[local]["step"] == 4
 
 
-def test_more_than_one_side_of_the_half_is_an_error_on_every_rank(threads):
+def test_spread_majority_without_majority_raises_on_every_rank(threads):
     def program(transport: LocalTransport) -> str:
         with pytest.raises(MismatchError) as caught:
             spread_majority(transport, {"w": bytes([transport.rank])})
@@ -206,7 +208,7 @@ def test_more_than_one_side_of_the_half_is_an_error_on_every_rank(threads):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (
             {"on_divergence": "heal", "check_every": 0},
@@ -215,10 +217,10 @@ def test_more_than_one_side_of_the_half_is_an_error_on_every_rank(threads):
         ({"on_divergence": "mend", "check_every": 5}, "one of error, warn, heal; got 'mend'"),
     ],
 )
-def test_what_cannot_be_asked_for_is_refused(threads, options, said):
+def test_invalid_on_divergence_raises(threads, options, message):
     def program(transport: LocalTransport) -> None:
         model = network()
-        with world.entered(transport), pytest.raises(ValueError, match=said):
+        with world.entered(transport), pytest.raises(ValueError, match=message):
             DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **options)
 
     threads(1, program)

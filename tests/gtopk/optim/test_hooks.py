@@ -16,7 +16,7 @@ from gtopk.optim import hooks as module
 from gtopk.optim.hooks import BackwardHooks
 
 
-def test_one_pass_more_than_the_limit_is_an_error_until_forgotten():
+def test_backward_pass_beyond_the_limit_raises_until_forget():
     parameter, other = (torch.nn.Parameter(torch.ones(2)) for _ in "ab")
     passes = BackwardHooks({parameter: "it", other: "the other"}, 2)
     passes.watch([parameter, other])
@@ -29,7 +29,7 @@ def test_one_pass_more_than_the_limit_is_an_error_until_forgotten():
     parameter.sum().backward()
 
 
-def test_parameters_outlive_what_counts_them():
+def test_deleted_hooks_no_longer_count_backward_passes():
     parameter = torch.nn.Parameter(torch.ones(2))
     BackwardHooks({parameter: "it"}, 1).watch([parameter])
     gc.collect()
@@ -38,20 +38,20 @@ def test_parameters_outlive_what_counts_them():
 
 
 @pytest.mark.parametrize("limit", [0, -1])
-def test_a_step_takes_one_pass_at_least(limit):
+def test_limit_below_1_raises(limit):
     with pytest.raises(ValueError, match=f"at least 1, got {limit}"):
         BackwardHooks({}, limit)
 
 
 class Listener:
     def __init__(self) -> None:
-        self.heard: list[int] = []
+        self.reported: list[int] = []
 
     def hear(self, place: int) -> None:
-        self.heard.append(place)
+        self.reported.append(place)
 
 
-def test_a_gradient_is_complete_when_its_last_pass_is_done():
+def test_gradient_is_complete_after_its_last_backward_pass():
     first, last, frozen = (torch.nn.Parameter(torch.ones(2)) for _ in "abc")
     frozen.requires_grad_(False)
     hooks = BackwardHooks(dict.fromkeys([first, last, frozen], ""), 2)
@@ -68,8 +68,8 @@ def test_a_gradient_is_complete_when_its_last_pass_is_done():
     assert hooks.passes_left(first) == 2
 
 
-def awaited(listener: Listener, *sizes: int, passes: int = 1) -> tuple[Any, list[Any]]:
-    """Return hooks that report buckets of the given numbers of parameters, and the parameters."""
+def hooks_for_buckets(listener: Listener, *sizes: int, passes: int = 1) -> tuple[Any, list[Any]]:
+    """Return hooks that report buckets of the given numbers of parameters, and all parameters."""
     buckets = [[torch.nn.Parameter(torch.ones(2)) for _ in range(size)] for size in sizes]
     parameters = [parameter for bucket in buckets for parameter in bucket]
     hooks = BackwardHooks({p: f"p{at}" for at, p in enumerate(parameters)}, passes, listener.hear)
@@ -79,34 +79,34 @@ def awaited(listener: Listener, *sizes: int, passes: int = 1) -> tuple[Any, list
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_a_bucket_is_told_of_once_its_last_gradient_is_complete(passes):
+def test_bucket_is_reported_once_its_last_gradient_is_complete(passes):
     listener = Listener()
-    hooks, parameters = awaited(listener, 3, 1, 2, passes=passes)
+    hooks, parameters = hooks_for_buckets(listener, 3, 1, 2, passes=passes)
     for _ in range(2):
         for left in reversed(range(passes)):
             for at, parameter in enumerate(parameters):
-                before = [*listener.heard]
+                before = [*listener.reported]
                 parameter.sum().backward()
-                news = {2: [0], 3: [1], 5: [2]}.get(at, []) if not left else []
-                assert listener.heard == before + news
+                expected = {2: [0], 3: [1], 5: [2]}.get(at, []) if not left else []
+                assert listener.reported == before + expected
         assert [id(p) for p in hooks.order] == [*map(id, parameters)]
         assert all(hooks.passes_left(parameter) == 0 for parameter in parameters)
         hooks.forget()
-        listener.heard.clear()
+        listener.reported.clear()
 
 
-def test_a_bucket_that_is_complete_in_another_order_is_told_of_with_the_next():
+def test_bucket_completed_in_another_order_is_reported_with_the_next():
     listener = Listener()
-    _, (first, last, other) = awaited(listener, 2, 1)
+    _, (first, last, other) = hooks_for_buckets(listener, 2, 1)
     last.sum().backward()
     first.sum().backward()
-    assert listener.heard in ([], [0])
+    assert listener.reported in ([], [0])
     other.sum().backward()
-    assert listener.heard == [0, 1]
+    assert listener.reported == [0, 1]
 
 
-def test_a_pass_too_many_of_gradients_within_a_bucket_is_found_before_the_step():
-    hooks, parameters = awaited(Listener(), 3)
+def test_extra_backward_pass_within_a_bucket_raises_before_the_step():
+    hooks, parameters = hooks_for_buckets(Listener(), 3)
     for _ in range(2):
         parameters[1].sum().backward()
     assert not hooks.order  # reading, for example to drop gradients, does not raise
@@ -120,8 +120,8 @@ def test_a_pass_too_many_of_gradients_within_a_bucket_is_found_before_the_step()
         parameters[2].sum().backward()
 
 
-def test_passes_count_by_the_limit_that_they_were_made_under():
-    hooks, parameters = awaited(Listener(), 3)
+def test_backward_passes_count_by_the_limit_they_were_run_under():
+    hooks, parameters = hooks_for_buckets(Listener(), 3)
     hooks.set_limit(2)
     for _ in range(2):
         parameters[1].sum().backward()
@@ -130,12 +130,12 @@ def test_passes_count_by_the_limit_that_they_were_made_under():
     assert hooks.order == [parameters[1]]
 
 
-def test_a_parameter_without_a_gradient_does_not_hide_how_long_backward_takes():
-    hooks, parameters = awaited(Listener(), 3)
+def test_backward_time_counts_buckets_with_a_missing_gradient():
+    hooks, parameters = hooks_for_buckets(Listener(), 3)
     for parameter in parameters[:2]:
         parameter.sum().backward()
     hooks.forget()
-    hooks.watch_buckets([parameters])  # the last of which had none
+    hooks.watch_buckets([parameters])  # the last one has no gradient
     parameters[0].sum().backward()
     time.sleep(0.01)
     parameters[1].sum().backward()
@@ -143,17 +143,17 @@ def test_a_parameter_without_a_gradient_does_not_hide_how_long_backward_takes():
     assert hooks.seconds >= 0.01
 
 
-def test_who_is_gone_leaves_no_list_that_grows():
-    hooks, parameters = awaited(Listener(), 3)
-    heard = weakref.ref(hooks)
+def test_deleted_hooks_leave_no_hook_on_parameters():
+    hooks, parameters = hooks_for_buckets(Listener(), 3)
+    hooks_ref = weakref.ref(hooks)
     del hooks
     gc.collect()
-    assert heard() is None
+    assert hooks_ref() is None
     assert not any(parameter._post_accumulate_grad_hooks for parameter in parameters)
 
 
 @pytest.mark.parametrize("passes", [1, 4])
-def test_the_last_pass_of_a_step_is_the_one_that_is_timed(monkeypatch, passes):
+def test_backward_time_is_that_of_the_last_pass(monkeypatch, passes):
     """Gradients are exchanged in it; the time before it includes forward passes and data."""
     ticks = itertools.count()
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))

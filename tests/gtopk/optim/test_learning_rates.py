@@ -21,19 +21,19 @@ def rates(steps: int, **options: object) -> list[float]:
     return found
 
 
-def test_it_rises_to_the_rate_and_stays():
+def test_ramp_rises_to_the_learning_rate_and_stays():
     assert rates(9, start=0.5, until=0.4) == pytest.approx([1, 1.25, 1.5, 1.75, 2, 2, 2, 2, 2])
 
 
-def test_it_is_a_factor_of_another_schedule():
-    whole = rates(8, start=0.25)
+def test_ramp_multiplies_another_schedule():
+    plain_ramp = rates(8, start=0.25)
     assert rates(8, start=0.25, schedule=lambda step: 0.5**step) == pytest.approx(
-        [rate * 0.5**step for step, rate in enumerate(whole)]
+        [rate * 0.5**step for step, rate in enumerate(plain_ramp)]
     )
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "said"),
+    ("options", "kind", "message"),
     [
         ({"start": 0.0}, ValueError, "start must lie in (0, 1], got 0.0"),
         ({"until": 1.5}, ValueError, "until must lie in (0, 1], got 1.5"),
@@ -41,12 +41,12 @@ def test_it_is_a_factor_of_another_schedule():
         ({"start": "half"}, TypeError, "start must be a number, got 'half'"),
     ],
 )
-def test_what_is_no_ramp_is_refused(options, kind, said):
-    with pytest.raises(kind, match=re.escape(said)):
+def test_invalid_ramp_option_raises(options, kind, message):
+    with pytest.raises(kind, match=re.escape(message)):
         rates(1, **options)
 
 
-def test_a_training_has_steps_and_an_optimizer():
+def test_ramp_without_steps_or_optimizer_raises():
     with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
         gtopk.ramp(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0), 0)
     with pytest.raises(
@@ -55,7 +55,7 @@ def test_a_training_has_steps_and_an_optimizer():
         gtopk.ramp(torch.nn.Linear(1, 1), 10)
 
 
-def test_a_second_ramp_goes_to_another_rate_where_both_are_set():
+def test_second_ramp_uses_a_new_rate_only_if_initial_lr_is_set():
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
     gtopk.ramp(optimizer, 10)
     (group,) = optimizer.param_groups

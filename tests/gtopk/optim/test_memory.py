@@ -10,9 +10,9 @@ import pytest
 from gtopk.cli.plan import MEMORY
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is told by /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 @pytest.mark.parametrize("way", MEMORY)
-def test_steps_take_the_memory_that_plan_tells(forked, way: str) -> None:
+def test_steps_use_the_memory_that_plan_predicts(forked, way: str) -> None:
     job = forked(2, "memory_of_a_step.py", way)
     assert job.returncode == 0, job.stderr
     found = json.loads(job.stdout.splitlines()[-1])

@@ -25,7 +25,7 @@ CLIPPED = (
 )
 
 
-def trained(threads: Any, options: dict[str, Any], norm: float | None, **given: Any) -> None:
+def train_and_clip(threads: Any, options: dict[str, Any], norm: float | None, **given: Any) -> None:
     """Train on two ranks like a script that clips the reduced gradients to a norm."""
 
     def program(transport: LocalTransport) -> None:
@@ -54,24 +54,24 @@ def trained(threads: Any, options: dict[str, Any], norm: float | None, **given: 
 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize(
-    ("options", "way"), [(ADAM, "Use AdamW itself"), (MOMENTUM, "local_clip_norm=")]
+    ("options", "advice"), [(ADAM, "Use AdamW itself"), (MOMENTUM, "local_clip_norm=")]
 )
-def test_a_script_that_clips_behind_a_correction_is_told_what_to_do(threads, options, way, scaled):
-    said = CLIPPED.format(next(iter(options)), way)
-    with pytest.raises(ValueError, match=said):
-        trained(threads, options, 0.1, scaled=scaled)
+def test_clipping_behind_a_correction_raises_with_advice(threads, options, advice, scaled):
+    message = CLIPPED.format(next(iter(options)), advice)
+    with pytest.raises(ValueError, match=message):
+        train_and_clip(threads, options, 0.1, scaled=scaled)
     for harmless in (None, math.inf):  # inf only computes the norm
-        trained(threads, options, harmless, scaled=scaled)
-    trained(threads, {}, 0.1, scaled=scaled)  # no error: gradients may be clipped
+        train_and_clip(threads, options, harmless, scaled=scaled)
+    train_and_clip(threads, {}, 0.1, scaled=scaled)  # no error: gradients may be clipped
 
 
 @pytest.mark.parametrize(
-    ("options", "way"), [(ADAM, "Use AdamW itself"), (MOMENTUM, "local_clip_norm=")]
+    ("options", "advice"), [(ADAM, "Use AdamW itself"), (MOMENTUM, "local_clip_norm=")]
 )
-def test_so_is_one_that_gives_global_clip_norm(options, way):
+def test_global_clip_norm_with_a_correction_raises_with_advice(options, advice):
     parameter = torch.nn.Parameter(torch.zeros(50))
     with pytest.raises(
-        ValueError, match=rf"global_clip_norm is not for {next(iter(options))}=.*{way}"
+        ValueError, match=rf"global_clip_norm is not for {next(iter(options))}=.*{advice}"
     ):
         DistributedOptimizer(
             SGD([parameter]), compression=Compression.gtopk(0.3, **options), global_clip_norm=1.0
@@ -82,9 +82,7 @@ def test_so_is_one_that_gives_global_clip_norm(options, way):
     ("kind", "options", "is_refused"),
     [(torch.optim.AdamW, {}, True), (SGD, ADAM, True), (SGD, MOMENTUM, False)],
 )
-def test_a_scaler_that_was_not_given_may_unscale_no_steps_of_adam(
-    threads, kind, options, is_refused
-):
+def test_unscaling_adam_steps_needs_the_scaler_option(threads, kind, options, is_refused):
     def program(transport: LocalTransport) -> str:
         model = network()
         with world.entered(transport):
@@ -103,13 +101,13 @@ def test_a_scaler_that_was_not_given_may_unscale_no_steps_of_adam(
                     return str(error)
         return ""
 
-    for said in threads(2, program):
-        assert bool(said) == is_refused
-        assert not said or "GradScaler must be passed as scaler=" in said
+    for message in threads(2, program):
+        assert bool(message) == is_refused
+        assert not message or "GradScaler must be passed as scaler=" in message
 
 
 @pytest.mark.parametrize("to_none", [False, True])
-def test_gradients_that_were_cleared_are_agreed_no_more(threads, to_none):
+def test_step_after_cleared_gradients_warns_of_unreduced_gradients(threads, to_none):
     def program(transport: LocalTransport) -> None:
         model = network()
         with world.entered(transport):
@@ -129,7 +127,7 @@ def test_gradients_that_were_cleared_are_agreed_no_more(threads, to_none):
         threads(2, program)
 
 
-def test_a_hook_looks_at_each_of_the_models_optimizers():
+def test_clipping_check_covers_each_optimizer_of_the_model():
     one, other = (torch.nn.Parameter(torch.zeros(50)) for _ in range(2))
     skips = HookSkips(lambda: {one, other}, 3)
     checks = OptimizerChecks(skips, Compression.gtopk(0.5, **ADAM), 0, logs_advice=False, hint="")
@@ -169,7 +167,7 @@ ROWS: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_a_script_that_clips_ends_where_the_dense_one_does(threads, row):
+def test_training_with_clipping_reaches_the_dense_loss(threads, row):
     """Within a tenth of the possible gain; with clipped velocities, a third is missing."""
     dense_kind, kind, corrects, clips = ROWS[row]
 

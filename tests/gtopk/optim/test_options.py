@@ -17,14 +17,14 @@ HIDDEN = Compression.auto(hide_behind_backward=True)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, "lists"])
-def test_groups_are_buckets(threads, groups):
+def test_groups_option_sets_the_buckets(threads, groups):
     def program(transport: LocalTransport) -> Any:
         model = layers()
-        made = groups
+        given = groups
         if groups == "lists":
-            made = [[model[0].weight, model[3].weight]]
+            given = [[model[0].weight, model[3].weight]]
         with world.entered(transport):
-            optimizer = distribute(model, bucket_bytes=None, groups=made)
+            optimizer = distribute(model, bucket_bytes=None, groups=given)
             model(inputs(transport.rank, 0)).square().sum().backward()
             optimizer.step()
             return [
@@ -43,7 +43,7 @@ def test_groups_are_buckets(threads, groups):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"groups": 0}, "at least 1"),
         ({"groups": "two"}, "integer or a list of lists"),
@@ -59,15 +59,15 @@ def test_groups_are_buckets(threads, groups):
         ({"compression": HIDDEN, "local_clip_norm": 1.0}, "not for local_clip_norm=1.0"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments, said):
+def test_invalid_option_raises(arguments, message):
     with (
         world.entered(local_world(1)[0]),
-        pytest.raises((ValueError, TypeError), match=said),
+        pytest.raises((ValueError, TypeError), match=message),
     ):
         DistributedOptimizer(torch.optim.SGD(layers().parameters(), lr=0.1), **arguments)
 
 
-def test_a_parameter_is_in_one_group_at_most():
+def test_parameter_in_two_groups_raises():
     model = layers()
     with world.entered(local_world(1)[0]), pytest.raises(ValueError, match="twice"):
         DistributedOptimizer(
@@ -77,22 +77,22 @@ def test_a_parameter_is_in_one_group_at_most():
 
 
 @pytest.mark.parametrize(
-    ("parameters", "said"),
+    ("parameters", "message"),
     [
         ([torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))], "complex"),
         ([torch.nn.Parameter(torch.zeros(0))], "nothing to train"),
     ],
 )
-def test_what_cannot_be_exchanged_is_refused_at_once(parameters, said):
+def test_complex_or_empty_parameters_raise(parameters, message):
     with (
         world.entered(local_world(1)[0]),
-        pytest.raises(ValueError, match=said),
+        pytest.raises(ValueError, match=message),
     ):
         DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1))
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda p: torch.optim.Adam(p), "momentum of its own"),
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5), "momentum=0, not 0.5"),
@@ -104,17 +104,17 @@ def test_what_cannot_be_exchanged_is_refused_at_once(parameters, said):
         (lambda p: DistributedOptimizer(torch.optim.SGD(p, lr=0.1)), "distributed already"),
     ],
 )
-def test_what_cannot_be_wrapped_is_refused_at_once(make, said):
+def test_unsupported_optimizer_raises(make, message):
     with world.entered(local_world(1)[0]):
         optimizer = make(layers().parameters())
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             DistributedOptimizer(
                 optimizer, compression=Compression.gtopk(0.1, momentum_correction=0.9)
             )
 
 
 @pytest.mark.parametrize("make", [lambda p: [torch.optim.SGD(p, lr=0.1)], list, lambda p: p])
-def test_what_is_no_optimizer_is_refused_by_name(make):
+def test_argument_that_is_no_optimizer_raises(make):
     with (
         world.entered(local_world(1)[0]),
         pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer, .* got"),

@@ -127,7 +127,7 @@ def train(
     ],
     ids=repr,
 )
-def test_a_step_that_a_rank_leaves_to_join_is_the_others_alone(threads, caplog, compression, leave):
+def test_step_a_rank_leaves_to_join_excludes_its_gradient(threads, caplog, compression, leave):
     def ends(leave: Any) -> list[list[bytes]]:
         return threads(3, lambda t: train(t, {1: (3, leave)}, compression))
 
@@ -136,13 +136,13 @@ def test_a_step_that_a_rank_leaves_to_join_is_the_others_alone(threads, caplog, 
 
 
 @pytest.mark.parametrize("last", [after_backward, in_the_middle_of_backward])
-def test_all_ranks_may_leave_a_step_to_join(threads, last):
+def test_all_ranks_may_join_in_the_middle_of_a_step(threads, last):
     def ends(*left_by: tuple[int, Any]) -> list[list[bytes]]:
         by_rank = dict(enumerate(left_by))
         return threads(3, lambda t: train(t, by_rank, Compression.gtopk(0.3)))
 
-    left = ends((3, after_backward), (5, last), (5, after_backward))
-    assert left == ends((3, not_at_all), (5, not_at_all), (5, not_at_all))
+    joined_midway = ends((3, after_backward), (5, last), (5, after_backward))
+    assert joined_midway == ends((3, not_at_all), (5, not_at_all), (5, not_at_all))
     alone = ends((3, not_at_all), (4, not_at_all), (5, last))
     assert alone == ends((3, not_at_all), (4, not_at_all), (5, not_at_all))
 
@@ -150,19 +150,19 @@ def test_all_ranks_may_leave_a_step_to_join(threads, last):
 @pytest.mark.parametrize(
     "others", [once_another_has_joined, after_backward_once_another_has_joined]
 )
-def test_a_step_that_nobody_goes_on_with_is_left_by_all(threads, others):
-    """All of it runs when all have joined; the last bucket, which was known before, comes first."""
+def test_step_that_every_rank_leaves_to_join_is_undone(threads, others):
+    """The whole step runs when all have joined; the last bucket, submitted before, comes first."""
     compression = Compression.gtopk(0.1, warmup_steps=2 * STEPS, dense="0.*")
 
     def ends(*leave: Any) -> list[list[bytes]]:
         left_by = {rank: (5, each) for rank, each in enumerate(leave)}
         return threads(3, lambda t: train(t, left_by, compression))
 
-    left = ends(others, others, after_backward)
-    assert left == ends(once_another_has_joined, once_another_has_joined, not_at_all)
+    joined_midway = ends(others, others, after_backward)
+    assert joined_midway == ends(once_another_has_joined, once_another_has_joined, not_at_all)
 
 
-def test_a_rank_may_join_between_the_steps_of_two_optimizers(threads):
+def test_rank_may_join_between_the_steps_of_two_optimizers(threads):
     """For example a generator and its critic."""
 
     def program(transport: LocalTransport, backwards: int) -> Any:
@@ -183,18 +183,18 @@ def test_a_rank_may_join_between_the_steps_of_two_optimizers(threads):
             hvd.join()
             return [flat(model).tolist() for model in models], [*map(list, map(held, optimizers))]
 
-    left = threads(2, lambda t: program(t, backwards=2))
-    assert left == threads(2, lambda t: program(t, backwards=1))
+    joined_midway = threads(2, lambda t: program(t, backwards=2))
+    assert joined_midway == threads(2, lambda t: program(t, backwards=1))
 
 
-@pytest.mark.parametrize("said", [None, 10])
-def test_a_rank_that_has_joined_has_no_gradient_whatever_samples_it_said_last(threads, said):
+@pytest.mark.parametrize("count", [None, 10])
+def test_joined_rank_has_no_gradient_whatever_its_last_sample_count(threads, count):
     """Adam's moments, which are of past gradients, stay and are used again later."""
 
     def program(transport: LocalTransport) -> list[list[float]]:
         parameter = torch.nn.Parameter(torch.zeros(4))
         compression = Compression.gtopk(1.0, adam_correction=(0.9, 0.999))
-        seen = []
+        history = []
         with world.entered(transport):
             optimizer = hvd.DistributedOptimizer(
                 torch.optim.SGD([parameter], lr=1.0), compression=compression
@@ -202,31 +202,31 @@ def test_a_rank_that_has_joined_has_no_gradient_whatever_samples_it_said_last(th
             for step in range(STEPS):
                 if (transport.rank, step) == (2, 3):
                     break
-                optimizer.set_num_samples(said)
+                optimizer.set_num_samples(count)
                 parameter.grad = torch.full((4,), float(transport.rank == 2))
                 optimizer.step()
-                seen.append(parameter.tolist())
+                history.append(parameter.tolist())
             hvd.join()
-        return seen
+        return history
 
-    seen = threads(3, program)[0]
-    assert seen[2][0] < 0
-    assert seen[STEPS - 1] == seen[2]
+    history = threads(3, program)[0]
+    assert history[2][0] < 0
+    assert history[STEPS - 1] == history[2]
 
 
 @pytest.mark.parametrize(
     ("first", "then"),
     [
-        pytest.param(None, (8, 0), id="it said none, and the others do"),
-        pytest.param(8, (None, None), id="it said one, and the others do not"),
+        pytest.param(None, (8, 0), id="only the others set samples"),
+        pytest.param(8, (None, None), id="only the joined rank set samples"),
     ],
 )
-def test_a_rank_that_has_joined_goes_by_what_the_others_say_of_their_samples(threads, first, then):
+def test_joined_rank_follows_the_other_ranks_sample_counts(threads, first, then):
     """All ranks must agree on missing gradients, or one would be alone in a reduction."""
 
     def program(transport: LocalTransport) -> str:
         both = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
-        said = ""
+        message = ""
         with world.entered(transport):
             optimizer = hvd.DistributedOptimizer(
                 torch.optim.SGD(both, lr=1.0),
@@ -248,13 +248,15 @@ def test_a_rank_that_has_joined_goes_by_what_the_others_say_of_their_samples(thr
                 try:
                     optimizer.step()
                 except hvd.HorovodInternalError as error:
-                    said = str(error)
+                    message = str(error)
             hvd.join()
-        return said
+        return message
 
-    *told, of_joined = threads(3, program)
+    *messages, of_joined = threads(3, program)
     assert of_joined == ""
     if then == (8, 0):
-        assert told == ["", ""]
+        assert messages == ["", ""]
     else:
-        assert all("disagree about which parameters have a gradient" in said for said in told)
+        assert all(
+            "disagree about which parameters have a gradient" in message for message in messages
+        )

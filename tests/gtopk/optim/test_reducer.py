@@ -1,4 +1,4 @@
-"""Buckets are exchanged while backward goes on, and nobody can tell but by the time it takes."""
+"""Buckets are exchanged during backward, with the same results as after it."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ STEPS = 4
     ("options", "is_planned"),
     [({"bucket_bytes": None}, True), ({"bucket_bytes": 80}, False), ({"groups": 2}, False)],
 )
-def test_buckets_made_by_hand_would_be_the_same_for_dense(options, is_planned, monkeypatch):
-    """So the line says, which else is of those that would be planned."""
-    told: list[bool] = []
+def test_expected_step_is_told_whether_buckets_were_planned(options, is_planned, monkeypatch):
+    """Its message says which; given buckets would be the same for the alternative."""
+    planned: list[bool] = []
 
     class Noted(ExpectedStep):
         def __init__(self, *arguments: Any, is_planned: bool = False) -> None:
-            told.append(is_planned)
+            planned.append(is_planned)
             super().__init__(*arguments, is_planned=is_planned)
 
     monkeypatch.setattr(reducer, "ExpectedStep", Noted)
     with world.entered(local_world(1)[0]):
         distribute(layers(), **{"bucket_bytes": None, **options})
-    assert told == [is_planned]
+    assert planned == [is_planned]
 
 
 class Branches(torch.nn.Module):
@@ -74,7 +74,7 @@ def backward(model: Branches, used: list[int], rank: int, step: int, passes: int
 
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_random_models_train_as_one_process_would(data):
+def test_random_models_train_as_one_process(data):
     """At density 1, whatever is used on whatever rank and in whatever order, in any buckets."""
     size = data.draw(st.sampled_from([2, 3]), label="size")
     widths = data.draw(st.lists(st.integers(1, 4), min_size=2, max_size=6), label="widths")
@@ -130,7 +130,7 @@ def test_random_models_train_as_one_process_would(data):
 
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
-def test_nothing_is_lost_in_any_buckets(data):
+def test_gradient_mass_is_conserved_with_one_bucket_per_parameter(data):
     size = data.draw(st.sampled_from([2, 3]), label="size")
     widths = data.draw(st.lists(st.integers(1, 5), min_size=2, max_size=6), label="widths")
     density = data.draw(st.floats(0.01, 0.9), label="density")
@@ -177,8 +177,8 @@ def test_nothing_is_lost_in_any_buckets(data):
     ],
     ids=repr,
 )
-def test_an_empty_parameter_takes_part_in_nothing(threads, options):
-    """Also where it would be all of a bucket; its gradient stays its own."""
+def test_empty_parameter_changes_no_result(threads, options):
+    """Also where it would be all of a bucket; its gradient is not exchanged."""
 
     def program(transport: LocalTransport, extra: bool) -> torch.Tensor:
         model = layers()
@@ -219,11 +219,13 @@ class CallInBackward(torch.autograd.Function):
         return gradient, None
 
 
-def half_way(model: torch.nn.Sequential, x: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
+def loss_with_call_midway(
+    model: torch.nn.Sequential, x: torch.Tensor, call: Callable[[], None]
+) -> torch.Tensor:
     return model[2:](CallInBackward.apply(model[:2](x), call)).square().sum()
 
 
-def test_buckets_are_exchanged_while_backward_goes_on(threads):
+def test_buckets_are_exchanged_during_backward(threads):
     """The second half of backward waits for the exchange of what the first half has computed."""
 
     def program(transport: LocalTransport) -> Any:
@@ -240,7 +242,7 @@ def test_buckets_are_exchanged_while_backward_goes_on(threads):
             for step in range(3):
                 optimizer.zero_grad()
                 call = wait if step else (lambda: None)  # the order is learnt in the first step
-                half_way(model, inputs(transport.rank, step), call).backward()
+                loss_with_call_midway(model, inputs(transport.rank, step), call).backward()
                 optimizer.step()
                 assert optimizer._handles == {}
             return optimizer.last_step
@@ -263,7 +265,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("compression", KINDS, ids=repr)
-def test_overlap_changes_no_bit(threads, compression):
+def test_overlap_gives_bit_identical_results(threads, compression):
     ways = [
         threads(3, lambda t, o=overlap: train(t, compression, overlap=o))
         for overlap in (True, False)
@@ -273,24 +275,22 @@ def test_overlap_changes_no_bit(threads, compression):
             assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
-# Where a rank does not look at its gradients first, as on a GPU, their sum tells.
-LOOKING = {"all": (), "some": (1,), "none": (0, 1)}
+# A rank that does not check its gradients first, as on a GPU, checks their sum.
+BLIND_RANKS = {"all": (), "some": (1,), "none": (0, 1)}
 
 
-@pytest.fixture(params=LOOKING)
-def looking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Which ranks look at their gradients before they send their flags."""
-    blind = LOOKING[request.param]
+@pytest.fixture(params=BLIND_RANKS)
+def checking_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which ranks check their gradients before they send their flags."""
+    blind = BLIND_RANKS[request.param]
     checks_finite_first = property(lambda bucket_exchange: world.current().rank not in blind)
     monkeypatch.setattr(BucketExchange, "checks_finite_first", checks_finite_first)
     return request.param
 
 
 @pytest.mark.parametrize("compression", KINDS, ids=repr)
-@pytest.mark.usefixtures("looking")
-def test_a_late_gradient_that_is_not_finite_takes_back_what_early_buckets_changed(
-    threads, compression
-):
+@pytest.mark.usefixtures("checking_ranks")
+def test_late_nonfinite_gradient_undoes_early_buckets(threads, compression):
     def program(transport: LocalTransport) -> None:
         model = layers()
         with world.entered(transport):
@@ -320,10 +320,8 @@ def test_a_late_gradient_that_is_not_finite_takes_back_what_early_buckets_change
 
 @pytest.mark.parametrize("where", ["0.weight", "3.weight"])  # the last to come, and the first
 @pytest.mark.parametrize("compression", [Compression.none, Compression.gtopk(0.3)], ids=repr)
-@pytest.mark.usefixtures("looking")
-def test_a_gradient_that_is_not_finite_is_named_on_every_rank_and_costs_one_step(
-    threads, compression, where
-):
+@pytest.mark.usefixtures("checking_ranks")
+def test_nonfinite_gradient_is_named_on_every_rank_and_changes_nothing(threads, compression, where):
     def program(transport: LocalTransport) -> list[bytes]:
         model = layers()
         with world.entered(transport):
@@ -349,9 +347,7 @@ def test_a_gradient_that_is_not_finite_is_named_on_every_rank_and_costs_one_step
 
 
 @pytest.mark.parametrize("op", [Average, Adasum])
-def test_steps_that_were_skipped_before_a_state_is_loaded_are_in_no_row_with_later_ones(
-    threads, op
-):
+def test_load_state_dict_restarts_the_count_of_skipped_steps_in_a_row(threads, op):
     def program(transport: LocalTransport) -> None:
         parameter = torch.nn.Parameter(torch.zeros(2))
         with world.entered(transport):
@@ -370,9 +366,7 @@ def test_steps_that_were_skipped_before_a_state_is_loaded_are_in_no_row_with_lat
 
 
 @pytest.mark.parametrize("where", ["0.weight", "3.weight"])
-def test_a_gradient_that_was_not_finite_costs_the_step_though_nobody_finds_it_again(
-    threads, monkeypatch, where
-):
+def test_nonfinite_gradient_that_is_not_found_again_skips_the_step(threads, monkeypatch, where):
     monkeypatch.setattr(BucketExchange, "not_finite", lambda self: [])
 
     def program(transport: LocalTransport) -> list[bytes]:
@@ -446,12 +440,12 @@ def put_others(model: Any, optimizer: Any, step: int) -> None:
     ],
 )
 @pytest.mark.parametrize("on_one_rank", [False, True])
-def test_gradients_changed_after_backward_are_those_that_count(
+def test_gradients_changed_after_backward_are_exchanged_as_changed(
     threads, caplog, monkeypatch, disturb, on_one_rank
 ):
-    # A factor that all values have shows in some of them.
-    whole = disturb in (clamp_behind_torch, clip_by_numpy)
-    monkeypatch.setenv("GTOPK_CHECK_GRADIENTS", f"{whole:d}")
+    # A factor common to all values shows in a sample of them; other changes need all values.
+    checks_all = disturb in (clamp_behind_torch, clip_by_numpy)
+    monkeypatch.setenv("GTOPK_CHECK_GRADIENTS", f"{checks_all:d}")
 
     def sometimes(model: Any, optimizer: Any, step: int) -> None:
         if optimizer._world.rank == 1 or not on_one_rank:
@@ -459,10 +453,10 @@ def test_gradients_changed_after_backward_are_those_that_count(
 
     with caplog.at_level(logging.INFO, "gtopk"):
         early = threads(3, lambda t: train(t, Compression.gtopk(0.3), sometimes))
-    said = [r.getMessage() for r in caplog.records if "without overlap" in r.getMessage()]
-    assert len(said) == 3
-    assert all("changed between backward() and step()" in text for text in said)
-    assert all("call optimizer.synchronize() before changing them" in text for text in said)
+    messages = [r.getMessage() for r in caplog.records if "without overlap" in r.getMessage()]
+    assert len(messages) == 3
+    assert all("changed between backward() and step()" in text for text in messages)
+    assert all("call optimizer.synchronize() before changing them" in text for text in messages)
     late = threads(3, lambda t: train(t, Compression.gtopk(0.3), sometimes, overlap=False))
     for one, other in zip(early, late, strict=True):
         assert torch.equal(one[0], other[0])
@@ -470,7 +464,7 @@ def test_gradients_changed_after_backward_are_those_that_count(
 
 
 @pytest.mark.parametrize("on_one_rank", [False, True])
-def test_a_batch_dropped_after_early_buckets_were_exchanged_leaves_no_trace(threads, on_one_rank):
+def test_batch_dropped_after_early_buckets_changes_nothing(threads, on_one_rank):
     def program(transport: LocalTransport, drops: bool) -> Any:
         model = layers()
         with world.entered(transport):
@@ -492,8 +486,8 @@ def test_a_batch_dropped_after_early_buckets_were_exchanged_leaves_no_trace(thre
         assert one[1].tobytes() == other[1].tobytes()
 
 
-def test_an_interrupted_step_is_undone_and_says_what_it_waits_for(monkeypatch, caplog):
-    """Ctrl-C comes out once the other ranks have ended the step, which may take long."""
+def test_interrupted_step_is_undone_and_logged(monkeypatch, caplog):
+    """Ctrl-C takes effect once the other ranks have ended the step, which may take long."""
     ended = StepTransaction.finish
 
     def finish(self: StepTransaction, unplanned: bool, preempted: bool) -> None:
@@ -517,7 +511,7 @@ def test_an_interrupted_step_is_undone_and_says_what_it_waits_for(monkeypatch, c
     assert "rank 0: interrupted (KeyboardInterrupt) mid-step" in caplog.text
 
 
-def test_several_optimizers_and_models_step_in_any_order(threads):
+def test_several_optimizers_may_step_in_any_order(threads):
     def program(transport: LocalTransport) -> Any:
         models = [layers(), layers()]
         with world.entered(transport):
@@ -536,7 +530,7 @@ def test_several_optimizers_and_models_step_in_any_order(threads):
 
 
 @pytest.mark.parametrize("compression", [Compression.none, Compression.gtopk(0.2)])
-def test_two_optimizers_take_no_step_after_one_backward_pass(threads, compression) -> None:
+def test_two_optimizers_that_step_after_one_backward_pass_raise(threads, compression) -> None:
     """The second would exchange what the first has agreed on; each after a pass of its own may."""
 
     def program(transport: LocalTransport) -> None:
@@ -555,17 +549,17 @@ def test_two_optimizers_take_no_step_after_one_backward_pass(threads, compressio
                     optimizer.zero_grad(set_to_none=step % 2 == 0)
                     model(torch.ones(2, 4)).sum().backward()
                     optimizer.step()
-            said = "two DistributedOptimizers step parameter 'weight' after one backward pass"
+            message = "two DistributedOptimizers step parameter 'weight' after one backward pass"
             first.zero_grad()
             model(torch.ones(2, 4)).sum().backward()
             first.step()
-            with pytest.raises(ValueError, match=said):
+            with pytest.raises(ValueError, match=message):
                 second.step()
 
     threads(2, program)
 
 
-def test_a_model_that_ddp_reduces_already_is_refused_by_both_names(monkeypatch) -> None:
+def test_model_wrapped_in_ddp_is_refused(monkeypatch) -> None:
     def walk() -> None:
         raise AssertionError("a walk over all objects disturbs other threads")
 

@@ -22,7 +22,9 @@ from gtopk.runtime.world import world
         (torch.optim.AdamW, Compression.gtopk(0.01)),
     ],
 )
-def test_a_pruned_or_widened_layer_is_named(threads, kind, compression, rows: int) -> None:
+def test_changed_parameter_shape_raises_with_its_name(
+    threads, kind, compression, rows: int
+) -> None:
     says = rf"parameter 'weight' has the shape \[{rows}, 400\], but had \[100, 400\] .* wrap that"
 
     def program(transport: LocalTransport) -> None:

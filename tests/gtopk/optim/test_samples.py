@@ -34,34 +34,36 @@ def test_weights_are_shares_of_the_total(counts: list[int], rest_of_flags: int) 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=20), st.integers(1, 9))
-def test_weights_do_not_hang_on_the_size_of_the_step(counts: list[int], factor: int) -> None:
+def test_weights_do_not_depend_on_the_total_number_of_samples(
+    counts: list[int], factor: int
+) -> None:
     small, large = ([Samples(n * each) for each in counts] for n in (1, factor))
     for one, other in zip(small, large, strict=True):
         weight = other.weight([rank.flags for rank in large])
         assert weight == pytest.approx(one.weight([rank.flags for rank in small]))
 
 
-@pytest.mark.parametrize("of", [np.int64, np.int32, np.uint8, torch.tensor])
-def test_a_number_of_numpy_or_torch_travels_as_pythons_own(of: Any) -> None:
-    samples = Samples(of(7))
+@pytest.mark.parametrize("convert", [np.int64, np.int32, np.uint8, torch.tensor])
+def test_numpy_or_torch_sample_count_becomes_a_python_int(convert: Any) -> None:
+    samples = Samples(convert(7))
     assert samples.flags == Samples(7).flags
     assert type(samples.flags) is int
 
 
 @pytest.mark.parametrize("number", [7.0, "7", torch.tensor([7, 8]), torch.tensor(0.5)])
-def test_what_is_no_whole_number_is_refused_by_name(number: Any) -> None:
+def test_sample_count_that_is_no_integer_raises(number: Any) -> None:
     with pytest.raises(TypeError, match="number of samples must be a whole number, got"):
         Samples(number)
 
 
-def test_a_sums_gradient_weighs_one_over_the_total() -> None:
+def test_gradient_of_a_summed_loss_has_weight_one_over_the_total() -> None:
     ranks = [Samples(count, summed=True) for count in (3, 0, 5)]
     all_flags = [rank.flags for rank in ranks]
     assert [rank.weight(all_flags) for rank in ranks] == [1 / 8, 0.0, 1 / 8]
     assert [rank.share(all_flags) for rank in ranks] == [3 / 8, 0.0, 5 / 8]
 
 
-def test_ranks_that_say_different_things_have_different_signatures() -> None:
+def test_signature_tells_whether_and_how_samples_are_weighted() -> None:
     assert (
         len({Samples(None).signature, Samples(3).signature, Samples(3, summed=True).signature}) == 3
     )
@@ -69,7 +71,7 @@ def test_ranks_that_say_different_things_have_different_signatures() -> None:
 
 
 @pytest.mark.parametrize("count", [-1, MOST + 1])
-def test_a_number_that_does_not_fit_is_an_error(count: int) -> None:
+def test_sample_count_out_of_range_raises(count: int) -> None:
     with pytest.raises(ValueError, match="must lie in 0"):
         Samples(count)
 
@@ -90,10 +92,10 @@ def mean_loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("summed", [False, True])
-@pytest.mark.parametrize("told_late", [False, True])
+@pytest.mark.parametrize("set_late", [False, True])
 @pytest.mark.parametrize("compression", [Compression.none, Compression.gtopk(1.0)], ids=repr)
 def test_unequal_batches_train_as_one_process_on_all_samples(
-    threads, compression, told_late, summed
+    threads, compression, set_late, summed
 ):
     """A rank without samples has NaN gradients, or none; if set late, nothing may overlap."""
     size, steps = 3, 8
@@ -107,7 +109,7 @@ def test_unequal_batches_train_as_one_process_on_all_samples(
                 optimizer.zero_grad()
                 x = batch_of(rank, step)
                 count = len(x)
-                if not told_late:
+                if not set_late:
                     optimizer.set_num_samples(count, "sum" if summed else "mean")
                 if count:
                     (mean_loss(model, x) * (count if summed else 1)).backward()
@@ -128,7 +130,7 @@ def test_unequal_batches_train_as_one_process_on_all_samples(
         optimizer.step()
     for parameters, overlapping, with_samples in threads(size, program):
         torch.testing.assert_close(parameters, flat(alone), rtol=1e-12, atol=1e-14)
-        assert overlapping <= 1 if told_late else overlapping == with_samples
+        assert overlapping <= 1 if set_late else overlapping == with_samples
 
 
 def test_nothing_is_lost_while_unequal_batches_overlap(threads):
@@ -161,7 +163,7 @@ def test_nothing_is_lost_while_unequal_batches_overlap(threads):
     torch.testing.assert_close(together, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_ranks_that_disagree_about_samples_while_they_overlap_get_an_error_and_go_on(threads):
+def test_ranks_that_disagree_about_samples_raise_and_can_continue(threads):
     def program(transport: LocalTransport) -> Any:
         model = layers()
         with world.entered(transport):

@@ -21,13 +21,13 @@ def take_steps(model: Any, optimizer: Any, steps: int, scale: float = 1.0) -> No
         optimizer.step()
 
 
-def test_ranks_that_join_in_every_epoch_check_in_the_same_steps(threads):
+def test_ranks_that_join_in_every_epoch_check_after_the_same_steps(threads):
     """They diverge at the first step that one of them lacks, and each check reports it.
 
     epoch            1                     2                         3
     rank 0   1 2 3 4 5 6 -   8 9 10 11 12 13 -   15 16 17 18 19 20 -
     rank 1   1 2 3 4 5 6 7   8 9 10 11 12 13 14  15 16 17 18 19 20 21
-    apart                      ^        ^         ^        ^
+    found                      ^        ^         ^        ^
     """
 
     def program(transport: LocalTransport) -> int:
@@ -42,7 +42,7 @@ def test_ranks_that_join_in_every_epoch_check_in_the_same_steps(threads):
     assert threads(2, program) == [4, 4]
 
 
-def test_a_skipped_step_is_followed_by_no_check(threads):
+def test_skipped_step_is_followed_by_no_check(threads):
     """Also if this rank had joined during all steps before it."""
 
     def program(transport: LocalTransport) -> int:
@@ -59,7 +59,7 @@ def test_a_skipped_step_is_followed_by_no_check(threads):
     assert threads(2, program) == [1, 1]
 
 
-def test_a_forgotten_broadcast_is_told_of_after_the_first_step(threads, caplog):
+def test_missing_broadcast_is_reported_after_the_first_step(threads, caplog):
     def program(transport: LocalTransport) -> int:
         model = layers()
         with world.entered(transport), torch.no_grad():
@@ -74,7 +74,7 @@ def test_a_forgotten_broadcast_is_told_of_after_the_first_step(threads, caplog):
     assert "Start with broadcast_parameters" in caplog.text
 
 
-def test_what_nobody_asked_for_is_looked_at_every_hundred_steps(threads, caplog):
+def test_replicas_are_checked_every_100_steps_by_default(threads, caplog):
     def program(transport: LocalTransport) -> int:
         model = layers()
         with world.entered(transport):
@@ -91,7 +91,7 @@ def test_what_nobody_asked_for_is_looked_at_every_hundred_steps(threads, caplog)
     assert threads(3, program) == [1, 1, 1]
 
 
-def test_check_every_0_never_looks(threads, caplog):
+def test_check_every_0_checks_no_replicas(threads, caplog):
     def program(transport: LocalTransport) -> None:
         model = layers()
         with world.entered(transport):
@@ -103,12 +103,12 @@ def test_check_every_0_never_looks(threads, caplog):
     assert "not the same" not in caplog.text
 
 
-def test_a_step_that_only_one_rank_ended_parts_no_checks():
+def test_step_completed_by_one_rank_only_keeps_checks_aligned():
     """The other failed in it, and both continue in the next world, as after an elastic recovery."""
     models = [layers() for _ in range(2)]
     optimizers: list[Any] = [None] * 2
 
-    def begin(transport: LocalTransport) -> None:
+    def train(transport: LocalTransport) -> None:
         model = models[transport.rank]
         with world.entered(transport):
             optimizer = optimizers[transport.rank] = distribute(model, check_every=2)
@@ -120,7 +120,7 @@ def test_a_step_that_only_one_rank_ended_parts_no_checks():
                 with optimizer.skip_synchronize():
                     optimizer.step()
 
-    def go_on(transport: LocalTransport) -> None:
+    def continue_training(transport: LocalTransport) -> None:
         model, optimizer = models[transport.rank], optimizers[transport.rank]
         with world.entered(transport):
             with torch.no_grad():
@@ -128,22 +128,24 @@ def test_a_step_that_only_one_rank_ended_parts_no_checks():
                     parameter.fill_(0.5)
             take_steps(model, optimizer, 4)
 
-    run_ranks(local_world(2, 30), begin)
-    run_ranks(local_world(2, 30), go_on)
+    run_ranks(local_world(2, 30), train)
+    run_ranks(local_world(2, 30), continue_training)
 
 
 @pytest.mark.parametrize(
-    ("where", "seen", "why"),
+    ("where", "logged", "reason"),
     [
         ("rank 3: 'w'", "the gradient is not finite on rank 3: 'w'", "a gradient is not finite on"),
         ("", "the sum of finite gradients is not finite", "a sum overflowed"),
     ],
 )
-def test_a_gradient_and_a_sum_are_told_apart(where, seen, why, caplog) -> None:
+def test_skip_message_tells_nonfinite_gradient_from_overflowed_sum(
+    where, logged, reason, caplog
+) -> None:
     skipped = SkippedSteps(0)
-    with pytest.raises(FloatingPointError, match=f"skipped at step 7, the last because {why}"):
+    with pytest.raises(FloatingPointError, match=f"skipped at step 7, the last because {reason}"):
         skipped.note(1, 7, where)
     assert caplog.messages == [
-        f"rank 1: step 7 is skipped on every rank, residuals untouched: {seen}"
+        f"rank 1: step 7 is skipped on every rank, residuals untouched: {logged}"
     ]
     assert caplog.records[0].everywhere  # equal on all ranks: without GTOPK_LOG, rank 0 prints it

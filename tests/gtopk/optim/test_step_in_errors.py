@@ -18,10 +18,10 @@ from gtopk.runtime.world import world
 LAST = 3
 
 
-def ends(
-    at: Callable[[LocalTransport, torch.nn.Linear, int], Any], **options: Any
+def training_errors(
+    loss_at: Callable[[LocalTransport, torch.nn.Linear, int], Any], **options: Any
 ) -> list[HorovodInternalError]:
-    """Return the errors that ended training on two ranks; `at` returns the loss of a step."""
+    """Return the errors that ended training on two ranks; `loss_at` returns the loss of a step."""
 
     def train(transport: LocalTransport) -> None:
         model = torch.nn.Linear(3, 2)
@@ -33,7 +33,7 @@ def ends(
             )
             for step in range(LAST + 1):
                 optimizer.zero_grad()
-                if (loss := at(transport, model, step)) is None:
+                if (loss := loss_at(transport, model, step)) is None:
                     return
                 loss.backward()
                 optimizer.step()
@@ -47,18 +47,18 @@ def ends(
     return run_ranks(local_world(2, timeout_seconds=1), program)
 
 
-def usual(model: torch.nn.Linear) -> torch.Tensor:
+def full_loss(model: torch.nn.Linear) -> torch.Tensor:
     return model(torch.ones(1, 3)).sum()
 
 
 @pytest.mark.parametrize("compression", [Compression.none, Compression.gtopk(0.5)], ids=str)
-def test_ranks_that_disagree_are_told_in_which_step(compression):
-    def at(transport: LocalTransport, model: torch.nn.Linear, step: int) -> Any:
+def test_disagreement_error_names_the_step(compression):
+    def loss_at(transport: LocalTransport, model: torch.nn.Linear, step: int) -> Any:
         if step == LAST and transport.rank == 1:
             return (torch.ones(1, 3) @ model.weight.T).sum()  # without the bias
-        return usual(model)
+        return full_loss(model)
 
-    for error in ends(at, compression=compression, missing_gradients="error"):
+    for error in training_errors(loss_at, compression=compression, missing_gradients="error"):
         text = str(error)
         assert error.operation
         assert "which parameters have a gradient" in text
@@ -66,33 +66,33 @@ def test_ranks_that_disagree_are_told_in_which_step(compression):
         assert text.count("at step") == 1
 
 
-def test_who_waits_for_too_long_says_in_which_step():
-    def at(transport: LocalTransport, model: torch.nn.Linear, step: int) -> Any:
+def test_timeout_error_names_the_step():
+    def loss_at(transport: LocalTransport, model: torch.nn.Linear, step: int) -> Any:
         if step == LAST and transport.rank == 1:
             time.sleep(2.5)
-        return usual(model)
+        return full_loss(model)
 
-    waited = str(ends(at)[0])
-    assert "has waited" in waited
-    assert waited.endswith(f"GTOPK_TIMEOUT (seconds) to wait longer; at step {LAST}")
-
-
-def test_who_misses_another_says_in_which_step():
-    def at(transport: LocalTransport, model: torch.nn.Linear, step: int) -> Any:
-        return None if step == LAST and transport.rank == 1 else usual(model)
-
-    missed = str(ends(at)[0])
-    assert "rank 1 left (its program ended)" in missed
-    assert missed.endswith(f"; at step {LAST}")
+    message = str(training_errors(loss_at)[0])
+    assert "has waited" in message
+    assert message.endswith(f"GTOPK_TIMEOUT (seconds) to wait longer; at step {LAST}")
 
 
-def test_replicas_that_part_do_too():
-    def at(transport: LocalTransport, model: torch.nn.Linear, step: int) -> Any:
+def test_departed_rank_error_names_the_step():
+    def loss_at(transport: LocalTransport, model: torch.nn.Linear, step: int) -> Any:
+        return None if step == LAST and transport.rank == 1 else full_loss(model)
+
+    message = str(training_errors(loss_at)[0])
+    assert "rank 1 left (its program ended)" in message
+    assert message.endswith(f"; at step {LAST}")
+
+
+def test_divergence_error_names_the_step():
+    def loss_at(transport: LocalTransport, model: torch.nn.Linear, step: int) -> Any:
         if step == LAST and transport.rank == 1:
             with torch.no_grad():
                 model.bias.add_(1.0)
-        return usual(model)
+        return full_loss(model)
 
-    for error in ends(at, check_every=1):
+    for error in training_errors(loss_at, check_every=1):
         assert "'bias'" in str(error)
         assert str(error).count("at step") == 1

@@ -62,7 +62,7 @@ def train_in_phases(transport: LocalTransport, first: Any, second: Any, lives: b
 
 @pytest.mark.parametrize("second", [sgd, adamw, adasum, local_steps])
 @pytest.mark.parametrize("first", [sgd, adamw, adasum])
-def test_an_optimizer_whose_phase_is_over_does_not_matter(threads, first, second) -> None:
+def test_replaced_optimizer_that_is_still_alive_changes_nothing(threads, first, second) -> None:
     alone = threads(2, lambda transport: train_in_phases(transport, first, second, False))
     beside = threads(2, lambda transport: train_in_phases(transport, first, second, True))
     for each in (*alone, *beside):
@@ -70,7 +70,7 @@ def test_an_optimizer_whose_phase_is_over_does_not_matter(threads, first, second
 
 
 @pytest.mark.parametrize("first", [sgd, adamw])
-def test_it_goes_on_with_its_residual_where_it_is_used_again(threads, first) -> None:
+def test_replaced_optimizer_used_again_continues_with_its_residual(threads, first) -> None:
     def program(transport: LocalTransport) -> torch.Tensor:
         model = layers()
         with world.entered(transport):
@@ -95,7 +95,7 @@ def test_it_goes_on_with_its_residual_where_it_is_used_again(threads, first) -> 
     assert torch.equal(one, other)
 
 
-def test_two_that_live_take_turns(threads) -> None:
+def test_two_optimizers_of_one_model_may_take_turns(threads) -> None:
     def program(transport: LocalTransport) -> torch.Tensor:
         model = layers()
         with world.entered(transport):

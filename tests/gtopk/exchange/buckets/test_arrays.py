@@ -27,7 +27,7 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_copy_comes_back_as_it_was(dtype: torch.dtype) -> None:
+def test_to_array_copies_and_from_array_restores(dtype: torch.dtype) -> None:
     tensor = torch.tensor([[0, 1], [2, 3]]).to(dtype)
     array = to_array(tensor)
     assert array.shape == (4,)
@@ -40,7 +40,7 @@ def test_a_copy_comes_back_as_it_was(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
-def test_a_view_is_the_same_memory_both_ways(dtype: torch.dtype) -> None:
+def test_views_share_memory_in_both_directions(dtype: torch.dtype) -> None:
     tensor = torch.zeros(2, 3, dtype=dtype, requires_grad=True)
     array = view_array(tensor)
     array[4] = 7
@@ -49,26 +49,26 @@ def test_a_view_is_the_same_memory_both_ways(dtype: torch.dtype) -> None:
     assert tensor[0, 0].item() == 5
 
 
-def test_bfloat16_is_copied_and_reduced_in_16_bits() -> None:
+def test_bfloat16_is_copied_as_16_bits() -> None:
     tensor = torch.tensor([1.0, -2.5, 0.0, 3.0], dtype=torch.bfloat16)[::2]  # not contiguous
     array = to_array(tensor)
     assert (array.dtype, array.nbytes) == (BFLOAT16, 4)
     assert widen(array).tolist() == [1.0, 0.0]
 
 
-def test_bfloat16_is_viewed_as_its_bits() -> None:
+def test_bfloat16_is_viewed_as_uint16() -> None:
     tensor = torch.tensor([1.0, -2.5], dtype=torch.bfloat16)
     array = view_array(tensor)
     assert array.dtype == np.uint16
     assert array.tolist() == [0x3F80, 0xC020]
 
 
-def test_a_tensor_whose_elements_lie_apart_has_no_view() -> None:
+def test_view_of_a_noncontiguous_tensor_raises() -> None:
     with pytest.raises(ValueError, match=r"strides \(1, 3\) for shape \[3, 2\].*contiguous\(\)"):
         view_array(torch.zeros(2, 3).t())
 
 
-def test_on_the_host_there_is_no_stream() -> None:
+def test_current_stream_on_the_host_does_nothing() -> None:
     with current_stream(torch.device("cpu"))():
         assert view_array(torch.ones(1)).tolist() == [1]
 
@@ -76,23 +76,23 @@ def test_on_the_host_there_is_no_stream() -> None:
 class Gpus(threading.local):
     """This thread's current GPU, for CUDA and for torch, which may set it lazily.
 
-    opened: the GPUs of all threads with a context; setting a GPU opens one.
+    with_context: the GPUs of all threads with a context; setting a GPU opens one.
     """
 
-    opened: set[int]
+    with_context: set[int]
     to_cuda = 0
-    meant: int | None = None
+    pending: int | None = None
 
-    def __init__(self, opened: set[int]) -> None:
-        self.opened = opened
+    def __init__(self, with_context: set[int]) -> None:
+        self.with_context = with_context
 
     @property
     def to_torch(self) -> int:
-        return self.to_cuda if self.meant is None else self.meant
+        return self.to_cuda if self.pending is None else self.pending
 
     def set(self, number: int) -> None:
-        self.to_cuda, self.meant = number, None
-        self.opened.add(number)
+        self.to_cuda, self.pending = number, None
+        self.with_context.add(number)
 
     def exchange(self, number: int) -> int:
         before = self.to_torch
@@ -101,10 +101,10 @@ class Gpus(threading.local):
 
     def exchange_if_opened(self, number: int) -> int:
         before = self.to_torch
-        if number in self.opened:
+        if number in self.with_context:
             self.set(number)
         else:
-            self.meant = number
+            self.pending = number
         return before
 
     @contextmanager
@@ -147,7 +147,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     return gpus
 
 
-def test_a_thread_on_another_gpus_stream_opens_no_context_on_the_first(gpus: Gpus) -> None:
+def test_thread_on_another_gpus_stream_opens_no_context_on_gpu_0(gpus: Gpus) -> None:
     on_stream = current_stream(torch.device("cuda", 1))
     seen = []
 
@@ -160,31 +160,29 @@ def test_a_thread_on_another_gpus_stream_opens_no_context_on_the_first(gpus: Gpu
     thread.start()
     thread.join()
     assert seen == [(1, 1)] * 2
-    assert gpus.opened == {1}
+    assert gpus.with_context == {1}
 
 
-def test_a_thread_works_on_the_streams_of_several_gpus_without_the_kernels(
-    gpus: Gpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_streams_of_several_gpus_need_no_cupy(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "cupy", None)  # must not be used
     on_streams = current_streams([torch.device("cuda", 1), torch.device("cuda", 2)])
     with on_streams():
-        assert gpus.opened == {1, 2}
+        assert gpus.with_context == {1, 2}
     assert gpus.to_torch == 0
 
 
 @pytest.mark.parametrize("used", [True, False])
-def test_after_a_stream_the_gpu_is_the_one_it_was(gpus: Gpus, used: bool) -> None:
+def test_current_gpu_is_restored_after_a_stream(gpus: Gpus, used: bool) -> None:
     if used:
         gpus.set(0)
     with current_stream(torch.device("cuda", 1))():
         assert (gpus.to_cuda, gpus.to_torch) == (1, 1)
     assert gpus.to_torch == 0
-    assert gpus.opened == ({0, 1} if used else {1})
+    assert gpus.with_context == ({0, 1} if used else {1})
 
 
 @pytest.mark.gpu
-def test_torch_and_the_kernels_share_memory_and_order_on_a_gpu() -> None:
+def test_torch_and_kernels_share_memory_and_order_on_a_gpu() -> None:
     pytest.importorskip("cupy", reason="no cupy here")
     if not torch.cuda.is_available():
         pytest.skip("torch sees no GPU here")

@@ -19,7 +19,7 @@ from gtopk.exchange.buckets.buckets import Bucket
 
 
 @pytest.fixture(autouse=True)
-def _small_ones_stay_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_gradients_stay_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep small gradients in place; otherwise these would all be copied."""
     monkeypatch.setattr(buckets, "_SMALL", 0)
 
@@ -42,7 +42,7 @@ def added(bucket: Bucket) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-def test_gradients_are_read_and_written_where_they_lie(dtype: torch.dtype) -> None:
+def test_large_gradients_are_read_and_written_in_place(dtype: torch.dtype) -> None:
     tensors = [torch.arange(6.0).reshape(2, 3).to(dtype), torch.ones(0, dtype=dtype)]
     bucket = bucket_of(*tensors, torch.tensor(8.0, dtype=dtype), weight=1 / 3)
     assert added(bucket).tolist() == [bucket.dtype.type(1 / 3) * x for x in (0, 1, 2, 3, 4, 5, 8)]
@@ -57,7 +57,7 @@ def test_gradients_are_read_and_written_where_they_lie(dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-def test_small_gradients_are_copied_side_by_side_and_back(
+def test_small_gradients_are_copied_into_a_flat_array_and_back(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(buckets, "_SMALL", 4)
@@ -71,7 +71,7 @@ def test_small_gradients_are_copied_side_by_side_and_back(
     assert [p.grad.tolist() for p in bucket.parameters] == [[[0, 5, 0], [0, 0, 0]], [], 7]
 
 
-def test_gradients_of_several_dtypes_are_one_vector() -> None:
+def test_gradients_of_mixed_dtypes_form_one_vector() -> None:
     halves = torch.tensor([1.0, 2.0]).bfloat16()
     bucket = bucket_of(halves, torch.tensor([3.0, 1e-3]), torch.tensor([4.0]).half(), weight=0.5)
     assert added(bucket).tolist() == [0.5, 1.0, 1.5, np.float32(1e-3) / 2, 2.0]
@@ -83,7 +83,7 @@ def test_gradients_of_several_dtypes_are_one_vector() -> None:
     assert grads[0].dtype == torch.bfloat16
 
 
-def test_the_vector_has_the_order_of_the_parameters_memory() -> None:
+def test_vector_has_the_order_of_the_parameters_memory() -> None:
     image = torch.arange(16.0).reshape(1, 2, 2, 4)
     last = image.to(memory_format=torch.channels_last)
     assert added(bucket_of(image)).tolist() == list(range(16))
@@ -99,7 +99,7 @@ def test_the_vector_has_the_order_of_the_parameters_memory() -> None:
     assert bucket.parameters[0].grad.sum() == 9
 
 
-def test_a_stride_of_one_element_says_nothing_of_the_order() -> None:
+def test_stride_of_a_dimension_of_size_1_is_ignored() -> None:
     parameter = torch.nn.Parameter(torch.zeros(3, 2, 1, 1).to(memory_format=torch.channels_last))
     parameter.grad = torch.arange(6.0).reshape(3, 2, 1, 1)
     bucket = Bucket([parameter])
@@ -109,7 +109,7 @@ def test_a_stride_of_one_element_says_nothing_of_the_order() -> None:
 
 
 @pytest.mark.parametrize("elements", [3, 20_000])
-def test_a_weight_multiplies_what_is_gathered_and_not_the_gradients(elements: int) -> None:
+def test_weight_multiplies_the_gathered_vector_only(elements: int) -> None:
     gradient = torch.arange(float(elements))
     bucket = bucket_of(gradient.clone(), gradient.clone())
     bucket.capture_gradients(0.3)
@@ -118,7 +118,7 @@ def test_a_weight_multiplies_what_is_gathered_and_not_the_gradients(elements: in
     assert all(torch.equal(p.grad, gradient) for p in bucket.parameters)
 
 
-def test_a_long_gradient_becomes_the_update_and_torch_knows_that_it_changed() -> None:
+def test_scatter_into_a_long_gradient_increments_its_torch_version() -> None:
     length = 17_000_000  # longer than what `clear` writes past the caches
     bucket = bucket_of(torch.ones(length))
     bucket.capture_gradients(1.0)
@@ -130,8 +130,8 @@ def test_a_long_gradient_becomes_the_update_and_torch_knows_that_it_changed() ->
     assert bucket.parameters[0].grad[5] == 2
 
 
-def test_a_missing_gradient_is_zeros_and_stays_missing_where_it_may() -> None:
-    for may_stay, value, there in [(True, 0, False), (False, 0, True), (True, 2, True)]:
+def test_missing_gradient_counts_as_zeros_and_may_stay_missing() -> None:
+    for may_stay, value, is_present in [(True, 0, False), (False, 0, True), (True, 2, True)]:
         bucket = bucket_of(torch.ones(2), torch.ones(3))
         bucket.parameters[1].grad = None
         bucket.capture_gradients(1.0)
@@ -140,12 +140,12 @@ def test_a_missing_gradient_is_zeros_and_stays_missing_where_it_may() -> None:
         bucket.scatter_sparse(SparseVector(np.array([0, 3], np.int32), values, 5))
         bucket.keep_gradients({0, 1} if may_stay else ())
         grad = bucket.parameters[1].grad
-        assert (grad is not None) == there
+        assert (grad is not None) == is_present
         assert grad is None or grad.tolist() == [0, value, 0]
 
 
 @pytest.mark.parametrize("end", [lambda bucket: bucket.keep_gradients({0}), Bucket.poison])
-def test_when_the_step_is_over_the_memory_of_gradients_is_free(end: Any) -> None:
+def test_bucket_releases_gradients_after_the_step(end: Any) -> None:
     bucket = bucket_of(torch.ones(4))
     memory = weakref.ref(bucket.addend()[0].base)
     end(bucket)
@@ -155,7 +155,7 @@ def test_when_the_step_is_over_the_memory_of_gradients_is_free(end: Any) -> None
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-def test_one_bad_number_in_any_gradient_is_found(dtype: torch.dtype, bad: float) -> None:
+def test_all_finite_finds_one_bad_number(dtype: torch.dtype, bad: float) -> None:
     image = torch.full((2, 3, 4, 4), 3e4, dtype=dtype)
     wrong = image.clone()
     wrong[1, 2, 3, 1] = bad
@@ -166,7 +166,7 @@ def test_one_bad_number_in_any_gradient_is_found(dtype: torch.dtype, bad: float)
             assert not bucket_of(wrong.to(memory_format=form), beside).all_finite()
 
 
-def test_gathered_side_by_side_gradients_are_weighted_and_come_back() -> None:
+def test_gathered_gradients_are_weighted_and_scattered_back() -> None:
     bucket = bucket_of(torch.ones(2, 2), torch.full((3,), 2.0), weight=0.25)
     flat = bucket.gather()
     assert flat.tolist() == [0.25] * 4 + [0.5] * 3
@@ -184,7 +184,7 @@ class OnGpu(torch.Tensor):
     device = torch.device("cuda", 0)
 
 
-def test_without_cupy_the_way_through_the_host_is_told_once(
+def test_missing_cupy_is_warned_of_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def absent() -> Any:
@@ -207,13 +207,13 @@ def test_without_cupy_the_way_through_the_host_is_told_once(
         arrays._kernels_reach_gpus.cache_clear()
 
 
-def test_what_torch_copies_from_gpus_to_the_host_is_ordered_by_their_streams(
+def test_copies_from_gpu_to_host_run_on_the_gpus_streams(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[Any] = []
+    devices: list[Any] = []
 
     def streams(of: Any) -> Any:
-        asked.append(of)
+        devices.append(of)
         return nullcontext
 
     monkeypatch.setattr(buckets, "device_of", lambda parameters: torch.device("cpu"))
@@ -223,11 +223,11 @@ def test_what_torch_copies_from_gpus_to_the_host_is_ordered_by_their_streams(
     bucket.capture_gradients(1.0)
     bucket.capture_zeros(1.0)
     with bucket.on_stream():
-        assert asked == [[OnGpu.device]] * 3
+        assert devices == [[OnGpu.device]] * 3
 
 
 @pytest.mark.parametrize(
-    "lying",
+    "view",
     [
         lambda wide: wide[:, ::2],
         lambda wide: wide[:, :1],
@@ -237,9 +237,9 @@ def test_what_torch_copies_from_gpus_to_the_host_is_ordered_by_their_streams(
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-def test_a_changed_element_shows_however_the_gradients_lie(dtype: torch.dtype, lying: Any) -> None:
+def test_checksum_shows_a_changed_element_for_any_strides(dtype: torch.dtype, view: Any) -> None:
     wide = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
-    gradient = lying(wide)
+    gradient = view(wide)
     parameter = torch.nn.Parameter(torch.zeros(gradient.shape, dtype=dtype))
     parameter.grad = gradient
     assert parameter.grad.data_ptr() == gradient.data_ptr()
@@ -259,7 +259,7 @@ def test_a_changed_element_shows_however_the_gradients_lie(dtype: torch.dtype, l
 
 @pytest.mark.parametrize("factor", [0.5, 0.25, 2.0**-10, 2.0, -1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-def test_so_does_a_factor_that_all_elements_have(dtype: torch.dtype, factor: float) -> None:
+def test_checksum_shows_a_factor_common_to_all_elements(dtype: torch.dtype, factor: float) -> None:
     """All exponents change by the same amount, so the sum of bits may wrap to the same value."""
     parameter = torch.nn.Parameter(torch.zeros(100, 512, dtype=dtype))
     generator = torch.Generator().manual_seed(0)
@@ -267,7 +267,7 @@ def test_so_does_a_factor_that_all_elements_have(dtype: torch.dtype, factor: flo
     parameter.grad[::3] = 0
     bucket = Bucket([parameter])
     bucket.capture_gradients(1.0)
-    before, some = bucket.checksum(whole=True), bucket.checksum(whole=False)
+    before, sampled = bucket.checksum(whole=True), bucket.checksum(whole=False)
     parameter.grad.data.mul_(factor)
     assert not torch.equal(bucket.checksum(whole=True), before)
-    assert not torch.equal(bucket.checksum(whole=False), some)
+    assert not torch.equal(bucket.checksum(whole=False), sampled)

@@ -24,7 +24,7 @@ def gpus_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "own_gpu_facts", signature)
 
 
-def over(host: LocalTransport) -> NcclTransport:
+def nccl_over(host: LocalTransport) -> NcclTransport:
     return NcclTransport(host, timeout_seconds=20, automatic=True, torch_backend="gloo")
 
 
@@ -36,7 +36,7 @@ def model() -> torch.nn.Module:
     return net
 
 
-def trained(transport: LocalTransport | NcclTransport, steps: int = 3) -> list[list[float]]:
+def train(transport: LocalTransport | NcclTransport, steps: int = 3) -> list[list[float]]:
     with world.entered(transport):
         net = model()
         optimizer = hvd.DistributedOptimizer(
@@ -50,32 +50,32 @@ def trained(transport: LocalTransport | NcclTransport, steps: int = 3) -> list[l
         return [parameter.reshape(-1).tolist() for parameter in net.parameters()]
 
 
-def test_training_is_the_same_as_through_the_host(threads, monkeypatch) -> None:
-    expected = threads(3, trained)
+def test_sums_through_torch_train_as_through_the_host(threads, monkeypatch) -> None:
+    expected = threads(3, train)
     sums: list[int] = []
 
-    class Counted(exchange.GradientSum):
+    class CountedSum(exchange.GradientSum):
         def __init__(self, *arguments: Any) -> None:
             sums.append(1)
             super().__init__(*arguments)
 
-    monkeypatch.setattr(exchange, "GradientSum", Counted)
+    monkeypatch.setattr(exchange, "GradientSum", CountedSum)
 
     def program(host: LocalTransport) -> tuple[Any, Any]:
-        transport = over(host)
-        found = trained(transport)
-        return found, transport.choice and transport.choice.route
+        transport = nccl_over(host)
+        parameters = train(transport)
+        return parameters, transport.choice and transport.choice.route
 
-    for (found, carrying), wanted in zip(threads(3, program), expected, strict=True):
-        assert carrying is GpuRoute.TORCH
-        for mine, theirs in zip(found, wanted, strict=True):
-            np.testing.assert_allclose(mine, theirs, rtol=2e-6, atol=1e-8)
+    for (parameters, route), expected_parameters in zip(threads(3, program), expected, strict=True):
+        assert route is GpuRoute.TORCH
+        for actual, reference in zip(parameters, expected_parameters, strict=True):
+            np.testing.assert_allclose(actual, reference, rtol=2e-6, atol=1e-8)
     assert len(sums) >= 3 * 3
 
 
-def test_a_sum_that_overflows_skips_the_step_on_every_rank(threads) -> None:
+def test_overflowing_sum_skips_the_step_on_every_rank(threads) -> None:
     def program(host: LocalTransport) -> list[float]:
-        transport = over(host)
+        transport = nccl_over(host)
         with world.entered(transport):
             weight = torch.nn.Parameter(torch.ones(3))
             optimizer = hvd.DistributedOptimizer(
@@ -88,21 +88,21 @@ def test_a_sum_that_overflows_skips_the_step_on_every_rank(threads) -> None:
     assert threads(2, program) == [[1.0] * 3] * 2
 
 
-def test_where_a_rank_has_its_vectors_on_the_host_all_go_through_it(threads) -> None:
+def test_vectors_on_one_ranks_host_send_all_ranks_through_the_host(threads) -> None:
     def program(host: LocalTransport) -> tuple[list[float], bool]:
-        transport = over(host)
+        transport = nccl_over(host)
         if host.rank == 1:
             transport.carries = lambda tensor: False
-        found = trained(transport)
-        return found, transport.choice is None
+        parameters = train(transport)
+        return parameters, transport.choice is None
 
-    expected = threads(2, trained)
+    expected = threads(2, train)
     assert threads(2, program) == [(each, True) for each in expected]
 
 
-def test_a_model_may_have_some_of_its_buckets_on_the_host(threads) -> None:
+def test_some_buckets_may_be_summed_on_the_host(threads) -> None:
     def program(host: LocalTransport, over_gpus: bool) -> tuple[list[Any], Any]:
-        transport = over(host) if over_gpus else host
+        transport = nccl_over(host) if over_gpus else host
         if over_gpus:
             transport.carries = lambda tensor: tensor.numel() > 3
         with world.entered(transport):

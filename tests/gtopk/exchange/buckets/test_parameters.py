@@ -8,18 +8,18 @@ import torch
 from gtopk.exchange.buckets.parameters import name_parameters, require_trained
 
 
-def test_each_double_name_is_told_once() -> None:
+def test_duplicate_names_raise_and_are_listed_once() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(6)]
     names = ["weight", "bias", "weight", "alone", "bias", "weight"]
     optimizer = torch.optim.SGD(parameters, lr=1)
     with pytest.raises(ValueError, match="come twice: 'bias', 'weight'; with"):
         name_parameters(optimizer, zip(names, parameters, strict=True))
-    apart = [f"{index}.{name}" for index, name in enumerate(names)]
-    named = name_parameters(optimizer, zip(apart, parameters, strict=True))
-    assert named == dict(zip(parameters, apart, strict=True))
+    unique = [f"{index}.{name}" for index, name in enumerate(names)]
+    named = name_parameters(optimizer, zip(unique, parameters, strict=True))
+    assert named == dict(zip(parameters, unique, strict=True))
 
 
-def test_a_parameter_that_comes_later_has_the_name_it_was_given() -> None:
+def test_parameter_added_later_keeps_its_given_name() -> None:
     first, second = (torch.nn.Parameter(torch.zeros(1)) for _ in "ab")
     optimizer = torch.optim.SGD([first], lr=1)
     names = name_parameters(optimizer, [("a", first), ("b", second)])
@@ -29,7 +29,7 @@ def test_a_parameter_that_comes_later_has_the_name_it_was_given() -> None:
     assert names == {first: "a", second: "b"}
 
 
-def test_no_two_parameters_have_the_same_invented_name() -> None:
+def test_invented_names_are_unique() -> None:
     first, second, third = (torch.nn.Parameter(torch.zeros(1)) for _ in "abc")
     optimizer = torch.optim.SGD([first, second], lr=1)
     names = name_parameters(optimizer, None)
@@ -39,7 +39,7 @@ def test_no_two_parameters_have_the_same_invented_name() -> None:
     assert names == {first: "noname.0.0", second: "noname.0.1", third: "noname.0.0~2"}
 
 
-def test_names_that_torchs_optimizer_was_given_are_taken() -> None:
+def test_names_given_to_torchs_optimizer_are_used() -> None:
     model = torch.nn.Linear(2, 1)
     try:
         optimizer = torch.optim.SGD(model.named_parameters(), lr=1)
@@ -51,7 +51,7 @@ def test_names_that_torchs_optimizer_was_given_are_taken() -> None:
     assert list(names.values()) == ["weight", "bias", "noname.0.2"]
 
 
-def test_a_parameter_without_a_size_is_an_error_with_its_name() -> None:
+def test_uninitialized_parameter_raises_with_its_name() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LazyLinear(3))
     names = {parameter: name for name, parameter in model.named_parameters()}
     with pytest.raises(ValueError, match=r"parameter '1.weight' has no size yet: run a batch"):

@@ -21,7 +21,7 @@ class Event:
         self.stream = stream
 
 
-def test_a_timestamp_is_of_its_own_gpus_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timestamp_records_on_its_own_gpus_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA cannot measure time between events of two GPUs: the current one, and a hook's."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"of {device}")

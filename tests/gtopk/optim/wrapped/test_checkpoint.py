@@ -64,7 +64,7 @@ def flat(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-def through_a_file(state: Any) -> Any:
+def save_and_load(state: Any) -> Any:
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -73,10 +73,10 @@ def through_a_file(state: Any) -> Any:
 
 @pytest.mark.parametrize("compression", KINDS, ids=repr)
 @pytest.mark.parametrize("gathered", [False, True])
-def test_a_run_is_resumed_to_the_bit(threads, compression, gathered):
+def test_resumed_run_is_bit_identical(threads, compression, gathered):
     size = 3
 
-    def whole(transport: LocalTransport) -> Any:
+    def uninterrupted(transport: LocalTransport) -> Any:
         model = network()
         with world.entered(transport):
             optimizer = distribute(model, compression)
@@ -84,7 +84,7 @@ def test_a_run_is_resumed_to_the_bit(threads, compression, gathered):
             own = optimizer.state_dict()
             state = optimizer.gather_state(1) if gathered else own
             assert (state is None) == (gathered and transport.rank != 1)
-            saved = through_a_file({"model": model.state_dict(), "optimizer": state})
+            saved = save_and_load({"model": model.state_dict(), "optimizer": state})
             take_steps(model, optimizer, transport.rank, range(4, 8))
             return flat(model), held(optimizer), saved
 
@@ -98,14 +98,14 @@ def test_a_run_is_resumed_to_the_bit(threads, compression, gathered):
             take_steps(model, optimizer, transport.rank, range(4, 8))
             return flat(model), held(optimizer)
 
-    finished = threads(size, whole)
+    finished = threads(size, uninterrupted)
     saved = [each[2] for each in finished]
     for one, other in zip(finished, threads(size, lambda t: resumed(t, saved)), strict=True):
         assert torch.equal(one[0], other[0])
         assert one[1].tobytes() == other[1].tobytes()
 
 
-def saved_by(threads: Any, size: int, compression: Any) -> tuple[Any, np.ndarray]:
+def gathered_state(threads: Any, size: int, compression: Any) -> tuple[Any, np.ndarray]:
     def program(transport: LocalTransport) -> Any:
         model = network()
         with world.entered(transport):
@@ -118,8 +118,8 @@ def saved_by(threads: Any, size: int, compression: Any) -> tuple[Any, np.ndarray
 
 
 @pytest.mark.parametrize(("before", "after"), [(5, 2), (5, 1), (2, 5), (3, 3)])
-def test_another_number_of_ranks_holds_back_the_same_sum(threads, caplog, before, after):
-    state, total = saved_by(threads, before, Compression.gtopk(0.1))
+def test_residuals_keep_their_sum_on_another_number_of_ranks(threads, caplog, before, after):
+    state, total = gathered_state(threads, before, Compression.gtopk(0.1))
 
     def program(transport: LocalTransport) -> Any:
         model = network()
@@ -134,13 +134,15 @@ def test_another_number_of_ranks_holds_back_the_same_sum(threads, caplog, before
         found = threads(after, program)
     np.testing.assert_allclose(sum(each.astype(np.float64) for each in found), total, atol=1e-6)
     assert np.abs(total).max() > 0
-    words = [r.getMessage() for r in caplog.records if "residual" in r.getMessage()]
-    assert len(words) == (0 if after == before else after)  # no message about kept residuals
+    messages = [r.getMessage() for r in caplog.records if "residual" in r.getMessage()]
+    assert len(messages) == (0 if after == before else after)  # no message about kept residuals
     if after != before:
-        assert any(re.search(r"rank 0 takes over the residuals? of old ranks? 0", w) for w in words)
+        assert any(
+            re.search(r"rank 0 takes over the residuals? of old ranks? 0", w) for w in messages
+        )
 
 
-def test_another_ranks_own_state_is_not_taken_for_ones_own(threads, caplog):
+def test_loading_another_ranks_state_warns_and_loads_no_residual(threads, caplog):
     def program(transport: LocalTransport) -> Any:
         model = network()
         with world.entered(transport):
@@ -159,7 +161,7 @@ def test_another_ranks_own_state_is_not_taken_for_ones_own(threads, caplog):
     assert "gather_state" in caplog.text
 
 
-def test_nothing_is_said_of_what_was_never_held_back(threads, caplog):
+def test_loading_dense_state_of_rank_0_logs_no_warning(threads, caplog):
     """As when all ranks of a Horovod script load rank 0's checkpoint."""
 
     def program(transport: LocalTransport) -> None:
@@ -184,7 +186,7 @@ def compiled(names: Any) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-def test_a_run_may_be_compiled_before_or_after_it_is_resumed(threads, caplog, before):
+def test_run_may_be_compiled_before_or_after_a_resume(threads, caplog, before):
     def named(model: torch.nn.Module, is_compiled: bool) -> Any:
         names = model.named_parameters()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -196,7 +198,7 @@ def test_a_run_may_be_compiled_before_or_after_it_is_resumed(threads, caplog, be
         with world.entered(transport):
             optimizer = named(model, before)
             take_steps(model, optimizer, transport.rank, range(4))
-            saved = through_a_file((model.state_dict(), optimizer.state_dict()))
+            saved = save_and_load((model.state_dict(), optimizer.state_dict()))
             take_steps(model, optimizer, transport.rank, range(4, 9))
             resumed = named(other, not before)
             other.load_state_dict(saved[0])
@@ -208,7 +210,7 @@ def test_a_run_may_be_compiled_before_or_after_it_is_resumed(threads, caplog, be
     assert "cannot be applied" not in caplog.text
 
 
-def test_what_a_hook_gathered_on_the_first_rank_counts_once(threads, tmp_path):
+def test_residuals_gathered_on_rank_0_are_saved_once(threads, tmp_path):
     """The others add only their own part, and all of it is saved."""
 
     def program(transport: LocalTransport) -> tuple[float, float]:
@@ -218,47 +220,45 @@ def test_what_a_hook_gathered_on_the_first_rank_counts_once(threads, tmp_path):
             part = {"format": 1, "ranks": size, "steps": 5, "lanes": []}
             part["held"] = own if rank == 0 else {rank: own[rank]}
             save_checkpoint(tmp_path, None, None, residuals=part)
-            found = load_latest(tmp_path, None)
-            held = optimizer_checkpoint.residuals_for(found.values["residuals"], rank, size)
+            loaded = load_latest(tmp_path, None)
+            held = optimizer_checkpoint.residuals_for(loaded.values["residuals"], rank, size)
             return held["w"]["residual"].item()
 
     assert threads(3, program) == [1.0, 10.0, 100.0]
 
 
-def test_parts_that_lie_on_several_devices_are_added_where_the_first_lies():
+def test_residuals_on_several_devices_are_added_on_the_first_ones_device():
     """The root's own parts are on its GPU, gathered ones on the host; meta acts as a GPU."""
     devices = ["meta", "cpu", "cpu", "cpu"]
     held = {r: {"w": {"residual": torch.zeros(3, device=d)}} for r, d in enumerate(devices)}
     part = {"format": 1, "ranks": 4, "steps": 1, "lanes": [], "held": held}
     for rank, device in enumerate(["meta", "cpu"]):
-        found = optimizer_checkpoint.residuals_for(part, rank, 2)
-        assert found["w"]["residual"].device.type == device
+        residuals = optimizer_checkpoint.residuals_for(part, rank, 2)
+        assert residuals["w"]["residual"].device.type == device
 
 
 NOTHING: dict[str, Any] = {"w": {"residual": torch.zeros(2)}}
 
 
 @pytest.mark.parametrize(
-    ("rank", "change", "is_told"),
+    ("rank", "change", "is_warned"),
     [
         (0, {"held": {0: {}}}, True),
         (0, {"held": {0: {}}, "of": [[0], 2]}, True),
-        (1, {"held": {1: {}}}, False),  # once is enough
+        (1, {"held": {1: {}}}, False),  # one warning is enough
         (0, {"held": {0: {}}, "steps": 0}, False),
         (0, {"held": {0: NOTHING}}, False),  # all was sent
-        (2, {"held": {2: {}}, "ranks": 3, "of": [[], 2]}, False),  # there were fewer
+        (2, {"held": {2: {}}, "ranks": 3, "of": [[], 2]}, False),  # fewer ranks saved it
     ],
 )
-def test_a_hooks_state_that_says_nothing_of_what_is_held_back_is_told(
-    caplog, rank, change, is_told
-):
+def test_hook_state_without_residuals_warns_that_they_are_lost(caplog, rank, change, is_warned):
     """As when torch.distributed.checkpoint loads it into a new hook."""
     part = {"format": 1, "ranks": 2, "steps": 3, "lanes": [], **change}
     optimizer_checkpoint.residuals_for(part, rank, part["ranks"])
-    assert ("lost; load it with gtopk.load_latest" in caplog.text) == is_told
+    assert ("lost; load it with gtopk.load_latest" in caplog.text) == is_warned
 
 
-def test_an_optimizer_may_go_on_from_one_that_held_nothing_back(threads, caplog):
+def test_compressed_optimizer_may_load_the_state_of_a_dense_one(threads, caplog):
     def program(transport: LocalTransport) -> None:
         model = network()
         with world.entered(transport):
@@ -270,7 +270,7 @@ def test_an_optimizer_may_go_on_from_one_that_held_nothing_back(threads, caplog)
     assert "lost" not in caplog.text
 
 
-def test_a_plain_optimizers_state_can_be_loaded_and_is_in_ours(threads):
+def test_state_can_be_exchanged_with_a_plain_optimizer(threads):
     def program(transport: LocalTransport) -> None:
         model = network()
         plain = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
@@ -287,7 +287,7 @@ def test_a_plain_optimizers_state_can_be_loaded_and_is_in_ours(threads):
     threads(2, program)
 
 
-def test_the_state_between_backward_and_step_is_that_of_the_last_step(threads):
+def test_residual_between_backward_and_step_is_that_of_the_last_step(threads):
     def program(transport: LocalTransport) -> None:
         model = network()
         with world.entered(transport):
@@ -304,13 +304,13 @@ def test_the_state_between_backward_and_step_is_that_of_the_last_step(threads):
     threads(2, program)
 
 
-def test_loading_between_backward_and_step_undoes_what_was_exchanged(threads):
+def test_load_between_backward_and_step_undoes_early_exchanges(threads):
     def program(transport: LocalTransport, overlap: bool) -> Any:
         model = network()
         with world.entered(transport):
             optimizer = distribute(model, Compression.gtopk(0.1), overlap=overlap)
             take_steps(model, optimizer, transport.rank, range(2))
-            state = through_a_file(optimizer.state_dict())
+            state = save_and_load(optimizer.state_dict())
             take_steps(model, optimizer, transport.rank, range(2, 4))
             model(torch.ones(4, 2, 4, 4)).square().mean().backward()
             optimizer.load_state_dict(state)
@@ -324,13 +324,13 @@ def test_loading_between_backward_and_step_undoes_what_was_exchanged(threads):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda part: part.update(format=2), "format 1, got 2"),
         (lambda part: part["held"][0]["2.bias"].update(residual=torch.ones(4)), r"\[4\]"),
     ],
 )
-def test_what_does_not_fit_is_refused(threads, change, said):
+def test_state_of_another_format_or_shape_raises(threads, change, message):
     def program(transport: LocalTransport) -> None:
         model = network()
         with world.entered(transport):
@@ -338,7 +338,7 @@ def test_what_does_not_fit_is_refused(threads, change, said):
             take_steps(model, optimizer, transport.rank, range(1))
             state = optimizer.state_dict()
             change(state["gtopk"])
-            with pytest.raises(ValueError, match=said):
+            with pytest.raises(ValueError, match=message):
                 optimizer.load_state_dict(state)
 
     threads(1, program)
@@ -355,7 +355,7 @@ def test_what_does_not_fit_is_refused(threads, change, said):
     ],
     ids=repr,
 )
-def test_where_rank_0_alone_loads_all_go_on_from_its_step(threads, compression, before):
+def test_all_ranks_continue_from_the_step_that_rank_0_loads(threads, compression, before):
     """As in Horovod's scripts before they broadcast, at once or after some steps."""
 
     def program(transport: LocalTransport) -> tuple[torch.Tensor, int]:
@@ -377,7 +377,7 @@ def test_where_rank_0_alone_loads_all_go_on_from_its_step(threads, compression, 
     assert [steps for _, steps in ranks] == [15] * 3
 
 
-def test_a_run_goes_on_to_the_bit_from_a_state_that_is_loaded_between_its_steps(threads):
+def test_state_loaded_between_steps_continues_bit_identically(threads):
     """With the buckets and regions of that state, not with the current ones."""
 
     def program(transport: LocalTransport) -> tuple[torch.Tensor, torch.Tensor]:
@@ -387,11 +387,11 @@ def test_a_run_goes_on_to_the_bit_from_a_state_that_is_loaded_between_its_steps(
             take_steps(model, optimizer, transport.rank, range(7))
             state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
             take_steps(model, optimizer, transport.rank, range(7, 12))
-            wanted = flat(model)
+            expected = flat(model)
             model.load_state_dict(state[0])
             optimizer.load_state_dict(state[1])
             take_steps(model, optimizer, transport.rank, range(7, 12))
-            return wanted, flat(model)
+            return expected, flat(model)
 
-    for wanted, found in threads(3, program):
-        assert torch.equal(wanted, found)
+    for expected, actual in threads(3, program):
+        assert torch.equal(expected, actual)

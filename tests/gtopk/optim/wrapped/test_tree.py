@@ -14,7 +14,7 @@ from gtopk.optim.wrapped.tree import (
 )
 
 
-def stepped(device: str) -> torch.optim.Optimizer:
+def adam_after_a_step(device: str) -> torch.optim.Optimizer:
     """Return Adam as after a step; "meta" replaces a GPU."""
     parameter = torch.nn.Parameter(torch.ones(2, device=device))
     optimizer = torch.optim.Adam([parameter], foreach=False)
@@ -29,8 +29,8 @@ def stepped(device: str) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("here", ["cpu", "meta"])
 @pytest.mark.parametrize("root", ["cpu", "meta"])
-def test_tensors_are_made_beside_their_parameter_as_on_the_root(root: str, here: str) -> None:
-    source = stepped(root)
+def test_tensors_are_created_beside_their_parameter_as_on_the_root(root: str, here: str) -> None:
+    source = adam_after_a_step(root)
     skeleton, slots = take_tensors_out(tree(source), source)
     target = torch.optim.Adam([torch.nn.Parameter(torch.ones(2, device=here))], foreach=False)
     state = put_tensors_in(skeleton, make_tensors(slots, tree(target), target))["parameters"][0]
@@ -42,8 +42,8 @@ def test_tensors_are_made_beside_their_parameter_as_on_the_root(root: str, here:
     assert state["offloaded"].device.type == (here if root == "cpu" else "cpu")
 
 
-def test_taking_tensors_out_leaves_the_optimizer_as_it_was() -> None:
-    optimizer = stepped("cpu")
+def test_take_tensors_out_leaves_the_optimizer_unchanged() -> None:
+    optimizer = adam_after_a_step("cpu")
     before = {key: id(part) for key, part in next(iter(optimizer.state.values())).items()}
     skeleton, slots = take_tensors_out(tree(optimizer), optimizer)
     assert {key: id(part) for key, part in next(iter(optimizer.state.values())).items()} == before
@@ -56,7 +56,7 @@ def test_taking_tensors_out_leaves_the_optimizer_as_it_was() -> None:
     ]
 
 
-def test_state_is_laid_out_as_its_parameter_and_keeps_dtype_and_device() -> None:
+def test_state_gets_its_parameters_strides_and_keeps_dtype_and_device() -> None:
     parameter = torch.nn.Parameter(torch.zeros(3, 2).t())
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     laid_out = torch.arange(6.0).reshape(3, 2).t()
@@ -71,10 +71,10 @@ def test_state_is_laid_out_as_its_parameter_and_keeps_dtype_and_device() -> None
     optimizer.state[parameter] = dict(state)
     optimizer.state["other"] = other = torch.zeros(2, 3)
     lay_out_as_parameters(optimizer)
-    found = optimizer.state[parameter]
-    assert found["wide"].stride() == found["elsewhere"].stride() == parameter.stride()
-    assert torch.equal(found["wide"], state["wide"])
-    assert found["wide"].dtype is torch.float64
-    assert found["elsewhere"].device.type == "meta"
-    assert all(found[key] is state[key] for key in list(state)[2:])
+    result = optimizer.state[parameter]
+    assert result["wide"].stride() == result["elsewhere"].stride() == parameter.stride()
+    assert torch.equal(result["wide"], state["wide"])
+    assert result["wide"].dtype is torch.float64
+    assert result["elsewhere"].device.type == "meta"
+    assert all(result[key] is state[key] for key in list(state)[2:])
     assert optimizer.state["other"] is other

@@ -60,7 +60,7 @@ class Lookahead(torch.optim.Optimizer):
         self.param_groups = self.inner.param_groups
 
 
-class Apex(torch.optim.SGD):
+class OptimizerWithExtraArguments(torch.optim.SGD):
     """An optimizer with extra arguments, like apex's fused ones."""
 
     strict: bool | None = None
@@ -73,7 +73,7 @@ class Apex(torch.optim.SGD):
         self.strict = strict
 
 
-def test_groups_and_state_are_the_wrapped_optimizer_s_own():
+def test_param_groups_and_state_are_shared_with_the_wrapped_optimizer():
     inner = sgd()
     optimizer = wrap(inner, Wrapping)
     assert isinstance(optimizer, torch.optim.SGD)
@@ -85,14 +85,14 @@ def test_groups_and_state_are_the_wrapped_optimizer_s_own():
     assert inner.state[parameter]["momentum_buffer"].tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("loads", ["inner", "optimizer"])
-def test_groups_and_state_stay_shared_whichever_is_loaded(loads: str) -> None:
+@pytest.mark.parametrize("loading", ["inner", "optimizer"])
+def test_param_groups_and_state_stay_shared_after_load_state_dict(loading: str) -> None:
     inner = sgd()
     optimizer = wrap(inner, Wrapping)
     step(optimizer)
     saved = copy.deepcopy(optimizer.state_dict())
     saved["param_groups"][0]["lr"] = 0.25
-    (inner if loads == "inner" else optimizer).load_state_dict(saved)
+    (inner if loading == "inner" else optimizer).load_state_dict(saved)
     assert inner.param_groups is optimizer.param_groups
     assert inner.param_groups[0]["lr"] == 0.25
     step(optimizer)
@@ -104,7 +104,7 @@ def test_groups_and_state_stay_shared_whichever_is_loaded(loads: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("load", [False, True])
-def test_an_optimizer_within_steps_at_the_rate_that_is_scheduled(kind: str, load: bool) -> None:
+def test_nested_inner_optimizer_steps_at_the_scheduled_rate(kind: str, load: bool) -> None:
     parameter = torch.nn.Parameter(torch.zeros(()))
     with world.entered(local_world(1)[0]):
         optimizer = KINDS[kind](Lookahead(torch.optim.SGD([parameter], lr=1.0)))
@@ -123,7 +123,7 @@ def test_an_optimizer_within_steps_at_the_rate_that_is_scheduled(kind: str, load
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("order", ["wl", "swl", "wsl", "wls", "w", "sw", "ws"])
-def test_hooks_are_called_once_a_step_after_the_exchange(
+def test_step_hooks_run_once_per_step_after_the_exchange(
     threads: Callable[..., Any], kind: str, order: str
 ) -> None:
     """It is wrapped (w), loaded (l) and given to a scheduler (s) in several orders."""
@@ -133,10 +133,10 @@ def test_hooks_are_called_once_a_step_after_the_exchange(
         optimizer: Any = torch.optim.SGD([parameter], lr=1.0)
         called: list[Any] = []
         with world.entered(transport):
-            for done in order:
-                if done == "w":
+            for action in order:
+                if action == "w":
                     optimizer = KINDS[kind](optimizer)
-                elif done == "s":
+                elif action == "s":
                     torch.optim.lr_scheduler.StepLR(optimizer, 100)
                 else:
                     optimizer.load_state_dict(optimizer.state_dict())
@@ -152,7 +152,7 @@ def test_hooks_are_called_once_a_step_after_the_exchange(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_state_that_lost_its_strides_gets_its_parameter_s(kind: str) -> None:
+def test_loaded_state_gets_its_parameters_strides(kind: str) -> None:
     weight = torch.nn.Parameter(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
     with world.entered(local_world(1)[0]):
         optimizer = KINDS[kind](torch.optim.SGD([weight], lr=1.0, momentum=0.5))
@@ -176,10 +176,10 @@ def test_a_state_that_lost_its_strides_gets_its_parameter_s(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_arguments_are_handed_on_as_they_are_given(kind: str) -> None:
+def test_zero_grad_and_load_state_dict_pass_on_extra_arguments(kind: str) -> None:
     parameter = torch.nn.Parameter(torch.zeros(()))
     with world.entered(local_world(1)[0]):
-        optimizer = KINDS[kind](Apex([parameter], lr=1.0))
+        optimizer = KINDS[kind](OptimizerWithExtraArguments([parameter], lr=1.0))
         step(optimizer)
         optimizer.zero_grad()
         assert parameter.grad.item() == 0.0
@@ -195,20 +195,20 @@ def test_arguments_are_handed_on_as_they_are_given(kind: str) -> None:
         assert "set_to_none" in inspect.signature(optimizer.zero_grad).parameters
 
 
-def test_what_is_no_optimizer_is_refused_in_words():
-    for nothing in (None, [torch.nn.Parameter(torch.zeros(1))]):
+def test_argument_that_is_no_optimizer_raises():
+    for argument in (None, [torch.nn.Parameter(torch.zeros(1))]):
         for call in (lambda it: wrap(it, Wrapping), lambda it: gtopk.ramp(it, steps=1)):
             with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer"):
-                call(nothing)
+                call(argument)
 
 
-def test_what_is_wrapped_is_not_wrapped_again():
+def test_wrapping_twice_raises():
     with pytest.raises(ValueError, match="distributed already"):
         wrap(wrap(sgd(), Wrapping), Wrapping)
 
 
 @pytest.mark.parametrize("copy_of", [copy.deepcopy, copy.copy, pickle.dumps])
-def test_a_distributed_optimizer_is_not_copied(copy_of):
+def test_distributed_optimizer_cannot_be_copied_or_pickled(copy_of):
     with world.entered(local_world(1)[0]):
         optimizer = distribute(layers())
         with pytest.raises(TypeError, match=r"state_dict\(\)"):
