@@ -21,7 +21,7 @@ LOG = logging.getLogger("gtopk")
 
 
 @contextmanager
-def nobody_else_listening() -> Iterator[None]:
+def without_other_handlers() -> Iterator[None]:
     """Temporarily remove pytest's handlers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logging.getLogger(), "handlers", [])
@@ -32,7 +32,7 @@ def nobody_else_listening() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("rank", "asked", "levels"),
+    ("rank", "setting", "levels"),
     [
         (0, "", ["info", "warning", "of all"]),
         (3, "", ["warning"]),
@@ -41,92 +41,98 @@ def nobody_else_listening() -> Iterator[None]:
         (0, "off", []),
     ],
 )
-def test_rank_0_says_more_than_the_others(
-    capsys: pytest.CaptureFixture[str], rank: int, asked: str, levels: list[str]
+def test_log_level_depends_on_rank_and_setting(
+    capsys: pytest.CaptureFixture[str], rank: int, setting: str, levels: list[str]
 ) -> None:
-    with nobody_else_listening():
-        logs.install_handler(rank, {"GTOPK_LOG": asked})
+    with without_other_handlers():
+        logs.install_handler(rank, {"GTOPK_LOG": setting})
         LOG.info("info %d", 1)
         LOG.warning("rank %d: warning %d", rank, 2)  # some messages name the rank themselves
         LOG.warning("of all", extra=logs.EVERYWHERE)
         logs.remove_handler()
         LOG.info("after shutdown")
-    said = {
+    lines = {
         "info": f"gtopk: rank {rank}: info 1",
         "warning": f"gtopk: rank {rank}: warning 2",
         "of all": f"gtopk: rank {rank}: of all",
     }
-    assert capsys.readouterr().err.splitlines() == [said[level] for level in levels]
+    assert capsys.readouterr().err.splitlines() == [lines[level] for level in levels]
 
 
-def test_a_script_that_logs_hears_each_line_once(capsys: pytest.CaptureFixture[str]) -> None:
-    heard: list[str] = []
+def test_script_with_its_own_handler_gets_each_line_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    received: list[str] = []
 
     class Own(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            heard.append(record.getMessage())
+            received.append(record.getMessage())
 
-    with nobody_else_listening():
+    with without_other_handlers():
         logs.install_handler(0, {})
         logging.getLogger().addHandler(Own())
         LOG.warning("once")
-    assert heard == ["once"]
+    assert received == ["once"]
     assert capsys.readouterr().err == ""
 
 
-def test_another_rank_takes_the_place_of_the_first(capsys: pytest.CaptureFixture[str]) -> None:
-    with nobody_else_listening():
+def test_second_handler_replaces_the_first_ones_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    with without_other_handlers():
         logs.install_handler(0, {})
         logs.install_handler(1, {})  # after an elastic recovery
         LOG.warning("once")
     assert capsys.readouterr().err == "gtopk: rank 1: once\n"
 
 
-def test_a_line_about_another_rank_says_whose_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    with nobody_else_listening():
+def test_line_gets_the_rank_as_prefix_unless_it_begins_with_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with without_other_handlers():
         logs.install_handler(1, {})
         LOG.warning("rank 10 left")
         LOG.warning("rank 1 stays")
-    said = capsys.readouterr().err
-    assert said == "gtopk: rank 1: rank 10 left\ngtopk: rank 1 stays\n"
+    output = capsys.readouterr().err
+    assert output == "gtopk: rank 1: rank 10 left\ngtopk: rank 1 stays\n"
 
 
-@pytest.mark.parametrize("error", [BrokenPipeError, ValueError], ids=["unread", "closed"])
-def test_a_message_that_cannot_be_printed_is_no_error(
+@pytest.mark.parametrize(
+    "error", [BrokenPipeError, ValueError], ids=["broken pipe", "closed stream"]
+)
+def test_message_that_cannot_be_printed_raises_nothing(
     monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
-    tried: list[str] = []
+    attempts: list[str] = []
 
     def write(text: str) -> None:
-        tried.append(text)
+        attempts.append(text)
         raise error
 
-    with nobody_else_listening():
+    with without_other_handlers():
         logs.install_handler(0, {})
         monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=write, flush=lambda: None))
         LOG.info("news")
         monkeypatch.undo()
-    assert tried == ["gtopk: rank 0: news\n"]
+    assert attempts == ["gtopk: rank 0: news\n"]
 
 
-def test_another_level_is_refused() -> None:
+def test_unknown_log_level_is_refused() -> None:
     with pytest.raises(ValueError, match="GTOPK_LOG must be one of debug, info"):
         logs.install_handler(0, {"GTOPK_LOG": "loud"})
 
 
 @pytest.mark.parametrize(
-    ("asked", "heard"),
+    ("setting", "printed"),
     [("", "news bad"), ("debug", "news bad"), ("warning", "bad"), ("error", ""), ("off", "")],
 )
-def test_what_is_said_before_a_world_begins_is_as_loud_as_was_asked_for(
-    capsys: pytest.CaptureFixture[str], asked: str, heard: str
+def test_print_line_obeys_the_log_setting(
+    capsys: pytest.CaptureFixture[str], setting: str, printed: str
 ) -> None:
-    logs.print_line("news", environ={"GTOPK_LOG": asked})
-    logs.print_line("bad", logging.WARNING, {"GTOPK_LOG": asked})
-    assert capsys.readouterr().err.replace("gtopk: ", "").split() == heard.split()
+    logs.print_line("news", environ={"GTOPK_LOG": setting})
+    logs.print_line("bad", logging.WARNING, {"GTOPK_LOG": setting})
+    assert capsys.readouterr().err.replace("gtopk: ", "").split() == printed.split()
 
 
-def test_a_run_that_is_to_be_silent_is_silent_also_where_it_goes_on(
+def test_log_off_silences_the_resume_from_an_earlier_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GTOPK_LOG", "off")

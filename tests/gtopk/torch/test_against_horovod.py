@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.horovod
 
 # Intended differences: the call, as a pattern, and the reason.
-ON_PURPOSE = {
+INTENDED_DIFFERENCES = {
     r"(allreduce|reducescatter) (uint8|int8|int16|bfloat16|bool)\b.*": "more dtypes are reduced",
     r"(allgather|broadcast|alltoall) (bfloat16|bool)": "more dtypes are sent",
     r"allreduce async of bool": "more dtypes are reduced",
@@ -36,7 +36,7 @@ ON_PURPOSE = {
     r"included in it|a dynamic set": "None of a set that is not registered, as documented",
 }
 # Internal names of Horovod's modules.
-INSIDES = (
+INTERNAL_NAMES = (
     r"signature of (check_extension|mpi_ops\.(Horovod[A-Z]\w+|Compression|check_installed_version"
     r"|get_average_backwards_compatibility_fun|gpu_available|handle_average_backwards_compatibility"
     r"|num_rank_is_power_2))"
@@ -48,9 +48,9 @@ def outcomes(mpirun) -> dict[str, list[dict[str, list[str]]]]:
     """Return every call's outcome on each of two ranks, by library."""
 
     def ranks(face: str) -> list[dict[str, list[str]]]:
-        done = mpirun(2, "same_calls.py", face, timeout=300)
-        assert done.returncode == 0, done.stderr
-        lines = dict(re.findall(r"^(\d) ({.*})$", done.stdout, re.MULTILINE))
+        job = mpirun(2, "same_calls.py", face, timeout=300)
+        assert job.returncode == 0, job.stderr
+        lines = dict(re.findall(r"^(\d) ({.*})$", job.stdout, re.MULTILINE))
         return [json.loads(lines[rank]) for rank in "01"]
 
     return {face: ranks(face) for face in ("horovod.torch", "gtopk.torch")}
@@ -76,19 +76,19 @@ def differences(outcomes: Any) -> dict[str, list[Any]]:
 
 def is_extended(real: str, ours: str) -> bool:
     """Tell whether every call valid for Horovod fits ours; extra parameters have defaults."""
-    theirs, mine = real.strip("'\""), ours.strip("'\"")
-    if theirs == "args, kwargs":  # Horovod's wrapper of init and shutdown
+    horovods, gtopks = real.strip("'\""), ours.strip("'\"")
+    if horovods == "args, kwargs":  # Horovod's wrapper of init and shutdown
         return True
-    further = mine.removeprefix(theirs)
-    return mine.startswith(theirs) and all("=" in p for p in further.split(", ") if p)
+    further = gtopks.removeprefix(horovods)
+    return gtopks.startswith(horovods) and all("=" in p for p in further.split(", ") if p)
 
 
 def listed(name: str) -> bool:
-    return any(re.fullmatch(pattern, name) for pattern in [*ON_PURPOSE, INSIDES])
+    return any(re.fullmatch(pattern, name) for pattern in [*INTENDED_DIFFERENCES, INTERNAL_NAMES])
 
 
 @pytest.mark.timeout(700)
-def test_the_same_calls_come_out_the_same(outcomes) -> None:
+def test_calls_give_horovods_outcomes_except_intended_differences(outcomes) -> None:
     assert len(outcomes["horovod.torch"][0]) > 300
     unlisted = [
         f"{name}: Horovod {real}, gtopk {ours}"
@@ -99,19 +99,21 @@ def test_the_same_calls_come_out_the_same(outcomes) -> None:
 
 
 @pytest.mark.timeout(700)
-def test_what_is_better_than_in_horovod_still_is(outcomes) -> None:
+def test_every_intended_difference_from_horovod_still_exists(outcomes) -> None:
     found = differences(outcomes)
     gone = [
-        pattern for pattern in ON_PURPOSE if not any(re.fullmatch(pattern, name) for name in found)
+        pattern
+        for pattern in INTENDED_DIFFERENCES
+        if not any(re.fullmatch(pattern, name) for name in found)
     ]
     assert gone == []
 
 
 @pytest.mark.timeout(700)
-def test_no_call_of_horovod_lacks_a_name(outcomes) -> None:
+def test_every_name_of_horovod_exists(outcomes) -> None:
     missing = [
         name
         for name in outcomes["horovod.torch"][0]
-        if name not in outcomes["gtopk.torch"][0] and not re.fullmatch(INSIDES, name)
+        if name not in outcomes["gtopk.torch"][0] and not re.fullmatch(INTERNAL_NAMES, name)
     ]
     assert missing == []

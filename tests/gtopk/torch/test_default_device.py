@@ -66,7 +66,7 @@ def batch_norm(rank: int, device: Device, folder: Path) -> Any:
         return norm(rows[: 6 * rank]), norm.running_mean  # rank 0 has no rows
 
 
-def a_checkpoint(rank: int, device: Device, folder: Path) -> Any:
+def checkpoint_round_trip(rank: int, device: Device, folder: Path) -> Any:
     model = torch.nn.Linear(2, 2)
     torch.nn.init.ones_(model.weight)
     torch.nn.init.ones_(model.bias)
@@ -103,16 +103,18 @@ def adapted_batches(rank: int, device: Device, folder: Path) -> Any:
         steps_with_sparse_gradients,
         sparse_gradients_after_dense_ones,
         batch_norm,
-        a_checkpoint,
+        checkpoint_round_trip,
         elastic_state,
         adapted_batches,
     ],
 )
-def test_a_default_device_changes_nothing(
+def test_default_device_changes_no_result(
     ranks: Callable[..., list[Any]], tmp_path: Path, work: Callable[..., Any]
 ) -> None:
-    def words(rank: int, name: str, device: Device) -> str:
+    def result_text(rank: int, name: str, device: Device) -> str:
         return str(work(rank, device, tmp_path / name))
 
-    plain = ranks(2, lambda rank: words(rank, "plain", nullcontext))
-    assert ranks(2, lambda rank: words(rank, "elsewhere", lambda: torch.device("meta"))) == plain
+    plain = ranks(2, lambda rank: result_text(rank, "plain", nullcontext))
+    assert (
+        ranks(2, lambda rank: result_text(rank, "elsewhere", lambda: torch.device("meta"))) == plain
+    )

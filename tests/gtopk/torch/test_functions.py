@@ -10,13 +10,13 @@ from tests.matrix import some_of
 
 
 @pytest.mark.parametrize("ranks", some_of([1, 2, 3], 3))
-def test_every_rank_ends_up_with_what_the_root_has(mpirun, ranks: int) -> None:
-    done = mpirun(ranks, "functions.py")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("every function does as it says") == ranks, done.stdout + done.stderr
+def test_functions_give_every_rank_the_roots_values(mpirun, ranks: int) -> None:
+    job = mpirun(ranks, "functions.py")
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert job.stdout.count("every function does as it says") == ranks, job.stdout + job.stderr
 
 
-def test_state_is_laid_out_as_its_parameter_on_the_root_too(ranks) -> None:
+def test_broadcast_optimizer_state_has_the_strides_of_its_parameter(ranks) -> None:
     def program(rank: int) -> None:
         weight = torch.nn.Parameter(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
         optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.5)
@@ -31,7 +31,7 @@ def test_state_is_laid_out_as_its_parameter_on_the_root_too(ranks) -> None:
     ranks(3, program)
 
 
-def test_each_function_needs_init() -> None:
+def test_functions_raise_before_init() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     for call in (
         lambda: hvd.broadcast_parameters({"a": torch.ones(1)}, 0),

@@ -18,26 +18,26 @@ from tests.matrix import some_of
         ("mpirun", 3),
     ),
 )
-def test_every_operation_gives_what_rank_and_size_say(
+def test_every_collective_gives_the_expected_result_on_real_ranks(
     request, tmp_path, launcher: str, ranks: int
 ) -> None:
-    done = request.getfixturevalue(launcher)(ranks, "mpi_ops.py", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("every collective does as it says") == ranks, done.stdout
+    job = request.getfixturevalue(launcher)(ranks, "mpi_ops.py", str(tmp_path))
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert job.stdout.count("every collective does as it says") == ranks, job.stdout
 
 
 @pytest.mark.parametrize(
     ("launcher", "ranks"),
     some_of([("mpirun", 2), ("forked", 3)], ("forked", 3)),
 )
-def test_so_does_every_operation_on_tensors_that_stay_where_they_lie(
+def test_every_collective_on_device_tensors_gives_the_expected_result(
     request, tmp_path, launcher: str, ranks: int
 ) -> None:
     # As on GPUs over NCCL; gloo replaces it.
-    done = request.getfixturevalue(launcher)(ranks, "mpi_ops_of_gpus.py", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("every collective does as it says\n") == ranks, done.stdout
-    assert done.stdout.count("as on GPUs") == ranks, done.stdout
+    job = request.getfixturevalue(launcher)(ranks, "mpi_ops_of_gpus.py", str(tmp_path))
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert job.stdout.count("every collective does as it says\n") == ranks, job.stdout
+    assert job.stdout.count("as on GPUs") == ranks, job.stdout
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def alone() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("alone")
-def test_without_mpirun_a_process_is_a_world_of_one() -> None:
+def test_process_without_mpirun_is_a_world_of_one() -> None:
     assert (hvd.rank(), hvd.size()) == (0, 1)
     assert (hvd.local_rank(), hvd.local_size()) == (0, 1)
     assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
@@ -63,7 +63,7 @@ def test_without_mpirun_a_process_is_a_world_of_one() -> None:
 
 
 @pytest.mark.timeout(30)
-def test_a_step_after_shutdown_is_an_error_not_a_hang() -> None:
+def test_step_after_shutdown_raises() -> None:
     hvd.init()
     model = torch.nn.Linear(2, 1)
     optimizer = hvd.DistributedOptimizer(
@@ -75,7 +75,7 @@ def test_a_step_after_shutdown_is_an_error_not_a_hang() -> None:
         optimizer.step()
 
 
-def test_the_world_is_all_ranks_or_some_of_them_or_a_communicators() -> None:
+def test_init_takes_only_communicators_and_lists_of_valid_ranks() -> None:
     for comm in ("world", 1, [0.5]):
         with pytest.raises(ValueError, match="mpi4py communicator, a list of ranks or None"):
             hvd.init(comm)

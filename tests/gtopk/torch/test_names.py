@@ -120,7 +120,7 @@ def parameters(function: Callable[..., object]) -> list[inspect.Parameter]:
     return [parameter.replace(annotation=inspect.Parameter.empty) for parameter in given]
 
 
-def test_what_is_exported_is_what_is_there() -> None:
+def test_all_lists_every_public_name() -> None:
     public = {
         name
         for name, value in vars(hvd).items()
@@ -130,7 +130,7 @@ def test_what_is_exported_is_what_is_there() -> None:
     assert hvd.__all__ == sorted(set(hvd.__all__))
 
 
-def test_every_name_of_horovods_is_there() -> None:
+def test_every_name_of_horovod_is_exported() -> None:
     assert {*SIGNATURES, *REDUCTIONS, *OTHERS} - set(hvd.__all__) == set()
 
 
@@ -142,7 +142,7 @@ def test_parameters_and_defaults_are_horovods(name: str) -> None:
     assert all(further.default is not inspect.Parameter.empty for further in given[len(horovods) :])
 
 
-def test_the_optimizers_parameters_come_in_horovods_order() -> None:
+def test_optimizer_parameters_are_in_horovods_order() -> None:
     by_position = [
         parameter
         for parameter in parameters(hvd.DistributedOptimizer)
@@ -182,7 +182,7 @@ def test_some_names_are_only_in_mpi_ops() -> None:
     assert parameters(hvd.mpi_ops.is_homogeneous) == []
 
 
-def test_elastic_and_batch_norm_are_modules_of_their_own() -> None:
+def test_elastic_and_sync_batch_norm_are_modules() -> None:
     batch_norm = importlib.import_module("gtopk.torch.sync_batch_norm")
     assert batch_norm.SyncBatchNorm is hvd.SyncBatchNorm
     elastic = importlib.import_module("gtopk.torch.elastic")
@@ -211,13 +211,13 @@ def test_from_gtopk_import_torch_is_the_same_module() -> None:
     assert torch is hvd
 
 
-def test_importing_needs_nothing_but_torch_and_numpy() -> None:
+def test_import_loads_no_optional_package() -> None:
     optional = ("mpi4py", "cupy", "sklearn", "rich", "matplotlib", "horovod", "cloudpickle")
     program = (
         "import json, sys; import gtopk.torch as hvd; hvd.Compression.gtopk(density=0.1); "
         f"print(json.dumps([name for name in {optional!r} if name in sys.modules]))"
     )
-    done = subprocess.run(
+    child = subprocess.run(
         [sys.executable, "-W", "error", "-c", program],
         cwd=ROOT,
         capture_output=True,
@@ -225,15 +225,15 @@ def test_importing_needs_nothing_but_torch_and_numpy() -> None:
         timeout=60,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == []
-    assert done.stderr == ""
+    assert child.returncode == 0, child.stderr
+    assert json.loads(child.stdout) == []
+    assert child.stderr == ""
 
 
-def test_nccl_is_asked_for_without_a_warning() -> None:
+def test_nccl_built_gives_no_warning() -> None:
     # Without NCCL, CuPy warns on import.
     program = "import gtopk.torch as hvd; print(hvd.nccl_built())"
-    done = subprocess.run(
+    child = subprocess.run(
         [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False
     )
-    assert done.stdout.strip().isdigit(), done.stderr
+    assert child.stdout.strip().isdigit(), child.stderr

@@ -66,7 +66,7 @@ def state(norm: torch.nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
-def test_it_is_batch_norm_on_the_concatenated_batch(threads, splits):
+def test_layer_equals_batch_norm_on_the_concatenated_batch(threads, splits):
     def program(transport: LocalTransport) -> list[Any]:
         rank, outcomes = transport.rank, []
         with world.entered(transport):
@@ -111,8 +111,8 @@ def test_low_precision_is_normalized_in_float32(threads, dtype):
     def program(transport: LocalTransport) -> Any:
         with world.entered(transport):
             norm = prepared(hvd.SyncBatchNorm(3), torch.float32)
-            mine = [input(seed).split(splits)[transport.rank].clone() for seed in (0, 1)]
-            seen = run_steps(norm, mine[:1], mine[1:])
+            own = [input(seed).split(splits)[transport.rank].clone() for seed in (0, 1)]
+            seen = run_steps(norm, own[:1], own[1:])
             return seen, [p.grad for p in norm.parameters()], state(norm)
 
     ranks = threads(2, program)
@@ -131,7 +131,7 @@ def test_low_precision_is_normalized_in_float32(threads, dtype):
         torch.testing.assert_close(buffers, state(norm), rtol=1e-6, atol=1e-6)
 
 
-def test_layers_under_autocast_follow_a_float32_one(threads):
+def test_output_under_autocast_has_the_input_dtype(threads):
     def program(transport: LocalTransport) -> torch.Tensor:
         with world.entered(transport), torch.autocast("cpu", torch.bfloat16):
             layer = torch.nn.Linear(4, 3)
@@ -143,7 +143,7 @@ def test_layers_under_autocast_follow_a_float32_one(threads):
     assert [output.dtype for output in threads(2, program)] == [torch.bfloat16] * 2
 
 
-def test_ranks_keep_the_same_running_statistics_to_the_bit(threads):
+def test_running_statistics_are_bit_identical_on_all_ranks(threads):
     def program(transport: LocalTransport) -> bytes:
         with world.entered(transport):
             norm = hvd.SyncBatchNorm(4)
@@ -154,7 +154,7 @@ def test_ranks_keep_the_same_running_statistics_to_the_bit(threads):
     assert len(set(threads(5, program))) == 1
 
 
-def test_a_small_variance_is_kept_in_the_running_statistics(threads):
+def test_running_variance_is_exact_far_below_eps(threads):
     """Far below eps, where 1 / invstd^2 - eps is a difference of nearly equal numbers."""
 
     def program(transport: LocalTransport) -> float:
@@ -167,7 +167,7 @@ def test_a_small_variance_is_kept_in_the_running_statistics(threads):
         assert variance == pytest.approx(1e-10 / 3, rel=1e-4)
 
 
-def test_in_eval_mode_and_alone_nothing_is_exchanged(threads):
+def test_nothing_is_exchanged_in_eval_mode_or_on_one_rank(threads):
     input = normal(6, 3, seed=0)
 
     def program(transport: LocalTransport) -> torch.Tensor:
@@ -190,7 +190,7 @@ def test_in_eval_mode_and_alone_nothing_is_exchanged(threads):
         assert alone.num_batches_tracked == 1
 
 
-def test_an_input_without_a_gradient_costs_nothing_on_the_way_back(threads):
+def test_backward_exchanges_nothing_for_an_input_without_gradient(threads):
     def program(transport: LocalTransport) -> torch.Tensor:
         with world.entered(transport) as here:
             norm = prepared(hvd.SyncBatchNorm(3))
@@ -203,12 +203,12 @@ def test_an_input_without_a_gradient_costs_nothing_on_the_way_back(threads):
 
 
 @pytest.mark.parametrize("splits", [[1, 0], [0, 0]])
-def test_a_single_row_on_all_ranks_together_is_an_error_on_each(threads, splits):
+def test_fewer_than_two_rows_on_all_ranks_together_raise_on_each(threads, splits):
     def program(transport: LocalTransport) -> None:
         with world.entered(transport):
             norm = hvd.SyncBatchNorm(3)
-            said = f"got {sum(splits)} on all ranks together"
-            with pytest.raises(ValueError, match=said):
+            error = f"got {sum(splits)} on all ranks together"
+            with pytest.raises(ValueError, match=error):
                 norm(torch.ones(splits[transport.rank], 3))
             assert norm.num_batches_tracked == 0
 
@@ -216,17 +216,17 @@ def test_a_single_row_on_all_ranks_together_is_an_error_on_each(threads, splits)
 
 
 @pytest.mark.parametrize(
-    ("shape", "said"), [((3,), "at least 2D input"), ((4, 2), "input of 3 channels")]
+    ("shape", "error"), [((3,), "at least 2D input"), ((4, 2), "input of 3 channels")]
 )
-def test_an_input_of_another_shape_is_refused_before_anything_is_sent(threads, shape, said):
+def test_input_of_wrong_shape_is_refused_before_anything_is_sent(threads, shape, error):
     def program(transport: LocalTransport) -> None:
-        with world.entered(transport), pytest.raises(ValueError, match=said):
+        with world.entered(transport), pytest.raises(ValueError, match=error):
             hvd.SyncBatchNorm(3)(torch.ones(shape))
 
     threads(2, program)
 
 
-def test_channels_of_another_number_are_named_on_all_ranks(threads):
+def test_different_numbers_of_channels_raise_on_all_ranks(threads):
     def program(transport: LocalTransport) -> None:
         channels = 3 + transport.rank
         with (
@@ -238,7 +238,7 @@ def test_channels_of_another_number_are_named_on_all_ranks(threads):
     threads(2, program)
 
 
-def test_a_model_is_converted_with_its_parameters_and_statistics():
+def test_convert_keeps_parameters_and_statistics():
     model = torch.nn.Sequential(
         torch.nn.Conv2d(3, 4, 1),
         torch.nn.BatchNorm2d(4, eps=0.5, momentum=None),
@@ -261,7 +261,7 @@ def test_a_model_is_converted_with_its_parameters_and_statistics():
     assert isinstance(alone, hvd.SyncBatchNorm)
 
 
-def test_a_model_trains_alike_on_several_ranks_and_on_one(threads):
+def test_model_trains_equally_on_several_ranks_and_on_one(threads):
     """With the ranks' gradients added up, as the loss is a sum."""
 
     def model() -> torch.nn.Module:
@@ -301,10 +301,8 @@ def test_a_model_trains_alike_on_several_ranks_and_on_one(threads):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("splits", [[2, 6], [7, 1, 3], [5, 0, 1]], ids=str)
-def test_unlike_batches_train_as_one_of_all_rows_whose_loss_is_their_mean(
-    threads, splits, reduction
-):
-    """A rank without samples has a batch that stands in, of NaN, and counts for nothing."""
+def test_unequal_batches_train_like_one_batch_of_all_rows(threads, splits, reduction):
+    """A rank without samples trains on a batch of NaN, which counts for nothing."""
 
     def model() -> torch.nn.Module:
         generator = torch.Generator().manual_seed(0)
@@ -323,10 +321,10 @@ def test_unlike_batches_train_as_one_of_all_rows_whose_loss_is_their_mean(
         with world.entered(transport):
             optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layers.parameters(), lr=0.1))
             for step in range(3):
-                mine = rows(step).split(splits)[transport.rank]
-                optimizer.set_num_samples(len(mine), reduction)
+                own = rows(step).split(splits)[transport.rank]
+                optimizer.set_num_samples(len(own), reduction)
                 optimizer.zero_grad()
-                losses = layers(mine if len(mine) else torch.full_like(rows(step), torch.nan)) ** 2
+                losses = layers(own if len(own) else torch.full_like(rows(step), torch.nan)) ** 2
                 (losses.mean() if reduction == "mean" else losses.sum()).backward()
                 optimizer.step()
                 assert not optimizer.last_step.skipped
@@ -343,19 +341,19 @@ def test_unlike_batches_train_as_one_of_all_rows_whose_loss_is_their_mean(
         torch.testing.assert_close(tensors, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_a_model_whose_optimizer_was_told_nothing_weighs_alike_whatever_another_was_told(threads):
-    """As of a generator and its critic."""
+def test_num_samples_of_one_optimizer_do_not_weigh_another_model(threads):
+    """For example a generator and its critic."""
 
     def program(transport: LocalTransport) -> torch.Tensor:
         input = (normal(8, 3, seed=0) - 50).split(4)[transport.rank].requires_grad_()
-        told, other = torch.nn.Linear(1, 1), prepared(hvd.SyncBatchNorm(3))
+        weighted, unweighted = torch.nn.Linear(1, 1), prepared(hvd.SyncBatchNorm(3))
         with world.entered(transport):
             optimizers = [
                 hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-                for model in (other, told)
+                for model in (unweighted, weighted)
             ]
             optimizers[1].set_num_samples([5, 0][transport.rank])
-            (other(input) ** 3).mean().backward()
+            (unweighted(input) ** 3).mean().backward()
         return input.grad
 
     alone = (normal(8, 3, seed=0) - 50).requires_grad_()

@@ -10,7 +10,7 @@ from gtopk.runtime.coordinator.agreement import (
 )
 
 
-def test_a_mismatch_quotes_only_what_differs():
+def test_mismatch_message_quotes_only_what_differs():
     common = ["gradients.1", "op=Average"]
     text = describe_mismatch(
         {0: [*common, "k=5", "b [2]"], 1: [*common, "k=5", "b [3]"], 2: [*common, "k=5", "b [2]"]}
@@ -18,7 +18,7 @@ def test_a_mismatch_quotes_only_what_differs():
     assert text == "the ranks disagree about gradients.1: ranks 0, 2: b [2]; rank 1: b [3]"
 
 
-def test_of_options_only_those_that_differ_are_quoted():
+def test_mismatch_message_quotes_only_options_that_differ():
     options = "gtopk density={} growth=2.0 wire=auto"
     text = describe_mismatch({r: ["a", options.format(d)] for r, d in enumerate((0.1, 0.2, 0.1))})
     assert text == (
@@ -27,17 +27,17 @@ def test_of_options_only_those_that_differ_are_quoted():
     )
 
 
-def test_a_rank_that_has_less_to_say_is_named_too():
+def test_mismatch_message_names_rank_with_shorter_signature():
     text = describe_mismatch({3: ["a", "x", "y"], 7: ["a", "x"]})
     assert text == "the ranks disagree about a: rank 3: y; rank 7: less"
 
 
-def test_the_same_in_another_order_is_a_mismatch():
+def test_same_signature_in_another_order_is_a_mismatch():
     text = describe_mismatch({0: ["a", "x", "y"], 1: ["a", "y", "x"]})
     assert text == "the ranks disagree about a: rank 0: x; rank 1: y"
 
 
-def test_of_a_deadlock_the_likely_cause_is_told():
+def test_deadlock_message_names_likely_cause():
     uneven = describe_deadlock({0: "gradients.0.bias.0", 1: "allreduce.loss", 2: "allreduce.loss"})
     assert uneven.startswith(
         "the ranks disagree about their next operation: rank 0: gradients.0.bias.0; "
@@ -53,8 +53,8 @@ def test_of_a_deadlock_the_likely_cause_is_told():
         assert text.endswith(f"rank 0: {kind}.x; rank 1: {others}")
 
 
-def test_join_is_advised_only_where_it_stands_in_for_a_rank():
-    for name, way_out in (
+def test_advice_on_uneven_batches_names_join_only_for_gradients():
+    for name, expected in (
         ("gradients.0.bias.0", "or have each call hvd.join() when it is done"),
         ("local_sgd.0.bias.outer.1", "or use inner_steps=None, and call outer_step() on all"),
         ("ddp.bucket.0", "or train within DDP's `with model.join():`"),
@@ -64,10 +64,10 @@ def test_join_is_advised_only_where_it_stands_in_for_a_rank():
         ),
     ):
         advice = advice_on_uneven(name)
-        assert way_out in advice
+        assert expected in advice
         assert ("hvd.join()" in advice) == name.startswith("gradients.")
 
 
-def test_ranks_are_named_as_people_do():
+def test_name_ranks_writes_singular_and_plural():
     assert name_ranks([3]) == "rank 3"
     assert name_ranks([0, 2]) == "ranks 0, 2"

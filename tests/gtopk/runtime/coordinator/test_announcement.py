@@ -42,12 +42,12 @@ announcements = st.builds(
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(announcements, min_size=1, max_size=4))
-def test_all_hear_what_each_says(said: list[Announcement]) -> None:
+def test_gather_announcements_returns_every_ranks_announcement(sent: list[Announcement]) -> None:
     def program(transport: LocalTransport) -> list[Announcement]:
-        return gather_announcements(transport, said[transport.rank], 70)
+        return gather_announcements(transport, sent[transport.rank], 70)
 
-    for heard in run_ranks(local_world(len(said), 20), program):
-        assert heard == said
+    for received in run_ranks(local_world(len(sent), 20), program):
+        assert received == sent
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
@@ -64,7 +64,7 @@ def test_cached_names_cost_a_bit_each_in_one_message_a_round(threads, ranks, nam
     assert threads(ranks, program) == [expected] * ranks
 
 
-def test_what_is_no_announcement_names_its_sender(threads):
+def test_malformed_announcement_error_names_its_sender(threads):
     def program(transport: LocalTransport) -> None:
         if transport.rank == 1:
             transport.allgather_into(np.full(24, 7, np.uint8), range(0, 25, 8))

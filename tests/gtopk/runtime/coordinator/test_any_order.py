@@ -15,41 +15,45 @@ from gtopk.runtime.coordinator.fusion import Dense
 
 NAMES = [f"tensor.{number}" for number in range(6)]
 # For each name, the ranks that submit it, with their signatures.
-Cast = dict[str, dict[int, str]]
+Submissions = dict[str, dict[int, str]]
 
 
 @st.composite
-def casts(draw: Any, everybody: bool) -> tuple[int, list[Cast], int]:
+def cases(draw: Any, all_ranks_submit: bool) -> tuple[int, list[Submissions], int]:
     """Return the number of ranks, the submissions of several steps, and a seed."""
     ranks = draw(st.integers(2, 5))
     signature = st.sampled_from(["x", "x", "x", "x", "y"])
     everyone = st.fixed_dictionaries(dict.fromkeys(range(ranks), signature))
     some = st.dictionaries(st.integers(0, ranks - 1), st.just("x"), max_size=ranks)
-    cast = everyone if everybody else st.one_of(everyone.map(lambda d: dict.fromkeys(d, "x")), some)
+    submissions = (
+        everyone
+        if all_ranks_submit
+        else st.one_of(everyone.map(lambda d: dict.fromkeys(d, "x")), some)
+    )
     steps = draw(
-        st.lists(st.fixed_dictionaries(dict.fromkeys(NAMES, cast)), min_size=1, max_size=3)
+        st.lists(st.fixed_dictionaries(dict.fromkeys(NAMES, submissions)), min_size=1, max_size=3)
     )
     return ranks, steps, draw(st.integers(0, 1000))
 
 
-def begin(engine: Engine, cast: Cast, seed: list[int]) -> dict[str, Operation]:
+def submit_all(engine: Engine, submissions: Submissions, seed: list[int]) -> dict[str, Operation]:
     """Make this rank's submissions in a random order; some as dense arrays, some not."""
     rank = engine.transport.rank
     operations = {}
     for name in np.random.default_rng([*seed, rank]).permutation(NAMES).tolist():
-        if rank not in cast[name]:
+        if rank not in submissions[name]:
             continue
         array = np.full(3, 2.0**rank, np.float32)
         operations[name] = engine.submit(
             name,
-            [cast[name][rank]],
+            [submissions[name][rank]],
             lambda transport, all_flags, array=array: float(array[0]),
             fusion=[Dense(array)],
         )
     return operations
 
 
-def end(operations: dict[str, Operation]) -> dict[str, float | str]:
+def wait_for_all(operations: dict[str, Operation]) -> dict[str, float | str]:
     """Return each operation's result, or the text of its error."""
     outcomes: dict[str, float | str] = {}
     for name, operation in operations.items():
@@ -65,39 +69,44 @@ def limits(seed: int) -> Settings:
 
 
 @settings(max_examples=25, deadline=None)
-@given(casts(everybody=True))
-def test_all_agree_or_all_hear_why_not(case: tuple[int, list[Cast], int]) -> None:
+@given(cases(all_ranks_submit=True))
+def test_operation_completes_or_reports_mismatch_on_all_ranks(
+    case: tuple[int, list[Submissions], int],
+) -> None:
     ranks, steps, seed = case
 
     def program(transport: LocalTransport) -> list[dict[str, float | str]]:
         engine = Engine(transport, limits(seed))
-        found = [end(begin(engine, cast, [seed, n])) for n, cast in enumerate(steps)]
+        found = [
+            wait_for_all(submit_all(engine, submissions, [seed, n]))
+            for n, submissions in enumerate(steps)
+        ]
         engine.close("the test ended")
         return found
 
     for found in run_ranks(local_world(ranks, 20), program):
-        for cast, outcomes in zip(steps, found, strict=True):
+        for submissions, outcomes in zip(steps, found, strict=True):
             for name in NAMES:
-                if len(set(cast[name].values())) == 1:
+                if len(set(submissions[name].values())) == 1:
                     assert outcomes[name] == 2.0**ranks - 1
                 else:
                     assert str(outcomes[name]).startswith(f"the ranks disagree about {name}: ")
 
 
 @settings(max_examples=25, deadline=None)
-@given(casts(everybody=False))
-def test_ranks_that_join_stand_in_for_what_they_do_not_submit(
-    case: tuple[int, list[Cast], int],
+@given(cases(all_ranks_submit=False))
+def test_joined_ranks_add_nothing_to_operations_they_did_not_submit(
+    case: tuple[int, list[Submissions], int],
 ) -> None:
     ranks, steps, seed = case
 
     def program(transport: LocalTransport) -> tuple[list[dict[str, float | str]], list[int]]:
         engine = Engine(transport, limits(seed))
         found, last = [], []
-        for number, cast in enumerate(steps):
-            operations = begin(engine, cast, [seed, number])
+        for number, submissions in enumerate(steps):
+            operations = submit_all(engine, submissions, [seed, number])
             joined = engine.join()
-            found.append(end(operations))
+            found.append(wait_for_all(operations))
             last.append(joined.wait())
         engine.close("the test ended")
         return found, last
@@ -105,33 +114,35 @@ def test_ranks_that_join_stand_in_for_what_they_do_not_submit(
     results = run_ranks(local_world(ranks, 20), program)
     assert all(last == results[0][1] for _, last in results)
     for rank, (found, _) in enumerate(results):
-        for cast, outcomes in zip(steps, found, strict=True):
+        for submissions, outcomes in zip(steps, found, strict=True):
             expected = {
-                name: sum(2.0**r for r in there) for name, there in cast.items() if rank in there
+                name: sum(2.0**r for r in there)
+                for name, there in submissions.items()
+                if rank in there
             }
             assert outcomes == expected
 
 
 @settings(max_examples=25, deadline=None)
-@given(casts(everybody=False), st.integers(0, 4))
-def test_what_a_rank_that_leaves_has_submitted_is_done_and_the_rest_fails(
-    case: tuple[int, list[Cast], int], leaver: int
+@given(cases(all_ranks_submit=False), st.integers(0, 4))
+def test_fully_submitted_operations_complete_after_a_rank_leaves_others_fail(
+    case: tuple[int, list[Submissions], int], leaver: int
 ) -> None:
-    ranks, (cast, *_), seed = case
+    ranks, (submissions, *_), seed = case
     leaver %= ranks
 
     def program(transport: LocalTransport) -> dict[str, float | str]:
         engine = Engine(transport, limits(seed))
-        operations = begin(engine, cast, [seed])
+        operations = submit_all(engine, submissions, [seed])
         if transport.rank == leaver:
             engine.close("it was told to")
-        outcomes = end(operations)
+        outcomes = wait_for_all(operations)
         engine.close("the test ended")
         return outcomes
 
     for outcomes in run_ranks(local_world(ranks, 20), program):
         for name, outcome in outcomes.items():
-            if len(cast[name]) == ranks:
+            if len(submissions[name]) == ranks:
                 assert outcome == 2.0**ranks - 1
             else:  # otherwise a leaving rank waits for others in a deadlock
                 text = str(outcome)

@@ -11,12 +11,12 @@ from gtopk.runtime.coordinator import clocks
 from gtopk.runtime.coordinator.clocks import Offset, clock_offset
 
 
-def test_ranks_on_one_host_read_one_clock(threads: Any) -> None:
+def test_ranks_on_one_host_have_no_clock_offset(threads: Any) -> None:
     assert threads(3, lambda transport: clock_offset(transport)) == [Offset()] * 3
 
 
 @pytest.mark.parametrize("size", [2, 5])
-def test_a_clock_that_is_ahead_is_found_out(
+def test_clock_offset_measures_a_clock_that_is_ahead(
     monkeypatch: pytest.MonkeyPatch, threads: Any, size: int
 ) -> None:
     import threading

@@ -57,19 +57,19 @@ def test_operations_run_in_the_order_submitted(threads):
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_each_rank_may_submit_in_its_own_order(threads, ranks):
+def test_operations_run_in_one_order_when_ranks_submit_in_different_orders(threads, ranks):
     names = [f"tensor.{number}" for number in range(20)]
 
     def program(engine: Engine, rank: int) -> list[list[str]]:
         orders = []
         for step in range(3):  # new names, then cached ones
             ran: list[str] = []
-            mine = np.random.default_rng([rank, step]).permutation(names).tolist()
+            own_order = np.random.default_rng([rank, step]).permutation(names).tolist()
             operations = [
                 engine.submit(
                     name, [], lambda transport, all_flags, name=name, ran=ran: ran.append(name)
                 )
-                for name in mine
+                for name in own_order
             ]
             for operation in operations:
                 operation.wait()
@@ -82,7 +82,7 @@ def test_each_rank_may_submit_in_its_own_order(threads, ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_an_operation_stays_pending_across_barriers_until_the_last_rank_submits_it(threads, ranks):
+def test_operation_stays_pending_across_barriers_until_last_rank_submits(threads, ranks):
     def program(engine: Engine, rank: int) -> list[float]:
         late = rank == ranks - 1
         if not late:
@@ -98,7 +98,7 @@ def test_an_operation_stays_pending_across_barriers_until_the_last_rank_submits_
     assert threads(ranks, with_engine(program)) == [[expected] * 3] * ranks
 
 
-def test_votes_may_differ_and_change_and_all_get_them(threads):
+def test_flags_may_differ_and_change_and_reach_all_ranks(threads):
     def program(engine: Engine, rank: int) -> list[list[int]]:
         return [
             engine.submit("a", [], lambda transport, all_flags: all_flags, flags=rank * step).wait()
@@ -110,7 +110,7 @@ def test_votes_may_differ_and_change_and_all_get_them(threads):
     assert threads(3, with_engine(program)) == [expected] * 3
 
 
-def test_a_mismatch_is_the_same_error_everywhere_and_the_next_operation_goes_on(threads):
+def test_mismatch_raises_same_error_on_all_ranks_and_next_operation_runs(threads):
     def program(engine: Engine, rank: int) -> tuple[str, str]:
         wrong = engine.submit("a", [f"shape [{rank // 2}]"], nothing)
         right = engine.submit("b", [], lambda transport, all_flags: "fine")
@@ -122,23 +122,23 @@ def test_a_mismatch_is_the_same_error_everywhere_and_the_next_operation_goes_on(
     assert threads(3, with_engine(program)) == [(text, "fine")] * 3
 
 
-def test_a_name_that_has_a_slot_may_come_back_with_other_facts_on_all_ranks_not_on_some(threads):
+def test_signature_of_cached_name_may_change_on_all_ranks_but_not_on_some(threads):
     def program(engine: Engine, rank: int) -> list[str]:
-        said = []
+        outcomes = []
         for signature in ("[3]", "[3]", "[4]", "[4]", f"[{4 + rank // 2}]", "[4]"):
             operation = engine.submit("a", [signature], lambda transport, all_flags: "fine")
             try:
-                said.append(operation.wait())
+                outcomes.append(operation.wait())
             except HorovodInternalError as error:
-                said.append(str(error))
-        return said
+                outcomes.append(str(error))
+        return outcomes
 
     text = "the ranks disagree about a: ranks 0, 1: [4]; rank 2: [5]"
     expected = ["fine", "fine", "fine", "fine", text, "fine"]
     assert threads(3, with_engine(program)) == [expected] * 3
 
 
-def test_dense_arrays_that_differ_are_a_mismatch(threads):
+def test_dense_arrays_of_different_lengths_are_a_mismatch(threads):
     def program(engine: Engine, rank: int) -> str:
         with pytest.raises(HorovodInternalError) as error:
             engine.submit("a", ["x"], **total(1, length=3 + rank)).wait()
@@ -151,7 +151,7 @@ def test_dense_arrays_that_differ_are_a_mismatch(threads):
     assert threads(2, with_engine(program)) == [text] * 2
 
 
-def test_ranks_that_wait_for_different_operations_are_told_and_go_on(threads):
+def test_deadlock_raises_on_all_ranks_and_later_operations_run(threads):
     """No rank can ever submit the operation that the others wait for."""
 
     def program(engine: Engine, rank: int) -> tuple[str, float, float]:
@@ -166,7 +166,7 @@ def test_ranks_that_wait_for_different_operations_are_told_and_go_on(threads):
     assert threads(3, with_engine(program)) == [(text, 3.0, 3.0)] * 3
 
 
-def test_a_name_in_flight_is_refused_and_free_afterwards(threads):
+def test_name_in_flight_is_refused_until_its_operation_ends(threads):
     def program(engine: Engine, rank: int) -> None:
         held = threading.Event()
         operation = engine.submit("a", [], lambda transport, all_flags: held.wait())
@@ -179,7 +179,7 @@ def test_a_name_in_flight_is_refused_and_free_afterwards(threads):
     threads(2, with_engine(program))
 
 
-def test_what_work_raises_is_what_wait_raises(threads):
+def test_wait_raises_what_the_operation_raised(threads):
     def program(engine: Engine, rank: int) -> None:
         def work(transport: Any, all_flags: list[int]) -> None:
             raise ZeroDivisionError("boom")
@@ -190,7 +190,7 @@ def test_what_work_raises_is_what_wait_raises(threads):
     threads(2, with_engine(program))
 
 
-def test_a_burst_is_one_cycle_and_its_small_arrays_one_reduction(threads):
+def test_burst_of_small_arrays_takes_one_cycle_and_one_reduction(threads):
     names = [f"gradient.{number}" for number in range(50)]
 
     def program(engine: Engine, rank: int) -> tuple[int, int]:
@@ -220,7 +220,7 @@ def test_a_burst_is_one_cycle_and_its_small_arrays_one_reduction(threads):
     assert threads(3, with_engine(program, patient)) == [(1, 1)] * 3
 
 
-def test_a_cache_that_is_too_small_changes_nothing_but_the_bytes(threads):
+def test_results_do_not_depend_on_cache_capacity(threads):
     def program(engine: Engine, rank: int) -> list[float]:
         return [
             engine.submit(f"tensor.{number % 7}", [], **total(number)).wait()[0]
@@ -232,7 +232,7 @@ def test_a_cache_that_is_too_small_changes_nothing_but_the_bytes(threads):
         assert results == [[2.0 * number for number in range(40)]] * 2
 
 
-def test_the_least_of_the_ranks_limits_counts(threads):
+def test_results_are_correct_when_ranks_have_different_limits(threads):
     def program(transport: LocalTransport) -> list[float]:
         limits = Settings(
             cache_capacity=transport.rank, fusion_threshold_bytes=1000 * transport.rank
@@ -249,7 +249,7 @@ def test_the_least_of_the_ranks_limits_counts(threads):
     assert threads(3, program) == [[0.0, 3.0, 6.0, 9.0, 12.0] * 3] * 3
 
 
-def test_whoever_leaves_is_named_to_those_who_go_on(threads):
+def test_error_names_rank_that_left(threads):
     def program(engine: Engine, rank: int) -> None:
         engine.submit("a", [], nothing).wait()
         if rank == 1:
@@ -262,7 +262,7 @@ def test_whoever_leaves_is_named_to_those_who_go_on(threads):
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_what_a_rank_submitted_before_it_left_is_still_done(threads, ranks):
+def test_operation_submitted_before_a_rank_left_completes(threads, ranks):
     def program(engine: Engine, rank: int) -> float:
         engine.submit("first", [], nothing).wait()
         if rank == 0:
@@ -280,7 +280,7 @@ def test_what_a_rank_submitted_before_it_left_is_still_done(threads, ranks):
         never.wait()
 
 
-def test_an_engine_that_was_closed_refuses(threads):
+def test_closed_engine_refuses_operations(threads):
     def program(transport: LocalTransport) -> None:
         engine = Engine(transport)
         engine.close("done")
@@ -290,7 +290,7 @@ def test_an_engine_that_was_closed_refuses(threads):
     threads(1, program)
 
 
-def test_a_rank_that_has_nothing_to_do_does_not_take_part_in_cycles(threads):
+def test_idle_rank_takes_part_in_no_cycles(threads):
     def program(engine: Engine, rank: int) -> int:
         engine.submit("a", [], nothing).wait()
         before = engine.cycles
@@ -300,22 +300,22 @@ def test_a_rank_that_has_nothing_to_do_does_not_take_part_in_cycles(threads):
     assert threads(2, with_engine(program, Settings())) == [0, 0]
 
 
-def test_ranks_that_wait_take_part_in_few_cycles(threads):
+def test_waiting_ranks_take_part_in_few_cycles(threads):
     def program(engine: Engine, rank: int) -> int:
-        both = engine.submit("a", [], nothing)
-        mine = engine.submit(f"of rank {rank}", [], nothing)
-        both.wait()
+        shared = engine.submit("a", [], nothing)
+        own = engine.submit(f"of rank {rank}", [], nothing)
+        shared.wait()
         time.sleep(0.4)
-        theirs = engine.submit(f"of rank {1 - rank}", [], nothing)
-        theirs.wait()
-        mine.wait()
+        other = engine.submit(f"of rank {1 - rank}", [], nothing)
+        other.wait()
+        own.wait()
         return engine.cycles
 
     cycles = threads(2, with_engine(program, Settings()))
     assert max(cycles) < 100  # every 8 ms at most, once the pause has grown
 
 
-def test_whom_a_rank_waits_for_is_said_and_then_ends_the_job(threads, capsys):
+def test_stall_warning_names_missing_rank_and_stall_shutdown_ends_wait(threads, capsys):
     limits = Settings(stall_warning_seconds=0.1, stall_shutdown_seconds=0.5)
 
     def program(engine: Engine, rank: int) -> str:
@@ -330,57 +330,59 @@ def test_whom_a_rank_waits_for_is_said_and_then_ends_the_job(threads, capsys):
 
     for text in threads(3, with_engine(program, limits)):
         assert "for rank 1 in a; HOROVOD_STALL_SHUTDOWN_TIME_SECONDS" in text
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     for rank in (0, 2):
-        assert f"rank {rank} has waited 0." in said
-    assert "for rank 1 in a; ready: ranks 0, 2" in said
-    assert "rank 1 has waited" not in said
+        assert f"rank {rank} has waited 0." in output
+    assert "for rank 1 in a; ready: ranks 0, 2" in output
+    assert "rank 1 has waited" not in output
 
 
-def test_who_lacks_in_a_checkpoint_is_said_early_and_once_with_advice(threads, capfd, monkeypatch):
+def test_rank_missing_from_checkpoint_is_reported_early_and_once(threads, capfd, monkeypatch):
     monkeypatch.setattr(execution, "_CHECKPOINT_WARNING_SECONDS", 0.1)
-    said: list[str] = []
+    outputs: list[str] = []
     name = "allgather.checkpoint.problem.content"
 
     def program(engine: Engine, rank: int) -> None:
         if rank == 1:
             time.sleep(0.5)
         engine.submit("other", [], nothing).wait()
-        while rank == 1 and not any("\n" in text for text in said):
-            said.append(capfd.readouterr().err)
+        while rank == 1 and not any("\n" in text for text in outputs):
+            outputs.append(capfd.readouterr().err)
             time.sleep(0.01)
         if rank == 1:
             time.sleep(0.5)
-            said.append(capfd.readouterr().err)
+            outputs.append(capfd.readouterr().err)
         engine.submit(name, [], nothing).wait()
 
     threads(2, with_engine(program, Settings(idle_seconds=0.05)))
-    (line,) = "".join(said).splitlines()
+    (line,) = "".join(outputs).splitlines()
     waits = rf"rank 0 has waited 0\.\d+ s for rank 1 in {name}; ready: rank 0; every rank must"
     assert re.search(waits, line)
     assert "do not call them under `if hvd.rank() == 0`" in line
 
 
-@pytest.mark.parametrize("error", [BrokenPipeError, ValueError], ids=["unread", "closed"])
-def test_a_warning_that_cannot_be_printed_ends_no_job(threads, monkeypatch, error):
-    tried: list[str] = []
+@pytest.mark.parametrize(
+    "error", [BrokenPipeError, ValueError], ids=["broken pipe", "closed stream"]
+)
+def test_stall_warning_that_cannot_be_printed_raises_nothing(threads, monkeypatch, error):
+    attempts: list[str] = []
 
     def write(text: str) -> None:
-        tried.append(text)
+        attempts.append(text)
         raise error
 
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=write, flush=lambda: None))
 
     def program(engine: Engine, rank: int) -> None:
-        while rank == 1 and not tried:
+        while rank == 1 and not attempts:
             time.sleep(0.01)
         engine.submit("late", [], nothing).wait()
 
     threads(2, with_engine(program, Settings(idle_seconds=0.05, stall_warning_seconds=0.1)))
-    assert "rank 0 has waited 0." in tried[0]
+    assert "rank 0 has waited 0." in attempts[0]
 
 
-def test_a_world_that_announces_no_waits_ends_them_all_the_same(capsys):
+def test_stall_shutdown_ends_waits_of_a_world_that_announces_none(capsys):
     limits = Settings(stall_warning_seconds=0.01, stall_shutdown_seconds=0.2)
 
     def program(engine: Engine, rank: int) -> None:
@@ -391,7 +393,7 @@ def test_a_world_that_announces_no_waits_ends_them_all_the_same(capsys):
     assert "has waited" not in capsys.readouterr().err
 
 
-def test_an_operation_that_only_some_submit_ends_when_its_time_is_over():
+def test_operation_that_only_some_ranks_submit_ends_after_the_timeout():
     def program(engine: Engine, rank: int) -> str:
         if rank == 1:
             time.sleep(0.6)
@@ -403,23 +405,23 @@ def test_an_operation_that_only_some_submit_ends_when_its_time_is_over():
         assert "for rank 1 in a; set a larger GTOPK_TIMEOUT (seconds) to wait longer" in text
 
 
-def test_observers_hear_of_an_operation_from_its_first_rank_to_its_end(threads):
+def test_observers_receive_events_from_first_submission_to_the_end(threads):
     def program(engine: Engine, rank: int) -> list[tuple[Any, ...]]:
-        heard: list[Event] = []
+        events: list[Event] = []
         engine.submit("before", [], nothing).wait()
-        engine.add_observer(heard.append)
+        engine.add_observer(events.append)
         operations = [engine.submit(name, [], **total(1.0)) for name in "ab"]
         for operation in operations:
             operation.wait()
         engine.submit("c", [], nothing).wait()
-        engine.remove_observer(heard.append)
-        assert [event.seconds for event in heard] == sorted(event.seconds for event in heard)
-        return [event[:3] + event[4:] for event in heard]
+        engine.remove_observer(events.append)
+        assert [event.seconds for event in events] == sorted(event.seconds for event in events)
+        return [event[:3] + event[4:] for event in events]
 
     patient = Settings(cycle_seconds=1.0)
-    told = threads(2, with_engine(program, patient))
-    assert told[0] == told[1]
-    of_a = [(phase, what, rank) for phase, what, name, rank in told[0] if name == "a"]
+    observed = threads(2, with_engine(program, patient))
+    assert observed[0] == observed[1]
+    of_a = [(phase, what, rank) for phase, what, name, rank in observed[0] if name == "a"]
     assert of_a == [
         ("begin", "negotiate", None),
         ("mark", "ready", 0),
@@ -427,9 +429,9 @@ def test_observers_hear_of_an_operation_from_its_first_rank_to_its_end(threads):
         ("end", "negotiate", None),
         *((phase, what, None) for phase, what in _FUSED),
     ]
-    of_c = [(phase, what) for phase, what, name, rank in told[0] if name == "c"]
+    of_c = [(phase, what) for phase, what, name, rank in observed[0] if name == "c"]
     assert of_c[-2:] == [("begin", "execute"), ("end", "execute")]
-    assert ("mark", "cycle", "", None) in told[0]
+    assert ("mark", "cycle", "", None) in observed[0]
 
 
 _FUSED = (
@@ -444,7 +446,7 @@ _FUSED = (
 )
 
 
-def test_an_engine_of_some_ranks_is_independent_and_ends_without_the_others(threads):
+def test_engine_of_a_subset_runs_and_closes_without_the_other_ranks(threads):
     def program(transport: LocalTransport) -> list[float]:
         engine = Engine(transport, QUICK)
         members = [0, 2] if transport.rank % 2 == 0 else [1, 3]
@@ -463,7 +465,7 @@ def test_an_engine_of_some_ranks_is_independent_and_ends_without_the_others(thre
     assert threads(4, program) == [even, odd, even, odd]
 
 
-def test_with_a_leave_timeout_who_stays_is_told_and_nothing_is_ended(threads):
+def test_close_with_leave_timeout_returns_the_ranks_that_stay(threads):
     given_up = threading.Event()
 
     def program(transport: LocalTransport) -> Any:
@@ -483,7 +485,7 @@ def test_with_a_leave_timeout_who_stays_is_told_and_nothing_is_ended(threads):
     assert "rank 0 left (begins anew)" in second
 
 
-def test_what_is_done_holds_no_array(threads):
+def test_finished_operation_holds_no_array(threads):
     def program(engine: Engine, rank: int) -> bool:
         array = np.zeros(3)
         seen = weakref.ref(array)

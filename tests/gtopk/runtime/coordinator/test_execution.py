@@ -13,15 +13,15 @@ def ready(name: str, *lengths: int) -> ReadyOperation:
     return ReadyOperation(name, OperationSpec((), None, dense), [0])
 
 
-def drawn(*operations: ReadyOperation, threshold_bytes: int = 1000) -> list[str]:
+def fused_steps(*operations: ReadyOperation, threshold_bytes: int = 1000) -> list[str]:
     steps = fusion_groups(operations, threshold_bytes, alone_bytes=1000)
     return [" ".join(operations[number].name for number in step.parts) for step in steps]
 
 
-def test_the_steps_are_as_drawn():
-    assert drawn(ready("a", 1), ready("b"), ready("c", 1), ready("d", 1)) == ["a c d", "b"]
+def test_small_arrays_fuse_in_the_step_of_the_first_of_them():
+    assert fused_steps(ready("a", 1), ready("b"), ready("c", 1), ready("d", 1)) == ["a c d", "b"]
 
 
-def test_a_group_may_be_in_several_steps():
-    assert drawn(ready("a", 1, 300, 1), ready("b", 1)) == ["a b", "a"]
-    assert drawn(ready("a", 1, 2), threshold_bytes=0) == ["a", "a"]
+def test_operation_with_several_arrays_may_be_in_several_steps():
+    assert fused_steps(ready("a", 1, 300, 1), ready("b", 1)) == ["a b", "a"]
+    assert fused_steps(ready("a", 1, 2), threshold_bytes=0) == ["a", "a"]

@@ -40,7 +40,7 @@ layouts = st.tuples(
 
 
 @given(st.lists(layouts), st.sampled_from([0, 1, 100, 10_000]))
-def test_every_array_is_in_one_bundle_with_others_of_its_key_up_to_the_threshold(
+def test_each_array_is_in_one_bundle_of_its_layout_up_to_the_threshold(
     arrays: list[tuple[str, int, float]], threshold: int
 ) -> None:
     shares = [share(number, *array) for number, array in enumerate(arrays)]
@@ -58,7 +58,7 @@ def test_every_array_is_in_one_bundle_with_others_of_its_key_up_to_the_threshold
         assert len(bundles) == len({(dtype, factor) for dtype, _, factor in arrays})
 
 
-def test_a_large_array_is_reduced_alone():
+def test_large_array_is_reduced_alone():
     large = share(1, "uint8", 5000, 1.0)
     small = [share(number, "uint8", 1, 1.0) for number in (0, 2)]
     assert fuse_arrays([small[0], large, small[1]], 1 << 30, 5000) == [
@@ -69,7 +69,7 @@ def test_a_large_array_is_reduced_alone():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("count", [1, 3])
-def test_arrays_reduced_as_one_hold_what_rank_and_size_say(threads, dtype, count):
+def test_fused_arrays_hold_the_scaled_sum_over_ranks(threads, dtype, count):
     def program(transport: LocalTransport) -> list[list[float]]:
         members = [
             Dense(numbers([2 + transport.rank] * length, dtype), "sum", 3.0, 0.5)
@@ -78,17 +78,17 @@ def test_arrays_reduced_as_one_hold_what_rank_and_size_say(threads, dtype, count
         Fuser().reduce(members, layout_of(members[0]), transport, lambda phase, what: None)
         return [widen(member.array).tolist() for member in members]
 
-    whole = np.dtype(dtype).kind in "iu"
-    expected = [[3 * (2 + 3 + 4) // 2 if whole else 13.5] * n for n in range(1, 4)]
+    integral = np.dtype(dtype).kind in "iu"
+    expected = [[3 * (2 + 3 + 4) // 2 if integral else 13.5] * n for n in range(1, 4)]
     assert threads(3, program) == [expected[:count]] * 3
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("reduction", ["sum", "product", "min", "max"])
-def test_a_neutral_array_changes_nothing(threads, dtype, reduction):
+def test_neutral_array_changes_no_reduction(threads, dtype, reduction):
     def program(transport: LocalTransport) -> list[float]:
-        mine = Dense(numbers([3, 5], dtype), reduction)
-        dense = mine if transport.rank == 1 else neutral_array(layout_of(mine))
+        values = Dense(numbers([3, 5], dtype), reduction)
+        dense = values if transport.rank == 1 else neutral_array(layout_of(values))
         transport.allreduce(dense.array, reduction)
         return widen(dense.array).tolist()
 
@@ -124,7 +124,7 @@ def test_bfloat16_is_scaled_in_float32():
     assert widen(array).tolist() == [258.0]
 
 
-def test_a_layout_says_bfloat16_and_not_the_bits_that_it_is_made_of():
+def test_layout_names_bfloat16_and_differs_from_uint16():
     layout = layout_of(Dense(numbers([1, 2], BFLOAT16)))
     assert layout.describe().startswith("bfloat16 [2] sum ")
     assert layout != layout_of(Dense(np.zeros(2, np.uint16)))
@@ -136,6 +136,6 @@ def test_a_layout_says_bfloat16_and_not_the_bits_that_it_is_made_of():
     [np.zeros((2, 2)), np.zeros(4)[::2], np.zeros(2, bool), np.zeros(2, complex)],
     ids=["matrix", "strided", "bool", "complex"],
 )
-def test_an_array_that_cannot_be_reduced_in_place_is_refused(array):
+def test_array_that_cannot_be_reduced_in_place_is_refused(array):
     with pytest.raises(ValueError, match="a dense array must be of integers or floats, one-dim"):
         layout_of(Dense(array))

@@ -33,7 +33,7 @@ def reduce(engine: Engine, name: str, value: float, reduction: str = "sum") -> f
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_ranks_with_less_to_do_contribute_nothing_to_the_rest(threads, ranks):
+def test_joined_rank_adds_nothing_to_operations_of_the_others(threads, ranks):
     def program(engine: Engine, rank: int) -> tuple[list[float], int]:
         found = []
         for _ in range(2):  # after all have joined, everything works as before
@@ -47,7 +47,7 @@ def test_ranks_with_less_to_do_contribute_nothing_to_the_rest(threads, ranks):
         assert last == ranks - 1
 
 
-def test_who_joins_last_is_the_answer_everywhere(threads):
+def test_join_returns_the_last_rank_to_join_on_all_ranks(threads):
     def program(engine: Engine, rank: int) -> list[int]:
         answers = []
         for busy in (0, 1, 2, 1):
@@ -63,7 +63,7 @@ def test_who_joins_last_is_the_answer_everywhere(threads):
 @pytest.mark.parametrize(
     ("reduction", "expected"), [("sum", 5.0), ("product", 6.0), ("min", 2.0), ("max", 3.0)]
 )
-def test_whoever_has_joined_changes_no_reduction(threads, reduction, expected):
+def test_joined_rank_changes_no_reduction(threads, reduction, expected):
     def program(engine: Engine, rank: int) -> float | None:
         found = reduce(engine, "a", 2.0 + rank, reduction) if rank < 2 else None
         engine.join().wait()
@@ -72,7 +72,7 @@ def test_whoever_has_joined_changes_no_reduction(threads, reduction, expected):
     assert threads(3, with_engine(program)) == [expected, expected, None]
 
 
-def test_what_needs_every_rank_is_an_error_meanwhile_and_works_afterwards(threads):
+def test_allgather_raises_while_a_rank_is_joined_and_works_afterwards(threads):
     def program(engine: Engine, rank: int) -> list[int]:
         def gather() -> Any:
             def work(transport: Transport, all_flags: list[int]) -> list[int]:
@@ -93,7 +93,7 @@ def test_what_needs_every_rank_is_an_error_meanwhile_and_works_afterwards(thread
     assert threads(3, with_engine(program)) == [[0, 1, 2]] * 3
 
 
-def test_a_join_descriptor_tells_a_rank_that_has_joined_what_to_do(threads):
+def test_joined_rank_takes_part_by_the_join_descriptor(threads):
     def program(engine: Engine, rank: int) -> list[int] | None:
         def contribute(value: int) -> Any:
             def work(transport: Transport, all_flags: list[int]) -> list[int]:
@@ -114,7 +114,7 @@ def test_a_join_descriptor_tells_a_rank_that_has_joined_what_to_do(threads):
     assert threads(3, with_engine(program)) == [[0, 1, 77], [0, 1, 77], None]
 
 
-def test_a_rank_that_has_joined_submits_nothing_until_all_have(threads):
+def test_joined_rank_cannot_submit_until_all_have_joined(threads):
     def program(engine: Engine, rank: int) -> None:
         if rank == 1:
             joined = engine.join()
@@ -131,7 +131,7 @@ def test_a_rank_that_has_joined_submits_nothing_until_all_have(threads):
     threads(2, with_engine(program))
 
 
-def test_a_rank_that_leaves_ends_the_wait_of_those_who_joined(threads):
+def test_join_raises_when_another_rank_leaves(threads):
     def program(engine: Engine, rank: int) -> None:
         engine.submit("a", [], lambda transport, all_flags: None).wait()
         if rank == 1:

@@ -12,7 +12,7 @@ PROGRAM = Path(__file__).parents[3] / "programs" / "outlives.py"
 
 
 @pytest.mark.parametrize(
-    ("way", "said"),
+    ("argument", "printed"),
     [
         ("begun", ["1.0", "1.0"]),
         (
@@ -24,8 +24,8 @@ PROGRAM = Path(__file__).parents[3] / "programs" / "outlives.py"
         ),
     ],
 )
-def test_a_thread_that_has_begun_goes_on_without_main_and_no_other(way, said) -> None:
-    command = [sys.executable, str(PROGRAM), way]
+def test_training_thread_outlives_main_only_if_it_has_begun(argument, printed) -> None:
+    command = [sys.executable, str(PROGRAM), argument]
     child = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert child.returncode == 0, child.stderr
-    assert child.stdout.splitlines() == said
+    assert child.stdout.splitlines() == printed

@@ -9,11 +9,11 @@ import pytest
 from gtopk.runtime.coordinator.execution import Settings, settings_from
 
 
-def test_without_a_word_the_settings_are_horovods():
+def test_empty_environment_gives_the_default_settings():
     assert settings_from({}) == Settings()
 
 
-def test_units_are_horovods():
+def test_environment_variables_have_horovods_units():
     found = settings_from(
         {
             "HOROVOD_CYCLE_TIME": "2.5",
@@ -26,7 +26,7 @@ def test_units_are_horovods():
     assert found == Settings(0.0025, 7, 1000, 30.0, 90.0)
 
 
-def test_stalls_may_go_unchecked():
+def test_disabled_stall_check_has_no_limits():
     found = settings_from(
         {"HOROVOD_STALL_CHECK_DISABLE": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "5"}
     )
@@ -34,12 +34,12 @@ def test_stalls_may_go_unchecked():
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])
-def test_a_number_that_is_none_is_refused(text):
+def test_invalid_cycle_time_is_refused(text):
     with pytest.raises(ValueError, match="HOROVOD_CYCLE_TIME must be a number of milliseconds, at"):
         settings_from({"HOROVOD_CYCLE_TIME": text})
 
 
-def test_an_idle_rank_looks_well_before_others_time_out():
+def test_idle_interval_is_well_below_every_timeout():
     assert Settings().limit_idle(600.0).idle_seconds == 10.0
     assert Settings().limit_idle(3.0).idle_seconds < 1.0
     assert Settings(stall_warning_seconds=2.0).limit_idle(600.0).idle_seconds < 1.0

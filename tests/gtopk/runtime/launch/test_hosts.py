@@ -10,17 +10,17 @@ import pytest
 from gtopk.runtime.launch.job import Host, parse_hosts, read_hostfile, refuse_too_few_slots
 
 
-def test_a_list_names_hosts_and_slots() -> None:
+def test_parse_hosts_reads_names_and_slots() -> None:
     assert parse_hosts("one:4, two:2,three") == [Host("one", 4), Host("two", 2), Host("three", 1)]
 
 
 @pytest.mark.parametrize("text", ["", "one,,two", "one:0", "one:00", "one:two", "one:2:3"])
-def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
+def test_invalid_list_of_hosts_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="hosts must look like 'one:4,two:2', got"):
         parse_hosts(text)
 
 
-def test_a_file_names_a_host_on_each_line(tmp_path: Path) -> None:
+def test_read_hostfile_reads_a_host_per_line_and_refuses_other_lines(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("# mine\none slots=4\n\ntwo slots = 2  # slow\nthree\n")
     assert read_hostfile(path) == [Host("one", 4), Host("two", 2), Host("three", 1)]
@@ -33,14 +33,14 @@ def test_a_file_names_a_host_on_each_line(tmp_path: Path) -> None:
         read_hostfile(path)
 
 
-def test_there_must_be_a_slot_for_every_rank() -> None:
+def test_more_ranks_than_slots_are_refused() -> None:
     hosts = parse_hosts("one:2,two")
     refuse_too_few_slots(hosts, 3)
     with pytest.raises(ValueError, match=r"4 ranks need .* \(one:2, two:1\) have 3"):
         refuse_too_few_slots(hosts, 4)
 
 
-def test_this_host_has_several_names() -> None:
+def test_is_this_one_knows_the_names_of_this_host() -> None:
     for name in ("localhost", "127.0.0.1", socket.gethostname()):
         assert Host(name, 1).is_this_one
     assert not Host("elsewhere", 1).is_this_one

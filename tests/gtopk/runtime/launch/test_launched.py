@@ -21,18 +21,18 @@ SRUN = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}
 
 
 @pytest.mark.parametrize("environ", [OPEN_MPI, PMI, TORCHRUN, HOROVODRUN, SRUN])
-def test_rank_and_size_come_from_the_launcher(environ: dict[str, str]) -> None:
+def test_launched_by_reads_rank_and_size_of_each_launcher(environ: dict[str, str]) -> None:
     found = launched_by(environ)
     assert found is not None
     assert (found.rank, found.size) == (2, 4)
     assert set(found.variables) == set(environ)
 
 
-def test_a_process_started_by_hand_was_launched_by_nobody() -> None:
+def test_process_started_by_hand_has_no_launcher() -> None:
     assert launched_by({"PATH": "/bin"}) is None
 
 
-def test_mpi_comes_before_other_launchers() -> None:
+def test_mpi_takes_precedence_over_other_launchers() -> None:
     found = launched_by(TORCHRUN | OPEN_MPI)
     assert found is not None
     assert found.variables == ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
@@ -46,7 +46,7 @@ def test_mpi_comes_before_other_launchers() -> None:
         {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"},
     ],
 )
-def test_whoever_started_its_agent_torchrun_is_the_launcher_of_its_workers(
+def test_torchrun_is_the_launcher_of_its_workers_whoever_started_it(
     outer: dict[str, str],
 ) -> None:
     environ = TORCHRUN | outer | {"TORCHELASTIC_RUN_ID": "none"}
@@ -54,35 +54,35 @@ def test_whoever_started_its_agent_torchrun_is_the_launcher_of_its_workers(
     assert launchers(environ) == [launched_by(environ)]  # they do not contradict each other
 
 
-def test_horovodrun_in_a_shell_of_a_pmi_launcher_is_the_launcher() -> None:
+def test_horovodrun_inside_a_pmi_launcher_is_the_launcher() -> None:
     found = launched_by(HOROVODRUN | {"PMI_RANK": "0", "PMI_SIZE": "1"})
     assert found is not None
     assert found.launcher == "horovodrun"
 
 
 @pytest.mark.parametrize("inner", [OPEN_MPI, PMI, TORCHRUN])
-def test_srun_that_started_another_launcher_does_not_count(inner: dict[str, str]) -> None:
-    said = launchers(inner | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"})
-    assert [(launched.rank, launched.size) for launched in said] == [(2, 4)]
+def test_srun_that_started_another_launcher_is_ignored(inner: dict[str, str]) -> None:
+    found = launchers(inner | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"})
+    assert [(launched.rank, launched.size) for launched in found] == [(2, 4)]
 
 
-def test_a_batch_script_is_no_rank() -> None:
+def test_slurm_batch_script_is_no_rank() -> None:
     assert launched_by({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None
 
 
-def test_a_world_of_one_is_a_launch_only_under_mpi() -> None:
+def test_world_of_one_has_a_launcher_only_under_mpi() -> None:
     assert launched_by({"RANK": "0", "WORLD_SIZE": "1"}) is None
     alone = launched_by({"PMI_RANK": "0", "PMI_SIZE": "1"})
     assert isinstance(alone, Launched)
 
 
-def test_half_an_environment_or_no_numbers_are_no_launcher() -> None:
+def test_incomplete_or_non_numeric_variables_are_no_launcher() -> None:
     assert launchers({"WORLD_SIZE": "4"}) == []
     assert launchers({"RANK": "first", "WORLD_SIZE": "4"}) == []
 
 
 @pytest.mark.parametrize(
-    ("environ", "said"),
+    ("environ", "error"),
     [
         (
             {"RANK": "2", "WORLD_SIZE": "2"},
@@ -99,12 +99,12 @@ def test_half_an_environment_or_no_numbers_are_no_launcher() -> None:
         ({"PMI_RANK": "3", "PMI_SIZE": "2"}, r"PMI_RANK must lie in 0\.\.1, got 3"),
     ],
 )
-def test_a_rank_that_is_none_of_its_world_is_refused(environ: dict[str, str], said: str) -> None:
-    with pytest.raises(RuntimeError, match=said):
+def test_rank_outside_its_world_is_refused(environ: dict[str, str], error: str) -> None:
+    with pytest.raises(RuntimeError, match=error):
         require_sound_ranks(environ)
 
 
-def test_ranks_that_lie_in_their_world_are_sound() -> None:
+def test_valid_or_incomplete_ranks_are_accepted() -> None:
     for rank in range(3):
         require_sound_ranks({"RANK": str(rank), "WORLD_SIZE": "3"})
     require_sound_ranks({})
@@ -112,7 +112,7 @@ def test_ranks_that_lie_in_their_world_are_sound() -> None:
 
 
 @pytest.mark.parametrize("environ", [OPEN_MPI, PMI, TORCHRUN, HOROVODRUN, SRUN])
-def test_a_process_that_a_rank_has_started_is_not_the_rank(environ: dict[str, str]) -> None:
+def test_child_process_of_a_rank_is_not_the_rank(environ: dict[str, str]) -> None:
     job = launched_by(environ)
     assert job is not None
     inherited = dict(environ)

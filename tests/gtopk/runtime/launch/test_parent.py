@@ -24,34 +24,34 @@ OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1"}
         ({}, False, False),
     ],
 )
-def test_who_started_this_process_is_its_launcher(environ, launchers, agents) -> None:
+def test_launcher_is_the_parent_of_a_launched_process(environ, launchers, agents) -> None:
     assert launcher(environ) == os.getppid() * launchers
     assert torchrun_agent(environ) == os.getppid() * agents
     assert not launcher_has_ended(environ)
 
 
 @pytest.mark.parametrize("environ", [TORCHRUN, OPEN_MPI])
-def test_a_launcher_in_whose_place_is_another_parent_is_gone(monkeypatch, environ) -> None:
+def test_launcher_has_ended_when_the_parent_has_changed(monkeypatch, environ) -> None:
     another = os.getpid()
     monkeypatch.setattr(os, "getppid", lambda: another)
     assert launcher_has_ended(environ)
     assert not launcher_has_ended({})
 
 
-def test_where_open_mpis_daemon_hears_nobody_any_more_it_is_gone() -> None:
+def test_launcher_has_ended_when_open_mpis_daemon_does_not_listen() -> None:
     """Although its orphans got another parent before they could check."""
     with socket.create_server(("127.0.0.1", 0)) as daemon:
         host, port = daemon.getsockname()
-        said = {"PMIX_SERVER_URI41": f"prterun-node7-4711@0.0;tcp4://{host}:{port}"}
-        assert not launcher_has_ended(OPEN_MPI | said)
-    assert launcher_has_ended(OPEN_MPI | said)
+        address = {"PMIX_SERVER_URI41": f"prterun-node7-4711@0.0;tcp4://{host}:{port}"}
+        assert not launcher_has_ended(OPEN_MPI | address)
+    assert launcher_has_ended(OPEN_MPI | address)
     assert not launcher_has_ended(OPEN_MPI | {"PMIX_SERVER_URI41": "pmix-server;usock:/tmp/pmix"})
-    assert not launcher_has_ended(TORCHRUN | OPEN_MPI | said), (
+    assert not launcher_has_ended(TORCHRUN | OPEN_MPI | address), (
         "of a job in which torchrun was started"
     )
 
 
-def test_a_forked_process_has_its_own_parent() -> None:
+def test_launcher_of_a_forked_process_has_not_ended() -> None:
     child = os.fork()
     if not child:
         os._exit(launcher_has_ended(TORCHRUN))
@@ -73,7 +73,7 @@ def test_a_forked_process_has_its_own_parent() -> None:
         ({"HOROVOD_RANK": "1", "HOROVOD_LOCAL_SIZE": "2"}, "", 0),
     ],
 )
-def test_how_many_ranks_the_launcher_has_started_here(
+def test_ranks_here_counts_the_launchers_ranks_on_this_host(
     monkeypatch, environ, of_parent, expected
 ) -> None:
     monkeypatch.setattr(parent, "variable_of", lambda pid, name: of_parent)

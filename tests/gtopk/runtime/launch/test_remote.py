@@ -16,7 +16,7 @@ from gtopk.runtime.runner.ranks import (
 )
 
 
-def test_the_environment_goes_along_but_for_what_is_of_this_host() -> None:
+def test_host_options_export_the_environment_except_this_hosts_own() -> None:
     environ = {
         "PYTHONPATH": "x",
         "MINE": "1",
@@ -29,18 +29,18 @@ def test_the_environment_goes_along_but_for_what_is_of_this_host() -> None:
     assert options == ["--host", "one:2,two:1", "-x", "MINE", "-x", "PYTHONPATH"]
 
 
-def test_ssh_gets_its_port_and_its_key() -> None:
+def test_ssh_environment_holds_port_and_key() -> None:
     assert ssh_environment(None, None) == {}
-    told = ssh_environment(2222, "/my/key")
-    assert set(told.values()) == {"-p 2222 -i /my/key"}
-    assert set(told) == {"PRTE_MCA_plm_ssh_args", "OMPI_MCA_plm_rsh_args"}
+    environment = ssh_environment(2222, "/my/key")
+    assert set(environment.values()) == {"-p 2222 -i /my/key"}
+    assert set(environment) == {"PRTE_MCA_plm_ssh_args", "OMPI_MCA_plm_rsh_args"}
 
 
-def test_every_library_keeps_to_the_interfaces() -> None:
+def test_interface_environment_names_the_interfaces_to_every_library() -> None:
     assert set(interface_environment("eth0,eth1").values()) == {"eth0,eth1"}
 
 
-def test_only_open_mpis_way_to_other_hosts_is_known() -> None:
+def test_other_hosts_need_open_mpis_mpirun() -> None:
     refuse_other_than_open_mpi(Mpi(Path("mpirun"), "Open MPI", "5.0"))
     with pytest.raises(LaunchError, match=r"needs Open MPI's mpirun, found MPICH 4\.1"):
         refuse_other_than_open_mpi(Mpi(Path("mpirun"), "MPICH", "4.1"))

@@ -10,7 +10,7 @@ from gtopk.runtime.liveness import heartbeat as address
 from gtopk.runtime.liveness.heartbeat import address_of, choose_address, own_address
 
 
-def test_on_one_host_no_other_host_is_let_near():
+def test_own_address_is_loopback_on_one_host():
     assert own_address(True, {}) == "127.0.0.1"
     assert (
         own_address(True, {"GLOO_SOCKET_IFNAME": "eth0", "MASTER_ADDR": "10.0.0.1"}) == "127.0.0.1"
@@ -18,23 +18,23 @@ def test_on_one_host_no_other_host_is_let_near():
 
 
 @pytest.mark.parametrize("one_host", [True, False])
-def test_the_interface_that_was_named_is_the_one(one_host):
+def test_own_address_is_of_the_named_interface(one_host):
     assert own_address(one_host, {"GTOPK_INTERFACE": "lo"}) == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
     "variable", ["GLOO_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include", "NCCL_SOCKET_IFNAME"]
 )
-def test_the_interface_of_the_transport_is_the_heartbeats_too(variable):
+def test_own_address_is_of_the_transports_interface(variable):
     assert own_address(False, {variable: "nosuch0,lo"}) == "127.0.0.1"
 
 
-def test_an_interface_that_is_not_there_is_an_error_that_lists_those_that_are():
+def test_error_of_a_missing_interface_lists_the_available_ones():
     with pytest.raises(ValueError, match=r"GTOPK_INTERFACE must .* got 'nosuch0'; available: .*lo"):
         own_address(True, {"GTOPK_INTERFACE": "nosuch0"})
 
 
-def test_a_name_that_is_none_has_no_address():
+def test_unknown_interface_name_has_no_address():
     assert (
         address_of("")
         == address_of("x" * 100)
@@ -45,7 +45,7 @@ def test_a_name_that_is_none_has_no_address():
     assert address_of("lo") == "127.0.0.1"
 
 
-def test_a_name_longer_than_the_system_takes_is_not_cut_to_another_interfaces(monkeypatch):
+def test_too_long_interface_name_is_not_truncated_to_another(monkeypatch):
     monkeypatch.setattr(address.fcntl, "ioctl", lambda file, number, request: request)
     assert address_of("x" * 15) == "0.0.0.0"
     assert address_of("x" * 16) == ""
@@ -55,7 +55,7 @@ MASTER, OUTSIDE, LOOPBACK = "10.0.0.1", "192.0.2.1", "127.0.0.1"
 
 
 @pytest.mark.parametrize(
-    ("towards", "there", "choice"),
+    ("routes", "addresses", "choice"),
     [
         ({MASTER: "10.0.0.5", OUTSIDE: "10.9.9.9"}, [], ("10.0.0.5", "route to MASTER_ADDR=")),
         ({MASTER: LOOPBACK, OUTSIDE: "10.9.9.9"}, [], ("10.9.9.9", "default route")),
@@ -64,18 +64,18 @@ MASTER, OUTSIDE, LOOPBACK = "10.0.0.1", "192.0.2.1", "127.0.0.1"
         ({MASTER: LOOPBACK}, [LOOPBACK], ("", "")),
     ],
 )
-def test_where_no_interface_is_named_the_way_to_the_others_tells(
-    towards, there, choice, monkeypatch
+def test_address_without_a_named_interface_follows_the_route_to_others(
+    routes, addresses, choice, monkeypatch
 ):
-    monkeypatch.setattr(address, "_address_towards", lambda host: towards.get(host, ""))
-    monkeypatch.setattr(address, "interfaces", lambda: dict(enumerate(there)))
+    monkeypatch.setattr(address, "_address_towards", lambda host: routes.get(host, ""))
+    monkeypatch.setattr(address, "interfaces", lambda: dict(enumerate(addresses)))
     found = choose_address(False, {"MASTER_ADDR": MASTER})
     assert found.address == choice[0]
     assert found.by.removesuffix(MASTER) == choice[1]
 
 
 @pytest.mark.parametrize(("host", "own"), [(LOOPBACK, LOOPBACK), ("::1", ""), ("", "")])
-def test_the_way_to_a_host_begins_at_an_own_address(host, own):
+def test_address_towards_a_host_is_an_own_address(host, own):
     assert address._address_towards(host) == own
 
 
@@ -84,5 +84,5 @@ def test_interfaces_without_an_address_are_not_listed(monkeypatch):
     assert address.interfaces() == {"lo": LOOPBACK}
 
 
-def test_between_hosts_the_loopback_is_of_no_use():
+def test_own_address_is_not_loopback_between_hosts():
     assert not own_address(False, {"MASTER_ADDR": "localhost"}).startswith("127.")

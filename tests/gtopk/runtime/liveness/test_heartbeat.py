@@ -30,7 +30,7 @@ from tests.started import STARTED_PATH
 
 ROOT = Path(__file__).parents[4]
 TIMEOUT = 1.2
-PATIENT = 2.5  # long, so that no rank counts as lost on a busy machine
+LONG_TIMEOUT = 2.5  # long, so that no rank counts as lost on a busy machine
 
 
 class Ranks:
@@ -38,13 +38,13 @@ class Ranks:
 
     def __init__(self, process: subprocess.Popen[str], size: int) -> None:
         self.process = process
-        self.said: list[str] = []
+        self.lines: list[str] = []
         self._lines: queue.Queue[str] = queue.Queue()
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
         self.pids, self.companions, self.ports = {}, {}, {}
         for _ in range(size):
-            match = self.hear(r"rank (\d) is (\d+) beside (\d+) at (\d+)")
+            match = self.wait_for_line(r"rank (\d) is (\d+) beside (\d+) at (\d+)")
             self.pids[int(match[1])] = int(match[2])
             self.companions[int(match[1])] = int(match[3])
             self.ports[int(match[1])] = int(match[4])
@@ -54,11 +54,11 @@ class Ranks:
         for line in self.process.stdout:
             self._lines.put(line.strip())
 
-    def hear(self, pattern: str) -> re.Match[str]:
+    def wait_for_line(self, pattern: str) -> re.Match[str]:
         """Return the next line that matches; fail if none comes."""
         while True:
             line = self._lines.get(timeout=20)
-            self.said.append(line)
+            self.lines.append(line)
             if match := re.search(pattern, line):
                 return match
 
@@ -66,7 +66,7 @@ class Ranks:
         """Collect output for some seconds."""
         time.sleep(seconds)
         while not self._lines.empty():
-            self.said.append(self._lines.get())
+            self.lines.append(self._lines.get())
 
     def order(self, rank: int, what: str) -> None:
         assert self.process.stdin is not None
@@ -77,7 +77,7 @@ class Ranks:
         os.kill(self.pids[rank], number)
 
     def losses(self) -> list[str]:
-        return [line for line in self.said if " lost " in line]
+        return [line for line in self.lines if " lost " in line]
 
 
 @contextmanager
@@ -106,17 +106,19 @@ def ranks(size: int, timeout: float = TIMEOUT) -> Iterator[Ranks]:
         time.sleep(0.01)
 
 
-def test_a_stopped_rank_is_lost_by_name_and_ended_by_its_companion():
+def test_stopped_rank_is_reported_lost_and_ended_by_its_companion():
     with ranks(3) as job:
         job.send(1, signal.SIGSTOP)
-        job.hear(
+        job.wait_for_line(
             rf"gtopk: rank 1 \(host .*, pid {job.pids[1]}\): stopped for 0\.\d s .* the job ends"
         )
         for _ in range(2):
-            lost = job.hear(r"rank (\d) lost 1: stopped for 1\.\d s .*; host \S+, pid (\d+)")
+            lost = job.wait_for_line(
+                r"rank (\d) lost 1: stopped for 1\.\d s .*; host \S+, pid (\d+)"
+            )
             assert lost[1] in "02"
             assert int(lost[2]) == job.pids[1]
-        job.hear(rf"{job.pids[1]} ended with -9")
+        job.wait_for_line(rf"{job.pids[1]} ended with -9")
         assert not [line for line in job.losses() if "lost 0" in line or "lost 2" in line]
 
 
@@ -126,7 +128,7 @@ def ignores_sigterm(pid: int) -> bool:
     return bool(ignored and int(ignored[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
-def test_a_companion_that_is_stopped_with_its_rank_ends_with_it():
+def test_companion_that_is_stopped_with_its_rank_ends_with_it():
     with ranks(3) as job:
         companion, deadline = job.companions[1], time.monotonic() + 20
         while not ignores_sigterm(companion):
@@ -140,64 +142,67 @@ def test_a_companion_that_is_stopped_with_its_rank_ends_with_it():
             time.sleep(0.01)
 
 
-def test_what_passes_in_time_costs_nothing():
+def test_disturbances_shorter_than_the_timeout_lose_no_rank():
     """A stop, a long-held GIL, a killed companion, foreign datagrams, and a departing rank."""
-    with ranks(3, PATIENT) as job, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+    with (
+        ranks(3, LONG_TIMEOUT) as job,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger,
+    ):
         forged = Beat(1, 1, State.ENDED, 1 << 62, 0.0, "says a stranger").encode(bytes(32))
         for _ in range(2000):
             for port in job.ports.values():
                 stranger.sendto(forged, ("127.0.0.1", port))
                 stranger.sendto(os.urandom(1000), ("127.0.0.1", port))
-        job.order(0, f"hold {1.4 * PATIENT}")
+        job.order(0, f"hold {1.4 * LONG_TIMEOUT}")
         job.send(1, signal.SIGSTOP)
-        job.hear("rank 1 .*: stopped for")
+        job.wait_for_line("rank 1 .*: stopped for")
         job.send(1, signal.SIGCONT)
-        job.hear("rank 1 .* responds again")
+        job.wait_for_line("rank 1 .* responds again")
         os.kill(job.companions[2], signal.SIGKILL)
-        job.hear(r"rank 2 .*: its companion was ended \(-9\); starting another")
-        job.wait(1.2 * PATIENT)
+        job.wait_for_line(r"rank 2 .*: its companion was ended \(-9\); starting another")
+        job.wait(1.2 * LONG_TIMEOUT)
         job.order(1, "leave")
-        job.hear(f"{job.pids[1]} ended with 0")
-        job.wait(1.2 * PATIENT)
+        job.wait_for_line(f"{job.pids[1]} ended with 0")
+        job.wait(1.2 * LONG_TIMEOUT)
         assert job.losses() == []
 
 
-def test_a_rank_that_ends_is_lost_at_once_with_what_it_said():
+def test_rank_that_ends_is_lost_at_once_with_its_explanation():
     with ranks(3, timeout=60) as job:
         job.order(1, "fail failed at step 5: RuntimeError: boom")
         for _ in range(2):
-            job.hear(
+            job.wait_for_line(
                 r"rank [02] lost 1: failed at step 5: RuntimeError: boom; "
                 rf"host \S+, pid {job.pids[1]}"
             )
         job.send(2, signal.SIGKILL)
-        job.hear(r"rank 0 lost 2: ended without an error message; host")
+        job.wait_for_line(r"rank 0 lost 2: ended without an error message; host")
 
 
-def test_for_a_rank_that_is_killed_because_another_was_its_companion_has_the_last_word():
+def test_companion_explains_a_rank_that_is_killed_after_another_was():
     """As with MPICH's mpirun, which sends SIGKILL within milliseconds."""
     with ranks(3, timeout=60) as job:
         job.order(0, "step 7")
-        job.hear("rank 0 is at step 7")
+        job.wait_for_line("rank 0 is at step 7")
         job.send(1, signal.SIGKILL)
-        job.hear("rank 0 lost 1")
+        job.wait_for_line("rank 0 lost 1")
         job.send(0, signal.SIGKILL)
-        said = job.hear(r"gtopk: (rank \d .*)")[1]
+        line = job.wait_for_line(r"gtopk: (rank \d .*)")[1]
         assert re.fullmatch(
             rf"rank 0 of 3 \(host \S+, pid {job.pids[0]}\) ended without an error message at "
             r"step 7, after rank 1 is lost \(ended without an error message; host \S+, pid "
             rf"{job.pids[1]}\); "
             "start it again",
-            said,
+            line,
         )
         job.order(2, "fail by itself")  # and has reported why
-        job.hear(f"{job.pids[2]} ended with 1")
+        job.wait_for_line(f"{job.pids[2]} ended with 1")
     job.wait(0.2)
-    assert not [line for line in job.said if re.search("gtopk: rank [12] of 3", line)]
+    assert not [line for line in job.lines if re.search("gtopk: rank [12] of 3", line)]
 
 
 @pytest.mark.parametrize("system", ["Linux", "another"])
-def test_who_leaves_waits_for_its_companion_and_keeps_nothing_open(system, monkeypatch):
+def test_close_waits_for_the_companion_and_closes_all_files(system, monkeypatch):
     if system == "another":
         monkeypatch.delattr(os, "memfd_create")
     heartbeat = Heartbeat(local_world(1)[0], 60.0, 30.0, launcher=0)
@@ -216,7 +221,7 @@ def test_who_leaves_waits_for_its_companion_and_keeps_nothing_open(system, monke
     assert heartbeat.lost() is None
 
 
-def test_a_companion_that_ends_while_its_rank_leaves_is_not_replaced():
+def test_companion_that_ends_while_its_rank_leaves_is_not_replaced():
     heartbeat = Heartbeat(local_world(1)[0], TIMEOUT, TIMEOUT, launcher=0)
     heartbeat._setting = SimpleNamespace(peers=["rank 0"])
     others: list[str] = []
@@ -227,7 +232,7 @@ def test_a_companion_that_ends_while_its_rank_leaves_is_not_replaced():
     assert others == []
 
 
-def test_a_handler_of_sigterm_may_explain_within_another_order(monkeypatch):
+def test_signal_handler_may_explain_while_another_order_is_written(monkeypatch):
     reads, writes = os.pipe()
     heartbeat = Heartbeat(local_world(1)[0], TIMEOUT, TIMEOUT, launcher=0)
     write = os.write
@@ -241,7 +246,7 @@ def test_a_handler_of_sigterm_may_explain_within_another_order(monkeypatch):
         assert heartbeat.lost(wait_seconds=0.0) is None
         heartbeat.explain("stopped")
 
-    with os.fdopen(reads, "rb") as told, os.fdopen(writes, "wb") as stdin:
+    with os.fdopen(reads, "rb") as orders, os.fdopen(writes, "wb") as stdin:
         heartbeat._companion = SimpleNamespace(stdin=stdin)
         before = signal.signal(signal.SIGUSR1, explain)
         try:
@@ -250,12 +255,12 @@ def test_a_handler_of_sigterm_may_explain_within_another_order(monkeypatch):
         finally:
             signal.signal(signal.SIGUSR1, before)
         stdin.close()
-        assert told.read().splitlines() == [b"because stopped", b"because failed"]
+        assert orders.read().splitlines() == [b"because stopped", b"because failed"]
         heartbeat._companion = None
         heartbeat.close()
 
 
-def test_the_memory_that_mpich_shares_is_known_by_its_name():
+def test_segments_of_finds_mpichs_shared_memory_by_its_name():
     with tempfile.NamedTemporaryFile(prefix="mpich_shm_", dir="/dev/shm") as file:
         file.truncate(10)
         assert segments_of(os.getpid()) == set()

@@ -17,7 +17,7 @@ from gtopk.runtime.liveness.watchdog import Process, Siblings, WatchdogSettings,
 
 
 @pytest.mark.parametrize("holds_lock", [False, True])
-def test_a_body_in_time_is_left_alone_and_waits_for_no_process_to_start(
+def test_body_that_ends_in_time_is_left_alone_and_its_watchdog_killed(
     capfd, monkeypatch, holds_lock
 ) -> None:
     started: list[subprocess.Popen[bytes]] = []
@@ -34,7 +34,7 @@ def test_a_body_in_time_is_left_alone_and_waits_for_no_process_to_start(
     assert capfd.readouterr().err == ""
 
 
-def test_a_body_that_ends_while_a_look_takes_long_is_left_alone(monkeypatch, capfd) -> None:
+def test_body_that_ends_during_a_slow_check_is_left_alone(monkeypatch, capfd) -> None:
     """A thread checks; killing now would kill a process that has joined in the meantime."""
     waits = iter([False, True, True])
     monkeypatch.setattr(os, "kill", None)
@@ -43,7 +43,7 @@ def test_a_body_that_ends_while_a_look_takes_long_is_left_alone(monkeypatch, cap
     assert capfd.readouterr().err == ""
 
 
-def test_a_body_that_hangs_without_releasing_the_lock_is_ended_with_a_word() -> None:
+def test_body_that_hangs_holding_the_gil_is_ended_with_a_message() -> None:
     program = (
         "import ctypes\n"
         "from gtopk.runtime.liveness.watchdog import WatchdogSettings, deadline\n"
@@ -58,9 +58,7 @@ def test_a_body_that_hangs_without_releasing_the_lock_is_ended_with_a_word() -> 
 
 
 @pytest.mark.parametrize("holds_lock", [False, True])
-def test_a_body_that_hangs_is_ended_where_the_reader_of_stderr_has_stopped(
-    unread_stderr, holds_lock
-) -> None:
+def test_body_that_hangs_is_ended_when_nobody_reads_stderr(unread_stderr, holds_lock) -> None:
     program = (
         "import time\n"
         "from gtopk.runtime.liveness.watchdog import WatchdogSettings, deadline\n"
@@ -73,7 +71,7 @@ def test_a_body_that_hangs_is_ended_where_the_reader_of_stderr_has_stopped(
     assert ended == [-9]
 
 
-def test_a_body_whose_launcher_is_killed_is_ended_with_a_word(tmp_path) -> None:
+def test_body_whose_launcher_is_killed_is_ended_with_a_message(tmp_path) -> None:
     (tmp_path / "rank.py").write_text(
         "import ctypes, math, os\n"
         "from gtopk.runtime.launch.job import launcher\n"
@@ -96,12 +94,12 @@ def test_a_body_whose_launcher_is_killed_is_ended_with_a_word(tmp_path) -> None:
     assert launcher.stdout.readline()
     begun = time.monotonic()
     launcher.kill()
-    _, said = launcher.communicate(timeout=30)  # until the rank and its watchdog have ended
-    assert said == "gtopk: torchrun is gone\n"
+    _, errors = launcher.communicate(timeout=30)  # until the rank and its watchdog have ended
+    assert errors == "gtopk: torchrun is gone\n"
     assert time.monotonic() - begun < 25, "the body would have ended after 60 s"
 
 
-def test_without_an_end_and_a_launcher_nothing_is_started(monkeypatch) -> None:
+def test_deadline_without_timeout_and_launcher_starts_no_process(monkeypatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", None)
     with deadline(WatchdogSettings(math.inf, "")):
         pass
@@ -111,8 +109,8 @@ PARENT = """
 import os, signal, subprocess, sys
 
 def start(number, program, **more):
-    said = {"OMPI_COMM_WORLD_RANK": str(number), "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
-    return subprocess.Popen([sys.executable, "-c", program], env={**os.environ, **said}, **more)
+    environ = {"OMPI_COMM_WORLD_RANK": str(number), "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
+    return subprocess.Popen([sys.executable, "-c", program], env={**os.environ, **environ}, **more)
 
 idle = "import time; time.sleep(60)"
 others = [start(number, idle) for number in (1, 2)]
@@ -141,21 +139,21 @@ with deadline(WatchdogSettings(math.inf, "", siblings=Siblings("{}", variables[0
 
 
 @pytest.mark.parametrize(
-    ("way", "said", "code"), [("ends", "gtopk: rank 2 has ended\n", 247), ("stays", "", 0)]
+    ("rank_2", "errors", "code"), [("ends", "gtopk: rank 2 has ended\n", 247), ("stays", "", 0)]
 )
-def test_a_rank_that_ends_while_this_one_waits_is_named(way, said, code) -> None:
-    waits = WAITS.replace("WAITS", "50" if way == "ends" else "4")
-    done = subprocess.run(
-        [sys.executable, "-c", PARENT, waits, way],
+def test_waiting_rank_names_a_rank_that_ends(rank_2, errors, code) -> None:
+    waits = WAITS.replace("WAITS", "50" if rank_2 == "ends" else "4")
+    job = subprocess.run(
+        [sys.executable, "-c", PARENT, waits, rank_2],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
-    assert (done.stderr, done.returncode) == (said, code)
+    assert (job.stderr, job.returncode) == (errors, code)
 
 
-def test_how_long_ago_a_process_was_started_is_told() -> None:
+def test_age_seconds_counts_from_the_start_of_a_process() -> None:
     assert watchdog.age_seconds(2**22) == 0.0  # no such process
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
@@ -165,7 +163,7 @@ def test_how_long_ago_a_process_was_started_is_told() -> None:
 
 
 @pytest.mark.parametrize("holds_lock", [False, True])
-def test_what_the_watchdog_says_is_in_the_failure_file_too(tmp_path, holds_lock) -> None:
+def test_message_of_the_watchdog_is_written_to_the_failure_file(tmp_path, holds_lock) -> None:
     path = tmp_path / "failures" / "failure_rank1.json"
     body = (
         "from gtopk.runtime.liveness.watchdog import WatchdogSettings, deadline\n"
@@ -188,23 +186,23 @@ class Launcher:
     """A launcher's processes as Linux would report them, and a clock."""
 
     def __init__(self, monkeypatch, roll: Siblings) -> None:
-        self.told: dict[int, str | None] = {}  # the reported rank by process
+        self.rank_of: dict[int, str | None] = {}  # the reported rank by process
         self.started: dict[int, float] = {}
         self.seconds = 0.0
         monkeypatch.setattr(watchdog, "read_process", lambda pid: Process("S", 1))
-        monkeypatch.setattr(watchdog, "_children", lambda pid: set(self.told))
-        monkeypatch.setattr(watchdog, "variable_of", lambda pid, name: self.told[pid])
+        monkeypatch.setattr(watchdog, "_children", lambda pid: set(self.rank_of))
+        monkeypatch.setattr(watchdog, "variable_of", lambda pid, name: self.rank_of[pid])
         monkeypatch.setattr(watchdog, "age_seconds", lambda pid: self.seconds - self.started[pid])
         monkeypatch.setattr(watchdog.time, "monotonic", lambda: self.seconds)
         self.caller = watchdog.SiblingWatch(roll, 100 + roll.rank)
 
     def start(self, *ranks: int) -> None:
-        self.told |= {100 + rank: str(rank) for rank in ranks}
+        self.rank_of |= {100 + rank: str(rank) for rank in ranks}
         self.started |= {100 + rank: self.seconds for rank in ranks}
 
     def end(self, *ranks: int) -> None:
         for rank in ranks:
-            del self.told[100 + rank]
+            del self.rank_of[100 + rank]
 
     def after(self, seconds: float) -> str:
         self.seconds += seconds
@@ -219,7 +217,7 @@ def launcher(monkeypatch) -> Launcher:
     return Launcher(monkeypatch, FOUR)
 
 
-def test_who_ends_is_named_once_the_launcher_has_had_a_second_to_end_the_job_itself(
+def test_ended_rank_is_named_once_the_launcher_had_time_to_end_the_job(
     launcher,
 ) -> None:
     launcher.start(0, 1, 2, 3)
@@ -230,21 +228,24 @@ def test_who_ends_is_named_once_the_launcher_has_had_a_second_to_end_the_job_its
     assert launcher.after(0.2) == "rank 2 has ended"
 
 
-def test_who_begins_to_look_late_does_not_wait_for_ranks_that_were_to_come(launcher) -> None:
+def test_late_first_check_does_not_wait_for_ranks_to_start(launcher) -> None:
     launcher.start(0, 1, 2)
     assert launcher.after(10) == ""  # while torch was imported
     assert launcher.after(1.1) == "rank 3 has ended"
 
 
-def test_who_ended_before_anybody_looked_is_named_where_the_whole_job_is_here(monkeypatch) -> None:
-    for roll, said in ((FOUR, "ranks 2 and 3 have ended"), (FOUR._replace(is_all=False), "a rank")):
+def test_rank_that_ended_before_the_first_check_is_named_on_one_host(monkeypatch) -> None:
+    for roll, message in (
+        (FOUR, "ranks 2 and 3 have ended"),
+        (FOUR._replace(is_all=False), "a rank"),
+    ):
         launcher = Launcher(monkeypatch, roll)
         launcher.start(0, 1)
         assert launcher.after(0) == launcher.after(2.9) == ""  # others may follow
-        assert launcher.after(0.2).startswith(said)
+        assert launcher.after(0.2).startswith(message)
 
 
-def test_ranks_that_come_one_after_the_other_are_waited_for(launcher) -> None:
+def test_ranks_that_start_one_after_the_other_are_waited_for(launcher) -> None:
     for rank in range(4):
         launcher.start(rank)
         assert launcher.after(2.9) == ""
@@ -254,32 +255,34 @@ def test_ranks_that_come_one_after_the_other_are_waited_for(launcher) -> None:
     assert launcher.after(3.1) == "rank 1 has ended"
 
 
-@pytest.mark.parametrize("told", [None, ""])
-def test_a_process_that_does_not_tell_its_rank_may_be_any(launcher, told) -> None:
+@pytest.mark.parametrize("rank_variable", [None, ""])
+def test_process_whose_rank_is_unreadable_may_be_any_rank(launcher, rank_variable) -> None:
     """None: it overwrote its environment (setproctitle). "": it is not a rank (an ssh)."""
     launcher.start(0, 1, 2, 3)
-    launcher.told[103] = told
+    launcher.rank_of[103] = rank_variable
     assert launcher.after(0) == ""
-    assert launcher.after(60) == ("" if told is None else "rank 3 has ended")
+    assert launcher.after(60) == ("" if rank_variable is None else "rank 3 has ended")
     launcher.end(2)
     launcher.after(0)
-    assert launcher.after(3.1) == ("a rank has ended" if told is None else "rank 3 has ended")
+    assert launcher.after(3.1) == (
+        "a rank has ended" if rank_variable is None else "rank 3 has ended"
+    )
 
 
-def test_what_is_no_number_of_the_launchers_tells_nothing(launcher) -> None:
+def test_rank_variables_that_contradict_the_launcher_are_ignored(launcher) -> None:
     """As when a pod sets RANK, and ranks are functions with an invisible environment."""
     launcher.start(0, 1, 2, 3)
-    launcher.told = {100: "0", 101: "0", 102: "0", 103: "0"}
+    launcher.rank_of = {100: "0", 101: "0", 102: "0", 103: "0"}
     assert launcher.after(0) == launcher.after(60) == ""
-    launcher.told = {100: "7", 101: "1"}
+    launcher.rank_of = {100: "7", 101: "1"}
     assert launcher.after(0) == launcher.after(60) == ""
-    launcher.told = {101: "1", 102: "2"}  # not even this one
+    launcher.rank_of = {101: "1", 102: "2"}  # not even this one
     assert launcher.after(0) == launcher.after(60) == ""
 
 
-def test_what_a_process_says_before_it_has_become_a_rank_does_not_count(launcher) -> None:
+def test_rank_variable_of_a_copy_of_the_launcher_is_ignored(launcher) -> None:
     launcher.start(0, 1, 2, 3)
-    launcher.told[103] = "0"  # still a copy of the launcher
+    launcher.rank_of[103] = "0"  # still a copy of the launcher
     assert launcher.after(0) == ""
     launcher.start(3)
     assert launcher.after(0) == launcher.after(60) == ""

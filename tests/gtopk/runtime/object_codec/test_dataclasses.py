@@ -51,38 +51,38 @@ class OfDict(dict):  # type: ignore[type-arg]
     value: int = 0
 
 
-def through(obj: Any) -> Any:
+def round_trip(obj: Any) -> Any:
     return decode(encode(obj, allow_pickle=False), allow_pickle=False)
 
 
-def test_a_dataclass_comes_back_field_by_field_and_nothing_of_it_is_called() -> None:
+def test_dataclass_is_decoded_field_by_field_without_calling_its_code() -> None:
     sent = Config("net", [Layer(3), Layer(4, 0.5)], torch.ones(2), ("a", None))
-    came = through({"config": sent})["config"]
-    assert type(came) is Config
-    assert (came.name, came.layers, came.kind) == (sent.name, sent.layers, sent.kind)
-    assert torch.equal(came.seed, sent.seed)
-    assert came.made == ["here"]  # not twice, as after a second __post_init__
+    received = round_trip({"config": sent})["config"]
+    assert type(received) is Config
+    assert (received.name, received.layers, received.kind) == (sent.name, sent.layers, sent.kind)
+    assert torch.equal(received.seed, sent.seed)
+    assert received.made == ["here"]  # not twice, as after a second __post_init__
 
 
-def test_slots_nested_classes_and_fields_that_are_not_set_come_back() -> None:
-    came = through([Slotted(1), Holder.Inner([Holder.Inner(2)])])
-    assert came[0].one == 1
-    assert not hasattr(came[0], "two")
-    assert came[1] == Holder.Inner([Holder.Inner(2)])
+def test_slots_nested_classes_and_unset_fields_survive_round_trip() -> None:
+    received = round_trip([Slotted(1), Holder.Inner([Holder.Inner(2)])])
+    assert received[0].one == 1
+    assert not hasattr(received[0], "two")
+    assert received[1] == Holder.Inner([Holder.Inner(2)])
 
 
-def test_namespaces_come_back() -> None:
+def test_namespaces_survive_round_trip() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--sizes", type=int, nargs="*", default=[3, 4])
     options = parser.parse_args([])
     options.self = "a name that a call could not take"
-    came = through([options, types.SimpleNamespace(a=1, b=options)])
-    assert type(came[0]) is argparse.Namespace
-    assert came == [options, types.SimpleNamespace(a=1, b=options)]
+    received = round_trip([options, types.SimpleNamespace(a=1, b=options)])
+    assert type(received[0]) is argparse.Namespace
+    assert received == [options, types.SimpleNamespace(a=1, b=options)]
 
 
-def test_what_is_more_than_its_fields_is_refused() -> None:
+def test_dataclass_with_more_than_its_fields_is_refused() -> None:
     @dataclasses.dataclass
     class Local:
         value: int = 0
@@ -100,12 +100,12 @@ def test_what_is_more_than_its_fields_is_refused() -> None:
             encode(obj, allow_pickle=False)
 
 
-def test_a_class_that_the_receiver_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = encode(Layer(3), allow_pickle=False)
+def test_error_names_the_dataclass_that_the_receiver_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = encode(Layer(3), allow_pickle=False)
     module = sys.modules[__name__]
     monkeypatch.delattr(module, "Layer")
     with pytest.raises(ObjectFormatError, match=rf"{__name__}.Layer, and no such dataclass is imp"):
-        decode(said)
+        decode(message)
 
     @dataclasses.dataclass
     class Other:
@@ -113,13 +113,13 @@ def test_a_class_that_the_receiver_lacks_is_named(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(module, "Layer", Other, raising=False)
     with pytest.raises(ObjectFormatError, match="has no field 'scale', 'width' here"):
-        decode(said)
+        decode(message)
     monkeypatch.setattr(module, "Layer", print, raising=False)
     with pytest.raises(ObjectFormatError, match="no such dataclass is imported"):
-        decode(said)
+        decode(message)
 
 
-def test_a_message_imports_nothing_unless_its_sender_may_call_code_here_anyway(
+def test_decoding_imports_a_module_only_if_imports_are_allowed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     (tmp_path / "a_config.py").write_text(
@@ -128,10 +128,10 @@ def test_a_message_imports_nothing_unless_its_sender_may_call_code_here_anyway(
     monkeypatch.syspath_prepend(tmp_path)
     import a_config  # type: ignore[import-not-found]
 
-    said = encode(a_config.C(2), allow_pickle=False)
+    message = encode(a_config.C(2), allow_pickle=False)
     monkeypatch.delitem(sys.modules, "a_config")
     with pytest.raises(ObjectFormatError, match="import a_config before it is received"):
-        decode(said)
+        decode(message)
     assert "a_config" not in sys.modules
-    assert decode(said, imports=True).x == 2
+    assert decode(message, imports=True).x == 2
     monkeypatch.delitem(sys.modules, "a_config")

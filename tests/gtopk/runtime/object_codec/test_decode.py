@@ -34,7 +34,7 @@ def packed(*values: object) -> bytes:
     )
 
 
-def test_the_message_is_as_drawn() -> None:
+def test_message_has_the_documented_layout() -> None:
     data = encode({"lr": (0.5, torch.zeros(3))})
     head = packed(Code.DICT, 2, "lr", Code.TUPLE, 2, 0.5, Code.TENSOR, 3, "float32", False, 3, 12)
     assert data == message(head, bytes(12))
@@ -108,14 +108,14 @@ def test_malformed_bytes_are_refused_with_a_reason(
     assert reason in refused(data)
 
 
-def test_arrays_of_anything_but_bytes_are_the_callers_mistake() -> None:
+def test_decode_refuses_arrays_that_are_not_contiguous_bytes() -> None:
     with pytest.raises(TypeError, match="contiguous bytes"):
         decode(np.zeros(40, np.float32))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="contiguous bytes"):
         decode(np.zeros(80, np.uint8)[::2])
 
 
-def test_a_pickle_that_fails_to_load_is_malformed(
+def test_pickle_that_fails_to_load_is_malformed(
     refused: Callable[[bytes], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GTOPK_ALLOW_PICKLE", "1")
@@ -128,7 +128,7 @@ def test_random_bytes_are_refused(refused: Callable[[bytes], str], data: bytes) 
 
 
 @given(st.binary(max_size=64), st.binary(max_size=64), st.integers(0, 1))
-def test_a_random_head_decodes_or_is_refused(
+def test_random_head_decodes_or_is_refused(
     decodes_or_is_refused: Callable[[bytes], None], head: bytes, bulk: bytes, flags: int
 ) -> None:
     decodes_or_is_refused(message(head, bulk, flags))
@@ -144,7 +144,7 @@ def test_a_random_head_decodes_or_is_refused(
     st.binary(max_size=32),
 )
 @settings(max_examples=500)
-def test_a_random_order_of_values_decodes_or_is_refused(
+def test_random_order_of_values_decodes_or_is_refused(
     decodes_or_is_refused: Callable[[bytes], None], values: list[Any], bulk: bytes
 ) -> None:
     decodes_or_is_refused(message(packed(*values), bulk))

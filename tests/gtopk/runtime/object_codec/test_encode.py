@@ -55,12 +55,12 @@ class Opaque:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_other_objects_are_refused_by_type_and_place(obj: object, place: str) -> None:
+def test_error_names_type_and_place_of_an_unsupported_object(obj: object, place: str) -> None:
     with pytest.raises(TypeError, match=f"got a .*{place};.* set GTOPK_ALLOW_PICKLE=1 on every"):
         encode(obj)
 
 
-def test_an_ordered_dict_with_attributes_of_its_own_is_refused() -> None:
+def test_ordered_dict_with_its_own_attributes_is_refused() -> None:
     labelled: OrderedDict[str, int] = OrderedDict(a=1)
     labelled.label = "b"  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match=r"OrderedDict \(with attributes \['label'\]\)"):
@@ -75,13 +75,13 @@ def nested(depth: int) -> list[Any]:
     return obj
 
 
-def test_objects_nest_a_hundred_deep_and_no_deeper() -> None:
+def test_objects_nested_more_than_100_deep_are_refused() -> None:
     assert decode(encode(nested(MAX_DEPTH))) == nested(MAX_DEPTH)
     with pytest.raises(TypeError, match="nested 100 deep"):
         encode(nested(MAX_DEPTH + 1))
 
 
-def test_a_list_that_contains_itself_is_refused() -> None:
+def test_list_that_contains_itself_is_refused() -> None:
     obj: list[Any] = []
     obj.append(obj)
     with pytest.raises(TypeError, match="contains itself"):

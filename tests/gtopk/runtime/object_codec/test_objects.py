@@ -125,12 +125,12 @@ objects = st.recursive(
 
 
 @given(objects)
-def test_objects_come_back_as_they_were(obj: object) -> None:
+def test_random_objects_survive_round_trip(obj: object) -> None:
     assert same(decode(encode(obj)), obj)
 
 
 @given(objects)
-def test_bytes_memoryviews_and_arrays_decode_alike(obj: object) -> None:
+def test_bytes_memoryviews_and_arrays_decode_equally(obj: object) -> None:
     data = encode(obj)
     for form in (bytearray(data), memoryview(data), np.frombuffer(data, np.uint8)):
         assert same(decode(form), obj)
@@ -182,7 +182,7 @@ def test_bytes_memoryviews_and_arrays_decode_alike(obj: object) -> None:
         f"{type(obj).__name__}-{obj!r}"[:40].replace("\0", "NUL").replace("\ud800", "?")
     ),
 )
-def test_this_object_comes_back_as_it_was(obj: object) -> None:
+def test_chosen_objects_survive_round_trip(obj: object) -> None:
     assert same(decode(encode([obj, obj])), [obj, obj])
 
 
@@ -199,7 +199,7 @@ DTYPES = sorted(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3)], ids=str)
-def test_tensors_of_every_dtype_come_back_to_the_bit(
+def test_tensors_of_every_dtype_survive_round_trip_bit_for_bit(
     dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     tensor = torch.empty(shape, dtype=dtype)
@@ -209,7 +209,7 @@ def test_tensors_of_every_dtype_come_back_to_the_bit(
     assert decode(encode(dtype)) is dtype
 
 
-def test_what_comes_back_is_writable_and_shares_nothing_with_the_message() -> None:
+def test_decoded_arrays_are_writable_and_share_no_memory_with_the_message() -> None:
     data = bytearray(encode({"array": np.zeros(4), "tensor": torch.zeros(4)}))
     first = decode(data)
     first["array"] += 1
@@ -217,7 +217,7 @@ def test_what_comes_back_is_writable_and_shares_nothing_with_the_message() -> No
     assert same(decode(data), {"array": np.zeros(4), "tensor": torch.zeros(4)})
 
 
-def test_tensors_land_on_the_cpu_whatever_the_default_device() -> None:
+def test_tensors_are_decoded_on_the_cpu_whatever_the_default_device() -> None:
     data = encode(torch.ones(2))
     with torch.device("meta"):
         assert decode(data).device == torch.device("cpu")
@@ -227,7 +227,7 @@ def test_dicts_keep_the_order_of_their_keys() -> None:
     assert list(decode(encode({"b": 0, "a": 1, 3: 2}))) == ["b", "a", 3]
 
 
-def test_a_models_state_dict_keeps_its_version_numbers() -> None:
+def test_state_dict_keeps_its_version_numbers() -> None:
     state = torch.nn.BatchNorm1d(3).state_dict()
     back = decode(encode(state))
     assert same(back, state)
@@ -253,7 +253,7 @@ def test_a_models_state_dict_keeps_its_version_numbers() -> None:
         torch.optim.Rprop,
     ],
 )
-def test_the_state_of_every_optimizer_comes_back_as_it_was(make: Any) -> None:
+def test_optimizer_state_survives_round_trip_bit_for_bit(make: Any) -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = make(model.parameters())
 
@@ -269,7 +269,7 @@ def test_the_state_of_every_optimizer_comes_back_as_it_was(make: Any) -> None:
 
 @given(objects, st.data())
 @settings(max_examples=300)
-def test_a_mutated_message_decodes_or_is_refused(
+def test_mutated_message_decodes_or_is_refused(
     refused: Callable[[bytes], str],
     decodes_or_is_refused: Callable[[bytes], None],
     obj: object,
@@ -285,7 +285,7 @@ def test_a_mutated_message_decodes_or_is_refused(
 
 
 @given(objects, st.data())
-def test_a_cut_message_is_refused(
+def test_truncated_message_is_refused(
     refused: Callable[[bytes], str], obj: object, data: st.DataObject
 ) -> None:
     good = encode(obj)

@@ -39,19 +39,19 @@ def step(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, steps:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_goes_on_from_the_state_that_arrived(name: str) -> None:
+def test_optimizer_continues_from_the_received_state(name: str) -> None:
     parameter = torch.nn.Parameter(torch.linspace(-1, 1, 12).reshape(3, 4))
     optimizer = trained(name, parameter, steps=2)
-    arrived = decode(encode(optimizer.state_dict(), allow_pickle=False), allow_pickle=False)
-    assert arrived["state"]
+    received = decode(encode(optimizer.state_dict(), allow_pickle=False), allow_pickle=False)
+    assert received["state"]
 
     copy = torch.nn.Parameter(parameter.detach().clone())
     other = trained(name, copy, steps=0)
-    other.load_state_dict(arrived)
+    other.load_state_dict(received)
     step(optimizer, parameter, steps=2)
     step(other, copy, steps=2)
     assert torch.equal(copy, parameter)
 
 
-def test_torch_has_as_many_optimizers_as_we_think() -> None:
+def test_every_optimizer_of_torch_is_found() -> None:
     assert len(OPTIMIZERS) >= 13

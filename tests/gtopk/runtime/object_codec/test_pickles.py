@@ -21,7 +21,7 @@ def allow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GTOPK_ALLOW_PICKLE", "1")
 
 
-def test_only_the_object_without_a_code_is_pickled() -> None:
+def test_only_objects_without_a_code_are_pickled() -> None:
     obj = {"a": [Path("/tmp"), 1], "b": torch.ones(2), "c": np.array([None, "x"])}
     data = encode(obj)
     assert holds_pickle(data)
@@ -35,33 +35,33 @@ def test_objects_of_known_types_hold_no_pickle() -> None:
     assert not holds_pickle(encode({"a": [torch.ones(2), 1]}))
 
 
-def test_pickle_serves_where_cloudpickle_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pickle_is_used_when_cloudpickle_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert decode(encode(Path("/tmp"))) == Path("/tmp")
     with pytest.raises(TypeError, match=r"cannot pickle .* pip install cloudpickle to send funct"):
         encode(lambda: None)
 
 
-def test_a_rank_that_does_not_allow_pickles_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_that_does_not_allow_pickles_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
     data = encode(Path("/tmp"))
     monkeypatch.setenv("GTOPK_ALLOW_PICKLE", "0")
     with pytest.raises(ObjectFormatError, match="set GTOPK_ALLOW_PICKLE=1 on this rank too"):
         decode(data)
 
 
-def test_a_pickle_that_the_flags_conceal_is_refused() -> None:
+def test_pickle_that_the_flags_do_not_announce_is_refused() -> None:
     data = bytearray(encode(Path("/tmp")))
     data[6:8] = b"\0\0"
     with pytest.raises(ObjectFormatError, match="flags do not say so"):
         decode(data)
 
 
-def test_an_object_that_cannot_be_pickled_is_refused_by_place() -> None:
+def test_error_names_the_place_of_an_object_that_cannot_be_pickled() -> None:
     with pytest.raises(TypeError, match=r"cannot pickle the .*Unpicklable at \['a'\]: no way"):
         encode({"a": Unpicklable()})
 
 
-def test_the_caller_may_say_it_in_place_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allow_pickle_argument_overrides_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match="GTOPK_ALLOW_PICKLE=1"):
         encode(Path("/tmp"), allow_pickle=False)
     data = encode(Path("/tmp"))

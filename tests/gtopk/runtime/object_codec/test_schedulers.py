@@ -43,7 +43,7 @@ def arguments(name: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return needed.get(name, {})
 
 
-def made(name: str) -> tuple[torch.optim.Optimizer, Any]:
+def new_scheduler(name: str) -> tuple[torch.optim.Optimizer, Any]:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1, momentum=0.9)
     return optimizer, SCHEDULERS[name](optimizer=optimizer, **arguments(name, optimizer))
 
@@ -60,18 +60,18 @@ def rates(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> list[
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_scheduler_goes_on_from_the_state_that_arrived(name: str) -> None:
+def test_scheduler_continues_from_the_received_state(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SequentialLR itself makes the calls it warns about
-        optimizer, scheduler = made(name)
+        optimizer, scheduler = new_scheduler(name)
         rates(optimizer, scheduler, 3)
         state = scheduler.state_dict(), optimizer.state_dict()
-        arrived = decode(encode(state, allow_pickle=False), allow_pickle=False)
-        other, again = made(name)
-        again.load_state_dict(arrived[0])
-        other.load_state_dict(arrived[1])
+        received = decode(encode(state, allow_pickle=False), allow_pickle=False)
+        other, again = new_scheduler(name)
+        again.load_state_dict(received[0])
+        other.load_state_dict(received[1])
         assert rates(other, again, 4) == rates(optimizer, scheduler, 4)
 
 
-def test_torch_has_as_many_schedulers_as_we_think() -> None:
+def test_every_scheduler_of_torch_is_found() -> None:
     assert len(SCHEDULERS) >= 15

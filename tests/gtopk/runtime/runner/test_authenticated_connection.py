@@ -29,28 +29,28 @@ def sockets():
 
 
 @pytest.fixture
-def between(sockets):
-    return lambda secret=SECRET: Between(sockets(), sockets(), secret)
+def tapped_wire(sockets):
+    return lambda secret=SECRET: TappedWire(sockets(), sockets(), secret)
 
 
-class Between:
+class TappedWire:
     """Two ends, and an attacker who controls the wire between them."""
 
-    def __init__(self, ours, theirs, other_secret):
-        self.ours, self.theirs = ours, theirs
+    def __init__(self, sockets_a, sockets_b, other_secret):
+        self.sockets_a, self.sockets_b = sockets_a, sockets_b
         ends = {}
 
         def open_end(name, stream, secret, accepted):
             ends[name] = AuthenticatedConnection(stream, secret, accepted=accepted)
 
         threads = [
-            threading.Thread(target=open_end, args=("a", self.ours[0], SECRET, False)),
-            threading.Thread(target=open_end, args=("b", self.theirs[0], other_secret, True)),
+            threading.Thread(target=open_end, args=("a", self.sockets_a[0], SECRET, False)),
+            threading.Thread(target=open_end, args=("b", self.sockets_b[0], other_secret, True)),
         ]
         for thread in threads:
             thread.start()
-        self.pass_on(self.ours[1], self.theirs[1], 32)
-        self.pass_on(self.theirs[1], self.ours[1], 32)
+        self.pass_on(self.sockets_a[1], self.sockets_b[1], 32)
+        self.pass_on(self.sockets_b[1], self.sockets_a[1], 32)
         for thread in threads:
             thread.join()
         self.a, self.b = ends["a"], ends["b"]
@@ -60,21 +60,21 @@ class Between:
         target.sendall(change(content))
         return content
 
-    def hears(self, change):
+    def received(self, change):
         """Return what b receives of a's message, changed on the way."""
         self.a.send(b"content")
-        self.pass_on(self.ours[1], self.theirs[1], 8 + 32 + 7 + 32, change)
-        self.theirs[1].shutdown(socket.SHUT_WR)
+        self.pass_on(self.sockets_a[1], self.sockets_b[1], 8 + 32 + 7 + 32, change)
+        self.sockets_b[1].shutdown(socket.SHUT_WR)
         return self.b.receive()
 
 
-def test_both_ends_hear_each_other(sockets):
+def test_connection_carries_messages_both_ways(sockets):
     one, other = sockets()
-    heard = []
+    received = []
 
     def accept():
         connection = AuthenticatedConnection(other, SECRET, accepted=True)
-        heard.extend([connection.receive(), connection.receive(5)])
+        received.extend([connection.receive(), connection.receive(5)])
         connection.send(b"z" * 3_000_000)
         connection.close()
 
@@ -85,18 +85,18 @@ def test_both_ends_hear_each_other(sockets):
     caller.send(b"first")
     assert len(caller.receive(without_timeout=False)) == 3_000_000
     thread.join()
-    assert heard == [b"", b"first"]
+    assert received == [b"", b"first"]
     with pytest.raises(UnauthenticatedError, match="has closed"):
         caller.receive()
     caller.close()
 
 
-def test_what_is_passed_on_unchanged_is_heard(between):
-    assert between().hears(lambda content: content) == b"content"
+def test_unchanged_message_is_received(tapped_wire):
+    assert tapped_wire().received(lambda content: content) == b"content"
 
 
 @pytest.mark.parametrize("place", range(0, 8 + 32 + 7 + 32, 6))
-def test_a_message_changed_anywhere_is_refused(between, place):
+def test_message_changed_at_any_byte_is_refused(tapped_wire, place):
     def change(content):
         return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
 
@@ -104,55 +104,55 @@ def test_a_message_changed_anywhere_is_refused(between, place):
         UnauthenticatedError,
         match="does not know the secret, or the message was changed on the way",
     ):
-        between().hears(change)
+        tapped_wire().received(change)
 
 
-def test_a_length_is_not_believed_before_it_was_checked(between):
-    """Otherwise anybody could make it allocate all memory."""
+def test_changed_length_is_refused_before_memory_is_allocated(tapped_wire):
+    """Otherwise a stranger could make the receiver allocate all memory."""
     with pytest.raises(UnauthenticatedError, match="does not know the secret"):
-        between().hears(lambda content: b"\xff" * 8 + content[8:])
+        tapped_wire().received(lambda content: b"\xff" * 8 + content[8:])
 
 
-def test_a_message_cut_short_is_refused(between):
+def test_truncated_message_is_refused(tapped_wire):
     with pytest.raises(UnauthenticatedError, match="has closed"):
-        between().hears(lambda content: content[:-1])
+        tapped_wire().received(lambda content: content[:-1])
 
 
-def test_neither_a_message_of_before_nor_ones_own_counts(between):
-    wire = between()
+def test_replayed_reflected_and_foreign_messages_are_refused(tapped_wire):
+    wire = tapped_wire()
     wire.a.send(b"content")
-    said = wire.pass_on(wire.ours[1], wire.theirs[1], 8 + 32 + 7 + 32)
+    recorded = wire.pass_on(wire.sockets_a[1], wire.sockets_b[1], 8 + 32 + 7 + 32)
     assert wire.b.receive() == b"content"
-    wire.theirs[1].sendall(said)  # again
+    wire.sockets_b[1].sendall(recorded)  # again
     with pytest.raises(UnauthenticatedError):
         wire.b.receive()
-    wire = between()
+    wire = tapped_wire()
     wire.a.send(b"content")
-    wire.pass_on(wire.ours[1], wire.ours[1], 8 + 32 + 7 + 32)  # back to its sender
+    wire.pass_on(wire.sockets_a[1], wire.sockets_a[1], 8 + 32 + 7 + 32)  # back to its sender
     with pytest.raises(UnauthenticatedError):
         wire.a.receive()
     with pytest.raises(UnauthenticatedError):  # of another stream
-        between().hears(lambda content: said)
+        tapped_wire().received(lambda content: recorded)
 
 
-def test_another_secret_is_refused(between):
+def test_peer_with_another_secret_is_refused(tapped_wire):
     with pytest.raises(UnauthenticatedError, match="does not know the secret"):
-        between(b"another").hears(lambda content: content)
+        tapped_wire(b"another").received(lambda content: content)
 
 
-def test_a_message_that_is_too_long_is_refused(between):
-    wire = between()
+def test_message_over_the_size_limit_is_refused(tapped_wire):
+    wire = tapped_wire()
     wire.a.send(b"content")
-    wire.pass_on(wire.ours[1], wire.theirs[1], 8 + 32)
+    wire.pass_on(wire.sockets_a[1], wire.sockets_b[1], 8 + 32)
     with pytest.raises(UnauthenticatedError, match="may have 6 bytes here, got 7"):
         wire.b.receive(6)
 
 
-def test_who_says_nothing_or_a_byte_now_and_then_is_left(sockets, monkeypatch):
+def test_connection_closes_when_the_peer_sends_no_complete_handshake(sockets, monkeypatch):
     monkeypatch.setattr(connection, "_REPLY_SECONDS", 0.05)
-    for said in (b"", b"x"):
+    for sent in (b"", b"x"):
         one, other = sockets()
-        one.sendall(said)
+        one.sendall(sent)
         with pytest.raises(TimeoutError):
             AuthenticatedConnection(other, SECRET, accepted=True)
         assert other.fileno() == -1

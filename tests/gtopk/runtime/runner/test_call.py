@@ -25,7 +25,7 @@ class Counter:
         return 3
 
 
-def test_functions_are_known_by_the_module_they_are_in() -> None:
+def test_reference_names_a_function_by_its_module() -> None:
     for function in (os.path.join, math.sqrt, functools.reduce, dict, Counter.static):
         where = call.reference(function, in_script=False)
         assert where is not None
@@ -42,11 +42,11 @@ def test_functions_are_known_by_the_module_they_are_in() -> None:
         len(sys.argv).bit_length,
     ],
 )
-def test_what_no_name_leads_to_has_no_reference(function: object) -> None:
+def test_callable_without_an_importable_name_has_no_reference(function: object) -> None:
     assert call.reference(function, in_script=True) is None  # type: ignore[arg-type]
 
 
-def test_a_function_of_main_needs_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_function_of_main_has_a_reference_only_in_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Counter.static, "__module__", "__main__")
     monkeypatch.setattr(sys.modules["__main__"], "Counter", Counter, raising=False)
     assert call.reference(Counter.static, in_script=True) == "__main__:Counter.static"
@@ -54,7 +54,7 @@ def test_a_function_of_main_needs_a_script(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("allow_pickle", [False, True])
-def test_the_call_is_made_with_its_arguments(allow_pickle: bool) -> None:
+def test_execute_calls_the_function_with_its_arguments(allow_pickle: bool) -> None:
     _, content = call.pack(math.ldexp, (3,), {}, allow_pickle, [])
     assert not objects.holds_pickle(content)
     with pytest.raises(TypeError):
@@ -63,7 +63,7 @@ def test_the_call_is_made_with_its_arguments(allow_pickle: bool) -> None:
     assert call.execute(content, allow_pickle) == 7
 
 
-def test_a_closure_travels_as_a_pickle() -> None:
+def test_closure_is_sent_as_a_pickle() -> None:
     pytest.importorskip("cloudpickle")
     offset = 3
     preparation, content = call.pack(lambda x: x + offset, (4,), {}, True, [])
@@ -74,6 +74,6 @@ def test_a_closure_travels_as_a_pickle() -> None:
         call.execute(content, False)
 
 
-def test_the_secret_of_this_process_stays_here() -> None:
+def test_packed_call_does_not_hold_the_process_authkey() -> None:
     preparation, _ = call.pack(os.getpid, (), {}, False, [])
     assert "authkey" not in str(objects.decode(preparation, allow_pickle=False))

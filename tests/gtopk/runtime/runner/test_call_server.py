@@ -37,14 +37,14 @@ def wait_until(server: CallServer, condition: object) -> None:
             server.changed.wait(0.1)
 
 
-def come(server: CallServer, rank: int) -> tuple[AuthenticatedConnection, bytes, bytes]:
+def connect(server: CallServer, rank: int) -> tuple[AuthenticatedConnection, bytes, bytes]:
     found = server.environment()
     return fetch_call(found[settings.RUN_ADDRESS.name], found[settings.RUN_SECRET.name], rank)
 
 
-def test_every_rank_gets_the_call_and_leaves_its_report(server: CallServer) -> None:
+def test_every_rank_receives_the_call_and_delivers_its_report(server: CallServer) -> None:
     def rank(number: int) -> None:
-        connection, *messages = come(server, number)
+        connection, *messages = connect(server, number)
         assert messages == [b"preparation", b"call"]
         connection.send(bytes([number]))
         connection.close()
@@ -58,15 +58,15 @@ def test_every_rank_gets_the_call_and_leaves_its_report(server: CallServer) -> N
         thread.join()
 
 
-def test_a_rank_that_goes_without_a_report_is_seen(server: CallServer) -> None:
-    connection, *_ = come(server, 1)
+def test_rank_that_disconnects_without_a_report_is_recorded(server: CallServer) -> None:
+    connection, *_ = connect(server, 1)
     assert server.connected == {1}
     connection.close()
     wait_until(server, lambda: server.disconnected == [1])
     assert server.reports == {}
 
 
-def test_who_does_not_know_the_secret_gets_nothing(server: CallServer) -> None:
+def test_client_without_the_secret_is_refused(server: CallServer) -> None:
     address = server.environment()[settings.RUN_ADDRESS.name]
     with pytest.raises(ConnectionError):
         fetch_call(address, "00" * 32, 0)
@@ -74,38 +74,38 @@ def test_who_does_not_know_the_secret_gets_nothing(server: CallServer) -> None:
 
 
 @pytest.mark.parametrize("number", [-1, 2, 1 << 40])
-def test_a_rank_that_is_none_gets_nothing(server: CallServer, number: int) -> None:
+def test_client_with_an_invalid_rank_is_refused(server: CallServer, number: int) -> None:
     with pytest.raises(ConnectionError):
-        come(server, number)
+        connect(server, number)
     assert server.connected == set()
 
 
-def test_a_stranger_that_says_nothing_keeps_nobody_waiting(server: CallServer) -> None:
+def test_silent_stranger_does_not_block_a_rank(server: CallServer) -> None:
     host, port = server.environment()[settings.RUN_ADDRESS.name].split(":")
     with socket.create_connection((host, int(port))):
-        connection, *_ = come(server, 0)
+        connection, *_ = connect(server, 0)
         connection.close()
     wait_until(server, lambda: server.disconnected == [0])
 
 
-def test_a_closed_call_server_receives_nobody(server: CallServer) -> None:
+def test_closed_call_server_refuses_connections(server: CallServer) -> None:
     server.close()
     with pytest.raises(OSError, match="refused"):
-        come(server, 0)
+        connect(server, 0)
     assert not any(thread.name == "gtopk-run-server" for thread in threading.enumerate())
 
 
-def test_on_one_machine_the_call_server_is_reached_from_there_only(server: CallServer) -> None:
+def test_call_server_of_a_local_job_listens_on_loopback_only(server: CallServer) -> None:
     assert server.environment()[settings.RUN_ADDRESS.name].startswith("127.0.0.1:")
     assert own_address("127.0.0.1") == "127.0.0.1"
 
 
-def test_a_host_that_cannot_be_found_is_an_error() -> None:
+def test_own_address_raises_for_an_unknown_host() -> None:
     with pytest.raises(LaunchError, match=r"no route to host 'no\.such\.host\.invalid'"):
         own_address("no.such.host.invalid")
 
 
-def test_a_crowd_of_strangers_keeps_no_rank_out_and_is_told_of_once(
+def test_many_strangers_block_no_rank_and_are_logged_once(
     server: CallServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     host, port = server.environment()[settings.RUN_ADDRESS.name].split(":")
@@ -113,7 +113,7 @@ def test_a_crowd_of_strangers_keeps_no_rank_out_and_is_told_of_once(
     for number, stranger in enumerate(strangers):
         with contextlib.suppress(OSError):
             stranger.sendall(bytes(number) + b"\xff" * 64)
-    connection, *_ = come(server, 0)
+    connection, *_ = connect(server, 0)
     connection.close()
     wait_until(server, lambda: server.disconnected == [0])
     for stranger in strangers:

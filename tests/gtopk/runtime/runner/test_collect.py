@@ -18,7 +18,7 @@ from gtopk.runtime.runner.call_server import CallServer
 
 
 @pytest.fixture(autouse=True)
-def _in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_CAUSE_SECONDS", "_DRAIN_SECONDS", "_END_SECONDS", "_LEAVE_SECONDS"):
         monkeypatch.setattr(call, name, 0.05)
 
@@ -42,14 +42,14 @@ def outcome(
     ranks: int,
     reports: dict[int, bytes],
     left: tuple[int, ...] = (),
-    came: range | None = None,
+    connected: range | None = None,
     start_seconds: float = 60,
 ) -> list[Any]:
     """Collect from a server on which all these events have happened."""
     server = CallServer(ranks, [])
     server.close()
     server.connected, server.disconnected, server.reports = (
-        set(came or range(ranks)),
+        set(connected or range(ranks)),
         [*reports, *left],
         reports,
     )
@@ -71,12 +71,12 @@ def test_results_are_in_rank_order(ended) -> None:
     assert outcome(ended, 3, {rank: result(rank * 10) for rank in (2, 0, 1)}) == [0, 10, 20]
 
 
-def test_ranks_that_reported_and_do_not_end_keep_nobody_waiting(running, capsys) -> None:
+def test_collect_does_not_wait_for_reported_ranks_that_do_not_exit(running, capsys) -> None:
     assert outcome(running, 1, {0: result(None)}) == [None]
     assert "do not exit" in capsys.readouterr().err
 
 
-def test_the_cause_is_told_and_not_what_followed_from_it(running) -> None:
+def test_error_shows_the_cause_and_not_its_consequences(running) -> None:
     reports = {
         0: raised(HorovodInternalError("rank 2 has left")),
         2: raised(KeyError("cause")),
@@ -89,7 +89,7 @@ def test_the_cause_is_told_and_not_what_followed_from_it(running) -> None:
     assert str(caught.value).endswith(caught.value.traceback.rstrip())
 
 
-def test_a_rank_that_vanished_is_the_cause_of_what_the_others_say(ended) -> None:
+def test_rank_without_a_report_is_the_cause_of_the_others_errors(ended) -> None:
     reports = {0: raised(HorovodInternalError("rank 1 is gone"))}
     with pytest.raises(
         RankError, match=r"rank 1 of 3 ended without a report .*, and then rank 2; .* code 9"
@@ -97,25 +97,25 @@ def test_a_rank_that_vanished_is_the_cause_of_what_the_others_say(ended) -> None
         outcome(ended, 3, reports, left=(1, 2))
 
 
-def test_without_a_cause_the_first_consequence_is_told(running) -> None:
+def test_first_consequence_is_raised_when_no_report_has_the_cause(running) -> None:
     reports = {rank: raised(HorovodInternalError("they disagree")) for rank in range(2)}
     with pytest.raises(RankError, match=r"rank 0 of 2 .* HorovodInternalError: they disagree"):
         outcome(running, 2, reports)
 
 
-def test_sys_exit_is_told_as_what_it_is(ended) -> None:
+def test_error_says_that_a_rank_called_sys_exit(ended) -> None:
     with pytest.raises(RankError, match=r"called sys.exit\(3\) and returned no result"):
         outcome(ended, 1, {0: raised(SystemExit(3))})
 
 
-def test_ranks_that_do_not_begin_are_named(running, ended) -> None:
+def test_error_names_ranks_that_do_not_begin(running, ended) -> None:
     with pytest.raises(LaunchError, match=r"within 0.1 s \(start_timeout\); ranks 1, 2 did not"):
-        outcome(running, 3, {}, came=range(1), start_seconds=0.1)
+        outcome(running, 3, {}, connected=range(1), start_seconds=0.1)
     with pytest.raises(LaunchError, match="rank 1 of 2 did not begin; its launcher ended"):
-        outcome(ended, 2, {0: result(None)}, came=range(1))
+        outcome(ended, 2, {0: result(None)}, connected=range(1))
 
 
-def test_an_error_that_cannot_be_told_is_told_all_the_same() -> None:
+def test_exception_without_a_text_is_named_by_its_type() -> None:
     class Mute(Exception):
         def __str__(self) -> str:
             return ""

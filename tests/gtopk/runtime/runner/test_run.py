@@ -24,7 +24,7 @@ PROGRAM = ROOT / "tests/programs/calls_run.py"
 
 pytestmark = pytest.mark.timeout(400)  # the first user waits for four jobs in turn
 
-HOROVODS = (
+HOROVODS_PARAMETERS = (
     "func, args=(), kwargs=None, num_proc=1, min_num_proc=None, max_num_proc=None, slots=None, "
     "reset_limit=None, cooldown_range=None, hosts=None, hostfile=None, host_discovery_script=None, "
     "start_timeout=None, ssh_port=None, ssh_identity_file=None, disable_cache=None, "
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def told(folder: Path) -> dict[str, Any]:
+def results(folder: Path) -> dict[str, Any]:
     """The program's results, by scene."""
     scenes = ["fails", "keeps_secrets"]
     scenes += ["trains"] if find_mpirun() is not None else []
@@ -83,17 +83,17 @@ def told(folder: Path) -> dict[str, Any]:
 
 
 @needs_mpirun
-def test_results_come_by_rank_and_each_rank_prints_into_its_own_files(
-    told: dict[str, Any], folder: Path
+def test_results_are_in_rank_order_and_each_rank_prints_to_its_own_files(
+    results: dict[str, Any], folder: Path
 ) -> None:
-    assert told["trains"] == {"ranks": [[0, 2], [1, 2]]}
+    assert results["trains"] == {"ranks": [[0, 2], [1, 2]]}
     for rank in range(2):
         assert (folder / f"printed/rank.{rank}/stdout").read_text() == f"rank {rank} prints\n"
         assert (folder / f"printed/rank.{rank}/stderr").read_text() == ""
 
 
-def test_an_exception_on_a_rank_is_one_error_with_its_traceback(told: dict[str, Any]) -> None:
-    error = told["fails"]
+def test_exception_on_a_rank_raises_one_error_with_its_traceback(results: dict[str, Any]) -> None:
+    error = results["fails"]
     assert error["rank"] == 1
     assert "rank 1 of 2 (host " in error["text"]
     assert "raised ZeroDivisionError: on purpose" in error["text"]
@@ -103,10 +103,10 @@ def test_an_exception_on_a_rank_is_one_error_with_its_traceback(told: dict[str, 
     assert "in fails_on" in frames[0]
 
 
-def test_no_secret_of_the_job_is_on_a_command_line_or_written_anywhere(
-    told: dict[str, Any],
+def test_job_secrets_are_on_no_command_line_and_in_no_file(
+    results: dict[str, Any],
 ) -> None:
-    kept = told["keeps_secrets"]
+    kept = results["keeps_secrets"]
     assert kept["secrets"] == 2, "the call server's and the heartbeat's"
     assert kept["files"] >= 2 * 2 + 2 * 2 + 1  # printed; run and timeline; the launcher's
     assert kept["on_command_lines"] == []
@@ -114,21 +114,21 @@ def test_no_secret_of_the_job_is_on_a_command_line_or_written_anywhere(
 
 
 @pytest.mark.skipif(not can_emulate_hosts, reason="hosts cannot be emulated: unshare --uts")
-def test_a_rank_that_is_killed_on_another_host_is_named_and_nobody_is_left(
-    told: dict[str, Any], folder: Path
+def test_error_names_rank_killed_on_another_host_and_no_process_is_left(
+    results: dict[str, Any], folder: Path
 ) -> None:
     text = r"rank (1|0(?=.*, and then rank 1;)) of 2 ended without a report \(killed, or out of mem"
-    assert re.match(text, told["dies"]["text"])
+    assert re.match(text, results["dies"]["text"])
     pids = [path.name for path in (folder / "began").iterdir()]
     assert len(pids) == 2
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_the_arguments_are_horovods() -> None:
+def test_run_has_horovods_parameters() -> None:
     signature = inspect.signature(gtopk.run)
     parameters = [p for p in signature.parameters.values() if p.kind is not p.KEYWORD_ONLY]
     plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
-    assert ", ".join(map(str, plain)) == HOROVODS
+    assert ", ".join(map(str, plain)) == HOROVODS_PARAMETERS
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_the_arguments_are_horovods() -> None:
         ({"start_timeout": float("nan")}, "start_timeout must be more than 0 seconds, got nan"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], text: str) -> None:
+def test_invalid_argument_values_are_refused(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         gtopk.run(os.getpid, **arguments)
 
@@ -173,26 +173,24 @@ def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], tex
         ({"allow_pickle": "no"}, "allow_pickle must be True, False or None, got 'no'"),
     ],
 )
-def test_arguments_of_a_wrong_type_are_refused_before_anything_starts(
-    arguments: dict[str, Any], text: str
-) -> None:
+def test_arguments_of_a_wrong_type_are_refused(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(TypeError, match=text):
         gtopk.run(os.getpid, **arguments)
 
 
-def test_torchrun_does_not_reach_other_hosts() -> None:
+def test_torchrun_refuses_other_hosts() -> None:
     with pytest.raises(LaunchError, match=r"on this host, not on '10\.9\.9\.9': use mpirun"):
         gtopk.run(os.getpid, hosts="10.9.9.9", use_gloo=True)
 
 
-def test_a_rank_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_on_a_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(LaunchError, match="already rank 1 of 3"):
         gtopk.run(os.getpid, np=2)
 
 
-def test_what_cannot_travel_is_refused_before_anything_starts(
+def test_function_or_argument_that_cannot_be_sent_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("GTOPK_ALLOW_PICKLE", raising=False)

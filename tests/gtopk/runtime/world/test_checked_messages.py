@@ -13,7 +13,7 @@ from gtopk.runtime.world import membership, world
 SIZE = 3
 
 
-def test_it_is_off_unless_it_is_asked_for():
+def test_check_messages_is_off_unless_the_variable_is_1():
     mpi = SimpleNamespace(name="mpi")
     assert not membership.checks_messages_on(mpi, {})
     for text in ("", "0", "1"):
@@ -23,7 +23,7 @@ def test_it_is_off_unless_it_is_asked_for():
         membership.checks_messages_on(mpi, {"GTOPK_CHECK_MESSAGES": "yes"})
 
 
-def test_over_nccl_it_is_refused():
+def test_check_messages_is_refused_over_nccl():
     nccl = SimpleNamespace(name="nccl")
     assert not membership.checks_messages_on(nccl, {})
     with pytest.raises(ValueError, match="GTOPK_TRANSPORT=staged"):
@@ -31,7 +31,7 @@ def test_over_nccl_it_is_refused():
 
 
 @pytest.mark.parametrize("text", ["0", "1"])
-def test_a_world_checks_messages_as_it_is_told(monkeypatch, text):
+def test_world_checks_messages_as_the_variable_says(monkeypatch, text):
     monkeypatch.setenv("GTOPK_CHECK_MESSAGES", text)
 
     def program(transport):
@@ -41,7 +41,7 @@ def test_a_world_checks_messages_as_it_is_told(monkeypatch, text):
     assert run_ranks(local_world(SIZE), program) == [(text == "1",) * 2] * SIZE
 
 
-def test_ranks_that_were_told_differently_say_what_each_was(monkeypatch):
+def test_error_names_both_settings_when_ranks_differ(monkeypatch):
     monkeypatch.setattr(membership, "checks_messages_on", lambda transport: transport.rank == 1)
 
     def program(transport):

@@ -19,7 +19,7 @@ SIZE = 3
 LINK = "1gbit,0.1ms"
 
 
-def test_a_world_is_paced_as_the_variable_says_and_rank_0_tells(monkeypatch, caplog):
+def test_link_variable_paces_the_world_and_rank_0_logs_it(monkeypatch, caplog):
     monkeypatch.setenv("GTOPK_LINK", LINK)
 
     def program(transport):
@@ -29,12 +29,14 @@ def test_a_world_is_paced_as_the_variable_says_and_rank_0_tells(monkeypatch, cap
     with caplog.at_level(logging.INFO, "gtopk"):
         found = run_ranks(local_world(SIZE), program)
     assert found == [(Link.of(1e9, 1e-4),) * 2] * SIZE
-    said = [text for text in caplog.messages if "emulated link of 1000 Mbit/s, 0.1 ms" in text]
-    assert len(said) == 1
-    assert "torch.distributed are not paced" in said[0]
+    announcements = [
+        text for text in caplog.messages if "emulated link of 1000 Mbit/s, 0.1 ms" in text
+    ]
+    assert len(announcements) == 1
+    assert "torch.distributed are not paced" in announcements[0]
 
 
-def test_the_verdict_at_the_end_of_a_run_names_the_link(monkeypatch, caplog):
+def test_verdict_at_the_end_of_a_run_names_the_emulated_link(monkeypatch, caplog):
     monkeypatch.setenv("GTOPK_LINK", LINK)
 
     def program(transport):
@@ -44,11 +46,11 @@ def test_the_verdict_at_the_end_of_a_run_names_the_link(monkeypatch, caplog):
 
     with caplog.at_level(logging.INFO, "gtopk"):
         run_ranks(local_world(SIZE), program)
-    (said,) = [text for text in caplog.messages if "compare with a dense run" in text]
-    assert said.startswith("over an emulated link of 1000 Mbit/s, 0.1 ms, compression saved")
+    (verdict,) = [text for text in caplog.messages if "compare with a dense run" in text]
+    assert verdict.startswith("over an emulated link of 1000 Mbit/s, 0.1 ms, compression saved")
 
 
-def test_without_it_nothing_is_paced():
+def test_messages_are_not_paced_without_the_link_variable():
     def program(transport):
         emulate_on(transport, {})
         return transport.link
@@ -57,22 +59,22 @@ def test_without_it_nothing_is_paced():
 
 
 @pytest.mark.parametrize(
-    ("texts", "said"),
+    ("texts", "error"),
     [
         ([LINK, LINK, ""], "must be the same on all ranks, got '1gbit,0.1ms' on rank 0 and ''"),
         (["fast"] * 3, "GTOPK_LINK must be a rate above 0 .* got 'fast'"),
     ],
 )
-def test_another_text_on_a_rank_or_one_that_is_no_link_is_an_error_on_all(texts, said):
+def test_differing_or_invalid_link_raises_on_all_ranks(texts, error):
     def program(transport):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=error):
             emulate_on(transport, {"GTOPK_LINK": texts[transport.rank]})
         return transport.link
 
     assert run_ranks(local_world(SIZE), program) == [None] * SIZE
 
 
-def test_ranks_of_several_hosts_are_refused_by_the_name_of_the_variable():
+def test_link_variable_is_refused_on_several_hosts():
     def program(transport):
         with pytest.raises(ValueError, match=f"GTOPK_LINK={re.escape(LINK)}: a link is emulated"):
             emulate_on(transport, {"GTOPK_LINK": LINK})
@@ -80,7 +82,7 @@ def test_ranks_of_several_hosts_are_refused_by_the_name_of_the_variable():
     run_ranks(local_world(4, node_size=2), program)
 
 
-def test_nccl_is_refused_and_never_chosen_by_itself():
+def test_link_variable_refuses_nccl_and_prevents_its_automatic_choice():
     nccl = SimpleNamespace(name="nccl", size=2, gather_object=lambda text: [text] * 2)
     with pytest.raises(ValueError, match="GTOPK_TRANSPORT=staged"):
         emulate_on(nccl, {"GTOPK_LINK": LINK})

@@ -34,7 +34,7 @@ class Ending(SystemExit):
     """Replaces the end of the job."""
 
 
-def member(note_end=lambda how, in_order: None):
+def fake_world(note_end=lambda how, in_order: None):
     """Return rank 1 of 2, at step 7."""
 
     def abort(code, how):
@@ -59,7 +59,7 @@ def member(note_end=lambda how, in_order: None):
 
 
 @pytest.fixture
-def brief(monkeypatch):
+def short_waits(monkeypatch):
     """Use short waits."""
     monkeypatch.setattr(guard, "_DISK_SECONDS", 0.1)
     monkeypatch.setattr(guard, "_PRINT_SECONDS", 0.05)
@@ -76,13 +76,13 @@ def read(folder, rank=1):
     return json.loads((folder / f"failure_rank{rank}.json").read_text())
 
 
-def test_it_is_in_the_folder_that_is_named_else_beside_the_record_else_nowhere():
+def test_failure_folder_is_the_named_one_else_the_run_folder_else_none():
     assert guard.folder_from({}) == ""
     assert guard.folder_from({"GTOPK_RUN": "run"}) == "run"
     assert guard.folder_from({"GTOPK_RUN": "run", "GTOPK_FAILURE_DIR": "own"}) == "own"
 
 
-def test_a_ranks_own_exception_is_there_with_its_traceback(tmp_path):
+def test_failure_file_holds_own_exception_with_its_traceback(tmp_path):
     folder = tmp_path / "new"
     write(folder, raised(ValueError("boom")))
     found = read(folder)
@@ -98,7 +98,7 @@ def test_a_ranks_own_exception_is_there_with_its_traceback(tmp_path):
     assert [path.name for path in folder.iterdir()] == ["failure_rank1.json"]
 
 
-def test_what_another_rank_is_the_cause_of_names_operation_and_rank(tmp_path):
+def test_failure_file_names_operation_and_the_lost_rank_that_caused_it(tmp_path):
     error = HorovodInternalError("rank 0 is lost; at step 7")
     write(tmp_path, error, [LostRank(0, "it was killed")], "gradients.0")
     found = read(tmp_path)
@@ -107,14 +107,14 @@ def test_what_another_rank_is_the_cause_of_names_operation_and_rank(tmp_path):
     assert found["traceback"] is None
 
 
-def test_who_is_ended_says_how_and_in_what(tmp_path):
+def test_failure_file_of_a_stopped_rank_names_its_end_and_operation(tmp_path):
     write(tmp_path, None, [LostRank(0, "why")], "barrier", "was stopped, in barrier")
     found = read(tmp_path)
     assert (found["error"], found["text"]) == (None, "was stopped, in barrier")
     assert found["operation"] == "barrier"
 
 
-def test_those_of_an_earlier_run_are_removed_and_nothing_else(tmp_path):
+def test_remove_earlier_removes_only_failure_files_of_an_earlier_run(tmp_path):
     names = [f"failure_rank{rank}.json" for rank in (0, 1, 2, 30)]
     for name in [*names, "rank-00002.jsonl", "failure_ranks.json", "my_failure_rank2.json"]:
         (tmp_path / name).touch()
@@ -127,13 +127,13 @@ def test_those_of_an_earlier_run_are_removed_and_nothing_else(tmp_path):
 
 
 @pytest.mark.parametrize("folder", ["", "/proc/no/such", "/dev/null"])
-def test_where_nothing_can_be_removed_or_written_that_is_no_further_error(folder):
+def test_unusable_failure_folder_raises_nothing(folder):
     guard.remove_earlier(folder, 0, 2)
     if folder:
         write(folder, ValueError("boom"))
 
 
-def test_a_full_disk_is_no_further_error_and_keeps_no_half_of_it(tmp_path, monkeypatch):
+def test_full_disk_raises_nothing_and_leaves_no_partial_failure_file(tmp_path, monkeypatch):
     (tmp_path / "failure_rank1.json").write_text("earlier")
 
     def fill(beside, path):
@@ -146,7 +146,7 @@ def test_a_full_disk_is_no_further_error_and_keeps_no_half_of_it(tmp_path, monke
 
 
 @pytest.mark.parametrize("folder_is_named", [True, False])
-def test_a_rank_that_cannot_join_writes_one_as_its_launcher_may_be_gone(
+def test_rank_that_cannot_join_writes_a_failure_file_if_a_folder_is_named(
     tmp_path, monkeypatch, folder_is_named
 ):
     gone = PeerError("rank 1 of 2 cannot join the others: mpirun, which started it, is gone")
@@ -180,10 +180,10 @@ def test_a_rank_that_cannot_join_writes_one_as_its_launcher_may_be_gone(
         ("gradients.0", "gradients.1", "idle", "gradients.0"),
     ],
 )
-def test_it_names_what_failed_or_is_under_way(
-    tmp_path, brief, of_error, failed_in, activity, operation
+def test_failure_file_names_the_operation_that_failed_or_runs(
+    tmp_path, short_waits, of_error, failed_in, activity, operation
 ):
-    here, error = member(), ValueError("boom")
+    here, error = fake_world(), ValueError("boom")
     here.engine.activity, here.engine.failed_in = activity, failed_in
     if of_error:
         error = HorovodInternalError("boom")
@@ -193,9 +193,9 @@ def test_it_names_what_failed_or_is_under_way(
     assert read(tmp_path)["operation"] == operation
 
 
-def test_an_ending_rank_writes_it_before_it_ends(tmp_path, brief):
+def test_rank_writes_its_failure_file_before_it_ends(tmp_path, short_waits):
     with pytest.raises(Ending, match=r"failed at step 7 \(host .*\): ValueError: boom"):
-        Guard(member(), None, str(tmp_path))._fail(raised(ValueError("boom")))
+        Guard(fake_world(), None, str(tmp_path))._fail(raised(ValueError("boom")))
     assert read(tmp_path)["error"] == "ValueError"
 
 
@@ -214,15 +214,15 @@ def be_preempted(failing):
 
 
 @pytest.fixture
-def over():
+def released():
     """An event that ends the wait of a hanging disk."""
-    over = threading.Event()
-    yield over
-    over.set()
+    released = threading.Event()
+    yield released
+    released.set()
 
 
 @pytest.fixture
-def lost(brief, monkeypatch):
+def guard_after_loss(short_waits, monkeypatch):
     """Return a function that creates a guard whose heartbeat has lost rank 0."""
 
     def stop(pid, number):
@@ -232,8 +232,8 @@ def lost(brief, monkeypatch):
     monkeypatch.setattr(guard.signal, "signal", lambda number, handler: None)
     monkeypatch.setattr(guard.os, "kill", stop)
 
-    def make(member, folder=""):
-        made = Guard(member, None, folder)
+    def make(fake_world, folder=""):
+        made = Guard(fake_world, None, folder)
         made._heartbeat = SimpleNamespace(
             lost=lambda seconds=0.0: LostRank(0, "it is silent"), explain=lambda how: None
         )
@@ -244,72 +244,70 @@ def lost(brief, monkeypatch):
 
 @pytest.mark.parametrize("end", [fail, be_stuck, be_preempted])
 @pytest.mark.parametrize("way", ["hangs", "fails"])
-def test_a_disk_that_hangs_or_fails_keeps_no_rank_from_ending(
-    tmp_path, lost, over, monkeypatch, way, end
+def test_rank_ends_although_writing_its_failure_file_hangs_or_fails(
+    tmp_path, guard_after_loss, released, monkeypatch, way, end
 ):
     written = []
 
     def write(*arguments, **more):
         written.append(arguments)
         if way == "hangs":
-            over.wait(30)
+            released.wait(30)
         raise MemoryError
 
     monkeypatch.setattr(guard, "write", write)
     begun = time.monotonic()
     with pytest.raises(Ending):
-        end(lost(member(), str(tmp_path)))
+        end(guard_after_loss(fake_world(), str(tmp_path)))
     assert time.monotonic() - begun < 20
     assert written
 
 
 @pytest.mark.parametrize("end", [fail, be_stuck, be_preempted])
-def test_a_record_that_hangs_keeps_no_rank_from_ending(lost, over, end):
+def test_rank_ends_although_writing_its_run_record_hangs(guard_after_loss, released, end):
     begun = time.monotonic()
     with pytest.raises(Ending):
-        end(lost(member(lambda how, in_order: over.wait(30))))
+        end(guard_after_loss(fake_world(lambda how, in_order: released.wait(30))))
     assert time.monotonic() - begun < 20
 
 
 @pytest.mark.parametrize("end", [fail, be_stuck, be_preempted])
-def test_the_record_has_it_as_an_end_out_of_order(lost, end):
+def test_run_record_notes_a_failure_as_end_out_of_order(guard_after_loss, end):
     noted = []
     with pytest.raises(Ending):
-        end(lost(member(lambda how, in_order: noted.append(in_order))))
+        end(guard_after_loss(fake_world(lambda how, in_order: noted.append(in_order))))
     assert noted[0] is False
 
 
-def test_who_is_stopped_records_its_end_before_it_waits_long_for_news_of_a_lost_rank(lost):
+def test_stopped_rank_records_its_end_before_it_waits_long_for_losses(guard_after_loss):
     """mpirun kills its ranks a quarter of a second after Ctrl-C."""
-    done = []
-    stopped = lost(member(lambda how, in_order: done.append(how)))
-    stopped._heartbeat.lost = lambda seconds=0.0: done.append(seconds) if seconds else None
+    events = []
+    stopped = guard_after_loss(fake_world(lambda how, in_order: events.append(how)))
+    stopped._heartbeat.lost = lambda seconds=0.0: events.append(seconds) if seconds else None
     with pytest.raises(Ending):
         stopped._on_sigterm(15, None)
-    first, recorded, second, *_ = done
+    first, recorded, second, *_ = events
     assert recorded.startswith("was stopped by SIGTERM at step 7")
     assert first < 0.24 <= second
 
 
-def test_the_step_is_said_once(brief, capfd):
+def test_error_line_names_the_step_once(short_waits, capfd):
     error = HorovodInternalError("the ranks disagree; 'x' cannot complete; at step 7")
     with pytest.raises(Ending):
-        Guard(member())._fail(error)
-    said = capfd.readouterr().err
-    assert said.count("at step 7") == 1
+        Guard(fake_world())._fail(error)
+    output = capfd.readouterr().err
+    assert output.count("at step 7") == 1
     assert (
-        "failed at step 7: HorovodInternalError: the ranks disagree; 'x' cannot complete;" in said
+        "failed at step 7: HorovodInternalError: the ranks disagree; 'x' cannot complete;" in output
     )
 
 
-def test_who_is_ended_by_others_after_a_failure_of_its_own_has_said_enough(
-    tmp_path, brief, capfd, monkeypatch
-):
+def test_failed_rank_prints_nothing_more_on_sigterm(tmp_path, short_waits, capfd, monkeypatch):
     """Once a rank has ended the job, mpirun sends SIGTERM also to failed ranks."""
     signals: list[int] = []
     monkeypatch.setattr(guard.signal, "signal", lambda number, handler: None)
     monkeypatch.setattr(guard.os, "kill", lambda pid, number: signals.append(number))
-    failed = Guard(member(), None, str(tmp_path))
+    failed = Guard(fake_world(), None, str(tmp_path))
     with pytest.raises(Ending):
         failed._fail(ValueError("boom"))
     failed._on_sigterm(15, None)
@@ -318,18 +316,18 @@ def test_who_is_ended_by_others_after_a_failure_of_its_own_has_said_enough(
     assert read(tmp_path)["error"] == "ValueError"
 
 
-def test_each_rank_of_a_job_leaves_its_own_and_no_secret_is_in_it(mpirun, tmp_path):
+def test_each_rank_of_a_job_writes_a_failure_file_without_secrets(mpirun, tmp_path):
     (tmp_path / "failure_rank7.json").touch()
-    secret = "5ec2e7" * 8
-    way = "exception, once the heartbeat's secret is printed"
+    run_secret = "5ec2e7" * 8
+    ending = "exception, once the heartbeat's secret is printed"
     job = mpirun(
         3,
         "ends.py",
-        way,
+        ending,
         "2",
         timeout=60,
         GTOPK_FAILURE_DIR=str(tmp_path),
-        GTOPK_RUN_SECRET=secret,
+        GTOPK_RUN_SECRET=run_secret,
     )
     assert job.returncode != 0
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -348,14 +346,16 @@ def test_each_rank_of_a_job_leaves_its_own_and_no_secret_is_in_it(mpirun, tmp_pa
         }
         assert ends[found["error"]] in found["text"]
         assert found["traceback"] is None
-    (told,) = [line.split()[1] for line in job.stdout.splitlines() if line.startswith("secret ")]
+    (heartbeat_secret,) = [
+        line.split()[1] for line in job.stdout.splitlines() if line.startswith("secret ")
+    ]
     for path in tmp_path.iterdir():
         content = path.read_text()
-        assert told not in content
-        assert secret not in content
+        assert heartbeat_secret not in content
+        assert run_secret not in content
 
 
-def test_who_is_killed_is_named_in_the_files_of_the_others(torchrun, tmp_path):
+def test_killed_rank_is_named_in_the_failure_files_of_the_others(torchrun, tmp_path):
     job = torchrun(3, "ends.py", "killed", "2", timeout=60, GTOPK_RUN=str(tmp_path))
     assert job.returncode != 0
     files = sorted(tmp_path.glob("failure_rank*"))
@@ -369,7 +369,7 @@ def test_who_is_killed_is_named_in_the_files_of_the_others(torchrun, tmp_path):
         assert all(other["rank"] in {0, 1} - {found["rank"]} for other in ended_by_the_launcher)
 
 
-def test_the_first_loss_is_named_first(monkeypatch):
+def test_lost_ranks_begin_with_the_first_loss(monkeypatch):
     """By the time the launcher ends the others, some of these are lost too."""
 
     class Transport(SimpleNamespace):

@@ -51,7 +51,7 @@ def assert_none_runs(pids: list[str]) -> None:
 
 
 @pytest.mark.parametrize("ending", some_of(ENDINGS, "exception", "killed", "shutdown"))
-def test_the_job_ends_and_names_rank_and_step(mpirun, ending):
+def test_mpirun_job_ends_and_names_rank_and_step(mpirun, ending):
     job = mpirun(3, "ends.py", ending, "2", timeout=60)
     assert re.search(ENDINGS[ending], job.stderr), job.stderr
     assert_all_have_ended(job)
@@ -85,46 +85,46 @@ UNDER_TORCHRUN = {
 
 
 @pytest.mark.parametrize("ending", some_of(UNDER_TORCHRUN, "exit 0", "killed"))
-def test_under_torchrun_too(torchrun, ending):
+def test_torchrun_job_ends_and_names_rank_and_step(torchrun, ending):
     job = torchrun(3, "ends.py", ending, "2", timeout=60)
     assert re.search(UNDER_TORCHRUN[ending], job.stderr), job.stderr
     assert_all_have_ended(job)
 
 
-def test_rank_0_is_no_exception(mpirun):
+def test_job_ends_and_names_rank_0_when_it_exits_early(mpirun):
     job = mpirun(2, "ends.py", "exit 0", "0", timeout=60)
     assert job.returncode != 0
     assert "rank 0 left (its program ended at step 5" in job.stderr
 
 
-def test_nobody_is_cut_off_before_its_last_words(mpirun):
-    """Even though its operation has failed, so that the others already know that it is out."""
+def test_job_ends_only_after_a_slow_rank_has_printed_its_error(mpirun):
+    """Although its operation has failed, and the others know that it leaves."""
     job = mpirun(3, "ends.py", "exception, and a rank is slow to speak", "2", timeout=60)
     assert job.returncode != 0
     for rank in (0, 1):
         assert re.search(rf"rank {rank} of 3 .* failed at step 5: .*rank 2 left", job.stderr)
 
 
-def test_nor_does_a_launcher_cut_a_rank_off_in_mid_sentence(mpirun, tmp_path):
-    """As torchrun would when it sees that another rank is lost."""
-    way = "exception, and SIGTERM in mid-sentence"
-    job = mpirun(2, "ends.py", way, "1", timeout=60, GTOPK_FAILURE_DIR=str(tmp_path))
+def test_sigterm_does_not_cut_off_the_error_that_a_rank_prints(mpirun, tmp_path):
+    """torchrun sends it when it sees that another rank is lost."""
+    ending = "exception, and SIGTERM in mid-sentence"
+    job = mpirun(2, "ends.py", ending, "1", timeout=60, GTOPK_FAILURE_DIR=str(tmp_path))
     assert job.returncode != 0
-    said = r"rank 1 of 2 .* failed at step 5: RuntimeError: boom; ending the job"
-    assert len(re.findall(said, job.stderr)) == 1, job.stderr
-    assert "rank 1 of 2" not in re.sub(said, "", job.stderr), job.stderr
+    line = r"rank 1 of 2 .* failed at step 5: RuntimeError: boom; ending the job"
+    assert len(re.findall(line, job.stderr)) == 1, job.stderr
+    assert "rank 1 of 2" not in re.sub(line, "", job.stderr), job.stderr
     assert (tmp_path / "failure_rank1.json").exists()
 
 
-def test_a_second_sigterm_while_the_first_is_announced_is_not_announced(mpirun):
+def test_second_sigterm_while_the_first_is_announced_is_not_announced(mpirun):
     job = mpirun(2, "ends.py", "SIGTERM, and again while it is announced", "1", timeout=60)
     assert job.returncode != 0
-    said = r"rank 1 of 2 .* was stopped by SIGTERM at step 5"
-    assert len(re.findall(said, job.stderr)) == 1, job.stderr
+    line = r"rank 1 of 2 .* was stopped by SIGTERM at step 5"
+    assert len(re.findall(line, job.stderr)) == 1, job.stderr
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
-def test_a_job_that_ends_well_says_nothing_and_leaves_no_failure_file(request, launcher, tmp_path):
+def test_job_that_ends_well_prints_nothing_and_writes_no_failure_file(request, launcher, tmp_path):
     start = request.getfixturevalue(launcher)
     job = start(2, "ends.py", "well", "2", timeout=60, GTOPK_FAILURE_DIR=str(tmp_path))
     assert job.returncode == 0
@@ -133,32 +133,32 @@ def test_a_job_that_ends_well_says_nothing_and_leaves_no_failure_file(request, l
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
-def test_a_rank_that_ends_before_all_have_met_is_missed(request, launcher, tmp_path):
+def test_error_names_a_rank_that_ends_before_init(request, launcher, tmp_path):
     start = request.getfixturevalue(launcher)
     job = start(2, "never_arrives.py", timeout=60, GTOPK_FAILURE_DIR=str(tmp_path))
     assert job.returncode != 0
-    said = r"rank 0 of 2 \(.*\) cannot join the others: .* rank 1 has ended before hvd.init"
-    assert re.search(f"gtopk: {said}", job.stderr), job.stderr
+    error = r"rank 0 of 2 \(.*\) cannot join the others: .* rank 1 has ended before hvd.init"
+    assert re.search(f"gtopk: {error}", job.stderr), job.stderr
     written = json.loads((tmp_path / "failure_rank0.json").read_text())
-    assert re.match(said, written["text"])
+    assert re.match(error, written["text"])
     assert (written["rank"], written["size"], written["operation"]) == (0, 2, "init")
 
 
-def test_a_rank_that_lives_and_does_not_come_is_waited_for_so_long_in_mpis_start(mpirun):
+def test_start_timeout_ends_mpis_wait_for_a_rank_that_does_not_init(mpirun):
     job = mpirun(2, "never_arrives.py", "alive", timeout=60, GTOPK_START_TIMEOUT="1")
     assert job.returncode != 0
-    said = r"gtopk: rank 0 of 2 has waited 1 s \(GTOPK_START_TIMEOUT\) in MPI's start"
-    assert re.search(said, job.stderr), job.stderr
+    error = r"gtopk: rank 0 of 2 has waited 1 s \(GTOPK_START_TIMEOUT\) in MPI's start"
+    assert re.search(error, job.stderr), job.stderr
 
 
-def test_under_torchrun_too_a_rank_that_never_arrives_ends_the_start(torchrun):
+def test_start_timeout_ends_the_wait_for_a_missing_rank_under_torchrun(torchrun):
     job = torchrun(2, "never_arrives.py", "alive", timeout=60, GTOPK_START_TIMEOUT="2")
     assert job.returncode != 0
-    said = r"PeerTimeoutError: rank 0 of 2 has waited 2(\.\d+)? s at the start for rank 1: "
-    assert re.search(said, job.stderr), job.stderr
+    error = r"PeerTimeoutError: rank 0 of 2 has waited 2(\.\d+)? s at the start for rank 1: "
+    assert re.search(error, job.stderr), job.stderr
 
 
-def test_an_operation_that_fails_on_one_rank_ends_on_all(mpirun):
+def test_operation_that_fails_on_one_rank_fails_on_all(mpirun):
     """Continuing would pair messages of different steps, and sums would be silently wrong."""
     job = mpirun(2, "fails.py", "an operation fails and the script goes on", timeout=60)
     assert re.search(
@@ -170,7 +170,7 @@ def test_an_operation_that_fails_on_one_rank_ends_on_all(mpirun):
     assert "AssertionError" not in job.stderr
 
 
-def test_an_exception_that_passes_a_finally_with_shutdown_ends_the_job_at_once(mpirun):
+def test_exception_that_passes_a_finally_with_shutdown_ends_job_at_once(mpirun):
     begun = time.time()
     job = mpirun(2, "fails.py", "an exception passes a finally", timeout=50)
     assert job.returncode != 0
@@ -180,37 +180,37 @@ def test_an_exception_that_passes_a_finally_with_shutdown_ends_the_job_at_once(m
 
 
 @pytest.fixture(scope="module")
-def handled(mpirun, tmp_path_factory):
+def handling_job(mpirun, tmp_path_factory):
     """Return the output of a job that handles several exceptions without ending."""
-    ways = (
+    cases = (
         "one before init",
         "one that ended the loop",
         "one that holds much",
         "one of long ago",
     )
-    return mpirun(2, "handles.py", str(tmp_path_factory.mktemp("handled")), *ways, timeout=60)
+    return mpirun(2, "handles.py", str(tmp_path_factory.mktemp("handled")), *cases, timeout=60)
 
 
-@pytest.mark.parametrize("way", ["one before init", "one that ended the loop"])
-def test_a_handled_exception_does_not_end_the_job_at_shutdown(handled, way):
-    assert handled.returncode == 0, handled.stderr
-    assert handled.stdout.splitlines().count(f"well after {way}") == 2
-    assert handled.stderr.startswith("Exception in thread of the script's own")
+@pytest.mark.parametrize("case", ["one before init", "one that ended the loop"])
+def test_handled_exception_does_not_end_the_job_at_shutdown(handling_job, case):
+    assert handling_job.returncode == 0, handling_job.stderr
+    assert handling_job.stdout.splitlines().count(f"well after {case}") == 2
+    assert handling_job.stderr.startswith("Exception in thread of the script's own")
 
 
-def test_once_all_have_left_an_exception_is_the_scripts_own(handled):
-    assert handled.returncode == 0, handled.stderr
-    assert handled.stdout.splitlines().count("well after one of long ago") == 2
-    assert handled.stderr.count("IndexError") == 2
-    assert "ending the job" not in handled.stderr
+def test_exception_after_all_ranks_left_does_not_end_the_job(handling_job):
+    assert handling_job.returncode == 0, handling_job.stderr
+    assert handling_job.stdout.splitlines().count("well after one of long ago") == 2
+    assert handling_job.stderr.count("IndexError") == 2
+    assert "ending the job" not in handling_job.stderr
 
 
-def test_an_exception_handled_at_init_is_not_held_with_all_that_its_frames_hold(handled):
-    assert handled.returncode == 0, handled.stderr
-    assert handled.stdout.splitlines().count("well after one that holds much") == 2
+def test_exception_handled_at_init_is_released_with_its_frames(handling_job):
+    assert handling_job.returncode == 0, handling_job.stderr
+    assert handling_job.stdout.splitlines().count("well after one that holds much") == 2
 
 
-def test_who_waits_for_a_rank_that_left_on_a_handled_exception_hears_of_it(mpirun, tmp_path):
+def test_waiting_rank_learns_the_exception_handled_by_a_rank_that_left(mpirun, tmp_path):
     job = mpirun(2, "handles.py", str(tmp_path), "one while the other waits", timeout=60)
     assert job.returncode == 0, job.stderr
     left = r"rank 0: rank 1 left \(called shutdown\(\) while it handled ValueError: boom at step 0"
@@ -219,21 +219,19 @@ def test_who_waits_for_a_rank_that_left_on_a_handled_exception_hears_of_it(mpiru
 
 
 @pytest.mark.parametrize(
-    ("variable", "said"),
+    ("variable", "error"),
     [
         ("GTOPK_TIMEOUT", r"has waited 3(\.\d+)? s for rank 1 in barrier.* larger GTOPK_TIMEOUT"),
         ("GTOPK_HEARTBEAT_TIMEOUT", r"rank 1 is lost \(stopped for 3\.\d s"),
     ],
 )
-def test_where_a_daemon_has_closed_the_standard_streams_a_frozen_rank_is_named_all_the_same(
-    mpirun, variable, said
-):
-    """Also with streams: tests/faults/test_frozen.py."""
+def test_frozen_rank_is_named_when_the_standard_streams_are_closed(mpirun, variable, error):
+    """With open streams: tests/faults/test_frozen.py."""
     job = mpirun(
         2, "fails.py", "a peer is frozen", "without streams", timeout=60, **{variable: "3"}
     )
     assert job.returncode != 0
-    assert re.search(said, job.stderr), job.stderr
+    assert re.search(error, job.stderr), job.stderr
     assert "companion was ended" not in job.stderr
     assert "NoneType" not in job.stderr
     (frozen,) = re.findall(r"frozen (\d+)", job.stderr)
@@ -243,9 +241,7 @@ def test_where_a_daemon_has_closed_the_standard_streams_a_frozen_rank_is_named_a
 # "own store": no agent serves the store, as when RANK, WORLD_SIZE and MASTER_PORT are set by hand;
 # for forked ranks an agent does, as with torchrun.
 @pytest.mark.parametrize("launcher", ["mpirun", "forked", "own store"])
-def test_after_an_init_that_ranks_disagreed_in_another_one_is_as_if_it_were_the_first(
-    launcher, request
-):
+def test_init_works_after_an_init_in_which_the_ranks_disagreed(launcher, request):
     own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if launcher == "own store" else {}
     start = request.getfixturevalue("torchrun" if own else launcher)
     job = start(2, "inits_again.py", timeout=60, **own)
@@ -255,14 +251,14 @@ def test_after_an_init_that_ranks_disagreed_in_another_one_is_as_if_it_were_the_
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
-def test_what_a_rank_has_started_is_no_rank(launcher, request):
+def test_process_that_a_rank_has_started_is_no_rank(launcher, request):
     job = request.getfixturevalue(launcher)(2, "forks.py", timeout=60)
     assert job.returncode == 0, job.stderr
     assert "gtopk" not in job.stderr
 
 
-def test_a_line_is_written_where_the_streams_cannot_be_flushed(monkeypatch, capfd):
-    """As within a print of the main thread: a SIGTERM handler would wait for its lock."""
+def test_guard_prints_its_line_when_stdout_cannot_be_flushed(monkeypatch, capfd):
+    """Within a print of the main thread, a SIGTERM handler would wait for the stream's lock."""
     released = threading.Event()
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(flush=released.wait))
     guard = object.__new__(Guard)
@@ -273,28 +269,30 @@ def test_a_line_is_written_where_the_streams_cannot_be_flushed(monkeypatch, capf
     assert "rank 1 of 2 (host one, pid 7) was stopped by SIGTERM" in capfd.readouterr().err
 
 
-def test_a_rank_ends_where_the_reader_of_stderr_has_stopped(unread_stderr):
+def test_rank_ends_when_nobody_reads_its_stderr(unread_stderr):
     guard = object.__new__(Guard)
     guard.name, guard.place = "rank 1 of 2", "host one, pid 7"
     assert unread_stderr(lambda: guard._print("ends the job"))
 
 
-def test_a_handler_of_a_guard_that_has_left_is_the_present_ones(monkeypatch):
-    """As when `termination` restores it after a recovery within its block."""
+def test_sigterm_handler_of_a_retired_guard_calls_the_present_one(monkeypatch):
+    """`termination` restores it after a recovery within its block."""
     left, present = (object.__new__(Guard) for _ in range(2))
     left._retired, present._retired = True, False
-    heard: list[Any] = []
+    signals: list[Any] = []
     monkeypatch.setattr(Guard, "_installed", present)
-    monkeypatch.setattr(present, "_on_sigterm", lambda *signal: heard.append(signal), raising=False)
+    monkeypatch.setattr(
+        present, "_on_sigterm", lambda *signal: signals.append(signal), raising=False
+    )
     left._on_sigterm(15, None)
-    assert heard == [(15, None)]
+    assert signals == [(15, None)]
 
 
-def test_a_rank_whose_init_fails_after_joining_is_not_waited_for(forked, tmp_path):
+def test_rank_whose_init_fails_after_joining_is_not_waited_for(forked, tmp_path):
     job = forked(2, "init_fails_on_one.py", GTOPK_TIMEOUT="300", GTOPK_FAILURE_DIR=str(tmp_path))
-    said = job.stdout + job.stderr
-    assert "rank 1: ValueError: GTOPK_HEARTBEAT_TIMEOUT" in said
-    assert re.search(r"rank 0: \w+: .*rank 1 left \(its init\(\) failed", said)
+    output = job.stdout + job.stderr
+    assert "rank 1: ValueError: GTOPK_HEARTBEAT_TIMEOUT" in output
+    assert re.search(r"rank 0: \w+: .*rank 1 left \(its init\(\) failed", output)
     (failure,) = tmp_path.glob("*rank1*.json")
     assert "GTOPK_HEARTBEAT_TIMEOUT" in failure.read_text()
 

@@ -28,12 +28,12 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2"}
 HOROVODRUN = {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}
 SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
 AGENT = {"TORCHELASTIC_RUN_ID": "none"}
-OF_LAUNCHERS = [*OPEN_MPI, *PMI, *TORCHRUN, *HOROVODRUN, *SRUN, *AGENT, "PMIX_RANK"]
+LAUNCHER_VARIABLES = [*OPEN_MPI, *PMI, *TORCHRUN, *HOROVODRUN, *SRUN, *AGENT, "PMIX_RANK"]
 
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch) -> None:
-    for variable in (*OF_LAUNCHERS, "GTOPK_TRANSPORT", "MASTER_ADDR", "MASTER_PORT"):
+    for variable in (*LAUNCHER_VARIABLES, "GTOPK_TRANSPORT", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(variable, raising=False)
 
 
@@ -59,27 +59,29 @@ def _no_launcher(monkeypatch) -> None:
         (TORCHRUN | {"GTOPK_TRANSPORT": ""}, "torch.distributed"),
     ],
 )
-def test_the_launcher_decides_the_transport(environ: dict[str, str], transport: str) -> None:
+def test_transport_follows_from_launcher_and_setting(
+    environ: dict[str, str], transport: str
+) -> None:
     assert transport_for(launched_by(environ), environ) == transport
 
 
-@pytest.mark.parametrize("over", ["nccl", "staged"])
-def test_what_sends_for_gpus_lies_over_the_launchers_transport(monkeypatch, over: str) -> None:
+@pytest.mark.parametrize("gpu_transport", ["nccl", "staged"])
+def test_gpu_transport_opens_over_the_launchers_transport(monkeypatch, gpu_transport: str) -> None:
     opened = []
 
-    def opens(name: str, *timeouts: float, bootstrap: Any = None) -> Any:
+    def open_transport(name: str, *timeouts: float, bootstrap: Any = None) -> Any:
         opened.append((name, bootstrap))
         return name
 
-    monkeypatch.setattr("gtopk.runtime.world.joining.open_transport", opens)
-    monkeypatch.setenv("GTOPK_TRANSPORT", over)
-    assert join() == over
-    assert opened == [("local", None), (over, "local")]
+    monkeypatch.setattr("gtopk.runtime.world.joining.open_transport", open_transport)
+    monkeypatch.setenv("GTOPK_TRANSPORT", gpu_transport)
+    assert join() == gpu_transport
+    assert opened == [("local", None), (gpu_transport, "local")]
     for name, value in OPEN_MPI.items():
         monkeypatch.setenv(name, value)
     opened.clear()
-    assert join() == over
-    assert opened == [("mpi", None), (over, "mpi")]
+    assert join() == gpu_transport
+    assert opened == [("mpi", None), (gpu_transport, "mpi")]
 
 
 @pytest.mark.parametrize(
@@ -91,43 +93,43 @@ def test_what_sends_for_gpus_lies_over_the_launchers_transport(monkeypatch, over
         ({}, 1, None),
     ],
 )
-def test_ranks_that_local_leaves_apart_are_warned_once(
+def test_local_transport_under_a_launcher_warns_on_rank_0_alone(
     environ: dict[str, str], size: int, launcher: str | None
 ) -> None:
     first = {name: "0" if name.endswith("RANK") else value for name, value in environ.items()}
-    said = missing_ranks_warning(size, first | {"GTOPK_TRANSPORT": "local"})
-    assert (said is None) == (launcher is None)
-    if said is not None and launcher is not None:
+    warning = missing_ranks_warning(size, first | {"GTOPK_TRANSPORT": "local"})
+    assert (warning is None) == (launcher is None)
+    if warning is not None and launcher is not None:
         assert (
             f"GTOPK_TRANSPORT=local makes a world of 1 in each of the 2 processes that {launcher}"
-            in said
+            in warning
         )
-        assert said.endswith("unset GTOPK_TRANSPORT to train one model together")
+        assert warning.endswith("unset GTOPK_TRANSPORT to train one model together")
     assert missing_ranks_warning(size, environ | {"GTOPK_TRANSPORT": "local"}) is None  # of rank 1
 
 
 @pytest.mark.parametrize("rank", ["0", "3"])
-def test_ranks_whose_mpi_is_not_their_launchers_get_an_error(rank: str) -> None:
+def test_world_of_one_under_another_librarys_launcher_raises(rank: str) -> None:
     with pytest.raises(RuntimeError, match="gtopk doctor") as caught:
         missing_ranks_warning(1, {"PMI_RANK": rank, "PMI_SIZE": "4"})
-    said = "a world of 1 in each of the 4 processes that a PMI launcher has started"
-    assert said in str(caught.value)
+    expected = "a world of 1 in each of the 4 processes that a PMI launcher has started"
+    assert expected in str(caught.value)
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_mpi_under_torchrun_is_an_error_that_says_what_to_do(rank: str) -> None:
+def test_mpi_transport_under_torchrun_raises_with_advice(rank: str) -> None:
     with pytest.raises(RuntimeError, match=r"unset GTOPK_TRANSPORT .*, or .*: mpirun -n 2 "):
         missing_ranks_warning(1, TORCHRUN | {"RANK": rank, "GTOPK_TRANSPORT": "mpi"})
 
 
-def test_without_cupy_nccl_says_what_to_install(monkeypatch) -> None:
+def test_nccl_without_cupy_says_what_to_install(monkeypatch) -> None:
     monkeypatch.setenv("GTOPK_TRANSPORT", "nccl")
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(ImportError, match=r"transport 'nccl' needs cupy.*cupy-cuda12x"):
         join()
 
 
-def test_a_transport_that_is_none_is_refused() -> None:
+def test_unknown_transport_is_refused() -> None:
     with pytest.raises(ValueError, match=r"GTOPK_TRANSPORT must be one of .*, got 'pigeon'"):
         transport_for(None, {"GTOPK_TRANSPORT": "pigeon"})
 
@@ -140,7 +142,7 @@ def test_a_transport_that_is_none_is_refused() -> None:
         OPEN_MPI | {"GTOPK_TRANSPORT": "torch.distributed"},
     ],
 )
-def test_a_launcher_that_does_not_say_where_to_meet_is_named(monkeypatch, environ) -> None:
+def test_error_names_a_launcher_that_sets_no_rendezvous_address(monkeypatch, environ) -> None:
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     text = "started this process as rank 1 of 2 and sets no rendezvous address: set MASTER_ADDR"
@@ -148,7 +150,7 @@ def test_a_launcher_that_does_not_say_where_to_meet_is_named(monkeypatch, enviro
         join()
 
 
-def test_a_process_group_of_the_programs_own_is_joined() -> None:
+def test_join_uses_the_programs_own_process_group() -> None:
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -159,7 +161,7 @@ def test_a_process_group_of_the_programs_own_is_joined() -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_without_mpi4py_mpi_says_what_to_install(monkeypatch) -> None:
+def test_mpi_without_mpi4py_says_what_to_install(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     monkeypatch.setenv("GTOPK_TRANSPORT", "mpi")
     with pytest.raises(ImportError, match="pip install mpi4py"):
@@ -176,7 +178,7 @@ def places_and_weights(output: str) -> tuple[list[str], set[str]]:
 
 
 @pytest.mark.parametrize("ranks", some_of([1, 3], 3))
-def test_torchrun_trains_to_the_bit_what_mpirun_trains(mpirun, torchrun, ranks: int) -> None:
+def test_torchrun_and_mpirun_train_to_identical_weights(mpirun, torchrun, ranks: int) -> None:
     by_mpi = mpirun(ranks, "trains.py")
     by_torch = torchrun(ranks, "trains.py")
     assert (by_mpi.returncode, by_torch.returncode) == (0, 0), by_mpi.stderr + by_torch.stderr
@@ -189,7 +191,7 @@ def test_torchrun_trains_to_the_bit_what_mpirun_trains(mpirun, torchrun, ranks: 
 
 
 @pytest.mark.parametrize("over", ["torchrun", "group"])
-def test_ranks_that_are_a_world_wait_for_no_other(torchrun, over: str) -> None:
+def test_world_of_some_ranks_starts_without_the_others(torchrun, over: str) -> None:
     job = torchrun(3, "worlds_of_some.py", over, timeout=60, GTOPK_START_TIMEOUT="30")
     assert job.returncode == 0, job.stderr
     assert job.stdout.count("well") == 3
@@ -249,22 +251,22 @@ def test_ranks_of_a_simulated_horovodrun_train(horovodruns_server) -> None:
     assert len(weights) == 1
 
 
-def test_a_rank_that_does_not_come_is_named_on_every_rank() -> None:
+def test_every_rank_names_the_rank_that_does_not_arrive() -> None:
     def variables(rank: int) -> dict[str, str]:
         return as_srun(3)(rank) | {"SLURM_STEP_ID": "1", "GTOPK_START_TIMEOUT": "8"}
 
-    for rank, said in enumerate(start(3, 2, variables)):
+    for rank, output in enumerate(start(3, 2, variables)):
         text = (
             rf"PeerTimeoutError: rank {rank} of 3 has waited [\d.]+ s at the start for (rank 2|the)"
         )
-        assert re.search(text, said), said
+        assert re.search(text, output), output
 
 
-def test_when_rank_0_does_not_come_the_others_say_where_they_waited() -> None:
+def test_error_names_the_address_when_rank_0_does_not_arrive() -> None:
     def variables(rank: int) -> dict[str, str]:
         return as_srun(2)(1) | {"SLURM_STEP_ID": "2", "GTOPK_START_TIMEOUT": "3"}
 
-    (said,) = start(2, 1, variables)
+    (output,) = start(2, 1, variables)
     assert re.search(
-        r"PeerTimeoutError: rank 1 could not reach localhost:\d+, .* in 3\.?\d* s: ", said
+        r"PeerTimeoutError: rank 1 could not reach localhost:\d+, .* in 3\.?\d* s: ", output
     )

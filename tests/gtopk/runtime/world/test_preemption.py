@@ -21,7 +21,7 @@ from gtopk.runtime.world import world
 from gtopk.runtime.world.guard import Guard
 from gtopk.runtime.world.membership import World
 
-STEPS, TOLD_BEFORE = 6, 3
+STEPS, PREEMPTION_STEP = 6, 3
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def take_a_step(model: torch.nn.Module, optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize("when", ["before backward", "during backward", "after backward"])
-def test_all_ranks_know_after_the_same_step(threads, when):
+def test_all_ranks_know_of_a_preemption_after_the_same_step(threads, when):
     def program(transport: LocalTransport) -> list[list[int]]:
         model, known = network(), []
         with world.entered(transport) as here:
@@ -57,29 +57,29 @@ def test_all_ranks_know_after_the_same_step(threads, when):
             )
             preempted = gtopk.termination()
 
-            def be_told(*of_hook: object) -> None:
-                if here.step == TOLD_BEFORE and here.rank in (1, 2):
+            def request_termination(*of_hook: object) -> None:
+                if here.step == PREEMPTION_STEP and here.rank in (1, 2):
                     here.termination_requested = True
 
             if when == "during backward":
-                model[1].weight.register_hook(be_told)
+                model[1].weight.register_hook(request_termination)
             for _ in range(STEPS):
                 optimizer.zero_grad()
                 if when == "before backward":
-                    be_told()
+                    request_termination()
                 model(torch.ones(3, 4)).square().sum().backward()
                 if when == "after backward":
-                    be_told()
+                    request_termination()
                 optimizer.step()
                 known.append(preempted.ranks)
                 assert bool(preempted) == bool(preempted.ranks)
         return known
 
-    expected: list[list[int]] = [[]] * TOLD_BEFORE + [[1, 2]] * (STEPS - TOLD_BEFORE)
+    expected: list[list[int]] = [[]] * PREEMPTION_STEP + [[1, 2]] * (STEPS - PREEMPTION_STEP)
     assert threads(3, program) == [expected] * 3
 
 
-def test_a_rank_that_has_joined_hears_of_it_too(threads):
+def test_joined_rank_learns_of_a_preemption(threads):
     def program(transport: LocalTransport) -> list[int]:
         model = network()
         with world.entered(transport) as here:
@@ -95,7 +95,7 @@ def test_a_rank_that_has_joined_hears_of_it_too(threads):
     assert threads(2, program) == [[0], [0]]
 
 
-def test_local_steps_tell_with_the_outer_one(threads):
+def test_local_sgd_announces_a_preemption_with_its_outer_step(threads):
     def program(transport: LocalTransport) -> list[bool]:
         model, known = network(), []
         with world.entered(transport) as here:
@@ -110,7 +110,7 @@ def test_local_steps_tell_with_the_outer_one(threads):
     assert threads(2, program) == [[False, False, True, True, True, True]] * 2
 
 
-def test_where_no_step_tells_all_ranks_may_be_asked(threads):
+def test_ask_tells_all_ranks_of_a_preemption_without_a_step(threads):
     def program(transport: LocalTransport) -> list[bool]:
         with world.entered(transport) as here:
             preempted = gtopk.termination()
@@ -121,7 +121,7 @@ def test_where_no_step_tells_all_ranks_may_be_asked(threads):
     assert threads(3, program) == [[False, True]] * 3
 
 
-def test_the_signal_is_told_and_the_block_ends_the_program():
+def test_sigterm_is_announced_at_the_next_step_and_the_block_exits():
     model = network()
     was = signal.getsignal(signal.SIGTERM)
     with world.entered(local_world(1)[0]):
@@ -142,7 +142,7 @@ def test_the_signal_is_told_and_the_block_ends_the_program():
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_a_signal_after_the_last_step_is_said(capfd):
+def test_sigterm_after_the_last_step_is_printed(capfd):
     model = network()
     with world.entered(local_world(1)[0]):
         optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -154,7 +154,7 @@ def test_a_signal_after_the_last_step_is_said(capfd):
             take_a_step(model, optimizer)
 
 
-def test_what_was_not_told_ends_as_ever(capfd):
+def test_block_restores_the_handler_without_sigterm_and_passes_errors_on(capfd):
     was = signal.getsignal(signal.SIGTERM)
     with world.entered(local_world(1)[0]):
         with gtopk.termination() as preempted:
@@ -173,7 +173,7 @@ def test_what_was_not_told_ends_as_ever(capfd):
     assert "rank 0 of 1 (host " in capfd.readouterr().err
 
 
-def test_it_needs_ranks_and_the_main_thread():
+def test_termination_needs_init_and_the_main_thread():
     with pytest.raises(InvalidCallError):
         gtopk.termination()
     errors = []
@@ -194,7 +194,7 @@ def test_it_needs_ranks_and_the_main_thread():
     assert "'another'" in error
 
 
-def test_a_signal_while_the_ranks_join_anew_is_kept(monkeypatch):
+def test_sigterm_during_rejoin_is_kept(monkeypatch):
     reopen = World.reopen_sets
 
     def interrupted(self: World, *arguments: Any) -> None:
@@ -212,7 +212,7 @@ def test_a_signal_while_the_ranks_join_anew_is_kept(monkeypatch):
 
 
 @pytest.mark.parametrize("before", ["nothing", "the guard's", "the script's"])
-def test_a_process_forked_within_the_block_ends_by_sigterm_as_before_it(before: str) -> None:
+def test_process_forked_within_the_block_handles_sigterm_as_before_it(before: str) -> None:
     handlers: dict[str, Any] = {
         "nothing": signal.SIG_DFL,
         "the guard's": Guard.__new__(Guard)._on_sigterm,

@@ -20,7 +20,7 @@ def _dynamic(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
-def test_a_member_that_leaves_is_named_to_those_who_wait_for_it(threads, ranks: int) -> None:
+def test_error_names_the_member_of_a_process_set_that_left(threads, ranks: int) -> None:
     leaver = ranks - 1
 
     def program(transport: LocalTransport) -> None:
@@ -33,7 +33,7 @@ def test_a_member_that_leaves_is_named_to_those_who_wait_for_it(threads, ranks: 
     threads(ranks, program)
 
 
-def test_a_set_goes_on_when_a_rank_that_is_not_in_it_has_left(threads) -> None:
+def test_process_set_works_after_a_rank_outside_it_has_left(threads) -> None:
     def program(transport: LocalTransport) -> float:
         with world.entered(transport):
             pair = hvd.add_process_set([0, 1])
@@ -48,7 +48,7 @@ def test_a_set_goes_on_when_a_rank_that_is_not_in_it_has_left(threads) -> None:
     assert threads(3, program) == [2.0, 2.0, 0.0]
 
 
-def test_who_waits_in_a_set_for_a_rank_that_has_joined_hears_of_it() -> None:
+def test_process_set_operation_raises_when_a_member_has_joined() -> None:
     """As in Horovod, join concerns all ranks."""
 
     def program(transport: LocalTransport) -> str:
@@ -59,13 +59,13 @@ def test_who_waits_in_a_set_for_a_rank_that_has_joined_hears_of_it() -> None:
                 (waits if transport.rank == 1 else hvd.join)()
             return str(error.value)
 
-    said = run_ranks(local_world(3, timeout_seconds=2), program)
+    errors = run_ranks(local_world(3, timeout_seconds=2), program)
     assert all(
-        "; rank 0 called join(), which covers operations of all ranks" in text for text in said
+        "; rank 0 called join(), which covers operations of all ranks" in text for text in errors
     )
 
 
-def test_an_optimizer_whose_set_was_removed_says_so(threads) -> None:
+def test_optimizer_of_a_removed_process_set_raises(threads) -> None:
     def program(transport: LocalTransport) -> None:
         with world.entered(transport):
             pair = hvd.add_process_set([0, 1])
@@ -83,7 +83,7 @@ def test_an_optimizer_whose_set_was_removed_says_so(threads) -> None:
     threads(3, program)
 
 
-def test_a_copy_of_a_set_is_as_good(threads) -> None:
+def test_copied_process_set_works_like_the_original(threads) -> None:
     """Optimizers are copied together with their process set."""
 
     def program(transport: LocalTransport) -> None:
@@ -98,13 +98,13 @@ def test_a_copy_of_a_set_is_as_good(threads) -> None:
     threads(2, program)
 
 
-def test_a_set_is_forgotten_where_its_number_has_become_anothers(threads) -> None:
+def test_process_set_is_unregistered_when_another_world_reuses_its_id(threads) -> None:
     stale = hvd.ProcessSet([1])
 
     def first(transport: LocalTransport) -> None:
         with world.entered(transport):
-            mine = stale if transport.rank == 0 else hvd.ProcessSet([1])
-            hvd.add_process_set(mine)
+            own = stale if transport.rank == 0 else hvd.ProcessSet([1])
+            hvd.add_process_set(own)
 
     def second(transport: LocalTransport) -> None:
         with world.entered(transport):
@@ -118,7 +118,7 @@ def test_a_set_is_forgotten_where_its_number_has_become_anothers(threads) -> Non
     threads(2, second)
 
 
-def test_an_optimizer_of_a_set_that_is_not_registered_is_refused(threads) -> None:
+def test_optimizer_of_an_unregistered_process_set_is_refused(threads) -> None:
     """Otherwise each rank would train alone."""
     never, once = hvd.ProcessSet([0, 1]), hvd.ProcessSet([0, 1])
 
@@ -144,7 +144,7 @@ def test_an_optimizer_of_a_set_that_is_not_registered_is_refused(threads) -> Non
     threads(3, second)
 
 
-def test_a_set_that_a_recovery_has_carried_over_may_be_added_once_more(threads) -> None:
+def test_process_set_carried_over_by_recovery_may_be_added_again(threads) -> None:
     """A function under elastic.run restarts, including the lines that add its sets."""
 
     def program(transport: LocalTransport) -> None:

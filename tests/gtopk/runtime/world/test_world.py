@@ -19,7 +19,7 @@ def _no_launcher(monkeypatch):
         monkeypatch.delenv(variable, raising=False)
 
 
-def test_without_a_launcher_a_process_is_a_world_of_one():
+def test_process_without_a_launcher_is_a_world_of_one():
     world.init()
     try:
         alone = world.current()
@@ -32,7 +32,7 @@ def test_without_a_launcher_a_process_is_a_world_of_one():
     assert not world.is_initialized()
 
 
-def test_ranks_meet_in_one_message(threads):
+def test_ranks_enter_a_world_with_one_message_each(threads):
     """The time of a start is that of its round trips."""
 
     def program(transport: LocalTransport) -> int:
@@ -42,7 +42,7 @@ def test_ranks_meet_in_one_message(threads):
     assert threads(2, program) == [1, 1]
 
 
-def test_optimizers_of_some_ranks_are_numbered_by_themselves(threads):
+def test_optimizers_of_a_process_set_are_numbered_separately(threads):
     def program(transport: LocalTransport) -> list[str]:
         with world.entered(transport) as here:
             some = [here.name_optimizer(["b", "a"], [0, 2]) for _ in range(2) if here.rank != 1]
@@ -55,7 +55,7 @@ def test_optimizers_of_some_ranks_are_numbered_by_themselves(threads):
     ]
 
 
-def test_before_init_there_is_no_world():
+def test_current_world_raises_before_init():
     with pytest.raises(ValueError, match=r"gtopk has not been initialized: call hvd.init\(\)"):
         world.current()
 
@@ -68,21 +68,25 @@ def test_one_rank_of_torchrun_is_a_world_of_one(monkeypatch):
     world.shutdown()
 
 
-def test_a_world_of_one_among_several_ranks_is_warned_of(monkeypatch, caplog):
-    told = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "GTOPK_TRANSPORT": "local"}
-    for name, value in told.items():
+def test_local_world_under_mpirun_logs_a_warning(monkeypatch, caplog):
+    variables = {
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_RANK": "0",
+        "GTOPK_TRANSPORT": "local",
+    }
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     world.init()
     try:
         assert world.current().size == 1
     finally:
         world.shutdown()
-    (said,) = caplog.messages
-    assert "each trains its own model" in said
+    (warning,) = caplog.messages
+    assert "each trains its own model" in warning
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_ranks_that_their_transport_leaves_alone_do_not_train_as_many_models(monkeypatch, rank):
+def test_init_raises_when_the_transport_gives_each_rank_its_own_world(monkeypatch, rank):
     for name, value in {"WORLD_SIZE": "2", "RANK": rank, "GTOPK_TRANSPORT": "mpi"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(world, "join", lambda comm: local_world(1)[0])
@@ -92,13 +96,13 @@ def test_ranks_that_their_transport_leaves_alone_do_not_train_as_many_models(mon
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-3", "nan"])
-def test_a_timeout_that_is_none_is_refused(monkeypatch, text):
+def test_invalid_timeout_is_refused(monkeypatch, text):
     monkeypatch.setenv("GTOPK_TIMEOUT", text)
     with pytest.raises(ValueError, match="GTOPK_TIMEOUT must be a number of seconds above 0"):
         world.init()
 
 
-def test_ranks_of_one_host_know_their_places(threads):
+def test_ranks_of_one_host_have_one_cross_rank(threads):
     def program(transport: LocalTransport) -> tuple[int, ...]:
         with world.entered(transport) as here:
             return here.local_rank, here.local_size, here.cross_rank, here.cross_size
@@ -106,7 +110,7 @@ def test_ranks_of_one_host_know_their_places(threads):
     assert threads(3, program) == [(rank, 3, 0, 1) for rank in range(3)]
 
 
-def test_ranks_of_several_hosts_know_their_places(threads, monkeypatch):
+def test_ranks_of_several_hosts_have_local_and_cross_ranks(threads, monkeypatch):
     """Ranks 0, 1, 2 on one host, 3 and 4 on another."""
 
     def neighbours(self: LocalTransport) -> list[int]:
@@ -127,7 +131,7 @@ def test_ranks_of_several_hosts_know_their_places(threads, monkeypatch):
     ]
 
 
-def test_a_file_that_shadows_collectives_is_named(tmp_path):
+def test_import_error_explains_a_file_that_shadows_collectives(tmp_path):
     (tmp_path / "collectives.py").write_text("")
     child = subprocess.run(
         [sys.executable, "-c", "import sys; sys.path.insert(0, '.'); import gtopk"],

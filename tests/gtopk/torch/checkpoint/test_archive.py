@@ -55,29 +55,29 @@ def numbers(folder):
     return sorted({part.number for part in list_parts(folder)})
 
 
-def test_an_empty_folder_holds_nothing(ranks, tmp_path):
+def test_find_returns_none_in_an_empty_folder(ranks, tmp_path):
     assert ranks(2, find(tmp_path / "new")) == [None, None]
     assert (tmp_path / "new").is_dir()
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_every_rank_finds_its_own_part_of_the_newest(ranks, tmp_path, capfd, size):
+def test_every_rank_finds_its_own_part_of_the_newest_checkpoint(ranks, tmp_path, capfd, size):
     ranks(size, lambda rank: write(tmp_path, rank, "old", "newer"))
     found = ranks(size, find(tmp_path))
     assert [(f.number, f.step, f.ranks) for f in found] == [(2, 50, size)] * size
     assert value_of(found[0]) == "newer"
     assert {str(f.tree) for f in found} == {str(found[0].tree)}
     assert owned(found) == [[(rank, "newer", rank)] for rank in range(size)]
-    said = capfd.readouterr().err
-    assert said.count("resuming from checkpoint 2 (step 50) in") == 1
-    assert str(tmp_path) in said
+    output = capfd.readouterr().err
+    assert output.count("resuming from checkpoint 2 (step 50) in") == 1
+    assert str(tmp_path) in output
 
 
 @settings(
     max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
 )
 @given(before=st.integers(1, 5), after=st.integers(1, 5))
-def test_on_other_ranks_every_part_is_found_once(ranks, tmp_path, before, after):
+def test_each_part_is_found_once_on_another_number_of_ranks(ranks, tmp_path, before, after):
     shutil.rmtree(tmp_path, ignore_errors=True)
     ranks(before, lambda rank: write(tmp_path, rank, "x"))
     found = ranks(after, find(tmp_path))
@@ -89,7 +89,9 @@ def test_on_other_ranks_every_part_is_found_once(ranks, tmp_path, before, after)
 
 @pytest.mark.parametrize("damage", ["absent", "cut", "flip"])
 @pytest.mark.parametrize("file", ["all-of-2.json", "all-of-2.safetensors", "rank-1-of-2.json"])
-def test_one_ranks_damage_moves_all_to_the_one_before(ranks, tmp_path, capfd, damage, file):
+def test_damage_on_one_rank_makes_all_find_the_previous_checkpoint(
+    ranks, tmp_path, capfd, damage, file
+):
     ranks(2, lambda rank: write(tmp_path, rank, "old", "newer"))
     (path,) = tmp_path.glob(f"checkpoint-*2-step-50/{file}")
     content = bytearray(path.read_bytes())
@@ -104,15 +106,15 @@ def test_one_ranks_damage_moves_all_to_the_one_before(ranks, tmp_path, capfd, da
     found = ranks(2, find(tmp_path))
     assert value_of(found[0]) == "old"
     assert owned(found) == [[(rank, "old", rank)] for rank in range(2)]
-    said = capfd.readouterr().err
+    output = capfd.readouterr().err
     where = (
         "" if damage == "absent" and file.endswith("json") else rf"rank {int('1' in file)} \(host "
     )
-    assert re.search(rf"checkpoint 2 in .* is not whole: .*{where}.*{file}", said), said
-    assert "resuming from checkpoint 1" in said
+    assert re.search(rf"checkpoint 2 in .* is not whole: .*{where}.*{file}", output), output
+    assert "resuming from checkpoint 1" in output
 
 
-def test_where_all_are_damaged_nobody_begins_anew_unasked(ranks, tmp_path):
+def test_find_raises_when_all_checkpoints_are_damaged(ranks, tmp_path):
     ranks(2, lambda rank: write(tmp_path, rank, "old", "newer"))
     for path in tmp_path.glob("*/rank-1-of-2.json"):
         path.write_bytes(path.read_bytes()[:-5])
@@ -124,12 +126,12 @@ def test_where_all_are_damaged_nobody_begins_anew_unasked(ranks, tmp_path):
             Archive(tmp_path, 2).find()
         return str(error.value)
 
-    said, other = ranks(2, program)
-    assert said == other
-    assert said.count("rank-1-of-2.json: it is truncated") == 2
+    text, other = ranks(2, program)
+    assert text == other
+    assert text.count("rank-1-of-2.json: it is truncated") == 2
 
 
-def test_where_none_was_ever_finished_there_is_none(ranks, tmp_path, capfd):
+def test_find_returns_none_when_no_checkpoint_was_ever_complete(ranks, tmp_path, capfd):
     """A job killed in its first save starts from the beginning when restarted."""
     ranks(2, lambda rank: write(tmp_path, rank, "x"))
     for path in tmp_path.glob("*/rank-0-of-2.json"):
@@ -138,9 +140,7 @@ def test_where_none_was_ever_finished_there_is_none(ranks, tmp_path, capfd):
     assert "rank-0-of-2.json missing" in capfd.readouterr().err
 
 
-def test_however_often_it_was_killed_before_its_first_was_whole_it_begins_at_the_beginning(
-    ranks, tmp_path
-):
+def test_find_returns_none_after_several_incomplete_first_saves(ranks, tmp_path):
     def killed(rank):
         archive = Archive(tmp_path, 2)
         assert archive.find() is None
@@ -154,7 +154,7 @@ def test_however_often_it_was_killed_before_its_first_was_whole_it_begins_at_the
 
 
 @pytest.mark.parametrize("saved", ["ab", "abc"])
-def test_where_a_hosts_files_are_lost_nobody_begins_anew_unasked(ranks, tmp_path, saved):
+def test_find_raises_when_a_hosts_files_are_lost(ranks, tmp_path, saved):
     """A host was replaced, or a copy missed a rank's files; each run saved some of them."""
 
     def first(rank):
@@ -171,16 +171,16 @@ def test_where_a_hosts_files_are_lost_nobody_begins_anew_unasked(ranks, tmp_path
     ranks(2, first)
     there = numbers(tmp_path / "0")
     shutil.rmtree(tmp_path / "1")
-    said, other = ranks(2, then)
-    assert said == other
-    assert said.startswith("no checkpoint in F is whole: checkpoint ")
+    text, other = ranks(2, then)
+    assert text == other
+    assert text.startswith("no checkpoint in F is whole: checkpoint ")
     for number in there:
         lost = f"checkpoint-{number:08d}-step-10/rank-1-of-2.json"
-        assert f"checkpoint {number} lacks {lost}" in said
+        assert f"checkpoint {number} lacks {lost}" in text
     assert numbers(tmp_path / "0") == [*there, len(saved) + 1]  # they may still be restored
 
 
-def test_what_is_not_whole_goes_once_a_start_finds_something_whole(ranks, tmp_path):
+def test_incomplete_checkpoint_is_removed_once_a_complete_one_is_found(ranks, tmp_path):
     def broken_off(rank):
         archive = Archive(tmp_path, 2)
         if rank == 1:
@@ -196,7 +196,9 @@ def test_what_is_not_whole_goes_once_a_start_finds_something_whole(ranks, tmp_pa
     assert numbers(tmp_path) == [2, 3]
 
 
-def test_what_cannot_be_read_now_is_passed_over_and_stays(ranks, tmp_path, monkeypatch, capfd):
+def test_checkpoint_that_cannot_be_read_now_is_skipped_and_kept(
+    ranks, tmp_path, monkeypatch, capfd
+):
     """A temporary failure of a file server damages nothing."""
     ranks(2, lambda rank: write(tmp_path, rank, "old", "newer"))
     read = archives.read_part
@@ -218,9 +220,7 @@ def test_what_cannot_be_read_now_is_passed_over_and_stays(ranks, tmp_path, monke
     assert numbers(tmp_path) == [2, 3]
 
 
-def test_who_reads_while_a_job_writes_takes_what_it_finished_meanwhile(
-    ranks, tmp_path, monkeypatch
-):
+def test_reader_finds_a_checkpoint_that_a_job_completed_meanwhile(ranks, tmp_path, monkeypatch):
     read = archives.read_part
     moves = iter(["newer"])
 
@@ -239,7 +239,7 @@ def test_who_reads_while_a_job_writes_takes_what_it_finished_meanwhile(
     assert ranks(1, program) == [(3, "newer")]
 
 
-def test_a_folder_that_one_rank_cannot_list_is_said_on_every_rank(ranks, tmp_path, monkeypatch):
+def test_every_rank_raises_when_one_cannot_list_the_folder(ranks, tmp_path, monkeypatch):
     listed = archives.list_parts
 
     def failing(folder):
@@ -255,7 +255,7 @@ def test_a_folder_that_one_rank_cannot_list_is_said_on_every_rank(ranks, tmp_pat
     ranks(2, program)
 
 
-def test_a_later_format_is_refused_and_stays(ranks, tmp_path):
+def test_checkpoint_of_a_later_format_is_refused_and_kept(ranks, tmp_path):
     """Otherwise an old version, started by mistake, would resume an older one and remove it."""
     ranks(2, lambda rank: write(tmp_path, rank, "old", "newer"))
     (path,) = tmp_path.glob("*-step-50/rank-1-of-2.json")
@@ -269,7 +269,7 @@ def test_a_later_format_is_refused_and_stays(ranks, tmp_path):
     assert numbers(tmp_path) == [1, 2]
 
 
-def test_files_of_two_attempts_are_no_checkpoint(ranks, tmp_path):
+def test_files_of_several_attempts_are_refused(ranks, tmp_path):
     ranks(2, lambda rank: write(tmp_path, rank, "old"))
     (path,) = tmp_path.glob("*/rank-1-of-2.json")
     of_another = path.read_bytes()
@@ -284,7 +284,7 @@ def test_files_of_two_attempts_are_no_checkpoint(ranks, tmp_path):
     ranks(2, program)
 
 
-def test_no_number_is_used_twice(ranks, tmp_path):
+def test_number_of_an_incomplete_checkpoint_is_not_used_again(ranks, tmp_path):
     """Otherwise the remains of an attempt could make another's checkpoint look complete."""
     ranks(2, lambda rank: write(tmp_path, rank, "a", "b"))
     for path in tmp_path.glob("*2-step-10/all-of-2.json"):
@@ -294,7 +294,7 @@ def test_no_number_is_used_twice(ranks, tmp_path):
     assert (found.number, value_of(found)) == (3, "c")
 
 
-def test_the_last_ones_are_kept(ranks, tmp_path):
+def test_only_the_newest_checkpoints_are_kept(ranks, tmp_path):
     ranks(2, lambda rank: write(tmp_path, rank, *"abcde"))
     assert numbers(tmp_path) == [4, 5]
     assert len(list(tmp_path.iterdir())) == 2
@@ -311,7 +311,7 @@ def test_the_last_ones_are_kept(ranks, tmp_path):
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_what_is_damaged_does_not_count_among_those_kept(ranks, tmp_path):
+def test_damaged_checkpoint_does_not_count_among_those_kept(ranks, tmp_path):
     ranks(2, lambda rank: write(tmp_path, rank, "old", "newer"))
     for path in tmp_path.glob("*-step-50/rank-1-of-2.json"):
         path.write_bytes(b"")
@@ -325,7 +325,7 @@ def test_what_is_damaged_does_not_count_among_those_kept(ranks, tmp_path):
     assert numbers(tmp_path) == [1, 3]
 
 
-def test_each_host_may_have_a_folder_of_its_own(ranks, tmp_path):
+def test_each_host_may_have_its_own_folder(ranks, tmp_path):
     """Rank 0 restarts on another host: a rank that has its files reads and sends them."""
 
     def on(homes, then):
@@ -338,7 +338,7 @@ def test_each_host_may_have_a_folder_of_its_own(ranks, tmp_path):
     assert owned(found) == [[(1, "x", 1)], [(0, "x", 0)]]
 
 
-def test_who_cannot_write_is_named_on_every_rank_and_the_last_one_stays(ranks, tmp_path):
+def test_failed_write_is_named_on_every_rank_and_the_last_one_kept(ranks, tmp_path):
     def failing(task):
         outcome: Future[str] = Future()
         outcome.set_result("no space left")
@@ -350,17 +350,17 @@ def test_who_cannot_write_is_named_on_every_rank_and_the_last_one_stays(ranks, t
             archive.write(snapshot(rank, "bad"), failing if rank == 2 else None).wait()
         return str(error.value)
 
-    said = ranks(3, program)
+    errors = ranks(3, program)
     expected = (
         f"checkpoint 2 cannot be written to {tmp_path}: rank 2 (host {socket.gethostname()}): "
         "no space left; checkpoint 1 is whole"
     )
-    assert said == [expected] * 3
+    assert errors == [expected] * 3
     assert numbers(tmp_path) == [1]
     assert value_of(ranks(3, find(tmp_path))[0]) == "good"
 
 
-def test_whose_folder_is_gone_says_so_as_the_others_do(ranks, tmp_path):
+def test_lost_folder_of_one_rank_raises_the_same_error_on_all(ranks, tmp_path):
     """The folder is on a host's own disk or on a shared one; nothing can be removed there."""
 
     def program(rank):
@@ -373,17 +373,17 @@ def test_whose_folder_is_gone_says_so_as_the_others_do(ranks, tmp_path):
             archive.write(snapshot(rank, "bad")).wait()
         return str(error.value).split(": ", 1)[1]
 
-    said = ranks(2, program)
-    assert said[0] == said[1]
+    errors = ranks(2, program)
+    assert errors[0] == errors[1]
     assert re.fullmatch(
-        r"rank 1 \(host \S+\): \[Errno 17\] File exists: .*; checkpoint 1 is whole", said[0]
+        r"rank 1 \(host \S+\): \[Errno 17\] File exists: .*; checkpoint 1 is whole", errors[0]
     )
 
 
-@pytest.mark.parametrize("and_more", [False, True])
-def test_a_folder_that_was_removed_is_made_again(ranks, tmp_path, and_more):
+@pytest.mark.parametrize("with_parent", [False, True])
+def test_removed_folder_is_created_again(ranks, tmp_path, with_parent):
     folder = tmp_path / "a" / "b"
-    lost = folder.parent if and_more else folder
+    lost = folder.parent if with_parent else folder
 
     def program(rank):
         archive = write(folder, rank, "lost")
@@ -406,7 +406,7 @@ def test_a_folder_that_was_removed_is_made_again(ranks, tmp_path, and_more):
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_second_job_in_a_folder_is_refused_and_harms_nothing(ranks, tmp_path, size):
+def test_second_job_in_a_folder_is_refused_and_harms_nothing(ranks, tmp_path, size):
     def begin(rank):
         return Archive(tmp_path, 2)
 
@@ -418,26 +418,28 @@ def test_a_second_job_in_a_folder_is_refused_and_harms_nothing(ranks, tmp_path, 
     first = ranks(size, lambda rank: write(tmp_path, rank, "first"))
 
     def refused(rank):
-        said = set()
+        errors = set()
         for _ in range(2):
             with pytest.raises(CheckpointError) as error:
                 save(second, "second")(rank)
-            said.add(str(error.value))
-        return said.pop() if len(said) == 1 else said
+            errors.add(str(error.value))
+        return errors.pop() if len(errors) == 1 else errors
 
-    said = ranks(size, refused)
-    assert set(said) == {said[0]}
-    assert re.match(r"checkpoint 1 is not written to \S+, and nothing there is removed: ", said[0])
-    assert "another job writes to this folder, too: checkpoint-00000001-step-50/" in said[0]
-    assert "Give each job a folder of its own" in said[0]
+    errors = ranks(size, refused)
+    assert set(errors) == {errors[0]}
+    assert re.match(
+        r"checkpoint 1 is not written to \S+, and nothing there is removed: ", errors[0]
+    )
+    assert "another job writes to this folder, too: checkpoint-00000001-step-50/" in errors[0]
+    assert "Give each job a folder of its own" in errors[0]
     # The first one continues as if the other did not exist, and its checkpoint is found.
     ranks(size, save(first, "first, later"))
-    assert set(map(str, ranks(size, refused))) == set(said)
+    assert set(map(str, ranks(size, refused))) == set(errors)
     assert value_of(ranks(size, find(tmp_path))[0]) == "first, later"
     assert numbers(tmp_path) == [1, 2]
 
 
-def test_of_two_jobs_at_one_step_the_later_is_refused(ranks, tmp_path):
+def test_later_of_two_jobs_at_one_step_is_refused(ranks, tmp_path):
     late = ranks(2, lambda rank: Archive(tmp_path, 2))
     ranks(2, lambda rank: write(tmp_path, rank, "one"))
 
@@ -449,7 +451,7 @@ def test_of_two_jobs_at_one_step_the_later_is_refused(ranks, tmp_path):
     assert value_of(ranks(2, find(tmp_path))[0]) == "one"
 
 
-def test_a_full_disk_is_named(ranks, tmp_path):
+def test_error_names_a_full_disk(ranks, tmp_path):
     def program(rank):
         archive = Archive(tmp_path, 2)
         (tmp_path / "checkpoint-00000001-step-10").mkdir()

@@ -62,12 +62,12 @@ def one_process():
         yield
 
 
-def test_dcp_reads_what_we_write(ranks, tmp_path):
-    ours = Run(seed=3)
+def test_dcp_reads_a_checkpoint_of_gtopk(ranks, tmp_path):
+    saved = Run(seed=3)
 
     def save(rank):
         save_checkpoint(
-            tmp_path, ours.model, ours.optimizer, None, 7, scheduler=ours.scheduler, epoch=3
+            tmp_path, saved.model, saved.optimizer, None, 7, scheduler=saved.scheduler, epoch=3
         )
 
     ranks(1, save)
@@ -75,13 +75,13 @@ def test_dcp_reads_what_we_write(ranks, tmp_path):
     state = {**other.state(), "epoch": 0}
     reader = Reader(tmp_path)
     dcp.load(state, storage_reader=reader)
-    assert repr(state) == repr(ours.state())
+    assert repr(state) == repr(saved.state())
     assert reader.path == tmp_path / "checkpoint-00000001-step-7"
 
 
-def test_we_read_what_dcp_writes(ranks, tmp_path):
-    theirs = Run(seed=3)
-    dcp.save(theirs.state(), storage_writer=Writer(tmp_path, 5))
+def test_gtopk_reads_a_checkpoint_of_dcp(ranks, tmp_path):
+    saved = Run(seed=3)
+    dcp.save(saved.state(), storage_writer=Writer(tmp_path, 5))
 
     def load(rank):
         other = Run(seed=1)
@@ -93,10 +93,10 @@ def test_we_read_what_dcp_writes(ranks, tmp_path):
         return repr(other.state())
 
     for size in (1, 2):
-        assert ranks(size, load) == [repr(theirs.state())] * size
+        assert ranks(size, load) == [repr(saved.state())] * size
     state = {**Run(seed=1).state(), "epoch": 0}
     dcp.load(state, storage_reader=Reader(tmp_path))
-    assert repr(state) == repr(theirs.state())
+    assert repr(state) == repr(saved.state())
     assert not list(tmp_path.glob("*/shard-*"))
 
 
@@ -141,7 +141,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_further_optimizers_and_those_of_ours_get_their_states_back(ranks, tmp_path, caplog, kind):
+def test_every_optimizer_gets_its_state_back_from_dcp(ranks, tmp_path, caplog, kind):
     def program(rank):
         saved = Pair(kind, steps=4)
         dcp.save(saved.state(), storage_writer=Writer(tmp_path))
@@ -160,10 +160,10 @@ def sending_all(model):
 
 
 @pytest.mark.parametrize("kind", [*KINDS.values(), sending_all], ids=[*KINDS, "density 1"])
-def test_what_a_new_optimizer_has_no_place_for_is_told(ranks, tmp_path, caplog, kind):
+def test_dcp_load_logs_residuals_that_the_target_has_no_place_for(ranks, tmp_path, caplog, kind):
     """DCP loads only the target's keys; gTop-k has a residual only after its first step."""
 
-    def said():
+    def messages():
         return sorted(r.getMessage() for r in caplog.records if r.name == "gtopk")
 
     def program(rank):
@@ -175,19 +175,19 @@ def test_what_a_new_optimizer_has_no_place_for_is_told(ranks, tmp_path, caplog, 
             norms[name] = float(torch.cat([torch.zeros(1), *residual]).norm())
         dcp.load(Pair(kind, steps=4).state(), storage_reader=Reader(tmp_path))
         dcp.load({"model": saved.model.state_dict()}, storage_reader=Reader(tmp_path))
-        assert said() == []
+        assert messages() == []
         dcp.load(Pair(kind, steps=0).state(), storage_reader=Reader(tmp_path))
 
     norms: dict[str, float] = {}
     ranks(1, program)
     lost = ["critic", "optimizer"] if kind is KINDS["gTop-k"] else []
-    for name, text in zip(lost, said(), strict=True):
+    for name, text in zip(lost, messages(), strict=True):
         assert f"has the ranks' residuals of '{name}', but the state to load into" in text
         assert f"(its norm: {norms[name]:.3g})" in text
         assert norms[name] > 0
 
 
-def test_so_does_whatever_has_a_state(ranks, tmp_path):
+def test_any_object_with_a_state_gets_it_back_from_dcp(ranks, tmp_path):
     """Also under keys that are not text, in other kinds of dicts, and without a dict."""
 
     class Thing:
@@ -232,7 +232,7 @@ EACH_RANKS_OWN = {
 
 
 @pytest.mark.parametrize("name", EACH_RANKS_OWN)
-def test_what_is_each_ranks_own_is_refused_of_several(ranks, tmp_path, name):
+def test_dcp_writer_refuses_rank_specific_state_of_several_ranks(ranks, tmp_path, name):
     def program(rank):
         pair = Pair(EACH_RANKS_OWN[name], steps=2)
         for state in (pair.state(), pair.first.state_dict()):
@@ -249,7 +249,7 @@ def test_what_is_each_ranks_own_is_refused_of_several(ranks, tmp_path, name):
     ranks(1, program)
 
 
-def test_plain_data_has_the_keys_that_dcp_wrote_unless_others_are_told(ranks, tmp_path):
+def test_plain_data_has_dcps_text_keys_unless_the_target_has_others(ranks, tmp_path):
     history = {1: 0.5, 2: 0.25}
     dcp.save({"history": history, "epoch": 3}, storage_writer=Writer(tmp_path))
 
@@ -261,7 +261,7 @@ def test_plain_data_has_the_keys_that_dcp_wrote_unless_others_are_told(ranks, tm
     assert ranks(1, load) == [{"history": {"1": 0.5, "2": 0.25}, "epoch": 3}]
 
 
-def test_dcps_own_reader_needs_nothing_of_ours(ranks, tmp_path):
+def test_dcps_own_reader_reads_a_checkpoint_of_gtopk(ranks, tmp_path):
     hf_storage = pytest.importorskip("torch.distributed.checkpoint.hf_storage")
     model = torch.nn.Linear(2, 3)
     path = ranks(1, lambda rank: save_checkpoint(tmp_path, model, None).path)[0]
@@ -270,7 +270,7 @@ def test_dcps_own_reader_needs_nothing_of_ours(ranks, tmp_path):
     assert torch.equal(state["model"]["weight"], model.weight)
 
 
-def test_it_passes_over_what_is_damaged(ranks, tmp_path):
+def test_dcp_reader_skips_damaged_checkpoints(ranks, tmp_path):
     with pytest.raises(CheckpointException, match="is whole: found none"):
         dcp.load({}, storage_reader=Reader(tmp_path))
     for epoch in (1, 2):
@@ -286,7 +286,7 @@ def test_it_passes_over_what_is_damaged(ranks, tmp_path):
         dcp.load({"epoch": 0}, storage_reader=Reader(tmp_path))
 
 
-def test_all_ranks_read_one_checkpoint_whatever_a_job_saves_meanwhile(tmp_path):
+def test_dcp_readers_of_all_ranks_read_one_checkpoint_during_saves(tmp_path):
     def save(value, **options):
         state = {"model": {"weight": torch.full((4,), value)}}
         dcp.save(state, storage_writer=Writer(tmp_path, **options))
@@ -307,7 +307,7 @@ def test_all_ranks_read_one_checkpoint_whatever_a_job_saves_meanwhile(tmp_path):
     assert {reader.path for reader in readers} == {tmp_path / "checkpoint-00000002-step-2"}
 
 
-def test_it_reads_what_a_job_finished_while_it_removed_the_others(tmp_path, monkeypatch):
+def test_dcp_reader_finds_a_checkpoint_that_a_job_completed_meanwhile(tmp_path, monkeypatch):
     dcp.save({"epoch": 1}, storage_writer=Writer(tmp_path))
     read = Reader._read
 
@@ -323,7 +323,7 @@ def test_it_reads_what_a_job_finished_while_it_removed_the_others(tmp_path, monk
     assert state == {"epoch": 2}
 
 
-def test_where_files_of_what_it_wrote_are_lost_nobody_begins_anew_unasked(ranks, tmp_path):
+def test_find_raises_when_files_that_dcp_wrote_are_lost(ranks, tmp_path):
     for epoch in (1, 2):
         dcp.save({"epoch": epoch}, storage_writer=Writer(tmp_path))
     for path in tmp_path.glob("*/all-of-1.json"):
@@ -352,9 +352,9 @@ class Shards(DefaultSavePlanner):
         return self.shard
 
 
-def test_the_shards_of_several_ranks_become_whole(ranks, tmp_path):
-    whole, writer = torch.arange(35.0).reshape(7, 5), Writer(tmp_path, 3)
-    planners = [Shards(first, whole[first : first + 3], whole.shape) for first in (0, 3, 6)]
+def test_shards_of_several_ranks_are_joined(ranks, tmp_path):
+    tensor, writer = torch.arange(35.0).reshape(7, 5), Writer(tmp_path, 3)
+    planners = [Shards(first, tensor[first : first + 3], tensor.shape) for first in (0, 3, 6)]
     plans = writer.prepare_global_plan([planner.plan for planner in planners])
     results = [
         writer.write_data(plan, planner).value()
@@ -368,34 +368,34 @@ def test_the_shards_of_several_ranks_become_whole(ranks, tmp_path):
         assert load_latest(tmp_path, model, generators=False).step == 3
         return model.weight.tolist()
 
-    assert ranks(2, load) == [whole.tolist()] * 2
+    assert ranks(2, load) == [tensor.tolist()] * 2
 
 
 @pytest.mark.matrix
-def test_a_dtensors_shards_become_whole_and_are_cut_again(forked, tmp_path):
+def test_dtensor_shards_are_joined_and_divided_again(forked, tmp_path):
     job = forked(2, "checkpoint_shards.py", str(tmp_path))
     assert job.returncode == 0, job.stderr
     assert job.stdout.count("shards are as they were") == 2
 
 
-def test_a_step_that_is_no_integer_is_refused(ranks, tmp_path):
+def test_dcp_writer_refuses_a_step_that_is_no_integer(ranks, tmp_path):
     with pytest.raises(TypeError, match=r"step must be an integer, got 5\.0"):
         Writer(tmp_path, 5.0)
     dcp.save(Run(seed=1).state(), storage_writer=Writer(tmp_path, torch.tensor(5)))
     assert ranks(1, lambda rank: load_latest(tmp_path, None).step) == [5]
 
 
-def test_how_many_steps_a_run_has_counted_is_not_guessed_from_the_scripts_number(ranks, tmp_path):
+def test_step_given_to_dcp_does_not_change_the_runs_step_count(ranks, tmp_path):
     """It may be an epoch; a record would then mark the wrong steps as repeated."""
     dcp.save(Run(seed=1).state(), storage_writer=Writer(tmp_path, 5))
     steps = ranks(1, lambda rank: (load_latest(tmp_path, None).step, world.current().step))
     assert steps == [(5, 0)]
 
 
-def test_a_planner_that_does_not_flatten_will_do(ranks, tmp_path):
-    theirs = Run(seed=2)
+def test_dcp_planner_that_does_not_flatten_is_supported(ranks, tmp_path):
+    saved = Run(seed=2)
     planner = DefaultSavePlanner(flatten_state_dict=False)
-    dcp.save(theirs.state(), storage_writer=Writer(tmp_path, 5), planner=planner)
+    dcp.save(saved.state(), storage_writer=Writer(tmp_path, 5), planner=planner)
 
     def load(rank):
         other = Run(seed=1)
@@ -405,4 +405,4 @@ def test_a_planner_that_does_not_flatten_will_do(ranks, tmp_path):
         assert found.values == {"epoch": 3}
         return repr(other.state())
 
-    assert ranks(2, load) == [repr(theirs.state())] * 2
+    assert ranks(2, load) == [repr(saved.state())] * 2

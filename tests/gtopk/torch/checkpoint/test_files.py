@@ -43,7 +43,7 @@ def files_of(folder, part=PART):
     return sorted((folder / part.folder).iterdir())
 
 
-def test_what_is_written_is_listed_and_read(tmp_path):
+def test_written_parts_are_listed_and_read(tmp_path):
     parts = parts_of(3, 7, 2)
     for number, part in enumerate(parts):
         write_part(tmp_path, part, content(number)._replace(before=number))
@@ -55,7 +55,7 @@ def test_what_is_written_is_listed_and_read(tmp_path):
         assert torch.equal(state.tensors["weight"], torch.full((300,), float(number)))
 
 
-def test_the_names_are_those_drawn(tmp_path):
+def test_file_names_are_as_the_docstring_draws(tmp_path):
     for part in parts_of(42, 1200, 2):
         write_part(tmp_path, part, content())
     drawn = re.findall(r"(?:all|rank-\d)-of-2\.\w+|checkpoint-\S+(?=/)", files.__doc__)
@@ -64,20 +64,20 @@ def test_the_names_are_those_drawn(tmp_path):
     assert drawn[0] == PART.folder
 
 
-def test_others_can_read_the_files(tmp_path):
+def test_files_are_readable_by_safetensors_json_and_sha256sum(tmp_path):
     """With only safetensors and a JSON parser; the checksum is that of sha256sum."""
     write_part(tmp_path, PART, content(3.0))
     path, tensors = files_of(tmp_path)
-    told = json.loads(path.read_text())["part"]
-    assert told["step"] == 1200
-    assert told["state"]["lr"] == 0.5
+    record = json.loads(path.read_text())["part"]
+    assert record["step"] == 1200
+    assert record["state"]["lr"] == 0.5
     with safe_open(tensors, framework="pt") as file:
         assert file.get_tensor("weight")[0] == 3.0
     printed = subprocess.run(["sha256sum", tensors], capture_output=True, text=True, check=True)
-    assert printed.stdout.split()[0] == told["tensors"]["sha256"]
+    assert printed.stdout.split()[0] == record["tensors"]["sha256"]
 
 
-def test_other_files_are_left_alone(tmp_path):
+def test_remove_checkpoints_leaves_other_files(tmp_path):
     write_part(tmp_path, PART, content())
     (tmp_path / "checkpoint-00000043-step-1300").mkdir()
     others = [tmp_path / name for name in ("notes.txt", "checkpoint-43", "checkpoint-1-step-x")]
@@ -92,14 +92,14 @@ def test_other_files_are_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [".json", ".safetensors"])
-def test_whatever_is_damaged_of_a_file_is_found_and_named(tmp_path, kind):
+def test_any_damage_to_a_file_is_detected_and_names_the_file(tmp_path, kind):
     write_part(tmp_path, PART, content())
     (path,) = (tmp_path / PART.folder).glob(f"*{kind}")
-    whole = path.read_bytes()
-    places = range(0, len(whole), 7)
-    damages = [whole[:place] for place in places]
-    damages += [whole[:p] + bytes([whole[p] ^ 1 << p % 8]) + whole[p + 1 :] for p in places]
-    damages += [b"", whole + b"\0", whole + whole]
+    intact = path.read_bytes()
+    places = range(0, len(intact), 7)
+    damages = [intact[:place] for place in places]
+    damages += [intact[:p] + bytes([intact[p] ^ 1 << p % 8]) + intact[p + 1 :] for p in places]
+    damages += [b"", intact + b"\0", intact + intact]
     for damaged in damages:
         path.write_bytes(damaged)
         with pytest.raises(DamagedError, match=rf"^{PART.folder}/{path.name}: "):
@@ -109,7 +109,7 @@ def test_whatever_is_damaged_of_a_file_is_found_and_named(tmp_path, kind):
         read_part(tmp_path, PART)
 
 
-def test_another_parts_file_in_its_place_is_found(tmp_path):
+def test_file_of_another_part_is_detected(tmp_path):
     other = PART._replace(name="all")
     write_part(tmp_path, other, content())
     shutil.copytree(tmp_path / PART.folder, tmp_path / "copy")
@@ -121,7 +121,7 @@ def test_another_parts_file_in_its_place_is_found(tmp_path):
         read_part(tmp_path, PART)
 
 
-def test_a_file_of_another_format_is_told_from_a_damaged_one(tmp_path):
+def test_file_of_another_format_raises_a_format_error(tmp_path):
     write_part(tmp_path, PART, content())
     path = tmp_path / PART.file
     path.write_bytes(encode_with_checksum({**decode_with_checksum(path.read_bytes()), "format": 2}))
@@ -129,41 +129,41 @@ def test_a_file_of_another_format_is_told_from_a_damaged_one(tmp_path):
         read_part(tmp_path, PART)
 
 
-def test_what_is_wrong_with_a_record_is_said(tmp_path):
+def test_error_names_what_is_wrong_with_a_record(tmp_path):
     write_part(tmp_path, PART, content())
     path = tmp_path / PART.file
-    whole = decode_with_checksum(path.read_bytes())
-    lacking = {key: value for key, value in whole.items() if key != "step"}
-    for record, said in [
+    valid = decode_with_checksum(path.read_bytes())
+    lacking = {key: value for key, value in valid.items() if key != "step"}
+    for record, message in [
         ([1, 2], "it must hold a dict, got list"),
         (None, "it must hold a dict, got NoneType"),
-        ({**whole, "before": "4"}, "its 'before' must be an integer, got '4'"),
+        ({**valid, "before": "4"}, "its 'before' must be an integer, got '4'"),
         (lacking, "it lacks 'step'"),
-        ({**whole, "step": None}, "it belongs to checkpoint-00000042-step-None/rank-1-of-2.json"),
+        ({**valid, "step": None}, "it belongs to checkpoint-00000042-step-None/rank-1-of-2.json"),
     ]:
         path.write_bytes(encode_with_checksum(record))
         with pytest.raises(DamagedError) as error:
             read_part(tmp_path, PART)
-        assert str(error.value) == f"{PART.file}: {said}"
+        assert str(error.value) == f"{PART.file}: {message}"
 
 
-def test_what_a_running_job_removes_meanwhile_is_not_there(tmp_path, monkeypatch):
+def test_list_parts_skips_a_checkpoint_that_is_removed_meanwhile(tmp_path, monkeypatch):
     for number in (1, 2):
         write_part(tmp_path, PART._replace(number=number), content())
     listed = files._checkpoints
 
-    def and_then_goes(folder):
+    def removing_the_first(folder):
         for path, match in listed(folder):
             if int(match[1]) == 1:
                 shutil.rmtree(path)
             yield path, match
 
-    monkeypatch.setattr(files, "_checkpoints", and_then_goes)
+    monkeypatch.setattr(files, "_checkpoints", removing_the_first)
     assert list_parts(tmp_path) == [PART._replace(number=2)]
 
 
 @pytest.mark.parametrize(("number", "is_gone"), [(errno.ESTALE, True), (errno.EIO, False)])
-def test_a_folder_that_cannot_be_listed_is_not_taken_for_one_that_is_gone(
+def test_folder_that_cannot_be_listed_raises_unless_it_is_gone(
     tmp_path, monkeypatch, number, is_gone
 ):
     listed = os.listdir
@@ -190,7 +190,7 @@ def limited(write):
 
 
 @pytest.mark.parametrize("full", ["json", "safetensors", "in the middle"])
-def test_a_full_disk_is_an_error_and_leaves_nothing_behind(tmp_path, full):
+def test_full_disk_raises_and_leaves_no_partial_file(tmp_path, full):
     write_part(tmp_path, PART, content(1.0))
     before = {path: path.read_bytes() for path in files_of(tmp_path)}
     if full == "in the middle":
@@ -208,7 +208,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing_behind(tmp_path, full):
 
 
 @pytest.mark.parametrize("limit", ["_MOST_JSON_BYTES", "_MOST_HEADER_BYTES"])
-def test_what_would_not_be_read_is_refused_when_it_is_written(tmp_path, monkeypatch, limit):
+def test_part_too_large_to_be_read_is_refused_when_written(tmp_path, monkeypatch, limit):
     """Otherwise all kept checkpoints could be unreadable."""
     write_part(tmp_path, PART, content(1.0))
     before = {path: path.read_bytes() for path in files_of(tmp_path)}
@@ -219,7 +219,7 @@ def test_what_would_not_be_read_is_refused_when_it_is_written(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("refusal", [errno.EINVAL, errno.EBADF])
-def test_a_file_system_that_cannot_sync_folders_will_do(tmp_path, monkeypatch, refusal):
+def test_file_system_that_cannot_sync_folders_is_supported(tmp_path, monkeypatch, refusal):
     synced = []
 
     def fsync(descriptor):
@@ -233,7 +233,7 @@ def test_a_file_system_that_cannot_sync_folders_will_do(tmp_path, monkeypatch, r
     assert torch.equal(read_part(tmp_path, PART).state.tensors["weight"], torch.ones(300))
 
 
-def test_a_file_that_cannot_be_synced_is_an_error(tmp_path, monkeypatch):
+def test_file_that_cannot_be_synced_raises(tmp_path, monkeypatch):
     def fsync(descriptor):
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "Invalid argument")

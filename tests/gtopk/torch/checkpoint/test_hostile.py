@@ -24,17 +24,17 @@ from gtopk.torch.checkpoint.state import NOTHING_OWN
 from tests.gtopk.torch.checkpoint.run import Run
 
 NAMES = ("all", "rank-0", "rank-1")
-ALIKE = {"others": {}, "held": ["optimizer"], "steps": 1}
+REPLICATED = {"others": {}, "held": ["optimizer"], "steps": 1}
 
 
 def record(name, state, **more):
-    told = {"format": FORMAT, "attempt": "x", "before": 0, "step": 9, "ranks": 2, "name": name}
-    return {**told, "tensors": None, "state": state, **more}
+    fields = {"format": FORMAT, "attempt": "x", "before": 0, "step": 9, "ranks": 2, "name": name}
+    return {**fields, "tensors": None, "state": state, **more}
 
 
-def write_all(folder, alike, own, **more):
+def write_all(folder, replicated, own, **more):
     for name in NAMES:
-        state = alike if name == "all" else own
+        state = replicated if name == "all" else own
         (folder / f"{name}-of-2.json").write_bytes(
             encode_with_checksum(record(name, state, **more))
         )
@@ -51,7 +51,7 @@ def nested_deep(folder):
 
 
 def sparse(folder):
-    write_all(folder, ALIKE, NOTHING_OWN, tensors={"bytes": 1 << 40, "sha256": "0" * 64})
+    write_all(folder, REPLICATED, NOTHING_OWN, tensors={"bytes": 1 << 40, "sha256": "0" * 64})
     for name in NAMES:
         with open(folder / f"{name}-of-2.safetensors", "wb") as file:
             file.truncate(1 << 40)
@@ -67,24 +67,24 @@ FAULTS = {
     "a list": lambda f: [
         (f / f"{n}-of-2.json").write_bytes(encode_with_checksum([1, 2])) for n in NAMES
     ],
-    "nothing own": lambda f: write_all(f, ALIKE, {}),
-    "own text": lambda f: write_all(f, ALIKE, "text"),
-    "nothing alike": lambda f: write_all(f, {}, NOTHING_OWN),
-    "alike text": lambda f: write_all(f, "text", NOTHING_OWN),
+    "own empty": lambda f: write_all(f, REPLICATED, {}),
+    "own text": lambda f: write_all(f, REPLICATED, "text"),
+    "replicated empty": lambda f: write_all(f, {}, NOTHING_OWN),
+    "replicated text": lambda f: write_all(f, "text", NOTHING_OWN),
     "an object": lambda f: write_all(f, {"$object": "AAAA"}, NOTHING_OWN),
-    "others": lambda f: write_all(f, {**ALIKE, "others": [1]}, NOTHING_OWN),
-    "steps": lambda f: write_all(f, {**ALIKE, "steps": "many"}, NOTHING_OWN),
-    "a tree": lambda f: write_all(f, ALIKE, {**NOTHING_OWN, "tree": "["}),
-    "a tensor": lambda f: write_all(f, {**ALIKE, "model": {"$tensor": "w"}}, NOTHING_OWN),
-    "generators": lambda f: write_all(f, ALIKE, {**NOTHING_OWN, "generators": {"torch": 1}}),
-    "held": lambda f: write_all(f, ALIKE, {**NOTHING_OWN, "held": {"optimizer": HELD}}),
+    "others": lambda f: write_all(f, {**REPLICATED, "others": [1]}, NOTHING_OWN),
+    "steps": lambda f: write_all(f, {**REPLICATED, "steps": "many"}, NOTHING_OWN),
+    "a tree": lambda f: write_all(f, REPLICATED, {**NOTHING_OWN, "tree": "["}),
+    "a tensor": lambda f: write_all(f, {**REPLICATED, "model": {"$tensor": "w"}}, NOTHING_OWN),
+    "generators": lambda f: write_all(f, REPLICATED, {**NOTHING_OWN, "generators": {"torch": 1}}),
+    "held": lambda f: write_all(f, REPLICATED, {**NOTHING_OWN, "held": {"optimizer": HELD}}),
 }
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_is_no_checkpoint_is_passed_over_and_pushes_none_out(ranks, tmp_path, fault, size):
+def test_foreign_files_are_skipped_and_displace_no_checkpoint(ranks, tmp_path, fault, size):
     def program(rank):
         model = torch.nn.Linear(2, 2)
         save_checkpoint(tmp_path, model, None, step=1)
@@ -118,7 +118,7 @@ def test_what_is_no_checkpoint_is_passed_over_and_pushes_none_out(ranks, tmp_pat
         "checkpoint-00000009-step-09/all-of-1.json",
     ],
 )
-def test_a_name_alone_costs_nothing(ranks, tmp_path, name):
+def test_empty_file_with_a_checkpoint_like_name_is_skipped(ranks, tmp_path, name):
     def program(rank):
         save_checkpoint(tmp_path, None, None, step=1)
         path = tmp_path / name
@@ -132,7 +132,7 @@ def test_a_name_alone_costs_nothing(ranks, tmp_path, name):
     ranks(2, program)
 
 
-def test_after_the_last_number_there_is_none(ranks, tmp_path):
+def test_save_raises_beyond_the_last_number_or_step(ranks, tmp_path):
     folder = tmp_path / f"checkpoint-{LAST_NUMBER}-step-{LAST_STEP}"
     folder.mkdir()
     (folder / "all-of-1.json").touch()
@@ -148,7 +148,7 @@ def test_after_the_last_number_there_is_none(ranks, tmp_path):
     assert ranks(2, program) == [LAST_STEP] * 2
 
 
-def test_what_a_script_cannot_load_stays_and_pushes_none_out(ranks, tmp_path):
+def test_checkpoint_that_a_script_cannot_load_is_kept_with_the_others(ranks, tmp_path):
     """The script loads other objects, or the newest checkpoint is of another model."""
 
     def program(rank):
@@ -174,9 +174,9 @@ SHAPES = {
 
 def reseal(path, name, value):
     """Replace a value in a part's state, and update the checksum."""
-    told = decode_with_checksum(path.read_bytes())
-    told["state"][name] = value
-    path.write_bytes(encode_with_checksum(told))
+    content = decode_with_checksum(path.read_bytes())
+    content["state"][name] = value
+    path.write_bytes(encode_with_checksum(content))
 
 
 class Schedule:
@@ -196,9 +196,7 @@ def fresh():
 
 
 @pytest.mark.parametrize("which", ["a loader of a number", "groups of a number"])
-def test_sealed_state_of_another_shape_is_passed_over_for_the_older_one(
-    ranks, tmp_path, capfd, which
-):
+def test_unusable_state_makes_all_ranks_load_the_older_checkpoint(ranks, tmp_path, capfd, which):
     def program(rank):
         for step in (1, 2):
             save_checkpoint(tmp_path, *fresh(), step=step, schedule=Schedule())
@@ -217,9 +215,7 @@ def test_sealed_state_of_another_shape_is_passed_over_for_the_older_one(
 
 
 @pytest.mark.parametrize("which", ["an optimizer of text", "a loader of a number"])
-def test_where_no_older_one_is_there_the_error_names_the_checkpoint_and_has_the_cause(
-    ranks, tmp_path, which
-):
+def test_error_names_the_unusable_checkpoint_when_there_is_no_older_one(ranks, tmp_path, which):
     def program(rank):
         save_checkpoint(tmp_path, *fresh(), step=1)
         hvd.barrier()
@@ -233,7 +229,7 @@ def test_where_no_older_one_is_there_the_error_names_the_checkpoint_and_has_the_
     assert ranks(2, program) == [DamagedError] * 2
 
 
-def test_what_a_scripts_own_object_lacks_on_one_rank_moves_all_to_the_one_before(ranks, tmp_path):
+def test_object_that_fails_to_load_on_one_rank_makes_all_load_the_older(ranks, tmp_path):
     class Strict(Schedule):
         def state_dict(self):
             return {}
@@ -241,8 +237,8 @@ def test_what_a_scripts_own_object_lacks_on_one_rank_moves_all_to_the_one_before
     def program(rank):
         save_checkpoint(tmp_path, *fresh(), step=1, schedule=Schedule())
         save_checkpoint(tmp_path, *fresh(), step=2, schedule=Strict())
-        mine = Schedule() if rank == 0 else Lenient()
-        return load_latest(tmp_path, *fresh(), schedule=mine).step
+        schedule = Schedule() if rank == 0 else Lenient()
+        return load_latest(tmp_path, *fresh(), schedule=schedule).step
 
     class Lenient(Schedule):
         def load_state_dict(self, state):
@@ -251,10 +247,10 @@ def test_what_a_scripts_own_object_lacks_on_one_rank_moves_all_to_the_one_before
     assert ranks(2, program) == [1, 1]
 
 
-OTHERS = (None, True, -1, 2**62, 1.5, float("nan"), "text", [], {}, {"$float": "-inf"})
+REPLACEMENTS = (None, True, -1, 2**62, 1.5, float("nan"), "text", [], {}, {"$float": "-inf"})
 SGD = ("state", "optimizer")
 ADAPTED = ("state", "loader", "controller")
-HOLDS = ("state", "held", "optimizer")
+HELD_PATH = ("state", "held", "optimizer")
 LEAVES = [
     ("all", (*SGD, "state", "$dict", 0, 1), [1, 2]),
     ("all", (*SGD, "state", "$dict", 0, 1, "momentum_buffer"), {"$float": "nan"}),
@@ -271,15 +267,15 @@ LEAVES = [
     ("all", ("state", "others", "scheduler", "gamma"), []),
     ("all", ("state", "steps"), -1),
     ("all", ("format",), {"a": 1}),
-    ("rank-1", (*HOLDS, "format"), "1"),
-    ("rank-1", (*HOLDS, "ranks"), 0),
-    ("rank-1", (*HOLDS, "holds"), "text"),
-    ("rank-1", (*HOLDS, "lanes"), [7]),
-    ("rank-1", (*HOLDS, "held", "$dict", 0, 1, "1.bias"), {}),
-    ("rank-1", (*HOLDS, "held", "$dict", 0, 1, "1.bias", "residual"), [1.0]),
+    ("rank-1", (*HELD_PATH, "format"), "1"),
+    ("rank-1", (*HELD_PATH, "ranks"), 0),
+    ("rank-1", (*HELD_PATH, "holds"), "text"),
+    ("rank-1", (*HELD_PATH, "lanes"), [7]),
+    ("rank-1", (*HELD_PATH, "held", "$dict", 0, 1, "1.bias"), {}),
+    ("rank-1", (*HELD_PATH, "held", "$dict", 0, 1, "1.bias", "residual"), [1.0]),
     (
         "rank-1",
-        (*HOLDS, "held", "$dict", 0, 1, "1.bias", "residual", "$tensor"),
+        (*HELD_PATH, "held", "$dict", 0, 1, "1.bias", "residual", "$tensor"),
         "held.optimizer.held.1.0.weight.residual",
     ),
 ]
@@ -288,13 +284,13 @@ LEAVES = [
 def mutate(folder, part, path, value):
     """Replace a value in a part's record, and update the checksum."""
     file = folder / "checkpoint-00000002-step-5" / f"{part}-of-2.json"
-    told = decode_with_checksum(file.read_bytes())
-    at = told
+    content = decode_with_checksum(file.read_bytes())
+    at = content
     for key in path[:-1]:
         at = at[key]
     assert path[-1] in at if isinstance(at, dict) else path[-1] < len(at)
     at[path[-1]] = value
-    body = json.dumps(told).encode()
+    body = json.dumps(content).encode()
     digest = hashlib.sha256(body).hexdigest().encode()
     file.write_bytes(b'{"sha256": "%b", "part":\n%b}\n' % (digest, body))
 
@@ -312,7 +308,7 @@ def trained(ranks, tmp_path):
     return tmp_path
 
 
-def step_gone_on_from(folder):
+def resumed_step(folder):
     """Resume a run, train, and return the step at which it resumed."""
     run = Run()
     found = run.load(folder)
@@ -321,13 +317,13 @@ def step_gone_on_from(folder):
 
 
 @pytest.mark.parametrize(("part", "path", "value"), LEAVES)
-def test_a_leaf_of_another_kind_or_size_moves_all_ranks_to_the_older_one(
+def test_changed_value_in_one_part_makes_all_ranks_load_the_older_one(
     ranks, trained, part, path, value
 ):
     mutate(trained, part, path, value)
     if path[-1] == "$tensor":
         assert value in str((trained / "checkpoint-00000002-step-5/rank-1-of-2.json").read_text())
-    assert ranks(2, lambda rank: step_gone_on_from(trained)) == [3, 3]
+    assert ranks(2, lambda rank: resumed_step(trained)) == [3, 3]
 
 
 def places_of(tree, path=()):
@@ -339,36 +335,36 @@ def places_of(tree, path=()):
 
 
 @pytest.mark.timeout(240)
-def test_whatever_leaf_is_another_a_run_goes_on_or_is_told_of_the_checkpoint(ranks, trained):
+def test_any_changed_value_is_loaded_or_skipped_or_named_in_the_error(ranks, trained):
     """Sample the leaves of all parts of a run; a script's plain data may be anything."""
-    whole = {
+    intact = {
         part: (trained / "checkpoint-00000002-step-5" / f"{part}-of-2.json").read_bytes()
         for part in NAMES
     }
     places = [
         (part, path)
         for part in NAMES
-        for path in places_of(decode_with_checksum(whole[part]))
+        for path in places_of(decode_with_checksum(intact[part]))
         if path and "note" not in path
     ]
     dice = random.Random(39)
     for part, path in dice.sample(places, 40):
-        value = dice.choice(OTHERS)
+        value = dice.choice(REPLACEMENTS)
         mutate(trained, part, path, value)
 
         def program(rank):
             try:
-                return step_gone_on_from(trained)
+                return resumed_step(trained)
             except (CheckpointError, ValueError, RuntimeError) as error:
                 return str(error)
 
         one, other = ranks(2, program)
         named = [isinstance(each, str) and "checkpoint-00000002" in each for each in (one, other)]
         assert (one, other) in ((3, 3), (5, 5)) or all(named), (part, path, value, one, other)
-        (trained / "checkpoint-00000002-step-5" / f"{part}-of-2.json").write_bytes(whole[part])
+        (trained / "checkpoint-00000002-step-5" / f"{part}-of-2.json").write_bytes(intact[part])
 
 
-def test_dicts_in_dicts_come_back_however_many_marks_that_takes(ranks, tmp_path):
+def test_deeply_nested_dicts_are_saved_and_loaded(ranks, tmp_path):
     """As JSON they are nested three times as deeply as allowed for objects between ranks."""
     nested = {0: "x"}
     for _ in range(45):

@@ -10,8 +10,8 @@ from gtopk import CheckpointError, save_checkpoint
 from tests.launchers import CODE_WHERE_A_RANK_EXITS
 from tests.matrix import some_of
 
-WHOLE, LAST = "checkpoint-00000001-step-1", "checkpoint-00000002-step-2"
-WAYS = [
+COMPLETE, LAST = "checkpoint-00000001-step-1", "checkpoint-00000002-step-2"
+ENDINGS = [
     "its program ends",
     "shutdown",
     "termination",
@@ -21,47 +21,47 @@ WAYS = [
 ]
 
 
-def there(folder):
+def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("way", some_of(WAYS, "its program ends", "shutdown", "termination"))
-def test_where_one_rank_cannot_write_it_the_job_fails_and_nothing_of_it_stays(
-    mpirun, tmp_path, way
-):
-    job = mpirun(2, "saves_last.py", str(tmp_path), way, "1")
+@pytest.mark.parametrize("ending", some_of(ENDINGS, "its program ends", "shutdown", "termination"))
+def test_job_fails_when_one_rank_cannot_write_its_last_save(mpirun, tmp_path, ending):
+    job = mpirun(2, "saves_last.py", str(tmp_path), ending, "1")
     assert job.returncode in (1, CODE_WHERE_A_RANK_EXITS), job.stderr
-    assert there(tmp_path) == [WHOLE]
-    if way != "an exception is handled":  # the log may be closed by then
-        said = r"rank 1: a checkpoint cannot be written: .*No space left on device"
-        assert len(re.findall(said, job.stderr)) == 1  # when it happens
-    said = rf"CheckpointError: checkpoint 2 .* {tmp_path}: rank 1 .*No space.*checkpoint 1 is whole"
-    assert re.search(said, job.stderr), job.stderr
+    assert names_in(tmp_path) == [COMPLETE]
+    if ending != "an exception is handled":  # the log may be closed by then
+        error = r"rank 1: a checkpoint cannot be written: .*No space left on device"
+        assert len(re.findall(error, job.stderr)) == 1  # when it happens
+    error = (
+        rf"CheckpointError: checkpoint 2 .* {tmp_path}: rank 1 .*No space.*checkpoint 1 is whole"
+    )
+    assert re.search(error, job.stderr), job.stderr
 
 
-@pytest.mark.parametrize("way", some_of(WAYS, "the writing takes longer"))
-def test_where_all_can_the_job_ends_well(mpirun, tmp_path, way):
-    job = mpirun(2, "saves_last.py", str(tmp_path), way, "-1")
-    assert job.returncode == (143 if way == "termination" else 0), job.stderr
+@pytest.mark.parametrize("ending", some_of(ENDINGS, "the writing takes longer"))
+def test_job_ends_well_when_all_ranks_write_their_last_save(mpirun, tmp_path, ending):
+    job = mpirun(2, "saves_last.py", str(tmp_path), ending, "-1")
+    assert job.returncode == (143 if ending == "termination" else 0), job.stderr
     assert "checkpoint" not in job.stderr
-    assert there(tmp_path) == [WHOLE, LAST]
+    assert names_in(tmp_path) == [COMPLETE, LAST]
 
 
-def test_who_ends_first_waits_for_the_others_without_a_limit(mpirun, tmp_path):
+def test_first_rank_to_end_waits_for_the_others_without_timeout(mpirun, tmp_path):
     job = mpirun(2, "saves_last.py", str(tmp_path), "rank 0 takes longer", "1", GTOPK_TIMEOUT="2")
     assert job.returncode in (1, CODE_WHERE_A_RANK_EXITS)
     assert "has waited" not in job.stderr
     assert re.search("exit code 1, not 0: CheckpointError: checkpoint 2 .* rank 1 ", job.stderr)
-    assert there(tmp_path) == [WHOLE]
+    assert names_in(tmp_path) == [COMPLETE]
 
 
-def test_who_leaves_early_is_named_though_it_has_one_under_way(mpirun, tmp_path):
+def test_rank_that_leaves_early_during_a_save_is_named(mpirun, tmp_path):
     job = mpirun(3, "saves_last.py", str(tmp_path), "the others go on", "-1", timeout=60)
     assert job.returncode != 0
     assert re.search(r"rank 1 left \(its program ended at step 1; host .*waited for", job.stderr)
 
 
-def test_those_of_several_folders_are_all_told(ranks, tmp_path):
+def test_failed_last_saves_in_several_folders_are_all_reported(ranks, tmp_path):
     def program(rank):
         for name in ("a", "b", "c"):
             (tmp_path / name).mkdir(exist_ok=True)
@@ -76,4 +76,7 @@ def test_those_of_several_folders_are_all_told(ranks, tmp_path):
     assert re.search(
         r"checkpoint 1 cannot be written to \S+/a: .*; checkpoint 1 cannot .*/c: ", str(error.value)
     )
-    assert there(tmp_path / "b") == ["checkpoint-00000001-step-0", LAST.replace("step-2", "step-1")]
+    assert names_in(tmp_path / "b") == [
+        "checkpoint-00000001-step-0",
+        LAST.replace("step-2", "step-1"),
+    ]

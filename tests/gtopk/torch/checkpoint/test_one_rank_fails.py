@@ -13,7 +13,7 @@ from gtopk.torch.checkpoint import state as states
 from gtopk.torch.checkpoint.dcp import Writer
 
 
-def test_where_one_rank_has_no_state_to_save_now_nobody_waits(ranks, tmp_path):
+def test_save_raises_on_all_ranks_when_state_dict_fails_on_one(ranks, tmp_path):
     """As within a round of gradients that are applied later."""
 
     class Loader:
@@ -32,7 +32,7 @@ def test_where_one_rank_has_no_state_to_save_now_nobody_waits(ranks, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-class Moody(torch.nn.Linear):
+class FailsOnRank1(torch.nn.Linear):
     """A model that fails in state_dict on one rank."""
 
     def state_dict(self, *args, **options):
@@ -41,19 +41,19 @@ class Moody(torch.nn.Linear):
         return super().state_dict(*args, **options)
 
 
-def test_where_one_rank_cannot_check_what_it_loads_all_raise(ranks, tmp_path):
+def test_load_raises_on_all_ranks_when_state_dict_fails_on_one(ranks, tmp_path):
     def program(rank):
         save_checkpoint(tmp_path, torch.nn.Linear(1, 1), None, step=1)
         words = r"step-1 cannot be loaded: rank 1 \(host .*\): RuntimeError.*not now"
         kind, words = (RuntimeError, "^not now$") if rank == 1 else (CheckpointError, words)
         with pytest.raises(kind, match=words):
-            load_latest(tmp_path, Moody(1, 1), None, generators=False)
+            load_latest(tmp_path, FailsOnRank1(1, 1), None, generators=False)
         return load_latest(tmp_path, torch.nn.Linear(1, 1), None, generators=False).step
 
     assert ranks(2, program) == [1, 1]
 
 
-def test_where_one_rank_has_no_memory_for_its_part_all_raise_and_go_on(
+def test_save_raises_on_all_ranks_when_one_lacks_memory_and_works_later(
     ranks, tmp_path, monkeypatch
 ):
     taking, full = states.flatten, [True]
@@ -77,9 +77,7 @@ def test_where_one_rank_has_no_memory_for_its_part_all_raise_and_go_on(
     assert ranks(2, program) == [2, 2]
 
 
-def test_where_one_rank_has_no_memory_to_put_a_part_together_all_look_for_an_older_one(
-    ranks, tmp_path, monkeypatch, capfd
-):
+def test_all_ranks_load_the_older_one_when_one_lacks_memory(ranks, tmp_path, monkeypatch, capfd):
     putting = archives.unflatten
 
     def unflatten(tree, tensors):
@@ -98,7 +96,7 @@ def test_where_one_rank_has_no_memory_to_put_a_part_together_all_look_for_an_old
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_where_one_rank_cannot_tell_its_keys_all_hear_of_it(ranks, tmp_path):
+def test_load_from_dcp_raises_on_all_ranks_when_keys_fail_on_one(ranks, tmp_path):
     dcp.save({"thing": {"a": 1}}, storage_writer=Writer(tmp_path, 5))
 
     class Thing:

@@ -25,13 +25,13 @@ def local_sgd(model):
 
 
 def held_by_name(optimizer):
-    (mine,) = optimizer.state_dict()["gtopk"]["held"].values()
-    return {name: tensors["residual"].clone() for name, tensors in mine.items()}
+    (own_tensors,) = optimizer.state_dict()["gtopk"]["held"].values()
+    return {name: tensors["residual"].clone() for name, tensors in own_tensors.items()}
 
 
 @pytest.mark.parametrize("wrapped", [distributed, local_sgd])
 @pytest.mark.parametrize("after", [1, 2, 3])
-def test_nor_is_anything_lost_that_a_second_optimizer_holds_back(ranks, tmp_path, after, wrapped):
+def test_residuals_of_a_second_optimizer_are_conserved(ranks, tmp_path, after, wrapped):
     def open_run():
         model = torch.nn.Linear(4, 3)
         torch.nn.init.constant_(model.weight, 0.5)
@@ -65,7 +65,7 @@ def test_nor_is_anything_lost_that_a_second_optimizer_holds_back(ranks, tmp_path
             torch.testing.assert_close(now, total, rtol=1e-6, atol=1e-8)
 
 
-def test_an_older_checkpoint_of_a_second_optimizer_is_loaded_by_as_many_ranks(ranks, tmp_path):
+def test_older_format_of_a_second_optimizer_loads_on_as_many_ranks(ranks, tmp_path):
     """It stores a rank's residual in that optimizer's state."""
 
     class Older:
@@ -92,7 +92,7 @@ def test_an_older_checkpoint_of_a_second_optimizer_is_loaded_by_as_many_ranks(ra
     assert str(ranks(2, then)) == str(saved)
 
 
-def test_moments_of_a_process_set_go_on_to_the_bit(ranks, tmp_path, monkeypatch):
+def test_moments_of_a_process_set_are_restored_bit_for_bit(ranks, tmp_path, monkeypatch):
     """The set has fewer ranks than the job; a second moment includes a rank's weight in it."""
     monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
 
@@ -131,7 +131,7 @@ def test_moments_of_a_process_set_go_on_to_the_bit(ranks, tmp_path, monkeypatch)
     assert ranks(3, then) == saved
 
 
-def test_names_of_an_optimizers_parameters_may_be_other_ones_of_the_models(ranks, tmp_path):
+def test_optimizers_parameter_names_may_differ_from_the_models(ranks, tmp_path):
     """For example those of a submodule, if only that is trained."""
 
     def program(rank):
@@ -169,7 +169,7 @@ class Counting(torch.optim.SGD):
 @pytest.mark.parametrize(
     "wrapped", [hvd.DistributedOptimizer, partial(gtopk.LocalSGD, inner_steps=2)]
 )
-def test_a_state_of_no_parameter_goes_on_too(ranks, tmp_path, wrapped):
+def test_optimizer_state_of_no_parameter_is_restored(ranks, tmp_path, wrapped):
     def program(rank):
         model = torch.nn.Linear(2, 1)
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -186,7 +186,7 @@ def test_a_state_of_no_parameter_goes_on_too(ranks, tmp_path, wrapped):
     assert ranks(2, program) == [3, 3]
 
 
-def test_a_rate_may_become_a_tensor(ranks, tmp_path):
+def test_float_learning_rate_loads_into_an_optimizer_with_a_tensor(ranks, tmp_path):
     def program(rank):
         model = torch.nn.Linear(2, 1)
         save_checkpoint(tmp_path, model, torch.optim.Adam(model.parameters(), lr=0.5))
@@ -202,7 +202,7 @@ def test_a_rate_may_become_a_tensor(ranks, tmp_path):
 @pytest.mark.parametrize(
     "wrapped", [hvd.DistributedOptimizer, partial(gtopk.LocalSGD, inner_steps=1)]
 )
-def test_a_residual_of_another_shape_is_refused_at_once(ranks, wrapped, compression):
+def test_residual_of_another_shape_is_refused_on_load(ranks, wrapped, compression):
     """Not only in the next step, when the previous checkpoint is already removed."""
 
     def program(rank):
@@ -211,10 +211,10 @@ def test_a_residual_of_another_shape_is_refused_at_once(ranks, wrapped, compress
             model = torch.nn.Linear(width, 3)
             torch.nn.init.ones_(model.weight)
             torch.nn.init.zeros_(model.bias)
-            of_both = hvd.Compression.gtopk(density=0.2) if width == 4 else compression
+            own_compression = hvd.Compression.gtopk(density=0.2) if width == 4 else compression
             plain = torch.optim.SGD(model.parameters(), lr=0.1)
             optimizer = wrapped(
-                plain, named_parameters=model.named_parameters(), compression=of_both
+                plain, named_parameters=model.named_parameters(), compression=own_compression
             )
             if width == 4:
                 model(torch.full((2, 4), 1.0 + rank)).square().sum().backward()

@@ -20,8 +20,8 @@ from tests.gtopk.torch.checkpoint.run import Run
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("adam", [False, True])
 @pytest.mark.parametrize("saved_at", [1, 6, 11])
-def test_a_run_goes_on_to_the_bit(ranks, tmp_path, saved_at, adam, asynchronous):
-    def whole(rank):
+def test_resumed_run_is_bit_identical(ranks, tmp_path, saved_at, adam, asynchronous):
+    def uninterrupted(rank):
         run = Run(adam).steps(saved_at)
         saving = run.save(tmp_path, saved_at, asynchronous=asynchronous)
         run.steps(14 - saved_at)
@@ -35,7 +35,7 @@ def test_a_run_goes_on_to_the_bit(ranks, tmp_path, saved_at, adam, asynchronous)
         assert found.values == {"note": {"seen": saved_at}}
         return run.steps(14 - saved_at).everything()
 
-    finished = ranks(3, whole)
+    finished = ranks(3, uninterrupted)
     assert len({bits["1.running_mean"] for bits, *_ in finished}) == 3
     assert len({bits["0.weight"] for bits, *_ in finished}) == 1
     assert ranks(3, resumed) == finished
@@ -52,8 +52,8 @@ def test_a_run_goes_on_to_the_bit(ranks, tmp_path, saved_at, adam, asynchronous)
     ],
     ids=repr,
 )
-def test_so_does_one_of_another_compression(ranks, tmp_path, compression, momentum):
-    def whole(rank):
+def test_resumed_run_is_bit_identical_with_each_compression(ranks, tmp_path, compression, momentum):
+    def uninterrupted(rank):
         run = Run(compression=compression, momentum=momentum).steps(5)
         run.save(tmp_path, 5)
         return run.steps(4).everything()
@@ -63,11 +63,13 @@ def test_so_does_one_of_another_compression(ranks, tmp_path, compression, moment
         run.load(tmp_path)
         return run.steps(4).everything()
 
-    assert ranks(2, whole) == ranks(2, resumed)
+    assert ranks(2, uninterrupted) == ranks(2, resumed)
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 5), (2, 1)])
-def test_on_another_number_of_ranks_the_sum_held_back_stays(ranks, tmp_path, caplog, before, after):
+def test_sum_of_residuals_is_conserved_on_another_number_of_ranks(
+    ranks, tmp_path, caplog, before, after
+):
     def first(rank):
         run = Run().steps(3)
         run.save(tmp_path, 3)
@@ -88,18 +90,18 @@ def test_on_another_number_of_ranks_the_sum_held_back_stays(ranks, tmp_path, cap
     np.testing.assert_allclose(sum(residual for residual, _ in found), total, rtol=1e-6, atol=1e-8)
     for _, state in found:
         assert all(torch.equal(state[name], saved[0][1][name]) for name in state)
-    said = [r.getMessage() for r in caplog.records if " residual" in r.getMessage()]
-    assert len(said) == after
+    messages = [r.getMessage() for r in caplog.records if " residual" in r.getMessage()]
+    assert len(messages) == after
     for rank in range(after):
-        mine = [str(r) for r in range(before) if r % after == rank]
-        s = "s" * (len(mine) > 1)
-        words = f"rank {rank} takes over the residual{s} of old rank{s} {' and '.join(mine)}"
-        if not mine:
+        old_ranks = [str(r) for r in range(before) if r % after == rank]
+        s = "s" * (len(old_ranks) > 1)
+        words = f"rank {rank} takes over the residual{s} of old rank{s} {' and '.join(old_ranks)}"
+        if not old_ranks:
             words = f"rank {rank} begins without a residual: other ranks have those of the {before}"
-        assert any(words in text for text in said), said
+        assert any(words in text for text in messages), messages
 
 
-def test_a_checkpoint_of_another_model_is_said_to_be_one(ranks, tmp_path, capfd):
+def test_error_says_that_a_checkpoint_is_of_another_model(ranks, tmp_path, capfd):
     def program(rank):
         for wide in (4, 5):
             model = torch.nn.Linear(wide, 1)
@@ -117,7 +119,7 @@ def test_a_checkpoint_of_another_model_is_said_to_be_one(ranks, tmp_path, capfd)
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_a_model_that_is_in_a_wrapper_only_once_is_told_the_way_out(ranks, tmp_path, saved):
+def test_error_advises_model_module_when_only_one_side_is_wrapped(ranks, tmp_path, saved):
     def program(rank):
         model = torch.nn.Linear(2, 1)
         wrapped = torch.nn.Module()
@@ -143,10 +145,10 @@ def damage_own(folder):
 
 @pytest.mark.parametrize("lose", [lose_own, damage_own])
 @pytest.mark.parametrize("after", [3, 4, 1])
-def test_a_run_goes_on_without_a_lost_ranks_residual_where_it_is_asked_to(
+def test_missing_ranks_report_resumes_without_the_lost_residual(
     ranks, tmp_path, caplog, after, lose
 ):
-    """The sum of the others' is kept, and the missing rank is reported."""
+    """The sum of the others' residuals is kept, and the missing rank is reported."""
 
     def first(rank):
         run = Run().steps(2)
@@ -177,15 +179,17 @@ def test_a_run_goes_on_without_a_lost_ranks_residual_where_it_is_asked_to(
     np.testing.assert_allclose(sum(held for held, *_ in found), total, rtol=1e-6, atol=1e-8)
     assert all(torch.equal(weight, saved[0][1]["0.weight"]) for _, weight, _ in found)
     assert all(is_same for *_, is_same in found)
-    said = [r.getMessage() for r in caplog.records if "lacks the own parts of" in r.getMessage()]
-    assert len(said) == after
-    assert said[0].endswith(
+    messages = [
+        r.getMessage() for r in caplog.records if "lacks the own parts of" in r.getMessage()
+    ]
+    assert len(messages) == after
+    assert messages[0].endswith(
         "lacks the own parts of ranks [3] of 4: their residuals are lost, and the run "
         "continues without them"
     )
 
 
-def test_what_is_whole_is_taken_before_what_is_newer_and_lacks_ranks(ranks, tmp_path):
+def test_complete_checkpoint_is_preferred_to_a_newer_one_lacking_ranks(ranks, tmp_path):
     def first(rank):
         save_checkpoint(tmp_path, None, None, step=1)
         save_checkpoint(tmp_path, None, None, step=2)
@@ -210,7 +214,7 @@ def test_what_is_whole_is_taken_before_what_is_newer_and_lacks_ranks(ranks, tmp_
         ranks(2, lambda rank: load_latest(tmp_path, None, missing_ranks="skip"))
 
 
-def test_ranks_that_moved_between_hosts_lose_nothing_that_loaders_hold_back(ranks, tmp_path):
+def test_loaders_residuals_are_conserved_when_ranks_change_hosts(ranks, tmp_path):
     """Each host has its own folder; one now has three of four ranks instead of two."""
 
     def open_run():
@@ -247,7 +251,7 @@ def test_ranks_that_moved_between_hosts_lose_nothing_that_loaders_hold_back(rank
 
 
 @pytest.mark.parametrize("after", [2, 3, 1])
-def test_an_epoch_of_rounds_goes_on_with_all_that_loaders_hold_back(ranks, tmp_path, after):
+def test_loaders_residuals_and_samples_are_conserved_within_an_epoch(ranks, tmp_path, after):
     def held_by(run):
         return {n: run.loader.state_dict()[n].double() for n in ("residual", "velocity")}
 
@@ -291,7 +295,7 @@ def test_an_epoch_of_rounds_goes_on_with_all_that_loaders_hold_back(ranks, tmp_p
 
 
 @pytest.mark.parametrize("after", [2, 3])
-def test_so_does_what_another_thing_with_a_residual_holds_back(ranks, tmp_path, after):
+def test_residuals_in_a_saved_dict_are_conserved_on_other_ranks(ranks, tmp_path, after):
     """Like the hook of DistributedDataParallel, with a state created with the model."""
 
     def first(rank):
@@ -309,7 +313,7 @@ def test_so_does_what_another_thing_with_a_residual_holds_back(ranks, tmp_path, 
 
 
 class Hook:
-    """An object with its own such state, like FSDP's replicas."""
+    """An object with residuals in its state, like FSDP's replicas."""
 
     def __init__(self):
         self.steps, self.residual = 0, torch.zeros(2)
@@ -332,7 +336,9 @@ class Hook:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("after", [1, 2, 3])
-def test_so_it_does_where_that_thing_itself_is_passed(ranks, tmp_path, caplog, after, asynchronous):
+def test_residuals_of_a_saved_object_are_conserved_on_other_ranks(
+    ranks, tmp_path, caplog, after, asynchronous
+):
     def first(rank):
         hook = Hook()
         hook.steps, hook.residual = 5, torch.tensor([1.0, 10.0**rank])
@@ -354,7 +360,7 @@ def test_so_it_does_where_that_thing_itself_is_passed(ranks, tmp_path, caplog, a
     assert "lost" not in caplog.text
 
 
-def test_random_numbers_go_on_as_they_would_have(mpirun, tmp_path):
+def test_random_number_generators_resume_on_real_ranks(mpirun, tmp_path):
     job = mpirun(2, "checkpoints.py", str(tmp_path))
     assert job.returncode == 0, job.stderr
     assert job.stdout.count("went on from step 4") == 2

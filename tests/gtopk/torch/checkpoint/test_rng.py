@@ -17,7 +17,7 @@ def draw():
     return torch.rand(3).tolist(), np.random.rand(), random.gauss(0, 1), random.random()
 
 
-def test_every_generator_goes_on():
+def test_every_random_generator_is_restored():
     draw()  # the generators of Python and NumPy cache a second Gaussian
     np.random.normal()
     taken = flatten(take_generators(), copy=True)
@@ -27,8 +27,8 @@ def test_every_generator_goes_on():
     assert draw() == expected
 
 
-def test_a_gpus_state_is_tried_before_any_generator_goes_on_from_it(monkeypatch):
-    class OfGpu:
+def test_check_generators_refuses_a_gpu_state_of_the_wrong_size(monkeypatch):
+    class GpuGenerator:
         def __init__(self, device: str = "cpu") -> None:
             self.device = device
 
@@ -37,7 +37,7 @@ def test_a_gpus_state_is_tried_before_any_generator_goes_on_from_it(monkeypatch)
                 raise RuntimeError("RNG state is wrong size")
 
     state = take_generators()
-    monkeypatch.setattr(torch, "Generator", OfGpu)
+    monkeypatch.setattr(torch, "Generator", GpuGenerator)
     check_generators({**state, "cuda": torch.zeros(3, dtype=torch.uint8)})  # there is no GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     check_generators({**state, "cuda": torch.zeros(16, dtype=torch.uint8)})

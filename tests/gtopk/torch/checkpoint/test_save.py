@@ -28,11 +28,11 @@ from tests.started import STARTED_PATH
 ROOT = Path(__file__).parents[4]
 
 
-def test_without_a_checkpoint_one_begins_at_the_beginning(ranks, tmp_path):
+def test_load_latest_returns_none_without_a_checkpoint(ranks, tmp_path):
     assert ranks(2, lambda rank: Run().load(tmp_path / "new")) == [None, None]
 
 
-def test_plain_models_and_optimizers_do(ranks, tmp_path):
+def test_plain_model_optimizer_and_sampler_are_restored(ranks, tmp_path):
     def program(rank):
         model = torch.nn.Linear(2, 2)
         optimizer = torch.optim.Adam(model.parameters())
@@ -55,7 +55,7 @@ def test_plain_models_and_optimizers_do(ranks, tmp_path):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_steps_that_were_counted_go_on_whatever_the_script_counts(ranks, tmp_path, size):
+def test_step_count_of_each_rank_is_restored_besides_the_scripts_step(ranks, tmp_path, size):
     def first(rank):
         world.current().step = 40 + rank  # as in modes with independent steps
         save_checkpoint(tmp_path, None, None, step=2)
@@ -68,20 +68,20 @@ def test_the_steps_that_were_counted_go_on_whatever_the_script_counts(ranks, tmp
     assert ranks(size, then) == [(2, step) for step in own]
 
 
-def test_tensors_that_differ_in_shape_or_dtype_alone_are_each_ranks_own(ranks, tmp_path):
-    mine = [
+def test_each_rank_saves_tensors_that_differ_only_in_shape_or_dtype(ranks, tmp_path):
+    of_ranks = [
         {"shape": torch.zeros(2, 3), "none": torch.zeros(0, 4), "dtype": torch.zeros(1)},
         {"shape": torch.zeros(3, 2), "none": torch.zeros(4, 0), "dtype": torch.zeros(1).int()},
     ]
 
     def first(rank):
-        save_checkpoint(tmp_path, None, None, **mine[rank])
+        save_checkpoint(tmp_path, None, None, **of_ranks[rank])
 
     def then(rank):
         return load_latest(tmp_path, None, generators=False).values
 
     ranks(2, first)
-    for loaded, saved in zip(ranks(2, then), mine, strict=True):
+    for loaded, saved in zip(ranks(2, then), of_ranks, strict=True):
         assert {n: (t.dtype, t.shape) for n, t in loaded.items()} == {
             n: (t.dtype, t.shape) for n, t in saved.items()
         }
@@ -106,7 +106,7 @@ def test_buffers_of_any_strides_are_saved(ranks, tmp_path):
     ranks(2, program)
 
 
-def test_state_has_the_strides_of_its_parameter_again(ranks, tmp_path):
+def test_loaded_optimizer_state_has_the_strides_of_its_parameter(ranks, tmp_path):
     def begin():
         model = torch.nn.Conv2d(3, 4, 5).to(memory_format=torch.channels_last)
         inner = [torch.optim.Adam(model.parameters(), lr=lr) for lr in (0.1, 0.2, 0.3)]
@@ -130,7 +130,7 @@ def test_state_has_the_strides_of_its_parameter_again(ranks, tmp_path):
     ranks(1, program)
 
 
-def test_parameters_that_differ_are_saved_and_said(ranks, tmp_path, caplog):
+def test_parameters_that_differ_between_ranks_are_saved_and_logged(ranks, tmp_path, caplog):
     def program(rank, load):
         model = torch.nn.Linear(2, 2)
         with torch.no_grad():
@@ -152,7 +152,7 @@ def test_parameters_that_differ_are_saved_and_said(ranks, tmp_path, caplog):
     assert ranks(2, lambda rank: program(rank, True)) == [[0, 0]] * 2
 
 
-def test_replicas_that_are_apart_by_design_are_no_surprise(ranks, tmp_path, caplog):
+def test_local_sgd_replicas_that_differ_are_saved_without_a_warning(ranks, tmp_path, caplog):
     """Within a round of LocalSGD; parts that it does not train should still be equal."""
 
     def program(rank):
@@ -182,7 +182,7 @@ def test_replicas_that_are_apart_by_design_are_no_surprise(ranks, tmp_path, capl
 
 
 @pytest.mark.parametrize("number", [np.int64(5), np.array(5), torch.tensor(5)], ids=repr)
-def test_whoever_counts_in_integers_may_count_in_those_of_arrays(ranks, tmp_path, number):
+def test_step_and_keep_may_be_integers_of_numpy_or_torch(ranks, tmp_path, number):
     def program(rank):
         model = torch.nn.Linear(1, 1)
         for _ in range(7):
@@ -198,19 +198,19 @@ def test_whoever_counts_in_integers_may_count_in_those_of_arrays(ranks, tmp_path
     [100.0, np.float64(3), torch.tensor(7.0), True, np.True_, torch.tensor(True), "3", None],
     ids=repr,
 )
-def test_what_is_no_integer_makes_no_folder_that_nobody_finds(ranks, tmp_path, number):
+def test_step_or_keep_that_is_no_integer_is_refused_before_writing(ranks, tmp_path, number):
     def program(rank):
         model = torch.nn.Linear(1, 1)
         for name in ("step", "keep"):
-            said = f"{name} must be an integer, got {number!r}; count in integers, or pass int("
-            with pytest.raises(TypeError, match=re.escape(said)):
+            message = f"{name} must be an integer, got {number!r}; count in integers, or pass int("
+            with pytest.raises(TypeError, match=re.escape(message)):
                 save_checkpoint(tmp_path / "new", model, None, **{name: number})
 
     ranks(2, program)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ranks_at_different_steps_hear_of_it_and_write_nothing(ranks, tmp_path):
+def test_save_at_different_steps_raises_and_writes_nothing(ranks, tmp_path):
     def program(rank):
         model = torch.nn.Linear(1, 1)
         with pytest.raises(
@@ -226,7 +226,7 @@ def test_ranks_at_different_steps_hear_of_it_and_write_nothing(ranks, tmp_path):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_folder_is_one_whatever_path_leads_there(ranks, tmp_path, monkeypatch, asynchronous):
+def test_all_paths_to_a_folder_are_the_same_folder(ranks, tmp_path, monkeypatch, asynchronous):
     real = tmp_path / "real"
     real.mkdir()
     (tmp_path / "link").symlink_to("real")
@@ -244,7 +244,7 @@ def test_a_folder_is_one_whatever_path_leads_there(ranks, tmp_path, monkeypatch,
     assert names == ["checkpoint-00000006-step-5", "checkpoint-00000007-step-6"]
 
 
-def test_a_path_that_leads_nowhere_is_said_on_every_rank(ranks, tmp_path):
+def test_unusable_path_raises_on_every_rank(ranks, tmp_path):
     (tmp_path / "one").symlink_to("other")
     (tmp_path / "other").symlink_to("one")
 
@@ -257,7 +257,7 @@ def test_a_path_that_leads_nowhere_is_said_on_every_rank(ranks, tmp_path):
     ranks(2, program)
 
 
-def test_an_empty_path_is_not_the_current_folder(ranks, tmp_path, monkeypatch):
+def test_empty_path_is_not_the_current_folder(ranks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def program(rank):
@@ -270,7 +270,7 @@ def test_an_empty_path_is_not_the_current_folder(ranks, tmp_path, monkeypatch):
     assert not [*tmp_path.iterdir()]
 
 
-def test_who_cannot_save_is_named_on_every_rank_and_training_goes_on(ranks, tmp_path):
+def test_failed_save_is_named_on_every_rank_and_training_continues(ranks, tmp_path):
     """The disk is full on one rank, and later has room again."""
 
     def program(rank):
@@ -286,16 +286,16 @@ def test_who_cannot_save_is_named_on_every_rank_and_training_goes_on(ranks, tmp_
         run.steps(1).save(tmp_path, 4)
         return str(error.value)
 
-    said = ranks(3, program)
-    assert len(set(said)) == 1
-    assert re.search(r"rank 1 \(host .*\): .*No space left.*/rank-1-of-3\.safetensors'", said[0])
-    assert said[0].endswith("checkpoint 1 is whole")
+    errors = ranks(3, program)
+    assert len(set(errors)) == 1
+    assert re.search(r"rank 1 \(host .*\): .*No space left.*/rank-1-of-3\.safetensors'", errors[0])
+    assert errors[0].endswith("checkpoint 1 is whole")
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["checkpoint-00000001-step-2", "checkpoint-00000003-step-4"]
     assert ranks(3, lambda rank: Run().load(tmp_path).step) == [4] * 3
 
 
-def test_what_has_no_state_is_named_on_every_rank(ranks, tmp_path):
+def test_invalid_arguments_of_save_are_refused_on_every_rank(ranks, tmp_path):
     def program(rank):
         model = torch.nn.Linear(1, 1)
         hook = program if rank == 1 else None
@@ -316,7 +316,7 @@ def test_what_has_no_state_is_named_on_every_rank(ranks, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_asynchronous_save_is_of_the_moment_that_it_began(ranks, tmp_path, monkeypatch):
+def test_asynchronous_save_holds_the_state_at_the_call(ranks, tmp_path, monkeypatch):
     """Training continues at once; the next save, or `wait`, reports the outcome."""
     gate = threading.Event()
 
@@ -349,7 +349,7 @@ def test_an_asynchronous_save_is_of_the_moment_that_it_began(ranks, tmp_path, mo
     ranks(2, program)
 
 
-def test_an_asynchronous_save_that_failed_is_said_by_the_next_which_is_written(ranks, tmp_path):
+def test_next_save_reports_a_failed_asynchronous_one_and_is_written(ranks, tmp_path):
     """The next save may be the last one of the job, and the disk may have room again."""
 
     def program(rank):
@@ -372,7 +372,7 @@ def test_an_asynchronous_save_that_failed_is_said_by_the_next_which_is_written(r
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-00000002-step-2"]
 
 
-def test_what_wait_has_said_is_not_said_again(ranks, tmp_path):
+def test_error_reported_by_wait_is_not_raised_again(ranks, tmp_path):
     def program(rank):
         (tmp_path / "checkpoint-00000001-step-1").touch()
         failing = save_checkpoint(tmp_path, None, None, step=1, asynchronous=True)
@@ -384,7 +384,7 @@ def test_what_wait_has_said_is_not_said_again(ranks, tmp_path):
     ranks(2, program)
 
 
-def test_one_that_failed_keeps_nobody_from_loading_what_is_whole(ranks, tmp_path, caplog):
+def test_load_works_after_a_failed_asynchronous_save(ranks, tmp_path, caplog):
     def program(rank):
         save_checkpoint(tmp_path, None, None, step=1)
         (tmp_path / "checkpoint-00000002-step-2").touch()
@@ -395,12 +395,12 @@ def test_one_that_failed_keeps_nobody_from_loading_what_is_whole(ranks, tmp_path
             failing.wait()
 
     ranks(2, program)
-    said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert len(said) == 2
-    assert re.search(r"^checkpoint 2 cannot .* 1 is whole; loading the newest whole", said[0])
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(warnings) == 2
+    assert re.search(r"^checkpoint 2 cannot .* 1 is whole; loading the newest whole", warnings[0])
 
 
-def test_where_the_next_fails_too_both_are_said(ranks, tmp_path):
+def test_failed_save_after_a_failed_asynchronous_one_reports_both(ranks, tmp_path):
     def program(rank):
         for number in (1, 2):
             (tmp_path / f"checkpoint-0000000{number}-step-{number}").touch()
@@ -415,10 +415,10 @@ def test_where_the_next_fails_too_both_are_said(ranks, tmp_path):
 
 
 @pytest.mark.timeout(200)
-def test_whatever_moment_a_writer_is_killed_at_the_last_checkpoint_is_whole(tmp_path):
-    """The one with the last completed save, or the next."""
+def test_last_checkpoint_is_complete_whenever_its_writer_is_killed(tmp_path):
+    """It is of the last completed save, or of the next."""
     program, killed = ROOT / "tests" / "programs" / "checkpoint_killed_writer.py", 60
-    done = subprocess.run(
+    child = subprocess.run(
         [sys.executable, str(program), str(tmp_path), str(killed)],
         capture_output=True,
         text=True,
@@ -426,8 +426,8 @@ def test_whatever_moment_a_writer_is_killed_at_the_last_checkpoint_is_whole(tmp_
         check=False,
         env={**os.environ, "PYTHONPATH": STARTED_PATH},
     )
-    assert done.returncode == 0, done.stderr
-    some_left, new, deeds = map(int, done.stdout.split())
+    assert child.returncode == 0, child.stderr
+    some_left, new, deeds = map(int, child.stdout.split())
     # Otherwise the kills did not cover the relevant moments.
     assert deeds >= 10
     assert some_left >= 3
@@ -454,7 +454,7 @@ def open_path():
         yield Path(folder)
 
 
-def test_a_folder_that_may_only_be_read_is_read_and_said(ranks, open_path):
+def test_read_only_folder_is_loaded_from_and_named_when_saving(ranks, open_path):
     folder = open_path / "saved"
 
     def program(rank):
@@ -471,15 +471,15 @@ def test_a_folder_that_may_only_be_read_is_read_and_said(ranks, open_path):
     ranks(2, lambda rank: save_checkpoint(folder, torch.nn.Linear(2, 2), None, step=1))
     folder.chmod(0o555)
     with without_rights():
-        said = ranks(2, program)
+        errors = ranks(2, program)
     path = re.escape(f"{folder}")
     each = [rf"rank {r} \(host \S+\): \[Errno 13\] Permission denied: '{path}/\S+'" for r in (0, 1)]
     words = f"checkpoint 2 cannot be written to {path}: {'; '.join(each)}; checkpoint 1 is whole"
-    assert all(re.fullmatch(words, text) for text in said), said
+    assert all(re.fullmatch(words, text) for text in errors), errors
     assert [path.name for path in folder.iterdir()] == ["checkpoint-00000001-step-1"]
 
 
-def test_a_file_in_the_folders_place_is_said(ranks, tmp_path):
+def test_file_in_place_of_the_folder_raises_on_every_rank(ranks, tmp_path):
     (tmp_path / "file").touch()
 
     def program(rank):
@@ -495,7 +495,7 @@ def test_a_file_in_the_folders_place_is_said(ranks, tmp_path):
     ranks(2, program)
 
 
-def test_it_is_reached_from_the_top():
+def test_save_checkpoint_is_exported_by_gtopk():
     assert gtopk.save_checkpoint is save_checkpoint
     assert "save_checkpoint" in gtopk.__all__
     with pytest.raises(AttributeError, match="no attribute 'save_checkpiont'"):

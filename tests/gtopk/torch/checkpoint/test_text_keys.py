@@ -32,7 +32,7 @@ from gtopk.torch.checkpoint.state import restore_keys
     ],
     ids=repr,
 )
-def test_keys_come_back(written, like, saved):
+def test_restore_keys_turns_text_keys_into_those_of_the_target(written, like, saved):
     before = repr(like)
     found = restore_keys(written, like)
     assert repr(found) == repr(saved)

@@ -20,7 +20,7 @@ from gtopk.torch.checkpoint.files import Content, Part, name_of, read_part, writ
 from gtopk.torch.checkpoint.tree import flatten, unflatten
 
 
-def through(obj):
+def round_trip(obj):
     """Convert an object to JSON text and back."""
     taken = flatten(obj)
     return unflatten(json.loads(json.dumps(taken.tree, allow_nan=False)), taken.tensors)
@@ -70,11 +70,11 @@ objects = st.recursive(
 
 @settings(max_examples=300, deadline=None)
 @given(objects)
-def test_every_object_comes_back(obj):
-    assert same(through(obj), obj)
+def test_random_objects_survive_round_trip(obj):
+    assert same(round_trip(obj), obj)
 
 
-def test_the_drawing_is_what_is_written():
+def test_flatten_gives_what_the_docstring_draws():
     drawn = re.search(r"    JSON  (.*?)\n    tensors", tree.__doc__, re.DOTALL)[1]
     weight = torch.ones(2)
     obj = {"model": {"weight": weight}, "betas": (0.9, math.inf), "state": {0: "x"}}
@@ -83,23 +83,23 @@ def test_the_drawing_is_what_is_written():
     assert list(taken.tensors) == ["model.weight"]
 
 
-def test_a_modules_state_comes_back_with_its_versions():
+def test_state_dict_keeps_its_version_numbers():
     state = torch.nn.BatchNorm1d(3).state_dict()
-    again = through({"model": state})["model"]
+    again = round_trip({"model": state})["model"]
     assert same(again, state)
     assert again._metadata == state._metadata
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])
-def test_an_optimizers_state_comes_back(optimizer):
+def test_optimizer_state_survives_round_trip(optimizer):
     model = torch.nn.Linear(3, 2)
     one = optimizer(model.parameters(), lr=0.1)
     model(torch.ones(1, 3)).sum().backward()
     one.step()
-    assert same(through(one.state_dict()), one.state_dict())
+    assert same(round_trip(one.state_dict()), one.state_dict())
 
 
-def test_a_tensor_in_two_places_is_kept_once():
+def test_tensor_in_two_places_is_stored_once():
     weight = torch.ones(3)
     taken = flatten({"a": weight, "b": [weight]})
     assert list(taken.tensors) == ["a"]
@@ -108,7 +108,7 @@ def test_a_tensor_in_two_places_is_kept_once():
 
 
 @pytest.mark.parametrize("copy", [False, True])
-def test_views_of_one_memory_are_written_each_by_itself(tmp_path, copy):
+def test_views_of_one_memory_are_written_separately(tmp_path, copy):
     whole = torch.arange(6.0)
     views = {"head": whole[:3], "tail": whole[3:], "all": whole, "turned": whole.view(2, 3).T}
     taken = flatten(views, copy=copy)
@@ -122,7 +122,7 @@ def test_views_of_one_memory_are_written_each_by_itself(tmp_path, copy):
     assert all(torch.equal(found[name], view) for name, view in before.items())
 
 
-def test_what_need_not_be_copied_is_not():
+def test_flatten_copies_no_tensor_by_default():
     """Otherwise a save would copy a whole bucket's memory, as states are views of it."""
     whole = torch.arange(6.0)
     taken = flatten({"head": whole[:3], "tail": whole[3:]})
@@ -133,7 +133,7 @@ def test_what_need_not_be_copied_is_not():
 
 @pytest.mark.parametrize("length", [1, 100, 10_000, 1_000_000])
 @pytest.mark.parametrize("copy", [False, True])
-def test_many_arrays_stay_apart(length, copy):
+def test_many_arrays_keep_their_own_values(length, copy):
     """None reuses memory just freed by another."""
     arrays = {f"a{i}": np.full(length, i) for i in range(8)}
     taken = flatten(arrays, copy=copy)
@@ -141,11 +141,11 @@ def test_many_arrays_stay_apart(length, copy):
     assert same(unflatten(*taken), arrays)
 
 
-def test_names_that_read_alike_stay_apart():
+def test_paths_that_join_to_the_same_name_stay_distinct():
     one, two = torch.zeros(1), torch.ones(1)
     obj = {"a.b": {"c": one}, "a": {"b.c": two}}
     assert sorted(flatten(obj).tensors) == ["a.b.c", "a.b.c~2"]
-    assert same(through(obj), obj)
+    assert same(round_trip(obj), obj)
 
 
 @pytest.mark.parametrize(
@@ -164,18 +164,18 @@ def test_names_that_read_alike_stay_apart():
     ],
     ids=repr,
 )
-def test_what_json_and_safetensors_lack_comes_back_too(odd):
-    assert same(through({"x": odd})["x"], odd)
+def test_types_that_json_and_safetensors_lack_survive_round_trip(odd):
+    assert same(round_trip({"x": odd})["x"], odd)
 
 
-def test_a_tensor_and_its_negative_in_the_same_memory_are_two():
+def test_tensor_and_its_negated_view_are_stored_separately():
     ones = torch.ones(2)
-    assert same(through({"a": ones, "b": torch._neg_view(ones)}), {"a": ones, "b": -ones})
+    assert same(round_trip({"a": ones, "b": torch._neg_view(ones)}), {"a": ones, "b": -ones})
 
 
-def test_what_would_need_a_pickle_is_refused_with_its_place():
+def test_error_names_the_place_of_an_object_that_needs_a_pickle():
     with pytest.raises(TypeError, match=r"model\.hook: .*a function at.*GTOPK_ALLOW_PICKLE=1"):
-        flatten({"model": {"hook": through}})
+        flatten({"model": {"hook": round_trip}})
     deep = []
     for _ in range(200):
         deep = [deep]
@@ -202,12 +202,12 @@ def test_what_would_need_a_pickle_is_refused_with_its_place():
     ],
     ids=json.dumps,
 )
-def test_what_is_no_such_tree_is_an_error(damaged):
+def test_malformed_tree_raises(damaged):
     with pytest.raises(DamagedError):
         unflatten([damaged], {"a": torch.zeros(2)})
 
 
-def test_names_of_files_may_be_keys_of_tensors(tmp_path):
+def test_file_names_that_are_not_utf_8_may_be_keys(tmp_path):
     """Python represents bytes that are not UTF-8 as lone surrogates."""
     odd = {os.fsdecode(b"\xff.png"): torch.ones(2), "\\udcff.png": torch.zeros(2), "é": [1]}
     part = Part(1, 1, 1, name_of(0))

@@ -19,13 +19,13 @@ from gtopk.torch.elastic import ObjectState, State
 from gtopk.torch.elastic.base import ADVICE, Commit, advice_of, open_archive, write_commit
 
 
-def test_a_state_says_what_a_subclass_must_do():
+def test_state_without_a_required_method_raises():
     for method in ("save", "restore", "sync"):
         with pytest.raises(NotImplementedError, match=rf"State must define {method}\(\)"):
             getattr(State(), method)()
 
 
-def test_horovods_arguments_are_taken(ranks):
+def test_object_state_takes_horovods_arguments(ranks):
     def program(rank):
         state = ObjectState(lambda obj: {**obj, "value": "broadcast"}, lambda: 7, value=rank)
         state.sync()
@@ -35,24 +35,24 @@ def test_horovods_arguments_are_taken(ranks):
     ranks(2, program)
 
 
-@pytest.mark.parametrize("went_back", [False, True])
-def test_after_a_restore_all_ranks_count_from_rank_0s_commit(ranks, went_back):
+@pytest.mark.parametrize("restored", [False, True])
+def test_sync_sets_rank_0s_step_on_ranks_that_restored(ranks, restored):
     """One may have been a commit ahead; ranks that did not go back keep their steps."""
 
     def program(rank):
         here = world.current()
         here.resume(6 - 3 * rank)
         state = ObjectState(value=1)
-        if went_back:
+        if restored:
             state.restore()
             state._resume_saved_step()
         state.sync()
         return here.step
 
-    assert ranks(2, program) == [6, 6 if went_back else 3]
+    assert ranks(2, program) == [6, 6 if restored else 3]
 
 
-def test_a_state_with_a_save_of_its_own_goes_back_to_its_commit(ranks):
+def test_state_with_its_own_save_resumes_the_step_of_its_commit(ranks):
     class Own(ObjectState):
         def save(self):
             self.saved = self.value
@@ -72,7 +72,7 @@ def test_a_state_with_a_save_of_its_own_goes_back_to_its_commit(ranks):
     assert ranks(2, program) == [4, 4]
 
 
-def test_objects_changed_in_place_are_restored_too(ranks):
+def test_restore_undoes_in_place_changes_of_objects(ranks):
     def program(rank):
         state = ObjectState(values=[1, [2]])
         state.values[1].append(3)
@@ -88,7 +88,7 @@ def test_objects_changed_in_place_are_restored_too(ranks):
 @pytest.mark.parametrize(
     ("updates", "skip_sync"), [([1], True), ([2], False), ([3], False), ([1, 2], False)]
 )
-def test_word_on_any_rank_interrupts_all_at_the_same_commit(ranks, updates, skip_sync):
+def test_host_update_on_one_rank_interrupts_all_at_the_same_commit(ranks, updates, skip_sync):
     def program(rank):
         state = ObjectState(value=1)
         state.commit()
@@ -107,7 +107,7 @@ def test_word_on_any_rank_interrupts_all_at_the_same_commit(ranks, updates, skip
     ranks(3, program)
 
 
-def test_a_reset_forgets_word_of_what_it_answers(ranks):
+def test_reset_discards_pending_host_updates(ranks):
     def program(rank):
         state = ObjectState()
         state.on_hosts_updated(1, 2)
@@ -134,7 +134,7 @@ def commit(rank, *values):
     return archive
 
 
-def test_without_a_folder_nothing_is_kept(ranks, monkeypatch):
+def test_open_archive_returns_none_without_a_folder(ranks, monkeypatch):
     monkeypatch.delenv("GTOPK_ELASTIC_DIR", raising=False)
     assert ranks(2, lambda rank: open_archive()) == [None, None]
 
@@ -148,7 +148,7 @@ def test_every_rank_finds_its_own_part_of_the_newest_commit(ranks, folder, monke
     assert [each.state for f in found for each in f.owned] == [{"own": [4, r]} for r in range(2)]
 
 
-def test_ranks_that_have_counted_unlike_steps_commit_the_most(ranks, folder):
+def test_commit_has_the_highest_step_of_all_ranks(ranks, folder):
     """One ran out of batches, or ranks step independently."""
 
     def program(rank):
@@ -160,7 +160,7 @@ def test_ranks_that_have_counted_unlike_steps_commit_the_most(ranks, folder):
     assert [found.step for found in ranks(2, lambda rank: open_archive().find())] == [5, 5]
 
 
-def test_what_cannot_be_written_is_named_on_every_rank(ranks, folder):
+def test_every_rank_names_all_values_that_cannot_be_written(ranks, folder):
     def program(rank):
         archive = commit(rank, "good")
         bad = {"value": object() if rank == 0 else 1}, {"own": object() if rank == 2 else 1}
@@ -168,23 +168,23 @@ def test_what_cannot_be_written_is_named_on_every_rank(ranks, folder):
             write_commit(archive, Commit(*bad))
         return str(error.value), archive.number
 
-    ((said, number), *others) = ranks(3, program)
-    assert others == [(said, number)] * 2
+    ((text, number), *others) = ranks(3, program)
+    assert others == [(text, number)] * 2
     assert number == 1
-    assert "GTOPK_ELASTIC_DIR" in said
-    assert f"rank 0 (host {socket.gethostname()}): TypeError: value: " in said
-    assert f"rank 2 (host {socket.gethostname()}): TypeError: own: " in said
-    assert "rank 1 " not in said
+    assert "GTOPK_ELASTIC_DIR" in text
+    assert f"rank 0 (host {socket.gethostname()}): TypeError: value: " in text
+    assert f"rank 2 (host {socket.gethostname()}): TypeError: own: " in text
+    assert "rank 1 " not in text
 
 
-def test_wrong_settings_are_refused(ranks, folder, monkeypatch):
+def test_invalid_elastic_keep_is_refused(ranks, folder, monkeypatch):
     for wrong in ("0", "-1", "many"):
         monkeypatch.setenv("GTOPK_ELASTIC_KEEP", wrong)
         with pytest.raises(ValueError, match=f"GTOPK_ELASTIC_KEEP .* at least 1, got '{wrong}'"):
             ranks(1, lambda rank: open_archive())
 
 
-def test_the_advice_says_where_the_job_goes_on(ranks, folder):
+def test_advice_names_the_commit_that_a_restart_resumes(ranks, folder):
     def program(rank):
         archive = open_archive()
         before = advice_of(archive)
@@ -198,7 +198,7 @@ def test_the_advice_says_where_the_job_goes_on(ranks, folder):
     assert "GTOPK_ELASTIC_DIR" in ADVICE
 
 
-def test_a_folder_keeps_one_state(ranks, folder):
+def test_second_state_in_a_folder_is_refused(ranks, folder):
     def program(rank):
         archive = open_archive()
         with pytest.raises(ValueError, match="keeps one state, and this is the second on rank"):
@@ -209,7 +209,7 @@ def test_a_folder_keeps_one_state(ranks, folder):
     assert ranks(2, program) == [0, 0]  # after one is gone, there may be another
 
 
-def test_a_second_state_is_refused_on_every_rank_where_one_has_forgotten_the_first(ranks, folder):
+def test_second_state_is_refused_although_one_rank_deleted_the_first(ranks, folder):
     def program(rank):
         archive = open_archive()
         if rank == 0:
@@ -220,14 +220,14 @@ def test_a_second_state_is_refused_on_every_rank_where_one_has_forgotten_the_fir
     ranks(2, program)
 
 
-def test_a_folder_that_one_rank_cannot_make_is_said_on_every_rank(ranks, folder, monkeypatch):
-    def made(path):
+def test_every_rank_raises_when_one_cannot_create_the_folder(ranks, folder, monkeypatch):
+    def failing(path):
         if hvd.rank() == 1:
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         path.mkdir(exist_ok=True)
         return path
 
-    monkeypatch.setattr(archives, "ensure_folder", made)
+    monkeypatch.setattr(archives, "ensure_folder", failing)
 
     def program(rank):
         with pytest.raises(CheckpointError, match=r"created or listed: rank 1 .*Permission denied"):
@@ -236,7 +236,7 @@ def test_a_folder_that_one_rank_cannot_make_is_said_on_every_rank(ranks, folder,
     ranks(2, program)
 
 
-def test_a_folder_stays_where_it_is_when_the_script_changes_its_own(ranks, tmp_path, monkeypatch):
+def test_commit_folder_stays_the_same_after_chdir(ranks, tmp_path, monkeypatch):
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GTOPK_ELASTIC_DIR", "commits")

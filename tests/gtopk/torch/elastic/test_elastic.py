@@ -76,12 +76,12 @@ def test_methods_and_parameters_are_horovods():
     assert issubclass(elastic.ObjectState, elastic.State)
 
 
-def test_scripts_reach_it_as_hvd_elastic():
+def test_elastic_is_reachable_as_hvd_elastic():
     assert hvd.elastic is elastic
     assert elastic.__all__ == sorted(elastic.__all__)
 
 
-def test_the_interrupt_says_whether_to_synchronize():
+def test_hosts_updated_interrupt_holds_skip_sync():
     assert issubclass(exceptions.HostsUpdatedInterrupt, RuntimeError)
     assert not issubclass(exceptions.HostsUpdatedInterrupt, exceptions.HorovodInternalError)
     assert [exceptions.HostsUpdatedInterrupt(skip).skip_sync for skip in (True, False)] == [

@@ -10,7 +10,7 @@ from gtopk.torch.elastic import TorchState
 from tests.gtopk.torch.checkpoint.run import Run
 
 
-class HoldsBack(torch.optim.SGD):
+class OptimizerWithResidual(torch.optim.SGD):
     """An optimizer with a residual, like a distributed one."""
 
     steps = 0
@@ -37,13 +37,15 @@ class HoldsBack(torch.optim.SGD):
 
 def make():
     model = torch.nn.Linear(2, 1)
-    optimizer = HoldsBack(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = OptimizerWithResidual(model.parameters(), lr=0.1, momentum=0.9)
     optimizer.buckets = []
     return TorchState(model, optimizer)
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 3), (5, 2), (2, 3), (3, 1)])
-def test_what_is_held_back_is_conserved(ranks, tmp_path, monkeypatch, before, after):
+def test_sum_of_residuals_is_conserved_on_another_number_of_ranks(
+    ranks, tmp_path, monkeypatch, before, after
+):
     monkeypatch.setenv("GTOPK_ELASTIC_DIR", str(tmp_path))
 
     def begin(rank):
@@ -71,7 +73,7 @@ def test_what_is_held_back_is_conserved(ranks, tmp_path, monkeypatch, before, af
         assert [tensor.tolist() for tensor in held] == [[1.0, 10.0**r] for r in range(before)]
 
 
-def test_a_sync_leaves_each_rank_what_it_holds_back(ranks):
+def test_sync_leaves_each_rank_its_own_residual(ranks):
     def program(rank):
         state = make()
         state.optimizer.held = torch.tensor([float(rank)])
@@ -84,7 +86,7 @@ def test_a_sync_leaves_each_rank_what_it_holds_back(ranks):
     assert ranks(3, program) == [0.0, 1.0, 2.0]
 
 
-def test_a_plain_optimizer_goes_on_too(ranks, tmp_path, monkeypatch):
+def test_plain_optimizer_resumes_from_the_commit(ranks, tmp_path, monkeypatch):
     monkeypatch.setenv("GTOPK_ELASTIC_DIR", str(tmp_path))
 
     def program(rank):
@@ -100,7 +102,7 @@ def test_a_plain_optimizer_goes_on_too(ranks, tmp_path, monkeypatch):
     assert ranks(3, program) == [0.4, 0.4, 0.4]
 
 
-def test_a_commit_from_before_the_first_step_takes_back_what_was_held_back_since(ranks):
+def test_restore_to_before_the_first_step_clears_the_residual(ranks):
     def program(rank):
         model = torch.nn.Linear(4, 3)
         optimizer = hvd.DistributedOptimizer(
@@ -130,7 +132,7 @@ def test_a_commit_from_before_the_first_step_takes_back_what_was_held_back_since
 
 
 @pytest.mark.parametrize("mode", [{"mode": "abs", "micro_batch": 4}, {"mode": "adaptive-sgd"}])
-def test_a_loader_whose_state_is_each_ranks_own_is_refused(ranks, mode):
+def test_loader_with_rank_specific_state_is_refused(ranks, mode):
     """A `sync` would give all ranks rank 0's residual."""
 
     def program(rank):

@@ -20,7 +20,7 @@ PROGRAMS = Path(__file__).parents[3] / "programs"
 pytestmark = pytest.mark.timeout(300)
 
 
-class Told(State):
+class RecordingState(State):
     """A state that records its calls."""
 
     def __init__(self, log):
@@ -48,7 +48,7 @@ class Told(State):
         (HostsUpdatedInterrupt(True), ["rejoin", "on_reset"]),
     ],
 )
-def test_what_follows_a_failure(raised, expected):
+def test_calls_of_a_recovery_depend_on_the_error(raised, expected):
     log: list[str] = []
 
     def attempt(state, value, *, key):
@@ -58,11 +58,11 @@ def test_what_follows_a_failure(raised, expected):
         return value + key
 
     train = run_fn(attempt, lambda: log.append("rejoin"))
-    assert train(Told(log), 1, key=2) == 3
+    assert train(RecordingState(log), 1, key=2) == 3
     assert log == ["sync", "attempt", *expected, "attempt"]
 
 
-def test_a_failure_after_changed_hosts_is_synchronized_again():
+def test_failure_after_a_host_update_is_restored_and_synchronized():
     log: list[str] = []
     raised = iter([HostsUpdatedInterrupt(True), HorovodInternalError("x")])
 
@@ -71,12 +71,12 @@ def test_a_failure_after_changed_hosts_is_synchronized_again():
         if error := next(raised, None):
             raise error
 
-    run_fn(attempt, lambda: None)(Told(log))
+    run_fn(attempt, lambda: None)(RecordingState(log))
     words = ["sync", "attempt", "on_reset", "attempt", "restore", "on_reset", "sync", "attempt"]
     assert log == words
 
 
-def test_attempts_that_get_on_are_not_counted(ranks):
+def test_attempts_that_commit_are_not_limited_in_number(ranks):
     def program(rank):
         attempts = []
 
@@ -86,7 +86,7 @@ def test_attempts_that_get_on_are_not_counted(ranks):
             if len(attempts) < 50:
                 raise HorovodInternalError("now and then")
 
-        run_fn(attempt, lambda: None)(Told([]))
+        run_fn(attempt, lambda: None)(RecordingState([]))
         return len(attempts)
 
     assert ranks(1, program) == [50]
@@ -133,7 +133,7 @@ def killed(mpirun, tmp_path_factory) -> Killed:
     return Killed(first, left, mpirun(3, "elastic_recovers.py", GTOPK_ELASTIC_DIR=str(folder)))
 
 
-def test_a_killed_rank_ends_the_job_which_says_how_it_can_go_on(killed):
+def test_killed_rank_ends_the_job_with_advice_on_restarting(killed):
     assert killed.first.returncode != 0
     # mpirun reports the signal, or the survivor that ended the job, whichever it learns of first.
     lost = r"rank [02] of 3 .*rank 1 is lost \("
@@ -141,17 +141,17 @@ def test_a_killed_rank_ends_the_job_which_says_how_it_can_go_on(killed):
     assert re.search(advice, killed.first.stderr), killed.first.stderr
 
 
-def test_as_many_ranks_end_as_if_nothing_had_happened(ranks, killed):
+def test_restart_with_as_many_ranks_gives_bit_identical_results(ranks, killed):
     assert killed.again.returncode == 0, killed.again.stderr
     assert "resuming from checkpoint 4 (step 8) in " in killed.again.stderr
     undisturbed = train_here(ranks, 3)[0]
     assert every_sample_once(undisturbed)
     # Bit-identical, as the ranks' residuals are restored too.
-    told = [line for line in killed.again.stdout.split("\n") if " of 3: " in line]
-    assert sorted(told) == [f"rank {rank} of 3: {undisturbed}" for rank in range(3)]
+    lines = [line for line in killed.again.stdout.split("\n") if " of 3: " in line]
+    assert sorted(lines) == [f"rank {rank} of 3: {undisturbed}" for rank in range(3)]
 
 
-def test_fewer_ranks_process_what_was_left(ranks, killed, monkeypatch):
+def test_restart_with_fewer_ranks_processes_the_remaining_samples(ranks, killed, monkeypatch):
     undisturbed = train_here(ranks, 3)[0]
     monkeypatch.setenv("GTOPK_ELASTIC_DIR", str(killed.left))
     two = train_here(ranks, 2)
@@ -162,18 +162,18 @@ def test_fewer_ranks_process_what_was_left(ranks, killed, monkeypatch):
     assert [trained.resets for trained in two] == [1, 1]
 
 
-def test_ranks_that_all_live_recover_from_failures(killed):
-    told = killed.again.stdout.count("every failure was survived")
-    assert told == 3, killed.again.stdout + killed.again.stderr
+def test_live_ranks_recover_from_failures(killed):
+    recovered = killed.again.stdout.count("every failure was survived")
+    assert recovered == 3, killed.again.stdout + killed.again.stderr
 
 
-def test_so_they_do_where_rank_0_itself_serves_the_port_where_they_meet(torchrun):
+def test_live_ranks_recover_when_rank_0_serves_the_rendezvous_store(torchrun):
     job = torchrun(3, "elastic_recovers.py", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     assert job.returncode == 0, job.stderr
     assert job.stdout.count("every failure was survived") == 3, job.stdout + job.stderr
 
 
-def test_torchrun_restarts_all_and_they_go_on(ranks, torchrun, tmp_path):
+def test_job_resumes_after_torchrun_restarts_all_ranks(ranks, torchrun, tmp_path):
     (undisturbed, _) = train_here(ranks, 2)
     job = torchrun(
         *(2, "elastic_job.py", "1", "3", "1", str(tmp_path / "killed")),
@@ -183,8 +183,8 @@ def test_torchrun_restarts_all_and_they_go_on(ranks, torchrun, tmp_path):
     assert job.returncode == 0, job.stderr
     # The survivor names the lost rank, and says what to do without an agent; the agent may have
     # terminated it before it tried to continue.
-    said = r"(rank 1 cannot rejoin this job \(|was stopped by SIGTERM .*, as )rank 1 is lost \("
-    assert re.search(said, job.stderr), job.stderr
+    error = r"(rank 1 cannot rejoin this job \(|was stopped by SIGTERM .*, as )rank 1 is lost \("
+    assert re.search(error, job.stderr), job.stderr
     assert "restart it with GTOPK_ELASTIC_DIR=" in job.stderr
     assert "resuming from checkpoint 5" in job.stderr
     assert sorted(job.stdout.split("\n"))[-2:] == [

@@ -27,7 +27,7 @@ def _world():
     World.rank, World.size = 0, 1
 
 
-def deal(size, state=None, **options):
+def make_samplers(size, state=None, **options):
     """Return the samplers of all ranks, resumed from a state."""
     samplers = []
     World.size = size
@@ -38,7 +38,7 @@ def deal(size, state=None, **options):
     return samplers
 
 
-def in_turn(shares):
+def interleaved(shares):
     """Return the ranks' samples in the order of dealing; all have the same number."""
     return [sample for turn in zip(*shares, strict=True) for sample in turn]
 
@@ -48,7 +48,7 @@ def take(samplers, batches, batch):
     taken = []
     iterators = [iter(each) for each in samplers]
     for index in range(batches):
-        taken += in_turn([list(itertools.islice(iterator, batch)) for iterator in iterators])
+        taken += interleaved([list(itertools.islice(iterator, batch)) for iterator in iterators])
         for each in samplers:
             each.record_batch(index, batch)
     assert len({tuple(each.state_dict().items()) for each in samplers}) == 1
@@ -69,41 +69,41 @@ def test_every_sample_is_processed_once_over_any_change_of_the_ranks(
     state = {"epoch": epoch, "processed_num": 0}
     processed: list[int] = []
     for size, batches, batch in phases:
-        taken, state = take(deal(size, state, **options), batches, batch)
+        taken, state = take(make_samplers(size, state, **options), batches, batch)
         processed += taken
-    samplers = deal(last, state, **options)
+    samplers = make_samplers(last, state, **options)
     shares = [list(each) for each in samplers]
     # All ranks take the same number of steps, which len() returns.
     assert {len(share) for share in shares} == {len(each) for each in samplers}
     assert len(set(map(len, shares))) == 1
     # Only the padding of the remainder, which comes last, repeats samples.
-    processed += in_turn(shares)
+    processed += interleaved(shares)
     assert sorted(processed[:length]) == list(range(length))
     sizes = [last, *(size for size, *_ in phases)]
     assert len(processed) - length < max(sizes)
 
 
 @given(length=st.integers(1, 50), size=st.integers(1, 9))
-def test_at_most_one_sample_a_rank_makes_up_for_the_remainder(length, size):
-    shares = [list(each) for each in deal(size, dataset=range(length), shuffle=False)]
-    dealt = in_turn(shares)
-    assert dealt[:length] == list(range(length))
-    assert len(dealt) - length == -length % size
-    assert set(dealt) == set(range(length))
+def test_padding_repeats_less_than_one_sample_per_rank(length, size):
+    shares = [list(each) for each in make_samplers(size, dataset=range(length), shuffle=False)]
+    samples = interleaved(shares)
+    assert samples[:length] == list(range(length))
+    assert len(samples) - length == -length % size
+    assert set(samples) == set(range(length))
 
 
-def test_epochs_have_orders_of_their_own_that_every_rank_knows():
+def test_order_of_samples_depends_on_epoch_and_seed_alone():
     options = {"dataset": range(100), "seed": 3}
-    (first,) = deal(1, {"epoch": 0, "processed_num": 0}, **options)
-    (second,) = deal(1, {"epoch": 1, "processed_num": 0}, **options)
+    (first,) = make_samplers(1, {"epoch": 0, "processed_num": 0}, **options)
+    (second,) = make_samplers(1, {"epoch": 1, "processed_num": 0}, **options)
     assert list(first) != list(second)
-    assert list(first) == list(deal(1, first.state_dict(), **options)[0])
-    assert list(first) != list(deal(1, dataset=range(100), seed=4)[0])
+    assert list(first) == list(make_samplers(1, first.state_dict(), **options)[0])
+    assert list(first) != list(make_samplers(1, dataset=range(100), seed=4)[0])
     assert list(first) != list(range(100))
 
 
-def test_a_new_epoch_begins_with_nothing_processed():
-    (one,) = deal(1, dataset=range(6))
+def test_set_epoch_resets_the_processed_samples():
+    (one,) = make_samplers(1, dataset=range(6))
     one.record_batch(0, 4)
     one.reset()
     assert len(one) == 2
@@ -112,8 +112,8 @@ def test_a_new_epoch_begins_with_nothing_processed():
     assert len(one) == 6
 
 
-def test_recording_does_not_change_what_is_being_iterated():
-    (one,) = deal(1, dataset=range(6), shuffle=False)
+def test_record_batch_does_not_change_a_running_iteration():
+    (one,) = make_samplers(1, dataset=range(6), shuffle=False)
     seen = []
     for index, sample in enumerate(one):
         seen.append(sample)
@@ -121,14 +121,16 @@ def test_recording_does_not_change_what_is_being_iterated():
     assert seen == list(range(6))
 
 
-def test_the_drawing_is_right():
+def test_sampler_divides_samples_as_its_docstring_draws():
     order = re.search(r"order +((\d ?)+)", sampler.__doc__)[1].split()
 
     state = {"epoch": 0, "processed_num": 0}
-    three = deal(3, state, dataset=order, shuffle=False)
+    three = make_samplers(3, state, dataset=order, shuffle=False)
     shares = [[order[i] for i in itertools.islice(each, 2)] for each in three]
     _, state = take(three, 1, 2)
-    rest = [[order[i] for i in each] for each in deal(2, state, dataset=order, shuffle=False)]
+    rest = [
+        [order[i] for i in each] for each in make_samplers(2, state, dataset=order, shuffle=False)
+    ]
     drawn = [
         match.split() for match in re.findall(r"(?:rank )?\d(?: takes|:) (\d \d)", sampler.__doc__)
     ]

@@ -40,7 +40,7 @@ def make(rank=0):
 
 
 def work(state):
-    """Change everything in it."""
+    """Change every value in it."""
     state.optimizer.zero_grad()
     state.model(torch.arange(6.0).reshape(3, 2)).square().sum().backward()
     state.optimizer.step()
@@ -51,7 +51,7 @@ def work(state):
     state.seen.append(state.epoch)
 
 
-def everything(state):
+def values_of(state):
     return (
         repr(state.model.state_dict()),
         repr(state.optimizer.state_dict()),
@@ -66,32 +66,32 @@ def everything(state):
 def test_restore_returns_to_the_last_commit_every_time(ranks):
     def program(rank):
         one = make()
-        begun = everything(one)
+        begun = values_of(one)
         work(one)
         one.restore()
-        assert everything(one) == begun
+        assert values_of(one) == begun
         work(one)
         one.commit()
-        committed = everything(one)
+        committed = values_of(one)
         for _ in range(2):  # later changes must not affect the commit
             work(one)
-            assert everything(one) != committed
+            assert values_of(one) != committed
             one.restore()
-            assert everything(one) == committed
+            assert values_of(one) == committed
 
     ranks(1, program)
 
 
-def test_sync_makes_everything_rank_0s(ranks):
+def test_sync_gives_all_ranks_rank_0s_values(ranks):
     def program(rank):
         one = make(rank)
         for _ in range(rank + 1):
             work(one)
         one.sync()
-        synced = everything(one)
+        synced = values_of(one)
         work(one)
         one.restore()
-        assert everything(one) == synced
+        assert values_of(one) == synced
         return synced
 
     first, *others = ranks(3, program)
@@ -99,7 +99,7 @@ def test_sync_makes_everything_rank_0s(ranks):
     assert first[-2:] == (1, [1])
 
 
-def test_a_value_of_its_own_type_may_take_the_place_of_another(ranks):
+def test_value_may_be_replaced_by_another_of_its_type(ranks):
     def program(rank):
         one = make()
         other = torch.nn.BatchNorm1d(2)
@@ -116,7 +116,7 @@ def test_a_value_of_its_own_type_may_take_the_place_of_another(ranks):
     ranks(1, program)
 
 
-def test_what_is_passed_is_what_is_there(ranks):
+def test_state_holds_the_objects_that_it_was_given(ranks):
     def program(rank):
         seen, model = [], torch.nn.Linear(1, 1)
         one = TorchState(model=model, seen=seen)
@@ -131,7 +131,7 @@ def test_what_is_passed_is_what_is_there(ranks):
     ranks(1, program)
 
 
-def test_reset_deals_the_samples_out_anew_and_calls_back(ranks):
+def test_reset_redistributes_samples_and_runs_callbacks(ranks):
     def program(rank):
         one = make()
         calls = []
@@ -178,7 +178,7 @@ def with_counters():
 
 
 @pytest.mark.usefixtures("with_counters")
-def test_the_registry_takes_further_types(ranks, tmp_path, monkeypatch):
+def test_handler_registry_takes_further_types(ranks, tmp_path, monkeypatch):
     def program(rank):
         one = TorchState(counter=Counter(rank))
         one.sync()
@@ -196,7 +196,7 @@ def test_the_registry_takes_further_types(ranks, tmp_path, monkeypatch):
         ranks(1, program)
 
 
-def test_the_registry_begins_with_horovods_types():
+def test_handler_registry_begins_with_horovods_types():
     registry = dict(state.get_handler_registry())
     assert registry[torch.nn.Module] is ModelStateHandler
     assert registry[torch.optim.Optimizer] is OptimizerStateHandler
@@ -204,7 +204,7 @@ def test_the_registry_begins_with_horovods_types():
     assert registry[torch.optim.lr_scheduler.LRScheduler] is LRSchedulerStateHandler
 
 
-def test_a_job_that_starts_again_goes_on_from_the_last_commit(ranks, tmp_path, monkeypatch):
+def test_restarted_job_resumes_from_the_last_commit(ranks, tmp_path, monkeypatch):
     monkeypatch.setenv("GTOPK_ELASTIC_DIR", str(tmp_path))
 
     def begin(rank):
@@ -212,7 +212,7 @@ def test_a_job_that_starts_again_goes_on_from_the_last_commit(ranks, tmp_path, m
         one.sync()
         work(one)
         one.commit()
-        committed = everything(one)
+        committed = values_of(one)
         work(one)  # lost
         return committed
 
@@ -221,12 +221,12 @@ def test_a_job_that_starts_again_goes_on_from_the_last_commit(ranks, tmp_path, m
         resets = []
         one.register_reset_callbacks([lambda: resets.append(hvd.size())])
         one.sync()
-        resumed = everything(one)
+        resumed = values_of(one)
         work(one)
         one.restore()
-        assert everything(one) == resumed
+        assert values_of(one) == resumed
         one.sync()
-        assert everything(one) == resumed  # the disk is read only once
+        assert values_of(one) == resumed  # the disk is read only once
         left = list(one.sampler)
         one.commit()
         return resumed, resets, left
@@ -243,7 +243,7 @@ def test_a_job_that_starts_again_goes_on_from_the_last_commit(ranks, tmp_path, m
         assert sorted(index for *_, left in outcomes for index in left) == unprocessed
 
 
-def test_another_states_commit_is_refused(ranks, tmp_path, monkeypatch):
+def test_commit_of_another_state_is_refused(ranks, tmp_path, monkeypatch):
     monkeypatch.setenv("GTOPK_ELASTIC_DIR", str(tmp_path))
     ranks(2, lambda rank: TorchState(a=1).commit())
 
@@ -273,7 +273,7 @@ class Flaky(ModelStateHandler):
 
 
 @pytest.mark.parametrize(("failing", "method"), [([0, 1], "sync"), ([1], "resume_here")])
-def test_after_a_failure_in_the_first_sync_an_earlier_jobs_commit_is_taken_all_the_same(
+def test_earlier_jobs_commit_is_loaded_after_a_failed_first_sync(
     ranks, tmp_path, monkeypatch, failing, method
 ):
     """It fails at the very end: some ranks have succeeded, and the function begins on them."""
@@ -311,7 +311,7 @@ def test_after_a_failure_in_the_first_sync_an_earlier_jobs_commit_is_taken_all_t
     assert ranks(2, go_on) == [(7, 5.0)] * 2  # from the later commit
 
 
-def test_so_it_is_where_one_rank_had_opened_the_folder_and_the_other_had_not(tmp_path, monkeypatch):
+def test_recovery_works_when_only_one_rank_had_opened_the_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("GTOPK_ELASTIC_DIR", str(tmp_path))
     opening, worlds = base.open_archive, [local_world(2, timeout_seconds=30) for _ in range(3)]
 
@@ -348,7 +348,7 @@ def test_so_it_is_where_one_rank_had_opened_the_folder_and_the_other_had_not(tmp
     assert run_ranks(local_world(2), program) == [(8, 3)] * 2
 
 
-def test_a_commit_that_rank_0_cannot_load_is_said_on_every_rank(ranks, tmp_path, monkeypatch):
+def test_every_rank_raises_when_rank_0_cannot_load_the_commit(ranks, tmp_path, monkeypatch):
     monkeypatch.setenv("GTOPK_ELASTIC_DIR", str(tmp_path))
     ranks(2, lambda rank: TorchState(torch.nn.Linear(1, 1)).commit())
 

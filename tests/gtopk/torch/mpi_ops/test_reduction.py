@@ -12,14 +12,14 @@ import gtopk.torch as hvd
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("factor", [0.5, 1.0, 10.0])
-def test_an_integers_average_is_scaled_before_it_is_truncated(ranks, size, factor):
+def test_integer_average_is_scaled_before_it_is_truncated(ranks, size, factor):
     def program(rank):
-        mine = torch.tensor([rank, -rank, 1, 10 * (rank == 0), 7]).repeat(size)
+        tensor = torch.tensor([rank, -rank, 1, 10 * (rank == 0), 7]).repeat(size)
         options = {"op": hvd.Average, "postscale_factor": factor}
-        whole = hvd.allreduce(mine, **options)
-        assert hvd.allreduce_(mine.short(), **options).tolist() == whole.tolist()
-        assert hvd.reducescatter(mine, **options).tolist() == whole[:5].tolist()
-        return whole[:5].tolist()
+        reduced = hvd.allreduce(tensor, **options)
+        assert hvd.allreduce_(tensor.short(), **options).tolist() == reduced.tolist()
+        assert hvd.reducescatter(tensor, **options).tolist() == reduced[:5].tolist()
+        return reduced[:5].tolist()
 
     total = size * (size - 1) / 2
     sums = [total, -total, size, 10, 7 * size]
@@ -27,14 +27,14 @@ def test_an_integers_average_is_scaled_before_it_is_truncated(ranks, size, facto
     assert ranks(size, program) == [expected] * size
 
 
-def test_without_a_factor_it_is_exact(ranks):
+def test_integer_average_without_a_factor_is_exact(ranks):
     large = 2**60 + 1
-    mine = torch.tensor([large, -large])
-    assert ranks(1, lambda rank: hvd.allreduce(mine).tolist()) == [[large, -large]]
+    tensor = torch.tensor([large, -large])
+    assert ranks(1, lambda rank: hvd.allreduce(tensor).tolist()) == [[large, -large]]
 
 
 @pytest.mark.parametrize("factor", ["prescale_factor", "postscale_factor"])
-def test_nan_is_refused_and_leaves_nothing_in_flight(ranks, factor):
+def test_nan_factor_is_refused_and_leaves_nothing_in_flight(ranks, factor):
     def program(rank):
         for call in (hvd.allreduce, hvd.grouped_allreduce, hvd.reducescatter):
             tensor = torch.ones(2)

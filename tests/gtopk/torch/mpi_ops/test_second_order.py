@@ -22,7 +22,7 @@ def rows(rank):
     return x.requires_grad_()
 
 
-def dealt_out(x, of_rank):
+def alltoall_in_one(x, of_rank):
     """Return the result of `hvd.alltoall` with SPLITS; x: the rows of all ranks."""
     parts = [part.split([*splits, 4 - sum(splits)]) for part, splits in zip(x, SPLITS, strict=True)]
     return torch.cat([part[of_rank] for part in parts])
@@ -38,12 +38,12 @@ EXCHANGES = {
         lambda x: torch.cat(hvd.grouped_allreduce([x, x[:2].sin()], op=hvd.Sum)),
         lambda xs, rank: torch.cat([sum(xs), sum(x[:2].sin() for x in xs)]),
     ),
-    "alltoall": (lambda x: hvd.alltoall(x, SPLITS[hvd.rank()])[0], dealt_out),
+    "alltoall": (lambda x: hvd.alltoall(x, SPLITS[hvd.rank()])[0], alltoall_in_one),
 }
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_a_penalty_is_that_of_all_ranks_in_one(ranks, exchange):
+def test_gradient_penalty_equals_that_of_one_process(ranks, exchange):
     of_ranks, in_one = EXCHANGES[exchange]
 
     def program(rank):
@@ -57,7 +57,7 @@ def test_a_penalty_is_that_of_all_ranks_in_one(ranks, exchange):
         torch.testing.assert_close(found, expected.grad, rtol=1e-12, atol=1e-12)
 
 
-def test_also_of_a_broadcast_all_ranks_reduce_the_gradient(ranks):
+def test_second_order_gradient_of_broadcast_is_reduced_to_the_root(ranks):
     def program(rank):
         x = rows(rank)
         y = hvd.broadcast(x, 1)
@@ -84,7 +84,7 @@ def test_also_of_a_broadcast_all_ranks_reduce_the_gradient(ranks):
         lambda x: hvd.alltoall(x, [3])[0],
     ],
 )
-def test_alone_it_is_the_gradient_that_differences_tell(ranks, collective):
+def test_second_order_gradient_on_one_rank_passes_gradgradcheck(ranks, collective):
     def program(rank):
         return torch.autograd.gradgradcheck(lambda x: collective(x * x), rows(0))
 

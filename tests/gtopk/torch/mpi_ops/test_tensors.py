@@ -9,7 +9,7 @@ import torch
 import gtopk.torch as hvd
 
 
-def gone_through(collective, tensor):
+def results_of(collective, tensor):
     """Return a tensor after a collective, or after one in place."""
     result = collective(tensor)
     return [each.tolist() for each in (result if isinstance(result, tuple) else [result])]
@@ -27,7 +27,7 @@ COLLECTIVES = [
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_a_view_that_negates_is_what_it_stands_for(ranks, collective):
+def test_negated_view_gives_the_result_of_a_plain_tensor(ranks, collective):
     """For example the imaginary part of a conjugate, which shares the number's memory."""
 
     def program(rank):
@@ -36,7 +36,7 @@ def test_a_view_that_negates_is_what_it_stands_for(ranks, collective):
         plain = torch.tensor([-1.0 - rank, -2.0])
         views = (strided, side_by_side)
         assert all(view.is_neg() for view in views)
-        return [gone_through(collective, each) for each in (*views, plain)]
+        return [results_of(collective, each) for each in (*views, plain)]
 
     for strided, side_by_side, plain in ranks(2, program):
         assert strided == side_by_side == plain
@@ -45,7 +45,7 @@ def test_a_view_that_negates_is_what_it_stands_for(ranks, collective):
 @pytest.mark.parametrize(
     "collective", [lambda t: hvd.allreduce_(t, op=hvd.Sum), lambda t: hvd.broadcast_(t, 1)]
 )
-def test_in_place_it_stands_for_what_has_come(ranks, collective):
+def test_in_place_collective_on_a_negated_view_stores_the_result(ranks, collective):
     def program(rank):
         memory = torch.tensor([1.0 + rank, 2.0])
         plain = -memory
@@ -59,14 +59,14 @@ def test_in_place_it_stands_for_what_has_come(ranks, collective):
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 @pytest.mark.parametrize("elements", [0, 1])
-def test_one_element_and_none_go_with_any_stride(ranks, collective, dtype, elements):
+def test_tensor_of_at_most_one_element_may_have_any_stride(ranks, collective, dtype, elements):
     """Torch calls them contiguous, but refuses views of them with other dtypes."""
 
     def program(rank):
         odd = torch.full((3, 4), rank).to(dtype)[:elements, ::4]
         even = odd.clone(memory_format=torch.contiguous_format).reshape(elements, 1)
         assert odd.stride() != even.stride()
-        assert gone_through(collective, odd) == gone_through(collective, even)
+        assert results_of(collective, odd) == results_of(collective, even)
 
     ranks(2, program)
 
@@ -91,7 +91,7 @@ TAKES_A_TENSOR = {
 TAKES_TENSORS = [name for name in hvd.__all__ if name.startswith("grouped_")]
 
 
-def test_every_operation_on_tensors_is_among_these():
+def test_tables_here_list_every_operation_on_tensors():
     words = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
     of_objects = {"broadcast_parameters", "broadcast_optimizer_state"}
     found = {
@@ -113,7 +113,7 @@ def test_every_operation_on_tensors_is_among_these():
     ],
 )
 @pytest.mark.parametrize("name", TAKES_A_TENSOR)
-def test_what_is_no_tensor_is_refused_in_words(ranks, name, value, kind):
+def test_error_names_the_type_of_an_argument_that_is_no_tensor(ranks, name, value, kind):
     def program(rank):
         with pytest.raises(TypeError, match=f"^{name} needs a torch tensor, got {kind}; "):
             getattr(hvd, name)(value, *TAKES_A_TENSOR[name])
@@ -123,19 +123,19 @@ def test_what_is_no_tensor_is_refused_in_words(ranks, name, value, kind):
 
 
 @pytest.mark.parametrize("name", TAKES_TENSORS)
-def test_a_group_is_a_list_of_tensors(ranks, name):
+def test_grouped_operation_takes_only_iterables_of_tensors(ranks, name):
     one = torch.ones(2)
     needs = f"^{name} needs a list of torch tensors, "
 
     def program(rank):
         operation = getattr(hvd, name)
-        for value, said in (
+        for value, got in (
             (one, "got torch.Tensor"),
             (1.5, "got float"),
             ([one, 2.0], "but number 1 is float"),
             ([np.ones(2)], "but number 0 is numpy.ndarray"),
         ):
-            with pytest.raises(TypeError, match=needs + said):
+            with pytest.raises(TypeError, match=needs + got):
                 operation(value)
         result = operation(each for each in (one.clone(), one.clone()))
         outputs = hvd.synchronize(result) if isinstance(result, int) else result
@@ -160,7 +160,7 @@ UNFIT = {
 )
 @pytest.mark.parametrize("why", UNFIT)
 @pytest.mark.parametrize("name", [*TAKES_DENSE, *TAKES_TENSORS])
-def test_a_tensor_without_elements_of_its_own_in_memory_is_refused_in_words(ranks, name, why):
+def test_error_says_why_a_tensor_without_dense_memory_is_refused(ranks, name, why):
     tensor = UNFIT[why]()
     arguments = [[tensor]] if name in TAKES_TENSORS else [tensor, *TAKES_A_TENSOR[name]]
 
@@ -174,13 +174,13 @@ def test_a_tensor_without_elements_of_its_own_in_memory_is_refused_in_words(rank
     ranks(2, program)
 
 
-def test_a_sparse_tensor_of_a_dtype_that_is_not_sent_leaves_nothing_in_flight(ranks):
-    whole = torch.eye(2, dtype=torch.complex64).to_sparse()
+def test_sparse_tensor_of_unsupported_dtype_leaves_nothing_in_flight(ranks):
+    tensor = torch.eye(2, dtype=torch.complex64).to_sparse()
 
     def program(rank):
         before = hvd.allreduce_async(torch.ones(1))
         with pytest.raises(ValueError, match=r"^Tensor type .* is not supported\.$"):
-            hvd.sparse_allreduce_async(whole, "x", hvd.Sum)
+            hvd.sparse_allreduce_async(tensor, "x", hvd.Sum)
         after = hvd.allreduce_async(torch.ones(1))
         assert after == before + 1  # no handle between them
         hvd.synchronize(before), hvd.synchronize(after)
@@ -189,7 +189,7 @@ def test_a_sparse_tensor_of_a_dtype_that_is_not_sent_leaves_nothing_in_flight(ra
 
 
 @pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.fp16])
-def test_so_is_one_that_is_to_be_compressed(ranks, compression):
+def test_uninitialized_parameter_is_refused_before_compression(ranks, compression):
     def program(rank):
         with pytest.raises(ValueError, match="it has no size yet"):
             hvd.allreduce(torch.nn.UninitializedParameter(), compression=compression)
@@ -209,7 +209,7 @@ IN_PLACE = {
 
 @pytest.mark.parametrize("name", IN_PLACE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_autograd_knows_of_what_was_overwritten(ranks, name, dtype):
+def test_autograd_detects_tensors_that_a_collective_overwrote(ranks, name, dtype):
     """Otherwise autograd silently computes a gradient from other values than the loss."""
 
     def program(rank):

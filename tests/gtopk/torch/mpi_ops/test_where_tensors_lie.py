@@ -64,10 +64,10 @@ def results(name: str, rank: int) -> Any:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("on_host", [(), (0,), (0, 1)], ids=["no rank", "rank 0", "all"])
-def test_ranks_that_differ_in_where_they_have_theirs_get_the_same(
+def test_results_are_the_same_wherever_each_ranks_tensors_are(
     ranks, threads, name: str, on_host: tuple[int, ...]
 ) -> None:
-    def plainly(host: LocalTransport) -> Any:
+    def reference(host: LocalTransport) -> Any:
         with world.entered(host):
             return results(name, host.rank)
 
@@ -75,12 +75,12 @@ def test_ranks_that_differ_in_where_they_have_theirs_get_the_same(
         found = results(name, transport.rank)
         return found, transport.choice is not None
 
-    expected = threads(2, plainly)
+    expected = threads(2, reference)
     # If one rank's tensor is on the host, all use the host, and NCCL is not even connected.
     assert ranks(2, program, on_host) == [(each, not on_host) for each in expected]
 
 
-def test_who_has_joined_stands_in_where_the_others_tensors_lie(ranks) -> None:
+def test_joined_rank_takes_part_on_the_device_of_the_others_tensors(ranks) -> None:
     def program(transport: NcclTransport) -> tuple[list[float], int]:
         total = [0.0]
         if transport.rank:
@@ -95,7 +95,7 @@ def test_who_has_joined_stands_in_where_the_others_tensors_lie(ranks) -> None:
     assert [total for total, _ in outcomes] == [[0.0], [3.0, 1.0], [3.0, 1.0]]
 
 
-def test_operations_on_both_are_fused_apart(ranks) -> None:
+def test_operations_on_host_and_device_are_fused_separately(ranks) -> None:
     def program(transport: NcclTransport) -> list[float]:
         transport.carries = lambda tensor: tensor.numel() != 3
         handles = [
@@ -107,7 +107,7 @@ def test_operations_on_both_are_fused_apart(ranks) -> None:
     assert ranks(2, program) == [[4.0, 6.0, 8.0, 6000.0]] * 2
 
 
-def test_in_place_the_tensor_itself_changes_and_autograd_knows(ranks) -> None:
+def test_in_place_collective_changes_a_device_tensor_and_its_version(ranks) -> None:
     def program(transport: NcclTransport) -> None:
         tensor = torch.ones(4)
         before = tensor._version
@@ -122,7 +122,7 @@ def test_in_place_the_tensor_itself_changes_and_autograd_knows(ranks) -> None:
     ranks(2, program)
 
 
-def test_dtypes_that_nccl_does_not_know_go_through_the_host(ranks) -> None:
+def test_dtypes_unknown_to_nccl_go_through_the_host(ranks) -> None:
     def program(transport: NcclTransport) -> bool:
         found = hvd.allreduce(torch.full((3,), 5, dtype=torch.int16), op=hvd.Sum)
         assert found.tolist() == [10] * 3
@@ -131,7 +131,7 @@ def test_dtypes_that_nccl_does_not_know_go_through_the_host(ranks) -> None:
     assert ranks(2, program) == [True, True]
 
 
-def test_votes_decide_and_those_who_joined_have_none() -> None:
+def test_all_on_gpu_ignores_ranks_that_have_joined() -> None:
     assert all_on_gpu([ON_GPU, 0, ON_GPU])
     assert not all_on_gpu([ON_GPU, ON_HOST])
     assert not all_on_gpu([0, 0])
@@ -140,11 +140,11 @@ def test_votes_decide_and_those_who_joined_have_none() -> None:
 # ---- what the ranks may use, as the world begins
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+def log_messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "gtopk"]
 
 
-def test_where_every_rank_sees_a_gpu_nccl_may_carry_their_messages(threads, caplog) -> None:
+def test_nccl_is_chosen_when_every_rank_sees_a_gpu(threads, caplog) -> None:
     def program(transport: LocalTransport) -> None:
         over = over_gpus(transport, [1, 8], {})
         assert isinstance(over, NcclTransport)
@@ -156,59 +156,57 @@ def test_where_every_rank_sees_a_gpu_nccl_may_carry_their_messages(threads, capl
     with caplog.at_level(logging.INFO, "gtopk"):
         threads(2, program)
     text = "GPU messages go over NCCL: each of 2 ranks has a GPU of its own"
-    assert said(caplog) == [text]
+    assert log_messages(caplog) == [text]
 
 
 @pytest.mark.parametrize(
-    ("in_sight", "environ", "reason"),
+    ("gpu_counts", "environ", "reason"),
     [
         ([4, 0], {}, "rank 1 sees none"),
         ([0, 2, 0], {}, "ranks 0, 2 see none"),
         ([1, 1], {"GTOPK_TRANSPORT": "mpi"}, "selected by GTOPK_TRANSPORT=mpi"),
     ],
 )
-def test_else_the_hosts_carry_them_and_rank_0_says_why(
-    threads, caplog, in_sight: list[int], environ: dict[str, str], reason: str
+def test_host_memory_is_chosen_and_logged_when_nccl_is_impossible(
+    threads, caplog, gpu_counts: list[int], environ: dict[str, str], reason: str
 ) -> None:
     def program(transport: LocalTransport) -> None:
-        assert over_gpus(transport, in_sight, environ) is transport
+        assert over_gpus(transport, gpu_counts, environ) is transport
 
     with caplog.at_level(logging.INFO, "gtopk"):
-        threads(len(in_sight), program)
-    assert said(caplog) == [f"GPU messages go through host memory, over local: {reason}"]
+        threads(len(gpu_counts), program)
+    assert log_messages(caplog) == [f"GPU messages go through host memory, over local: {reason}"]
 
 
-@pytest.mark.parametrize("in_sight", [[0, 0], [3]])
-def test_where_there_are_none_to_send_nothing_is_said(threads, caplog, in_sight) -> None:
+@pytest.mark.parametrize("gpu_counts", [[0, 0], [3]])
+def test_nothing_is_logged_without_gpus_or_on_one_rank(threads, caplog, gpu_counts) -> None:
     def program(transport: LocalTransport) -> None:
-        assert over_gpus(transport, in_sight, {}) is transport
+        assert over_gpus(transport, gpu_counts, {}) is transport
 
     with caplog.at_level(logging.INFO, "gtopk"):
-        threads(len(in_sight), program)
-    assert said(caplog) == []
+        threads(len(gpu_counts), program)
+    assert log_messages(caplog) == []
 
 
-@pytest.mark.parametrize(("gpus", "says"), [(0, ""), (1, "GPU-0; give each rank its own")])
-def test_the_doctor_asks_all_ranks_what_carries_the_messages_of_gpus(
-    threads, monkeypatch, gpus: int, says: str
+@pytest.mark.parametrize(("gpus", "advice"), [(0, ""), (1, "GPU-0; give each rank its own")])
+def test_doctor_gets_the_same_gpu_route_on_all_ranks(
+    threads, monkeypatch, gpus: int, advice: str
 ) -> None:
     monkeypatch.setattr(membership, "visible_gpus", lambda: gpus)
     monkeypatch.setattr(gpu, "own_gpu_facts", lambda host, device: GpuFacts("GPU-0", nccl=22703))
-    told = threads(2, lambda transport: membership.choose_gpu_route(transport, {}))
-    assert told[0] == told[1]
-    assert says in told[0]
-    assert bool(told[0]) == bool(gpus)
+    routes = threads(2, lambda transport: membership.choose_gpu_route(transport, {}))
+    assert routes[0] == routes[1]
+    assert advice in routes[0]
+    assert bool(routes[0]) == bool(gpus)
 
 
-def test_the_world_asks_what_every_rank_sees_in_the_messages_it_sends_anyway(
-    threads, monkeypatch
-) -> None:
-    def messages(in_sight: int) -> list[int]:
-        monkeypatch.setattr("gtopk.runtime.world.membership.visible_gpus", lambda: in_sight)
+def test_counting_gpus_of_all_ranks_sends_no_further_messages(threads, monkeypatch) -> None:
+    def messages(gpus: int) -> list[int]:
+        monkeypatch.setattr("gtopk.runtime.world.membership.visible_gpus", lambda: gpus)
 
         def program(transport: LocalTransport) -> int:
             with world.entered(transport) as here:
-                assert isinstance(here.transport, NcclTransport) == bool(in_sight)
+                assert isinstance(here.transport, NcclTransport) == bool(gpus)
                 return transport.traffic.sent_messages
 
         return threads(3, program)
@@ -217,7 +215,7 @@ def test_the_world_asks_what_every_rank_sees_in_the_messages_it_sends_anyway(
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_a_rank_alone_has_its_tensors_stay_on_its_gpu(threads, monkeypatch, name) -> None:
+def test_single_rank_gets_the_same_results_on_its_gpu(threads, monkeypatch, name) -> None:
     def program(transport: LocalTransport) -> Any:
         with world.entered(transport):
             return OPERATIONS[name](torch.arange(1.0, 5.0)).tolist()
@@ -233,15 +231,15 @@ def test_a_rank_alone_has_its_tensors_stay_on_its_gpu(threads, monkeypatch, name
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_torch_is_told_of_the_stream_on_which_a_result_is_used(ranks, monkeypatch, name) -> None:
-    told: list[torch.Tensor] = []
-    monkeypatch.setattr(Finish, "wait", lambda self, made=(): told.extend(made))
+def test_every_result_is_recorded_on_the_stream_that_uses_it(ranks, monkeypatch, name) -> None:
+    recorded: list[torch.Tensor] = []
+    monkeypatch.setattr(Finish, "wait", lambda self, made=(): recorded.extend(made))
     ranks(2, lambda transport: results(name, transport.rank))
-    assert len(told) >= 2
-    assert all(isinstance(each, torch.Tensor) for each in told)
+    assert len(recorded) >= 2
+    assert all(isinstance(each, torch.Tensor) for each in recorded)
 
 
-def test_a_result_s_memory_is_kept_for_the_stream_that_waits_for_it(monkeypatch) -> None:
+def test_finish_records_only_gpu_results_on_the_waiting_stream(monkeypatch) -> None:
     waited: list[object] = []
     here = SimpleNamespace(wait_event=waited.append)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: here)
