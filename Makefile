@@ -5,7 +5,7 @@
 # make test-faults  ranks killed, frozen and cut off, many times: an hour or so; cut links need root
 # make soak   20,000 steps on 4 ranks: memory, descriptors and counters; then faults for half an hour
 #             over each launcher (SOAK_MINUTES=480 for a night; SOAK_MINUTES=4
-#             ARGS="-k faults_for_a_long_time" for a quarter of an hour)
+#             ARGS="-k hours_of_faults" for a quarter of an hour)
 # make check  linter, formatter, types, import directions, and the docs as a site
 # make format  linter and formatter mend what they can
 # make docs   the site alone, in build/docs
@@ -49,7 +49,8 @@ MPICH_TESTS := tests/collectives/transports/test_launched.py tests/gtopk/adaptiv
 	tests/gtopk/adaptive/test_adapt.py tests/gtopk/cli/doctor tests/gtopk/runtime/coordinator/test_real_ranks.py \
 	tests/gtopk/runtime/launch tests/gtopk/local_sgd/test_local_sgd.py tests/gtopk/runtime/runner \
 	tests/gtopk/test_bad_input.py tests/gtopk/torch tests/gtopk/runtime/world tests/faults
-MPICH_FAULTS := a_killed_launcher or beyond_31 or preempted or killed_before or second_sigterm
+MPICH_FAULTS := killed_launcher or beyond_31 or sigterm_on_one_rank or by_sigint_or_sigterm or \
+	killed_before or second_sigterm
 
 .PHONY: demo test test-matrix test-faults soak check docs test-docs test-packaging test-images \
 	audit sbom crossings format fuzz horovod test-horovod test-adapters test-mpich sanitize gpu-check bench \

@@ -1,4 +1,4 @@
-"""The sources of the pages are read line by line: a sentence each, and none too long."""
+"""The lines of the docs' sources are not too long."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def long_lines(page: str) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_no_line_is_too_long(page: Path) -> None:
+def test_no_docs_line_is_too_long(page: Path) -> None:
     assert list(long_lines(page.read_text(encoding="utf-8"))) == []
 
 
-def test_a_long_line_is_noticed() -> None:
+def test_line_check_notices_long_prose_lines_only() -> None:
     long = "word " * 29
     page = f"{long}\n| {long} |\n```\n{long}\n```\n`{long}` [a](b/{'c' * 140})\nshort\n{long}\n"
     assert list(long_lines(page)) == [1, 8]

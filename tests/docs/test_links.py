@@ -35,7 +35,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_leads_somewhere(page: Path) -> None:
+def test_every_link_of_a_page_has_a_target(page: Path) -> None:
     broken = []
     for link in links(page):
         if link.startswith("https://"):
@@ -50,12 +50,12 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     assert broken == []
 
 
-def test_links_to_other_places_are_encrypted() -> None:
+def test_external_links_use_https() -> None:
     plain = [link for page in PAGES for link in links(page) if link.startswith("http:")]
     assert plain == []
 
 
-def test_a_link_that_leads_nowhere_is_noticed(tmp_path: Path) -> None:
+def test_link_check_skips_code_and_finds_headings(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "# A [b] heading: `c`\n[one](#a-b-heading-c) [two](nowhere.md)\n```\n[3](x)\n```\n"
@@ -73,7 +73,7 @@ def files(text: str) -> set[str]:
     return {*paths, *re.findall(r"(?<![\w/.-])(test_\w+\.py)\b", text)}
 
 
-def test_every_file_that_is_named_is_there() -> None:
+def test_every_project_file_named_in_the_docs_exists() -> None:
     named = {name: page for page in PAGES for name in files(page.read_text(encoding="utf-8"))}
     tests = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
     gone = {
@@ -84,13 +84,13 @@ def test_every_file_that_is_named_is_there() -> None:
     assert gone == set()
 
 
-def test_a_file_that_is_not_there_is_noticed() -> None:
+def test_file_check_finds_named_project_files() -> None:
     text = "`gtopk/nowhere.py`, tests/gtopk/test_a.py:12, test_b.py and x/gtopk/c.py"
     assert files(text) == {"gtopk/nowhere.py", "tests/gtopk/test_a.py", "test_b.py"}
 
 
-def sent_to(path: Path) -> tuple[list[str], list[str]]:
-    """Return the pages that a module's messages send to, and files of docs that they name."""
+def references_of(path: Path) -> tuple[list[str], list[str]]:
+    """Return the headings and the docs files that a module's messages refer to."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     docstrings = {
         id(node.body[0].value)
@@ -103,7 +103,7 @@ def sent_to(path: Path) -> tuple[list[str], list[str]]:
         ast.literal_eval(node.args[0])
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "page"
-        if isinstance(node.args[0], ast.Constant)  # the report's and the demo's make a page
+        if isinstance(node.args[0], ast.Constant)  # the report and the demo make pages
     ]
     texts = (
         node.value
@@ -113,11 +113,11 @@ def sent_to(path: Path) -> tuple[list[str], list[str]]:
     return titles, [text for text in texts if isinstance(text, str) and "docs/" in text]
 
 
-def test_messages_send_to_pages_and_to_no_file_that_an_installed_package_lacks() -> None:
+def test_error_messages_refer_to_existing_headings_and_no_docs_files() -> None:
     sent, files = [], []
     for package in ("gtopk", "collectives"):
         for path in (ROOT / package).rglob("*.py"):
-            titles, named = sent_to(path)
+            titles, named = references_of(path)
             sent += titles
             files += named
     headings = {

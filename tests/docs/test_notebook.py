@@ -1,4 +1,4 @@
-"""The notebook is the tutorial: made from it, and from it alone."""
+"""The notebook is generated from the tutorial alone."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import json
 from docs.make.notebook import NOTEBOOK, PAGE, notebook
 
 
-def test_the_notebook_is_made_from_the_tutorial() -> None:
+def test_notebook_is_up_to_date_with_the_tutorial() -> None:
     made = notebook(PAGE.read_text(encoding="utf-8"))
     assert NOTEBOOK.read_text(encoding="utf-8") == made, "run: python docs/make/notebook.py"
 
 
-def test_files_are_written_commands_run_and_nothing_is_installed() -> None:
+def test_notebook_writes_files_and_runs_commands_but_no_pip_install() -> None:
     page = 'Words.\n\n```bash\npip install x\ngtopk a\n```\n```python title="a.py"\nb = 1\n```\n'
     cells = json.loads(notebook(page))["cells"]
     assert [cell["cell_type"] for cell in cells] == ["code", "markdown", "code", "code"]
@@ -20,7 +20,7 @@ def test_files_are_written_commands_run_and_nothing_is_installed() -> None:
     assert texts[1:] == ["Words.", "%%bash\nset -e\ngtopk a", "%%writefile a.py\nb = 1"]
 
 
-def test_what_the_page_shows_after_a_command_is_stored_as_its_output() -> None:
+def test_notebook_stores_shown_text_as_command_output() -> None:
     page = "```bash\na\n```\n\nProse.\n\n```bash\nb\n```\n\n```text\nc\nd\n```\n"
     cells = json.loads(notebook(page))["cells"][1:]
     assert [cell["cell_type"] for cell in cells] == ["code", "markdown", "code"]

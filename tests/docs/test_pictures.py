@@ -15,8 +15,8 @@ def reduced(k: int, *picks: dict[int, float]) -> tuple[str, list[str]]:
     """Return the update, and what returns to each rank, as the pictures write them."""
 
     def program(transport):
-        mine = picks[transport.rank]
-        indices, values = np.array([*mine], np.int32), np.array([*mine.values()], np.float32)
+        own = picks[transport.rank]
+        indices, values = np.array([*own], np.int32), np.array([*own.values()], np.float32)
         return reduce(SparseVector(indices, values, 10), k, transport, "gtopk")
 
     def text(vector: SparseVector) -> str:
@@ -28,14 +28,14 @@ def reduced(k: int, *picks: dict[int, float]) -> tuple[str, list[str]]:
     return update, [text(returned) for _, returned in results]
 
 
-def test_the_butterfly_shows_what_four_ranks_agree_on_and_what_returns() -> None:
+def test_butterfly_picture_shows_the_computed_update_and_returned_entries() -> None:
     shown = (PICTURES / "butterfly.svg").read_text(encoding="utf-8")
     update, returned = reduced(2, {2: 3, 5: 1}, {5: 2, 7: -2.5}, {2: -1, 9: 4}, {7: 0.5, 9: 1})
     assert shown.count(f">{update}<") == 4
     assert all(f'lost mono mid">{each}<' in shown for each in returned)
 
 
-def test_the_law_is_shown_by_what_returns_to_each_rank() -> None:
+def test_conservation_picture_shows_the_computed_returned_entries() -> None:
     shown = (PICTURES / "conservation.svg").read_text(encoding="utf-8")
     update, returned = reduced(1, {5: 1}, {7: 2}, {5: 3}, {9: 0.1})
     assert f">{update}<" in shown

@@ -15,11 +15,11 @@ BLOCKS = list(blocks(README))
 WORDS = 1000
 
 
-def test_it_is_read_in_five_minutes() -> None:
+def test_readme_is_within_its_word_limit() -> None:
     assert len(README.split()) <= WORDS
 
 
-def test_the_plan_that_it_shows_is_the_plans(capsys: pytest.CaptureFixture[str]) -> None:
+def test_readme_shows_what_gtopk_plan_prints(capsys: pytest.CaptureFixture[str]) -> None:
     typed = [line for block in BLOCKS for line in block.text.splitlines()]
     (command,) = [line for line in typed if line.startswith("gtopk plan ")]
     (shown,) = [block.text for block in BLOCKS if block.language == "text"]
@@ -30,7 +30,7 @@ def test_the_plan_that_it_shows_is_the_plans(capsys: pytest.CaptureFixture[str])
     assert "".join(parts[1:]) in printed
 
 
-def test_a_long_backward_pass_turns_the_plans_answer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_readme_backward_example_turns_the_plans_answer(capsys: pytest.CaptureFixture[str]) -> None:
     (command,) = [
         line
         for block in BLOCKS

@@ -1,4 +1,4 @@
-"""Every name that a script may import is on a page of the reference, and every option is told."""
+"""The reference has every public name, and every option is documented."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REFERENCE = "\n".join(
 )
 
 
-# What a page may call a module, where that is not by its own name alone.
+# Names by which a page may call a module besides its own.
 CALLED = {"gtopk.torch": r"(gtopk\.torch|hvd)", "gtopk.local_sgd": r"gtopk(\.local_sgd)?"}
 
 
@@ -44,23 +44,23 @@ def exported(module: str) -> list[str]:
         "gtopk.local_sgd",
     ],
 )
-def test_every_name_has_its_place(module: str) -> None:
+def test_every_exported_name_is_in_the_reference(module: str) -> None:
     home = CALLED.get(module, re.escape(module))
     names = exported(module)
     assert names
     assert [name for name in names if not re.search(rf"\b{home}\.{name}\b", REFERENCE)] == []
 
 
-def test_the_optimizer_names_every_compression() -> None:
-    told = inspect.getdoc(DistributedOptimizer) or ""
+def test_optimizer_docstring_names_every_compression() -> None:
+    docstring = inspect.getdoc(DistributedOptimizer) or ""
     names = [name for name in vars(Compression) if not name.startswith("_")]
-    assert [name for name in names if not re.search(rf"\.{name}\b", told)] == []
+    assert [name for name in names if not re.search(rf"\.{name}\b", docstring)] == []
 
 
-def test_ddps_page_names_every_option_of_its_hook() -> None:
+def test_ddp_page_names_every_hook_option() -> None:
     page = (DOCS / "from-ddp.md").read_text(encoding="utf-8")
     section = page.split("\n## Options\n")[1].split("\n## ")[0]
     options = {field.name for field in fields(Compression.gtopk)} - {"density", "_"}
     options -= {"dense_vectors", "dense_under"}  # as `dense`: refused
-    told = set(re.findall(r"`(\w+)=?`", section))
-    assert options - told == set()
+    documented = set(re.findall(r"`(\w+)=?`", section))
+    assert options - documented == set()

@@ -1,4 +1,4 @@
-"""The page of settings is made from the table, and has what launchers set besides."""
+"""The settings page is generated from the table, and has every setting of the code."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def names_in_code() -> set[str]:
     return found - NOT_SETTINGS
 
 
-def test_the_page_has_every_setting_of_the_code_and_no_other() -> None:
+def test_settings_page_has_exactly_the_settings_of_the_code() -> None:
     assert set(NAME.findall(PAGE)) == names_in_code()
 
 
-def test_the_page_is_made_from_the_table() -> None:
+def test_settings_page_is_up_to_date_with_its_table() -> None:
     assert settings.with_tables(PAGE) == PAGE, "make it: python docs/make/settings.py"

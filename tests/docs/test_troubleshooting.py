@@ -1,4 +1,4 @@
-"""The messages on the page of troubles are those that the code says."""
+"""The messages on the troubleshooting page occur in the code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def texts(source: str) -> list[str]:
     return [" ".join(text.split()) for text in found]
 
 
-SAID = [
+TEXTS_OF_CODE = [
     text
     for folder in ("gtopk", "collectives")
     for path in sorted((ROOT / folder).rglob("*.py"))
@@ -38,20 +38,20 @@ SAID = [
 ]
 
 
-def is_said(message: str) -> bool:
-    """Tell whether each part of it between two "…" is in some text."""
+def occurs_in_code(message: str) -> bool:
+    """Tell whether each part between two "…" is in some text of the code."""
     parts = [part.strip(" :;,") for part in message.split("…")]
-    return all(any(part in text for text in SAID) for part in parts if len(part) > 3)
+    return all(any(part in text for text in TEXTS_OF_CODE) for part in parts if len(part) > 3)
 
 
-def test_there_are_many() -> None:
+def test_troubleshooting_page_has_at_least_20_messages() -> None:
     assert len(MESSAGES) >= 20
 
 
 @pytest.mark.parametrize("message", MESSAGES)
-def test_a_message_is_one_of_the_codes(message: str) -> None:
-    assert is_said(message)
+def test_troubleshooting_message_occurs_in_the_code(message: str) -> None:
+    assert occurs_in_code(message)
 
 
-def test_what_nobody_says_is_noticed() -> None:
-    assert not is_said("rank … has had enough of it")
+def test_message_check_notices_a_message_missing_in_the_code() -> None:
+    assert not occurs_in_code("rank … has had enough of it")

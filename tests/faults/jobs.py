@@ -185,7 +185,7 @@ class Job:
             match = re.search(r"at step (\d+)", line)
             assert match, line
             assert step is None or abs(int(match[1]) - step) <= 1, f"{line} must name step {step}"
-            # A companion that speaks for its rank knows less: MPICH's mpirun kills the others.
+            # A companion that reports for its rank knows less: MPICH's mpirun kills the others.
             doing = r"waited for (it )?in \S+|, in \S+, as|computing|cannot be|ends.*, as|a word at"
             assert re.search(doing, line), line
             assert why in line, line

@@ -13,7 +13,7 @@ BYTES_NEEDED = (20 if VENDOR == "MPICH" else 14) << 30
 
 @pytest.mark.faults
 @pytest.mark.timeout(1200)
-def test_more_bytes_than_a_32_bit_count_holds_arrive_whole(mpirun):
+def test_message_longer_than_2_31_bytes_arrives_whole(mpirun):
     if os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < BYTES_NEEDED:
         pytest.skip(f"needs {BYTES_NEEDED >> 30} GiB of free memory")
     job = mpirun(2, "beyond_31_bits.py", timeout=1000)

@@ -1,4 +1,4 @@
-"""Many jobs on a host, or a host too busy for its jobs, are no faults."""
+"""Many jobs on a host, or busy cores, are not mistaken for a fault."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BURN = "while True: pass"
 
 @pytest.mark.faults
 @pytest.mark.timeout(1800)
-def test_twenty_jobs_begin_at_once_on_one_host_and_know_nothing_of_each_other(tmp_path):
+def test_twenty_jobs_on_one_host_do_not_disturb_each_other(tmp_path):
     with ExitStack() as stack:
         jobs = [
             stack.enter_context(
@@ -38,7 +38,7 @@ def test_twenty_jobs_begin_at_once_on_one_host_and_know_nothing_of_each_other(tm
 
 @pytest.mark.faults
 @pytest.mark.timeout(BUSY_SECONDS + 300)
-def test_no_rank_is_given_up_while_others_take_the_cores_for_ten_minutes(tmp_path):
+def test_ranks_on_busy_cores_are_not_given_up(tmp_path):
     """Twice as many busy programs as cores run beside four ranks.
 
     A warning about a rank that gets no CPU time for half of the timeout is right.

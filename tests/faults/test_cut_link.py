@@ -19,7 +19,7 @@ TIMEOUT = 4.0
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _possible() -> None:
+def _require_hosts() -> None:
     require_hosts()
 
 
@@ -41,7 +41,7 @@ def train(
 @pytest.mark.faults
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_host_that_cannot_be_reached_is_named_and_its_rank_ends_by_itself(launcher, tmp_path):
+def test_unreachable_host_is_named_and_its_rank_ends_by_itself(launcher, tmp_path):
     """mpirun would wait for its daemon on that host, so the test ends it."""
     fault = {"rank": 1, "phase": "backward", "step": 7, "way": "cut"}
     with train(launcher, plan(tmp_path, fault, steps=10_000, every=10_000)) as job:
@@ -65,7 +65,7 @@ def test_a_host_that_cannot_be_reached_is_named_and_its_rank_ends_by_itself(laun
 @pytest.mark.faults
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_of_halves_that_lose_each_other_neither_goes_on_alone(launcher, tmp_path):
+def test_both_halves_of_a_split_network_end_the_job(launcher, tmp_path):
     """Two hosts on each side: the last checkpoint is the one that all four wrote.
 
     Output of the half without mpirun never reaches it.
@@ -93,7 +93,7 @@ def test_of_halves_that_lose_each_other_neither_goes_on_alone(launcher, tmp_path
 @pytest.mark.faults
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_link_that_comes_back_in_time_changes_no_bit(launcher, tmp_path):
+def test_brief_outage_or_slow_link_changes_no_bit(launcher, tmp_path):
     """The same holds for a slow link, and for one that loses packets."""
     digests = []
     faults = [
@@ -115,7 +115,7 @@ def test_a_link_that_comes_back_in_time_changes_no_bit(launcher, tmp_path):
 @pytest.mark.faults
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_long_link_and_lost_frames_change_no_bit_and_nobody_is_accused(launcher, tmp_path):
+def test_delay_and_lost_frames_change_no_bit_and_give_up_no_rank(launcher, tmp_path):
     """Delays are one way, losses per frame; the last but one has both."""
     networks = ["", "--delay 200ms", "--loss 0.01", "--delay 20ms --loss 0.01", "--loss 0.05"]
     digests = []
@@ -136,7 +136,7 @@ def test_a_long_link_and_lost_frames_change_no_bit_and_nobody_is_accused(launche
 @pytest.mark.faults
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("delay_ms", [0, 10, 50])
-def test_the_doctor_measures_the_delay_that_was_set(delay_ms):
+def test_doctor_measures_the_emulated_delay(delay_ms):
     """The machine's own time comes on top: a millisecond if it is not busy."""
     options = f"--delay {delay_ms}ms --sites 2".split()
     doctor = [sys.executable, "-m", "gtopk", "doctor"]

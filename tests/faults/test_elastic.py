@@ -43,7 +43,7 @@ def begun(job: Job, ranks: int) -> list[int]:
 
 @pytest.mark.faults
 @pytest.mark.timeout(600)
-def test_a_host_is_lost_and_another_joins_and_no_residual_is_lost(tmp_path):
+def test_elastic_job_survives_a_lost_host_and_takes_in_a_new_one(tmp_path):
     enough, commits = tmp_path / "enough", tmp_path / "commits"
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]

@@ -50,8 +50,8 @@ def draw(
     return fault
 
 
-def suffer(job: Job, fault: dict[str, Any], dice: random.Random) -> float:
-    """Wait for the fault, check all promises, and return how long the ranks lived on."""
+def check_fault(job: Job, fault: dict[str, Any], dice: random.Random) -> float:
+    """Wait for the fault, check how the job ends, and return how long the ranks lived on."""
     culprit, named = fault["rank"], REPORTED[fault["way"]]
     step: int | None = None
     if fault["phase"] == "any":
@@ -110,7 +110,7 @@ def train_through(
     """
     dice = random.Random(seed)
     took: list[float] = []
-    broken: list[str] = []  # broken promises
+    broken: list[str] = []  # failed checks
     disturbed, undisturbed = folder / "disturbed", folder / "undisturbed"
     for number in range(faults):
         fault = draw(dice, number)
@@ -118,7 +118,7 @@ def train_through(
         argument = plan(disturbed, fault, steps=10_000, every=EVERY, pause=0.02)
         with start(launcher, RANKS, "faulty_training.py", argument) as job:
             try:
-                took.append(suffer(job, fault, dice))
+                took.append(check_fault(job, fault, dice))
                 print(f"ended after {took[-1]:.2f} s", flush=True)
             except AssertionError as error:
                 broken.append(f"{fault}: {error}")
@@ -134,7 +134,7 @@ def train_through(
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("seed", range(5))
-def test_after_ten_faults_a_job_ends_as_if_there_had_been_none(launcher, seed, tmp_path):
+def test_job_with_ten_faults_ends_bit_identical_to_undisturbed_job(launcher, seed, tmp_path):
     took = train_through(launcher, tmp_path, 10, seed, lambda dice, number: draw(dice))
     print(f"{launcher}: they ended the job in at most {max(took):.2f} s", flush=True)
 
@@ -143,7 +143,7 @@ def test_after_ten_faults_a_job_ends_as_if_there_had_been_none(launcher, seed, t
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize(("times", "rank"), [(50, None), (20, 0)])
-def test_after_many_kills_a_job_ends_as_if_there_had_been_none(launcher, times, rank, tmp_path):
+def test_job_with_many_kills_ends_bit_identical_to_undisturbed_job(launcher, times, rank, tmp_path):
     """Kill random ranks, and rank 0, equally often in each phase."""
 
     def kill(dice: random.Random, number: int) -> dict[str, Any]:
@@ -161,22 +161,23 @@ def test_after_many_kills_a_job_ends_as_if_there_had_been_none(launcher, times, 
 @pytest.mark.faults  # the suite does it with two ranks, in tests/gtopk/runtime/world/test_guard.py
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_rank_that_ends_well_before_init_is_missed_and_named(launcher, tmp_path):
+def test_rank_that_exits_before_init_is_named_by_the_others(launcher, tmp_path):
     fault = {"rank": 2, "phase": "start", "step": 0, "way": "exit 0"}
     with start(launcher, RANKS, "faulty_training.py", plan(tmp_path, fault)) as job:
-        print(f"{launcher}: ended after {suffer(job, fault, random.Random(0)):.2f} s", flush=True)
+        seconds = check_fault(job, fault, random.Random(0))
+        print(f"{launcher}: ended after {seconds:.2f} s", flush=True)
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_killed_launcher_leaves_no_rank(launcher, tmp_path):
+def test_killed_launcher_leaves_no_rank(launcher, tmp_path):
     with start(launcher, RANKS, "faulty_training.py", plan(tmp_path, steps=10_000)) as job:
         job.begin()
         since = time.time()
         job.process.kill()
         job.end(since)
-        # Open MPI's own files are mpirun's to remove.
+        # Only mpirun could remove Open MPI's own files.
         job.assert_nothing_is_left(but_files=launcher == "mpirun")
 
 
@@ -189,8 +190,8 @@ def test_a_killed_launcher_leaves_no_rank(launcher, tmp_path):
         *(pytest.param(other, marks=pytest.mark.faults) for other in ("mpirun", "own store")),
     ],
 )
-def test_a_launcher_that_is_killed_before_the_ranks_have_met_leaves_none(launcher, late, tmp_path):
-    """It is killed while rank 1, or every rank, has not reached `init` yet; then they arrive."""
+def test_launcher_killed_before_init_leaves_no_rank(launcher, late, tmp_path):
+    """It is killed before rank 1, or any rank, has reached `init`; then they reach it."""
     variables = {"GTOPK_START_TIMEOUT": "120"}
     if launcher == "own store":
         launcher, variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "torchrun", "1"
@@ -203,7 +204,7 @@ def test_a_launcher_that_is_killed_before_the_ranks_have_met_leaves_none(launche
             time.sleep(1)  # the others are in init by then, or reach it
         since = time.time()
         job.process.kill()
-        # MPICH's mpirun does not leave even the late rank.
+        # MPICH's mpirun ends even the late rank.
         while late is not None and set(job.living()) - {late}:
             assert time.time() - since < PROMISED_SECONDS, f"{job.living()} live:\n{job.text()}"
             time.sleep(0.02)
@@ -216,7 +217,7 @@ def test_a_launcher_that_is_killed_before_the_ranks_have_met_leaves_none(launche
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("how", [2, 15])
-def test_a_preempted_rank_ends_the_job(launcher, how, tmp_path):
+def test_rank_ended_by_sigint_or_sigterm_ends_the_job(launcher, how, tmp_path):
     """It gets SIGINT, as from a keyboard, or SIGTERM, as from a scheduler, during an operation."""
     with start(launcher, RANKS, "faulty_training.py", plan(tmp_path, steps=10_000)) as job:
         job.begin()
@@ -233,7 +234,7 @@ def test_a_preempted_rank_ends_the_job(launcher, how, tmp_path):
 @pytest.mark.faults
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_two_ranks_killed_at_once_are_named(launcher, tmp_path):
+def test_two_ranks_killed_at_once_are_named_by_a_survivor(launcher, tmp_path):
     """Twenty times; at least one survivor names them: mpirun may end the other before it can."""
     dice = random.Random(4713)
     for _ in range(20):
@@ -253,12 +254,10 @@ def test_two_ranks_killed_at_once_are_named(launcher, tmp_path):
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", pytest.param("mpirun", marks=pytest.mark.faults)])
-def test_a_rank_that_is_killed_in_an_exchange_is_named_by_all_and_leaves_nothing(
-    launcher, tmp_path
-):
+def test_rank_killed_in_an_exchange_is_named_by_all_and_leaves_nothing(launcher, tmp_path):
     fault = {"rank": 2, "phase": "exchange", "step": 3, "way": "killed"}
     with start(launcher, 3, "faulty_training.py", plan(tmp_path, fault)) as job:
-        suffer(job, fault, random.Random(0))
+        check_fault(job, fault, random.Random(0))
         if launcher == "torchrun":  # torchrun's own report names the culprit as the root cause
             report = job.text().partition("FAILED")[2]
             assert re.search(r"Root Cause[^=]*rank +: 2 [^=]*exitcode +: -9", report), report

@@ -1,4 +1,4 @@
-"""A frozen rank is warned about, then named and given up; one that wakes in time is not."""
+"""A frozen rank is warned about, then named and given up, unless it wakes in time."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def freeze(launcher: str, folder: str, culprit: int, after_seconds: float) -> fl
 @pytest.mark.faults
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_twenty_ranks_that_freeze_are_each_named_and_no_other(launcher, tmp_path):
+def test_frozen_rank_is_named_and_the_job_ends(launcher, tmp_path):
     dice = random.Random(4711)
     took = []
     for _ in range(20):
@@ -60,7 +60,7 @@ def test_twenty_ranks_that_freeze_are_each_named_and_no_other(launcher, tmp_path
 @pytest.mark.faults
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_ranks_that_freeze_for_a_while_change_no_bit(launcher, tmp_path):
+def test_ranks_that_freeze_briefly_change_no_bit(launcher, tmp_path):
     """Twenty times in one run."""
     dice = random.Random(4712)
     steps = 1600
@@ -84,7 +84,7 @@ def test_ranks_that_freeze_for_a_while_change_no_bit(launcher, tmp_path):
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", pytest.param("torchrun", marks=pytest.mark.faults)])
-def test_a_rank_may_freeze_for_a_while_but_not_for_ever(launcher, tmp_path):
+def test_rank_that_wakes_in_time_continues_and_one_that_does_not_is_given_up(launcher, tmp_path):
     argument = plan(tmp_path, steps=10_000, every=10_000)
     with start(launcher, 3, "faulty_training.py", argument, **ENVIRONMENT) as job:
         job.begin()

@@ -80,7 +80,7 @@ def train(transport: LocalTransport, compression: Any, mutating: Mutating) -> tu
 @pytest.mark.parametrize(
     "compression", [Compression.gtopk(0.2), Compression.topk(0.2), Compression.none], ids=str
 )
-def test_a_flipped_bit_names_its_sender_on_every_rank_and_nothing_of_it_is_applied(compression):
+def test_flipped_bit_is_an_error_naming_its_sender_and_is_not_applied(compression):
     """Ranks that got all messages intact may complete the step, with the right result."""
     runs = []
     for place, flip in ((0.0, 0), (0.0, 8), (0.3, 1), (0.7, 128), (1.0, 1)):
@@ -103,7 +103,7 @@ def test_a_flipped_bit_names_its_sender_on_every_rank_and_nothing_of_it_is_appli
 
 
 @pytest.mark.parametrize("compression", [Compression.gtopk(0.2), Compression.none], ids=str)
-def test_where_all_messages_are_checked_the_shortest_is(compression, monkeypatch):
+def test_check_messages_setting_detects_a_flipped_bit_in_short_messages(compression, monkeypatch):
     """Without changes in transit, the result has the same bits as without checks."""
 
     def run(place: float, flip: int) -> list[tuple[str, list[Any]]]:

@@ -10,7 +10,7 @@ from collectives.cores import usable_cores
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", pytest.param("torchrun", marks=pytest.mark.faults)])
-def test_ranks_that_are_out_of_step_end_as_if_they_were_not(request, launcher):
+def test_slow_ranks_train_bit_identically_and_are_not_given_up(request, launcher):
     start = request.getfixturevalue(launcher)
     variables = {"GTOPK_HEARTBEAT_TIMEOUT": "2.5", "HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}
     job = start(2, "out_of_step.py", timeout=120, **variables)
@@ -26,7 +26,7 @@ def test_ranks_that_are_out_of_step_end_as_if_they_were_not(request, launcher):
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", pytest.param("mpirun", marks=pytest.mark.faults)])
-def test_a_clock_that_jumps_by_hours_ends_nothing_and_warns_of_nobody(request, tmp_path, launcher):
+def test_clock_jump_of_hours_ends_no_job_and_warns_of_no_rank(request, tmp_path, launcher):
     start = request.getfixturevalue(launcher)
     variables = {"GTOPK_HEARTBEAT_TIMEOUT": "2.5", "HOROVOD_STALL_CHECK_TIME_SECONDS": "2"}
     variables |= {"GTOPK_TIMEOUT": "20", "GTOPK_RUN": str(tmp_path / "run")}

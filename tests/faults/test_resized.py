@@ -84,7 +84,7 @@ def train(transport: LocalTransport, seed: int, folder: Path, steps: range) -> E
         return End(first, last, float(loss(model(images[-HELD_OUT:]), labels[-HELD_OUT:])))
 
 
-def in_all(parts: list[np.ndarray]) -> np.ndarray:
+def summed(parts: list[np.ndarray]) -> np.ndarray:
     return np.sum(parts, axis=0, dtype=np.float64)
 
 
@@ -97,10 +97,10 @@ def losses(tmp_path_factory: pytest.TempPathFactory, in_world: Any) -> dict[tupl
             folder = tmp_path_factory.mktemp(f"seed-{seed}")
             run = partial(train, seed=seed, folder=folder)
             halves = in_world("local", before, partial(run, steps=range(SAVED_AT)))
-            held_back = in_all([rank.last for rank in halves])
+            held_back = summed([rank.last for rank in halves])
             for after in [before, *(then for of, then in RESIZED if of == before)]:
                 ends = in_world("local", after, partial(run, steps=range(SAVED_AT, STEPS)))
-                off = np.abs(in_all([rank.first for rank in ends]) - held_back).max()
+                off = np.abs(summed([rank.first for rank in ends]) - held_back).max()
                 assert off <= 1e-6 * np.abs(held_back).max()
                 assert len({rank.loss for rank in ends}) == 1
                 found.setdefault((before, after), []).append(ends[0].loss)
@@ -113,7 +113,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory, in_world: Any) -> dict[tupl
 @pytest.mark.faults
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("before", "after"), RESIZED)
-def test_resized_runs_learn_as_much_within_a_sigma(losses, before, after):
+def test_runs_resumed_on_other_rank_counts_reach_the_same_loss(losses, before, after):
     """The sigma is that of the five runs that keep the number of ranks, before or after."""
     resized = statistics.mean(losses[before, after])
     for kept in (before, after):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.faults.jobs import LAUNCHERS, Job, plan, start
-from tests.faults.test_endings import RANKS, REPORTED, suffer, train
+from tests.faults.test_endings import RANKS, REPORTED, check_fault, train
 from tests.faults.test_frozen import ENVIRONMENT, assert_given_up
 
 ROW, LAYERS = 12, 6
@@ -49,7 +49,7 @@ def soak(mpirun, ranks: int, steps: int, timeout: float) -> list[dict]:
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-def test_twenty_thousand_steps_leave_memory_as_it_was(mpirun):
+def test_twenty_thousand_steps_do_not_grow_memory(mpirun):
     for each in soak(mpirun, ranks=4, steps=20_000, timeout=7000):
         # The first tenth warms up: plans, caches, the allocator's arenas.
         warm, *later = each["resident"]
@@ -58,7 +58,7 @@ def test_twenty_thousand_steps_leave_memory_as_it_was(mpirun):
         assert growth < 0.01, each["resident"]
 
 
-def test_a_few_hundred_steps_count_right_and_open_nothing(mpirun):
+def test_hundred_steps_count_right_and_leave_no_file_open(mpirun):
     soak(mpirun, ranks=2, steps=100, timeout=120)
 
 
@@ -70,10 +70,10 @@ def freeze_for_a_while(job: Job, dice: random.Random) -> None:
     job.send(culprit, signal.SIGCONT)
 
 
-def end_somehow(job: Job, fault: dict[str, Any] | None, dice: random.Random) -> float:
-    """Let the job fail, by its own fault or by a signal, and check all promises."""
+def end_by_fault_or_signal(job: Job, fault: dict[str, Any] | None, dice: random.Random) -> float:
+    """Let the job fail, by its own fault or by a signal, and check what follows."""
     if fault is not None:
-        return suffer(job, fault, dice)
+        return check_fault(job, fault, dice)
     job.begin()
     time.sleep(dice.uniform(0, 20))
     for _ in range(dice.randrange(3)):
@@ -91,7 +91,7 @@ def end_somehow(job: Job, fault: dict[str, Any] | None, dice: random.Random) -> 
 @pytest.mark.soak
 @pytest.mark.timeout(60 * (2 * MINUTES + 60))
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_faults_for_a_long_time_change_no_bit_of_what_is_learned(launcher, tmp_path):
+def test_hours_of_faults_and_restarts_change_no_bit_of_the_parameters(launcher, tmp_path):
     """Ranks are killed, crash or freeze, gradients are not finite; each time the job restarts."""
     dice = random.Random(4714)
     deadline = time.monotonic() + 60 * MINUTES
@@ -108,7 +108,7 @@ def test_faults_for_a_long_time_change_no_bit_of_what_is_learned(launcher, tmp_p
         with start(launcher, RANKS, "faulty_training.py", argument, **ENVIRONMENT) as job:
             job.begin()
             starts.append(time.monotonic() - began)
-            endings.append(end_somehow(job, fault, dice))
+            endings.append(end_by_fault_or_signal(job, fault, dice))
     step, digest = train(launcher, tmp_path / "faults", steps=0, **TRAINING)
     assert train(launcher, tmp_path / "none", step, **TRAINING) == (step, digest)
     print(

@@ -36,7 +36,7 @@ def assert_saved_and_ended(job: Job, launcher: str, since: float, signalled: str
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", pytest.param("torchrun", marks=BY_FAULTS)])
-def test_a_preempted_rank_makes_all_save_after_the_same_step(launcher, tmp_path: Path):
+def test_sigterm_on_one_rank_makes_all_save_after_the_same_step(launcher, tmp_path: Path):
     with start(launcher, 3, "preempted.py", str(tmp_path), "0") as job:
         job.begin()
         step = assert_saved_and_ended(job, launcher, job.send(1, signal.SIGTERM), "1")
@@ -48,7 +48,7 @@ def test_a_preempted_rank_makes_all_save_after_the_same_step(launcher, tmp_path:
 @pytest.mark.faults
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_all_ranks_may_get_sigterm_and_the_next_job_resumes(launcher, tmp_path: Path):
+def test_sigterm_on_all_ranks_saves_and_the_next_job_resumes(launcher, tmp_path: Path):
     step = 0
     for _ in range(2):
         with start(launcher, 4, "preempted.py", str(tmp_path), "0.5") as job:
@@ -61,7 +61,7 @@ def test_all_ranks_may_get_sigterm_and_the_next_job_resumes(launcher, tmp_path: 
 @pytest.mark.faults
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_second_sigterm_ends_the_rank_at_once(launcher, tmp_path: Path):
+def test_second_sigterm_ends_the_rank_at_once(launcher, tmp_path: Path):
     with start(launcher, 4, "preempted.py", str(tmp_path), "60") as job:
         job.begin()
         job.send(2, signal.SIGTERM)
@@ -75,7 +75,7 @@ def test_a_second_sigterm_ends_the_rank_at_once(launcher, tmp_path: Path):
 
 @pytest.mark.faults
 @pytest.mark.timeout(300)
-def test_a_preempted_agent_of_torchrun_tells_its_ranks(tmp_path: Path):
+def test_sigterm_on_torchrun_makes_its_ranks_save(tmp_path: Path):
     with start("torchrun", 4, "preempted.py", str(tmp_path), "1") as job:
         job.begin()
         job.process.terminate()

@@ -10,7 +10,7 @@ from tests.faults.jobs import LAUNCHERS, start
 @pytest.mark.faults
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_workers_of_every_kind_come_and_go_while_threads_add_up(launcher):
+def test_loader_workers_and_threads_do_not_disturb_ranks(launcher):
     with start(launcher, 2, "workers_and_threads.py") as job:
         job.expect("nobody was in the way", seconds=600, times=2)
         assert job.process.wait(60) == 0, job.text()

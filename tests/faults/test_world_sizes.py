@@ -1,4 +1,4 @@
-"""A job resumes with fewer or more ranks, and no residual is lost."""
+"""A job resumes with fewer or more ranks without losing any residual."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(transport: LocalTransport, before: Run | None) -> Run:
         )
         if before:
             model.load_state_dict(before.model)
-            optimizer.load_state_dict(copy.deepcopy(before.optimizer))  # torch takes what it gets
+            optimizer.load_state_dict(copy.deepcopy(before.optimizer))  # torch keeps the tensors
         first = held(optimizer)
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -52,18 +52,18 @@ def run(transport: LocalTransport, before: Run | None) -> Run:
         return Run(first, held(optimizer), state, model.state_dict(), loss.item())
 
 
-def in_all(parts: list[np.ndarray]) -> np.ndarray:
+def summed(parts: list[np.ndarray]) -> np.ndarray:
     return np.sum(parts, axis=0, dtype=np.float64)
 
 
-def test_from_four_ranks_to_three_to_five_nothing_is_lost_and_training_continues(threads):
+def test_resuming_on_fewer_or_more_ranks_keeps_the_residual(threads):
     before: Run | None = None
     held_back: np.ndarray | float = 0.0
     losses = []
     for size in (4, 3, 5):
         ranks = threads(size, lambda transport, before=before: run(transport, before))
-        np.testing.assert_allclose(in_all([rank.first for rank in ranks]), held_back, atol=1e-6)
-        held_back = in_all([rank.last for rank in ranks])
+        np.testing.assert_allclose(summed([rank.first for rank in ranks]), held_back, atol=1e-6)
+        held_back = summed([rank.last for rank in ranks])
         assert np.abs(held_back).max() > 0
         before = ranks[0]
         assert all(torch.equal(rank.model["weight"], before.model["weight"]) for rank in ranks)

@@ -7,7 +7,7 @@ import torch
 from models.alexnet import alexnet
 
 
-def test_it_has_the_published_number_of_parameters() -> None:
+def test_alexnet_has_the_published_number_of_parameters() -> None:
     with torch.device("meta"):
         model = alexnet()
         for size in (224, 63):

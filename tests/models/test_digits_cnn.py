@@ -11,18 +11,18 @@ from models.digits_cnn import digits_cnn
 
 
 @pytest.mark.parametrize(("size", "parameters"), [(8, 22_602), (28, 206_922)])
-def test_its_size_follows_the_images(size: int, parameters: int) -> None:
+def test_digits_cnn_size_follows_the_image_size(size: int, parameters: int) -> None:
     model = digits_cnn(size)
     assert sum(p.numel() for p in model.parameters()) == parameters
     assert model(torch.zeros(3, 1, size, size)).shape == (3, 10)
 
 
-def test_images_it_cannot_halve_twice_are_refused() -> None:
+def test_image_size_not_a_multiple_of_4_is_refused() -> None:
     with pytest.raises(ValueError, match="size must be a multiple of 4, got 6"):
         digits_cnn(6)
 
 
-def test_it_learns_the_digits() -> None:
+def test_digits_cnn_learns_in_one_epoch() -> None:
     torch.manual_seed(0)
     data, model = load_digit_images(), digits_cnn()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

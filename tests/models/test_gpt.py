@@ -25,7 +25,7 @@ GPT2 = {"vocabulary": 50_257, "context": 1024}
     ],
     ids=["gpt2", "gpt2-medium", "small"],
 )
-def test_it_has_the_published_number_of_parameters(sizes, parameters: int) -> None:
+def test_gpt_has_the_published_number_of_parameters(sizes, parameters: int) -> None:
     with torch.device("meta"):
         model = Gpt(**sizes)
     assert sum(p.numel() for p in model.parameters()) == parameters
@@ -43,13 +43,13 @@ def test_later_tokens_do_not_change_earlier_scores() -> None:
     torch.testing.assert_close(model(tokens[:, :3]), scores[:, :3])
 
 
-def test_it_begins_with_about_equal_scores() -> None:
+def test_untrained_gpt_has_nearly_equal_scores() -> None:
     torch.manual_seed(0)
     scores = Gpt()(torch.randint(256, (4, 64)))
     assert scores.shape == (4, 64, 256)
     assert scores.std() < 0.5
 
 
-def test_heads_must_divide_the_width() -> None:
+def test_width_that_heads_do_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match="width must be a multiple of heads, got 10 and 4"):
         Gpt(width=10)

@@ -7,7 +7,7 @@ import torch
 from models.lstm_an4 import LOOK_AHEAD, LstmAn4
 
 
-def test_it_has_the_published_number_of_parameters() -> None:
+def test_lstm_an4_has_the_published_number_of_parameters() -> None:
     with torch.device("meta"):
         model = LstmAn4()
     assert sum(p.numel() for p in model.parameters()) == 27_569_568
@@ -18,7 +18,7 @@ def small() -> LstmAn4:
     return LstmAn4(width=6, layers=2, bands=21, letters=5).eval()
 
 
-def test_a_step_is_two_frames_and_padding_changes_none_of_them() -> None:
+def test_padding_does_not_change_the_scores_of_an_utterance() -> None:
     model = small()
     spectrograms = torch.randn(2, 21, 31)
     lengths = torch.tensor([31, 20])
@@ -32,7 +32,7 @@ def test_a_step_is_two_frames_and_padding_changes_none_of_them() -> None:
     torch.testing.assert_close(padded[1, :10], alone[0], atol=1e-5, rtol=1e-4)
 
 
-def test_it_looks_ahead_so_far_and_no_farther() -> None:
+def test_scores_depend_on_no_frame_beyond_the_look_ahead() -> None:
     model = small()
     frames = 2 * (LOOK_AHEAD + 30)
     spectrograms = torch.randn(1, 21, frames)

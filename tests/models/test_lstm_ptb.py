@@ -7,13 +7,13 @@ import torch
 from models.lstm_ptb import LstmLanguageModel
 
 
-def test_it_has_the_published_number_of_parameters() -> None:
+def test_lstm_ptb_has_the_published_number_of_parameters() -> None:
     with torch.device("meta"):
         model = LstmLanguageModel()
     assert sum(p.numel() for p in model.parameters()) == 66_034_000
 
 
-def test_two_windows_with_the_state_carried_on_are_one_long_window() -> None:
+def test_lstm_windows_with_carried_state_equal_one_long_window() -> None:
     torch.manual_seed(0)
     model = LstmLanguageModel(vocabulary=11, width=8).eval()
     tokens = torch.randint(11, (3, 10))
@@ -24,7 +24,7 @@ def test_two_windows_with_the_state_carried_on_are_one_long_window() -> None:
     assert whole.shape == (3, 10, 11)
 
 
-def test_gradients_end_where_a_window_begins() -> None:
+def test_detached_lstm_state_carries_no_gradient() -> None:
     model = LstmLanguageModel(vocabulary=5, width=4)
     _, state = model(torch.zeros(2, 3, dtype=torch.int64))
     assert state.hidden.requires_grad

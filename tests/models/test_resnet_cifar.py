@@ -10,7 +10,7 @@ from models.resnet_cifar import Block, CifarResNet, resnet20
 
 
 @pytest.mark.parametrize(("depth", "parameters"), [(20, 269_722), (56, 853_018)])
-def test_it_has_the_published_number_of_parameters(depth: int, parameters: int) -> None:
+def test_cifar_resnet_has_the_published_parameters_and_layers(depth: int, parameters: int) -> None:
     with torch.device("meta"):
         model = CifarResNet(depth)
     assert sum(p.numel() for p in model.parameters()) == parameters
@@ -18,7 +18,7 @@ def test_it_has_the_published_number_of_parameters(depth: int, parameters: int) 
     assert len(layers) == depth
 
 
-def test_stages_halve_the_image_and_double_the_channels() -> None:
+def test_resnet20_stages_halve_the_image_and_double_the_channels() -> None:
     model, shapes = resnet20(), []
     for block in model.blocks:
         block.register_forward_hook(lambda _, inputs, output: shapes.append(tuple(output.shape)))
@@ -26,7 +26,7 @@ def test_stages_halve_the_image_and_double_the_channels() -> None:
     assert shapes == [(2, 16, 32, 32)] * 3 + [(2, 32, 16, 16)] * 3 + [(2, 64, 8, 8)] * 3
 
 
-def test_a_block_whose_convolutions_say_nothing_hands_its_input_on() -> None:
+def test_resnet_block_with_zero_convolutions_is_its_shortcut() -> None:
     block = Block(2, 4, stride=2).eval()
     torch.nn.init.zeros_(block.second.weight)
     x = torch.rand(1, 2, 6, 6)
@@ -34,6 +34,6 @@ def test_a_block_whose_convolutions_say_nothing_hands_its_input_on() -> None:
     assert torch.equal(block(x), expected)
 
 
-def test_a_depth_that_is_none_is_refused() -> None:
+def test_invalid_resnet_depth_is_refused() -> None:
     with pytest.raises(ValueError, match=r"depth must be 6n \+ 2 with n at least 1, got 18"):
         CifarResNet(18)

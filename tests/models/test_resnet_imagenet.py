@@ -7,7 +7,7 @@ import torch
 from models.resnet_imagenet import Bottleneck, resnet50
 
 
-def test_it_has_the_published_number_of_parameters_and_layers() -> None:
+def test_resnet50_has_the_published_parameters_layers_and_stages() -> None:
     shapes = []
     with torch.device("meta"):
         model = resnet50()
@@ -22,7 +22,7 @@ def test_it_has_the_published_number_of_parameters_and_layers() -> None:
     assert [tuple(shape) for shape in shapes] == [(2, c, side, side) for c, side in stages]
 
 
-def test_a_narrow_one_trains() -> None:
+def test_narrow_resnet50_has_finite_gradients() -> None:
     torch.manual_seed(0)
     model = resnet50(classes=5, width=4)
     model(torch.randn(4, 3, 32, 32)).square().mean().backward()

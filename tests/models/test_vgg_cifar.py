@@ -7,7 +7,7 @@ import torch
 from models.vgg_cifar import vgg16
 
 
-def test_it_has_the_published_number_of_parameters_and_layers() -> None:
+def test_vgg16_has_the_published_parameters_and_layers() -> None:
     with torch.device("meta"):
         model = vgg16()
         assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)

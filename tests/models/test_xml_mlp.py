@@ -56,7 +56,7 @@ def gradients(model: XmlMlp, loss: torch.Tensor) -> list[torch.Tensor]:
     return [p.grad.to_dense() for p in model.parameters() if p.grad is not None]
 
 
-def test_sparse_inputs_give_the_logits_loss_and_gradients_of_dense_ones() -> None:
+def test_xml_mlp_matches_dense_algebra_on_sparse_inputs() -> None:
     model = network()
     for rows in (synthesise(SMALL, 7), with_rows_without_labels_and_entries()):
         batch = batch_of(rows)
@@ -70,7 +70,7 @@ def test_sparse_inputs_give_the_logits_loss_and_gradients_of_dense_ones() -> Non
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
-def test_a_sample_of_every_label_gives_the_loss_itself() -> None:
+def test_sampled_loss_with_every_label_equals_the_full_loss() -> None:
     model, batch = network(), batch_of(synthesise(SMALL, 7))
     own = len(batch.labels.unique())
     sampled = model.sampled_loss(batch, negatives=20_000)  # every one of the 40 is among them
@@ -82,7 +82,7 @@ def test_a_sample_of_every_label_gives_the_loss_itself() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-def test_sampled_labels_stand_for_all_others_in_the_denominator() -> None:
+def test_sampled_loss_estimates_the_denominator_without_bias() -> None:
     one_label = replace(SMALL, labels_per_row=1.0)
     model, batch = network(), batch_of(synthesise(one_label, 1))
     logits = model(batch).detach()[0]
@@ -95,7 +95,7 @@ def test_sampled_labels_stand_for_all_others_in_the_denominator() -> None:
     assert abs(np.mean(denominators) - float(logits.exp().sum())) < 4 * error
 
 
-def test_gradients_have_rows_only_for_the_features_and_labels_used() -> None:
+def test_sparse_gradients_have_rows_only_for_used_features_and_labels() -> None:
     model, batch = network(), batch_of(synthesise(SMALL, 3))
     model.sampled_loss(batch, 4, torch.Generator().manual_seed(1)).backward()
     assert model.embedding.weight.grad.is_sparse
@@ -110,18 +110,18 @@ def test_gradients_have_rows_only_for_the_features_and_labels_used() -> None:
 
 
 def test_precisions_count_labels_among_the_highest_logits() -> None:
-    class Said(torch.nn.Module):
+    class FixedLogits(torch.nn.Module):
         def forward(self, batch: SparseBatch) -> torch.Tensor:
             return torch.tensor([[5.0, 4, 3, 2, 1, 0], [0, 1, 2, 3, 4, 5], [0, 0, 9, 0, 0, 0]])
 
     none = torch.empty(0, dtype=torch.int64)
     labels, label_rows = torch.tensor([0, 2, 5, 0]), torch.tensor([0, 0, 0, 1])
     batch = SparseBatch(none, none.float(), torch.zeros(3, dtype=torch.int64), labels, label_rows)
-    reached = precisions(Said(), batch)
+    reached = precisions(FixedLogits(), batch)
     assert reached == {1: 1 / 3, 3: 2 / 9, 5: 2 / 15}  # row 1 has its label last, row 2 none
 
 
-def test_a_loader_makes_whole_batches_and_training_learns_what_rows_mean() -> None:
+def test_xml_mlp_learns_from_a_data_loader() -> None:
     rows, held_out = synthesise(SMALL, 600), synthesise(SMALL, 200, stream=1)
     torch.manual_seed(0)
     model = XmlMlp(SMALL.features, SMALL.labels, hidden=32)

@@ -1,4 +1,4 @@
-"""All that is measured is in the results, what has failed, too."""
+"""The results page has every measurement, and every failure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 SCRIPTS = Path(__file__).resolve().parents[2] / "mpi_scripts"
 REAL = ("bench.sh", "bench_network.sh", "bench_predictions.sh")
 
-# Says what it was asked for; selection fails.
+# Prints its arguments; fails for the selection benchmark.
 PYTHON = """#!/bin/sh
 echo "ran $*"
 case "$*" in *bench_selection.py*) echo "no memory" >&2; exit 3 ;; esac
@@ -22,7 +22,7 @@ exec "$@"
 """
 
 
-def test_results_have_every_part_and_what_each_has_said(tmp_path: Path) -> None:
+def test_results_page_has_output_of_every_part_and_failures(tmp_path: Path) -> None:
     scripts, out = tmp_path / "mpi_scripts", tmp_path / "out"
     scripts.mkdir()
     for name in REAL:
@@ -40,7 +40,7 @@ def test_results_have_every_part_and_what_each_has_said(tmp_path: Path) -> None:
     results = (out / "results.md").read_text()
     assert results.startswith("# Measured on ")
     parts = dict(re.findall(r"^## (.+?)\n(.+?)(?=^## |\Z)", results, re.MULTILINE | re.DOTALL))
-    asked = [
+    expected = [
         "bench_selection",
         "adverse",
         "bench_wire",
@@ -49,8 +49,8 @@ def test_results_have_every_part_and_what_each_has_said(tmp_path: Path) -> None:
         "optimizer",
     ]
     for shapes in ("one-50m", "resnet50-shapes", "160x1000", "1000x10"):
-        asked += [f"--model {shapes} --rounds 9 --json", f"--model {shapes} --rounds 9 --ways"]
-    asked += [
+        expected += [f"--model {shapes} --rounds 9 --json", f"--model {shapes} --rounds 9 --ways"]
+    expected += [
         "convergence.py",
         "simulated_scaling.py",
         "torchrun.json",
@@ -58,10 +58,10 @@ def test_results_have_every_part_and_what_each_has_said(tmp_path: Path) -> None:
         "resnet18",
         "predictions.py",
     ]
-    asked += ["--simulate", "lstm-ptb", "alexnet", "--compute real"]
-    for (title, said), word in zip(parts.items(), asked, strict=True):
-        assert re.search(rf"^ran .*{re.escape(word)}", said, re.MULTILINE)
-        assert ("ended with exit code 3" in said) == title.startswith("Selection")
+    expected += ["--simulate", "lstm-ptb", "alexnet", "--compute real"]
+    for (title, text), pattern in zip(parts.items(), expected, strict=True):
+        assert re.search(rf"^ran .*{re.escape(pattern)}", text, re.MULTILINE)
+        assert ("ended with exit code 3" in text) == title.startswith("Selection")
     assert "no memory" in parts["Selection"]
-    # The tables of a part are its own file.
+    # Each part's tables are in a file of their own.
     assert "torchrun.json" in (out / "network" / "results.txt").read_text()

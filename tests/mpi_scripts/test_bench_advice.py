@@ -1,4 +1,4 @@
-"""The line at a run's start is taken at its word, and held against the run it began."""
+"""The advice line at a run's start is parsed, and compared with the run's measurement."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def held(
     return Measurement(rate, delay, hosts, 500_000, 25_000, line, dense, sparse)
 
 
-def test_numbers_are_read_from_the_line() -> None:
+def test_number_is_read_from_the_advice_line() -> None:
     assert number_after(": dense", LINE) == 1.0
     assert number_after("saves up to", LINE) == 0.9
     with pytest.raises(ValueError, match="must have a number after 'loses'"):
@@ -59,7 +59,7 @@ def test_numbers_are_read_from_the_line() -> None:
         (BreakEven(math.inf, math.inf, math.inf), "at every bandwidth"),
     ],
 )
-def test_the_edge_is_read_as_it_is_written(edge: BreakEven, words: str) -> None:
+def test_break_even_text_is_parsed_back(edge: BreakEven, words: str) -> None:
     written = break_even_text(edge)
     assert written.replace("\N{NO-BREAK SPACE}", " ").startswith(words)
     is_told = edge.is_a_number or edge.lowest == edge.highest
@@ -69,13 +69,13 @@ def test_the_edge_is_read_as_it_is_written(edge: BreakEven, words: str) -> None:
         assert parse_edge(line) == (about, edge.lowest, edge.highest)
 
 
-def test_an_edge_in_other_words_is_not_guessed_at() -> None:
+def test_unknown_break_even_text_is_refused() -> None:
     with pytest.raises(ValueError, match="the line must say where compression pays"):
         parse_edge(LINE.replace("25 to 70 Mbit/s if a time is", "25 and 70 Mbit/s, were a time"))
 
 
-def test_a_number_is_told_where_times_that_are_six_per_cent_off_move_it_by_a_fifth() -> None:
-    """Bounds are three apart where each per cent of a time is three of the bandwidth."""
+def test_break_even_is_a_number_only_if_six_per_cent_move_it_under_a_fifth() -> None:
+    """The bounds differ by a factor of three where 1 % of a time is 3 % of the bandwidth."""
     slope = math.log(3) / (2 * math.log(1.2))
     for steep, is_a_number in ((0.99 * slope, True), (1.01 * slope, False)):
         edge = BreakEven(100e6, 100e6 / 1.2**steep, 100e6 * 1.2**steep)
@@ -83,7 +83,7 @@ def test_a_number_is_told_where_times_that_are_six_per_cent_off_move_it_by_a_fif
     assert 1.06**slope < 1.2 < 1.07**slope
 
 
-def test_the_edge_lies_where_both_take_the_same() -> None:
+def test_measured_break_even_is_where_dense_and_sparse_take_the_same() -> None:
     """Dense takes 1 s and 20 Mbit, gTop-k 1.5 s and 5 Mbit: both as long at 30 Mbit/s."""
     rates = [10, 20, 40, 80]
     loses = LINE.replace("saves up to 900 ms", "dense is faster here")
@@ -110,13 +110,13 @@ def test_the_edge_lies_where_both_take_the_same() -> None:
     assert rows[5].startswith("| between which bandwidths that is | 4 | 0 % | 4 | +0 % (")
 
 
-def test_errors_are_told_of_what_was_measured() -> None:
+def test_advice_errors_are_relative_to_the_measurement() -> None:
     rows = table([held(1.0, 0.1), held(1.25, 0.05, 4), held(2.0, 0.2, 8)])
     assert rows[2] == "| dense's time | 3 | 20 % | 2 | -50 % (10mbit, 8 ranks) |"
     assert rows[3] == "| what compression saves | 3 | 25 % | 1 | -50 % (10mbit, 8 ranks) |"
 
 
-def test_a_network_is_held_against_its_line(tmp_path: Path) -> None:
+def test_bench_advice_compares_an_emulated_network_with_its_line(tmp_path: Path) -> None:
     require_hosts()
     small = ["--rates", "80mbit", "--hosts", "2", "--densities", "0.05", "0.5", "--rounds", "1"]
     done = subprocess.run(

@@ -6,7 +6,7 @@ from collectives import local_world, run_ranks
 from mpi_scripts.bench_checked_messages import COLUMNS, line, measure
 
 
-def test_every_length_is_measured_both_ways_on_the_same_ranks():
+def test_every_length_is_measured_with_and_without_checksums():
     size, lengths = 3, (10, 5000)
     worlds = local_world(size), local_world(size)
     sums = []

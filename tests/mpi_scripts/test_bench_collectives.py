@@ -1,4 +1,4 @@
-"""Baselines add up what they say they add up."""
+"""The published baselines compute the sums that they promise, and count their bytes."""
 
 from __future__ import annotations
 
@@ -22,26 +22,24 @@ from mpi_scripts.bench_collectives import Collectives
 LENGTH, K = 2_000, 100
 
 
-def everyones(size: int) -> list[SparseVector]:
+def selections_of(size: int) -> list[SparseVector]:
     return [picks("clustered", LENGTH, K, rank, seed=3) for rank in range(size)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
-def test_the_plain_allgather_gives_the_sum_of_all_picks(threads, size: int) -> None:
+def test_plain_allgather_returns_the_sum_of_all_selections(threads, size: int) -> None:
     def program(transport: Transport) -> SparseVector:
         library = Collectives(open_library(transport, range(size)), transport.rank)
-        return baselines.plain_allgather(everyones(size)[transport.rank], K, size, library)
+        return baselines.plain_allgather(selections_of(size)[transport.rank], K, size, library)
 
-    expected = np.sum([vector.to_dense() for vector in everyones(size)], axis=0, dtype=float)
+    expected = np.sum([vector.to_dense() for vector in selections_of(size)], axis=0, dtype=float)
     for update in threads(size, program):
         assert update.to_dense() == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("binomial", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
-def test_the_published_tree_keeps_the_k_largest_of_each_merge(
-    threads, size: int, binomial: bool
-) -> None:
+def test_published_tree_keeps_k_largest_of_each_merge(threads, size: int, binomial: bool) -> None:
     def program(transport: Transport) -> SparseVector:
         library = Collectives(open_library(transport, range(size)), transport.rank)
 
@@ -52,7 +50,7 @@ def test_the_published_tree_keeps_the_k_largest_of_each_merge(
                 library.broadcast(message, 0)
 
         return baselines.published_tree(
-            everyones(size)[transport.rank], K, transport.rank, size, library, broadcast
+            selections_of(size)[transport.rank], K, transport.rank, size, library, broadcast
         )
 
     def tree(ranks: list[np.ndarray]) -> np.ndarray:
@@ -63,14 +61,14 @@ def test_the_published_tree_keeps_the_k_largest_of_each_merge(
         kept = np.argsort(-np.abs(total), kind="stable")[:K]
         return np.where(np.isin(np.arange(LENGTH), kept), total, 0)
 
-    expected = tree([vector.to_dense() for vector in everyones(size)])
+    expected = tree([vector.to_dense() for vector in selections_of(size)])
     updates = threads(size, program)
     for update in updates:
         assert update.to_dense() == pytest.approx(expected, abs=1e-5)
 
 
-def test_an_entry_of_the_published_tree_has_16_bytes() -> None:
-    vector = everyones(1)[0]
+def test_published_tree_encodes_an_entry_in_16_bytes() -> None:
+    vector = selections_of(1)[0]
     message = baselines.in_sixteen_bytes(vector, K + 1)
     assert message.nbytes == 16 * (K + 1)
     again = baselines.of_sixteen_bytes(message.view(np.float64).reshape(2, -1), vector)
@@ -78,19 +76,19 @@ def test_an_entry_of_the_published_tree_has_16_bytes() -> None:
         np.testing.assert_array_equal(part, other)
 
 
-def test_what_a_library_sends_is_reckoned_at_the_least_there_can_be(threads) -> None:
+def test_library_collectives_count_the_fewest_bytes_possible(threads) -> None:
     size = 4
 
     def program(transport: Transport) -> list[int]:
-        whole = open_library(transport, range(size))
-        library = Collectives(whole, transport.rank)
+        transport_of_library = open_library(transport, range(size))
+        library = Collectives(transport_of_library, transport.rank)
         sent = []
         for operation in (
             lambda: library.allgather(np.zeros(50, np.uint8)),
             lambda: library.broadcast(np.zeros(50, np.uint8), 0),
         ):
             operation()
-            sent.append(whole.traffic.read_and_reset().sent_bytes)
+            sent.append(transport_of_library.traffic.read_and_reset().sent_bytes)
         return sent
 
     *passing_on, last = threads(size, program)
@@ -98,7 +96,7 @@ def test_what_a_library_sends_is_reckoned_at_the_least_there_can_be(threads) -> 
     assert last == [150, 0]
 
 
-def test_baselines_are_modelled_by_what_they_send() -> None:
+def test_baseline_models_follow_message_bytes() -> None:
     k, network = 1_000, Network(8, Link.of(1e8, 1e-4))
     place = Place(1_000_000, k, network, DEFAULT_RATES)
     alpha, beta, _ = network.between
@@ -113,21 +111,21 @@ def test_baselines_are_modelled_by_what_they_send() -> None:
         assert seconds == pytest.approx(9 * alpha + 6 * (alpha + 16 * k * beta))
 
 
-def test_they_run_beside_gtopks_own(
+def test_published_baselines_run_beside_gtopk(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, contenders in baselines.PUBLISHED.items():
         monkeypatch.setitem(BASELINES, name, contenders)
     words = "--transport local --ranks 3 --lengths 1000 --rounds 1 --algorithms gtopk --baselines"
     assert main([*words.split(), "plain-allgather", "published-tree"], baselines.CALL) == 0
-    said = capsys.readouterr().out
-    assert f"`{baselines.CALL} {words}" in said
+    output = capsys.readouterr().out
+    assert f"`{baselines.CALL} {words}" in output
     for name in ("plain-allgather", "published-tree library-", "published-tree binomial-"):
-        assert name in said
+        assert name in output
 
 
 @pytest.mark.parametrize("launch", ["mpirun", "torchrun"])
-def test_they_run_on_mpi_and_gloo_themselves(request, launch: str, tmp_path: Path) -> None:
+def test_published_baselines_run_on_mpi_and_gloo(request, launch: str, tmp_path: Path) -> None:
     path = tmp_path / "collectives.json"
     words = [
         "--ranks",

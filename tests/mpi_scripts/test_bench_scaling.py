@@ -12,7 +12,7 @@ import pytest
 from mpi_scripts import bench_scaling
 
 
-def test_emulated_hosts_share_the_cores_and_real_ones_are_listed(
+def test_command_emulates_hosts_or_passes_the_hostfile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench_scaling, "require_mpirun", lambda: Path("/bin/mpirun"))
@@ -29,7 +29,7 @@ def test_emulated_hosts_share_the_cores_and_real_ones_are_listed(
     assert "--bandwidth" not in words
 
 
-def test_a_job_that_fails_ends_it_with_its_code(
+def test_failed_job_ends_bench_scaling_with_its_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[list[str]] = []

@@ -1,4 +1,4 @@
-"""`bench_selection.py`: what it records, and that it checks what it claims."""
+"""`bench_selection.py`: its records, and its check of exactness."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpi_scripts.selection_methods import FLOOR, SOURCES, Answer, Training, all_
 SMALL = ["--elements", "40000", "--density", "0.01", "--rounds", "2", "--warm-up", "4"]
 
 
-def test_every_method_and_size_has_a_record(tmp_path: Path) -> None:
+def test_every_selection_method_and_size_has_a_record(tmp_path: Path) -> None:
     path = tmp_path / "selection.json"
     assert main([*SMALL, "--threads", "2", "--json", str(path)]) == 0
     written = json.loads(path.read_text())
@@ -48,7 +48,7 @@ def test_every_method_and_size_has_a_record(tmp_path: Path) -> None:
 
 
 def check_exactness(record: dict[str, Any]) -> None:
-    """The floors select nothing, the fitted thresholds what they do, all others exactly k."""
+    """Floors select nothing, fitted thresholds about k, all other methods exactly k."""
     if record["method"] == FLOOR:
         assert record["selected"] == 0
         assert record["over_floor"]["median"] == 1
@@ -57,22 +57,22 @@ def check_exactness(record: dict[str, Any]) -> None:
         assert record["selected"] == record["k"]
 
 
-def test_only_the_methods_asked_for_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_requested_methods_run(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--data", "gaussian", "--methods", "gtopk-reference", "torch.topk"]
     assert main([*SMALL, *words]) == 0
-    said = capsys.readouterr().out
-    assert "torch.topk" in said
-    assert "mstopk" not in said
-    assert "gtopk-reference is " in said
+    output = capsys.readouterr().out
+    assert "torch.topk" in output
+    assert "mstopk" not in output
+    assert "gtopk-reference is " in output
 
 
-def test_a_method_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_selection_method_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main([*SMALL, "--methods", "bogus"])
     assert "got bogus" in capsys.readouterr().err
 
 
-def test_an_answer_is_exact_only_with_the_k_largest(random: np.random.Generator) -> None:
+def test_selection_is_exact_only_with_the_k_largest(random: np.random.Generator) -> None:
     total = random.standard_normal(1000)
     answer = Answer(total, 10)
     picked, _ = select(total, 10)
@@ -86,14 +86,14 @@ def test_an_answer_is_exact_only_with_the_k_largest(random: np.random.Generator)
     assert not answer.is_given_by(picked._replace(values=picked.values + 1))
 
 
-def test_of_equal_magnitudes_any_will_do() -> None:
+def test_any_choice_among_equal_magnitudes_is_exact() -> None:
     total = np.array([1.0, -1.0, 1.0, 0.5])
     for indices in ([0, 1], [1, 2]):
         chosen = np.array(indices, np.int32)
         assert Answer(total, 2).is_given_by(SparseVector(chosen, total[chosen], 4))
 
 
-def test_zeros_may_be_selected_or_not_where_there_are_too_few_others() -> None:
+def test_zeros_may_fill_an_exact_selection_or_be_left_out() -> None:
     total = np.array([0, 3, 0, np.nan, 0], np.float32)
 
     def given(*indices: int) -> bool:
@@ -108,7 +108,7 @@ def test_zeros_may_be_selected_or_not_where_there_are_too_few_others() -> None:
 
 
 @pytest.mark.parametrize("length", [40_000, 1_000_000])
-def test_the_network_has_about_the_length_asked_for_and_learns(length: int) -> None:
+def test_training_source_has_the_requested_length_and_learns(length: int) -> None:
     source = open_source("training", length)
     assert isinstance(source, Training)
     assert source.length == pytest.approx(length, rel=0.1)

@@ -1,4 +1,4 @@
-"""`bench_wire.py`: what it records, and the arithmetic of what pays."""
+"""`bench_wire.py`: its records, and the bandwidth below which a format pays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpi_scripts.bench_wire import FORMATS, break_even_gbit_per_second, main, tr
 SMALL = ["--entries", "500", "--elements", "40000", "--rounds", "2", "--densities", "0.01"]
 
 
-def test_every_format_of_every_list_has_a_record(tmp_path: Path) -> None:
+def test_every_wire_format_of_every_vector_has_a_record(tmp_path: Path) -> None:
     path = tmp_path / "wire.json"
     assert main([*SMALL, "--json", str(path)]) == 0
     records = json.loads(path.read_text())["records"]
@@ -32,14 +32,14 @@ def test_every_format_of_every_list_has_a_record(tmp_path: Path) -> None:
     assert records[0]["pays_below_gbit_per_second"] == 0
 
 
-def test_a_format_pays_where_the_link_takes_longer_for_what_it_saves() -> None:
+def test_break_even_bandwidth_is_saved_bits_over_coding_seconds() -> None:
     # 4 bytes at 8 Gbit/s take 4 ns.
     assert break_even_gbit_per_second(4.0, 4.0) == pytest.approx(8.0)
     assert break_even_gbit_per_second(4.0, 0.0) == math.inf
     assert break_even_gbit_per_second(0.0, 1.0) == 0
 
 
-def test_lists_are_as_long_as_asked_for() -> None:
+def test_sparse_vectors_have_the_requested_entries() -> None:
     for density in (1e-4, 0.1, 0.5):
         vector = uniform(1000, density).vector
         assert (vector.entries, vector.length) == (1000, round(1000 / density))
@@ -47,7 +47,7 @@ def test_lists_are_as_long_as_asked_for() -> None:
     assert picked.entries == round(0.01 * picked.length)
 
 
-def test_densities_are_shares(capsys: pytest.CaptureFixture[str]) -> None:
+def test_density_of_zero_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main([*SMALL, "--densities", "0"])
     assert "--densities: must lie in (0, 1], got '0'" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The script that builds Horovod says what it lacks, all at once, before it begins."""
+"""The script that builds Horovod lists all missing tools before it begins."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).parents[2] / "mpi_scripts" / "build_horovod.sh"
 
 
 def run(tmp_path: Path, *there: str) -> subprocess.CompletedProcess[str]:
-    """Run it where nothing is but a few tools, those named, and a Python that can do nothing."""
+    """Run it with only a few tools, the named ones, and a Python that does nothing."""
     tools = tmp_path / "bin"
     tools.mkdir()
     for name in ("bash", "dirname", "basename"):
@@ -30,7 +30,7 @@ def run(tmp_path: Path, *there: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_all_that_is_missing_is_named_with_the_way_to_get_it(tmp_path) -> None:
+def test_every_missing_tool_is_listed_with_how_to_install_it(tmp_path) -> None:
     done = run(tmp_path)
     assert done.returncode == 1
     first, *rest = done.stderr.splitlines()
@@ -41,7 +41,7 @@ def test_all_that_is_missing_is_named_with_the_way_to_get_it(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("lacking", ["cmake", "g++"])
-def test_only_what_is_missing_is_named(tmp_path, lacking: str) -> None:
+def test_only_missing_tools_are_listed(tmp_path, lacking: str) -> None:
     done = run(tmp_path, *{"cmake", "make", "g++", "mpicxx"} - {lacking})
     assert [word in done.stderr for word in ("cmake", "mpicxx")] == [lacking == "cmake", False]
     assert ("C++20 compiler" in done.stderr) == (lacking == "g++")

@@ -1,4 +1,4 @@
-"""The container files and the manifest fit each other, what they run, and their linters."""
+"""The container files and the manifest agree with each other, and pass their linters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pods(job: Any) -> dict[str, Any]:
     return {name: each["template"]["spec"] for name, each in job["spec"]["mpiReplicaSpecs"].items()}
 
 
-def test_there_are_as_many_ranks_as_slots(manifest: list[Any]) -> None:
+def test_manifest_starts_as_many_ranks_as_slots(manifest: list[Any]) -> None:
     job, _ = manifest
     workers = job["spec"]["mpiReplicaSpecs"]["Worker"]["replicas"]
     (launcher,) = pods(job)["Launcher"]["containers"]
@@ -35,14 +35,14 @@ def test_there_are_as_many_ranks_as_slots(manifest: list[Any]) -> None:
     assert int(ranks) == workers * job["spec"]["slotsPerWorker"]
 
 
-def test_what_is_set_for_the_launcher_is_handed_on_to_the_ranks(manifest: list[Any]) -> None:
+def test_manifest_exports_launcher_variables_to_ranks(manifest: list[Any]) -> None:
     (launcher,) = pods(manifest[0])["Launcher"]["containers"]
     words = launcher["args"]
     handed_on = [after for word, after in pairwise(words) if word == "-x"]
     assert handed_on == [each["name"] for each in launcher["env"]]
 
 
-def test_nothing_runs_as_root(manifest: list[Any]) -> None:
+def test_containers_and_pods_do_not_run_as_root(manifest: list[Any]) -> None:
     for spec in pods(manifest[0]).values():
         assert spec["securityContext"]["runAsNonRoot"]
         for container in spec["containers"]:
@@ -54,7 +54,7 @@ def test_nothing_runs_as_root(manifest: list[Any]) -> None:
         assert f"\nUSER {user}\n" in text
 
 
-def test_workers_and_launcher_meet_at_one_port_with_one_key(manifest: list[Any]) -> None:
+def test_ssh_client_server_and_probe_use_one_port_and_key_folder(manifest: list[Any]) -> None:
     daemon, client = ((CONTAINERS / n).read_text().split() for n in ("sshd_config", "ssh_config"))
     assert daemon[daemon.index("Port") + 1] == client[client.index("Port") + 1]
     (worker,) = pods(manifest[0])["Worker"]["containers"]
@@ -66,21 +66,21 @@ def test_workers_and_launcher_meet_at_one_port_with_one_key(manifest: list[Any])
         assert f" {worker['args'][-1]}\n" in path.read_text(encoding="utf-8")
 
 
-def test_what_is_lost_is_started_anew(manifest: list[Any]) -> None:
-    # The operator overrides what a template says of it, by default with "Never" for workers.
+def test_manifest_restarts_failed_pods(manifest: list[Any]) -> None:
+    # The operator overrides a template's restartPolicy, for workers with "Never" by default.
     for replicas in manifest[0]["spec"]["mpiReplicaSpecs"].values():
         assert replicas["restartPolicy"] == "OnFailure"
         assert "restartPolicy" not in replicas["template"]["spec"]
 
 
-def test_only_the_pods_of_the_job_are_let_in(manifest: list[Any]) -> None:
+def test_network_policy_admits_only_pods_of_the_job(manifest: list[Any]) -> None:
     job, policy = manifest
-    mine = {"matchLabels": {"training.kubeflow.org/job-name": job["metadata"]["name"]}}
-    assert policy["spec"]["podSelector"] == mine
-    assert policy["spec"]["ingress"] == [{"from": [{"podSelector": mine}]}]
+    own_pods = {"matchLabels": {"training.kubeflow.org/job-name": job["metadata"]["name"]}}
+    assert policy["spec"]["podSelector"] == own_pods
+    assert policy["spec"]["ingress"] == [{"from": [{"podSelector": own_pods}]}]
 
 
-def test_what_the_images_copy_is_there() -> None:
+def test_dockerfile_copy_sources_exist() -> None:
     for path in DOCKERFILES:
         for line in path.read_text(encoding="utf-8").splitlines():
             if line.startswith("COPY") and "--from" not in line:
@@ -112,10 +112,10 @@ def test_yamllint_finds_nothing() -> None:
 
 
 @pytest.mark.packaging
-def test_the_pods_and_the_policy_are_what_kubernetes_knows(
+def test_pods_and_network_policy_match_kubernetes_schemas(
     manifest: list[Any], tmp_path: Path
 ) -> None:
-    # There is no schema of MPIJob to be had; its pods are ordinary ones.
+    # MPIJob has no published schema; its pods are ordinary ones.
     job, policy = manifest
     templates = [
         {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name.lower()}, "spec": spec}
@@ -123,5 +123,5 @@ def test_the_pods_and_the_policy_are_what_kubernetes_knows(
     ]
     known = tmp_path / "known.yaml"
     known.write_text(yaml.safe_dump_all([*templates, policy]))
-    said = lint("kubernetes-validate", "--strict", known)
-    assert said.count("passed") == 3
+    output = lint("kubernetes-validate", "--strict", known)
+    assert output.count("passed") == 3

@@ -1,4 +1,4 @@
-"""The comparison of recipes trains them alike, and says how they end."""
+"""The comparison of recipes: pairing by seed, its table, and its options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpi_scripts.convergence import RECIPES, Setting, main, train
 from mpi_scripts.tasks import TASKS
 
 
-def test_rows_are_paired_by_seed_and_dense_is_trained_once(tmp_path: Path, capsys) -> None:
+def test_convergence_rows_are_paired_by_seed_and_dense_runs_once(tmp_path: Path, capsys) -> None:
     file = tmp_path / "runs.json"
     words = ["--seeds", "2", "--epochs", "1", "--densities", "0.02", "0.1", "--json", str(file)]
     words += ["--losses", "2.4", "0.0001"]
@@ -32,7 +32,7 @@ def test_rows_are_paired_by_seed_and_dense_is_trained_once(tmp_path: Path, capsy
     assert sparse["runs"][0]["sent_bytes"] < dense["runs"][0]["sent_bytes"] / 10
 
 
-def test_fresh_seeds_are_others(tmp_path: Path) -> None:
+def test_first_seed_shifts_the_seeds_of_all_runs(tmp_path: Path) -> None:
     def trained(*words: str) -> list[float]:
         file = tmp_path / "runs.json"
         main(["--epochs", "1", "--json", str(file), "--recipes", "dense", *words])
@@ -44,7 +44,7 @@ def test_fresh_seeds_are_others(tmp_path: Path) -> None:
     assert len({first, second, third}) == 3
 
 
-def test_adam_is_held_against_adam(tmp_path: Path, capsys) -> None:
+def test_adam_recipes_are_compared_with_adamw(tmp_path: Path, capsys) -> None:
     file = tmp_path / "runs.json"
     words = ["--seeds", "2", "--epochs", "1", "--json", str(file)]
     names = ["dense", "AdamW", "AdamW, gtopk", "Adam before, gtopk"]
@@ -57,7 +57,7 @@ def test_adam_is_held_against_adam(tmp_path: Path, capsys) -> None:
         assert f"| {accuracy - adam:+.2f} ± " in row
 
 
-def test_all_are_held_against_the_first_dense_recipe(tmp_path: Path, capsys) -> None:
+def test_sgd_recipes_are_compared_with_the_first_dense_recipe(tmp_path: Path, capsys) -> None:
     file = tmp_path / "runs.json"
     names = ["dense", "dense, no momentum", "topk"]
     words = ["--seeds", "2", "--epochs", "1", "--json", str(file)]
@@ -76,7 +76,7 @@ def test_every_recipe_trains_on_an_odd_number_of_ranks(name: str) -> None:
     assert 5 < train(task, RECIPES[name](setting), ranks=3).accuracy <= 100
 
 
-def test_a_single_seed_is_refused(capsys) -> None:
+def test_convergence_needs_at_least_two_seeds(capsys) -> None:
     with pytest.raises(SystemExit):
         main(["--seeds", "1"])
     assert "--seeds must be at least 2" in capsys.readouterr().err

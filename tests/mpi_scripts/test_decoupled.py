@@ -1,4 +1,4 @@
-"""DeMo: the baseline's laws."""
+"""DeMo, a baseline: its transform, its agreement between ranks, and its momentum."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def gradient(name: str, rank: int, step: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", [1, 5, 64])
-def test_the_cosine_transform_is_orthonormal(size: int) -> None:
+def test_cosine_transform_is_orthonormal(size: int) -> None:
     basis = cosines(size)
     torch.testing.assert_close(basis @ basis.T, torch.eye(size), atol=1e-6, rtol=0)
     torch.testing.assert_close(basis @ torch.ones(size), size**0.5 * torch.eye(size)[0])
 
 
 @pytest.mark.parametrize("shape", SHAPES.values())
-def test_all_components_are_the_values(shape: tuple[int, ...]) -> None:
+def test_chunk_components_transform_back_to_the_values(shape: tuple[int, ...]) -> None:
     values = torch.randn(shape)
     chunks = Chunks(torch.nn.Parameter(values), 32)
     components = chunks.components(values)
@@ -33,7 +33,7 @@ def test_all_components_are_the_values(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(chunks.values(components, values.shape), values)
 
 
-def test_ranks_agree_on_signs_and_keep_what_was_not_sent() -> None:
+def test_demo_ranks_agree_on_sign_updates_and_send_k_per_chunk() -> None:
     steps = 3
 
     def program(transport: Transport) -> tuple[dict[str, torch.Tensor], int]:
@@ -49,13 +49,13 @@ def test_ranks_agree_on_signs_and_keep_what_was_not_sent() -> None:
     ranks = run_ranks(local_world(3), program)
     entries = 4 * 32 + 32 + 12  # chunks of 64 x 48, of 6 x 45 and of 12, which sends all
     for moved, sent in ranks:
-        assert 0 <= sent - 2 * 4 * entries <= 64  # the allgather says the sizes
+        assert 0 <= sent - 2 * 4 * entries <= 64  # the allgather also sends sizes
         for name in SHAPES:
             assert torch.equal(moved[name], ranks[0][0][name])
             assert set(moved[name].unique().tolist()) <= {-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0}
 
 
-def test_what_is_not_sent_stays_in_the_momentum() -> None:
+def test_demo_momentum_keeps_unsent_components() -> None:
     parameter = torch.nn.Parameter(torch.zeros(128, 96))
     named = [("weight", parameter)]
     inner = torch.optim.SGD([parameter], lr=0.0)

@@ -1,4 +1,4 @@
-"""Emulated hosts: shaped, apart from each other, and gone with their program."""
+"""Emulated hosts: rate limits, isolation, and cleanup after their program."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def emulated(
 
 
 def require_hosts() -> None:
-    """Skip a test where hosts cannot be emulated; that the script fails is no reason to."""
+    """Skip a test where hosts cannot be emulated, but not if the script fails otherwise."""
     if shutil.which("bash") is None:
         pytest.skip("bash is not installed")
     done = subprocess.run(command(1, "torchrun", "true"), capture_output=True, text=True)
@@ -63,7 +63,7 @@ def require_hosts() -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _possible() -> None:
+def _require_hosts() -> None:
     require_hosts()
 
 
@@ -72,7 +72,7 @@ def interfaces() -> list[str]:
 
 
 def processes_with(mark: str) -> list[str]:
-    """Return the processes whose environment holds a mark, this one's children or not."""
+    """Return all processes whose environment holds a mark, also those that are no children."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -83,52 +83,56 @@ def processes_with(mark: str) -> list[str]:
     return found
 
 
-def test_each_rank_has_a_host_of_its_own() -> None:
-    said = emulated(3, "torchrun", "sh", "-c", "echo $RANK of $WORLD_SIZE on $(hostname)").stdout
-    assert sorted(said.splitlines()) == [f"{rank} of 3 on host{rank}" for rank in range(3)]
+def test_each_emulated_rank_has_its_own_host() -> None:
+    output = emulated(3, "torchrun", "sh", "-c", "echo $RANK of $WORLD_SIZE on $(hostname)").stdout
+    assert sorted(output.splitlines()) == [f"{rank} of 3 on host{rank}" for rank in range(3)]
 
 
-def test_both_directions_of_every_link_are_shaped() -> None:
+def test_emulated_links_are_rate_limited_in_both_directions() -> None:
     own = emulated(2, "torchrun", "tc", "qdisc", "show", "dev", "eth0").stdout
     assert own.count("rate 10Mbit") == 2
 
 
-def test_a_host_reaches_the_others_and_nothing_else() -> None:
-    said = emulated(2, "torchrun", "ip", "route").stdout.splitlines()
-    assert len(said) == 2
-    assert all(route.startswith("10.0.0.0/24 dev eth0") for route in said)
+def test_emulated_host_routes_only_to_the_other_hosts() -> None:
+    output = emulated(2, "torchrun", "ip", "route").stdout.splitlines()
+    assert len(output) == 2
+    assert all(route.startswith("10.0.0.0/24 dev eth0") for route in output)
 
 
 @needs_taps
 @pytest.mark.parametrize("options", ["", "--delay 1ms", "--loss 0.1"])
-def test_queues_that_lose_nothing_do_not_look_like_loss_to_tcp(options: str) -> None:
-    """Its timers wait longer than any queue, and it does not ask after the tail of a message."""
+def test_tcp_waits_out_long_queues_on_links_without_loss(options: str) -> None:
+    """TCP's timers wait longer than any queue, and it sends no tail-loss probes."""
     program = "ip route; cat /proc/sys/net/ipv4/tcp_early_retrans"
-    said = emulated(2, "torchrun", "sh", "-c", program, options=options).stdout
+    output = emulated(2, "torchrun", "sh", "-c", program, options=options).stdout
     is_lossy = "loss" in options
-    assert ("rto_min" in said) != is_lossy
-    assert ("0" not in re.findall(r"^\d$", said, re.MULTILINE)) == is_lossy
+    assert ("rto_min" in output) != is_lossy
+    assert ("0" not in re.findall(r"^\d$", output, re.MULTILINE)) == is_lossy
 
 
-def test_the_exit_code_is_the_programs() -> None:
+def test_emulated_network_exits_with_the_programs_code() -> None:
     emulated(2, "torchrun", "sh", "-c", "exit $((3 * RANK))", code=3)
 
 
 @needs_taps
-def test_a_way_takes_as_long_and_loses_as_much_as_was_asked_for() -> None:
-    """Of 300 datagrams 0.9 times 0.9 come back: 243, and five standard deviations of 6.8."""
+def test_emulated_link_delays_and_loses_datagrams_as_requested() -> None:
+    """Of 300 datagrams 0.9 * 0.9 return: 243, within five standard deviations of 6.8."""
     program = str(ROOT / "tests" / "programs" / "datagrams.py")
     options = "--delay 50ms --loss 0.1 --seed 3"
-    said = emulated(2, "torchrun", sys.executable, program, "300", "0.002", options=options).stdout
-    found = json.loads(said)
+    output = emulated(
+        2, "torchrun", sys.executable, program, "300", "0.002", options=options
+    ).stdout
+    found = json.loads(output)
     assert min(found["round_trips"]) >= 0.1
     assert 209 <= len(found["round_trips"]) <= 277
 
 
-@pytest.mark.parametrize("asked", ["--delay 5", "--loss 1.5", "--loss", "--sites two", "--slow 1"])
-def test_an_option_that_is_none_is_refused(asked: str) -> None:
+@pytest.mark.parametrize(
+    "options", ["--delay 5", "--loss 1.5", "--loss", "--sites two", "--slow 1"]
+)
+def test_invalid_network_option_is_refused_with_usage(options: str) -> None:
     done = subprocess.run(
-        command(2, "torchrun", "true", options=asked), capture_output=True, text=True, check=False
+        command(2, "torchrun", "true", options=options), capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
     assert "--delay 100ms" in done.stderr
@@ -143,7 +147,9 @@ def test_an_option_that_is_none_is_refused(asked: str) -> None:
         pytest.param(signal.SIGKILL, "--delay 5ms", marks=needs_taps),
     ],
 )
-def test_nothing_is_left_behind_however_it_ends(how: signal.Signals, options: str) -> None:
+def test_signal_leaves_no_process_and_no_interface_behind(
+    how: signal.Signals, options: str
+) -> None:
     before = interfaces()
     mark = uuid.uuid4().hex
     running = subprocess.Popen(
@@ -153,8 +159,8 @@ def test_nothing_is_left_behind_however_it_ends(how: signal.Signals, options: st
         text=True,
     )
     assert running.stdout is not None
-    with running, running.stdout as said:
-        assert said.readline() == "up\n"
+    with running, running.stdout as output:
+        assert output.readline() == "up\n"
         assert processes_with(mark)
         running.send_signal(how)
         assert running.wait(20) != 0
@@ -168,7 +174,9 @@ def test_nothing_is_left_behind_however_it_ends(how: signal.Signals, options: st
 @pytest.mark.parametrize(
     ("launcher", "transport"), [("mpirun", "mpi"), ("torchrun", "torch.distributed")]
 )
-def test_the_benchmark_runs_on_it(tmp_path: Path, launcher: str, transport: str) -> None:
+def test_bench_collectives_runs_on_emulated_hosts(
+    tmp_path: Path, launcher: str, transport: str
+) -> None:
     path = tmp_path / "bench.json"
     words = "--lengths 20000 --densities 0.01 --rounds 1 --interface eth0"
     program = str(ROOT / "tests" / "programs" / "bench_collectives.py")

@@ -19,7 +19,7 @@ TOGETHER = {
 
 
 @pytest.mark.parametrize("package", TOGETHER)
-def test_an_example_learns_and_so_does_its_dense_twin(forked: Any, package: str) -> None:
+def test_every_example_learns_with_gtopk_and_with_dense_exchange(forked: Any, package: str) -> None:
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed: make test-adapters")
     job = forked(2, "runs_examples.py", *TOGETHER[package])
@@ -29,17 +29,17 @@ def test_an_example_learns_and_so_does_its_dense_twin(forked: Any, package: str)
 
 
 @pytest.mark.timeout(900)
-def test_torchtitans_replicas_exchange_by_gtopk(torchrun: Any, tmp_path: Path) -> None:
-    """Needs more than it asks for: pip install torchtitan==0.3.0 triton, beside its own fsspec."""
+def test_torchtitan_replicas_exchange_through_gtopk(torchrun: Any, tmp_path: Path) -> None:
+    """Needs more than torchtitan requires: install torchtitan==0.3.0, triton and its own fsspec."""
     if find_spec("torchtitan") is None or find_spec("triton") is None:
         pytest.skip("torchtitan, or triton, is not installed")
     job = torchrun(4, "titan_train.py", str(tmp_path), timeout=600)
     assert job.returncode == 0, job.stdout + job.stderr
-    for said in ("all entries make the dense gradient", "it resumes to the bit", "passes add up"):
-        assert job.stdout.count(said) == 4, job.stdout + job.stderr
+    for report in ("all entries make the dense gradient", "it resumes to the bit", "passes add up"):
+        assert job.stdout.count(report) == 4, job.stdout + job.stderr
 
 
-def test_every_example_is_run_and_told_of() -> None:
+def test_every_example_is_tested_and_listed() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")} - {"__init__", "titan"}
     assert names == {name for each in TOGETHER.values() for name in each}
     names.add("titan")
@@ -53,7 +53,7 @@ def test_every_example_is_run_and_told_of() -> None:
     ("name", "package"),
     [("finetune", "peft"), ("trainer", "lightning"), ("titan", "torchtitan")],
 )
-def test_without_its_package_an_example_ends_with_a_line(name: str, package: str) -> None:
+def test_example_without_its_package_ends_with_one_line(name: str, package: str) -> None:
     hidden = f"import sys; sys.modules[{package!r}] = None; import mpi_scripts.examples.{name}"
     done = subprocess.run(
         [sys.executable, "-c", hidden],

@@ -1,4 +1,4 @@
-"""The wall-clock comparison of hogbatch says what it measured, and rejects what it cannot trust."""
+"""The wall-clock comparison of hogbatch: its report, and when it rejects a measurement."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from mpi_scripts.hogbatch import MODES, REJECTED, Point, Run
 RUN = Run("hogbatch", 0, [Point(1, 0.5, 0.8), Point(2, 0.2, 0.9)], [1, 6, 3], [], 0, 0)
 
 
-def test_a_run_tells_when_a_loss_was_reached_and_whose_updates_it_had() -> None:
+def test_run_reports_seconds_to_a_loss_and_share_of_slow_updates() -> None:
     assert [RUN.loss_at(seconds) for seconds in (1, 1.5, 3)] == [0.5, 0.5, 0.2]
     assert RUN.loss_at(0.5) == float("inf")
     assert [RUN.seconds_to(loss) for loss in (0.5, 0.3, 0.1)] == [1, 2, None]
     assert RUN.slow_share == 0.9
 
 
-def test_real_workers_are_timed_in_every_mode(mpirun: Callable[..., Any], tmp_path: Path) -> None:
+def test_hogbatch_script_times_workers_in_every_mode(
+    mpirun: Callable[..., Any], tmp_path: Path
+) -> None:
     record = tmp_path / "record.json"
     job = mpirun(
         2,
@@ -28,7 +30,7 @@ def test_real_workers_are_timed_in_every_mode(mpirun: Callable[..., Any], tmp_pa
         *("--slow", "2:8", "--fast", "4:32", "--seconds", "0.4", "--seeds", "1"),
         *("--calibration", "3", "--json", str(record)),
     )
-    assert job.returncode in (0, REJECTED), job.stderr  # a busy machine is no fault of the program
+    assert job.returncode in (0, REJECTED), job.stderr  # a busy machine may be rejected
     lines = job.stdout.splitlines()
     assert lines.pop(0) == "data: wine; hidden layers [16]"
     assert lines[0].startswith("wall clock; work is repeated 1:3 times, measured ")

@@ -35,7 +35,7 @@ OPERATOR = {
     "OMPI_MCA_orte_default_hostfile": "/etc/mpi/hostfile",
     "OMPI_MCA_plm_rsh_args": "-o ConnectionAttempts=10",
 }
-# A secret as it is mounted for a group: links to files of root's that all may read.
+# A secret as mounted for a group: links to root's files, readable by all.
 MAKE_KEYS = """
 mkdir ..data && cd ..data
 ssh-keygen -q -t ecdsa -b 521 -m PEM -N "" -f id_rsa
@@ -50,8 +50,8 @@ pytestmark = [pytest.mark.images, pytest.mark.timeout(3600)]
 def engine(*words: str | Path, check: bool = True, **options: Any) -> subprocess.CompletedProcess:
     command = [ENGINE, *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
-    said = f"{shlex.join(command)}:\n{done.stdout}{done.stderr}"
-    assert not check or done.returncode == 0, said
+    output = f"{shlex.join(command)}:\n{done.stdout}{done.stderr}"
+    assert not check or done.returncode == 0, output
     return done
 
 
@@ -65,7 +65,7 @@ def image(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def volume() -> Iterator[Callable[[str, str, str], str]]:
-    """Return what makes a volume: of an image's, by a shell's commands in it, with their input."""
+    """Return a function that makes a volume by running shell commands in an image."""
     made: list[str] = []
 
     def make(image: str, commands: str, given: str = "") -> str:
@@ -85,19 +85,19 @@ def checkpoints(volume: Callable[[str, str, str], str], image: str) -> str:
     return volume(image, "chgrp 1000 . && chmod 2775 . && cat > train.py", script)
 
 
-def test_the_doctor_finds_the_image_ready_for_several_ranks(image: str) -> None:
-    said = engine("run", "--rm", image).stdout
-    assert "Ready to train:" in said
-    assert re.search(r"kernels +OK +C\+\+", said), said
+def test_doctor_finds_the_image_ready_for_several_ranks(image: str) -> None:
+    output = engine("run", "--rm", image).stdout
+    assert "Ready to train:" in output
+    assert re.search(r"kernels +OK +C\+\+", output), output
 
 
-def test_ranks_of_one_container_train_as_a_user_who_is_not_root(image: str, volume) -> None:
+def test_container_ranks_train_as_a_non_root_user(image: str, volume) -> None:
     work = checkpoints(volume, image)
     launch = "mpirun -n 2 --oversubscribe python train.py"
     here = ("--shm-size", "1g", "-v", f"{work}:/work", "-w", "/work")
-    said = engine("run", "--rm", *here, image, "sh", "-c", f"id -un && {launch}").stdout
-    assert said.startswith("mpi\n")
-    assert len(re.findall(r"^rank \d of 2: samples", said, re.MULTILINE)) == 2, said
+    output = engine("run", "--rm", *here, image, "sh", "-c", f"id -un && {launch}").stdout
+    assert output.startswith("mpi\n")
+    assert len(re.findall(r"^rank \d of 2: samples", output, re.MULTILINE)) == 2, output
 
 
 def pod(spec: dict[str, Any], volumes: dict[str, str]) -> tuple[list[str], list[str]]:
@@ -140,7 +140,7 @@ def workers(image: str, network: str, volume) -> Iterator[dict[str, Any]]:
             find = "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}"
             address = engine("inspect", "--format", find, name).stdout.strip()
             hosts[f"{name}.{network}-worker.default.svc"] = address
-        for name in names:  # the readiness probe's part
+        for name in names:  # stands in for the readiness probe
             deadline = time.monotonic() + 30
             while "Server listening" not in (logs := engine("logs", name)).stderr:
                 assert time.monotonic() < deadline, f"{name}: {logs}"
@@ -156,7 +156,7 @@ def workers(image: str, network: str, volume) -> Iterator[dict[str, Any]]:
         engine("rm", "--force", *names, check=False)
 
 
-def test_a_job_of_the_manifest_goes_on_when_its_launcher_is_started_anew(
+def test_manifest_job_resumes_after_its_launcher_restarts(
     image: str, workers: dict[str, Any]
 ) -> None:
     def launch(*arguments: str, commits: str) -> subprocess.CompletedProcess:
@@ -165,7 +165,7 @@ def test_a_job_of_the_manifest_goes_on_when_its_launcher_is_started_anew(
         return engine(*words, *arguments, check=False)
 
     def ended(job: subprocess.CompletedProcess) -> set[str]:
-        """Return what the ranks ended with; that they began anew is not of it."""
+        """Return the ranks' results, without the number of resets."""
         assert job.returncode == 0, job.stdout + job.stderr
         found = re.findall(r"^rank \d of (\d): (.*), \d resets$", job.stdout, re.MULTILINE)
         assert [int(size) for size, _ in found] == [workers["ranks"]] * workers["ranks"]

@@ -14,7 +14,7 @@ JOBS = Path(__file__).parents[2] / "mpi_scripts" / "jobs"
 TRAIN = str(JOBS.parent / "train.py")
 ARGUMENTS = ["--preset", "lstm-ptb", "--data", "a folder with spaces"]
 
-# The launcher that a script runs, what it needs, and what the launcher must get of that.
+# A script's launcher, its required arguments, and those that the launcher must get.
 SCRIPTS = {
     "openmpi.sh": ("mpirun", ["hosts.txt", "8"], ["-np 8", "--hostfile hosts.txt", "-x PATH"]),
     "slurm.sh": ("srun", [], ["--kill-on-bad-exit=1"]),
@@ -28,7 +28,7 @@ SCRIPTS = {
 
 
 def run(script: str, arguments: list[str], folder: Path, **variables: str) -> list[str] | str:
-    """Return what the launcher is given, or what the script says in place of running it."""
+    """Return the launcher's arguments, or the script's message if it does not run it."""
     launcher = folder / SCRIPTS[script][0]
     launcher.write_text('#!/bin/sh\nfor text in "$@"; do printf "%s\\n" "$text"; done\n')
     launcher.chmod(0o755)
@@ -41,7 +41,7 @@ def run(script: str, arguments: list[str], folder: Path, **variables: str) -> li
     return done.stderr if done.returncode else done.stdout.splitlines()
 
 
-def test_every_script_hands_on_what_it_was_given(tmp_path) -> None:
+def test_every_job_script_passes_arguments_to_its_launcher(tmp_path) -> None:
     assert sorted(path.name for path in JOBS.iterdir()) == sorted(SCRIPTS)
     for script, (_, needed, wanted) in SCRIPTS.items():
         root = str(JOBS.parents[1])
@@ -52,19 +52,19 @@ def test_every_script_hands_on_what_it_was_given(tmp_path) -> None:
         assert [word for word in wanted if word not in " ".join(got)] == []
 
 
-def test_torchrun_leaves_the_arguments_of_train_py_alone(tmp_path) -> None:
-    arguments = ["--log", "a.json", "--", "b"]  # --log begins several of torchrun's
+def test_torchrun_script_keeps_train_arguments_that_look_like_its_own(tmp_path) -> None:
+    arguments = ["--log", "a.json", "--", "b"]  # --log is a prefix of several torchrun options
     got = run("torchrun.sh", [*SCRIPTS["torchrun.sh"][1], *arguments], tmp_path)
     assert isinstance(got, list), got
     read = parse_args(got)
     assert [read.training_script, *read.training_script_args] == [TRAIN, *arguments]
 
 
-def test_a_script_without_what_it_needs_says_so(tmp_path) -> None:
+def test_job_script_without_required_arguments_prints_usage(tmp_path) -> None:
     for script, (_, needed, _) in SCRIPTS.items():
-        said = run(script, needed[:-1], tmp_path, SLURM_SUBMIT_DIR="")
-        assert isinstance(said, str), said
-        assert "usage: " in said or "submit this script with sbatch" in said
+        output = run(script, needed[:-1], tmp_path, SLURM_SUBMIT_DIR="")
+        assert isinstance(output, str), output
+        assert "usage: " in output or "submit this script with sbatch" in output
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="no shellcheck here")

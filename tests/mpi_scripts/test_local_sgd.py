@@ -1,4 +1,4 @@
-"""The comparison of LocalSGD with an exchange in every step tells what was sent, and how often."""
+"""The comparison of LocalSGD with an exchange in every step: bytes sent, and exchanges."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from mpi_scripts.local_sgd import main, recipes
 
 
-def test_rounds_send_as_many_times_less_as_they_have_steps(
+def test_rounds_of_four_steps_exchange_a_quarter_as_often(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "runs.json"
@@ -26,7 +26,7 @@ def test_rounds_send_as_many_times_less_as_they_have_steps(
     assert capsys.readouterr().out.count("\n") == 2 + len(names)
 
 
-def test_one_seed_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_single_seed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--seeds", "1"])
     assert "at least 2" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""PowerSGD: the baseline's laws."""
+"""PowerSGD, a baseline: agreement between ranks, messages, and the residual."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def gradient(name: str, rank: int, step: int) -> torch.Tensor:
 
 
 def averaged(size: int, low_rank: int, steps: int) -> list[dict[str, torch.Tensor]]:
-    """Return what every rank's parameters were moved by, in sum over the steps."""
+    """Return every rank's change of the parameters, summed over the steps."""
 
     def program(transport: Transport) -> dict[str, torch.Tensor]:
         parameters = {name: torch.nn.Parameter(torch.zeros(s)) for name, s in SHAPES.items()}
@@ -35,15 +35,15 @@ def averaged(size: int, low_rank: int, steps: int) -> list[dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_ranks_agree_and_vectors_are_averaged_whole(size: int) -> None:
+def test_powersgd_ranks_agree_and_average_vectors_uncompressed(size: int) -> None:
     moved = averaged(size, low_rank=2, steps=3)
     for name in SHAPES:
         assert all(torch.equal(of_rank[name], moved[0][name]) for of_rank in moved)
-    whole = sum(gradient("bias", rank, step) for rank in range(size) for step in range(3)) / size
-    torch.testing.assert_close(moved[0]["bias"], whole)
+    mean = sum(gradient("bias", rank, step) for rank in range(size) for step in range(3)) / size
+    torch.testing.assert_close(moved[0]["bias"], mean)
 
 
-def test_a_step_has_three_messages_however_many_matrices_there_are() -> None:
+def test_powersgd_step_is_three_allreduces_for_any_number_of_matrices() -> None:
     shapes = COPIES * list(SHAPES.values())
 
     def program(transport: Transport) -> int:
@@ -60,8 +60,8 @@ def test_a_step_has_three_messages_however_many_matrices_there_are() -> None:
     assert sum(sent) == 2 * 3 * 4 * elements  # alone, a vector would travel whole to everyone
 
 
-def test_a_gradient_of_low_rank_passes_whole() -> None:
-    """One rank, one matrix of rank 1: what is left over is rounding."""
+def test_powersgd_passes_a_rank_1_gradient_unchanged() -> None:
+    """With one rank and a matrix of rank 1 only rounding remains."""
     matrix = torch.outer(torch.arange(1.0, 13.0), torch.arange(1.0, 11.0))
     parameter = torch.nn.Parameter(torch.zeros(12, 10))
     inner = torch.optim.SGD([parameter], lr=1.0)
@@ -71,8 +71,8 @@ def test_a_gradient_of_low_rank_passes_whole() -> None:
     torch.testing.assert_close(-parameter.detach(), matrix)
 
 
-def test_what_a_step_leaves_out_comes_later() -> None:
-    """The error goes on to the next step: the same gradient again and again arrives in the end."""
+def test_powersgd_residual_is_applied_in_later_steps() -> None:
+    """The error moves to the next step, so a constant gradient is applied in full in the end."""
     parameter = torch.nn.Parameter(torch.zeros(12, 10))
     inner = torch.optim.SGD([parameter], lr=1.0)
     optimizer = LowRank(inner, [("weight", parameter)], 2, local_world(1)[0])

@@ -1,4 +1,4 @@
-"""Forecasts are held against the clock, way by way."""
+"""Predicted times are compared with measured ones, algorithm by algorithm."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mpi_scripts.replay.simulate import SimulationError, find_python
 from mpi_scripts.replay.traces import Reduction, Trace
 
 
-def test_a_row_tells_how_many_are_near_and_which_is_farthest() -> None:
+def test_forecast_row_counts_near_ones_and_names_the_worst() -> None:
     found = [
         Forecast("5mbit", 2, 1000, 100, "gtopk", predicted, 1.0) for predicted in (1.1, 0.86, 1.0)
     ]
@@ -36,13 +36,13 @@ def test_a_row_tells_how_many_are_near_and_which_is_farthest() -> None:
     assert row("gtopk", found) == "| gtopk | 4 | 12 % | 3 | -50 % (9mbit, 4 ranks) |"
 
 
-def test_a_measured_nothing_is_missed_by_any_forecast() -> None:
-    """Two ways that took as long saved nothing."""
+def test_forecast_error_is_infinite_when_zero_seconds_were_measured() -> None:
+    """Two algorithms that took equally long saved nothing."""
     assert Forecast("5mbit", 2, 1000, 100, "gtopk", 0.1, 0.0).error == math.inf
 
 
 @pytest.mark.parametrize("content", [None, "", "{}", '{"benchmark": "collectives", "schema": %d}'])
-def test_a_file_that_is_not_the_benchmarks_is_refused(
+def test_file_not_written_by_the_benchmark_is_refused(
     content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "1gbit-2.json"
@@ -53,7 +53,7 @@ def test_a_file_that_is_not_the_benchmarks_is_refused(
     assert str(file) in capsys.readouterr().err
 
 
-def test_what_is_saved_is_of_dense_on_the_same_network() -> None:
+def test_savings_compare_with_dense_on_the_same_network() -> None:
     quick = Forecast("5mbit", 2, 1000, 10, DENSE, 9.0, 10.0)
     others = [quick._replace(rate="9mbit", measured=4.0), quick._replace(length=2000)]
     sparse = Forecast("5mbit", 2, 1000, 20, "gtopk", 1.0, 2.0)
@@ -62,7 +62,7 @@ def test_what_is_saved_is_of_dense_on_the_same_network() -> None:
     assert saved == sparse._replace(predicted=8.0, measured=8.0)
 
 
-def test_times_are_told_by_how_busy_the_shared_cores_were() -> None:
+def test_forecasts_are_grouped_by_busyness_of_shared_cores() -> None:
     one = Forecast("5mbit", 2, 1000, 100, "gtopk", 1.0, 1.0, busy=0.1)
     found = [one, one._replace(busy=0.25, predicted=1.3), one._replace(busy=1.2, predicted=0.5)]
     _, _, *rows = by_busyness([*found, one._replace(busy=None)])
@@ -74,7 +74,7 @@ def test_times_are_told_by_how_busy_the_shared_cores_were() -> None:
 
 
 @pytest.mark.parametrize(("cores", "busy"), [(None, None), (2, 0.75), (4, 0.375)])
-def test_cores_are_as_busy_as_the_ranks_make_them(
+def test_busyness_is_cpu_seconds_of_all_ranks_over_shared_cores(
     file: Path, cores: int | None, busy: float | None
 ) -> None:
     record = read(file)["records"][0]
@@ -90,12 +90,14 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("bench") / "here-4.json"
     few = ["--lengths", "1000", "--densities", "0.1", "--rounds", "1", "--baselines"]
     few += ["--shared-cores", "2"]
-    asked = [*few, "--algorithms", "dense", "gtopk", "--json", str(file)]
-    assert gtopk(["bench", "collectives", *asked]) == 0
+    arguments = [*few, "--algorithms", "dense", "gtopk", "--json", str(file)]
+    assert gtopk(["bench", "collectives", *arguments]) == 0
     return file
 
 
-def test_files_of_the_benchmark_are_read(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_benchmark_results_are_compared_with_predictions(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(file)]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("100 entries a rank: time\n")
@@ -111,7 +113,7 @@ def test_files_of_the_benchmark_are_read(file: Path, capsys: pytest.CaptureFixtu
     assert sum(int(line.split("|")[2]) for line in busy.splitlines()[3:] if line) == 2
 
 
-def test_what_is_saved_is_of_the_same_files_dense(
+def test_savings_compare_with_dense_of_the_same_file(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two runs of the same networks, of which the later one's dense took ten times as long."""
@@ -146,7 +148,7 @@ def test_what_is_saved_is_of_the_same_files_dense(
         {"format": "foo+bar"},
     ],
 )
-def test_a_forged_record_is_refused_in_a_sentence(
+def test_malformed_benchmark_record_is_refused_naming_the_file(
     forged: dict[str, Any], file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results: dict[str, Any] = dict(read(file))
@@ -159,14 +161,14 @@ def test_a_forged_record_is_refused_in_a_sentence(
         assert f"of {path} must" in capsys.readouterr().err
 
 
-def test_a_run_that_tells_no_shared_cores_is_read(file: Path, tmp_path: Path) -> None:
+def test_results_without_shared_cores_are_read(file: Path, tmp_path: Path) -> None:
     results = read(file)
     del results["run"]["shared_cores"]
     (tmp_path / file.name).write_text(json.dumps(results))
     assert main([str(tmp_path / file.name)]) == 0
 
 
-def test_more_ranks_than_threads_are_refused_in_a_sentence(
+def test_simulating_more_ranks_than_threads_is_refused(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refused(reduction: Reduction) -> Trace:
@@ -179,15 +181,13 @@ def test_more_ranks_than_threads_are_refused_in_a_sentence(
     assert "the system allows 2 of 4 threads" in capsys.readouterr().err
 
 
-def test_shards_are_not_replayed(file: Path) -> None:
+def test_shards_algorithm_is_not_simulated(file: Path) -> None:
     record = read(file)["records"][0]
     record["algorithm"] = "shards"
     assert simulated("python")(record) is None
 
 
-def test_files_of_the_benchmark_are_simulated(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_benchmark_results_are_simulated(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         find_python()
     except SimulationError as error:

@@ -1,4 +1,4 @@
-"""The relay's switch: what is not to be lost arrives, in order, and no sooner than it may."""
+"""The relay's switch delivers frames in order, after the delay, and loses the requested share."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def frame(source: int, to: int | None, number: int = 0, size: int = 1000) -> byt
 
 
 class Wire:
-    """A switch, a clock that is set by hand, and what came when to which port."""
+    """A switch, a clock that is set by hand, and the frames that arrived, with time and port."""
 
     def __init__(self, ports: int, **options: float) -> None:
         self.came: list[tuple[float, int, bytes]] = []
         self.now = 0.0
         self.switch = Switch(ports, BYTES_PER_SECOND, self._write, **options)  # type: ignore[arg-type]
-        for port in range(ports):  # each is heard of once
+        for port in range(ports):  # the switch learns each port's address
             self.switch.take(port, frame(port, None), 0.0)
         self.settle()
         self.met = len(self.came)
@@ -46,7 +46,7 @@ class Wire:
 
 
 @pytest.mark.parametrize("ports", [2, 3, 5])
-def test_a_frame_goes_to_its_receiver_and_one_for_an_unknown_one_to_all_others(ports):
+def test_switch_floods_only_frames_for_unknown_receivers(ports):
     wire = Wire(ports)
     assert wire.met == ports * (ports - 1)
     for to in range(1, ports):
@@ -56,7 +56,7 @@ def test_a_frame_goes_to_its_receiver_and_one_for_an_unknown_one_to_all_others(p
     assert sorted(port for _, port, _ in wire.came) == sorted(2 * list(range(1, ports)))
 
 
-def test_a_port_takes_frames_in_order_each_after_the_delay_and_in_the_time_of_its_bytes():
+def test_switch_delivers_frames_in_order_after_delay_and_transmission_time():
     wire, delay_seconds, size = Wire(3, delay_seconds=0.25), 0.25, 1000
     sent = wire.now
     for number in range(20):
@@ -70,7 +70,7 @@ def test_a_port_takes_frames_in_order_each_after_the_delay_and_in_the_time_of_it
     assert len(wire.came) == 20
 
 
-def test_delay_and_loss_are_between_sites():
+def test_switch_delays_and_loses_frames_only_between_sites():
     wire = Wire(4, delay_seconds=1.0, loss=0.999999, sites=2)
     sent = wire.now
     for source in range(4):
@@ -83,7 +83,7 @@ def test_delay_and_loss_are_between_sites():
     assert wire.now - sent < 1.0
 
 
-def test_losses_are_the_share_asked_for_and_the_seeds():
+def test_switch_loses_the_requested_share_and_repeats_with_the_seed():
     def lost(seed: int) -> set[int]:
         wire = Wire(2, loss=0.1, seed=seed)
         for number in range(4000):

@@ -1,4 +1,4 @@
-"""Strategies are compared on rows said to be synthetic, in seconds said to be simulated."""
+"""Strategies are compared on rows labelled synthetic, in seconds labelled simulated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ TINY = [
 ]
 
 
-def test_every_strategy_has_a_row_at_its_best_rate(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_strategy_has_a_row_at_its_best_learning_rate(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     simulate_xml.main([*TINY, "--lr", "0.01", "0.5", "--seeds", "2", "--merge-momentum", "0.5"])
     printed = capsys.readouterr().out
     assert printed.startswith("Synthetic rows")
@@ -23,7 +25,7 @@ def test_every_strategy_has_a_row_at_its_best_rate(capsys: pytest.CaptureFixture
     assert rows >= set(simulate_xml.STRATEGIES)
 
 
-def test_a_batch_costs_what_its_entries_say() -> None:
+def test_batch_cost_follows_its_number_of_entries() -> None:
     options: argparse.Namespace = simulate_xml.parse(TINY)
     task = simulate_xml.XmlTask(options, seed=0)
     everything = task.work_of(range(task.samples))

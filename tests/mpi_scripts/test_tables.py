@@ -1,4 +1,4 @@
-"""Every table has the dimensions of the set it is named after, and says where it is from."""
+"""Every table has the dimensions of its data set, and states its origin."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpi_scripts.tables import TABLES, File, open_table
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_synthetic_tables_are_labelled_and_as_wide_as_the_published_ones(name: str) -> None:
+def test_synthetic_tables_are_labelled_and_have_published_dimensions(name: str) -> None:
     table = open_table(name, 0, 50)
     assert table.origin == f"synthetic, like {name}"
     assert (table.features, table.outputs) == (SHAPES[name].features, SHAPES[name].labels)
@@ -25,7 +25,7 @@ def test_synthetic_tables_are_labelled_and_as_wide_as_the_published_ones(name: s
     assert targets.is_floating_point() == (name == "delicious")
 
 
-def test_a_file_takes_the_place_of_synthetic_data(tmp_path: Path) -> None:
+def test_table_file_replaces_synthetic_rows(tmp_path: Path) -> None:
     file = tmp_path / "w8a"
     file.write_text("".join(f"{(-1) ** row:+d} {row + 1}:1\n" for row in range(10)))
     table = open_table("w8a", 0, 50, File(file))
@@ -42,10 +42,10 @@ def test_a_file_takes_the_place_of_synthetic_data(tmp_path: Path) -> None:
         ("0,982 499:1\n" * 10, {"label_base": 0, "feature_base": 0}),
     ],
 )
-def test_delicious_is_read_with_a_header_or_without(
+def test_delicious_file_is_read_with_or_without_header(
     tmp_path: Path, text: str, bases: dict[str, int]
 ) -> None:
-    """Once, read_libsvm refused it, which reads one class a row."""
+    """read_libsvm, which reads one class a row, once refused this file."""
     file = tmp_path / "delicious"
     file.write_text(text)
     table = open_table("delicious", 0, 50, File(file, **bases))
@@ -54,15 +54,15 @@ def test_delicious_is_read_with_a_header_or_without(
     assert targets.nonzero().tolist() == [[0, 0], [0, 982]]
 
 
-def test_a_file_of_another_set_is_an_error(tmp_path: Path) -> None:
+def test_table_file_of_another_data_set_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mediamill"
     file.write_text("1 120 101\n5 3:1\n")
     with pytest.raises(ValueError, match=r"delicious has 500 .* 983 .* says 120 and 101"):
         open_table("delicious", 0, 50, File(file))
 
 
-def test_what_is_sparse_is_made_dense_a_batch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once, real-sim was made dense as a whole, in 6 GB."""
+def test_sparse_rows_become_dense_one_batch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """real-sim was once made dense as a whole, which took 6 GB."""
     made, to_dense = [], SparseRows.to_dense
     monkeypatch.setattr(
         SparseRows, "to_dense", lambda rows: (made.append(len(rows)), to_dense(rows))[1]
@@ -75,14 +75,14 @@ def test_what_is_sparse_is_made_dense_a_batch_at_a_time(monkeypatch: pytest.Monk
     assert made == [2400, 1024, 1024, 352]
 
 
-def test_accuracy_is_that_of_the_highest_score() -> None:
+def test_accuracy_counts_rows_whose_highest_score_is_right() -> None:
     table = open_table("wine", 0, 0)
     x, y = table.test.__getitems__(range(len(table.test)))
 
-    class Knows(torch.nn.Module):
+    class RightExceptOnce(torch.nn.Module):
         def forward(self, rows: torch.Tensor) -> torch.Tensor:
             scores = torch.nn.functional.one_hot(y, 3).float()
-            scores[0] = 1 - scores[0]  # is wrong about one
+            scores[0] = 1 - scores[0]  # one wrong row
             return scores
 
-    assert table.accuracy(Knows()) == pytest.approx(1 - 1 / len(x))
+    assert table.accuracy(RightExceptOnce()) == pytest.approx(1 - 1 / len(x))

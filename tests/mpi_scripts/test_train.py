@@ -1,4 +1,4 @@
-"""mpi_scripts/train.py, as people start it, and what it says when they err."""
+"""mpi_scripts/train.py as users start it, and its messages about invalid arguments."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def write_data(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("ranks", some_of([1, 3], 3))
-def test_every_compression_trains_and_one_rank_tells(train, digits, ranks: int) -> None:
+def test_every_compression_learns_and_only_rank_0_prints(train, digits, ranks: int) -> None:
     options = ["--dataset", digits, "--epochs", "2", "--batch-size", "16", "--lr", "0.1"]
     stand_in = ["--preset", "resnet20-cifar10", "--synthetic-samples", "24", "--batch-size", "4"]
     *runs, again, other_seed, resnet = train(
@@ -88,9 +88,9 @@ def test_every_compression_trains_and_one_rank_tells(train, digits, ranks: int) 
     )
     assert [run.code for run in resnet] == [0] * ranks
     assert "(synthetic, like CIFAR-10)  sent per rank" in resnet[0].out
-    # What ranks warn of, a busy machine's stragglers say, is no part of it.
-    told = [[run.out for run in ranks_of] for ranks_of in (runs[-1], again)]
-    assert told[0] == told[1], "the same seed gives the same run"
+    # Warnings are left out: a busy machine may have stragglers.
+    outputs = [[run.out for run in ranks_of] for ranks_of in (runs[-1], again)]
+    assert outputs[0] == outputs[1], "the same seed gives the same run"
     sent = {}
     for compression, once in zip(COMPRESSIONS, runs, strict=True):
         assert [run.code for run in once] == [0] * ranks
@@ -110,7 +110,7 @@ def test_every_compression_trains_and_one_rank_tells(train, digits, ranks: int) 
         assert set(sent.values()) == {0}
 
 
-def test_by_its_path_it_runs_from_anywhere(mpirun, tmp_path, monkeypatch) -> None:
+def test_train_script_runs_by_path_from_any_folder(mpirun, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     done = mpirun(2, str(TRAIN), "--epochs", "2", "--lr", "0.1", PYTHONPATH="")
     assert done.returncode == 0, done.stderr
@@ -119,7 +119,7 @@ def test_by_its_path_it_runs_from_anywhere(mpirun, tmp_path, monkeypatch) -> Non
     assert reached[-1] > 0.5  # chance: 0.1
 
 
-def test_without_mpirun_it_is_one_rank_and_takes_a_file(tmp_path) -> None:
+def test_train_script_without_mpirun_is_one_rank_and_reads_npz(tmp_path) -> None:
     write_data(tmp_path / "own data.npz")
     outside = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
@@ -135,7 +135,7 @@ def test_without_mpirun_it_is_one_rank_and_takes_a_file(tmp_path) -> None:
     assert accuracies(done.stdout)[-1] > 0.7  # chance: 0.33
 
 
-def test_bad_input_ends_the_job_with_one_error(mpirun, digits) -> None:
+def test_invalid_density_ends_the_job_with_one_error_line(mpirun, digits) -> None:
     done = mpirun(3, str(TRAIN), "--dataset", digits, "--density", "1.5", timeout=60)
     assert done.returncode == 2
     assert done.stdout == ""
@@ -145,7 +145,7 @@ def test_bad_input_ends_the_job_with_one_error(mpirun, digits) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_bad_input_is_one_error_that_names_the_thing(train, digits, tmp_path) -> None:
+def test_every_invalid_argument_is_one_error_that_names_it(train, digits, tmp_path) -> None:
     write_data(tmp_path / "0.npz")
     single = tmp_path / "single.npy"
     np.save(single, np.ones(3))
@@ -218,7 +218,7 @@ def test_bad_input_is_one_error_that_names_the_thing(train, digits, tmp_path) ->
     one_rank_lacks_it = ["--dataset", str(tmp_path / "{rank}.npz")]
     largest = ["--batch-size", "719", "--epochs", "1"]
     given = [*(arguments for arguments, _ in cases), one_rank_lacks_it, largest]
-    # Where --dataset comes twice, the latter counts.
+    # If --dataset is given twice, the last one counts.
     *runs, odd, fine = train(2, *[["--dataset", digits, *arguments] for arguments in given])
     for (arguments, words), ranks in zip(cases, runs, strict=True):
         assert [run.code for run in ranks] == [2, 2], arguments
@@ -231,7 +231,7 @@ def test_bad_input_is_one_error_that_names_the_thing(train, digits, tmp_path) ->
     assert [run.code for run in odd] == [2, 2]
     assert odd[0].err.startswith(f"train.py: error: no data set at '{tmp_path}/1.npz'")
     assert odd[0].err.endswith(" [rank 1]\n")
-    # After all that, the ranks still train.
+    # The ranks still train after these errors.
     assert [run.code for run in fine] == [0, 0]
     assert len(accuracies(fine[0].out)) == 1
 
@@ -246,7 +246,7 @@ def test_bad_input_is_one_error_that_names_the_thing(train, digits, tmp_path) ->
     ],
     ids=["gloo", "mpi"],
 )
-def test_horovodrun_launches_it(horovodrun, digits, controller: list[str]) -> None:
+def test_horovodrun_launches_train_script(horovodrun, digits, controller: list[str]) -> None:
     options = ["--dataset", digits, "--epochs", "2", "--batch-size", "16", "--lr", "0.1"]
     done = horovodrun(2, controller, str(TRAIN), *options)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""mpi_scripts/train_xml.py: every method in one start, the plot, and what it says of bad input."""
+"""mpi_scripts/train_xml.py: every method in one run, the plot, and messages about bad input."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def files(folder: Path) -> list[str]:
     return arguments
 
 
-def test_all_methods_are_trained_and_drawn_and_bad_input_is_told_once(mpirun, tmp_path) -> None:
+def test_train_xml_plots_every_method_and_reports_bad_input_once(mpirun, tmp_path) -> None:
     good = files(tmp_path)
     small = ["--hidden", "16", "--batch-size", "10", "--lr", "2", "--negatives", "20"]
     small += ["--mega-batch", "100", "--local-steps", "2"]

@@ -1,4 +1,4 @@
-"""The wall-clock comparison says what it measured, and rejects what it cannot trust."""
+"""The wall-clock comparison of unlike ranks: its report, and when it rejects a measurement."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from typing import Any
 from mpi_scripts.unlike_ranks import MODES, REJECTED, flaws
 
 
-def test_ranks_as_unlike_as_asked_have_no_flaw() -> None:
+def test_speeds_at_the_requested_ratio_have_no_flaw() -> None:
     assert flaws([1, 3], [[1.0, 1.05, 0.95], [3.1, 3.0, 2.9]]) == []
 
 
-def test_another_ratio_is_a_flaw() -> None:
+def test_wrong_speed_ratio_is_a_flaw() -> None:
     assert flaws([1, 3], [[1.0, 1.0], [2.0, 2.0]]) == ["the ratio is off by 50 %, more than 15 %"]
 
 
-def test_a_rank_that_varies_is_a_flaw() -> None:
+def test_rank_of_varying_speed_is_a_flaw() -> None:
     (flaw,) = flaws([1, 1], [[1.0, 1.0, 1.0], [0.5, 1.0, 1.5]])
     assert flaw.startswith("rank 1 varies by 50 %")
 
 
-def test_real_ranks_are_timed_in_every_mode(mpirun: Callable[..., Any]) -> None:
+def test_unlike_ranks_script_times_every_mode(mpirun: Callable[..., Any]) -> None:
     job = mpirun(
         2,
         "mpi_scripts/unlike_ranks.py",
         *("--rounds", "1", "--samples", "512", "--batch", "64", "--hidden", "32"),
         *("--calibration", "3", "--modes", *MODES),
     )
-    assert job.returncode in (0, REJECTED), job.stderr  # a busy machine is no fault of the program
+    assert job.returncode in (0, REJECTED), job.stderr  # a busy machine may be rejected
     lines = job.stdout.splitlines()
     assert lines[0].startswith("work is repeated 1:3 times; measured ")
     assert [line.split()[0] for line in lines[1:4]] == list(MODES)
     assert ("rejected:" in job.stdout) == (job.returncode == REJECTED)
 
 
-def test_it_says_how_it_is_called() -> None:
+def test_wrong_number_of_repeat_factors_is_refused() -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, str(root / "mpi_scripts" / "unlike_ranks.py"), "--repeat", "1", "2"],

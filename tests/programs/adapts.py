@@ -31,7 +31,7 @@ class Stream(IterableDataset[int]):
         return iter(range(worker.id, LENGTH, worker.num_workers) if worker else range(LENGTH))
 
 
-def everyones(seen: list[int]) -> list[int]:
+def of_all_ranks(seen: list[int]) -> list[int]:
     return sorted(chain.from_iterable(hvd.allgather_object(seen)))
 
 
@@ -62,7 +62,7 @@ def adapted(dataset, **options):
     return loader, model, optimizer
 
 
-def test_workers_prefetch_and_persist() -> None:
+def test_persistent_workers_load_every_sample_each_epoch() -> None:
     loader, model, optimizer = adapted(
         Indexed(), shuffle=True, num_workers=2, prefetch_factor=2 + hvd.rank(),
         persistent_workers=True,
@@ -70,14 +70,14 @@ def test_workers_prefetch_and_persist() -> None:
     orders = []
     for _ in range(3):
         orders.append(train(loader, model, optimizer))
-        assert everyones(orders[-1]) == list(range(LENGTH))
+        assert of_all_ranks(orders[-1]) == list(range(LENGTH))
         assert len(loader) == -(-LENGTH // TOGETHER)
     assert orders[0] != orders[1]
     assert same_everywhere(str(loader.decisions))
     assert same_bits_everywhere(torch.cat([p.reshape(-1) for p in model.parameters()]))
 
 
-def test_an_epoch_is_resumed_with_workers() -> None:
+def test_adaptive_epoch_resumes_from_state_with_workers() -> None:
     options = {"shuffle": True, "num_workers": 1}
     loader, _, _ = adapted(Indexed(), **options)
     seen = []
@@ -90,16 +90,16 @@ def test_an_epoch_is_resumed_with_workers() -> None:
     loader, model, optimizer = adapted(Indexed(), **options)
     loader.load_state_dict(state)
     seen += train(loader, model, optimizer)
-    assert everyones(seen) == list(range(LENGTH))
+    assert of_all_ranks(seen) == list(range(LENGTH))
 
 
-def test_a_stream_is_read_by_workers() -> None:
+def test_iterable_dataset_is_read_once_by_workers() -> None:
     loader, _, _ = adapted(Stream(), num_workers=2)
     seen = [index for batch in loader if loader.num_samples for index in batch.tolist()]
-    assert everyones(seen) == list(range(LENGTH))
+    assert of_all_ranks(seen) == list(range(LENGTH))
 
 
-def test_replicas_take_batches_by_the_ranks_own_counter_and_merge() -> None:
+def test_adaptive_sgd_replicas_share_each_epoch_and_merge() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
     optimizer = hvd.DistributedOptimizer(
@@ -115,7 +115,7 @@ def test_replicas_take_batches_by_the_ranks_own_counter_and_merge() -> None:
         min_batch=1,
     )
     for _ in range(3):
-        assert everyones(train(loader, model, optimizer)) == list(range(LENGTH))
+        assert of_all_ranks(train(loader, model, optimizer)) == list(range(LENGTH))
         assert same_everywhere(str(loader.last_merge))
         with loader.merged():
             assert same_bits_everywhere(torch.cat([p.reshape(-1) for p in model.parameters()]))
@@ -124,7 +124,7 @@ def test_replicas_take_batches_by_the_ranks_own_counter_and_merge() -> None:
     assert same_bits_everywhere(torch.cat([p.reshape(-1) for p in model.parameters()]))
 
 
-def test_an_epoch_of_rounds_is_resumed() -> None:
+def test_abs_epoch_resumes_after_a_round() -> None:
     def rounds():
         torch.manual_seed(0)
         model = torch.nn.Linear(6, 2)
@@ -155,7 +155,7 @@ def test_an_epoch_of_rounds_is_resumed() -> None:
     model.load_state_dict(weights)
     loader.load_state_dict(state)
     seen += train(loader, model, optimizer)
-    assert everyones(seen) == list(range(LENGTH))
+    assert of_all_ranks(seen) == list(range(LENGTH))
     assert same_bits_everywhere(torch.cat([p.reshape(-1) for p in model.parameters()]))
 
 

@@ -22,7 +22,7 @@ def reduce(name: str, length: int = 3) -> int:
     return handle
 
 
-def test_each_rank_submits_in_its_own_order() -> None:
+def test_operations_are_matched_by_name_in_any_order() -> None:
     for _ in range(3):
         lengths = {f"tensor {number}": 10**number for number in range(7)}
         names = sorted(lengths, reverse=bool(RANK % 2))
@@ -31,7 +31,7 @@ def test_each_rank_submits_in_its_own_order() -> None:
             assert torch.equal(hvd.synchronize(handles[name]), torch.full((lengths[name],), TOTAL))
 
 
-def test_an_operation_may_be_left_pending_across_barriers() -> None:
+def test_operation_may_stay_pending_across_barriers() -> None:
     pending = reduce("late") if RANK != SIZE - 1 else None
     for _ in range(3):
         hvd.barrier()
@@ -40,7 +40,7 @@ def test_an_operation_may_be_left_pending_across_barriers() -> None:
     assert float(hvd.synchronize(pending)[0]) == TOTAL
 
 
-def test_a_large_tensor_is_reduced_where_it_lies() -> None:
+def test_large_tensor_is_reduced_in_place() -> None:
     tensor = torch.full((3_000_000,), float(RANK))
     before = tensor.data_ptr()
     for step in range(1, 3):
@@ -49,7 +49,7 @@ def test_a_large_tensor_is_reduced_where_it_lies() -> None:
     assert tensor.data_ptr() == before
 
 
-def test_ranks_that_have_joined_stand_in() -> None:
+def test_joined_ranks_contribute_zeros() -> None:
     engine = world.current().engine
     for _ in range(2):
         for step in range(RANK + 1):
@@ -58,7 +58,7 @@ def test_ranks_that_have_joined_stand_in() -> None:
         assert engine.join().wait() == SIZE - 1
 
 
-def test_ranks_that_wait_for_different_operations_continue() -> None:
+def test_ranks_waiting_for_different_operations_get_an_error_and_continue() -> None:
     raises(
         hvd.HorovodInternalError,
         lambda: hvd.synchronize(reduce(f"of rank {RANK}")),
@@ -68,7 +68,7 @@ def test_ranks_that_wait_for_different_operations_continue() -> None:
     hvd.barrier()
 
 
-def test_a_warning_says_who_waits_for_whom() -> None:
+def test_stalled_operation_is_warned_of() -> None:
     if RANK == 1:
         time.sleep(1.0)
     hvd.synchronize(reduce("stalled"))

@@ -18,7 +18,7 @@ from gtopk.runtime.launch import launched_by, transport_name
 OVER_MPI = transport_name(launched_by()) == "mpi"
 
 
-def test_what_is_built_and_what_is_in_use() -> None:
+def test_built_and_enabled_questions_are_answered() -> None:
     assert hvd.mpi_built() is True
     assert hvd.gloo_built() is True
     assert hvd.mpi_enabled() is OVER_MPI
@@ -34,6 +34,6 @@ def test_what_is_built_and_what_is_in_use() -> None:
         raises(ValueError, hvd.mpi_threads_supported, "MPI is not enabled")
 
 
-def test_a_timeline_needs_the_environments_consent() -> None:
+def test_start_timeline_needs_the_environment_variable() -> None:
     os.environ.pop("HOROVOD_TIMELINE", None)
     raises(ValueError, lambda: hvd.start_timeline("trace.json"), "HOROVOD_TIMELINE", "DYNAMIC")

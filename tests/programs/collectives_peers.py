@@ -1,4 +1,4 @@
-"""Run on two or more ranks: how the others react if a rank leaves, is silent or sends nonsense.
+"""Run on two or more ranks: errors of the others if a rank leaves, is silent or sends nonsense.
 
 Argument: the transport.
 """
@@ -29,20 +29,20 @@ from collectives.transports import carrier, mpi, polling, torch_distributed
 NAME = sys.argv[1]
 
 
-def new(timeout_seconds: float) -> Transport:
+def new_transport(timeout_seconds: float) -> Transport:
     """Return another transport of the same ranks."""
     return open_transport(NAME, timeout_seconds)
 
 
-CONTROL = new(timeout_seconds=60)
+CONTROL = new_transport(timeout_seconds=60)
 RANK, SIZE = CONTROL.rank, CONTROL.size
 LAST = SIZE - 1
 MESSAGE = np.arange(10, dtype=np.uint8)
 
 
-def miss_the_last(call: Callable[[Transport], object]) -> None:
-    """Check that the last rank's departure ends the others' operation, on each of them."""
-    transport = new(timeout_seconds=60)
+def check_departure_ends(call: Callable[[Transport], object]) -> None:
+    """Check that the last rank's departure ends the operation on every other rank."""
+    transport = new_transport(timeout_seconds=60)
     with transport.operation("step 0"):
         transport.barrier()
     if RANK == LAST:
@@ -59,25 +59,25 @@ def miss_the_last(call: Callable[[Transport], object]) -> None:
     transport.leave(text)
 
 
-def test_a_rank_that_left_is_missed_by_all() -> None:
-    miss_the_last(lambda transport: transport.barrier())
-    miss_the_last(lambda transport: transport.allreduce(np.zeros(10, np.float16)))
-    miss_the_last(lambda transport: reduce(SparseVector.empty(10), 3, transport))
+def test_departed_rank_ends_the_operation_on_every_rank() -> None:
+    check_departure_ends(lambda transport: transport.barrier())
+    check_departure_ends(lambda transport: transport.allreduce(np.zeros(10, np.float16)))
+    check_departure_ends(lambda transport: reduce(SparseVector.empty(10), 3, transport))
 
 
-def test_a_rank_that_left_is_missed_in_the_librarys_own_allreduce() -> None:
-    miss_the_last(lambda transport: transport.allreduce(np.zeros(10)))
+def test_departed_rank_ends_the_librarys_native_allreduce() -> None:
+    check_departure_ends(lambda transport: transport.allreduce(np.zeros(10)))
     with (
         mock.patch.object(mpi, "_BLOCKING_BYTES", 64),
         mock.patch.object(torch_distributed, "NATIVE_BYTES", 64),
     ):
-        miss_the_last(lambda transport: transport.allreduce(np.zeros(10)))
+        check_departure_ends(lambda transport: transport.allreduce(np.zeros(10)))
 
 
-def test_a_rank_is_missed_even_by_those_that_wait_for_another() -> None:
+def test_departed_rank_ends_the_wait_for_a_rank_that_waits_for_it() -> None:
     if SIZE < 3:
         return
-    transport = new(timeout_seconds=60)
+    transport = new_transport(timeout_seconds=60)
     if RANK == 0:
         text = rf"rank {LAST} left \(enough\) while rank 0 waited for it in a chain"
         with pytest.raises(PeerError, match=text), transport.operation("a chain"):
@@ -88,13 +88,13 @@ def test_a_rank_is_missed_even_by_those_that_wait_for_another() -> None:
     transport.leave("enough")
 
 
-def test_a_rank_that_left_is_missed_by_ranks_that_wait_in_a_view() -> None:
-    miss_the_last(lambda transport: transport.channel(1).barrier())
-    miss_the_last(lambda transport: transport.subset([RANK]).channel(1).receive(0))
+def test_departed_rank_ends_operations_on_channels_and_subsets() -> None:
+    check_departure_ends(lambda transport: transport.channel(1).barrier())
+    check_departure_ends(lambda transport: transport.subset([RANK]).channel(1).receive(0))
 
 
-def test_messages_sent_before_leaving_still_arrive() -> None:
-    transport = new(timeout_seconds=60)
+def test_messages_sent_before_a_departure_still_arrive() -> None:
+    transport = new_transport(timeout_seconds=60)
     if RANK == LAST:
         for peer in range(LAST):
             transport.send(MESSAGE, peer)()
@@ -106,10 +106,10 @@ def test_messages_sent_before_leaving_still_arrive() -> None:
     transport.leave("done")
 
 
-def test_messages_that_arrive_with_the_departure_notice_are_not_lost() -> None:
+def test_message_arriving_with_the_departure_notice_is_not_lost() -> None:
     if NAME != "mpi":
         return
-    transport = new(timeout_seconds=60)
+    transport = new_transport(timeout_seconds=60)
     if RANK != LAST:
 
         def arrived() -> str | None:
@@ -119,16 +119,16 @@ def test_messages_that_arrive_with_the_departure_notice_are_not_lost() -> None:
     transport.leave("done")
 
 
-def test_a_rank_that_completed_the_operation_may_leave() -> None:
-    transport = new(timeout_seconds=60)
+def test_rank_may_leave_after_completing_the_operation() -> None:
+    transport = new_transport(timeout_seconds=60)
     with transport.operation("the only step"):
         gathered = transport.allgather(MESSAGE[:RANK])
     assert [m.size for m in gathered] == list(range(SIZE))
     transport.leave("done")
 
 
-def test_a_silent_rank_is_named_after_the_timeout() -> None:
-    transport = new(timeout_seconds=1.0)
+def test_silent_rank_is_named_after_the_timeout() -> None:
+    transport = new_transport(timeout_seconds=1.0)
     if RANK == 0:
         text = rf"rank 0 has waited [\d.]+ s for rank {LAST} in a long wait$"
         with (
@@ -142,8 +142,8 @@ def test_a_silent_rank_is_named_after_the_timeout() -> None:
     transport.leave("done")
 
 
-def test_a_rank_that_waits_takes_hardly_any_cpu_time() -> None:
-    transport = new(timeout_seconds=60)
+def test_waiting_rank_takes_little_cpu_time() -> None:
+    transport = new_transport(timeout_seconds=60)
     if RANK == LAST:
         time.sleep(2)
         transport.send(MESSAGE, 0)()
@@ -154,8 +154,8 @@ def test_a_rank_that_waits_takes_hardly_any_cpu_time() -> None:
     transport.leave("done")
 
 
-def test_a_malformed_message_ends_the_reduction_on_every_rank() -> None:
-    transport = new(timeout_seconds=60)
+def test_malformed_message_ends_the_reduction_on_every_rank() -> None:
+    transport = new_transport(timeout_seconds=60)
     paired = 1 << (SIZE.bit_length() - 1)
     partner = LAST ^ 1 if paired > LAST else LAST - paired
     if RANK == LAST:

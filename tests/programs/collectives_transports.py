@@ -63,7 +63,7 @@ def test_messages_of_a_rank_arrive_unchanged_and_in_order(transport: Transport) 
         wait()
 
 
-def test_a_message_once_gone_and_the_one_received_share_no_memory(transport: Transport) -> None:
+def test_sent_and_received_messages_share_no_memory(transport: Transport) -> None:
     peer = transport.rank ^ 1
     if peer < transport.size:
         sent = message(100, 1)
@@ -76,7 +76,7 @@ def test_a_message_once_gone_and_the_one_received_share_no_memory(transport: Tra
         assert not sent.any()
 
 
-def test_partners_swap_messages_of_different_sizes(transport: Transport) -> None:
+def test_exchange_swaps_messages_of_different_sizes(transport: Transport) -> None:
     peer = transport.rank ^ 1
     if peer < transport.size:
         for size in SIZES:
@@ -84,7 +84,7 @@ def test_partners_swap_messages_of_different_sizes(transport: Transport) -> None
             assert received.tobytes() == message(size * (peer + 1), 2).tobytes()
 
 
-def test_all_ranks_exchange_with_all_at_once(transport: Transport) -> None:
+def test_exchange_all_delivers_every_message_by_source(transport: Transport) -> None:
     # Rank r, this one included, gets r messages of many sizes.
     size, rank = transport.size, transport.rank
     parcels = [
@@ -101,7 +101,7 @@ def test_all_ranks_exchange_with_all_at_once(transport: Transport) -> None:
     assert [m.tobytes() for m in received] == [content.tobytes() for _, content in expected]
 
 
-def test_an_exchange_may_go_one_way_only(transport: Transport) -> None:
+def test_exchange_all_may_go_one_way(transport: Transport) -> None:
     following, last = transport.rank + 1, transport.size - 1
     parcels = [(message(100, transport.rank), following)] if transport.rank < last else []
     sources = [transport.rank - 1] if transport.rank else []
@@ -109,7 +109,7 @@ def test_an_exchange_may_go_one_way_only(transport: Transport) -> None:
     assert [m.tobytes() for m in received] == [message(100, s).tobytes() for s in sources]
 
 
-def test_everyone_gathers_everyones_message_in_rank_order(transport: Transport) -> None:
+def test_allgather_returns_messages_in_rank_order(transport: Transport) -> None:
     for size in (0, 1, 16, 100):  # rank 0's is empty; for 0 everyone's is
         gathered = transport.allgather(message(size * transport.rank, transport.rank))
         assert [m.tobytes() for m in gathered] == [
@@ -117,13 +117,13 @@ def test_everyone_gathers_everyones_message_in_rank_order(transport: Transport) 
         ]
 
 
-def test_everyone_gets_the_roots_message(transport: Transport) -> None:
+def test_broadcast_returns_the_roots_message(transport: Transport) -> None:
     for root, size in itertools.product(range(transport.size), (0, 1, 16, 100)):
         own = message(size, root) if transport.rank == root else None
         assert transport.broadcast(own, root).tobytes() == message(size, root).tobytes()
 
 
-def test_everyone_gets_everyones_object_and_the_roots(transport: Transport) -> None:
+def test_objects_are_gathered_and_broadcast(transport: Transport) -> None:
     objects = [
         [rank, rank / 3, "größer", {"none": None, "is": [True, []]}]
         for rank in range(transport.size)
@@ -135,7 +135,7 @@ def test_everyone_gets_everyones_object_and_the_roots(transport: Transport) -> N
         assert transport.broadcast_object(objects[transport.rank], root) == objects[root]
 
 
-def test_a_reduction_is_that_of_all_ranks_arrays(transport: Transport) -> None:
+def test_allreduce_reduces_every_dtype_exactly(transport: Transport) -> None:
     # Small integers: every dtype holds every sum and product of them exactly, in any order.
     for dtype, length in itertools.product(DTYPES, lengths(transport)):
         rows = np.random.default_rng(length).choice([-2, -1, 1, 2], (transport.size, length))
@@ -148,7 +148,7 @@ def test_a_reduction_is_that_of_all_ranks_arrays(transport: Transport) -> None:
             assert framed[0] == framed[-1] == 77
 
 
-def test_a_nan_is_the_least_and_the_most_whichever_rank_has_it(transport: Transport) -> None:
+def test_nan_of_any_rank_is_the_minimum_and_the_maximum(transport: Transport) -> None:
     """Also for arrays that are long enough for the library's own reduction."""
     rank, size = transport.rank, transport.size
     native = transport.native_bytes() // 4
@@ -168,7 +168,7 @@ def test_a_nan_is_the_least_and_the_most_whichever_rank_has_it(transport: Transp
             np.testing.assert_array_equal(parts[own], expected[own])
 
 
-def test_every_rank_gets_the_same_bits(transport: Transport) -> None:
+def test_allreduce_gives_every_rank_the_same_bits(transport: Transport) -> None:
     for dtype, length in itertools.product((np.float16, np.float32, np.float64), (5, 1000)):
         rows = np.random.default_rng(length).standard_normal((transport.size, length)).astype(dtype)
         for reduction, expected in REDUCTIONS.items():
@@ -231,7 +231,7 @@ def test_sent_bytes_are_counted_exactly(transport: Transport) -> None:
     assert transport.traffic.sent_bytes == 0
 
 
-def test_a_broadcast_costs_one_message_for_each_other_rank(transport: Transport) -> None:
+def test_broadcast_sends_one_message_for_each_other_rank(transport: Transport) -> None:
     for root in range(transport.size):
         transport.traffic.read_and_reset()
         transport.broadcast(message(100), root)
@@ -241,7 +241,7 @@ def test_a_broadcast_costs_one_message_for_each_other_rank(transport: Transport)
         assert together.tolist() == [100 * (transport.size - 1), transport.size - 1]
 
 
-def test_a_barrier_costs_log_2_messages(transport: Transport) -> None:
+def test_barrier_sends_log_2_messages_a_rank(transport: Transport) -> None:
     transport.traffic.read_and_reset()
     transport.barrier()
     counted = transport.traffic.read_and_reset()
@@ -250,7 +250,7 @@ def test_a_barrier_costs_log_2_messages(transport: Transport) -> None:
     assert counted.sent_bytes == 8 * rounds + 8 * (transport.size - 1)
 
 
-def test_a_large_allreduce_is_counted_as_a_bandwidth_optimal_one(transport: Transport) -> None:
+def test_large_allreduce_counts_bandwidth_optimal_bytes(transport: Transport) -> None:
     for dtype, length in zip((*DTYPES, BFLOAT16), 2 * (2049, 4096, 6007), strict=True):
         transport.traffic.read_and_reset()
         transport.allreduce(np.zeros(length, dtype))
@@ -266,7 +266,7 @@ def test_a_large_allreduce_is_counted_as_a_bandwidth_optimal_one(transport: Tran
         assert abs(int(together[0]) - exact) <= leeway
 
 
-def test_a_small_allreduce_takes_half_the_messages_where_they_are_ours(
+def test_small_allreduce_takes_one_message_a_round(
     transport: Transport,
 ) -> None:
     if not transport.counts_allreduce:
@@ -278,30 +278,30 @@ def test_a_small_allreduce_takes_half_the_messages_where_they_are_ours(
     assert counted.sent_bytes == 24 * (transport.size - 1)
 
 
-def test_a_part_is_reduced_on_the_rank_that_owns_it(transport: Transport) -> None:
+def test_reduce_scatter_reduces_each_part_on_its_owner(transport: Transport) -> None:
     for dtype, bounds in itertools.product(DTYPES, uneven_bounds(transport)):
         length = bounds[-1]
         rows = np.random.default_rng(length).choice([-2, -1, 1, 2], (transport.size, length))
-        mine = slice(bounds[transport.rank], bounds[transport.rank + 1])
+        own_part = slice(bounds[transport.rank], bounds[transport.rank + 1])
         for reduction, expected in REDUCTIONS.items():
             array = rows[transport.rank].astype(dtype)
             transport.reduce_scatter(array, bounds, reduction)
-            assert array[mine].tolist() == expected(rows)[mine].tolist(), (dtype, reduction)
+            assert array[own_part].tolist() == expected(rows)[own_part].tolist(), (dtype, reduction)
 
 
-def test_every_rank_fills_in_the_part_it_owns(transport: Transport) -> None:
+def test_allgather_into_fills_in_every_ranks_part(transport: Transport) -> None:
     for dtype, bounds in itertools.product(DTYPES, uneven_bounds(transport)):
         whole = np.arange(bounds[-1]).astype(dtype)
         array = np.full_like(whole, 7)
-        mine = slice(bounds[transport.rank], bounds[transport.rank + 1])
-        array[mine] = whole[mine]
+        own_part = slice(bounds[transport.rank], bounds[transport.rank + 1])
+        array[own_part] = whole[own_part]
         transport.traffic.read_and_reset()
         transport.allgather_into(array, bounds)
         assert array.tolist() == whole.tolist()
         assert transport.traffic.read_and_reset().sent_messages == rounds(transport.size)
 
 
-def test_every_rank_fills_its_array_with_the_roots(transport: Transport) -> None:
+def test_broadcast_into_fills_the_array_with_the_roots(transport: Transport) -> None:
     for root, dtype in itertools.product({0, transport.size - 1}, DTYPES):
         for length in lengths(transport):
             array = np.arange(length).astype(dtype) + dtype(transport.rank)
@@ -309,7 +309,7 @@ def test_every_rank_fills_its_array_with_the_roots(transport: Transport) -> None
             assert array.tolist() == (np.arange(length).astype(dtype) + dtype(root)).tolist()
 
 
-def test_every_rank_gets_its_part_of_everyones_array(transport: Transport) -> None:
+def test_alltoall_returns_each_ranks_part_by_source(transport: Transport) -> None:
     size, rank = transport.size, transport.rank
     for dtype, most in itertools.product((np.uint8, np.float64), (0, 1, 40)):
         # From rank r to rank s: (r + s) % (most + 1) numbers, which begin at 10 r + s.
@@ -325,21 +325,21 @@ def test_every_rank_gets_its_part_of_everyones_array(transport: Transport) -> No
             assert received[ends[source] : ends[source + 1]].tolist() == expected.tolist()
 
 
-def test_data_outside_the_parts_is_left_alone(transport: Transport) -> None:
+def test_allgather_into_and_reduce_scatter_leave_other_data_alone(transport: Transport) -> None:
     size, rank = transport.size, transport.rank
     for dtype, first in itertools.product(DTYPES, (0, 1)):
         bounds = range(first, first + 2 * size + 1, 2)
-        parts, mine = slice(bounds[0], bounds[-1]), slice(bounds[rank], bounds[rank + 1])
+        parts, own_part = slice(bounds[0], bounds[-1]), slice(bounds[rank], bounds[rank + 1])
         array = np.full(bounds[-1] + 3, 20 + rank, dtype)
         expected = array.copy()
         expected[parts] = np.repeat(np.arange(size), 2)
-        array[mine] = rank
+        array[own_part] = rank
         transport.traffic.read_and_reset()
         transport.allgather_into(array, bounds)
         assert array.tolist() == expected.tolist()
         assert transport.traffic.read_and_reset().sent_bytes == (size - 1) * 2 * array.itemsize
         transport.reduce_scatter(array, bounds)
-        assert array[mine].tolist() == [size * rank] * 2
+        assert array[own_part].tolist() == [size * rank] * 2
         array[parts] = expected[parts]
         assert array.tolist() == expected.tolist()
 
@@ -390,7 +390,7 @@ def all_operations(transport: Transport) -> None:
     transport.barrier()
 
 
-def test_a_subset_is_a_world_of_its_members_in_the_order_given(transport: Transport) -> None:
+def test_subset_is_a_world_of_its_members_in_the_given_order(transport: Transport) -> None:
     parity = [rank for rank in range(transport.size) if rank % 2 == transport.rank % 2]
     for members in (parity, parity[::-1], list(range(transport.size))[::-1]):
         subset = transport.subset(members)
@@ -401,7 +401,7 @@ def test_a_subset_is_a_world_of_its_members_in_the_order_given(transport: Transp
         all_operations(subset)
 
 
-def test_views_compose(transport: Transport) -> None:
+def test_subsets_and_channels_compose(transport: Transport) -> None:
     backwards = transport.subset(range(transport.size)[::-1])
     without_first = range(1, transport.size)
     if backwards.rank in without_first:
@@ -415,7 +415,7 @@ def test_views_compose(transport: Transport) -> None:
     )
 
 
-def test_channels_are_used_at_once_each_by_a_thread(transport: Transport) -> None:
+def test_channels_may_be_used_by_concurrent_threads(transport: Transport) -> None:
     def program(number: int) -> None:
         channel = transport.channel(number)
         for size in (0, 300):
@@ -428,7 +428,7 @@ def test_channels_are_used_at_once_each_by_a_thread(transport: Transport) -> Non
     together(*(partial(program, number) for number in range(4)), partial(all_operations, transport))
 
 
-def test_messages_of_one_stream_wait_while_those_of_another_are_received(
+def test_channels_receive_their_messages_in_any_order(
     transport: Transport,
 ) -> None:
     # All are sent before the first is received, and received in another order.
@@ -462,7 +462,7 @@ def test_subsets_that_share_members_do_not_mix_their_messages(transport: Transpo
     together(*(partial(swap, pair) for pair in pairs))
 
 
-def test_traffic_of_a_view_counts_for_its_parent(transport: Transport) -> None:
+def test_traffic_of_channels_and_subsets_counts_for_the_parent(transport: Transport) -> None:
     channel = transport.channel(5)
     subset = channel.subset(range(transport.size))
     for view in (transport, channel, subset):
@@ -476,7 +476,7 @@ def test_traffic_of_a_view_counts_for_its_parent(transport: Transport) -> None:
     assert subset.traffic.read_and_reset().sent_messages == 0
 
 
-def test_messages_beyond_a_mebibyte_arrive(transport: Transport) -> None:
+def test_messages_longer_than_a_mebibyte_arrive(transport: Transport) -> None:
     peer = transport.size - 1 - transport.rank
     if peer != transport.rank:
         for stream in (transport, transport.channel(2)):
@@ -484,7 +484,7 @@ def test_messages_beyond_a_mebibyte_arrive(transport: Transport) -> None:
             assert received.tobytes() == message((1 << 20) + 3, peer).tobytes()
 
 
-def test_no_rank_passes_a_barrier_before_all_have_come(transport: Transport) -> None:
+def test_barrier_holds_every_rank_until_all_have_come(transport: Transport) -> None:
     for late in range(transport.size):
         if transport.rank == late:
             time.sleep(0.005)
@@ -503,7 +503,7 @@ def test_ranks_of_one_host_are_neighbours(transport: Transport) -> None:
     assert transport.neighbours() == list(range(transport.size))
 
 
-def test_what_ranks_add_to_a_counter_is_added_once_each(transport: Transport) -> None:
+def test_shared_counter_adds_each_amount_once(transport: Transport) -> None:
     streams = [transport, transport.channel(4), transport.subset([transport.rank])]
     if transport.name == "horovod":
         with pytest.raises(ValueError, match="no number that its ranks share"):
@@ -525,7 +525,7 @@ def test_what_ranks_add_to_a_counter_is_added_once_each(transport: Transport) ->
         assert counters[0].add(0) == position
 
 
-def test_ranks_of_a_host_map_the_same_zeros(transport: Transport) -> None:
+def test_shared_memory_starts_as_zeros_seen_by_all_ranks(transport: Transport) -> None:
     backwards = transport.subset(list(reversed(range(transport.size))))
     for stream in (transport, transport.channel(4), backwards):
         memory, other = stream.shared_memory(8 * (stream.size + 1)), stream.shared_memory(0)
@@ -544,7 +544,7 @@ def test_ranks_of_a_host_map_the_same_zeros(transport: Transport) -> None:
         stream.barrier()
 
 
-def test_early_writes_into_shared_memory_stay(transport: Transport) -> None:
+def test_early_writes_into_shared_memory_are_kept(transport: Transport) -> None:
     """The memory is large, so that the first rank may still be filling it with zeros."""
     for _ in range(3):
         memory = transport.shared_memory(64 << 20)
@@ -554,7 +554,7 @@ def test_early_writes_into_shared_memory_stay(transport: Transport) -> None:
         transport.barrier()
 
 
-def test_who_lets_go_of_what_is_shared_is_still_there(transport: Transport) -> None:
+def test_rank_that_drops_shared_memory_still_counts_as_present(transport: Transport) -> None:
     for stream in (transport, transport.channel(4)):
         memory = [stream.shared_memory(64), stream.shared_memory(64)]
         del memory[stream.rank % 2 :]
@@ -609,10 +609,10 @@ def check_native(transport: Transport, is_native: bool) -> None:
                 assert by_messages.called == (array_bytes < native_bytes)
 
 
-COUNTING = [test_a_large_allreduce_is_counted_as_a_bandwidth_optimal_one]
+COUNTING = [test_large_allreduce_counts_bandwidth_optimal_bytes]
 LARGE = [
-    test_messages_beyond_a_mebibyte_arrive,
-    test_a_nan_is_the_least_and_the_most_whichever_rank_has_it,
+    test_messages_longer_than_a_mebibyte_arrive,
+    test_nan_of_any_rank_is_the_minimum_and_the_maximum,
 ]
 LAWS = [law for name, law in list(globals().items()) if name.startswith("test_")]
 
@@ -664,10 +664,10 @@ def check_mpi(transport: Transport) -> None:
         for law in LAWS:
             law(transport)
         with mock.patch.multiple(reductions, PIECE_BYTES=96, LONG_BYTES=32):
-            test_a_reduction_is_that_of_all_ranks_arrays(transport)
+            test_allreduce_reduces_every_dtype_exactly(transport)
 
     with mock.patch.object(transport, "_neighbours", [transport.rank]):  # a host per rank
-        test_what_ranks_add_to_a_counter_is_added_once_each(transport)
+        test_shared_counter_adds_each_amount_once(transport)
 
     assert "MPI" in transport.library()
     launched = f"{transport.size + 3}"

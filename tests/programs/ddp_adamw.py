@@ -103,7 +103,7 @@ def equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def test_a_compiled_model_trains_as_one_that_is_not() -> None:
+def test_compiled_model_trains_like_an_uncompiled_one() -> None:
     found = []
     for compiles in (False, True):
         model, optimizer, _ = hooked(buckets=IN_ORDER)
@@ -116,7 +116,7 @@ def test_a_compiled_model_trains_as_one_that_is_not() -> None:
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
 
 
-def test_it_is_distributed_optimizer_to_the_bit() -> None:
+def test_ddp_adamw_hook_is_bit_identical_to_distributed_optimizer() -> None:
     """Also with a learning-rate schedule, and with passes that accumulate."""
     for options, passes in (({}, 1), (OPTIONS, 2), ({"local_residual": False}, 1)):
         ours, optimizer, state = hooked(**options)
@@ -141,7 +141,7 @@ def test_it_is_distributed_optimizer_to_the_bit() -> None:
             assert equal(optimizer.state[one], other.state[two])
 
 
-def test_replicas_are_equal_and_nothing_is_lost_when_ddp_rebuilds_its_buckets() -> None:
+def test_rebuilt_ddp_buckets_keep_replicas_equal_and_adam_state() -> None:
     for options in ({}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
         model, optimizer, state = hooked(buckets={**SMALL_BUCKETS, **options})
         train(model, optimizer, range(6))
@@ -161,7 +161,7 @@ def test_replicas_are_equal_and_nothing_is_lost_when_ddp_rebuilds_its_buckets() 
         assert_alike(model)
 
 
-def test_forward_passes_in_training_see_what_a_rank_has_not_sent_and_others_the_center() -> None:
+def test_training_forward_includes_unsent_steps_and_evaluation_does_not() -> None:
     model, optimizer, state = hooked(0.02)
     seen: list[torch.Tensor] = []
     model.module.layers[0].register_forward_pre_hook(lambda *call: seen.append(weights(model)))
@@ -193,7 +193,7 @@ def test_forward_passes_in_training_see_what_a_rank_has_not_sent_and_others_the_
     assert_alike(model)
 
 
-def test_the_mean_gradient_is_clipped_before_the_moments() -> None:
+def test_mean_gradient_is_clipped_before_the_moments() -> None:
     ours, optimizer, _ = hooked(global_clip_norm=0.05)
     theirs, other = distributed(global_clip_norm=0.05)
     free, unclipped, _ = hooked()
@@ -204,7 +204,7 @@ def test_the_mean_gradient_is_clipped_before_the_moments() -> None:
     assert_alike(ours)
 
 
-def test_the_report_has_the_norm_of_the_mean_gradient_before_clipping() -> None:
+def test_reported_gradient_norm_is_of_the_mean_before_clipping() -> None:
     """Over 60 steps of one gradient, samples have each coordinate once, so their mean is exact."""
     for clips in ({}, {"global_clip_norm": 0.5}):
         torch.manual_seed(0)
@@ -239,7 +239,7 @@ def test_the_report_has_the_norm_of_the_mean_gradient_before_clipping() -> None:
     assert state.last_step.gradient_norm is None
 
 
-def test_clipping_after_backward_is_refused_with_the_way_out() -> None:
+def test_clip_grad_norm_after_backward_is_refused() -> None:
     for early in (True, False):
         model = DistributedDataParallel(Net(), **SMALL_BUCKETS)
         optimizer = adamw(model)
@@ -259,7 +259,7 @@ def test_clipping_after_backward_is_refused_with_the_way_out() -> None:
         GTopKState(0.1, global_clip_norm=1.0)
 
 
-def test_gradients_that_are_no_agreed_steps_are_refused() -> None:
+def test_step_without_exchanged_gradients_is_refused() -> None:
     model, optimizer, _ = hooked()
     with model.no_sync():
         loss(model, 0).backward()
@@ -272,7 +272,7 @@ def test_gradients_that_are_no_agreed_steps_are_refused() -> None:
     assert_alike(model)
 
 
-def test_passes_that_add_up_without_no_sync_are_refused() -> None:
+def test_accumulating_passes_without_no_sync_is_refused_for_adamw() -> None:
     for view in (False, True):
         model, optimizer, _ = hooked(buckets={**SMALL_BUCKETS, "gradient_as_bucket_view": view})
         for clears in (True, False):
@@ -287,7 +287,7 @@ def test_passes_that_add_up_without_no_sync_are_refused() -> None:
         raises(RuntimeError, loss(model, 4).backward, "model.no_sync()")
 
 
-def test_so_are_passes_that_add_up_to_steps_of_a_correction() -> None:
+def test_accumulating_passes_without_no_sync_is_refused_for_corrections() -> None:
     for correction in ({"momentum_correction": 0.9}, {"adam_correction": (0.9, 0.999)}):
         model = DistributedDataParallel(Net(), **IN_ORDER)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -300,7 +300,7 @@ def test_so_are_passes_that_add_up_to_steps_of_a_correction() -> None:
         raises(RuntimeError, loss(model, 5).backward, next(iter(correction)), "model.no_sync()")
 
 
-def test_a_pass_that_is_exchanged_and_thrown_away_is_reported_once() -> None:
+def test_discarded_exchanged_pass_is_reported_once() -> None:
     model, optimizer, _ = hooked()
     train(model, optimizer, range(2))
 
@@ -317,14 +317,14 @@ def test_a_pass_that_is_exchanged_and_thrown_away_is_reported_once() -> None:
         assert not logged(throw_away)
 
 
-def test_another_state_is_refused_by_name() -> None:
+def test_hook_refuses_a_state_that_is_not_gtopks() -> None:
     for state in (None, GTopKState):
         model = DistributedDataParallel(Net())
         model.register_comm_hook(state, gtopk_hook)
         raises(TypeError, loss(model, 0).backward, "needs a GTopKState, got")
 
 
-def test_a_residual_that_is_not_loaded_with_the_optimizer_is_reported() -> None:
+def test_missing_residual_of_a_loaded_optimizer_is_reported() -> None:
     model, optimizer, state = hooked()
     train(model, optimizer, range(3))
     before = saved(model, optimizer, state)
@@ -343,7 +343,7 @@ def test_a_residual_that_is_not_loaded_with_the_optimizer_is_reported() -> None:
         assert not logged(partial(train, resumed, again, range(5, 6)))
 
 
-def test_ddp_may_be_created_again_after_an_error_between_forward_and_step() -> None:
+def test_ddp_can_be_recreated_after_an_error_between_forward_and_step() -> None:
     """DDP then broadcasts rank 0's parameters, which must not include its unsent steps."""
     undisturbed, other, _ = hooked()
     train(undisturbed, other, range(6))
@@ -375,7 +375,7 @@ def test_ddp_may_be_created_again_after_an_error_between_forward_and_step() -> N
         assert state.progress.steps == 6
 
 
-def test_a_new_state_for_a_resumed_optimizer_reports_the_residual_it_lacks() -> None:
+def test_new_hook_state_reports_the_missing_residual() -> None:
     model, optimizer, _ = hooked()
     train(model, optimizer, range(3))
     net = model.module
@@ -388,7 +388,7 @@ def test_a_new_state_for_a_resumed_optimizer_reports_the_residual_it_lacks() -> 
     assert len(reports) == (SIZE > 1), messages
 
 
-def test_a_closure_is_called_once_and_its_gradients_are_exchanged() -> None:
+def test_step_calls_its_closure_once_and_exchanges_its_gradients() -> None:
     ours, optimizer, _ = hooked()
     theirs, other, _ = hooked()
     called = []
@@ -407,7 +407,7 @@ def test_a_closure_is_called_once_and_its_gradients_are_exchanged() -> None:
     assert torch.equal(weights(ours), weights(theirs))
 
 
-def test_a_step_that_does_not_count_leaves_everything_as_it_was() -> None:
+def test_skipped_adamw_step_changes_no_state() -> None:
     for kind, has_scaler in itertools.product((torch.optim.AdamW, FusedAdamW), (False, True)):
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=has_scaler, growth_interval=99)
         ours, optimizer, state = hooked(buckets=SMALL_BUCKETS, kind=kind, scaler=scaler)
@@ -427,7 +427,7 @@ def test_a_step_that_does_not_count_leaves_everything_as_it_was() -> None:
         assert_alike(ours)
 
 
-def test_the_scale_of_a_loss_changes_nothing() -> None:
+def test_loss_scale_does_not_change_adamw_steps() -> None:
     found = []
     for kind in (torch.optim.AdamW, FusedAdamW):
         for scales in (None, (1.0, 2.0**10, 2.0**3, 2.0**7)):
@@ -449,7 +449,7 @@ def FusedAdamW(*arguments: Any, **options: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(*arguments, **options, fused=True)
 
 
-def test_a_run_resumes_to_the_bit() -> None:
+def test_resumed_adamw_run_is_bit_identical() -> None:
     model, optimizer, state = hooked()
     train(model, optimizer, range(4))
     before = saved(model, optimizer, state)
@@ -464,7 +464,7 @@ def test_a_run_resumes_to_the_bit() -> None:
     assert equal(saved(resumed, again, fresh), saved(model, optimizer, state))
 
 
-def test_torchs_functions_load_a_state_into_an_optimizer_that_has_none_yet() -> None:
+def test_set_optimizer_state_dict_loads_into_a_fresh_optimizer() -> None:
     model, optimizer, state = hooked()
     train(model, optimizer, range(4))
     before = saved(model, optimizer, state)
@@ -478,7 +478,7 @@ def test_torchs_functions_load_a_state_into_an_optimizer_that_has_none_yet() -> 
     assert torch.equal(weights(resumed), weights(model))
 
 
-def test_all_ranks_residuals_are_gathered_and_resumed_from() -> None:
+def test_gathered_residuals_of_all_ranks_can_be_resumed_from() -> None:
     model, optimizer, state = hooked(buckets=SMALL_BUCKETS)
     train(model, optimizer, range(3))
     gathered = hvd.broadcast_object(state.gather_state(model))
@@ -490,7 +490,7 @@ def test_all_ranks_residuals_are_gathered_and_resumed_from() -> None:
     assert_alike(other)
 
 
-def test_a_state_of_16_bit_parameters_is_loaded_in_float32() -> None:
+def test_state_of_bfloat16_parameters_stays_float32_when_loaded() -> None:
     model = DistributedDataParallel(Net(torch.bfloat16))
     optimizer = adamw(model)
     state = GTopKState(0.1, optimizer=optimizer)
@@ -505,7 +505,7 @@ def test_a_state_of_16_bit_parameters_is_loaded_in_float32() -> None:
     assert_alike(model)
 
 
-def test_a_frozen_layer_stays_as_it_is_with_its_moments() -> None:
+def test_frozen_layer_keeps_its_weights_moments_and_residual() -> None:
     for buckets in (IN_ORDER, {**SMALL_BUCKETS, "find_unused_parameters": True}):
         model, optimizer, state = hooked(buckets=buckets)
         layer = model.module.layers[2]
@@ -528,7 +528,7 @@ def test_a_frozen_layer_stays_as_it_is_with_its_moments() -> None:
         assert_alike(model)
 
 
-def test_a_layer_is_thawed_or_frozen_by_wrapping_the_model_again() -> None:
+def test_layer_can_be_thawed_or_frozen_by_rewrapping_the_model() -> None:
     """DDP only knows the layers that were trainable when it was created."""
     net = Net()
     net.layers[2].requires_grad_(False)
@@ -552,7 +552,7 @@ def test_a_layer_is_thawed_or_frozen_by_wrapping_the_model_again() -> None:
         assert_alike(model)
 
 
-def test_a_plain_adamw_is_created_again_from_the_weights() -> None:
+def test_plain_adamw_refuses_the_hooks_state_but_starts_from_weights() -> None:
     model, optimizer, _ = hooked()
     train(model, optimizer, range(3))
     saved = copy.deepcopy(optimizer.state_dict())
@@ -568,7 +568,7 @@ def test_a_plain_adamw_is_created_again_from_the_weights() -> None:
     assert_alike(again)
 
 
-def test_the_check_compares_the_shared_model_and_is_off_after_a_join() -> None:
+def test_replica_check_compares_the_shared_model_and_stops_after_join() -> None:
     """Forward passes see each rank's own unsent steps; a joined rank has an older model."""
     model, optimizer, _ = hooked(
         0.02, buckets={**SMALL_BUCKETS, "find_unused_parameters": True}, check_every=1
@@ -600,7 +600,7 @@ def messages_of(make: Callable[[Any], Any], **options: Any) -> list[str]:
     return [text for text in logged(lambda: train(model, optimizer, range(2))) if "Adam" in text]
 
 
-def test_who_does_not_give_its_adam_hears_once_of_the_way() -> None:
+def test_adamw_not_passed_to_the_hook_is_advised_against_once() -> None:
     messages = messages_of(torch.optim.AdamW)
     assert len(messages) == (RANK == 0)
     assert all("GTopKState(optimizer=optimizer)" in text for text in messages)
@@ -611,7 +611,7 @@ def test_who_does_not_give_its_adam_hears_once_of_the_way() -> None:
     assert len(messages_of(torch.optim.AdamW, gives=True, adam_steps="after")) == (RANK == 0)
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_unusable_optimizers_of_a_hook_are_refused() -> None:
     model, optimizer, _ = hooked()
     loss(model, 0).backward()
     other = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -632,7 +632,7 @@ def test_what_cannot_be_is_refused() -> None:
             GTopKState(0.1, optimizer=no_optimizer)
 
 
-def test_a_state_whose_optimizer_has_another_now_leaves_forward_passes_alone() -> None:
+def test_hook_state_replaced_by_a_newer_one_leaves_forward_passes_alone() -> None:
     model, optimizer, old = hooked(0.02)
     train(model, optimizer, range(3))
     center = weights(model)
@@ -642,7 +642,7 @@ def test_a_state_whose_optimizer_has_another_now_leaves_forward_passes_alone() -
     assert old.makes_adam_steps
 
 
-def test_a_scaler_that_was_not_given_may_not_unscale_the_steps() -> None:
+def test_unknown_grad_scaler_may_not_unscale_the_steps() -> None:
     model, optimizer, _ = hooked()
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(loss(model, 0)).backward()
@@ -650,7 +650,7 @@ def test_a_scaler_that_was_not_given_may_not_unscale_the_steps() -> None:
         scaler.step(optimizer)
 
 
-def test_a_model_that_was_trained_is_freed() -> None:
+def test_trained_model_and_optimizer_are_freed() -> None:
     for options in ({}, {"local_residual": False}):
         model, optimizer, state = hooked(**options)
         train(model, optimizer, range(3))
@@ -664,7 +664,7 @@ def test_a_model_that_was_trained_is_freed() -> None:
         assert not any(each() is not None for each in kept)
 
 
-def test_an_optimizer_that_a_trainer_has_wrapped_is_stepped_for() -> None:
+def test_hook_unwraps_an_optimizer_wrapped_by_a_trainer() -> None:
     model = DistributedDataParallel(Net(), **IN_ORDER)
     inner = adamw(model)
     prepared = SimpleNamespace(optimizer=inner, param_groups=inner.param_groups)
@@ -677,7 +677,7 @@ def test_an_optimizer_that_a_trainer_has_wrapped_is_stepped_for() -> None:
     assert torch.equal(weights(model), weights(other))
 
 
-def test_a_rank_without_the_optimizer_gets_an_error() -> None:
+def test_optimizer_passed_on_only_some_ranks_is_an_error() -> None:
     model = DistributedDataParallel(Net())
     optimizer = adamw(model)
     given = {"optimizer": optimizer} if RANK else {}
@@ -686,7 +686,7 @@ def test_a_rank_without_the_optimizer_gets_an_error() -> None:
         loss(model, 0).backward()
 
 
-def test_another_optimizer_that_is_given_drops_what_does_not_count() -> None:
+def test_sgd_passed_to_the_hook_drops_skipped_steps() -> None:
     model = DistributedDataParallel(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = GTopKState(0.1, optimizer=optimizer)
@@ -700,7 +700,7 @@ def test_another_optimizer_that_is_given_drops_what_does_not_count() -> None:
     assert_alike(model)
 
 
-def test_of_two_states_of_one_optimizer_the_last_counts() -> None:
+def test_newest_hook_state_of_an_optimizer_replaces_earlier_ones() -> None:
     model = DistributedDataParallel(Net(), **IN_ORDER)
     optimizer = adamw(model)
     GTopKState(0.1, optimizer=optimizer)
@@ -711,7 +711,7 @@ def test_of_two_states_of_one_optimizer_the_last_counts() -> None:
     assert torch.equal(weights(model), weights(other))
 
 
-def test_a_model_continues_with_another_hook_in_its_next_phase() -> None:
+def test_model_continues_with_another_hook_in_its_next_phase() -> None:
     def phase(net: torch.nn.Module, given: bool, **options: Any) -> Any:
         model = DistributedDataParallel(net, **IN_ORDER)
         kind = adamw if given else partial(torch.optim.SGD, lr=0.01, momentum=0.9)
@@ -738,7 +738,7 @@ def test_a_model_continues_with_another_hook_in_its_next_phase() -> None:
     raises(ValueError, lambda: train(first, optimizer, range(1)), expected)
 
 
-def test_it_learns_as_dense_adamw_that_clips_does() -> None:
+def test_hook_adamw_with_clipping_learns_as_well_as_dense_adamw() -> None:
     """On the same task, with as many steps and the same rate."""
     target = torch.randn(12, 12, generator=torch.Generator().manual_seed(5))
 

@@ -1,4 +1,4 @@
-"""Run under torchrun on 2 ranks or more: all promises of gTop-k as DDP's communication hook."""
+"""Run under torchrun on 2 ranks or more: checks of gTop-k as DDP's communication hook."""
 
 import ddp_hook
 import ddp_saved

@@ -116,7 +116,7 @@ def assert_alike(model: Any, ranks: hvd.ProcessSet = hvd.global_process_set) -> 
     assert all(torch.equal(mine, other) for other in everyones)
 
 
-def test_at_density_1_it_is_the_allreduce_of_ddp() -> None:
+def test_hook_at_density_1_equals_ddps_allreduce() -> None:
     for options in (
         {},
         {"static_graph": True},
@@ -129,7 +129,7 @@ def test_at_density_1_it_is_the_allreduce_of_ddp() -> None:
         torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-12, atol=1e-12)
 
 
-def test_adam_before_the_selection_is_adamw_where_gradients_are_alike_and_all_is_sent() -> None:
+def test_adam_correction_at_density_1_equals_adamw_for_equal_gradients() -> None:
     """Also when DDP rebuilds its buckets: moments move with their parameters."""
     model = wrapped(GTopKState(1.0, adam_correction=BETAS), **SMALL_BUCKETS)
     alone = Net()
@@ -137,7 +137,7 @@ def test_adam_before_the_selection_is_adamw_where_gradients_are_alike_and_all_is
     torch.testing.assert_close(weights(model), weights(alone), rtol=1e-10, atol=1e-12)
 
 
-def test_adam_before_the_selection_continues_if_a_layer_in_the_bucket_is_frozen() -> None:
+def test_adam_correction_continues_when_a_layer_of_the_bucket_is_frozen() -> None:
     state = GTopKState(1.0, adam_correction=BETAS)
     model = wrapped(state, find_unused_parameters=True, bucket_cap_mb=25)
     alone = Net()
@@ -151,7 +151,7 @@ def test_adam_before_the_selection_continues_if_a_layer_in_the_bucket_is_frozen(
     torch.testing.assert_close(weights(model), weights(alone), rtol=1e-10, atol=1e-12)
 
 
-def test_nothing_is_lost_also_when_ddp_rebuilds_its_buckets() -> None:
+def test_gradient_is_conserved_when_ddp_rebuilds_its_buckets() -> None:
     for options in ({}, {"static_graph": True}):
         state = GTopKState(0.05)
         model = DistributedDataParallel(Net(), **SMALL_BUCKETS, **options)
@@ -164,7 +164,7 @@ def test_nothing_is_lost_also_when_ddp_rebuilds_its_buckets() -> None:
         record.assert_nothing_is_lost(model, begun)
 
 
-def test_nothing_is_lost_under_autocast() -> None:
+def test_gradient_is_conserved_under_autocast() -> None:
     state = GTopKState(0.05)
     model = DistributedDataParallel(Net(torch.float32), **SMALL_BUCKETS)
     record = Recorder(state)
@@ -183,7 +183,7 @@ def test_nothing_is_lost_under_autocast() -> None:
     record.assert_nothing_is_lost(model, begun)
 
 
-def test_the_part_beyond_float16_is_kept_for_later() -> None:
+def test_overflow_beyond_float16_stays_in_the_residual() -> None:
     state = GTopKState(0.25)
     model = DistributedDataParallel(torch.nn.Linear(4, 1, bias=False).half())
     model.register_comm_hook(state, gtopk_hook)
@@ -199,7 +199,7 @@ def test_the_part_beyond_float16_is_kept_for_later() -> None:
     torch.testing.assert_close(given, 8 * gradient.double(), rtol=1e-3, atol=0.0)
 
 
-def test_passes_without_sync_add_up() -> None:
+def test_passes_under_no_sync_accumulate() -> None:
     ours, theirs = wrapped(GTopKState(1.0)), wrapped(None)
     for model in (ours, theirs):
         with model.no_sync():
@@ -209,7 +209,7 @@ def test_passes_without_sync_add_up() -> None:
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-12)
 
 
-def test_a_layer_may_be_left_out_of_some_steps() -> None:
+def test_replicas_stay_equal_when_a_layer_is_unused_in_some_steps() -> None:
     state = GTopKState(0.05)
     model = wrapped(state, find_unused_parameters=True)
     train(model, range(2))
@@ -222,7 +222,7 @@ def test_a_layer_may_be_left_out_of_some_steps() -> None:
     assert state.progress.steps == 7
 
 
-def test_nothing_is_lost_of_a_layer_that_no_rank_uses() -> None:
+def test_gradient_is_conserved_for_a_layer_no_rank_uses() -> None:
     """DDP does not touch its gradients, whether None, zeros or not cleared."""
     clear: dict[str, Callable[[torch.optim.Optimizer], None]] = {
         "none": lambda optimizer: optimizer.zero_grad(),
@@ -246,14 +246,14 @@ def test_nothing_is_lost_of_a_layer_that_no_rank_uses() -> None:
         assert_alike(model)
 
 
-def test_where_nothing_is_held_back_an_unused_layer_has_no_gradient() -> None:
+def test_never_used_layer_gets_no_gradient() -> None:
     model = wrapped(GTopKState(0.05), find_unused_parameters=True)
     model.module.used = [0, 1, 3]
     train(model, range(3))
     assert [p.grad for p in model.module.layers[2].parameters()] == [None, None]
 
 
-def test_a_frozen_layer_stays_unchanged_and_keeps_its_residual() -> None:
+def test_frozen_layer_stays_unchanged_and_keeps_its_residual() -> None:
     state = GTopKState(0.05)
     model = DistributedDataParallel(Net(), **SMALL_BUCKETS, find_unused_parameters=True)
     record = Recorder(state)
@@ -279,7 +279,7 @@ def test_a_frozen_layer_stays_unchanged_and_keeps_its_residual() -> None:
     assert_alike(model)
 
 
-def test_a_gradient_that_is_thrown_away_moves_nothing_later_if_it_is_kept_from_the_hook() -> None:
+def test_discarded_gradient_kept_from_the_hook_moves_no_weight_later() -> None:
     """For example a discriminator's gradient from the generator's loss."""
     for frozen in (False, True):
         model = DistributedDataParallel(torch.nn.Linear(4, 4, bias=False))
@@ -308,7 +308,7 @@ def test_ranks_that_run_out_of_batches_join() -> None:
     assert_alike(model)
 
 
-def test_a_gradient_that_is_not_finite_costs_one_step() -> None:
+def test_nonfinite_gradient_skips_one_step_and_keeps_the_residual() -> None:
     state = GTopKState(0.05)
     model = wrapped(state)
     train(model, range(3))
@@ -332,7 +332,7 @@ def test_a_gradient_that_is_not_finite_costs_one_step() -> None:
     assert bool(weights(model).isfinite().all())
 
 
-def test_more_skipped_steps_in_a_row_than_may_be_are_an_error_on_every_rank() -> None:
+def test_exceeding_max_skipped_steps_is_an_error_on_every_rank() -> None:
     state = GTopKState(0.05, max_skipped_steps=2)
     model, begun = wrapped(state), world.current().step
 
@@ -356,7 +356,7 @@ def test_more_skipped_steps_in_a_row_than_may_be_are_an_error_on_every_rank() ->
     assert_alike(model)
 
 
-def test_a_sum_that_overflows_leaves_no_trace_in_any_bucket() -> None:
+def test_overflowing_sum_skips_the_step_in_every_bucket() -> None:
     state = GTopKState(0.25)
     layers = torch.nn.ModuleList(torch.nn.Linear(4, 1, bias=False) for _ in range(3))
     scales = torch.ones(3)
@@ -385,7 +385,7 @@ def test_a_sum_that_overflows_leaves_no_trace_in_any_bucket() -> None:
     assert not any(map(torch.equal, held(), before))
 
 
-def test_without_a_scaler_the_optimizer_passes_over_such_a_step() -> None:
+def test_optimizer_without_scaler_skips_a_nonfinite_step() -> None:
     for closure_is in ("not there", "an argument", "named"):
         state = GTopKState(0.05)
         model = wrapped(state)
@@ -416,7 +416,7 @@ def test_without_a_scaler_the_optimizer_passes_over_such_a_step() -> None:
         assert_alike(model)
 
 
-def test_a_step_that_does_not_count_is_one_for_none_of_several_optimizers() -> None:
+def test_nonfinite_step_is_skipped_by_all_optimizers_of_the_model() -> None:
     for has_scaler in (False, True):
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=has_scaler)
         state = GTopKState(0.25, scaler=scaler)
@@ -446,7 +446,7 @@ def test_a_step_that_does_not_count_is_one_for_none_of_several_optimizers() -> N
         assert_alike(model)
 
 
-def test_a_pass_that_does_not_count_costs_another_model_of_an_optimizer_nothing() -> None:
+def test_skipped_pass_of_one_model_keeps_the_step_of_another() -> None:
     states = [GTopKState(0.05), GTopKState(0.05)]
     first, second = (wrapped(None) for _ in range(2))
     record = Recorder(states[1])
@@ -468,7 +468,7 @@ def test_a_pass_that_does_not_count_costs_another_model_of_an_optimizer_nothing(
     assert_alike(second)
 
 
-def test_an_optimizer_loses_nothing_but_what_does_not_count() -> None:
+def test_optimizer_applies_every_gradient_except_the_skipped_one() -> None:
     state = GTopKState(1.0)
     model = wrapped(state)
     (torch.nan * model(batch(0)).square().mean()).backward()
@@ -487,7 +487,7 @@ def test_an_optimizer_loses_nothing_but_what_does_not_count() -> None:
     assert not torch.equal(weights(model), begun)
 
 
-def test_a_scale_that_changes_does_not_change_the_residual() -> None:
+def test_changing_loss_scale_does_not_change_the_residual() -> None:
     models = []
     for scales in ((1.0, 1.0, 1.0), (2.0**10, 2.0**3, 2.0**7)):
         scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
@@ -509,7 +509,7 @@ def test_ranks_with_different_options_get_an_error() -> None:
         train(model, range(1))
 
 
-def test_a_state_is_of_one_model() -> None:
+def test_gtopk_state_of_two_models_is_refused() -> None:
     state = GTopKState(0.5)
     first, second = wrapped(state), wrapped(state)
     with pytest.raises(ValueError, match="use one GTopKState for each model"):
@@ -534,7 +534,7 @@ class Complex(torch.nn.Module):
         return self.weight.abs().square().sum()
 
 
-def test_gradients_that_cannot_be_exchanged_are_refused_with_the_way_out() -> None:
+def test_complex_and_sparse_gradients_are_refused() -> None:
     model: Any = DistributedDataParallel(Complex())
     model.register_comm_hook(GTopKState(0.5), gtopk_hook)
     expected = r"complex parameters cannot be exchanged; .*complex64 \[4\].*view_as_real"
@@ -548,7 +548,7 @@ def test_gradients_that_cannot_be_exchanged_are_refused_with_the_way_out() -> No
         model(torch.tensor([[1, RANK]])).sum().backward()
 
 
-def test_ranks_that_disagree_get_gtopks_own_error_and_may_continue() -> None:
+def test_ranks_that_disagree_get_one_error_and_may_continue() -> None:
     if SIZE == 1:
         return
     other = wrapped(GTopKState(0.05 if RANK else 0.1))
@@ -560,7 +560,7 @@ def test_ranks_that_disagree_get_gtopks_own_error_and_may_continue() -> None:
     assert_alike(model)
 
 
-def test_a_momentum_that_would_be_taken_twice_is_refused_in_the_first_step() -> None:
+def test_momentum_or_adam_after_a_correction_is_refused_in_the_first_step() -> None:
     for options, kind, parts in (
         ({"momentum_correction": 0.9}, torch.optim.SGD, ["momentum_correction=0.9", "not 0.9"]),
         ({"adam_correction": BETAS}, torch.optim.AdamW, ["AdamW would compute them again"]),
@@ -577,7 +577,7 @@ def test_a_momentum_that_would_be_taken_twice_is_refused_in_the_first_step() -> 
         kind(strangers.parameters(), lr=0.1, **own).step()
 
 
-def test_clipping_of_what_a_correction_has_made_is_refused() -> None:
+def test_clipping_corrected_gradients_is_refused() -> None:
     for options in ({"adam_correction": BETAS}, {"momentum_correction": 0.9}):
         model, way = (
             wrapped(GTopKState(0.5, **options)),
@@ -594,7 +594,7 @@ def test_clipping_of_what_a_correction_has_made_is_refused() -> None:
                 optimizer.step()
 
 
-def test_rank_0_recommends_momentum_before_the_selection() -> None:
+def test_rank_0_advises_against_adamw_after_compression() -> None:
     model = wrapped(GTopKState(0.5))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 
@@ -607,7 +607,7 @@ def test_rank_0_recommends_momentum_before_the_selection() -> None:
     assert len(messages) == (RANK == 0)
 
 
-def test_a_density_that_leaves_few_entries_is_reported_once() -> None:
+def test_density_that_leaves_few_entries_is_reported_once() -> None:
     model = DistributedDataParallel(torch.nn.Linear(40, 40))
     model.register_comm_hook(GTopKState(0.05), gtopk_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -625,14 +625,14 @@ def test_a_density_that_leaves_few_entries_is_reported_once() -> None:
     assert messages == ([expected] if RANK == 0 else [])
 
 
-def part(model: Any) -> None:
+def diverge(model: Any) -> None:
     """Change a parameter on the last rank only, like a script that forgets the other ranks."""
     if RANK == SIZE - 1:
         with torch.no_grad():
             next(model.parameters())[0, 0] += 1.0
 
 
-def test_replicas_that_diverge_are_reported_or_an_error_on_request() -> None:
+def test_diverged_replicas_are_warned_of_or_an_error_by_check_every() -> None:
     ways = (({}, 1, 0), ({"check_every": 0}, 0, 0), ({"check_every": 1}, 0, 1))
     for options, warns, fails in ways:
         state = GTopKState(0.05, **options)
@@ -642,7 +642,7 @@ def test_replicas_that_diverge_are_reported_or_an_error_on_request() -> None:
         state = GTopKState(0.05, **options)
         model = wrapped(state)
         train(model, range(1))
-        part(model)
+        diverge(model)
         raised = []
         try:
             messages = logged(lambda model=model: train(model, range(1, 4)))
@@ -658,7 +658,7 @@ def test_replicas_that_diverge_are_reported_or_an_error_on_request() -> None:
         GTopKState(0.05, check_every=5, on_divergence="heal")
 
 
-def test_a_preempted_rank_tells_the_others_in_its_next_step() -> None:
+def test_preempted_rank_tells_the_others_in_its_next_step() -> None:
     state = GTopKState(0.05)
     model, here = wrapped(state), world.current()
     preempted = gtopk.termination()
@@ -673,7 +673,7 @@ def test_a_preempted_rank_tells_the_others_in_its_next_step() -> None:
     here.termination_requested, here.preempted = False, []
 
 
-def test_a_compiled_model_trains() -> None:
+def test_compiled_model_with_hook_trains_like_plain_ddp() -> None:
     model = wrapped(GTopKState(1.0), bucket_cap_mb=1)  # the compiler only compiles larger ones
     compiled = torch.compile(model, backend="aot_eager")
     plain = wrapped(None)
@@ -686,7 +686,7 @@ def test_a_compiled_model_trains() -> None:
     torch.testing.assert_close(weights(model), weights(plain), rtol=1e-9, atol=1e-9)
 
 
-def test_nothing_is_lost_of_a_compiled_model() -> None:
+def test_gradient_is_conserved_for_a_compiled_model() -> None:
     state = GTopKState(0.05)
     model = DistributedDataParallel(Net(), bucket_cap_mb=1)
     record = Recorder(state)
@@ -697,7 +697,7 @@ def test_nothing_is_lost_of_a_compiled_model() -> None:
     record.assert_nothing_is_lost(model, begun)
 
 
-def test_the_ranks_of_a_process_group_exchange_by_themselves() -> None:
+def test_hook_exchanges_within_a_process_group() -> None:
     if SIZE < 3:
         return
     some = hvd.ProcessSet([0, SIZE - 1])
@@ -743,7 +743,7 @@ def test_the_ranks_of_a_process_group_exchange_by_themselves() -> None:
     hvd.shutdown()  # other tests expect a world without such a set
 
 
-def test_it_learns_beside_powersgd() -> None:
+def test_hook_learns_as_close_to_dense_as_powersgd() -> None:
     """On the same task, after as many steps, both come close to dense."""
     target = torch.randn(12, 12, generator=torch.Generator().manual_seed(5))
 

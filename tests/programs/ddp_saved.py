@@ -22,7 +22,7 @@ from gtopk.ddp import GTopKState, gtopk_hook
 from gtopk.torch.checkpoint.dcp import Reader, Writer
 
 
-def test_the_first_rank_can_get_all_ranks_residuals() -> None:
+def test_gather_state_gives_rank_0_all_residuals() -> None:
     state = GTopKState(0.05)
     model = wrapped(state)
     train(model, range(3))
@@ -36,7 +36,7 @@ def test_the_first_rank_can_get_all_ranks_residuals() -> None:
             torch.testing.assert_close(sum(parts), total, rtol=1e-12, atol=1e-12)
 
 
-def test_residuals_are_saved_and_loaded() -> None:
+def test_residuals_are_saved_loaded_and_checked_by_shape() -> None:
     state = GTopKState(0.05)
     model = wrapped(state)
     train(model, range(3))
@@ -61,7 +61,7 @@ def test_residuals_are_saved_and_loaded() -> None:
         again.load_state_dict(wrong, resumed)
 
 
-def goes_on_after_an_error_in_backward(is_loaded: bool) -> None:
+def check_after_failed_backward(is_loaded: bool) -> None:
     """Train on in a new DDP around the model: the old one does not recover from the error."""
     state, alone = GTopKState(0.05), GTopKState(0.05)
     model, undisturbed = wrapped(state), wrapped(alone)
@@ -91,15 +91,15 @@ def goes_on_after_an_error_in_backward(is_loaded: bool) -> None:
     assert state.progress.steps == 6
 
 
-def test_a_pass_that_an_error_has_ended_leaves_no_trace() -> None:
-    goes_on_after_an_error_in_backward(is_loaded=False)
+def test_failed_backward_pass_leaves_no_trace_in_later_steps() -> None:
+    check_after_failed_backward(is_loaded=False)
 
 
-def test_a_state_that_is_loaded_after_an_error_in_backward_continues_as_saved() -> None:
-    goes_on_after_an_error_in_backward(is_loaded=True)
+def test_state_loaded_after_a_failed_backward_continues_as_saved() -> None:
+    check_after_failed_backward(is_loaded=True)
 
 
-def test_a_state_that_is_saved_between_backward_and_step_is_warned_of_once() -> None:
+def test_saving_between_backward_and_step_is_warned_of_once() -> None:
     state = GTopKState(0.05)
     model = wrapped(state)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -121,7 +121,7 @@ def test_a_state_that_is_saved_between_backward_and_step_is_warned_of_once() -> 
     assert logged(lambda: fresh.state_dict(model)) == []
 
 
-def test_a_pass_that_an_error_has_ended_is_in_no_state() -> None:
+def test_failed_backward_pass_is_not_in_the_saved_state() -> None:
     state = GTopKState(0.05)
     model = wrapped(state)
     train(model, range(3))
@@ -140,7 +140,7 @@ def test_a_pass_that_an_error_has_ended_is_in_no_state() -> None:
         assert all(torch.equal(after[name][what], part) for what, part in parts.items()), name
 
 
-def test_a_state_that_is_to_be_pickled_names_its_state_dict() -> None:
+def test_pickling_a_gtopk_state_is_refused_naming_state_dict() -> None:
     state = GTopKState(0.05)
     model = wrapped(state)
     expected = r"a GTopKState can be neither copied nor pickled.* state\.state_dict\(model\)"
@@ -153,7 +153,7 @@ def test_a_state_that_is_to_be_pickled_names_its_state_dict() -> None:
             copy.deepcopy(state)
 
 
-def test_a_new_state_loads_everything_in_checkpoints() -> None:
+def test_new_hook_state_loads_residuals_from_gtopk_and_torch_checkpoints() -> None:
     """Also from torch.distributed.checkpoint, which loads only keys that the state already has."""
     state = GTopKState(0.05, momentum_correction=0.9)
     model = wrapped(state)
@@ -177,7 +177,7 @@ def test_a_new_state_loads_everything_in_checkpoints() -> None:
     assert fresh.progress.steps == 3
 
 
-def test_a_hooks_state_that_is_not_loaded_with_sgds_is_reported_once() -> None:
+def test_hook_state_not_loaded_with_sgd_is_reported_once() -> None:
     """SGD without momentum has no state: its groups note that there was a residual."""
 
     def made(gives: bool) -> tuple[DistributedDataParallel, torch.optim.Optimizer, GTopKState]:
@@ -218,7 +218,7 @@ def test_a_hooks_state_that_is_not_loaded_with_sgds_is_reported_once() -> None:
             assert optimizer.param_groups[0].keys() == fresh["param_groups"][0].keys()
 
 
-def test_dcp_loads_into_a_run_what_was_saved_before_its_first_step() -> None:
+def test_dcp_loads_a_state_saved_before_the_first_step() -> None:
     """SGD's saved state has a note of the residual from then on; loading does not require it."""
     state = GTopKState(0.05)
     model = wrapped(state)
@@ -256,7 +256,7 @@ def mass(state: GTopKState, model: torch.nn.Module) -> float:
     return sum(float(tensors["residual"].abs().sum()) for tensors in held.values())
 
 
-def test_residuals_find_their_parameters_whatever_wraps_the_model() -> None:
+def test_residuals_match_parameters_under_any_model_wrapper() -> None:
     for make in (Net, Wrapper):
         plain = make()
         inner = torch.compile(plain, backend="eager")
@@ -273,7 +273,7 @@ def test_residuals_find_their_parameters_whatever_wraps_the_model() -> None:
             assert mass(fresh, other) == saved
 
 
-def test_residuals_without_parameters_are_reported_and_saved_again() -> None:
+def test_residuals_of_unknown_parameters_are_reported_and_kept() -> None:
     state, fresh, again = (GTopKState(0.05) for _ in range(3))
     model = wrapped(state)
     train(model, range(2))
@@ -288,7 +288,7 @@ def test_residuals_without_parameters_are_reported_and_saved_again() -> None:
     assert mass(again, model) == mass(state, model) > 0
 
 
-def test_a_wrong_model_or_state_is_refused_by_name() -> None:
+def test_wrong_model_or_state_is_refused() -> None:
     state = GTopKState(0.05)
     model = wrapped(state)
     train(model, range(2))
@@ -306,7 +306,7 @@ def test_a_wrong_model_or_state_is_refused_by_name() -> None:
     assert mass(state, model) > 0
 
 
-def test_where_ddp_keeps_its_buckets_a_resumed_run_is_the_same_to_the_bit() -> None:
+def test_resumed_run_with_unchanged_buckets_is_bit_identical() -> None:
     usual = {"momentum_correction": 0.9}
     for options, correction in (
         ({"find_unused_parameters": True}, usual),

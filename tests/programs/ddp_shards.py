@@ -50,7 +50,7 @@ def left(state: GTopKState, model: Any) -> torch.Tensor:
     return summed(torch.cat([each.reshape(-1) for each in unsent]))
 
 
-def test_it_is_distributed_optimizer_to_the_bit() -> None:
+def test_sharded_hook_is_bit_identical_to_distributed_optimizer() -> None:
     """With AdamW, also with accumulated passes and with clipping; and with SGD."""
     for options, passes in (({}, 1), ({"local_residual": False}, 2)):
         ours, optimizer, _ = sharded(**options)
@@ -80,7 +80,7 @@ def test_it_is_distributed_optimizer_to_the_bit() -> None:
     assert torch.equal(weights(ours), weights(theirs))
 
 
-def test_nothing_is_lost_when_ddp_rebuilds_its_buckets() -> None:
+def test_rebuilt_ddp_buckets_conserve_gradient_and_owner_errors() -> None:
     state = GTopKState(compression=SHARDS)
     model = wrapped(None)
     recorder = Recorder(state)
@@ -102,7 +102,7 @@ def test_nothing_is_lost_when_ddp_rebuilds_its_buckets() -> None:
     assert state.progress.steps == 7
 
 
-def test_a_run_resumes_to_the_bit() -> None:
+def test_resumed_sharded_run_is_bit_identical() -> None:
     model, optimizer, state = sharded()
     train(model, optimizer, range(4))
     before = saved(model, optimizer, state)
@@ -140,7 +140,7 @@ def test_owner_errors_of_other_ranks_move_to_the_new_owners() -> None:
     assert float(owners.max()) == 1.0
 
 
-def test_gtopk_takes_over_owner_errors_as_residual_and_shards_its_residual() -> None:
+def test_switching_between_shards_and_gtopk_conserves_the_residual() -> None:
     model, optimizer, state = sharded()
     train(model, optimizer, range(4))
     total = left(state, model)
@@ -160,7 +160,7 @@ def test_gtopk_takes_over_owner_errors_as_residual_and_shards_its_residual() -> 
     assert_alike(back)
 
 
-def test_a_step_that_does_not_count_leaves_everything_and_the_shards_turn_as_it_was() -> None:
+def test_skipped_step_changes_no_state_and_not_the_shards_turn() -> None:
     model, optimizer, state = sharded(SMALL_BUCKETS)
     for step in range(7):
         before = saved(model, optimizer, state)
@@ -174,7 +174,7 @@ def test_a_step_that_does_not_count_leaves_everything_and_the_shards_turn_as_it_
     assert_alike(model)
 
 
-def test_a_frozen_layers_owner_errors_wait_also_those_of_a_state_that_is_loaded() -> None:
+def test_frozen_layer_keeps_its_owner_errors_also_when_loaded() -> None:
     model, optimizer, state = sharded()
     train(model, optimizer, range(4))
     layer = model.module.layers[1].weight
@@ -198,20 +198,20 @@ def test_a_frozen_layers_owner_errors_wait_also_those_of_a_state_that_is_loaded(
     assert_alike(model)
 
 
-def test_ranks_that_run_out_of_batches_join() -> None:
+def test_ranks_out_of_batches_join_in_sharded_exchange() -> None:
     model, optimizer, _ = sharded({**SMALL_BUCKETS, "find_unused_parameters": True})
     with model.join():
         train(model, optimizer, range(2 + RANK))
     assert_alike(model)
 
 
-def test_ranks_with_unlike_shards_get_an_error_with_both() -> None:
+def test_different_shard_bits_are_an_error_quoting_both() -> None:
     model = wrapped(GTopKState(compression=Compression.shards(3, 2 + RANK % 2)))
     with pytest.raises(HorovodInternalError, match=r"bits=2.*bits=3"):
         loss(model, 0).backward()
 
 
-def test_unsupported_options_of_a_hook_are_refused() -> None:
+def test_unsupported_hook_options_are_refused() -> None:
     for options, expected in (
         ({"compression": Compression.oktopk(0.1)}, r"takes Compression\.gtopk\(.*OkTopK"),
         ({"compression": Compression.auto()}, r"or Compression\.shards\(.*Automatic"),

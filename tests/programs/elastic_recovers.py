@@ -87,15 +87,15 @@ def test_ranks_that_disagree_return_to_the_last_commit() -> None:
         state, seen = train(fail)
         assert seen == [0, 2]
         assert (state.done, state.log) == (6, [2, 4, 6])
-        for mine, expected in zip(
+        for parameter, expected in zip(
             state.model.parameters(), undisturbed.model.parameters(), strict=True
         ):
-            assert same_bits_everywhere(mine)
-            assert torch.equal(mine, expected)
+            assert same_bits_everywhere(parameter)
+            assert torch.equal(parameter, expected)
         assert state.optimizer.last_step.step == begun + 5  # lost ones count once
 
 
-def test_process_sets_stay_registered() -> None:
+def test_process_sets_survive_an_elastic_reset() -> None:
     if SIZE < 3:
         return
     os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
@@ -126,7 +126,7 @@ def test_process_sets_stay_registered() -> None:
     assert hvd.remove_process_set(ends)
 
 
-def test_a_failure_at_every_attempt_is_an_error_in_the_end() -> None:
+def test_failure_at_every_elastic_attempt_becomes_an_error() -> None:
     attempts = []
 
     @hvd.elastic.run
@@ -140,7 +140,7 @@ def test_a_failure_at_every_attempt_is_an_error_in_the_end() -> None:
     assert attempts == ["begun"] * _ATTEMPTS
 
 
-def test_word_of_changed_hosts_on_one_rank_interrupts_all() -> None:
+def test_host_update_on_one_rank_interrupts_all() -> None:
     state = hvd.elastic.ObjectState(value=RANK)
     resets = []
     state.register_reset_callbacks([lambda: resets.append(hvd.size())])
@@ -165,7 +165,7 @@ def test_word_of_changed_hosts_on_one_rank_interrupts_all() -> None:
     state.check_host_updates()
 
 
-def test_any_other_error_passes_through() -> None:
+def test_elastic_run_passes_other_errors_through() -> None:
     @hvd.elastic.run
     def attempt(state: hvd.elastic.State) -> None:
         """Say so."""
@@ -176,7 +176,7 @@ def test_any_other_error_passes_through() -> None:
     assert HostsUpdatedInterrupt(True).skip_sync is True
 
 
-def test_an_object_that_cannot_travel_is_named() -> None:
+def test_unpicklable_elastic_object_is_named() -> None:
     class Opaque:
         pass
 
@@ -184,7 +184,7 @@ def test_an_object_that_cannot_travel_is_named() -> None:
     raises(TypeError, state.sync, "Opaque at ['settings']['a'][0]", "GTOPK_ALLOW_PICKLE=1")
 
 
-def test_a_state_becomes_rank_0s() -> None:
+def test_elastic_sync_copies_rank_0s_state() -> None:
     state = make_state(rank=RANK, lists={"a": [RANK]})
     state.scheduler = None
     take_steps(state, 1)

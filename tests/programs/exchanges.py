@@ -47,7 +47,7 @@ def block(sender: int, receiver: int, rows: int, dtype: torch.dtype) -> torch.Te
     return torch.full((rows, 3), 10 * sender + receiver).to(dtype)
 
 
-def test_alltoall_deals_the_rows_out_evenly() -> None:
+def test_alltoall_without_splits_deals_rows_out_evenly() -> None:
     for dtype in (*INTEGERS, *FLOATS, torch.bool):
         tensor = torch.cat([block(RANK, receiver, 2, dtype) for receiver in RANKS])
         result = hvd.alltoall(tensor)
@@ -59,7 +59,7 @@ def test_alltoall_deals_the_rows_out_evenly() -> None:
     ]
 
 
-def test_alltoall_with_splits_returns_how_many_rows_came_from_whom() -> None:
+def test_alltoall_with_splits_returns_the_received_row_counts() -> None:
     def rows(sender: int, receiver: int) -> int:
         return (sender + 2 * receiver) % 4  # some pairs exchange nothing
 
@@ -84,7 +84,7 @@ def test_alltoall_with_splits_returns_how_many_rows_came_from_whom() -> None:
     assert (output.shape, received.tolist()) == ((SIZE, 0), [1] * SIZE)
 
 
-def test_splits_that_do_not_fit_are_refused_at_once() -> None:
+def test_alltoall_refuses_invalid_splits_at_once() -> None:
     rows = torch.ones(2 * SIZE)
     for splits, part in (
         ([1] * (SIZE + 1), f"one entry for each of the {SIZE} ranks"),
@@ -100,7 +100,7 @@ def test_splits_that_do_not_fit_are_refused_at_once() -> None:
     raises(ValueError, lambda: hvd.alltoall(rows.to_sparse()), "is not supported")
 
 
-def test_alltoall_is_checked_across_ranks() -> None:
+def test_alltoall_signatures_that_differ_are_an_error_on_all_ranks() -> None:
     raises(hvd.HorovodInternalError, lambda: hvd.alltoall(torch.tensor(1.0)), "scalar")
     check_that_the_job_goes_on()
     odd = RANK == ODD
@@ -120,7 +120,7 @@ def test_alltoall_is_checked_across_ranks() -> None:
     )
 
 
-def test_the_gradient_of_alltoall_goes_back_where_the_rows_came_from() -> None:
+def test_alltoall_gradient_returns_to_the_senders() -> None:
     splits = [receiver + 1 for receiver in RANKS]
     tensor = torch.ones(sum(splits) + 1, 2, requires_grad=True)
     output, received = hvd.alltoall(tensor, splits)
@@ -168,7 +168,7 @@ def test_reducescatter_gives_each_rank_its_rows() -> None:
     assert flat.tolist() == [SIZE * 2.0 * RANK, SIZE * (2.0 * RANK + 1)]
 
 
-def test_reducescatter_scales_before_and_after() -> None:
+def test_reducescatter_applies_prescale_postscale_and_compression() -> None:
     tensor = torch.full((SIZE, 2), RANK + 1.0)
     sum_of_ranks = total(lambda rank: rank + 1)
     result = hvd.reducescatter(tensor, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
@@ -179,7 +179,7 @@ def test_reducescatter_scales_before_and_after() -> None:
     assert (halves.dtype, halves.tolist()) == (torch.float32, [[sum_of_ranks] * 2])
 
 
-def test_reducescatter_only_adds() -> None:
+def test_reducescatter_refuses_ops_other_than_sum_and_average() -> None:
     for op in (hvd.Adasum, hvd.Min, hvd.Max, hvd.Product, 17):
         for call in (
             lambda op=op: hvd.reducescatter(torch.ones(SIZE), op=op),
@@ -189,7 +189,7 @@ def test_reducescatter_only_adds() -> None:
             raises(ValueError, call, "op=Average or op=Sum")
 
 
-def test_reducescatter_is_checked_across_ranks() -> None:
+def test_reducescatter_signatures_that_differ_are_an_error_on_all_ranks() -> None:
     raises(hvd.HorovodInternalError, lambda: hvd.reducescatter(torch.tensor(1.0)), "scalar")
     check_that_the_job_goes_on()
     odd = RANK == ODD
@@ -212,7 +212,7 @@ def test_reducescatter_is_checked_across_ranks() -> None:
     )
 
 
-def test_the_gradient_of_reducescatter_is_horovods() -> None:
+def test_reducescatter_gradient_matches_horovods() -> None:
     for op, factor in ((hvd.Average, 1), (hvd.Sum, SIZE)):
         tensor = torch.ones(2 * SIZE, requires_grad=True)
         (hvd.reducescatter(tensor, op=op, postscale_factor=3.0) * (RANK + 1)).sum().backward()
@@ -246,7 +246,7 @@ def equal(results: Any, expected: list[torch.Tensor]) -> bool:
     )
 
 
-def test_a_group_is_reduced_as_its_tensors_would_be() -> None:
+def test_grouped_allreduce_equals_single_allreduces() -> None:
     result = hvd.grouped_allreduce(group(RANK), op=hvd.Sum, name="group")
     assert isinstance(result, list)
     assert equal(result, summed())
@@ -272,7 +272,7 @@ def test_a_group_is_reduced_as_its_tensors_would_be() -> None:
     assert hvd.grouped_allreduce([]) == []
 
 
-def test_a_group_is_checked_across_ranks() -> None:
+def test_grouped_allreduce_signatures_that_differ_are_an_error_on_all_ranks() -> None:
     odd = RANK == ODD
     ones = torch.ones(3)
     disagree(
@@ -297,7 +297,7 @@ def test_a_group_is_checked_across_ranks() -> None:
     )
 
 
-def test_groups_are_gathered_and_scattered() -> None:
+def test_grouped_allgather_and_reducescatter_equal_single_calls() -> None:
     tensors = [torch.full((RANK + 1, 2), float(RANK)), torch.full((2,), RANK)]
     expected = [
         torch.cat([torch.full((rank + 1, 2), float(rank)) for rank in RANKS]),
@@ -327,7 +327,7 @@ def test_groups_are_gathered_and_scattered() -> None:
     )
 
 
-def test_the_gradients_of_groups_are_those_of_their_tensors() -> None:
+def test_grouped_operations_have_the_gradients_of_single_ones() -> None:
     weight = total(lambda rank: rank + 1)
     first, second = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
     one, two = hvd.grouped_allreduce([first, second], op=hvd.Sum)
@@ -384,7 +384,7 @@ def sparse(rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.sparse_coo_tensor(rows, values, (SIZE + 1, 2), check_invariants=True)
 
 
-def test_sparse_tensors_are_added_where_they_have_entries() -> None:
+def test_sparse_allreduce_adds_sparse_tensors() -> None:
     for dtype in (torch.float32, torch.float16, torch.float64):
         every = torch.stack([sparse(rank, dtype).to_dense().double() for rank in RANKS]).sum(0)
         for op, expected in ((hvd.Sum, every), (hvd.Average, every / SIZE)):
@@ -398,7 +398,7 @@ def test_sparse_tensors_are_added_where_they_have_entries() -> None:
     assert hvd.sparse_allreduce_async(nothing, "nothing", hvd.Sum)()._nnz() == 0
 
 
-def test_sparse_tensors_are_checked() -> None:
+def test_sparse_allreduce_refuses_bad_ops_and_differing_shapes() -> None:
     for op in (hvd.Adasum, hvd.Min, hvd.Max, hvd.Product):
         raises(
             ValueError,
@@ -418,7 +418,7 @@ def test_sparse_tensors_are_checked() -> None:
 # ---- dtypes that Horovod does not support
 
 
-def test_bools_are_reduced_as_truths() -> None:
+def test_bool_tensors_are_reduced_logically() -> None:
     for op, expected in (
         (hvd.Sum, [True, True, False]),
         (hvd.Max, [True, True, False]),
@@ -432,7 +432,7 @@ def test_bools_are_reduced_as_truths() -> None:
     assert hvd.reducescatter(every, op=hvd.Sum).tolist() == [True]
 
 
-def test_an_average_of_small_integers_is_right_where_their_sum_would_not_fit() -> None:
+def test_average_of_small_integers_does_not_overflow() -> None:
     for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32):
         largest = torch.iinfo(dtype).max
         tensor = torch.full((SIZE,), largest, dtype=dtype)

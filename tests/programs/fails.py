@@ -11,7 +11,9 @@ import time
 if sys.argv[2:] == ["without streams"]:
     os.close(0)
     os.close(1)
-    os.execv(sys.executable, [sys.executable, *sys.argv[:2]])  # Python has no such streams, either
+    os.execv(
+        sys.executable, [sys.executable, *sys.argv[:2]]
+    )  # Python itself lacks the streams, too
 
 import light_torch  # noqa: F401
 

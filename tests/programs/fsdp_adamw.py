@@ -71,7 +71,7 @@ def train(model: torch.nn.Module, optimizer: Any, steps: Sequence[int]) -> None:
         optimizer.step()
 
 
-def test_a_state_that_is_saved_between_backward_and_step_is_warned_of() -> None:
+def test_saving_between_backward_and_step_is_warned_of() -> None:
     for adam_steps in ("before", "after"):
         model, optimizer, state = sharded(adam_steps=adam_steps)
         train(model, optimizer, range(2))
@@ -133,7 +133,7 @@ def recorded(model: Any, state: fsdp.ReplicaState) -> list[list[torch.Tensor]]:
     return found
 
 
-def test_it_is_distributed_optimizer_of_each_shard_to_the_bit() -> None:
+def test_fsdp_adamw_is_bit_identical_to_distributed_optimizer_of_each_shard() -> None:
     """With the same gradients, on the ranks that hold the same shard."""
     Adam = torch.optim.Adam
     for density, kind, options in (
@@ -196,7 +196,7 @@ def unsent(model: Any, state: fsdp.ReplicaState) -> torch.Tensor:
     return torch.cat(found)
 
 
-def test_forward_passes_in_training_see_what_a_replica_has_not_sent_and_others_the_center() -> None:
+def test_training_forward_includes_unsent_steps_and_evaluation_does_not() -> None:
     model, optimizer, state = sharded(0.05)
     seen: dict[int, torch.Tensor] = {}
     for number, layer in enumerate(model):  # after FSDP's own hook, when parameters are gathered
@@ -234,7 +234,7 @@ def test_forward_passes_in_training_see_what_a_replica_has_not_sent_and_others_t
     assert_alike(model)
 
 
-def test_a_step_that_does_not_count_leaves_everything_as_it_was() -> None:
+def test_skipped_adamw_step_of_a_shard_changes_no_state() -> None:
     for has_scaler in (False, True):
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=has_scaler, growth_interval=99)
         model, optimizer, state = sharded(scaler=scaler)
@@ -253,7 +253,7 @@ def test_a_step_that_does_not_count_leaves_everything_as_it_was() -> None:
         assert_alike(model)
 
 
-def test_passes_that_add_up_are_one_step() -> None:
+def test_accumulated_passes_are_one_adamw_step() -> None:
     for way in ("set_requires_gradient_sync", "set_requires_all_reduce"):
         ours, optimizer, _ = sharded()
         theirs, other, _ = sharded()
@@ -270,7 +270,7 @@ def test_passes_that_add_up_are_one_step() -> None:
         torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-9, atol=1e-12)
 
 
-def test_a_run_resumes_to_the_bit_also_from_torchs_checkpoints() -> None:
+def test_resumed_fsdp_adamw_run_is_bit_identical_also_through_dcp() -> None:
     model, optimizer, state = sharded()
     train(model, optimizer, range(4))
     before, shards = copy.deepcopy([optimizer.state_dict(), state.state_dict()]), own(model)
@@ -295,7 +295,7 @@ def test_a_run_resumes_to_the_bit_also_from_torchs_checkpoints() -> None:
         assert equal(saved(resumed, again, fresh), saved(model, optimizer, state))
 
 
-def test_a_plain_adamws_moments_are_taken_over() -> None:
+def test_plain_adamw_moments_are_taken_over_by_replicas() -> None:
     plain: Any = network()
     for layer in plain:
         fully_shard(layer, mesh=MESH["shard"])
@@ -334,7 +334,7 @@ class BreaksOff(torch.autograd.Function):
         raise ArithmeticError("broken off")
 
 
-def test_a_state_that_is_loaded_after_an_error_in_backward_is_what_was_saved() -> None:
+def test_state_loaded_after_a_failed_backward_is_what_was_saved() -> None:
     model, optimizer, state = sharded()
     train(model, optimizer, range(3))
     before = saved(model, optimizer, state)
@@ -353,7 +353,7 @@ def test_a_state_that_is_loaded_after_an_error_in_backward_is_what_was_saved() -
         loss(model, 3).backward()
 
 
-def test_a_second_phase_has_a_state_and_an_optimizer_of_its_own() -> None:
+def test_second_phase_uses_its_own_state_and_optimizer() -> None:
     # The first phase's objects stay alive in reference cycles until they are collected; force it.
     model, optimizer, state = sharded()
     train(model, optimizer, range(3))
@@ -364,7 +364,7 @@ def test_a_second_phase_has_a_state_and_an_optimizer_of_its_own() -> None:
     del optimizer
 
 
-def test_what_cannot_be_is_refused_with_the_way_out() -> None:
+def test_clipping_and_unsupported_options_are_refused() -> None:
     model, optimizer, state = sharded()
     loss(model, 0).backward()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Run under torchrun on 4 ranks, with an empty folder: all promises of replicas of two shards.
+"""Run under torchrun on 4 ranks, with an empty folder: checks of replicas of two shards.
 
 fsdp_resume.py resumes on fewer ranks from the states saved in the folder.
 """

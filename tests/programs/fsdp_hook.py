@@ -75,7 +75,7 @@ def reference(steps: range) -> torch.nn.Module:
     return model
 
 
-def test_at_density_1_it_is_training_on_all_batches() -> None:
+def test_replicas_at_density_1_equal_training_on_all_batches() -> None:
     model, _ = sharded(1.0)
     train(model, range(4))
     expected = torch.cat([p.detach().reshape(-1) for p in reference(range(4)).parameters()])
@@ -102,7 +102,7 @@ def replicated(model: torch.nn.Sequential) -> fsdp.ReplicaState:
     return fsdp.replicate(model, MESH["replicate"], 0.1)
 
 
-def test_adam_before_the_selection_is_adamw_where_gradients_are_alike_and_all_is_sent() -> None:
+def test_adam_correction_at_density_1_equals_adamw_for_equal_gradients() -> None:
     model, _ = sharded(1.0, adam_correction=BETAS)
     alone = network()
     train_beside_adamw(model, alone, lambda each, step: loss(each, step, rank=0))
@@ -110,14 +110,14 @@ def test_adam_before_the_selection_is_adamw_where_gradients_are_alike_and_all_is
     torch.testing.assert_close(weights(model), expected, rtol=1e-10, atol=1e-12)
 
 
-def test_activations_that_are_computed_again_leave_a_pass_one_step() -> None:
+def test_activation_checkpointing_leaves_a_pass_one_step() -> None:
     model = Checkpointed(use_reentrant=False)
     state = replicated(model)
     train(model, range(3))
     assert (state.progress.steps, state.skipped_steps) == (3, 0)
 
 
-def test_a_backward_pass_within_another_is_refused_on_all_ranks() -> None:
+def test_reentrant_checkpointing_is_refused_on_all_ranks() -> None:
     model = Checkpointed(use_reentrant=True)
     replicated(model)
     with pytest.raises(RuntimeError, match=r"within another one.* use_reentrant=False"):
@@ -135,7 +135,7 @@ def residuals(state: fsdp.ReplicaState) -> dict[str, torch.Tensor]:
     return {name: tensors["residual"] for name, tensors in held.items()}
 
 
-def test_replicas_are_alike_and_unsent_entries_stay_in_the_residual() -> None:
+def test_replicas_stay_equal_and_keep_unsent_entries_in_the_residual() -> None:
     (model, state), (dense, _) = sharded(0.05), sharded(1.0)
     begun = shard(model)
     train(model, range(1))
@@ -156,7 +156,7 @@ def spoil(factors: torch.Tensor, module: object, x: object, y: torch.Tensor) -> 
     y.register_hook(lambda gradient: gradient * factors)
 
 
-def test_a_gradient_that_is_not_finite_costs_one_step() -> None:
+def test_nonfinite_gradient_of_one_shard_skips_one_step() -> None:
     """Also if it is in one row of one shard, which the other shard's replicas do not see."""
     ways = (False, torch.inf), (False, torch.nan), (True, torch.inf), (True, torch.nan)
     for (has_scaler, factor), row in itertools.product(ways, (slice(None), 0, 11)):
@@ -184,7 +184,7 @@ def test_a_gradient_that_is_not_finite_costs_one_step() -> None:
         assert bool(weights(model).isfinite().all())
 
 
-def test_more_skipped_steps_in_a_row_than_may_be_are_an_error_on_every_rank() -> None:
+def test_exceeding_max_skipped_steps_is_an_error_on_every_rank() -> None:
     model, state = sharded(0.05, max_skipped_steps=1)
 
     def backward(factor: float) -> None:
@@ -205,7 +205,7 @@ def test_more_skipped_steps_in_a_row_than_may_be_are_an_error_on_every_rank() ->
     assert state.progress.steps == 3
 
 
-def test_gradients_that_add_up_to_spoilt_ones_cost_no_more_than_those() -> None:
+def test_passes_accumulated_onto_skipped_gradients_skip_only_that_step() -> None:
     """Also if some belong to no optimizer, and stay NaN because nobody clears them."""
     model, state = sharded(0.05)
     train(model, range(2))
@@ -224,7 +224,7 @@ def test_gradients_that_add_up_to_spoilt_ones_cost_no_more_than_those() -> None:
     assert bool(weights(model).isfinite().all())
 
 
-def test_gradients_that_add_up_before_they_are_reduced_are_one_step() -> None:
+def test_passes_accumulated_before_reduction_are_one_step() -> None:
     model, state = sharded(0.05)
     for is_spoilt in (True, False):
         model.zero_grad()
@@ -235,7 +235,7 @@ def test_gradients_that_add_up_before_they_are_reduced_are_one_step() -> None:
         assert (state.skipped_steps, state.progress.steps) == (1, 1 - is_spoilt)
 
 
-def test_gradients_that_add_up_within_a_replica_are_exchanged_once() -> None:
+def test_gradients_accumulated_within_a_replica_are_exchanged_once() -> None:
     trained = []
     for wait in ("set_requires_gradient_sync", "set_requires_all_reduce"):
         model, state = sharded(1.0)
@@ -256,7 +256,7 @@ def test_gradients_that_add_up_within_a_replica_are_exchanged_once() -> None:
     torch.testing.assert_close(*trained, rtol=1e-12, atol=1e-12)
 
 
-def test_sums_within_a_replica_that_are_not_finite_cost_one_step() -> None:
+def test_nonfinite_sum_within_a_replica_skips_one_step() -> None:
     model, state = sharded(0.05)
     train(model, range(2))
     held = residuals(state)
@@ -271,7 +271,7 @@ def test_sums_within_a_replica_that_are_not_finite_cost_one_step() -> None:
         assert all(map(torch.equal, residuals(state).values(), held.values())) == is_spoilt
 
 
-def test_a_state_that_is_loaded_forgets_the_gradients_that_were_not_exchanged_yet() -> None:
+def test_loading_a_state_discards_gradients_not_exchanged_yet() -> None:
     (model, state), (other, expected) = sharded(0.05), sharded(0.05)
     model.set_requires_all_reduce(False)
     loss(model, 7).backward()
@@ -282,7 +282,7 @@ def test_a_state_that_is_loaded_forgets_the_gradients_that_were_not_exchanged_ye
     assert torch.equal(weights(model), weights(other))
 
 
-def test_gradients_are_spoilt_and_kept_where_parameters_stay_whole() -> None:
+def test_drop_skipped_clears_only_its_model_without_resharding() -> None:
     (model, state), (other, _) = sharded(0.05), sharded(0.05)
     (mine, others) = ([*each.parameters()] for each in (model, other))
     optimizer = torch.optim.SGD([*mine, *others], lr=0.1)
@@ -303,7 +303,7 @@ def test_gradients_are_spoilt_and_kept_where_parameters_stay_whole() -> None:
     assert again.progress.steps == 1
 
 
-def test_with_adam_before_the_selection_a_resumed_run_is_the_same_to_the_bit() -> None:
+def test_resumed_run_with_adam_correction_is_bit_identical() -> None:
     correction = {"adam_correction": (0.9, 0.99)}
     (model, state), (again, resumed) = (sharded(0.05, **correction) for _ in range(2))
     train(model, range(3))
@@ -315,7 +315,7 @@ def test_with_adam_before_the_selection_a_resumed_run_is_the_same_to_the_bit() -
     assert torch.equal(weights(again), weights(model))
 
 
-def test_residuals_are_saved_and_loaded() -> None:
+def test_resumed_replicas_are_bit_identical_and_bad_states_are_refused() -> None:
     model, state = sharded(0.05)
     train(model, range(3))
     saved, begun = state.state_dict(), [p.detach().to_local().clone() for p in model.parameters()]
@@ -332,7 +332,8 @@ def test_residuals_are_saved_and_loaded() -> None:
         *(
             (
                 {"held": {RANK: {f"{RANK % 2}/{name}": {"residual": torch.ones(3)}}}},
-                rf"the residual of the shard of '{name}' has the shape \[3\], expected \[{length}\]",
+                rf"the residual of the shard of '{name}' has the shape \[3\], "
+                rf"expected \[{length}\]",
             )
             for name, length in (("0.weight", 72), ("0", 78))
         ),
@@ -343,7 +344,7 @@ def test_residuals_are_saved_and_loaded() -> None:
             resumed.load_state_dict({**saved, **wrong})
 
 
-def test_shards_of_replicas_are_exchanged_in_shards_and_a_run_resumes_to_the_bit() -> None:
+def test_sharded_compression_conserves_gradient_and_resumes_bit_identically() -> None:
     """Each rank exchanges rotating shards of the values in its shard of the model."""
     shards = hvd.Compression.shards(2, 3)
 
@@ -386,7 +387,7 @@ def _with_mean_gradients(model: torch.nn.Module, step: int) -> torch.nn.Module:
     return other
 
 
-def test_clipping_of_what_a_correction_has_made_is_refused() -> None:
+def test_clipping_corrected_gradients_is_refused() -> None:
     for options in ({"adam_correction": BETAS}, {"momentum_correction": 0.9}):
         model, way = (
             sharded(0.5, **options)[0],
@@ -403,7 +404,7 @@ def test_clipping_of_what_a_correction_has_made_is_refused() -> None:
                 optimizer.step()
 
 
-def test_residuals_saved_by_module_are_loaded() -> None:
+def test_residuals_saved_by_module_in_the_old_format_are_loaded() -> None:
     """Earlier versions of gtopk saved it that way."""
     (model, state), (_, resumed) = sharded(0.05, momentum_correction=0.9), sharded(0.05)
     train(model, range(2))
@@ -420,7 +421,7 @@ def test_residuals_saved_by_module_are_loaded() -> None:
         assert all(torch.equal(loaded[name][what], tensor) for what, tensor in tensors.items())
 
 
-def test_residuals_are_each_ranks_own_in_torchs_checkpoints() -> None:
+def test_torch_checkpoint_keeps_each_ranks_own_residuals() -> None:
     model, state = sharded(0.05)
     train(model, range(2))
     held = residuals(state)
@@ -435,7 +436,7 @@ def test_residuals_are_each_ranks_own_in_torchs_checkpoints() -> None:
     assert any(residual.any() for residual in held.values())
 
 
-def test_a_new_state_loads_everything_in_torchs_checkpoints() -> None:
+def test_new_replica_state_loads_residuals_from_torch_checkpoints() -> None:
     model, state = sharded(0.05)
     train(model, range(2))
     folder = hvd.broadcast_object(tempfile.mkdtemp() if RANK == 0 else None)
@@ -451,7 +452,7 @@ def test_a_new_state_loads_everything_in_torchs_checkpoints() -> None:
         assert all(map(torch.equal, residuals(each).values(), residuals(state).values()))
 
 
-def test_a_state_that_is_not_loaded_with_sgds_is_reported() -> None:
+def test_replica_state_not_loaded_with_sgd_is_reported() -> None:
     """Also through DCP, which loads a state saved before the run's first step."""
     folder = hvd.broadcast_object(tempfile.mkdtemp() if RANK == 0 else None)
     model, state = sharded(0.05)
@@ -478,7 +479,7 @@ def test_a_state_that_is_not_loaded_with_sgds_is_reported() -> None:
         assert len(warnings) == (not is_kept), messages
 
 
-def test_modules_may_be_compiled_or_renamed() -> None:
+def test_residuals_survive_compiling_and_renaming_modules() -> None:
     (model, state), compiled = sharded(0.05), torch.compile(sharded(0.05)[0], backend="eager")
     train(model, range(2))
     train(compiled, range(2))
@@ -493,7 +494,7 @@ def test_modules_may_be_compiled_or_renamed() -> None:
     assert torch.equal(residuals(resumed)[f"{shard}/gone"], residuals(state)[f"{shard}/1.weight"])
 
 
-def test_a_model_that_is_not_sharded_is_refused() -> None:
+def test_replicate_refuses_unsharded_models_and_wrong_meshes() -> None:
     with pytest.raises(ValueError, match="call fully_shard before replicate"):
         fsdp.replicate(network(), MESH["replicate"])
     model = network()
@@ -524,7 +525,7 @@ def test_a_model_that_is_not_sharded_is_refused() -> None:
         fsdp.replicate(model, MESH["replicate"])
 
 
-def test_a_state_that_is_to_be_pickled_names_its_state_dict() -> None:
+def test_pickling_a_replica_state_is_refused_naming_state_dict() -> None:
     _, state = sharded(0.05)
     expected = r"a ReplicaState can be neither copied nor pickled.* state\.state_dict\(\)"
     for call in (copy.copy, copy.deepcopy, lambda each: torch.save(each, io.BytesIO())):

@@ -36,7 +36,7 @@ def loss(model: torch.nn.Module, step: int, dtype: torch.dtype = torch.float32) 
     return model(x).tanh().square().mean()
 
 
-def test_backward_goes_on_while_shards_are_exchanged() -> None:
+def test_backward_continues_while_shards_are_exchanged() -> None:
     model, state = replicated()
     loss(model, 0).backward()  # the first step measures
     model.zero_grad()
@@ -73,7 +73,7 @@ def train(model: torch.nn.Module, state: fsdp.ReplicaState) -> tuple[torch.Tenso
     return weights(model), torch.cat([each["residual"].reshape(-1) for each in held.values()])
 
 
-def test_whether_backward_waits_changes_no_bit() -> None:
+def test_overlapped_and_waiting_backward_are_bit_identical() -> None:
     decided: list[bool] = []
 
     def decide(unit: Unit, gradients: torch.Tensor) -> bool:
@@ -93,7 +93,7 @@ def test_whether_backward_waits_changes_no_bit() -> None:
     assert not all(decided)  # backward waits before it adds to a gradient
 
 
-def test_backward_waits_for_what_fsdp_reads_at_once() -> None:
+def test_backward_waits_when_fsdp_reads_gradients_at_once() -> None:
     decided: list[bool] = []
     Unit.is_only_viewed = lambda *call: bool(decided.append(DECIDES(*call))) or decided[-1]
     try:

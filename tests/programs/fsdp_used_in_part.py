@@ -84,7 +84,7 @@ def gradients(model: Model) -> dict[str, torch.Tensor]:
     }
 
 
-def test_layers_used_in_turn_are_trained_as_units_of_their_own() -> None:
+def test_layers_used_in_turn_train_like_separate_fsdp_units() -> None:
     trained = []
     for units_of_their_own in (False, True):
         model, _ = replicated(0.05, units_of_their_own=units_of_their_own)
@@ -97,7 +97,7 @@ def test_layers_used_in_turn_are_trained_as_units_of_their_own() -> None:
     assert torch.equal(*trained)
 
 
-def test_adam_is_as_old_as_each_layers_steps_whichever_are_used_together() -> None:
+def test_adam_bias_correction_counts_each_layers_own_steps() -> None:
     trained = []
     for units_of_their_own in (False, True):
         model, _ = replicated(1.0, units_of_their_own=units_of_their_own, adam_correction=BETAS)
@@ -122,7 +122,7 @@ def check_nothing_is_lost(
     return after
 
 
-def test_nothing_is_lost_nor_sent_for_others_whatever_is_used_or_frozen() -> None:
+def test_gradient_is_conserved_whichever_layers_are_used_or_frozen() -> None:
     (model, state), (dense, _) = replicated(0.05), replicated(1.0)
     passes: list[tuple[Uses, str]] = [  # the layers used, and which of them are frozen
         (("ab",), ""),
@@ -150,7 +150,7 @@ def test_nothing_is_lost_nor_sent_for_others_whatever_is_used_or_frozen() -> Non
     assert state.progress.steps == len(passes)
 
 
-def test_gradients_of_an_earlier_pass_are_exchanged_with_the_last() -> None:
+def test_gradients_of_earlier_passes_are_exchanged_with_the_last_one() -> None:
     trained = []
     for wait in ("set_requires_gradient_sync", "set_requires_all_reduce"):
         for units_of_their_own in (False, True):
@@ -168,7 +168,7 @@ def test_gradients_of_an_earlier_pass_are_exchanged_with_the_last() -> None:
         torch.testing.assert_close(trained[0], other, rtol=1e-12, atol=1e-12)
 
 
-def test_layers_used_twice_are_unchanged_after_a_pass_that_does_not_count() -> None:
+def test_residual_of_layers_used_twice_is_kept_after_a_skipped_pass() -> None:
     model, state = replicated(0.05)
     loss(model, ("abc",), 0).backward()
     before = held_back(model, state)
@@ -188,7 +188,7 @@ def test_replicas_that_use_different_layers_get_an_error() -> None:
         loss(model, ("ab"[RANK // 2],), 0).backward()
 
 
-def test_replicas_may_use_different_layers_where_fsdp_reduces_zeros() -> None:
+def test_replicas_may_use_different_layers_if_fsdp_reduces_zeros() -> None:
     """Then the residual of layers that nobody uses is sent, too."""
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         return  # torch 2.13 has it

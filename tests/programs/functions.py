@@ -49,7 +49,7 @@ def take_steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, count: 
         optimizer.step()
 
 
-def test_parameters_become_the_roots() -> None:
+def test_broadcast_parameters_copies_the_roots_in_place() -> None:
     expected = make_model(ROOT).state_dict()
     for select in (
         lambda model: model.state_dict(),
@@ -66,13 +66,13 @@ def test_parameters_become_the_roots() -> None:
         assert weight.grad_fn is None
 
 
-def test_a_generator_is_as_good_as_a_list() -> None:
+def test_broadcast_parameters_takes_a_generator() -> None:
     model = make_model(RANK)
     hvd.broadcast_parameters(model.named_parameters(), root_rank=ROOT)
     assert torch.equal(model[3].bias, make_model(ROOT)[3].bias)
 
 
-def test_tensors_of_every_layout_and_dtype_are_broadcast() -> None:
+def test_broadcast_parameters_takes_every_layout_and_dtype() -> None:
     dtypes = (
         torch.float64,
         torch.bfloat16,
@@ -110,7 +110,7 @@ def test_tensors_of_every_layout_and_dtype_are_broadcast() -> None:
         assert torch.equal(tensor.to(torch.complex64), roots.to(torch.complex64)), tensor.dtype
 
 
-def test_other_parameters_are_refused() -> None:
+def test_broadcast_parameters_refuses_other_types() -> None:
     model = make_model(RANK)
     raises(ValueError, lambda: hvd.broadcast_parameters(torch.ones(2), 0), "invalid params of type")
     raises(ValueError, lambda: hvd.broadcast_parameters(None, 0), "invalid params of type")
@@ -119,7 +119,7 @@ def test_other_parameters_are_refused() -> None:
     raises(ValueError, lambda: hvd.broadcast_parameters([torch.ones(2)], SIZE), f"0..{SIZE - 1}")
 
 
-def test_ranks_that_disagree_about_a_parameter_all_get_the_error() -> None:
+def test_parameter_shapes_that_differ_are_an_error_on_all_ranks() -> None:
     if SIZE == 1:
         return
     shape = (3,) if RANK == 0 else (4,)
@@ -135,7 +135,7 @@ def test_ranks_that_disagree_about_a_parameter_all_get_the_error() -> None:
     assert params["a"].tolist() == params["c"].tolist() == [ROOT, ROOT]
 
 
-def test_what_cannot_be_broadcast_is_named_on_every_rank() -> None:
+def test_unsupported_tensor_is_named_on_every_rank() -> None:
     """Also if another rank could send its own, and would wait."""
     eye = torch.eye(2)
     cannot = [
@@ -168,7 +168,7 @@ def test_what_cannot_be_broadcast_is_named_on_every_rank() -> None:
         )
 
 
-def test_objects_become_the_roots() -> None:
+def test_broadcast_object_returns_the_roots_object() -> None:
     obj = {
         "rank": RANK,
         "nested": [(1.5, None), OrderedDict(a=b"b"), {2, 3}],
@@ -186,7 +186,7 @@ def test_objects_become_the_roots() -> None:
     raises(ValueError, lambda: hvd.broadcast_object(1, SIZE), f"0..{SIZE - 1}", f"got {SIZE}")
 
 
-def test_objects_of_all_ranks_come_in_rank_order() -> None:
+def test_allgather_object_returns_objects_in_rank_order() -> None:
     gathered = hvd.allgather_object({"rank": RANK, "list": list(range(RANK))})
     assert gathered == [{"rank": rank, "list": list(range(rank))} for rank in range(SIZE)]
     assert hvd.allgather_object(None, name="nothing") == [None] * SIZE
@@ -197,20 +197,20 @@ class Opaque:
         raise RuntimeError("no way")
 
 
-def test_what_the_root_cannot_send_is_the_same_error_everywhere() -> None:
+def test_unsendable_root_object_is_the_same_error_everywhere() -> None:
     obj = {"a": [Opaque()]} if RANK == ROOT else 1
     words = (f"rank {ROOT}:", "Opaque at ['a'][0]", "GTOPK_ALLOW_PICKLE=1 on every rank")
     raises(TypeError, lambda: hvd.broadcast_object(obj, ROOT), *words)
     assert hvd.broadcast_object(RANK, ROOT) == ROOT
 
 
-def test_what_one_rank_cannot_send_is_the_same_error_everywhere() -> None:
+def test_unsendable_object_of_one_rank_is_the_same_error_everywhere() -> None:
     obj = (1, Opaque()) if RANK == ROOT else 1
     raises(TypeError, lambda: hvd.allgather_object(obj), f"rank {ROOT}:", "Opaque at [1]")
     assert hvd.allgather_object(RANK) == list(range(SIZE))
 
 
-def test_pickles_need_the_consent_of_every_rank() -> None:
+def test_pickles_need_the_allow_pickle_setting_on_every_rank() -> None:
     path = PurePath("/data") / str(RANK)
     os.environ["GTOPK_ALLOW_PICKLE"] = "1"
     try:
@@ -260,7 +260,7 @@ def content(optimizer: torch.optim.Optimizer) -> Any:
     return plain(optimizer.state_dict())
 
 
-def test_every_optimizers_state_becomes_the_roots_whichever_rank_has_stepped() -> None:
+def test_broadcast_optimizer_state_copies_the_roots_for_every_optimizer() -> None:
     for make in MAKERS:
         for distributed in (False, True):
             for steps in (
@@ -295,7 +295,7 @@ def test_every_optimizers_state_becomes_the_roots_whichever_rank_has_stepped() -
                 assert same_everywhere([p.tolist() for p in model.parameters()]), type(optimizer)
 
 
-def test_tensors_that_are_there_are_kept() -> None:
+def test_broadcast_optimizer_state_keeps_existing_tensors() -> None:
     model = make_model(RANK)
     optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01 * (RANK + 1)))
     take_steps(model, optimizer, RANK + 1)
@@ -311,7 +311,7 @@ def test_tensors_that_are_there_are_kept() -> None:
         assert step.item() == ROOT + 1
 
 
-def test_one_lr_tensor_of_two_groups_may_become_two() -> None:
+def test_shared_lr_tensor_is_split_if_the_roots_groups_differ() -> None:
     model = make_model(RANK)
     shared = torch.tensor(0.1)
     first, second = (shared, torch.tensor(0.2)) if RANK == ROOT else (shared, shared)
@@ -322,7 +322,7 @@ def test_one_lr_tensor_of_two_groups_may_become_two() -> None:
     assert rates == [0.1, 0.2]
 
 
-def test_schedulers_continue_where_the_root_is() -> None:
+def test_scheduler_continues_from_the_roots_learning_rate() -> None:
     model = make_model(RANK)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
@@ -334,7 +334,7 @@ def test_schedulers_continue_where_the_root_is() -> None:
     assert optimizer.param_groups[0]["lr"] == 4.0
 
 
-def test_options_keep_their_types_and_missing_buffers_stay_none() -> None:
+def test_broadcast_optimizer_options_keep_types_and_none_buffers() -> None:
     model = make_model(RANK)
     optimizer = torch.optim.Adam(model.parameters(), betas=(0.5 + RANK / 100, 0.9))
     optimizer.param_groups[0]["note"] = {"by": RANK, "when": None}
@@ -349,12 +349,12 @@ def test_options_keep_their_types_and_missing_buffers_stay_none() -> None:
     assert state["parts"][0].tolist() == [ROOT, ROOT]
 
 
-def test_lbfgs_is_refused() -> None:
+def test_broadcast_optimizer_state_refuses_lbfgs() -> None:
     optimizer = torch.optim.LBFGS(make_model(0).parameters())
     raises(ValueError, lambda: hvd.broadcast_optimizer_state(optimizer, 0), "LBFGS")
 
 
-def test_an_optimizer_unlike_the_roots_is_the_same_error_everywhere() -> None:
+def test_optimizer_unlike_the_roots_is_the_same_error_everywhere() -> None:
     if SIZE == 1:
         return
     model = make_model(0)
@@ -372,7 +372,7 @@ def test_an_optimizer_unlike_the_roots_is_the_same_error_everywhere() -> None:
     raises(ValueError, lambda: hvd.broadcast_optimizer_state(other, ROOT), *words)
 
 
-def test_state_that_cannot_be_sent_is_the_same_error_everywhere() -> None:
+def test_unsendable_optimizer_state_is_the_same_error_everywhere() -> None:
     optimizer = torch.optim.SGD(make_model(0).parameters(), lr=0.1)
     optimizer.param_groups[0]["hook"] = Opaque()
     words = ("Opaque at ['optimizer']['groups'][0]['hook']", f"rank {ROOT}")

@@ -1,4 +1,4 @@
-"""Hogbatch on real ranks: one model in shared memory, real races, and the real clock."""
+"""Hogbatch on real ranks: one model in shared memory, with real races and clocks."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ def flat(model) -> torch.Tensor:
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
 
-def everyones(batches: list[list[int]]) -> list[int]:
+def of_all_ranks(batches: list[list[int]]) -> list[int]:
     return sorted(chain.from_iterable(chain.from_iterable(hvd.allgather_object(batches))))
 
 
-def test_all_train_one_model_and_every_sample_comes_once() -> None:
+def test_workers_train_one_model_and_see_every_sample_once() -> None:
     for mode, workers in (("hogbatch", 0), ("adaptive-hogbatch", 2)):
         loader, model, optimizer = adapted(mode, workers, audit=True)
         for _ in range(3):
-            assert everyones(train(loader, model, optimizer)) == list(range(LENGTH))
+            assert of_all_ranks(train(loader, model, optimizer)) == list(range(LENGTH))
         report = loader.report()
         assert sum(worker.samples for worker in report.workers) == 3 * LENGTH
         assert all(worker.is_present for worker in report.workers)
@@ -80,7 +80,7 @@ def test_all_train_one_model_and_every_sample_comes_once() -> None:
         hvd.barrier()
 
 
-def test_in_lock_step_it_is_one_process() -> None:
+def test_lock_step_hogbatch_equals_one_process() -> None:
     loader, model, optimizer = adapted("hogbatch", lock_step=True)
     batches = hvd.allgather_object(train(loader, model, optimizer))
     loader.drain()
@@ -103,7 +103,7 @@ def pad(batches: list[list[list[int]]]) -> list[list[list[int]]]:
     return [each + [[]] * (most - len(each)) for each in batches]
 
 
-def test_losses_are_evaluated_together() -> None:
+def test_loss_is_evaluated_by_all_workers_together() -> None:
     loader, model, optimizer = adapted("hogbatch")
     train(loader, model, optimizer)
 
@@ -116,14 +116,14 @@ def test_losses_are_evaluated_together() -> None:
     assert same_everywhere(str(loss))
 
 
-def test_two_nodes_merge_while_they_train() -> None:
+def test_two_nodes_merge_their_models_while_training() -> None:
     half = hvd.size() // 2
     if not half:
         return
     nodes = [list(range(half)), list(range(half, hvd.size()))]
     loader, model, optimizer = adapted("hogbatch", nodes=nodes)
     for _ in range(2):
-        assert everyones(train(loader, model, optimizer)) == list(range(LENGTH))
+        assert of_all_ranks(train(loader, model, optimizer)) == list(range(LENGTH))
     loader.drain()
     rows = hvd.allgather(flat(model).reshape(1, -1))
     torch.testing.assert_close(rows, rows[:1].expand_as(rows), rtol=1e-12, atol=1e-14)

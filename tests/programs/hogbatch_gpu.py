@@ -18,7 +18,7 @@ LENGTH = 211
 faulthandler.dump_traceback_later(30)  # prints where a rank hangs
 
 
-def test_all_train_one_model_and_every_sample_comes_once() -> None:
+def test_gpu_and_cpu_workers_train_one_model_and_see_every_sample_once() -> None:
     on_gpu = hvd.rank() < int(os.environ["HOGBATCH_GPUS"])
     device = "cuda:0" if on_gpu else "cpu"
     generator = torch.Generator().manual_seed(7)

@@ -30,7 +30,7 @@ def weights(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
 
-def test_all_ranks_are_one_model_where_each_exchanges_with_its_counterparts() -> None:
+def test_outer_step_between_node_counterparts_makes_all_ranks_equal() -> None:
     for compression in (hvd.Compression.none, hvd.Compression.gtopk(density=0.2)):
         model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 4))
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -45,17 +45,17 @@ def test_all_ranks_are_one_model_where_each_exchanges_with_its_counterparts() ->
         for turn in range(3):
             train(inside, optimizer, range(4 * turn, 4 * turn + 4))
             before = weights(model)
-            everyones = hvd.allgather(before[None])
-            assert torch.equal(everyones[0], everyones[1])
-            assert torch.equal(everyones[2], everyones[3])
-            assert not torch.equal(everyones[0], everyones[2])
+            gathered = hvd.allgather(before[None])
+            assert torch.equal(gathered[0], gathered[1])
+            assert torch.equal(gathered[2], gathered[3])
+            assert not torch.equal(gathered[0], gathered[2])
             assert optimizer.outer_step()
             assert same_bits_everywhere(weights(model))
             if compression is hvd.Compression.none:
-                check_close(weights(model), everyones.mean(0))
+                check_close(weights(model), gathered.mean(0))
 
 
-def test_all_ranks_are_one_model_after_fragments_were_exchanged_in_turn() -> None:
+def test_fragments_exchanged_in_turn_make_all_ranks_equal() -> None:
     # Exchanges end after steps 2, 3, 4, 6, 7, 8, 10 and 11, or as many steps later as they overlap.
     for overlap, ended, compression in (
         (0, 8, hvd.Compression.none),

@@ -101,7 +101,7 @@ def renamed(model: torch.nn.Module, old: str, new: str) -> Named:
     return [(new if name == old else name, p) for name, p in model.named_parameters()]
 
 
-def test_ranks_that_disagree_about_a_step_all_get_both_sides() -> None:
+def test_step_signatures_that_differ_are_an_error_quoting_both() -> None:
     def of(rest: Any, odd: Any) -> Any:
         return odd if IS_ODD else rest
 
@@ -218,7 +218,7 @@ def test_optimizers_are_distinguished_by_the_names_of_their_parameters() -> None
     check_that_training_goes_on()
 
 
-def test_a_gradient_that_one_rank_lacks_is_an_error_where_that_was_asked_for() -> None:
+def test_missing_gradient_is_an_error_if_requested() -> None:
     for compression in COMPRESSIONS:
         model = Pair()
         optimizer = distribute(model, compression, missing_gradients="error")
@@ -234,12 +234,12 @@ def test_a_gradient_that_one_rank_lacks_is_an_error_where_that_was_asked_for() -
         assert "'first." not in text
         assert bits(model, optimizer) == before
         check_that_training_goes_on()
-        take_steps(model, optimizer, [0])  # so does this one
+        take_steps(model, optimizer, [0])  # the failed optimizer continues as well
         assert bits(model, optimizer) != before
         assert same_everywhere(text)
 
 
-def test_a_gradient_that_no_rank_has_is_no_disagreement() -> None:
+def test_gradient_missing_on_all_ranks_is_no_error() -> None:
     model = Pair()
     optimizer = distribute(model)
     before = model.second.weight.detach().clone()
@@ -248,7 +248,7 @@ def test_a_gradient_that_no_rank_has_is_no_disagreement() -> None:
     assert torch.equal(model.second.weight, before)
 
 
-def test_a_gradient_that_one_rank_lacks_counts_as_zeros() -> None:
+def test_gradient_missing_on_one_rank_counts_as_zeros() -> None:
     for compression in COMPRESSIONS:
         results = []
         for missing in (True, False):
@@ -268,7 +268,7 @@ def test_a_gradient_that_one_rank_lacks_counts_as_zeros() -> None:
         assert not torch.equal(model.second.weight, Pair().second.weight)
 
 
-def test_gradients_that_count_as_zeros_are_reported_once_by_name() -> None:
+def test_missing_gradient_is_reported_once_by_name() -> None:
     model = Pair()
     optimizer = distribute(model)
 
@@ -278,7 +278,7 @@ def test_gradients_that_count_as_zeros_are_reported_once_by_name() -> None:
             backward(model, batch, with_second=not (IS_ODD and batch % 2))
             optimizer.step()
 
-    (message,) = hear(train)
+    (message,) = logged_lines(train)
     assert message.startswith("WARNING")
     assert f"'second.weight' has none on rank {ODD}" in message
     assert "missing_gradients='error'" in message
@@ -295,7 +295,7 @@ class LogLines(logging.Handler):
         self.texts.append(f"{record.levelname}: {record.getMessage()}")
 
 
-def hear(call: Callable[[], object]) -> list[str]:
+def logged_lines(call: Callable[[], object]) -> list[str]:
     """Return the messages that gtopk logs during a call."""
     heard, log = LogLines(), logging.getLogger("gtopk")
     log.addHandler(heard)
@@ -308,7 +308,7 @@ def hear(call: Callable[[], object]) -> list[str]:
     return heard.texts
 
 
-def test_a_gradient_that_is_not_finite_costs_every_rank_one_step_and_nothing_else() -> None:
+def test_nonfinite_gradient_skips_one_step_on_every_rank() -> None:
     for compression in COMPRESSIONS:
         for value in (float("nan"), float("inf"), -float("inf")):
             model, twin = Pair(), Pair()
@@ -320,7 +320,7 @@ def test_a_gradient_that_is_not_finite_costs_every_rank_one_step_and_nothing_els
             backward(model, 3)
             if IS_ODD:
                 model.second.weight.grad[1, 2] = value
-            (text,) = hear(optimizer.step)
+            (text,) = logged_lines(optimizer.step)
             assert text.startswith(f"WARNING: rank {RANK}: step "), text
             assert "skipped on every rank, residuals untouched" in text
             assert text.endswith(f"not finite on rank {ODD}: 'second.weight'")
@@ -329,14 +329,14 @@ def test_a_gradient_that_is_not_finite_costs_every_rank_one_step_and_nothing_els
             assert optimizer.last_step.skipped is True
             assert all(bool(p.grad.isnan().all()) for p in model.parameters())
             # The next steps are those of a twin that never saw it.
-            assert hear(lambda m=model, o=optimizer: take_steps(m, o, range(4, 6))) == []
+            assert logged_lines(lambda m=model, o=optimizer: take_steps(m, o, range(4, 6))) == []
             take_steps(twin, spared, range(4, 6))
             assert bits(model, optimizer) == bits(twin, spared)
             assert bits(model, optimizer) != before
             assert optimizer.last_step.skipped is False
 
 
-def test_every_rank_with_a_bad_gradient_is_named() -> None:
+def test_every_rank_with_a_nonfinite_gradient_is_named() -> None:
     model = Pair()
     optimizer = distribute(model, hvd.Compression.gtopk(density=0.2))
     backward(model)
@@ -344,13 +344,13 @@ def test_every_rank_with_a_bad_gradient_is_named() -> None:
         model.first.bias.grad.fill_(float("nan"))
     if IS_ODD:
         model.second.bias.grad.fill_(float("inf"))
-    (text,) = hear(optimizer.step)
+    (text,) = logged_lines(optimizer.step)
     assert text.endswith(
         f"not finite on rank 0: 'first.bias'; rank {ODD}: 'first.bias', 'second.bias'"
     )
 
 
-def test_a_grad_scaler_sees_an_overflow_of_any_rank() -> None:
+def test_grad_scaler_sees_an_overflow_on_any_rank() -> None:
     for compression in COMPRESSIONS:
         model = Pair()
         optimizer = distribute(model, compression)
@@ -371,12 +371,12 @@ def test_a_grad_scaler_sees_an_overflow_of_any_rank() -> None:
                     scaler.step(optimizer)
                 scaler.update()
 
-            assert len(hear(step)) == (batch == 1)
+            assert len(logged_lines(step)) == (batch == 1)
             assert (bits(model, optimizer) == before) == (batch == 1)
             assert scaler.get_scale() == (2.0 if batch else 4.0)
 
 
-def test_a_backward_pass_too_many_names_the_parameter() -> None:
+def test_excess_backward_pass_is_an_error_naming_the_parameter() -> None:
     for passes in (1, 2):
         model = Pair()
         optimizer = distribute(model, backward_passes_per_step=passes)
@@ -390,14 +390,14 @@ def test_a_backward_pass_too_many_names_the_parameter() -> None:
         )
         assert any(f"gradient of '{name}'" in text for name, _ in model.named_parameters())
         optimizer.step()
-        backward(model)  # it counts from the last step
+        backward(model)  # passes count from the last step
         optimizer.load_state_dict(optimizer.state_dict())
         for batch in range(passes):
             backward(model, batch)  # and from the last load of a state
     check_that_training_goes_on()
 
 
-def test_wrong_names_are_refused() -> None:
+def test_invalid_named_parameters_are_refused() -> None:
     model = Pair()
     pairs = list(model.named_parameters())
     for named, parts in (
@@ -419,7 +419,7 @@ def test_wrong_names_are_refused() -> None:
     assert hvd.DistributedOptimizer(plain) is not None
 
 
-def test_arguments_out_of_range_are_refused() -> None:
+def test_compression_arguments_out_of_range_are_refused() -> None:
     model = Pair()
     gtopk = hvd.Compression.gtopk
     for density in (0, 0.0, -0.1, 1.001, float("nan"), float("inf")):
@@ -494,7 +494,7 @@ def test_arguments_out_of_range_are_refused() -> None:
     raises(ValueError, lambda: distribute(frozen), "a parameter that requires a gradient")
 
 
-def test_wrong_optimizers_are_refused() -> None:
+def test_lbfgs_and_momentum_beside_correction_are_refused() -> None:
     parameters = list(Pair().parameters())
     lbfgs = torch.optim.LBFGS(parameters)
     raises(ValueError, lambda: hvd.DistributedOptimizer(lbfgs), "LBFGS")

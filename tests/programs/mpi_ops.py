@@ -93,7 +93,7 @@ def check_that_the_job_goes_on() -> None:
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [SIZE, SIZE]
 
 
-def test_ranks_know_their_places() -> None:
+def test_ranks_know_rank_size_and_local_rank() -> None:
     assert hvd.is_initialized() is True
     assert hvd.allgather(torch.tensor([[RANK, SIZE]])).tolist() == [[r, SIZE] for r in RANKS]
     # All on one host.
@@ -101,7 +101,7 @@ def test_ranks_know_their_places() -> None:
     assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
 
 
-def test_every_reduction_of_every_dtype() -> None:
+def test_allreduce_computes_every_reduction_of_every_dtype() -> None:
     for dtype in (*INTEGERS, *FLOATS):
         for reduction in REDUCTIONS:
             tensor, expected = small(RANK, dtype), reduced(reduction, dtype)
@@ -115,13 +115,13 @@ def test_every_reduction_of_every_dtype() -> None:
             assert same_bits_everywhere(result)
 
 
-def test_the_default_is_the_average() -> None:
+def test_allreduce_averages_by_default() -> None:
     tensor = torch.full((2,), float(RANK))
     check_close(hvd.allreduce(tensor), torch.full((2,), (SIZE - 1) / 2))
     check_close(hvd.allreduce_(tensor), torch.full((2,), (SIZE - 1) / 2))
 
 
-def test_integers_are_averaged_toward_zero() -> None:
+def test_allreduce_averages_integers_toward_zero() -> None:
     # Only one rank contributes, so that the average lies between two integers.
     for dtype in (torch.int8, torch.int32, torch.int64):
         tensor = torch.tensor([7, -7, SIZE - 1, 1 - SIZE, 0]) * (RANK == ODD)
@@ -134,7 +134,7 @@ def test_integers_are_averaged_toward_zero() -> None:
     assert hvd.allreduce(tensor, op=hvd.Sum).tolist() == [large, -large]
 
 
-def test_factors_scale_before_and_after() -> None:
+def test_allreduce_applies_prescale_and_postscale_factors() -> None:
     every = torch.stack([small(rank, torch.float64) for rank in RANKS])
     for dtype in FLOATS:
         result = hvd.allreduce(
@@ -154,13 +154,13 @@ def test_factors_scale_before_and_after() -> None:
     check_close(result, expected.to(torch.int32))
 
 
-def test_float16_is_scaled_before_it_overflows() -> None:
+def test_prescaled_float16_does_not_overflow() -> None:
     tensor = torch.full((2,), 60000.0, dtype=torch.float16)
     result = hvd.allreduce(tensor, op=hvd.Sum, prescale_factor=1 / SIZE)
     check_close(result, tensor)
 
 
-def test_results_are_the_same_bits_everywhere() -> None:
+def test_allreduce_results_are_bit_identical_on_all_ranks() -> None:
     # Above 1 MiB MPI uses another allreduce; float16 uses gtopk's own.
     for dtype, length in (
         (torch.float32, 300_001),
@@ -189,7 +189,7 @@ def call_with(form: str, *arguments: Any, **options: Any) -> torch.Tensor:
     return hvd.synchronize(result) if "async" in form else result
 
 
-def test_the_old_argument_average_still_works_and_warns_the_caller() -> None:
+def test_deprecated_argument_average_works_and_warns_the_caller() -> None:
     total = float(sum(RANKS))
     for form in ("allreduce", "allreduce_", "allreduce_async", "allreduce_async_"):
         for average, expected in ((True, total / SIZE), (False, total)):
@@ -207,7 +207,7 @@ def test_the_old_argument_average_still_works_and_warns_the_caller() -> None:
                 assert warning.filename == __file__, form
 
 
-def test_the_second_positional_argument_is_average_not_the_name() -> None:
+def test_second_positional_argument_of_allreduce_is_average() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = hvd.allreduce(torch.full((2,), float(RANK)), "loss")
@@ -225,13 +225,13 @@ def test_op_and_average_together_are_refused() -> None:
             raises(ValueError, call, "op", "supersedes average")
 
 
-def test_an_unknown_op_is_refused() -> None:
+def test_unknown_op_is_refused() -> None:
     for op in (17, -1):
         for kind in (ValueError, hvd.HorovodInternalError):
             raises(kind, lambda op=op: hvd.allreduce(torch.ones(1), op=op), "op", "Average")
 
 
-def test_in_place_forms_change_the_tensor_itself() -> None:
+def test_in_place_operations_change_the_tensor_itself() -> None:
     parameter = torch.nn.Parameter(torch.full((3,), float(RANK)))
     assert hvd.allreduce_(parameter, op=hvd.Sum) is parameter
     assert parameter.tolist() == [sum(RANKS)] * 3
@@ -246,7 +246,7 @@ def test_in_place_forms_change_the_tensor_itself() -> None:
     assert matrix.tolist() == [[ODD] * 2, [sum(RANKS)] * 2, [ODD] * 2]
 
 
-def test_in_place_forms_need_a_contiguous_tensor() -> None:
+def test_in_place_operations_need_a_contiguous_tensor() -> None:
     tensor = torch.zeros(2, 3).t()
     for call in (
         lambda: hvd.allreduce_(tensor),
@@ -257,7 +257,7 @@ def test_in_place_forms_need_a_contiguous_tensor() -> None:
         assert raises(ValueError, call) == "Tensor is required to be contiguous."
 
 
-def test_other_forms_take_any_strides() -> None:
+def test_out_of_place_operations_take_any_strides() -> None:
     tensor = small(RANK, torch.float32).t()
     check_close(hvd.allreduce(tensor, op=hvd.Sum), reduced("Sum", torch.float32).t())
     check_close(hvd.broadcast(tensor, ODD), small(ODD, torch.float32).t())
@@ -265,7 +265,7 @@ def test_other_forms_take_any_strides() -> None:
     check_close(hvd.allgather(tensor), rows)
 
 
-def test_dtypes_without_a_sum_are_refused() -> None:
+def test_complex_sparse_and_float8_tensors_are_refused() -> None:
     for tensor in (
         torch.ones(2, dtype=torch.complex64),
         torch.ones(2).to_sparse(),
@@ -280,7 +280,7 @@ def test_dtypes_without_a_sum_are_refused() -> None:
             raises(ValueError, call, "Tensor type", "is not supported")
 
 
-def test_a_nan_of_any_rank_is_the_least_and_the_most() -> None:
+def test_nan_of_any_rank_is_the_minimum_and_the_maximum() -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         for owner, op in itertools.product(RANKS, (hvd.Min, hvd.Max)):
             own = torch.full((SIZE + 1,), float(RANK)).to(dtype)
@@ -298,7 +298,7 @@ def test_a_nan_of_any_rank_is_the_least_and_the_most() -> None:
                 assert tensor[:-1].tolist() == expected[:-1].tolist()
 
 
-def test_many_operations_are_in_flight_and_end_in_any_order() -> None:
+def test_operations_in_flight_may_be_synchronized_in_any_order() -> None:
     own = torch.full((2,), float(RANK))
     handles = {
         "sum": hvd.allreduce_async(own, op=hvd.Sum, name="one"),
@@ -322,14 +322,14 @@ def test_many_operations_are_in_flight_and_end_in_any_order() -> None:
     }
 
 
-def test_polling_ends_when_the_operation_does() -> None:
+def test_poll_turns_true_when_the_operation_ends() -> None:
     handle = hvd.allreduce_async(torch.ones(2), op=hvd.Sum)
     while not hvd.poll(handle):
         time.sleep(0.001)
     assert hvd.synchronize(handle).tolist() == [SIZE, SIZE]
 
 
-def test_a_handle_is_good_once() -> None:
+def test_handle_can_be_synchronized_once() -> None:
     handle = hvd.allreduce_async(torch.ones(2))
     assert hvd.synchronize(handle) is not None
     assert hvd.synchronize(handle) is None
@@ -338,7 +338,7 @@ def test_a_handle_is_good_once() -> None:
         raises(ValueError, lambda h=unknown: hvd.poll(h), f"Handle {unknown} was not created")
 
 
-def test_a_name_in_flight_cannot_be_used_again() -> None:
+def test_name_of_an_operation_in_flight_cannot_be_reused() -> None:
     done = FOLDER / "rank 0 has tried"
     if SIZE > 1 and RANK > 0:
         while not done.exists():  # so rank 0's operation stays in flight
@@ -362,7 +362,7 @@ def test_a_name_in_flight_cannot_be_used_again() -> None:
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum, name="twice").tolist() == [SIZE, SIZE]
 
 
-def test_gathered_rows_may_differ_in_number() -> None:
+def test_allgather_takes_different_row_counts() -> None:
     for rows_of in (lambda rank: rank + 1, lambda rank: SIZE - rank, lambda rank: 2):
         for dtype in (*INTEGERS, *FLOATS, torch.bool):
             parts = [
@@ -373,7 +373,7 @@ def test_gathered_rows_may_differ_in_number() -> None:
             check_close(result, torch.cat(parts), dtype)
 
 
-def test_a_rank_may_have_no_rows() -> None:
+def test_allgather_takes_ranks_without_rows() -> None:
     for empty in RANKS:
         parts = [torch.full((0 if rank == empty else 2, 3), float(rank)) for rank in RANKS]
         check_close(hvd.allgather(parts[RANK], name="rows"), torch.cat(parts))
@@ -383,7 +383,7 @@ def test_a_rank_may_have_no_rows() -> None:
     assert hvd.allgather(torch.empty(RANK + 1, 0)).shape == (sum(r + 1 for r in RANKS), 0)
 
 
-def test_scalars_cannot_be_gathered() -> None:
+def test_allgather_refuses_scalars() -> None:
     for call in (
         lambda: hvd.allgather(torch.tensor(1.0)),
         lambda: hvd.synchronize(hvd.allgather_async(torch.tensor(1.0))),
@@ -391,7 +391,7 @@ def test_scalars_cannot_be_gathered() -> None:
         raises(hvd.HorovodInternalError, call, "allgather", "at least one dimension", "scalar")
 
 
-def test_every_rank_can_be_the_root() -> None:
+def test_broadcast_works_from_every_root() -> None:
     for root in RANKS:
         for dtype in (*INTEGERS, *FLOATS, torch.bool):
             tensor, expected = small(RANK, dtype), small(root, dtype)
@@ -403,7 +403,7 @@ def test_every_rank_can_be_the_root() -> None:
         assert hvd.broadcast(torch.empty(0, 2), root).shape == (0, 2)
 
 
-def test_a_root_must_be_a_rank() -> None:
+def test_broadcast_refuses_a_root_that_is_no_rank() -> None:
     for root in (-1, SIZE, SIZE + 7):
         for call in (
             lambda root=root: hvd.broadcast(torch.ones(1), root),
@@ -414,7 +414,7 @@ def test_a_root_must_be_a_rank() -> None:
             raises(ValueError, call, "root_rank", f"0..{SIZE - 1}", f"got {root}")
 
 
-def test_nobody_passes_a_barrier_alone() -> None:
+def test_barrier_waits_for_every_rank() -> None:
     if RANK == ODD:
         time.sleep(0.2)
     (FOLDER / f"rank {RANK} is there").touch()
@@ -422,7 +422,7 @@ def test_nobody_passes_a_barrier_alone() -> None:
     assert all((FOLDER / f"rank {rank} is there").exists() for rank in RANKS)
 
 
-def test_the_gradient_of_allreduce_is_reduced_alike() -> None:
+def test_allreduce_gradient_is_reduced_with_the_same_options() -> None:
     total = float(sum(rank + 1 for rank in RANKS))
     for options, factor in (
         ({"op": hvd.Sum}, 1.0),
@@ -441,7 +441,7 @@ def test_the_gradient_of_allreduce_is_reduced_alike() -> None:
             check_close(tensor.grad, expected, options)
 
 
-def test_the_gradient_of_allgather_is_the_average_of_ones_own_rows() -> None:
+def test_allgather_gradient_is_the_average_over_own_rows() -> None:
     rows = RANK + 1
     start, everything = sum(range(rows)), sum(rank + 1 for rank in RANKS)
     tensor = torch.ones(rows, 2, requires_grad=True)
@@ -451,7 +451,7 @@ def test_the_gradient_of_allgather_is_the_average_of_ones_own_rows() -> None:
     check_close(tensor.grad, weights[start : start + rows] * mean)
 
 
-def test_the_gradient_of_broadcast_goes_to_the_root() -> None:
+def test_broadcast_gradient_goes_to_the_root() -> None:
     for root in RANKS:
         tensor = torch.ones(2, requires_grad=True)
         (hvd.broadcast(tensor, root) * (RANK + 1)).sum().backward()
@@ -459,7 +459,7 @@ def test_the_gradient_of_broadcast_goes_to_the_root() -> None:
         check_close(tensor.grad, torch.full((2,), mean if root == RANK else 0.0))
 
 
-def test_a_compression_that_needs_a_residual_is_refused() -> None:
+def test_allreduce_refuses_a_compression_that_needs_a_residual() -> None:
     raises(
         TypeError,
         lambda: hvd.allreduce(torch.ones(2), compression=hvd.Compression.gtopk(0.5)),
@@ -467,7 +467,7 @@ def test_a_compression_that_needs_a_residual_is_refused() -> None:
     )
 
 
-def test_compressed_tensors_are_sent_rounded_and_return_in_their_dtype() -> None:
+def test_fp16_and_bf16_compression_round_and_keep_the_dtype() -> None:
     for compression in (hvd.Compression.fp16, hvd.Compression.bf16):
         for dtype in (torch.float32, torch.float64):
             # Lost in 16 bits, otherwise kept.
@@ -481,7 +481,7 @@ def test_compressed_tensors_are_sent_rounded_and_return_in_their_dtype() -> None
         assert result.tolist() == [2**40 + ODD]
 
 
-def test_bfloat16_goes_beyond_float16_and_travels_in_16_bits_in_every_reduction() -> None:
+def test_bfloat16_sums_beyond_float16_range_in_every_reduction() -> None:
     large = torch.full((3,), 2.0**20)
     for size in (3, 1000):
         tensor = torch.full((SIZE, size), 2.0**20)
@@ -505,7 +505,7 @@ def sides(rest: str, odd: str) -> tuple[str, str]:
     return f"{'rank' if SIZE == 2 else 'ranks'} {others}: {rest}", f"rank {ODD}: {odd}"
 
 
-def test_ranks_that_disagree_all_get_both_sides() -> None:
+def test_operation_signatures_that_differ_are_an_error_quoting_both() -> None:
     if SIZE == 1:
         return
     odd = RANK == ODD
@@ -585,7 +585,7 @@ def test_ranks_that_disagree_all_get_both_sides() -> None:
         assert same_everywhere(text)
 
 
-def test_only_the_operation_in_dispute_fails_and_its_tensor_stays() -> None:
+def test_only_the_disputed_operation_fails_and_keeps_its_tensor() -> None:
     if SIZE == 1:
         return
     before, disputed, after = torch.ones(2), torch.full((2 + (RANK == ODD),), 7.0), torch.ones(2)
@@ -601,7 +601,7 @@ def test_only_the_operation_in_dispute_fails_and_its_tensor_stays() -> None:
     assert hvd.synchronize(handles[1]) is None
 
 
-def test_a_rank_that_goes_alone_does_not_spoil_the_next_world() -> None:
+def test_shutdown_of_one_rank_does_not_spoil_the_next_world() -> None:
     hvd.shutdown()
     check_that_nothing_works()
     hvd.shutdown()  # harmless

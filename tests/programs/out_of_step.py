@@ -70,7 +70,7 @@ def check_equal(model: Branches, expected: Branches) -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_a_slow_rank_and_one_that_keeps_pythons_lock_change_no_bit() -> None:
+def test_slow_rank_and_one_that_keeps_the_gil_change_no_bit() -> None:
     def be_slow(step: int) -> None:
         if step == 2 and RANK == LAST:
             time.sleep(LONG_SECONDS)
@@ -80,7 +80,7 @@ def test_a_slow_rank_and_one_that_keeps_pythons_lock_change_no_bit() -> None:
     check_equal(train(be_slow)[0], train()[0])
 
 
-def test_a_rank_that_is_slow_in_every_step_is_scored() -> None:
+def test_rank_slow_in_every_step_gets_a_low_straggler_score() -> None:
     begin, slow_steps = 4, 22
 
     def be_slow(step: int) -> None:
@@ -93,11 +93,11 @@ def test_a_rank_that_is_slow_in_every_step_is_scored() -> None:
     assert max(scores) == 1
 
 
-def test_hooks_in_another_order_change_no_bit() -> None:
+def test_hook_order_that_differs_between_ranks_changes_no_bit() -> None:
     check_equal(train(right_first=RANK == LAST)[0], train()[0])
 
 
-def test_a_rank_with_a_batch_less_joins_and_the_others_continue() -> None:
+def test_rank_with_fewer_batches_joins_and_the_others_continue() -> None:
     model, shorter = train(batches=5 - (RANK == LAST))[0], train(batches=4)[0]
     if RANK == LAST:
         check_equal(model, shorter)

@@ -60,14 +60,14 @@ def calls_with(process_set: Any) -> list[Callable[[], Any]]:
     ]
 
 
-def test_the_global_set_is_all_ranks() -> None:
+def test_global_process_set_has_all_ranks() -> None:
     everyone = hvd.global_process_set
     assert (everyone.process_set_id, everyone.ranks) == (0, [*RANKS])
     assert (everyone.size(), everyone.rank(), everyone.included()) == (SIZE, RANK, True)
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=everyone).item() == SIZE
 
 
-def test_a_set_that_is_not_registered_cannot_be_used() -> None:
+def test_unregistered_process_set_cannot_be_used() -> None:
     fresh = hvd.ProcessSet([ODD, 0] if SIZE > 1 else [0])
     assert fresh.ranks == sorted({0, ODD})
     assert (fresh.process_set_id, fresh.mpi_comm) == (None, None)
@@ -76,27 +76,27 @@ def test_a_set_that_is_not_registered_cannot_be_used() -> None:
         raises(ValueError, call, "is not registered", "add_process_set")
 
 
-def test_anything_but_a_process_set_is_refused() -> None:
+def test_operations_refuse_anything_but_a_process_set() -> None:
     for wrong in (None, "x", [0]):
         for call in calls_with(wrong):
             raises(TypeError, call, "process_set must be a ProcessSet", repr(wrong))
 
 
-def test_ranks_of_a_set_are_integers() -> None:
+def test_process_set_takes_only_distinct_integer_ranks() -> None:
     assert hvd.ProcessSet(range(SIZE)).ranks == [*RANKS]
     for wrong in (["0"], [0.0], [True], "01", None, 3):
         raises(ValueError, lambda wrong=wrong: hvd.ProcessSet(wrong), "list of process ranks")
     raises(ValueError, lambda: hvd.ProcessSet([0, 0]), "distinct")
 
 
-def test_sets_come_and_go_only_where_they_are_dynamic() -> None:
+def test_process_sets_change_only_if_dynamic() -> None:
     os.environ.pop(DYNAMIC, None)
     raises(ValueError, lambda: hvd.add_process_set([0]), DYNAMIC, "'dynamic'")
     raises(ValueError, lambda: hvd.remove_process_set(hvd.global_process_set), DYNAMIC)
     os.environ[DYNAMIC] = "1"
 
 
-def test_a_set_is_only_once_and_of_ranks_that_there_are() -> None:
+def test_process_set_must_be_new_and_of_existing_ranks() -> None:
     raises(ValueError, lambda: hvd.add_process_set([*reversed(RANKS)]), "already")
     for ranks in ([], [SIZE], [-1, 0]):
         raises(ValueError, lambda ranks=ranks: hvd.add_process_set(ranks), f"0..{SIZE - 1}")
@@ -105,24 +105,27 @@ def test_a_set_is_only_once_and_of_ranks_that_there_are() -> None:
     check_that_the_job_goes_on()
     if SIZE == 1:
         return
-    mine = [0] if RANK == ODD else [ODD]
+    proposed = [0] if RANK == ODD else [ODD]
     raises(
-        hvd.HorovodInternalError, lambda: hvd.add_process_set(mine), f"ranks [{ODD}]", "ranks [0]"
+        hvd.HorovodInternalError,
+        lambda: hvd.add_process_set(proposed),
+        f"ranks [{ODD}]",
+        "ranks [0]",
     )
     check_that_the_job_goes_on()
 
 
-def test_each_set_works_for_itself() -> None:
+def test_process_sets_operate_independently() -> None:
     if SIZE == 1:
         return
     evens, odds = hvd.add_process_set(hvd.ProcessSet(EVENS)), hvd.add_process_set(ODDS)
     assert len({0, evens.process_set_id, odds.process_set_id}) == 3
     raises(ValueError, lambda: hvd.add_process_set(EVENS[::-1]), "already")
-    mine, other = (odds, evens) if RANK % 2 else (evens, odds)
-    ranks = mine.ranks
+    own_set, other = (odds, evens) if RANK % 2 else (evens, odds)
+    ranks = own_set.ranks
     assert ranks == (ODDS if RANK % 2 else EVENS)
     place, members = ranks.index(RANK), len(ranks)
-    assert (mine.size(), mine.rank(), mine.included()) == (members, place, True)
+    assert (own_set.size(), own_set.rank(), own_set.included()) == (members, place, True)
     assert (other.size(), other.included()) == (SIZE - members, False)
     raises(ValueError, other.rank, f"rank {RANK} is not in", str(other.ranks))
     for call in calls_with(other):
@@ -130,11 +133,11 @@ def test_each_set_works_for_itself() -> None:
     for _ in range(1 + 3 * (RANK % 2)):  # the odd ranks do more
         tensor = torch.full((2,), RANK + 1.0)
         total = sum(rank + 1.0 for rank in ranks)
-        assert hvd.allreduce(tensor, op=hvd.Sum, process_set=mine).tolist() == [total] * 2
-        assert hvd.allreduce(tensor, process_set=mine).tolist() == [total / members] * 2
-        hvd.barrier(process_set=mine)
+        assert hvd.allreduce(tensor, op=hvd.Sum, process_set=own_set).tolist() == [total] * 2
+        assert hvd.allreduce(tensor, process_set=own_set).tolist() == [total / members] * 2
+        hvd.barrier(process_set=own_set)
     check_that_the_job_goes_on()
-    exercise(mine, ranks)
+    exercise(own_set, ranks)
     check_that_the_job_goes_on()
     text = f"process_set_id={evens.process_set_id}, ranks={EVENS}"
     assert text in str(evens)
@@ -142,50 +145,53 @@ def test_each_set_works_for_itself() -> None:
         assert hvd.remove_process_set(process_set) is True
         assert process_set.process_set_id is None
         assert hvd.remove_process_set(process_set) is False
-    raises(ValueError, lambda: hvd.allreduce(torch.ones(1), process_set=mine), "not registered")
+    raises(ValueError, lambda: hvd.allreduce(torch.ones(1), process_set=own_set), "not registered")
     check_that_the_job_goes_on()
 
 
-def exercise(mine: Any, ranks: list[int]) -> None:
-    """Check that every kind of operation is of the set's ranks alone."""
+def exercise(own_set: Any, ranks: list[int]) -> None:
+    """Check that every kind of operation involves the set's ranks only."""
     own = torch.full((1, 2), float(RANK), requires_grad=True)
-    gathered = hvd.allgather(own, process_set=mine)
+    gathered = hvd.allgather(own, process_set=own_set)
     assert gathered[:, 0].tolist() == ranks
     (gathered * (RANK + 1)).sum().backward()
     mean = sum(rank + 1.0 for rank in ranks) / len(ranks)
     check_close(own.grad, torch.full((1, 2), mean))
     root = ranks[-1]  # a rank of the world
     tensor = torch.full((2,), float(RANK))
-    assert hvd.broadcast(tensor, root, process_set=mine).tolist() == [root] * 2
-    assert hvd.broadcast_(tensor, root, process_set=mine).tolist() == [root] * 2
+    assert hvd.broadcast(tensor, root, process_set=own_set).tolist() == [root] * 2
+    assert hvd.broadcast_(tensor, root, process_set=own_set).tolist() == [root] * 2
     outsider = next(rank for rank in RANKS if rank not in ranks)
-    call = lambda: hvd.broadcast(tensor, outsider, process_set=mine)  # noqa: E731
+    call = lambda: hvd.broadcast(tensor, outsider, process_set=own_set)  # noqa: E731
     raises(ValueError, call, f"got {outsider}")
-    assert hvd.broadcast_object(f"from {RANK}", root, process_set=mine) == f"from {root}"
-    dealt = hvd.alltoall(torch.tensor([100 * RANK + to for to in ranks]), process_set=mine)
+    assert hvd.broadcast_object(f"from {RANK}", root, process_set=own_set) == f"from {root}"
+    dealt = hvd.alltoall(torch.tensor([100 * RANK + to for to in ranks]), process_set=own_set)
     assert dealt.tolist() == [100 * rank + RANK for rank in ranks]
     rows = torch.arange(len(ranks)) * (RANK + 1)
-    part = hvd.reducescatter(rows, op=hvd.Sum, process_set=mine)
+    part = hvd.reducescatter(rows, op=hvd.Sum, process_set=own_set)
     assert part.tolist() == [ranks.index(RANK) * sum(rank + 1 for rank in ranks)]
-    one, two = hvd.grouped_allreduce([torch.ones(1), torch.ones(2)], process_set=mine, op=hvd.Sum)
+    one, two = hvd.grouped_allreduce(
+        [torch.ones(1), torch.ones(2)], process_set=own_set, op=hvd.Sum
+    )
     assert (one.tolist(), two.tolist()) == ([len(ranks)], [len(ranks)] * 2)
     nan = torch.tensor([torch.nan if root == RANK else 0.0])
-    assert hvd.allreduce(nan, op=hvd.Max, process_set=mine).isnan().all()
+    assert hvd.allreduce(nan, op=hvd.Max, process_set=own_set).isnan().all()
     sparse = torch.eye(SIZE)[RANK].to_sparse()
-    total = hvd.sparse_allreduce_async(sparse, "eye", hvd.Average, mine)().to_dense()
+    total = hvd.sparse_allreduce_async(sparse, "eye", hvd.Average, own_set)().to_dense()
     assert total.tolist() == [(rank in ranks) / len(ranks) for rank in RANKS]
-    assert hvd.synchronize(hvd.allgather_async(torch.ones(1), process_set=mine)).sum() == len(ranks)
+    ones = hvd.synchronize(hvd.allgather_async(torch.ones(1), process_set=own_set))
+    assert ones.sum() == len(ranks)
     if len(ranks) > 1:
         shape = (3,) if ranks[0] == RANK else (4,)
         raises(
             hvd.HorovodInternalError,
-            lambda: hvd.allreduce(torch.ones(shape), name="x", process_set=mine),
+            lambda: hvd.allreduce(torch.ones(shape), name="x", process_set=own_set),
             f"rank {ranks[0]}: torch.float32 [3]",
             "torch.float32 [4]",
         )
 
 
-def test_calls_right_after_each_other_cost_a_set_a_cycle_or_two_each() -> None:
+def test_consecutive_calls_of_a_process_set_cost_a_cycle_or_two_each() -> None:
     """This holds for all of them: sets come and go, and no call waits for an idle rank's poll."""
     if SIZE == 1:
         return
@@ -198,27 +204,27 @@ def test_calls_right_after_each_other_cost_a_set_a_cycle_or_two_each() -> None:
             (lambda own, **o: hvd.grouped_reducescatter([own] * 5, **o)[-1], True),
         ):
             evens, odds = hvd.add_process_set(EVENS), hvd.add_process_set(ODDS)
-            mine = odds if RANK % 2 else evens
-            members, begun, calls = len(mine.ranks), mine.engine.cycles, 0
+            own_set = odds if RANK % 2 else evens
+            members, begun, calls = len(own_set.ranks), own_set.engine.cycles, 0
             for dtype, dimensions in itertools.product(dtypes, (1, 2, 3)):
                 own = torch.ones([4 * members] * dimensions, dtype=dtype)
-                result = reduce(own, op=hvd.Sum, process_set=mine)
+                result = reduce(own, op=hvd.Sum, process_set=own_set)
                 expected = own[: 4 if gathers else None] * members
                 assert torch.equal(result, expected), (dtype, dimensions)
                 calls += 1
                 if dtype.is_floating_point:
                     own.requires_grad_()
-                    reduce(own, op=hvd.Sum, process_set=mine).sum().backward()
+                    reduce(own, op=hvd.Sum, process_set=own_set).sum().backward()
                     check_close(own.grad, torch.full_like(own, members))
                     calls += 2
             # If a rank joins a cycle late, the others wait in that cycle, or in one more.
-            assert mine.engine.cycles - begun <= 2 * calls
+            assert own_set.engine.cycles - begun <= 2 * calls
             for process_set in (odds, evens):
                 assert hvd.remove_process_set(process_set)
     check_that_the_job_goes_on()
 
 
-def test_a_set_waits_for_none_but_its_own_ranks() -> None:
+def test_process_set_waits_only_for_its_own_ranks() -> None:
     """Rank 0 is late in the world while the others continue in their set."""
     if SIZE < 3:
         return
@@ -241,7 +247,7 @@ def test_a_set_waits_for_none_but_its_own_ranks() -> None:
     assert hvd.remove_process_set(others)
 
 
-def test_a_joined_rank_adds_nothing_until_all_have_joined() -> None:
+def test_joined_rank_contributes_zeros_until_all_have_joined() -> None:
     steps = 1 + 2 * RANK  # the last rank has the most
     for step in range(steps):
         there = sum(1 for rank in RANKS if step < 1 + 2 * rank)
@@ -269,7 +275,7 @@ def test_a_joined_rank_adds_nothing_until_all_have_joined() -> None:
 # ---- other worlds
 
 
-def test_sets_can_be_made_with_the_world() -> None:
+def test_process_sets_can_be_passed_to_init() -> None:
     hvd.shutdown()
     os.environ.pop(DYNAMIC, None)
     stale = hvd.ProcessSet([0])
@@ -285,8 +291,8 @@ def test_sets_can_be_made_with_the_world() -> None:
     sets = [first] if SIZE == 1 else [first, hvd.ProcessSet(range(1, SIZE))]
     hvd.init(process_sets=[] if SIZE == 1 else sets)
     if SIZE > 1:
-        mine = sets[RANK > 0]
-        total = hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=mine).item()
+        own_set = sets[RANK > 0]
+        total = hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=own_set).item()
         assert total == (SIZE - 1 if RANK else 1)
         raises(ValueError, lambda: hvd.add_process_set([0, 1]), DYNAMIC)
     hvd.shutdown()
@@ -302,22 +308,22 @@ def test_sets_can_be_made_with_the_world() -> None:
     check_that_the_job_goes_on()  # ranks can leave the world although sets still exist
 
 
-def test_a_communicators_set_is_that_of_ones_own_part() -> None:
+def test_process_set_of_a_communicator_has_its_ranks() -> None:
     if not hvd.mpi_enabled() or SIZE == 1:
         return
     from mpi4py import MPI
 
     hvd.shutdown()
     part = MPI.COMM_WORLD.Split(RANK % 2, RANK)
-    mine = hvd.ProcessSet(part)
-    assert (mine.ranks, mine.mpi_comm) == (None, part)
-    hvd.init(MPI.COMM_WORLD, process_sets=[mine])
-    assert mine.ranks == (ODDS if RANK % 2 else EVENS)
-    assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=mine).item() == part.size
+    own_set = hvd.ProcessSet(part)
+    assert (own_set.ranks, own_set.mpi_comm) == (None, part)
+    hvd.init(MPI.COMM_WORLD, process_sets=[own_set])
+    assert own_set.ranks == (ODDS if RANK % 2 else EVENS)
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=own_set).item() == part.size
     check_that_the_job_goes_on()
 
 
-def test_some_of_the_ranks_can_be_a_world() -> None:
+def test_some_ranks_can_form_a_world() -> None:
     part = []
     if hvd.mpi_enabled():
         from mpi4py import MPI
@@ -328,11 +334,11 @@ def test_some_of_the_ranks_can_be_a_world() -> None:
         for ranks in ([0, SIZE], [0, 0], [-1]):
             raises(ValueError, lambda ranks=ranks: hvd.init(ranks), f"0..{ODD}")
         raises(ValueError, lambda: hvd.init([0] if RANK else [ODD]), f"lacks rank {RANK}")
-    mine = ODDS if RANK % 2 else EVENS
-    for world in [mine, *part]:
+    own_ranks = ODDS if RANK % 2 else EVENS
+    for world in [own_ranks, *part]:
         hvd.init(world)
-        assert (hvd.rank(), hvd.size()) == (mine.index(RANK), len(mine))
-        assert hvd.allgather(torch.tensor([RANK])).tolist() == mine
+        assert (hvd.rank(), hvd.size()) == (own_ranks.index(RANK), len(own_ranks))
+        assert hvd.allgather(torch.tensor([RANK])).tolist() == own_ranks
         hvd.shutdown()
     hvd.init()
     assert (hvd.rank(), hvd.size()) == (RANK, SIZE)

@@ -132,7 +132,7 @@ for word in ("compression", "elastic", "functions", "mpi_ops", "optimizer"):
 # ---- allreduce
 
 
-def mine(dtype: torch.dtype = torch.float32, *shape: int) -> torch.Tensor:
+def own(dtype: torch.dtype = torch.float32, *shape: int) -> torch.Tensor:
     """Return this rank's integers, exact in every dtype."""
     shape = shape or (2, 3)
     flat = torch.arange(int(torch.tensor(shape).prod())) * (RANK + 1) + RANK + 1
@@ -144,13 +144,13 @@ for dtype in (*WHOLE, *REAL, torch.bfloat16, torch.bool):
     for word in REDUCTIONS:
         call(
             f"allreduce {short} {word}",
-            lambda dtype=dtype, word=word: hvd.allreduce(mine(dtype), op=getattr(hvd, word)),
+            lambda dtype=dtype, word=word: hvd.allreduce(own(dtype), op=getattr(hvd, word)),
         )
-    call(f"allreduce {short} by default", lambda dtype=dtype: hvd.allreduce(mine(dtype)))
-    call(f"allgather {short}", lambda dtype=dtype: hvd.allgather(mine(dtype)))
-    call(f"broadcast {short}", lambda dtype=dtype: hvd.broadcast(mine(dtype), ODD))
-    call(f"alltoall {short}", lambda dtype=dtype: hvd.alltoall(mine(dtype, 2 * SIZE)))
-    call(f"reducescatter {short}", lambda dtype=dtype: hvd.reducescatter(mine(dtype), op=hvd.Sum))
+    call(f"allreduce {short} by default", lambda dtype=dtype: hvd.allreduce(own(dtype)))
+    call(f"allgather {short}", lambda dtype=dtype: hvd.allgather(own(dtype)))
+    call(f"broadcast {short}", lambda dtype=dtype: hvd.broadcast(own(dtype), ODD))
+    call(f"alltoall {short}", lambda dtype=dtype: hvd.alltoall(own(dtype, 2 * SIZE)))
+    call(f"reducescatter {short}", lambda dtype=dtype: hvd.reducescatter(own(dtype), op=hvd.Sum))
 
 EVEN = torch.tensor([2.0, 4.0])
 view = torch.zeros(4)
@@ -168,12 +168,12 @@ def handle_of(handle: Any) -> Any:
 
 calls(
     allreduce_negative_whole_average=lambda: hvd.allreduce(torch.tensor([-3, 3]) * (RANK + 1)),
-    allreduce_average_true=lambda: hvd.allreduce(mine(), average=True),
-    allreduce_average_false=lambda: hvd.allreduce(mine(), average=False),
-    allreduce_positional_average=lambda: hvd.allreduce(mine(), False),
-    allreduce_a_name_in_place_of_average=lambda: hvd.allreduce(mine(), "name"),
-    allreduce_op_and_average=lambda: hvd.allreduce(mine(), average=True, op=hvd.Sum),
-    allreduce_unknown_op=lambda: hvd.allreduce(mine(), op=17),
+    allreduce_average_true=lambda: hvd.allreduce(own(), average=True),
+    allreduce_average_false=lambda: hvd.allreduce(own(), average=False),
+    allreduce_positional_average=lambda: hvd.allreduce(own(), False),
+    allreduce_a_name_in_place_of_average=lambda: hvd.allreduce(own(), "name"),
+    allreduce_op_and_average=lambda: hvd.allreduce(own(), average=True, op=hvd.Sum),
+    allreduce_unknown_op=lambda: hvd.allreduce(own(), op=17),
     allreduce_prescale=lambda: hvd.allreduce(EVEN, op=hvd.Sum, prescale_factor=0.5),
     allreduce_postscale=lambda: hvd.allreduce(EVEN, op=hvd.Sum, postscale_factor=4),
     allreduce_average_postscale=lambda: hvd.allreduce(EVEN, postscale_factor=4),
@@ -187,31 +187,31 @@ calls(
     allreduce_scalar=lambda: hvd.allreduce(torch.tensor(RANK + 1.0)),
     allreduce_nothing=lambda: hvd.allreduce(torch.empty(0)),
     allreduce_no_tensor=lambda: hvd.allreduce([1.0, 2.0]),
-    allreduce_strided=lambda: hvd.allreduce(mine(torch.float32, 3, 2).t()),
-    allreduce_fp16=lambda: hvd.allreduce(mine(), compression=hvd.Compression.fp16),
-    allreduce_keeps_its_input=lambda: (lambda t: (hvd.allreduce(t), t))(mine()),
-    allreduce_in_place=lambda: in_place(hvd.allreduce_, mine()),
+    allreduce_strided=lambda: hvd.allreduce(own(torch.float32, 3, 2).t()),
+    allreduce_fp16=lambda: hvd.allreduce(own(), compression=hvd.Compression.fp16),
+    allreduce_keeps_its_input=lambda: (lambda t: (hvd.allreduce(t), t))(own()),
+    allreduce_in_place=lambda: in_place(hvd.allreduce_, own()),
     allreduce_in_place_of_a_view=lambda: (in_place(hvd.allreduce_, view[1:3].fill_(RANK)), view),
-    allreduce_in_place_strided=lambda: hvd.allreduce_(mine(torch.float32, 3, 2).t()),
-    allreduce_in_place_of_a_leaf=lambda: hvd.allreduce_(mine().requires_grad_()),
-    allreduce_in_place_of_a_parameter=lambda: hvd.allreduce_(torch.nn.Parameter(mine())),
-    allreduce_async=lambda: handle_of(hvd.allreduce_async(mine())),
-    allreduce_async_in_place=lambda: handle_of(hvd.allreduce_async_(mine())),
-    allreduce_async_of_bool=lambda: hvd.synchronize(hvd.allreduce_async(mine() > 2)),
-    grouped_allreduce=lambda: hvd.grouped_allreduce([mine(), mine(torch.float64, 2)]),
-    grouped_allreduce_of_a_tuple=lambda: hvd.grouped_allreduce((mine(), EVEN)),
+    allreduce_in_place_strided=lambda: hvd.allreduce_(own(torch.float32, 3, 2).t()),
+    allreduce_in_place_of_a_leaf=lambda: hvd.allreduce_(own().requires_grad_()),
+    allreduce_in_place_of_a_parameter=lambda: hvd.allreduce_(torch.nn.Parameter(own())),
+    allreduce_async=lambda: handle_of(hvd.allreduce_async(own())),
+    allreduce_async_in_place=lambda: handle_of(hvd.allreduce_async_(own())),
+    allreduce_async_of_bool=lambda: hvd.synchronize(hvd.allreduce_async(own() > 2)),
+    grouped_allreduce=lambda: hvd.grouped_allreduce([own(), own(torch.float64, 2)]),
+    grouped_allreduce_of_a_tuple=lambda: hvd.grouped_allreduce((own(), EVEN)),
     grouped_allreduce_of_nothing=lambda: hvd.grouped_allreduce([]),
-    grouped_allreduce_of_two_dtypes=lambda: hvd.grouped_allreduce([mine(), mine(torch.int32)]),
-    grouped_allreduce_in_place=lambda: in_place(hvd.grouped_allreduce_, [mine(), mine()]),
-    grouped_allreduce_async=lambda: handle_of(hvd.grouped_allreduce_async([mine(), EVEN])),
+    grouped_allreduce_of_two_dtypes=lambda: hvd.grouped_allreduce([own(), own(torch.int32)]),
+    grouped_allreduce_in_place=lambda: in_place(hvd.grouped_allreduce_, [own(), own()]),
+    grouped_allreduce_async=lambda: handle_of(hvd.grouped_allreduce_async([own(), EVEN])),
     grouped_allreduce_async_in_place=lambda: handle_of(
-        hvd.grouped_allreduce_async_([mine(), mine()])
+        hvd.grouped_allreduce_async_([own(), own()])
     ),
     grouped_allreduce_op_and_average=lambda: hvd.grouped_allreduce(
-        [mine()], average=True, op=hvd.Sum
+        [own()], average=True, op=hvd.Sum
     ),
     grouped_allreduce_fp16=lambda: hvd.grouped_allreduce(
-        [mine(), EVEN], compression=hvd.Compression.fp16
+        [own(), EVEN], compression=hvd.Compression.fp16
     ),
     adasum_of_equals=lambda: hvd.allreduce(torch.ones(4), op=hvd.Adasum),
     adasum_of_strangers=lambda: hvd.allreduce(torch.eye(SIZE)[RANK], op=hvd.Adasum),
@@ -233,7 +233,7 @@ calls(
     sparse_allreduce_average=lambda: sparse_result(hvd.Average),
     sparse_allreduce_sum=lambda: sparse_result(hvd.Sum),
     sparse_allreduce_max=lambda: sparse_result(hvd.Max),
-    sparse_allreduce_of_dense=lambda: hvd.sparse_allreduce_async(mine(), "dense", hvd.Sum)(),
+    sparse_allreduce_of_dense=lambda: hvd.sparse_allreduce_async(own(), "dense", hvd.Sum)(),
     allreduce_of_sparse=lambda: hvd.allreduce(sparse([0], 1.0)),
 )
 
@@ -245,20 +245,20 @@ calls(
     allgather_nothing_from_one=lambda: hvd.allgather(torch.full((RANK, 2), float(RANK))),
     allgather_nothing=lambda: hvd.allgather(torch.empty(0, 2)),
     allgather_scalar=lambda: hvd.allgather(torch.tensor(1.0)),
-    allgather_strided=lambda: hvd.allgather(mine(torch.float32, 3, 2).t()),
+    allgather_strided=lambda: hvd.allgather(own(torch.float32, 3, 2).t()),
     allgather_async=lambda: handle_of(hvd.allgather_async(RAGGED)),
-    grouped_allgather=lambda: hvd.grouped_allgather([RAGGED, mine()]),
-    grouped_allgather_async=lambda: handle_of(hvd.grouped_allgather_async([RAGGED, mine()])),
-    broadcast=lambda: hvd.broadcast(mine(), 0),
-    broadcast_keeps_its_input=lambda: (lambda t: (hvd.broadcast(t, 0), t))(mine()),
+    grouped_allgather=lambda: hvd.grouped_allgather([RAGGED, own()]),
+    grouped_allgather_async=lambda: handle_of(hvd.grouped_allgather_async([RAGGED, own()])),
+    broadcast=lambda: hvd.broadcast(own(), 0),
+    broadcast_keeps_its_input=lambda: (lambda t: (hvd.broadcast(t, 0), t))(own()),
     broadcast_scalar=lambda: hvd.broadcast(torch.tensor(RANK), ODD),
-    broadcast_in_place=lambda: in_place(hvd.broadcast_, mine(), 0),
-    broadcast_in_place_of_a_leaf=lambda: hvd.broadcast_(mine().requires_grad_(), 0),
-    broadcast_async=lambda: handle_of(hvd.broadcast_async(mine(), 0)),
-    broadcast_async_in_place=lambda: handle_of(hvd.broadcast_async_(mine(), 0)),
-    broadcast_of_no_rank=lambda: hvd.broadcast(mine(), SIZE),
-    broadcast_of_a_negative_rank=lambda: hvd.broadcast(mine(), -1),
-    alltoall=lambda: hvd.alltoall(mine(torch.float32, 2 * SIZE)),
+    broadcast_in_place=lambda: in_place(hvd.broadcast_, own(), 0),
+    broadcast_in_place_of_a_leaf=lambda: hvd.broadcast_(own().requires_grad_(), 0),
+    broadcast_async=lambda: handle_of(hvd.broadcast_async(own(), 0)),
+    broadcast_async_in_place=lambda: handle_of(hvd.broadcast_async_(own(), 0)),
+    broadcast_of_no_rank=lambda: hvd.broadcast(own(), SIZE),
+    broadcast_of_a_negative_rank=lambda: hvd.broadcast(own(), -1),
+    alltoall=lambda: hvd.alltoall(own(torch.float32, 2 * SIZE)),
     alltoall_splits=lambda: hvd.alltoall(
         torch.arange(2.0 * SIZE), splits=torch.tensor([2] * SIZE, dtype=torch.int32)
     ),
@@ -273,23 +273,23 @@ calls(
     alltoall_splits_int64=lambda: hvd.alltoall(
         torch.ones(SIZE), splits=torch.ones(SIZE, dtype=torch.int64)
     ),
-    alltoall_async=lambda: handle_of(hvd.alltoall_async(mine(torch.float32, 2 * SIZE))),
+    alltoall_async=lambda: handle_of(hvd.alltoall_async(own(torch.float32, 2 * SIZE))),
     alltoall_async_splits=lambda: handle_of(hvd.alltoall_async(torch.ones(SIZE), [1] * SIZE)),
-    reducescatter=lambda: hvd.reducescatter(mine(torch.float32, 2 * SIZE, 2)),
-    reducescatter_uneven=lambda: hvd.reducescatter(mine(torch.float32, 2 * SIZE + 1), op=hvd.Sum),
-    reducescatter_fewer_rows=lambda: hvd.reducescatter(mine(torch.float32, 1), op=hvd.Sum),
+    reducescatter=lambda: hvd.reducescatter(own(torch.float32, 2 * SIZE, 2)),
+    reducescatter_uneven=lambda: hvd.reducescatter(own(torch.float32, 2 * SIZE + 1), op=hvd.Sum),
+    reducescatter_fewer_rows=lambda: hvd.reducescatter(own(torch.float32, 1), op=hvd.Sum),
     reducescatter_positional=lambda: hvd.reducescatter(
-        mine(), "a name", hvd.Compression.fp16, hvd.Sum
+        own(), "a name", hvd.Compression.fp16, hvd.Sum
     ),
     reducescatter_scaled=lambda: hvd.reducescatter(
-        mine(), op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0
+        own(), op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0
     ),
-    reducescatter_min=lambda: hvd.reducescatter(mine(), op=hvd.Min),
-    reducescatter_adasum=lambda: hvd.reducescatter(mine(), op=hvd.Adasum),
+    reducescatter_min=lambda: hvd.reducescatter(own(), op=hvd.Min),
+    reducescatter_adasum=lambda: hvd.reducescatter(own(), op=hvd.Adasum),
     reducescatter_scalar=lambda: hvd.reducescatter(torch.tensor(1.0)),
-    reducescatter_async=lambda: handle_of(hvd.reducescatter_async(mine(), "async", hvd.Sum)),
-    grouped_reducescatter=lambda: hvd.grouped_reducescatter([mine(), mine()], op=hvd.Sum),
-    grouped_reducescatter_async=lambda: handle_of(hvd.grouped_reducescatter_async([mine(), EVEN])),
+    reducescatter_async=lambda: handle_of(hvd.reducescatter_async(own(), "async", hvd.Sum)),
+    grouped_reducescatter=lambda: hvd.grouped_reducescatter([own(), own()], op=hvd.Sum),
+    grouped_reducescatter_async=lambda: handle_of(hvd.grouped_reducescatter_async([own(), EVEN])),
 )
 
 # ---- autograd
@@ -309,32 +309,32 @@ def gradient(function: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> A
 
 
 calls(
-    gradient_of_allreduce=lambda: gradient(hvd.allreduce, mine()),
-    gradient_of_allreduce_sum=lambda: gradient(lambda t: hvd.allreduce(t, op=hvd.Sum), mine()),
+    gradient_of_allreduce=lambda: gradient(hvd.allreduce, own()),
+    gradient_of_allreduce_sum=lambda: gradient(lambda t: hvd.allreduce(t, op=hvd.Sum), own()),
     gradient_of_allreduce_scaled=lambda: gradient(
-        lambda t: hvd.allreduce(t, op=hvd.Sum, prescale_factor=2.0, postscale_factor=4.0), mine()
+        lambda t: hvd.allreduce(t, op=hvd.Sum, prescale_factor=2.0, postscale_factor=4.0), own()
     ),
-    gradient_of_allreduce_min=lambda: gradient(lambda t: hvd.allreduce(t, op=hvd.Min), mine()),
+    gradient_of_allreduce_min=lambda: gradient(lambda t: hvd.allreduce(t, op=hvd.Min), own()),
     gradient_of_grouped_allreduce=lambda: gradient(
-        lambda t: hvd.grouped_allreduce([t, 2 * t]), mine()
+        lambda t: hvd.grouped_allreduce([t, 2 * t]), own()
     ),
     gradient_of_allgather=lambda: gradient(hvd.allgather, RAGGED),
     gradient_of_grouped_allgather=lambda: gradient(
         lambda t: hvd.grouped_allgather([t, 2 * t]), RAGGED
     ),
-    gradient_of_broadcast=lambda: gradient(lambda t: hvd.broadcast(t, 0), mine()),
-    gradient_of_alltoall=lambda: gradient(hvd.alltoall, mine(torch.float32, 2 * SIZE)),
+    gradient_of_broadcast=lambda: gradient(lambda t: hvd.broadcast(t, 0), own()),
+    gradient_of_alltoall=lambda: gradient(hvd.alltoall, own(torch.float32, 2 * SIZE)),
     gradient_of_alltoall_splits=lambda: gradient(
         lambda t: hvd.alltoall(t, splits=[RANK + 1] * SIZE), torch.ones(SIZE * (RANK + 1))
     ),
     gradient_of_reducescatter=lambda: gradient(
-        lambda t: hvd.reducescatter(t), mine(torch.float32, 2 * SIZE)
+        lambda t: hvd.reducescatter(t), own(torch.float32, 2 * SIZE)
     ),
     gradient_of_reducescatter_sum=lambda: gradient(
-        lambda t: hvd.reducescatter(t, op=hvd.Sum), mine(torch.float32, 2 * SIZE)
+        lambda t: hvd.reducescatter(t, op=hvd.Sum), own(torch.float32, 2 * SIZE)
     ),
     gradient_of_grouped_reducescatter=lambda: gradient(
-        lambda t: hvd.grouped_reducescatter([t, 2 * t], op=hvd.Sum), mine(torch.float32, 2 * SIZE)
+        lambda t: hvd.grouped_reducescatter([t, 2 * t], op=hvd.Sum), own(torch.float32, 2 * SIZE)
     ),
 )
 
@@ -342,7 +342,7 @@ calls(
 
 
 def twice() -> Any:
-    handle = hvd.allreduce_async(mine())
+    handle = hvd.allreduce_async(own())
     return type(hvd.synchronize(handle)).__name__, hvd.synchronize(handle)
 
 
@@ -356,7 +356,7 @@ def other_order() -> Any:
 
 
 def poll_until_done() -> Any:
-    handle = hvd.allreduce_async(mine())
+    handle = hvd.allreduce_async(own())
     while not hvd.poll(handle):
         pass
     return type(hvd.poll(handle)).__name__, hvd.synchronize(handle)
@@ -662,7 +662,7 @@ calls(
     optimizer_adasum_skip_synchronize=lambda: (
         distributed(linear(), op=hvd.Adasum).skip_synchronize().__enter__()
     ),
-    allreduce_after_optimizers=lambda: hvd.allreduce(mine()),
+    allreduce_after_optimizers=lambda: hvd.allreduce(own()),
 )
 
 
@@ -726,14 +726,14 @@ calls(
 
 
 def same_name_twice() -> Any:
-    first = hvd.allreduce_async(mine(), name="twin") if RANK != ODD else None
+    first = hvd.allreduce_async(own(), name="twin") if RANK != ODD else None
     try:
-        second = hvd.allreduce_async(mine(), name="twin") if RANK != ODD else None
+        second = hvd.allreduce_async(own(), name="twin") if RANK != ODD else None
         refused = None
     except ValueError as error:
         second, refused = None, type(error).__name__
     hvd.barrier()  # while it is pending
-    first = first or hvd.allreduce_async(mine(), name="twin")
+    first = first or hvd.allreduce_async(own(), name="twin")
     del second
     return hvd.synchronize(first), refused if RANK != ODD else "ValueError"
 
@@ -750,9 +750,9 @@ def dynamic_set() -> Any:
     return_values += [alone.size()]
     if alone.included():
         return_values.append(alone.rank())
-        return_values.append(hvd.allreduce(mine(), name="a", op=hvd.Sum, process_set=alone))
-        return_values.append(hvd.broadcast(mine(), ODD, process_set=alone))
-        return_values.append(hvd.allgather(mine(), process_set=alone))
+        return_values.append(hvd.allreduce(own(), name="a", op=hvd.Sum, process_set=alone))
+        return_values.append(hvd.broadcast(own(), ODD, process_set=alone))
+        return_values.append(hvd.allgather(own(), process_set=alone))
         return_values.append(hvd.barrier(process_set=alone))
     return_values.append(hvd.remove_process_set(alone))
     return [*return_values, alone.process_set_id, alone.ranks, alone.size(), alone.included()]
@@ -805,7 +805,7 @@ calls(
     the_global_set_again=lambda: hvd.add_process_set(range(SIZE)),
     remove_the_global_set=lambda: hvd.remove_process_set(hvd.global_process_set),
     remove_an_unregistered_set=lambda: hvd.remove_process_set(hvd.ProcessSet([0])),
-    allreduce_after_process_sets=lambda: hvd.allreduce(mine(), name="after sets"),
+    allreduce_after_process_sets=lambda: hvd.allreduce(own(), name="after sets"),
 )
 
 
@@ -835,7 +835,7 @@ def joins_early() -> Any:
 calls(
     barrier=lambda: hvd.barrier(),
     join=joins_early,
-    allreduce_after_join=lambda: hvd.allreduce(mine(), name="after join"),
+    allreduce_after_join=lambda: hvd.allreduce(own(), name="after join"),
 )
 
 

@@ -40,42 +40,44 @@ SPARSE = ("balanced", "abs", "adaptive-sgd-gtopk")
 DENSE = ("equal-dense", "elastic")
 
 
-def of_both(mode: str, setting: Setting = SETTING) -> tuple[Record, Record] | None:
-    """Return, on rank 0, the records of the processes, and those of one process's threads."""
+def records_of_processes_and_threads(
+    mode: str, setting: Setting = SETTING
+) -> tuple[Record, Record] | None:
+    """Return, on rank 0, the records of a run on processes and of one on threads."""
     record = SIMULATED[mode](replace(setting, processes=PROCESSES))
     return (record, SIMULATED[mode](setting)) if hvd.rank() == 0 else None
 
 
-def test_gtopk_is_the_same_as_in_one_process_to_the_bit() -> None:
+def test_simulated_gtopk_over_processes_is_bit_identical_to_threads() -> None:
     for mode in SPARSE:
-        if records := of_both(mode):
+        if records := records_of_processes_and_threads(mode):
             assert records[0] == records[1], mode
 
 
-def test_one_shared_model_is_the_same_to_the_bit() -> None:
+def test_simulated_shared_model_over_processes_is_bit_identical_to_threads() -> None:
     # Only slow ranks: the first of them evaluates, and is not rank 0.
     for mode in ("adaptive-hogbatch", "slow-only"):
-        if records := of_both(mode):
+        if records := records_of_processes_and_threads(mode):
             assert records[0] == records[1], mode
 
 
-def test_dense_training_is_the_same_but_for_the_order_in_which_mpi_adds() -> None:
+def test_simulated_dense_training_differs_only_by_mpis_order_of_sums() -> None:
     for mode in DENSE:
-        if records := of_both(mode):
+        if records := records_of_processes_and_threads(mode):
             processes, threads = (replace(record, accuracy=[], loss=[]) for record in records)
             assert processes == threads, mode
             reached = [[accuracy for _, accuracy in record.accuracy] for record in records]
             assert reached[0] == pytest.approx(reached[1], abs=0.01), mode
 
 
-def test_ranks_that_outlive_rank_0_report_to_it() -> None:
+def test_simulated_death_of_rank_0_is_still_recorded() -> None:
     setting = replace(SETTING, cluster=replace(SETTING.cluster, deaths=[Death(0, 0.8)]))
-    if records := of_both("adaptive-sgd-gtopk", setting):
+    if records := records_of_processes_and_threads("adaptive-sgd-gtopk", setting):
         assert [size > 0 for size in records[0].sizes[-1][1]] == [False, True, True]
         assert records[0] == records[1]
 
 
-def test_another_number_of_ranks_is_refused_on_all_of_them_and_printed_once() -> None:
+def test_wrong_number_of_processes_is_refused_and_printed_once() -> None:
     with contextlib.redirect_stderr(io.StringIO()) as errors:
         assert main(["--speeds", "400:100"]) == 2
     expected = (
@@ -85,13 +87,13 @@ def test_another_number_of_ranks_is_refused_on_all_of_them_and_printed_once() ->
     assert errors.getvalue() == (expected if hvd.rank() == 0 else "")
 
 
-def test_a_file_that_cannot_be_written_is_an_error_on_all_ranks() -> None:
+def test_unwritable_json_file_is_an_error_on_all_ranks() -> None:
     with contextlib.redirect_stderr(io.StringIO()) as said:
         assert main(["--speeds", "400:100:100", "--json", "/dev/null/x"]) == 2
     assert ("/dev/null/x cannot be written" in said.getvalue()) == (hvd.rank() == 0)
 
 
-def test_rank_0_prints_for_all() -> None:
+def test_only_rank_0_prints_the_simulation() -> None:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         words = "--speeds 400:100:100 --epochs 1 --batch 480 --modes abs"
         assert main(words.split()) == 0

@@ -292,7 +292,7 @@ def test_unequal_sparse_dimensions_raise_and_name_the_ranks(threads):
                 F.embedding(torch.tensor([1]), parameter, sparse=True).sum().backward()
             with pytest.raises(
                 HorovodInternalError,
-                match="1 sparse dimensions on rank 0, 2 sparse dimensions on rank 1; use the same number",
+                match="1 sparse dimensions on rank 0, 2 sparse dimensions on rank 1; use the same ",
             ):
                 optimizer.step()
 

@@ -14,7 +14,7 @@ from models.data.speech import RATE
 from tests.published_files import recordings, wav
 
 
-def test_both_parts_are_read_from_their_manifests(tmp_path) -> None:
+def test_an4_train_and_test_parts_are_read_from_manifests(tmp_path) -> None:
     recordings(tmp_path, "train", ["YES", "RUBOUT G M E F"])
     recordings(tmp_path, "val", ["IT'S"])
     data = read_an4(tmp_path)
@@ -25,26 +25,26 @@ def test_both_parts_are_read_from_their_manifests(tmp_path) -> None:
     assert data.test[0].letters.tolist() == [10, 21, 1, 20]
 
 
-def test_a_manifest_is_read_whole_or_not_at_all(tmp_path) -> None:
+def test_malformed_an4_manifest_or_transcript_is_refused(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no an4_train_manifest\.csv in .* wav,txt"):
         read_an4(tmp_path)
     recordings(tmp_path, "train", ["YES", "NO"])
     path = tmp_path / "an4_train_manifest.csv"
-    whole = path.read_bytes()
+    manifest = path.read_bytes()
     cases: dict[bytes, str] = {
         b"": "lists no recording",
-        whole + b"train/0.wav\n": r"line 3: must be wav,txt, got 'train/0\.wav'",
-        whole + b",\n": r"line 3: must be wav,txt, got ','",
-        whole.replace(b"1.wav", b"7.wav"): r"line 2: there is no file .*7\.wav",
-        whole.replace(b"1.wav", b"\0.wav"): "line 2: there is no file",
-        whole.replace(b"1.wav", b"x" * 5000): "line 2: there is no file",
-        whole + b"\xff": rf"byte {len(whole)}: is not UTF-8",
+        manifest + b"train/0.wav\n": r"line 3: must be wav,txt, got 'train/0\.wav'",
+        manifest + b",\n": r"line 3: must be wav,txt, got ','",
+        manifest.replace(b"1.wav", b"7.wav"): r"line 2: there is no file .*7\.wav",
+        manifest.replace(b"1.wav", b"\0.wav"): "line 2: there is no file",
+        manifest.replace(b"1.wav", b"x" * 5000): "line 2: there is no file",
+        manifest + b"\xff": rf"byte {len(manifest)}: is not UTF-8",
     }
     for content, reason in cases.items():
         path.write_bytes(content)
         with pytest.raises(MalformedFile, match=reason):
             read_manifest(path)
-    path.write_bytes(whole)
+    path.write_bytes(manifest)
     for text, reason in (
         ("yes\n", r"0\.txt, line 1: letter 'y' at place 0 is none of"),
         ("YES_\n", r"letter '_' at place 3"),
@@ -57,20 +57,20 @@ def test_a_manifest_is_read_whole_or_not_at_all(tmp_path) -> None:
             read_manifest(path)
 
 
-def test_a_wav_file_has_one_channel_of_16_bits_at_the_rate_and_all_it_announces(tmp_path) -> None:
+def test_wav_file_must_be_complete_mono_16_bit_at_16_khz(tmp_path) -> None:
     path, samples = tmp_path / "a.wav", np.array([0, 1, -(2**15), 2**15 - 1])
     path.write_bytes(wav(samples))
     assert read_wav(path).tolist() == (samples / 2**15).tolist()
-    whole = wav(samples)
+    intact = wav(samples)
     cases = {
         wav(samples, rate=8000): "must be one channel of 16 bits at 16000 Hz, got 1 of 16 at 8000",
         wav(samples, channels=2): "got 2 of 16 at 16000 Hz",
-        whole[:-2]: "ends after 3 of 4 samples",
-        whole[:30]: "it ends too soon",
-        whole[:40] + b"\xf8\xff\xff\x7f" + whole[44:]: "ends after 4 of 1073741820 samples",
+        intact[:-2]: "ends after 3 of 4 samples",
+        intact[:30]: "it ends too soon",
+        intact[:40] + b"\xf8\xff\xff\x7f" + intact[44:]: "ends after 4 of 1073741820 samples",
         wav(samples[:0]): "ends after 0 of 0 samples",
         b"": "it ends too soon",
-        b"RIFX" + whole[4:]: "does not start with RIFF id",
+        b"RIFX" + intact[4:]: "does not start with RIFF id",
         b"OggS" * 20: "does not start with RIFF id",
     }
     for content, reason in cases.items():
@@ -81,7 +81,7 @@ def test_a_wav_file_has_one_channel_of_16_bits_at_the_rate_and_all_it_announces(
         assert str(path) in str(caught.value)
 
 
-def test_paths_may_be_absolute(tmp_path) -> None:
+def test_an4_manifest_paths_may_be_absolute(tmp_path) -> None:
     recordings(tmp_path / "there", "train", ["YES"])
     lines = (tmp_path / "there" / "an4_train_manifest.csv").read_text().strip().split(",")
     manifest = tmp_path / "an4_train_manifest.csv"

@@ -38,7 +38,7 @@ def write_set(folder: Path, *, binary: bool) -> None:
         (folder / f"{name}{'.bin' if binary else ''}").write_bytes(written)
 
 
-def test_both_versions_are_the_same_set_normalised(tmp_path) -> None:
+def test_cifar10_binary_and_python_versions_read_alike(tmp_path) -> None:
     write_set(tmp_path / "cifar-10-batches-bin", binary=True)
     write_set(tmp_path / "python", binary=False)
     by_version = [read_cifar10(tmp_path / name, rows=ROWS) for name in (".", "python")]
@@ -58,7 +58,7 @@ def test_both_versions_are_the_same_set_normalised(tmp_path) -> None:
         assert np.array_equal(data.train.images[ROWS : 2 * ROWS], batch(1)[0])
 
 
-def test_a_folder_without_it_is_told_what_is_needed(tmp_path) -> None:
+def test_missing_cifar10_files_are_named(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no CIFAR-10 in .*test_batch\.bin .*has both"):
         read_cifar10(tmp_path)
     write_set(tmp_path / "bin", binary=True)
@@ -67,28 +67,28 @@ def test_a_folder_without_it_is_told_what_is_needed(tmp_path) -> None:
         read_cifar10(tmp_path / "bin", rows=ROWS)
 
 
-def test_a_binary_file_of_another_length_or_with_a_label_that_is_none_is_refused(tmp_path) -> None:
-    path, whole = tmp_path / "batch.bin", binary_batch(*batch(0))
-    path.write_bytes(whole[:-1])
-    with pytest.raises(MalformedFile, match=rf"must hold {ROWS} .* has {len(whole) - 1} bytes"):
+def test_cifar10_binary_file_with_wrong_length_or_label_is_refused(tmp_path) -> None:
+    path, intact = tmp_path / "batch.bin", binary_batch(*batch(0))
+    path.write_bytes(intact[:-1])
+    with pytest.raises(MalformedFile, match=rf"must hold {ROWS} .* has {len(intact) - 1} bytes"):
         read_binary_batch(path, ROWS)
-    path.write_bytes(whole + b"\0")
-    with pytest.raises(MalformedFile, match=rf"must hold {ROWS} .* has {len(whole) + 1} bytes"):
+    path.write_bytes(intact + b"\0")
+    with pytest.raises(MalformedFile, match=rf"must hold {ROWS} .* has {len(intact) + 1} bytes"):
         read_binary_batch(path, ROWS)
     row = 2 * (1 + IMAGE_BYTES)
-    path.write_bytes(whole[:row] + b"\x0a" + whole[row + 1 :])
+    path.write_bytes(intact[:row] + b"\x0a" + intact[row + 1 :])
     with pytest.raises(MalformedFile, match=rf"byte {row}: label 10 of image 2 must lie in 0\.\.9"):
         read_binary_batch(path, ROWS)
 
 
-class Shouts:
-    """What a hostile pickle would have called."""
+class ForbiddenCall:
+    """Pickled as a call that fails the test, as in a hostile pickle."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return (pytest.fail, ("a pickle was run",))
 
 
-def test_a_pickle_makes_arrays_and_calls_nothing_else(tmp_path) -> None:
+def test_cifar10_pickle_loads_arrays_and_calls_nothing_else(tmp_path) -> None:
     images, labels = batch(0)
     path = tmp_path / "data_batch_1"
     content = pickled_batch(images, labels)
@@ -98,7 +98,7 @@ def test_a_pickle_makes_arrays_and_calls_nothing_else(tmp_path) -> None:
     assert found.tolist() == labels.tolist()
     first_label = content.index(b"]q") + 4
     cases = {
-        pickle.dumps({b"labels": labels.tolist(), b"data": Shouts()}, 2): "it would call ",
+        pickle.dumps({b"labels": labels.tolist(), b"data": ForbiddenCall()}, 2): "it would call ",
         content.replace(b"_reconstruct", b"scalar"): "would call numpy.core.multiarray.scalar",
         content.replace(b"U\x02u1", b"U\x02i1"): "data must be bytes, and labels 4 numbers",
         content.replace(b"K\x04M\x00\x0c", b"K\x05M\x00\x0c"): "",

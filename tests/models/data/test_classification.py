@@ -13,7 +13,7 @@ from models.data import load
     ("name", "rows", "features", "classes"),
     [("digits", 1797, 64, 10), ("breast-cancer", 569, 30, 2), ("wine", 178, 13, 3)],
 )
-def test_bundled_sets_are_split_and_scaled(name, rows, features, classes) -> None:
+def test_bundled_data_sets_are_split_and_scaled(name, rows, features, classes) -> None:
     data = load(name, seed=1)
     assert (data.features, data.classes) == (features, classes)
     assert len(data.train) + len(data.test) == rows
@@ -27,13 +27,13 @@ def test_bundled_sets_are_split_and_scaled(name, rows, features, classes) -> Non
         torch.testing.assert_close(inputs.std(0, correction=0), torch.ones(features))
 
 
-def test_a_set_that_is_not_there_is_named_with_those_that_are(tmp_path) -> None:
+def test_unknown_data_set_error_lists_the_bundled_ones(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match="give 'digits', 'breast-cancer', 'wine', or"):
         load(str(tmp_path / "mnist"))
 
 
 @pytest.mark.parametrize(("rows", "largest"), [(20, 999), (1500, 1499)])
-def test_classes_are_at_most_as_many_as_rows_or_a_thousand(tmp_path, rows, largest) -> None:
+def test_class_numbers_are_limited_by_rows_or_a_thousand(tmp_path, rows, largest) -> None:
     x, y = np.ones((rows, 2)), np.zeros(rows, int)
     y[3] = largest
     np.savez(tmp_path / "good", x=x, y=y)

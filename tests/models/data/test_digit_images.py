@@ -1,4 +1,4 @@
-"""Digits as images: the same pixels, or enlarged ones."""
+"""Digits as images, in their own size or enlarged."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from models.data import load
 from models.data.digit_images import load_digit_images
 
 
-def test_small_images_are_the_rows_of_the_table() -> None:
+def test_small_digit_images_are_the_rows_of_the_table() -> None:
     images, table = load_digit_images(seed=3), load("digits", seed=3)
     for part, flat in zip(images[:2], table[:2], strict=True):
         assert torch.equal(part.tensors[0].flatten(1), flat.tensors[0])
         assert torch.equal(part.tensors[1], flat.tensors[1])
 
 
-def test_enlarged_they_have_the_shape_of_cifar_and_the_same_brightness() -> None:
+def test_enlarged_digit_images_keep_their_brightness() -> None:
     large = load_digit_images(size=32, channels=3)
     x = large.train.tensors[0]
     assert x.shape[1:] == (3, 32, 32)

@@ -8,7 +8,7 @@ import torch
 from models.data.image_arrays import PADDING, ImageArrays, augment
 
 
-def test_every_image_is_moved_by_some_pixels_and_perhaps_mirrored() -> None:
+def test_augmentation_shifts_and_mirrors_every_image() -> None:
     images = np.random.default_rng(0).integers(1, 256, (40, 3, 8, 6), np.uint8)
     found = augment(images, np.random.default_rng(1))
     padded = np.pad(images, ((0, 0), (0, 0), (PADDING, PADDING), (PADDING, PADDING)))
@@ -29,7 +29,7 @@ def test_every_image_is_moved_by_some_pixels_and_perhaps_mirrored() -> None:
     assert len(seen) > 30
 
 
-def test_augmentation_depends_only_on_the_visits() -> None:
+def test_augmentation_is_determined_by_the_visit_number() -> None:
     images = np.random.default_rng(0).integers(0, 256, (10, 3, 8, 8), np.uint8)
     data = ImageArrays(images, np.arange(10), (0.5,) * 3, (0.2,) * 3, augmented=True, seed=3)
     first, again, next_epoch = (data.__getitems__(visits).inputs for visits in ([4], [4], [14]))

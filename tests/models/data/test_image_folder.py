@@ -27,7 +27,7 @@ def write_folder(folder: Path) -> None:
                 )
 
 
-def test_classes_are_numbered_by_name_and_images_cut_to_size(tmp_path) -> None:
+def test_image_folder_numbers_classes_by_name_and_crops_images(tmp_path) -> None:
     write_folder(tmp_path)
     data = read_image_folder(tmp_path, size=16)
     assert (len(data.train), len(data.test), data.classes, data.origin) == (4, 4, 2, "ImageNet")
@@ -44,7 +44,7 @@ def test_classes_are_numbered_by_name_and_images_cut_to_size(tmp_path) -> None:
     assert torch.equal(data.test[3].inputs, data.test[7].inputs)
 
 
-def test_cuts_lie_inside_and_have_the_published_areas_and_shapes() -> None:
+def test_crops_lie_inside_the_image_with_published_areas_and_ratios() -> None:
     assert central_box(256, 256) == (16, 16, 240, 240)
     assert central_box(400, 256) == (88, 16, 312, 240)
     random = np.random.default_rng(0)
@@ -59,26 +59,26 @@ def test_cuts_lie_inside_and_have_the_published_areas_and_shapes() -> None:
                 assert 0.7 < (right - left) / (lower - upper) < 1.4
 
 
-def test_a_file_that_is_no_image_is_named(tmp_path, monkeypatch) -> None:
+def test_unreadable_or_oversized_image_is_named(tmp_path, monkeypatch) -> None:
     path = tmp_path / "a.png"
-    whole = image(np.random.default_rng(0).integers(0, 256, (9, 9, 3), np.uint8))
+    intact = image(np.random.default_rng(0).integers(0, 256, (9, 9, 3), np.uint8))
     for content in (
         b"",
         b"text",
-        whole[:40],
-        whole[:-99],
+        intact[:40],
+        intact[:-99],
         image(np.zeros((9, 9, 3), np.uint8), "GIF"),
     ):
         path.write_bytes(content)
         with pytest.raises(MalformedFile, match=r"a\.png: is not a readable JPEG or PNG"):
             decoded(path, 4, central_box)
-    path.write_bytes(whole)
+    path.write_bytes(intact)
     monkeypatch.setattr(image_folder, "MOST_PIXELS", 80)
     with pytest.raises(MalformedFile, match="9 x 9 pixels are more than 80"):
         decoded(path, 4, central_box)
 
 
-def test_grey_of_16_bits_is_refused_and_not_clipped_to_white(tmp_path) -> None:
+def test_sixteen_bit_grey_image_is_refused(tmp_path) -> None:
     path = tmp_path / "a.png"
     Image.fromarray((np.arange(64, dtype=np.uint16) * 1024).reshape(8, 8)).save(path)
     with pytest.raises(
@@ -88,13 +88,13 @@ def test_grey_of_16_bits_is_refused_and_not_clipped_to_white(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr"])
-def test_images_of_8_bits_are_read_whatever_their_channels(tmp_path, mode) -> None:
+def test_eight_bit_images_of_any_mode_are_read(tmp_path, mode) -> None:
     path = tmp_path / ("a.jpg" if mode in ("CMYK", "YCbCr") else "a.png")
     Image.new("RGB", (8, 8), (255, 255, 255)).convert(mode).save(path)
     assert decoded(path, 4, central_box).min() > 250
 
 
-def test_a_folder_that_is_not_whole_is_told_what_it_lacks(tmp_path) -> None:
+def test_incomplete_image_folder_error_names_what_is_missing(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match="train' must be a folder with a folder of images"):
         read_image_folder(tmp_path)
     write_folder(tmp_path)
@@ -113,7 +113,7 @@ def test_a_folder_that_is_not_whole_is_told_what_it_lacks(tmp_path) -> None:
     ("name", "reason"),
     [("._0.jpg", "is a hidden file"), ("gone.png", "is not a file, or is a broken link")],
 )
-def test_other_files_are_refused_when_the_folder_is_listed(tmp_path, name, reason) -> None:
+def test_hidden_file_or_broken_link_in_a_class_folder_is_refused(tmp_path, name, reason) -> None:
     write_folder(tmp_path)
     stray = tmp_path / "train" / "n01" / name
     if name == "gone.png":
@@ -125,7 +125,7 @@ def test_other_files_are_refused_when_the_folder_is_listed(tmp_path, name, reaso
     assert str(stray) in str(caught.value)
 
 
-def test_an_image_beside_the_classes_is_refused_and_other_files_are_let_be(tmp_path) -> None:
+def test_image_outside_the_class_folders_is_refused_but_not_other_files(tmp_path) -> None:
     write_folder(tmp_path)
     (tmp_path / "val" / "labels.txt").touch()
     read_image_folder(tmp_path)

@@ -24,7 +24,7 @@ def write_set(folder: Path) -> None:
         (folder / f"{part}-labels-idx1-ubyte{ending}").write_bytes(pack(idx(LABELS)))
 
 
-def test_plain_and_packed_files_are_read(tmp_path) -> None:
+def test_mnist_plain_and_gzip_files_are_read(tmp_path) -> None:
     write_set(tmp_path)
     data = read_mnist(tmp_path)
     for part in (data.train, data.test):
@@ -36,7 +36,7 @@ def test_plain_and_packed_files_are_read(tmp_path) -> None:
         assert batch.targets.tolist() == [4, 4]
 
 
-def test_a_set_that_is_not_whole_is_refused(tmp_path) -> None:
+def test_incomplete_or_inconsistent_mnist_is_refused(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no train-images-idx3-ubyte or .*\.gz in"):
         read_mnist(tmp_path)
     write_set(tmp_path)
@@ -49,7 +49,7 @@ def test_a_set_that_is_not_whole_is_refused(tmp_path) -> None:
         read_mnist(tmp_path)
 
 
-def test_images_to_train_and_to_test_with_are_of_one_size(tmp_path) -> None:
+def test_mnist_test_images_of_another_size_are_refused(tmp_path) -> None:
     write_set(tmp_path)
     (tmp_path / "t10k-images-idx3-ubyte.gz").unlink()
     (tmp_path / "t10k-images-idx3-ubyte").write_bytes(idx(IMAGES[:, :27]))
@@ -57,23 +57,23 @@ def test_images_to_train_and_to_test_with_are_of_one_size(tmp_path) -> None:
         read_mnist(tmp_path)
 
 
-def test_an_idx_file_says_what_it_is_and_ends_there(tmp_path) -> None:
-    whole = idx(LABELS)
-    packed = gzip.compress(whole)
+def test_idx_file_with_bad_header_or_length_is_refused(tmp_path) -> None:
+    intact = idx(LABELS)
+    packed = gzip.compress(intact)
     cases = {
         b"": "is damaged, or ends too soon",
-        whole[:6]: "is damaged, or ends too soon",
-        whole[:-1]: r"holds 6 bytes where its sizes are \(7,\)",
-        whole + b"\0": r"holds 8 bytes where its sizes are \(7,\)",
-        b"\0\0\x0d\x01" + whole[4:]: "must begin with 00000801: bytes in 1 dimensions",
+        intact[:6]: "is damaged, or ends too soon",
+        intact[:-1]: r"holds 6 bytes where its sizes are \(7,\)",
+        intact + b"\0": r"holds 8 bytes where its sizes are \(7,\)",
+        b"\0\0\x0d\x01" + intact[4:]: "must begin with 00000801: bytes in 1 dimensions",
         idx(IMAGES): "must begin with 00000801",
         struct.pack(">HBBI", 0, 8, 1, 0): r"holds 0 bytes where its sizes are \(0,\)",
     }
     packed_cases = {
         packed[:-9]: "is damaged, or ends too soon",
         packed[:12] + b"\xff" + packed[13:]: "",
-        whole: "is damaged, or ends too soon: Not a gzipped file",
-        gzip.compress(whole[:-1]): "holds 6 bytes where",
+        intact: "is damaged, or ends too soon: Not a gzipped file",
+        gzip.compress(intact[:-1]): "holds 6 bytes where",
     }
     for name, contents in (("idx", cases), ("idx.gz", packed_cases)):
         for content, reason in contents.items():

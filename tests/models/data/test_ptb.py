@@ -15,7 +15,7 @@ def write_set(folder: Path, train: bytes, valid: bytes) -> None:
     (folder / "ptb.valid.txt").write_bytes(valid)
 
 
-def test_words_are_numbered_by_frequency_and_lines_end_in_a_word(tmp_path) -> None:
+def test_ptb_words_are_numbered_by_frequency_with_eos_per_line(tmp_path) -> None:
     write_set(tmp_path, b" no it was n't <unk> \n it was \n it was N \n", b" N was it\n")
     text = read_ptb(tmp_path)
     order = ["<eos>", "it", "was", "<unk>", "N", "n't", "no"]
@@ -41,7 +41,7 @@ def test_words_are_numbered_by_frequency_and_lines_end_in_a_word(tmp_path) -> No
     assert text.origin == "Penn Treebank"
 
 
-def test_words_end_at_spaces_and_tabs_and_lines_at_their_ends_alone(tmp_path) -> None:
+def test_ptb_words_split_only_at_spaces_tabs_and_newlines(tmp_path) -> None:
     odd = ["10\u00a0000", "a\u2028b", "c\u0085d", "\u3000"]
     content = f"{' '.join(odd)}\r\n\tx  y\t\r\n".encode()
     write_set(tmp_path, content, " ".join(odd).encode())
@@ -51,7 +51,7 @@ def test_words_end_at_spaces_and_tabs_and_lines_at_their_ends_alone(tmp_path) ->
     assert len(text.test) == len(odd) + 1
 
 
-def test_errors_name_the_file_and_the_line(tmp_path) -> None:
+def test_ptb_errors_name_the_file_and_line(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no ptb\.train\.txt in .* are needed"):
         read_ptb(tmp_path)
     cases = {

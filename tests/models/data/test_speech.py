@@ -21,7 +21,7 @@ from models.data.speech import (
 from models.data.synthetic_speech import synthesise_speech
 
 
-def test_a_tone_is_a_line_in_its_band() -> None:
+def test_spectrogram_of_a_tone_peaks_in_its_band() -> None:
     hertz = 2000
     seconds = torch.arange(RATE) / RATE
     found = spectrogram(torch.sin(2 * math.pi * hertz * seconds))
@@ -31,14 +31,14 @@ def test_a_tone_is_a_line_in_its_band() -> None:
     assert abs(float(found.std()) - 1) < 1e-4
 
 
-def test_silence_and_a_single_sample_are_spectrograms_too() -> None:
+def test_spectrogram_accepts_silence_and_a_single_sample() -> None:
     for samples in (torch.zeros(1), torch.zeros(RATE)):
         assert torch.equal(spectrogram(samples), torch.zeros(BANDS, len(samples) // 160 + 1)) or (
             len(samples) == 1 and spectrogram(samples).shape == (BANDS, 2)
         )
 
 
-def test_a_batch_is_padded_with_zeros_the_longest_first() -> None:
+def test_collate_pads_with_zeros_and_sorts_longest_first() -> None:
     made = [Utterance(torch.ones(BANDS, frames), torch.arange(frames)) for frames in (2, 5, 3)]
     batch = collate(made)
     assert batch.lengths.tolist() == batch.letter_counts.tolist() == [5, 3, 2]
@@ -47,7 +47,7 @@ def test_a_batch_is_padded_with_zeros_the_longest_first() -> None:
     assert batch.letters.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1]
 
 
-def test_buckets_hold_neighbours_and_come_again_every_epoch() -> None:
+def test_speech_buckets_hold_neighbours_and_repeat_each_epoch() -> None:
     data = synthesise_speech(7).train
     buckets = Buckets(data, 3)
     assert len(buckets) == 3
@@ -57,13 +57,13 @@ def test_buckets_hold_neighbours_and_come_again_every_epoch() -> None:
     assert torch.equal(buckets.__getitems__([4]).spectrograms, buckets[1].spectrograms)
 
 
-def test_letters_are_numbered_and_said_again() -> None:
+def test_transcript_letters_are_numbered_and_decoded_by_ctc() -> None:
     assert len(LETTERS) == 29
     text = "HELLO IT'S"
     numbers = numbered(text)
     blank = torch.zeros(len(numbers), dtype=torch.int64)
-    said = torch.stack([numbers, numbers, blank], dim=1).flatten()
-    assert spoken(said) == text
+    steps = torch.stack([numbers, numbers, blank], dim=1).flatten()
+    assert spoken(steps) == text
     assert spoken(numbers) == "HELO IT'S", "an equal one that follows is the same letter"
     with pytest.raises(ValueError, match="letter 'é' at place 1 is none of"):
         numbered("Hé")

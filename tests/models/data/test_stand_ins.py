@@ -9,7 +9,7 @@ from models.data.synthetic_speech import synthesise_speech
 from models.data.synthetic_text import TEST, TRAIN, VOCABULARY, synthesise_text
 
 
-def test_images_have_the_published_shapes_and_numbers() -> None:
+def test_synthetic_images_have_the_published_shapes_and_counts() -> None:
     cifar, imagenet = synthesise_images(CIFAR10), synthesise_images(IMAGENET, 10)
     assert (len(cifar.train), len(cifar.test), cifar.classes) == (50_000, 10_000, 10)
     assert (len(imagenet.train), len(imagenet.test), imagenet.classes) == (10, 2, 1000)
@@ -24,14 +24,14 @@ def test_images_have_the_published_shapes_and_numbers() -> None:
     ]
 
 
-def test_images_are_the_same_every_time_and_those_for_testing_are_others() -> None:
+def test_synthetic_images_are_reproducible_and_differ_in_the_test_set() -> None:
     first, again, other = (synthesise_images(CIFAR10, 50, seed) for seed in (1, 1, 2))
     assert torch.equal(first.train[3].inputs, again.train[53].inputs)
     assert not torch.equal(first.train[3].inputs, other.train[3].inputs)
     assert not torch.equal(first.train[3].inputs, first.test[3].inputs)
 
 
-def test_classes_can_be_told_from_what_others_of_them_look_like() -> None:
+def test_synthetic_image_classes_can_be_learned() -> None:
     data = synthesise_images(CIFAR10, 400)
     train, test = data.train.__getitems__(range(400)), data.test.__getitems__(range(80))
     looks = torch.stack([train.inputs[train.targets == c].mean(0).flatten() for c in range(10)])
@@ -39,12 +39,12 @@ def test_classes_can_be_told_from_what_others_of_them_look_like() -> None:
     assert (nearest == test.targets).float().mean() > 0.8  # chance: 0.1
 
 
-def test_text_has_the_published_numbers_and_words_that_follow_others() -> None:
+def test_synthetic_text_has_published_sizes_and_learnable_word_pairs() -> None:
     text = synthesise_text()
     assert (len(text.train), len(text.test), text.vocabulary) == (TRAIN, TEST, VOCABULARY)
     assert text.origin == "synthetic, like Penn Treebank"
     assert 0 <= int(text.train.min()) <= int(text.train.max()) < VOCABULARY
-    # Pairs of the training text come again in the other; those of shuffled words would not.
+    # Word pairs of the training text recur in the test text, unlike pairs of shuffled words.
     pairs = set((text.train[:-1] * VOCABULARY + text.train[1:]).tolist())
     shuffled = text.test[torch.randperm(len(text.test), generator=torch.Generator().manual_seed(0))]
     seen, by_chance = (
@@ -55,7 +55,7 @@ def test_text_has_the_published_numbers_and_words_that_follow_others() -> None:
     assert len(synthesise_text(1000).train) == 1000
 
 
-def test_speech_has_the_published_numbers_and_grows_longer() -> None:
+def test_synthetic_speech_has_published_sizes_and_growing_lengths() -> None:
     data = synthesise_speech()
     assert (len(data.train), len(data.test), data.origin) == (948, 130, "synthetic, like AN4")
     frames = [data.train[number].spectrogram.shape[1] for number in (0, 400, 947)]

@@ -14,7 +14,7 @@ from models.data.xml import read_xml
 
 
 @pytest.mark.parametrize("name", ["amazon-670k", "delicious-200k", "delicious"])
-def test_rows_are_as_long_as_the_sets_and_the_frequent_labels_are_frequent(name) -> None:
+def test_synthetic_rows_have_the_published_lengths_and_label_frequencies(name) -> None:
     shape = SHAPES[name]
     rows = synthesise(shape, 2000)
     features, labels = rows.features, rows.labels
@@ -34,7 +34,7 @@ def test_rows_are_as_long_as_the_sets_and_the_frequent_labels_are_frequent(name)
     assert rows.origin == f"synthetic, like {name}"
 
 
-def test_a_seed_says_everything_and_streams_share_what_labels_mean() -> None:
+def test_synthetic_rows_follow_from_seed_and_stream() -> None:
     shape = SHAPES["delicious"]
     first, again = synthesise(shape, 50, seed=3), synthesise(shape, 50, seed=3)
     assert np.array_equal(first.features.indices, again.features.indices)
@@ -44,7 +44,9 @@ def test_a_seed_says_everything_and_streams_share_what_labels_mean() -> None:
     assert len(synthesise(shape, 0)) == 0
 
 
-def test_files_say_that_they_are_synthetic(tmp_path, monkeypatch, capsys) -> None:
+def test_synthetic_xml_files_are_named_and_reported_as_synthetic(
+    tmp_path, monkeypatch, capsys
+) -> None:
     arguments = ["delicious", "--train", "30", "--test", "10", "--folder", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["synthetic_xml", *arguments])
     main()
@@ -54,7 +56,7 @@ def test_files_say_that_they_are_synthetic(tmp_path, monkeypatch, capsys) -> Non
 
 
 @pytest.mark.parametrize("name", ["covtype", "w8a", "real-sim"])
-def test_tables_have_the_dimensions_and_classes_of_their_set(name) -> None:
+def test_synthetic_tables_have_the_dimensions_and_classes_of_their_set(name) -> None:
     shape = SHAPES[name]
     rows = synthesise_table(shape, 3000)
     lengths = np.diff(rows.features.offsets)
@@ -66,7 +68,7 @@ def test_tables_have_the_dimensions_and_classes_of_their_set(name) -> None:
     assert np.array_equal(synthesise_table(shape, 3000).features.indices, rows.features.indices)
 
 
-def test_dense_batches_hold_the_rows_and_their_classes_or_all_their_labels() -> None:
+def test_dense_dataset_has_rows_with_classes_or_multilabel_targets() -> None:
     table = synthesise_table(SHAPES["covtype"], 20)
     inputs, targets = DenseDataset(table, multilabel=False).__getitems__([4, 2])
     assert torch.equal(inputs, torch.from_numpy(table.features.to_dense()[[4, 2]]))
@@ -81,7 +83,7 @@ def test_dense_batches_hold_the_rows_and_their_classes_or_all_their_labels() -> 
         DenseDataset(many, multilabel=False)
 
 
-def test_a_set_that_nobody_published_is_refused() -> None:
+def test_unknown_synthetic_set_is_refused() -> None:
     with pytest.raises(ValueError, match=r"one of amazon-670k, .* got 'mnist'"):
         shape_of("mnist")
     with pytest.raises(ValueError, match="one of covtype, w8a, real-sim, got 'delicious'"):

@@ -7,7 +7,7 @@ import torch
 from models.data.text_windows import TextWindows
 
 
-def test_windows_cover_the_text_and_come_again() -> None:
+def test_text_windows_cover_the_text_and_repeat_each_epoch() -> None:
     windows = TextWindows(torch.arange(11), 3)
     assert len(windows) == 3
     found = windows.__getitems__([2, 0, 4])

@@ -17,7 +17,7 @@ def visited(samples: int, size: int, epoch: int, batch_size: int = 1) -> list[li
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_ranks_share_an_epoch(size: int) -> None:
+def test_ranks_together_visit_every_sample_of_an_epoch(size: int) -> None:
     samples = 17
     for epoch in (0, 3):
         by_rank = visited(samples, size, epoch)
@@ -27,17 +27,17 @@ def test_ranks_share_an_epoch(size: int) -> None:
         assert {number % samples for number in numbers} == set(range(samples))
 
 
-def test_epochs_differ_and_come_again() -> None:
+def test_epoch_order_differs_between_epochs_and_is_reproducible() -> None:
     first, second = ([number % 17 for number in visited(17, 1, epoch)[0]] for epoch in (0, 1))
     assert first != second
     assert sorted(first) == sorted(second)
     assert visited(17, 1, 0) == visited(17, 1, 0)
 
 
-def test_partial_batches_are_left_out_and_any_batch_may_be_the_first() -> None:
+def test_visits_drop_partial_batches_and_resume_at_any_batch() -> None:
     visits = Visits(23, 4, rank=1, size=2)
-    whole = list(visits)
-    assert [len(batch) for batch in whole] == [4] * len(visits) == [4, 4, 4]
+    batches = list(visits)
+    assert [len(batch) for batch in batches] == [4] * len(visits) == [4, 4, 4]
     for first in range(4):
         visits.begin(0, first)
-        assert list(visits) == whole[first:]
+        assert list(visits) == batches[first:]

@@ -56,7 +56,7 @@ def arrays(rows: LabelledRows) -> list[bytes]:
     ids=["", "gz", "bz2"],
 )
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"], ids=["unix", "dos"])
-def test_a_file_is_read_packed_or_not_and_whatever_ends_its_lines(
+def test_xml_file_is_read_compressed_or_plain_with_any_line_ending(
     tmp_path, ending, packed, end
 ) -> None:
     content = (HEADER + LINES).replace(b"\n", end)
@@ -65,20 +65,20 @@ def test_a_file_is_read_packed_or_not_and_whatever_ends_its_lines(
     assert (rows.features.width, rows.labels.width, rows.origin) == (10, 20, f"train{ending}")
 
 
-def test_the_last_line_may_lack_its_end_and_lines_may_end_in_spaces(tmp_path) -> None:
+def test_xml_lines_may_end_in_spaces_or_without_a_newline(tmp_path) -> None:
     path = written(tmp_path / "train", HEADER + b"3,17 0:0.25  9:1.5 \n\t4:1\t\n5")
     assert as_lists(read_xml(path)) == ROWS
 
 
-def test_a_copy_without_a_header_is_read_when_told_what_it_said(tmp_path) -> None:
-    told = {"features": 10, "labels": 20}
+def test_multilabel_file_without_header_is_read_with_given_dimensions(tmp_path) -> None:
+    dimensions = {"features": 10, "labels": 20}
     path = written(tmp_path / "slide", LINES)
-    assert as_lists(read_multilabel(path, feature_base=0, label_base=0, **told)) == ROWS
+    assert as_lists(read_multilabel(path, feature_base=0, label_base=0, **dimensions)) == ROWS
     path = written(tmp_path / "libsvm", b"4,18 1:0.25 10:1.5\n 5:1\n6 \n")
-    assert as_lists(read_multilabel(path, feature_base=1, label_base=1, **told)) == ROWS
+    assert as_lists(read_multilabel(path, feature_base=1, label_base=1, **dimensions)) == ROWS
 
 
-def test_a_binary_file_of_libsvm_has_one_class_a_row(tmp_path) -> None:
+def test_libsvm_file_has_one_class_per_row(tmp_path) -> None:
     path = written(tmp_path / "w8a", b"-1 1:1 300:1 \n+1 2:1 \n")
     assert as_lists(read_libsvm("w8a", path)) == [([0], {0: 1, 299: 1}), ([1], {1: 1})]
     path = written(tmp_path / "covtype", b"2 1:1\n1 54:-0.5\n")
@@ -91,7 +91,7 @@ def test_a_binary_file_of_libsvm_has_one_class_a_row(tmp_path) -> None:
         read_libsvm("delicious", path)
 
 
-def test_a_written_file_is_read_back(tmp_path) -> None:
+def test_written_xml_file_is_read_back(tmp_path) -> None:
     rows = synthesise(SMALL, 200)
     write_xml(tmp_path / "train", rows)
     read = read_xml(tmp_path / "train")
@@ -125,14 +125,14 @@ def test_a_written_file_is_read_back(tmp_path) -> None:
         (b"1 10 20\n1 x:1\n", r"train: invalid literal for int"),
     ],
 )
-def test_errors_name_the_file_and_the_reason(tmp_path, content, error) -> None:
+def test_xml_errors_name_the_file_and_reason(tmp_path, content, error) -> None:
     path = written(tmp_path / "train", content)
     with pytest.raises(MalformedFile, match=error):
         read_xml(path)
 
 
 @pytest.mark.parametrize(("ending", "pack"), [(".gz", gzip.compress), (".bz2", bz2.compress)])
-def test_a_packed_file_that_is_cut_off_or_damaged_is_refused(tmp_path, ending, pack) -> None:
+def test_truncated_or_damaged_compressed_xml_is_refused(tmp_path, ending, pack) -> None:
     random = np.random.default_rng(1)
     lines = [f"{n % 20} {n % 10}:{random.random()}\n" for n in range(500)]
     packed = pack(b"500 10 20\n" + "".join(lines).encode())
@@ -144,7 +144,7 @@ def test_a_packed_file_that_is_cut_off_or_damaged_is_refused(tmp_path, ending, p
             read_xml(written(path, content))
 
 
-def test_a_file_without_a_row_is_no_set(tmp_path) -> None:
+def test_libsvm_file_without_rows_is_refused(tmp_path) -> None:
     path = written(tmp_path / "w8a", b"")
     with pytest.raises(MalformedFile, match=r"w8a: has no rows"):
         read_classes(path, features=10, feature_base=1, classes=(-1, 1))
@@ -161,13 +161,13 @@ def test_a_file_without_a_row_is_no_set(tmp_path) -> None:
         ({"classes": (1, 1)}, "classes must be numbers, none of them twice"),
     ],
 )
-def test_arguments_out_of_range_are_refused(tmp_path, changed, error) -> None:
+def test_read_classes_refuses_arguments_out_of_range(tmp_path, changed, error) -> None:
     path = written(tmp_path / "w8a", b"1 1:1\n")
     with pytest.raises(ValueError, match=error):
         read_classes(path, **{"features": 10, "feature_base": 1, "classes": (-1, 1), **changed})
 
 
-def test_the_first_numbers_are_required(tmp_path) -> None:
+def test_read_classes_requires_the_feature_base(tmp_path) -> None:
     path = written(tmp_path / "w8a", b"1 1:1\n")
     with pytest.raises(TypeError, match="feature_base"):
         read_classes(path, features=10, classes=(-1, 1))

@@ -1,4 +1,4 @@
-"""The tree has every rank once, and links of what was asked for."""
+"""The host tree has every rank once, and links with the requested rates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpi_scripts.replay.simulate import Platform
 NETWORK = Network(10, Link.of(1e9, 1e-4), 2, Link.of(1e11, 2e-6))
 
 
-def test_ranks_lie_on_nodes_below_switches_below_sites() -> None:
+def test_platform_places_ranks_on_nodes_switches_and_sites() -> None:
     platform = Platform(NETWORK, nodes_per_switch=2, sites=2, far=Link.of(1e8, 0.02))
     platform.check()
     first, second = platform.record()["sites"]
@@ -19,17 +19,17 @@ def test_ranks_lie_on_nodes_below_switches_below_sites() -> None:
     assert second == [[[4, 5], [6, 7]], [[8, 9]]]
 
 
-def test_a_link_is_two_hops_and_an_uplink_as_wide_as_is_left() -> None:
+def test_platform_halves_link_latency_and_narrows_the_uplink() -> None:
     platform = Platform(NETWORK, nodes_per_switch=4, oversubscription=4.0)
-    told = platform.record()
-    assert told["link"] == pytest.approx([1.25e8, 5e-5])
-    assert told["inside"] == pytest.approx([1.25e10, 1e-6])
-    assert told["uplink"] == pytest.approx([1.25e8, 0.0])
-    assert told["far"] is None
+    record = platform.record()
+    assert record["link"] == pytest.approx([1.25e8, 5e-5])
+    assert record["inside"] == pytest.approx([1.25e10, 1e-6])
+    assert record["uplink"] == pytest.approx([1.25e8, 0.0])
+    assert record["far"] is None
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"nodes_per_switch": 0}, "a switch needs a node"),
         ({"nodes_per_switch": 10**400}, "must be at most 1,048,576"),
@@ -38,6 +38,6 @@ def test_a_link_is_two_hops_and_an_uplink_as_wide_as_is_left() -> None:
         ({"sites": 2, "nodes_per_switch": 1}, "need a link between them"),
     ],
 )
-def test_a_tree_that_cannot_be_is_refused(options: dict[str, float], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_impossible_platform_is_refused(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Platform(NETWORK, **options).check()

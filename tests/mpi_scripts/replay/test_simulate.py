@@ -1,4 +1,4 @@
-"""SimGrid takes for a schedule what the model takes for it, and sees the sharing that it cannot."""
+"""SimGrid agrees with the model, and adds the sharing of links that the model leaves out."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def python() -> str:
         pytest.skip(str(error))
 
 
-def test_rounds_in_which_nobody_shares_a_link_take_what_the_model_says(python: str) -> None:
+def test_simulation_matches_model_when_no_link_is_shared(python: str) -> None:
     network = Network(8, LINK)
     for algorithm, selected in REDUCTIONS.items():
         trace = trace_of(Reduction(algorithm, 8, LENGTH, selected))
@@ -50,8 +50,8 @@ def test_rounds_in_which_nobody_shares_a_link_take_what_the_model_says(python: s
         assert found == pytest.approx(modelled.communicate_seconds, rel=0.01)
 
 
-def test_the_words_that_answer_long_messages_take_a_latency_each(python: str) -> None:
-    """Also where long messages travel in pieces, of which the last one's word counts."""
+def test_acknowledgements_of_long_messages_cost_one_latency_each(python: str) -> None:
+    """Also where long messages travel in pieces: only the last piece's acknowledgement counts."""
     for ranks, length in ((3, LENGTH), (4, LENGTH), (4, 5 * LENGTH)):
         network = Network(ranks, Link.of(1e9, 0.01))
         trace = trace_of(Reduction("dense", ranks, length, length))
@@ -60,7 +60,7 @@ def test_the_words_that_answer_long_messages_take_a_latency_each(python: str) ->
         assert found == pytest.approx(modelled.communicate_seconds, rel=0.01)
 
 
-def test_messages_that_leave_at_once_wait_for_one_latency(python: str) -> None:
+def test_concurrent_messages_wait_for_one_latency(python: str) -> None:
     """Their bytes take turns, and their receivers wait for the latency: no sender does."""
     link = Link.of(1e9, 0.01)
     several = [[(1, 125_000)] * 11, [(0, -1)] * 11]
@@ -77,8 +77,8 @@ def test_messages_that_leave_at_once_wait_for_one_latency(python: str) -> None:
         assert simulate(trace, platform, python) == pytest.approx(modelled, rel=0.01)
 
 
-def test_ranks_compute_between_their_messages(python: str) -> None:
-    """Rank 1 is late by what it does before it listens, and what both do last comes on top."""
+def test_compute_seconds_between_messages_delay_the_replay(python: str) -> None:
+    """Rank 1 is late by its work before it receives; the work of both at the end is added."""
     link = Link.of(1e9, 0.01)
     trace, platform = [[(1, 125_000)], [(0, -1)]], Platform(Network(2, link))
     computing = [[0.002, 0.5], [0.1, 0.003]]
@@ -100,19 +100,19 @@ def test_ranks_compute_between_their_messages(python: str) -> None:
         [[(5, 1000)], []],
     ],
 )
-def test_a_trace_that_does_not_end_is_no_time(python: str, trace: list) -> None:
-    """SimGrid itself stops where all wait, as if they were done."""
+def test_trace_that_deadlocks_is_an_error(python: str, trace: list) -> None:
+    """SimGrid itself ends without an error when all ranks wait."""
     with pytest.raises(SimulationError, match=r"ranks \[0\] wait for messages that no rank sends"):
         simulate(trace, Platform(Network(2, LINK)), python)
 
 
-def test_a_trace_is_replayed_on_as_many_ranks_as_it_has() -> None:
+def test_platform_must_have_as_many_ranks_as_the_trace() -> None:
     with pytest.raises(ValueError, match="the trace has 2 ranks, and the platform 5"):
         simulate([[], []], Platform(Network(5, LINK)), sys.executable)
 
 
-def test_a_message_of_any_size_takes_as_long_as_its_bytes(python: str) -> None:
-    """Also one of 8 bytes, as long as a checksum is, and one of none."""
+def test_message_of_any_size_takes_the_time_of_its_bytes(python: str) -> None:
+    """Also a message of 8 bytes, as long as a checksum, and an empty one."""
     link = Link.of(8e6, 0.01)
     for trace, seconds in (([[(1, 0)], [(0, -1)]], 0.01), ([[(1, 8)], [(0, -1)]], 0.010008)):
         assert simulate(trace, Platform(Network(2, link)), python) == pytest.approx(seconds)
@@ -120,7 +120,7 @@ def test_a_message_of_any_size_takes_as_long_as_its_bytes(python: str) -> None:
     assert simulate([[(1, 1 << 40)], [(0, -1)]], at_once, python) == pytest.approx(0.25, rel=0.01)
 
 
-def test_a_python_that_fails_to_simulate_is_named() -> None:
+def test_failed_simulator_is_named_in_the_error() -> None:
     platform = Platform(Network(1, LINK))
     with pytest.raises(SimulationError, match="/nowhere/python cannot be run: No such file"):
         simulate([[]], platform, "/nowhere/python")
@@ -128,7 +128,7 @@ def test_a_python_that_fails_to_simulate_is_named() -> None:
         simulate([[]], platform, "/bin/true")
 
 
-def test_what_lets_a_burst_pass_recovers_while_ranks_compute(python: str) -> None:
+def test_burst_allowance_refills_while_ranks_compute(python: str) -> None:
     bucket = Platform(Network(2, Link(0.0, 8e-6, 1000.0)))  # 1 Mbit/s
     two = [[(1, 1000), (1, 1000)], [(0, -1), (0, -1)]]
     assert simulate(two, bucket, python) == pytest.approx(0.008)
@@ -139,7 +139,7 @@ def test_what_lets_a_burst_pass_recovers_while_ranks_compute(python: str) -> Non
 
 @pytest.mark.parametrize("algorithm", ["topk-allgather", "gtopk", "oktopk", "hierarchical"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_what_ranks_compute_is_told_for_each_of_their_events(algorithm: str, ranks: int) -> None:
+def test_profile_has_compute_seconds_for_every_trace_event(algorithm: str, ranks: int) -> None:
     reduction = Reduction(algorithm, ranks, LENGTH, SELECTED, ranks_per_node=2)
     trace, profile = trace_of(reduction), profile_of(reduction)
     assert [len(events) + 1 for events in trace] == [len(seconds) for seconds in profile]
@@ -148,10 +148,10 @@ def test_what_ranks_compute_is_told_for_each_of_their_events(algorithm: str, ran
         assert sum(seconds) > 0
 
 
-def test_who_hears_from_two_at_once_hears_each_at_half_the_speed(python: str) -> None:
-    """Of 3 ranks the first hears from its guest, and from its partner, who does not wait.
+def test_rank_receiving_two_messages_at_once_gets_each_at_half_speed(python: str) -> None:
+    """Of 3 ranks the first receives from its guest and its partner, which does not wait.
 
-    Its own list needs not have come to its partner when it answers its guest.
+    Its own list need not have reached its partner when it answers its guest.
     """
     network = Network(3, LINK)
     trace = trace_of(Reduction("gtopk", 3, LENGTH, SELECTED))
@@ -162,7 +162,7 @@ def test_who_hears_from_two_at_once_hears_each_at_half_the_speed(python: str) ->
     assert found == pytest.approx(modelled + list_seconds - LINK.latency_seconds, rel=0.02)
 
 
-def test_ranks_beyond_a_power_of_two_take_their_turns(python: str) -> None:
+def test_ranks_beyond_a_power_of_two_add_rounds_as_modelled(python: str) -> None:
     for ranks in (3, 6, 11):
         network, selected = Network(ranks, LINK), 4 * SELECTED
         found = simulate(
@@ -173,8 +173,8 @@ def test_ranks_beyond_a_power_of_two_take_their_turns(python: str) -> None:
         assert found == pytest.approx(modelled, rel=0.02)
 
 
-def test_what_a_bucket_holds_passes_at_once(python: str) -> None:
-    """Bytes are whole in SimGrid; a round waits for nothing but the bytes beyond the bucket."""
+def test_bytes_within_the_burst_pass_without_delay(python: str) -> None:
+    """SimGrid counts whole bytes; a round waits only for the bytes beyond the burst."""
     at_once = Rates(0.0, 0.0, {EXACT: CodingRate(0.0, 0.0)})
     for algorithm in ("topk-allgather", "gtopk"):
         trace = trace_of(Reduction(algorithm, 8, LENGTH, SELECTED))
@@ -190,7 +190,7 @@ def test_what_a_bucket_holds_passes_at_once(python: str) -> None:
         simulate(trace, Platform(network._replace(ranks_per_node=2)), python)
 
 
-def test_a_narrow_uplink_and_a_far_site_cost_what_they_let_through(python: str) -> None:
+def test_oversubscribed_uplink_and_distant_site_slow_messages_by_their_rate(python: str) -> None:
     trace = [[(1, 100_000)], [(0, -1)]]
     seconds = {
         what: simulate(trace, platform, python)
@@ -206,7 +206,7 @@ def test_a_narrow_uplink_and_a_far_site_cost_what_they_let_through(python: str) 
     assert seconds["far"] == pytest.approx(10 * wire + 1e-4 + 0.01, rel=0.01)
 
 
-def test_every_rank_reaches_every_other_over_nodes_switches_and_sites(python: str) -> None:
+def test_every_rank_reaches_every_other_across_nodes_switches_and_sites(python: str) -> None:
     far = Link.of(1e7, 0.01)
     for per_node, sites in ((1, 1), (1, 2), (2, 1), (2, 2), (3, 2)):
         ranks = 12
@@ -219,20 +219,22 @@ def test_every_rank_reaches_every_other_over_nodes_switches_and_sites(python: st
             assert seconds > (0.01 if sites > 1 else 1e-4)
 
 
-def test_plan_simulates(python: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_reports_simulated_wire_seconds(
+    python: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["plan", "--elements", "1M", "--ranks", "4", "--bandwidth", "1gbit", "--no-measure"]
     assert main([*words, "--simulate", "--json", "-"]) == 0
-    told = json.loads(capsys.readouterr().out)["simulated"]
-    assert [each["algorithm"] for each in told["methods"]][:2] == ["dense", "gtopk-tree"]
-    assert all(each["wire_seconds"] > 0 for each in told["methods"])
+    simulated = json.loads(capsys.readouterr().out)["simulated"]
+    assert [each["algorithm"] for each in simulated["methods"]][:2] == ["dense", "gtopk-tree"]
+    assert all(each["wire_seconds"] > 0 for each in simulated["methods"])
     assert main([*words, "--simulate", "--sites", "2"]) == 2
     assert "--nodes-per-switch" in capsys.readouterr().err
 
 
-def test_plan_hands_the_simulation_to_the_python_that_is_named(
+def test_plan_simulates_with_the_python_of_the_environment_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It need not have SimGrid here: whatever it prints is the method's wire time."""
+    """A stub without SimGrid: whatever it prints becomes the method's wire time."""
     simulator = tmp_path / "python"
     simulator.write_text(
         '#!/bin/sh\n[ "$1" = -c ] || { cat >/dev/null; echo \'{"seconds": 0.5}\'; }\n'
@@ -242,16 +244,16 @@ def test_plan_hands_the_simulation_to_the_python_that_is_named(
     words = ["plan", "--elements", "1M", "--ranks", "4", "--bandwidth", "1gbit", "--no-measure"]
     tree = ["--nodes-per-switch", "2", "--sites", "2", "--site-bandwidth", "100mbit"]
     assert main([*words, "--simulate", *tree]) == 0
-    told = capsys.readouterr().out
-    assert "2 nodes a switch, 2 sites with 100 Mbit/s and 10 ms between them." in told
-    assert "500 ms" in told
+    output = capsys.readouterr().out
+    assert "2 nodes a switch, 2 sites with 100 Mbit/s and 10 ms between them." in output
+    assert "500 ms" in output
     assert main([*words, "--simulate", *tree, "--json", "-"]) == 0
     methods = json.loads(capsys.readouterr().out)["simulated"]["methods"]
     assert {each["wire_seconds"] for each in methods} == {0.5}
 
 
 @pytest.mark.parametrize("given", [["--site-bandwidth", "1gbit"], ["--site-latency", "9ms"]])
-def test_a_link_between_sites_needs_several(
+def test_plan_refuses_site_link_options_without_sites(
     given: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["plan", "--elements", "1M", "--ranks", "4", "--bandwidth", "1gbit", "--no-measure"]
@@ -259,30 +261,32 @@ def test_a_link_between_sites_needs_several(
     assert f"{given[0]} is between sites: add --sites 2" in capsys.readouterr().err
 
 
-def test_without_simgrid_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_simgrid_is_an_error_with_the_install_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("GTOPK_SIMGRID_PYTHON", sys.executable)
     monkeypatch.setattr("subprocess.run", lambda *a, **o: type("Done", (), {"returncode": 1})())
     with pytest.raises(SimulationError, match="apt-get install python3-simgrid"):
         find_python()
 
 
-def test_a_folder_that_is_called_simgrid_is_none(
+def test_folder_named_simgrid_is_not_taken_for_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "simgrid").mkdir()  # its sources, say, beside which the command is called
+    (tmp_path / "simgrid").mkdir()  # for example a checkout of its sources
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SimulationError, match="apt-get install python3-simgrid"):
         find_python({"GTOPK_SIMGRID_PYTHON": sys.executable})
 
 
-def test_a_python_that_cannot_be_run_has_no_simgrid(tmp_path: Path) -> None:
-    (tmp_path / "python").touch()  # may not be run
+def test_python_that_cannot_run_is_reported_without_simgrid(tmp_path: Path) -> None:
+    (tmp_path / "python").touch()  # is not executable
     for place in (tmp_path / "python", tmp_path / "nothing"):
         with pytest.raises(SimulationError, match=f"which {re.escape(str(place))} does not have"):
             find_python({"GTOPK_SIMGRID_PYTHON": str(place)})
 
 
-def test_behind_a_python_that_is_not_there_the_next_is_tried(
+def test_missing_python_is_skipped_for_the_next_candidate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_all = tmp_path / "python3"

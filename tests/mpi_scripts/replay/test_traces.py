@@ -1,4 +1,4 @@
-"""A trace is what the real code sends: every message, once, and as many bytes as were counted."""
+"""A trace has every message of the real code once, with the counted bytes."""
 
 from __future__ import annotations
 
@@ -18,24 +18,26 @@ ALGORITHMS = ("dense", "topk-allgather", "gtopk-tree", "gtopk", "oktopk", "hiera
 
 
 def reduction(algorithm: str, ranks: int, length: int = 40_000, selected: int = 400) -> Reduction:
-    whole = length if algorithm == "dense" else selected
-    return Reduction(algorithm, ranks, length, whole, 2 if algorithm == "hierarchical" else 1)
+    entries = length if algorithm == "dense" else selected
+    return Reduction(algorithm, ranks, length, entries, 2 if algorithm == "hierarchical" else 1)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_message_that_is_sent_is_received(algorithm: str) -> None:
+def test_trace_receives_every_message_that_is_sent(algorithm: str) -> None:
     for ranks in (1, 2, 3, 5, 8):
         trace = trace_of(reduction(algorithm, ranks))
         assert len(trace) == ranks
         sent = Counter((r, peer) for r, rank in enumerate(trace) for peer, n in rank if n >= 0)
         heard = Counter((peer, r) for r, rank in enumerate(trace) for peer, n in rank if n < 0)
         assert sent == heard
-        if algorithm != "hierarchical":  # whose nodes are counted as if they were full
+        if algorithm != "hierarchical":  # its count assumes full nodes
             assert sum(sent.values()) == reduction(algorithm, ranks).messages
 
 
-def test_the_process_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python's threads take turns less often, on smaller stacks, while they are ranks."""
+def test_failed_trace_restores_switch_interval_and_stack_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While threads act as ranks, they switch less often and have smaller stacks."""
     monkeypatch.setattr(traces, "picks", lambda *_, **__: 1 / 0)
     before = sys.getswitchinterval(), threading.stack_size()
     with pytest.raises(ZeroDivisionError):
@@ -43,7 +45,7 @@ def test_the_process_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (sys.getswitchinterval(), threading.stack_size()) == before
 
 
-def test_a_word_answers_each_long_message_and_checksums_are_left_out() -> None:
+def test_trace_acknowledges_long_messages_and_omits_checksums() -> None:
     wanted = reduction("dense", 3, 400_000)
     trace = trace_of(wanted)
     sent = [size for events in trace for _, size in events if size > 0]
@@ -62,7 +64,7 @@ def test_a_word_answers_each_long_message_and_checksums_are_left_out() -> None:
     assert [size for _, size in last[1:]] == [RECEIVED, 0, RECEIVED]
 
 
-def test_the_librarys_own_allreduce_has_no_words() -> None:
+def test_native_allreduce_trace_has_no_acknowledgements() -> None:
     wanted = reduction("dense", 3, 400_000)
     assert all(size for events in trace_of(wanted._replace(native_bytes=0)) for _, size in events)
     larger = wanted._replace(native_bytes=4 * wanted.length + 1)
@@ -70,7 +72,7 @@ def test_the_librarys_own_allreduce_has_no_words() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "length"), [(40, 30), (64, 20)])
-def test_a_block_without_elements_is_a_message_and_no_word(ranks: int, length: int) -> None:
+def test_empty_block_is_a_message_without_acknowledgement(ranks: int, length: int) -> None:
     wanted = reduction("dense", ranks, length)
     trace = trace_of(wanted)
     assert sum(size != RECEIVED for events in trace for _, size in events) == wanted.messages
@@ -79,15 +81,15 @@ def test_a_block_without_elements_is_a_message_and_no_word(ranks: int, length: i
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 64])
 @pytest.mark.parametrize("block", [1, 2, 3])
-def test_what_is_as_short_as_a_checksum_is_sent_all_the_same(ranks: int, block: int) -> None:
+def test_messages_as_short_as_a_checksum_stay_in_the_trace(ranks: int, block: int) -> None:
     """Every rank sends the others its own floats, or as many as all blocks but one of two have."""
     length = block * ranks
-    whole = 4 * length * (ranks - 1) <= 4096  # every rank gets all of them
+    gathers = 4 * length * (ranks - 1) <= 4096  # every rank gets all of them
     sent = sum(n for rank in trace_of(reduction("dense", ranks, length)) for _, n in rank if n > 0)
-    assert sent == (ranks if whole else 2) * 4 * length * (ranks - 1)
+    assert sent == (ranks if gathers else 2) * 4 * length * (ranks - 1)
 
 
-def test_a_vector_that_no_machine_holds_is_told_from_shorter_ones(
+def test_trace_of_a_huge_vector_is_scaled_up_from_shorter_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A billion entries: 8 bytes for each one's position, and 4 for its value."""
@@ -100,27 +102,27 @@ def test_a_vector_that_no_machine_holds_is_told_from_shorter_ones(
         assert sent == pytest.approx(12e9, rel=1e-6)
 
 
-def test_recursive_doubling_swaps_with_every_distance_in_turn() -> None:
+def test_recursive_doubling_exchanges_at_distances_1_2_4() -> None:
     for rank, events in enumerate(trace_of(reduction("gtopk", 8))):
         assert [peer for peer, _ in events] == [rank ^ d for d in (1, 1, 2, 2, 4, 4)]
         assert [size == RECEIVED for _, size in events] == [False, True] * 3
 
 
 @pytest.mark.parametrize("algorithm", ["dense", "topk-allgather", "gtopk"])
-def test_a_large_reduction_is_told_from_two_smaller_ones(
+def test_extrapolated_trace_matches_the_recorded_trace(
     algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = reduction(algorithm, 4, 64_000, 640)
-    recorded = trace_of(wanted)
-    monkeypatch.setattr(traces, "_MOST_ENTRIES", wanted.entries // 4)
-    told = trace_of(wanted)
-    for one, other in zip(recorded, told, strict=True):
+    large = reduction(algorithm, 4, 64_000, 640)
+    recorded = trace_of(large)
+    monkeypatch.setattr(traces, "_MOST_ENTRIES", large.entries // 4)
+    scaled = trace_of(large)
+    for one, other in zip(recorded, scaled, strict=True):
         assert [peer for peer, _ in one] == [peer for peer, _ in other]
         assert [size for _, size in one] == pytest.approx([size for _, size in other], rel=0.01)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16, 32])
-def test_dense_messages_that_travel_in_pieces_are_told_from_whole_ones(ranks: int) -> None:
+def test_dense_trace_of_segmented_messages_has_all_bytes(ranks: int) -> None:
     """Every rank sends all blocks but its own twice: 102 MB of them in all."""
     length = 25_557_032
     for events in trace_of(reduction("dense", ranks, length)):
@@ -128,7 +130,7 @@ def test_dense_messages_that_travel_in_pieces_are_told_from_whole_ones(ranks: in
         assert sent == pytest.approx(2 * (ranks - 1) / ranks * 4 * length, rel=1e-3)
 
 
-def test_what_has_too_many_messages_or_lines_is_refused() -> None:
+def test_trace_with_too_many_messages_or_boundaries_is_refused() -> None:
     with pytest.raises(ValueError, match=r"oktopk on 4,096 ranks has about 1[67],"):
         trace_of(Reduction("oktopk", 4096, 1000, 10))
     with pytest.raises(ValueError, match="oktopk on 256 ranks has 67,108,864 quantile"):
@@ -138,7 +140,7 @@ def test_what_has_too_many_messages_or_lines_is_refused() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["topk-allgather", "gtopk", "hierarchical"])
-def test_what_does_not_fit_computes_as_much_as_a_smaller_one(
+def test_profile_of_a_huge_reduction_is_measured_on_a_smaller_one(
     algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = reduction(algorithm, 4, 64_000, 640)
@@ -155,7 +157,7 @@ def test_what_does_not_fit_computes_as_much_as_a_smaller_one(
     assert [len(seconds) for seconds in profile] == [len(events) + 1 for events in trace_of(wanted)]
 
 
-def test_threads_that_wait_for_cores_say_nothing(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_recording_a_trace_prints_no_stall_warning(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr("collectives.transports.carrier.STALL_WARNING_SECONDS", 0.0)
     trace_of(reduction("gtopk", 8))
     assert capsys.readouterr().err == ""

@@ -1,4 +1,4 @@
-"""Results as a run writes them, without a run."""
+"""Results in the format of a run, made up without one."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from mpi_scripts.scaling.__main__ import main
 from mpi_scripts.scaling.contenders import CONTENDERS
 
 
-def test_every_contender_steps_on_real_ranks(mpirun: Any, tmp_path: Path) -> None:
+def test_every_contender_is_measured_on_real_ranks(mpirun: Any, tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     arguments = ["--model", "resnet20", "--compute", "real", "--batch", "1", "--rounds", "1"]
     job = mpirun(2, "bench_scaling.py", *arguments, "--interface", "lo", "--json", str(file))
@@ -31,7 +31,7 @@ def test_every_contender_steps_on_real_ranks(mpirun: Any, tmp_path: Path) -> Non
     assert "gtopk-tree" in job.stdout
 
 
-def test_under_torchrun_gloo_is_the_librarys_and_ddps(torchrun: Any, tmp_path: Path) -> None:
+def test_torchrun_measures_ssgd_and_ddp_over_gloo(torchrun: Any, tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     arguments = ["--model", "resnet20", "--compute", "real", "--batch", "1", "--rounds", "1"]
     arguments += ["--contenders", "ssgd", "ddp", "--json", str(file)]
@@ -52,7 +52,7 @@ def test_help_names_each_model_once(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("arguments", "message"),
     [
         (["--compute", "real", "--model", "vgg16"], "--compute real supports resnet20, resnet18"),
         (["--rounds", "0"], "--rounds must be at least 1"),
@@ -60,8 +60,8 @@ def test_help_names_each_model_once(capsys: pytest.CaptureFixture[str]) -> None:
         (["--markdown", "/nowhere.json"], "No such file"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(
-    wrong: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_scaling_refuses_options_that_cannot_be_measured(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(wrong) == 2
-    assert said in capsys.readouterr().err
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Contenders get what they would get with the model that theirs stands for."""
+"""Contenders on a thinner model are configured as on the full model."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def gloo(tmp_path: Path) -> Iterator[object]:
 
 
 @pytest.mark.parametrize(("scale", "cap"), [(1.0, 25.0), (10.0, 2.5), (40.0, 0.625)])
-def test_ddps_buckets_shrink_with_the_model(
+def test_ddp_bucket_size_shrinks_with_the_model(
     monkeypatch: pytest.MonkeyPatch, gloo: object, scale: float, cap: float
 ) -> None:
     made = []
-    whole = torch.nn.parallel.DistributedDataParallel
+    original = torch.nn.parallel.DistributedDataParallel
 
     def make(*arguments: object, **options: object) -> torch.nn.Module:
-        made.append(whole(*arguments, **options))  # type: ignore[arg-type]
+        made.append(original(*arguments, **options))  # type: ignore[arg-type]
         return made[-1]
 
     monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", make)

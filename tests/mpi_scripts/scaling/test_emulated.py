@@ -32,7 +32,7 @@ ELEMENTS = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_layers_have_the_shapes_of_the_networks_parameters(name: str) -> None:
+def test_emulated_layers_have_the_shapes_of_the_models_parameters(name: str) -> None:
     with torch.device("meta"):
         model = MODELS[name]()
     shapes = [shape for layer in LAYERS[name]() for shape in layer]
@@ -41,7 +41,7 @@ def test_layers_have_the_shapes_of_the_networks_parameters(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_thinner_network_has_as_many_layers_and_a_tenth_of_the_parameters(name: str) -> None:
+def test_thinner_model_keeps_its_layers_with_a_tenth_of_the_parameters(name: str) -> None:
     layers = list(LAYERS[name]())
     thin = thinner(layers, 10.0)
     assert [len(layer) for layer in thin] == [len(layer) for layer in layers]

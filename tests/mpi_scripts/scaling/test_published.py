@@ -5,7 +5,7 @@ from __future__ import annotations
 from mpi_scripts.scaling.models import PUBLISHED, WORKERS
 
 
-def test_gtopk_was_2_7_to_12_times_as_fast_as_ssgd_on_32_workers_and_ahead_of_topk() -> None:
+def test_published_gtopk_is_2_7_to_12_times_faster_than_ssgd_on_32_workers() -> None:
     over_ssgd, over_topk = [], []
     for model in PUBLISHED.values():
         gtopk, topk, ssgd = (
@@ -17,7 +17,7 @@ def test_gtopk_was_2_7_to_12_times_as_fast_as_ssgd_on_32_workers_and_ahead_of_to
     assert (round(min(over_topk), 1), round(max(over_topk), 1)) == (1.1, 2.0)
 
 
-def test_nobody_is_faster_for_more_workers_and_what_was_not_published_is_none() -> None:
+def test_published_efficiency_falls_with_workers_and_is_none_if_absent() -> None:
     for model in PUBLISHED.values():
         for name in model.by_method:
             shares = [model.efficiency(name, ranks) for ranks in WORKERS]

@@ -1,4 +1,4 @@
-"""A transformer is tested on windows of a text: there must be one."""
+"""A transformer is tested on windows of a text, which must have at least one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpi_scripts.training.read_on import ContinueText
 from mpi_scripts.training.task import Feed
 
 
-def test_a_text_too_short_to_test_on_is_refused_before_training() -> None:
+def test_test_text_shorter_than_a_window_is_refused_before_training() -> None:
     def task(tested: int) -> ContinueText:
         text = Text(torch.zeros(100, dtype=torch.int64), torch.zeros(tested), 256, "zeros")
         return ContinueText(text, Feed(0, 1, 2), context=8)

@@ -1,4 +1,4 @@
-"""How far texts are apart: the definition, on all small ones."""
+"""The edit distance of texts equals its recursive definition on small texts."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ TEXTS = st.text("ab ", max_size=6)
 
 
 @cache
-def defined(said: str, meant: str) -> int:
-    if not said or not meant:
-        return len(said) + len(meant)
+def defined(first: str, second: str) -> int:
+    if not first or not second:
+        return len(first) + len(second)
     return min(
-        defined(said[1:], meant) + 1,
-        defined(said, meant[1:]) + 1,
-        defined(said[1:], meant[1:]) + (said[0] != meant[0]),
+        defined(first[1:], second) + 1,
+        defined(first, second[1:]) + 1,
+        defined(first[1:], second[1:]) + (first[0] != second[0]),
     )
 
 
 @given(TEXTS, TEXTS)
-def test_it_is_the_fewest_changes(said: str, meant: str) -> None:
-    assert edit_distance(said, meant) == defined(said, meant)
-    assert edit_distance(said.split(), meant.split()) <= max(len(said.split()), len(meant.split()))
+def test_edit_distance_is_the_fewest_changes(first: str, second: str) -> None:
+    assert edit_distance(first, second) == defined(first, second)
+    assert edit_distance(first.split(), second.split()) <= max(
+        len(first.split()), len(second.split())
+    )
 
 
-def test_words_count_as_letters_do() -> None:
+def test_edit_distance_counts_words_or_letters() -> None:
     assert edit_distance("SITTING", "KITTEN") == 3
     assert edit_distance(["GO", "TO", "ONE"], ["GO", "ONE", "MORE"]) == 2

@@ -1,4 +1,4 @@
-"""The loop: what is resumed is what was broken off, passes add up, half precision trains."""
+"""The training loop: resuming, accumulated passes, half precision, logs and arguments."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def trained(monkeypatch, tmp_path, capsys):
 
         def rank(transport: LocalTransport) -> None:
             with world.entered(transport):
-                with one_at_a_time:  # torch's generator is of all threads
+                with one_at_a_time:  # threads share torch's random generator
                     training = train.prepare(train.parse())
                 train.train(training)
 
@@ -52,7 +52,7 @@ def without(record: dict[str, object], *names: str) -> dict[str, object]:
     return {name: value for name, value in record.items() if name not in names}
 
 
-def test_a_run_that_was_broken_off_goes_on_to_the_bit(trained, tmp_path: Path, monkeypatch) -> None:
+def test_run_resumed_from_checkpoint_is_bit_identical(trained, tmp_path: Path, monkeypatch) -> None:
     narrow = replace(
         PRESETS["lstm-ptb"],
         model=lambda sizes: LstmLanguageModel(sizes.outputs, width=4, dropout=0.0),
@@ -64,22 +64,22 @@ def test_a_run_that_was_broken_off_goes_on_to_the_bit(trained, tmp_path: Path, m
         ("lstm-ptb", ["--synthetic-samples", "600", "--batch-size", "2"]),
     ):
         given = ["--preset", preset, *options]
-        whole = trained(2, *given)
-        steps = whole[0]["steps"]
+        uninterrupted = trained(2, *given)
+        steps = uninterrupted[0]["steps"]
         assert isinstance(steps, int)
-        assert [record["epoch"] for record in whole] == [1, 2]
+        assert [record["epoch"] for record in uninterrupted] == [1, 2]
         kept = [*given, "--checkpoint", str(tmp_path / preset), "--checkpoint-every", "3"]
         (begun,) = trained(2, *kept, "--steps", "3")
         assert (begun["epoch"], begun["steps"]) == (1, 3)
         resumed = trained(2, *kept)
-        # A start costs some bytes: names are told anew.
+        # A restart sends more bytes, as ranks exchange the operations' names again.
         assert [without(record, *NOT_TRAINING) for record in resumed] == [
-            without(record, *NOT_TRAINING) for record in whole
+            without(record, *NOT_TRAINING) for record in uninterrupted
         ]
         assert list((tmp_path / preset).iterdir())
 
 
-def test_a_run_goes_on_on_another_number_of_ranks(trained, tmp_path: Path) -> None:
+def test_run_resumes_on_another_number_of_ranks(trained, tmp_path: Path) -> None:
     kept = ["--epochs", "2", "--batch-size", "50", "--checkpoint", str(tmp_path / "kept")]
     assert [record["epoch"] for record in trained(2, *kept, "--epochs", "1")] == [1]
     (second,) = trained(3, *kept)
@@ -88,27 +88,30 @@ def test_a_run_goes_on_on_another_number_of_ranks(trained, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
-def test_the_loss_of_an_epoch_on_changing_ranks_is_the_mean_of_its_steps(
+def test_epoch_loss_is_the_mean_over_steps_when_ranks_change(
     trained, tmp_path: Path, before: int, after: int
 ) -> None:
-    """With a rate of next to nothing every step has about the loss of the first weights."""
+    """With a learning rate near zero every step has about the loss of the first weights."""
     still = ["--compression", "none", "--lr", "1e-9", "--epochs", "1", "--batch-size", "40"]
-    (whole,) = trained(after, *still)
+    (uninterrupted,) = trained(after, *still)
     (other,) = trained(before, *still)
     kept = [*still, "--checkpoint", str(tmp_path / "kept")]
     trained(before, *kept, "--steps", "10")
     (resumed,) = trained(after, *kept)
-    assert resumed["loss"] == pytest.approx(whole["loss"], rel=0.05)
-    assert resumed["steps"] == 10 + whole["steps"] - 10 * whole["steps"] // other["steps"]
+    assert resumed["loss"] == pytest.approx(uninterrupted["loss"], rel=0.05)
+    assert (
+        resumed["steps"]
+        == 10 + uninterrupted["steps"] - 10 * uninterrupted["steps"] // other["steps"]
+    )
 
 
-def test_a_training_that_diverges_is_logged_in_what_json_knows(trained, tmp_path: Path) -> None:
+def test_diverged_loss_is_logged_as_null(trained, tmp_path: Path) -> None:
     diverging = ["--compression", "none", "--lr", "1e30", "--epochs", "1", "--batch-size", "100"]
     (record,) = trained(1, *diverging)
     assert record["loss"] is None
 
 
-def test_an_epoch_is_saved_before_its_figures_are_written(
+def test_checkpoint_is_saved_before_the_epoch_is_logged(
     trained, tmp_path: Path, monkeypatch
 ) -> None:
     def fails(*of: object) -> None:
@@ -121,16 +124,18 @@ def test_an_epoch_is_saved_before_its_figures_are_written(
     assert len(list(kept.iterdir())) == 1
 
 
-def test_a_training_that_is_done_says_so(monkeypatch, tmp_path: Path, capsys) -> None:
+def test_finished_training_reports_that_no_step_is_left(
+    monkeypatch, tmp_path: Path, capsys
+) -> None:
     done = ["train.py", "--epochs", "1", "--batch-size", "200", "--checkpoint", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", done)
-    for told in ("epoch   1  loss", "step 7 of 7: nothing is left to train"):
+    for message in ("epoch   1  loss", "step 7 of 7: nothing is left to train"):
         with world.entered(local_world(1)[0]):
             train.train(train.prepare(train.parse()))
-        assert told in capsys.readouterr().out
+        assert message in capsys.readouterr().out
 
 
-def test_two_passes_of_a_batch_are_one_of_twice_as_many(trained) -> None:
+def test_two_accumulated_passes_equal_one_batch_of_twice_the_size(trained) -> None:
     dense = ["--compression", "none", "--epochs", "1"]
     (two,) = trained(2, *dense, "--batch-size", "20", "--passes", "2")
     (one,) = trained(2, *dense, "--batch-size", "40")
@@ -139,7 +144,7 @@ def test_two_passes_of_a_batch_are_one_of_twice_as_many(trained) -> None:
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
 
 
-def test_half_precision_and_a_warm_up_of_the_density_train(trained) -> None:
+def test_training_learns_with_amp_and_with_density_warmup(trained) -> None:
     for arguments in (
         ["--amp", "bf16"],
         ["--amp", "fp16"],
@@ -153,10 +158,10 @@ def test_half_precision_and_a_warm_up_of_the_density_train(trained) -> None:
         assert record["skipped_steps"] == 0 or "fp16" in arguments
 
 
-def test_a_torch_that_scales_for_gpus_only_does_so_there_and_says_so_elsewhere(
+def test_fp16_on_cpu_is_refused_where_torch_scales_losses_only_on_gpus(
     trained, monkeypatch
 ) -> None:
-    """As torch 2.1 and 2.2."""
+    """Such are torch 2.1 and 2.2."""
     monkeypatch.delattr(torch.amp, "GradScaler")
     monkeypatch.setattr(torch.cuda.amp, "GradScaler", lambda: "of GPUs")
     assert loss_scaler("fp16", torch.device("cuda", 1)) == "of GPUs"
@@ -165,7 +170,7 @@ def test_a_torch_that_scales_for_gpus_only_does_so_there_and_says_so_elsewhere(
         trained(1, "--amp", "fp16")
 
 
-def test_the_log_has_a_density_only_where_one_is_used(trained) -> None:
+def test_log_has_a_density_only_for_sparse_compressions(trained) -> None:
     quick = ["--steps", "1", "--batch-size", "20"]
     for compression, density in (("gtopk", 0.01), ("auto", 0.01), ("none", None), ("bf16", None)):
         (record,) = trained(2, *quick, "--compression", compression)  # the preset's own options
@@ -182,7 +187,7 @@ def test_the_log_has_a_density_only_where_one_is_used(trained) -> None:
         (["--no-momentum-correction"], "after", 1e-3),
     ],
 )
-def test_adamws_steps_are_before_the_selection_where_there_is_one(
+def test_gpt_preset_takes_adam_steps_before_selection_unless_switched_off(
     monkeypatch, arguments, steps, lr
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "--preset", "gpt-docstrings", *arguments])
@@ -194,7 +199,7 @@ def test_adamws_steps_are_before_the_selection_where_there_is_one(
     assert (group["lr"], group["weight_decay"]) == (lr, 0.1)
 
 
-def test_weight_decay_does_the_same_without_the_momentum_it_went_through(monkeypatch) -> None:
+def test_momentum_correction_scales_weight_decay_to_the_same_effect(monkeypatch) -> None:
     groups = []
     for switch in ("--no-momentum-correction", "--momentum-correction"):
         given = ["--preset", "digits", "--weight-decay", "0.001", "--momentum", "0.5", switch]
@@ -205,7 +210,7 @@ def test_weight_decay_does_the_same_without_the_momentum_it_went_through(monkeyp
     assert groups == [(0.5, 0.001), (0.0, 0.002)]
 
 
-def test_arguments_that_would_go_unheard_are_refused(trained) -> None:
+def test_arguments_without_effect_are_refused(trained) -> None:
     for arguments, reason in (
         (["--data", "folder"], "--preset digits takes --dataset"),
         (["--preset", "cnn-digits", "--dataset", "digits"], "give cnn-digits --data FOLDER"),

@@ -1,4 +1,4 @@
-"""Every preset trains on two ranks, as its authors have it, and labels what is not real."""
+"""Every preset trains on two ranks with its authors' settings, and labels synthetic data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from mpi_scripts.training.presets import PRESETS
 from mpi_scripts.training.task import Sizes
 from tests import published_files
 
-# Of the networks that take seconds for a step, narrow ones.
+# Narrow versions of the networks whose steps take seconds.
 NARROW: dict[str, Callable[..., torch.nn.Module]] = {
     "alexnet-imagenet": lambda sizes: alexnet(sizes.outputs, hidden=8),
     "resnet50-imagenet": lambda sizes: resnet50(sizes.outputs, width=4),
@@ -76,7 +76,9 @@ def test_every_preset_trains_on_two_ranks(name: str, monkeypatch, capsys) -> Non
     assert all(math.isfinite(float(each)) for each in found.groups())
 
 
-def test_published_files_are_trained_with_and_need_no_label(monkeypatch, capsys, tmp_path) -> None:
+def test_training_on_published_files_is_not_labelled_synthetic(
+    monkeypatch, capsys, tmp_path
+) -> None:
     random = np.random.default_rng(0)
     images, labels = random.integers(0, 256, (4, 3, 32, 32), np.uint8), np.arange(4)
     (tmp_path / "cifar").mkdir()
@@ -115,7 +117,7 @@ def test_published_files_are_trained_with_and_need_no_label(monkeypatch, capsys,
         assert line.startswith("epoch   1  loss ")
 
 
-def test_models_are_as_large_as_the_plan_reckons() -> None:
+def test_preset_models_have_the_parameters_that_plan_assumes() -> None:
     sizes = {"resnet20-cifar10": 10, "vgg16-cifar10": 10, "lstm-ptb": 10_000, "lstm-an4": 29}
     planned = {"resnet20-cifar10": "resnet20", "vgg16-cifar10": "vgg16-cifar"}
     for name in (n for n, preset in PRESETS.items() if preset.density == 0.001):
@@ -125,13 +127,13 @@ def test_models_are_as_large_as_the_plan_reckons() -> None:
         assert sum(p.numel() for p in model.parameters()) == parameters
 
 
-def test_the_authors_hyper_parameters_are_those_of_their_configuration() -> None:
-    told = {
+def test_presets_have_the_hyper_parameters_of_the_papers_configuration() -> None:
+    presets = {
         name: (each.lr, each.batch_size, each.epochs, each.momentum, each.weight_decay)
         for name, each in PRESETS.items()
         if each.density == 0.001
     }
-    assert told == {
+    assert presets == {
         "resnet20-cifar10": (0.1, 32, 141, 0.9, 1e-4),
         "vgg16-cifar10": (0.1, 32, 141, 0.9, 1e-4),
         "alexnet-imagenet": (0.01, 256, 95, 0.9, 5e-4),

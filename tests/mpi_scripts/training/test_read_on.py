@@ -1,4 +1,4 @@
-"""What a language model remembers goes from window to window, and through checkpoints."""
+"""A language model's state is carried from window to window, and through checkpoints."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mpi_scripts.training.read_on import ReadOn
 from mpi_scripts.training.task import Feed, moved
 
 
-def test_a_state_that_was_loaded_goes_to_where_the_batches_are() -> None:
-    """Checkpoints hold tensors of the CPU; "meta" stands in for a GPU."""
+def test_loaded_lstm_state_moves_to_the_device_of_the_batches() -> None:
+    """Checkpoints hold CPU tensors; the device "meta" stands in for a GPU."""
     elsewhere = torch.device("meta")
     text = synthesise_text(600, 0)
     saved = ReadOn(text, Feed(0, 1, 2))
@@ -26,7 +26,9 @@ def test_a_state_that_was_loaded_goes_to_where_the_batches_are() -> None:
 
 
 @pytest.mark.parametrize(("batch_size", "remembers"), [(2, True), (4, False)])
-def test_what_is_remembered_is_of_as_many_lanes(batch_size: int, remembers: bool) -> None:
+def test_lstm_state_is_dropped_when_the_batch_size_changes(
+    batch_size: int, remembers: bool
+) -> None:
     text = synthesise_text(600, 0)
     saved = ReadOn(text, Feed(0, 1, 2))
     model = LstmLanguageModel(saved.sizes.outputs, width=4, dropout=0.0)
